@@ -17,9 +17,13 @@ from flashmem.bundle.bundle import Bundle, ShapeVariant
 from flashmem.bundle.cache import find_or_make
 from flashmem.bundle.shape_variants import Shapes, checked_variants, shapes_text
 from flashmem.bundle.writer import BundleWriter
+from flashmem.compiler.adaptive.granularity import first_attempt
+from flashmem.compiler.adaptive.tiling import fitting_patches
+from flashmem.compiler.adaptive.unfusion import Cuts, Pipeline, may_refine, refine
 from flashmem.compiler.frontend.external_data import model_files
 from flashmem.compiler.frontend.importer import collect_unsupported, import_model
 from flashmem.compiler.frontend.mapped_file import load_mapped
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.lowering.context import Cuts as SlicesOfWeights
 from flashmem.compiler.lowering.program import Generated, generate, sharing_weights, stored_by, write_weights
@@ -28,13 +32,10 @@ from flashmem.compiler.memory.allocations import within_allocations
 from flashmem.compiler.memory.launch_order import in_lowest_order
 from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.options import Options
-from flashmem.compiler.passes.fusion import Layer, fuse
+from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import check_dump_folder, dump_graph, prepare
-from flashmem.compiler.passes.unfusion import Cuts, Pipeline, may_refine, refine
-from flashmem.compiler.selection.selector import Choices
+from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.compiler.selection.tuning_database import digest
-from flashmem.compiler.tiling.search import fitting_patches
-from flashmem.compiler.weights.granularity import first_attempt
 from flashmem.compiler.weights.sharing import NOTHING_STORED, StoredWeights
 from flashmem.compiler.weights.slicing import FINEST, Slicing
 from flashmem.options import resolve
@@ -333,24 +334,24 @@ def _plan(
     """
     descriptor, limits, mode = options.descriptor, options.limits, options.mode
     limited = limits.budget is not None or limits.m_peak is not None
-    choices = Choices(descriptor, options.optimize, limited=limited)
+    selector = KernelSelector(descriptor, options.optimize, limited=limited)
     only_one = not limited and not may_refine(limits, mode)
 
-    def write(layers: Sequence[Layer], order: LaunchOrder | None, slicing: Slicing) -> Generated:
+    def write(layers: Sequence[FusionGroup], order: LaunchOrder | None, slicing: Slicing) -> Generated:
         slicing = replace(slicing, later=options.optimize == "steady")
 
-        def generated(choices: Choices, packed: SlicesOfWeights | None = None) -> Generated:
+        def generated(selector: KernelSelector, packed: SlicesOfWeights | None = None) -> Generated:
             return generate(
-                graph, layers, descriptor, precision=options.precision, slicing=slicing, choices=choices, earlier=earlier,
+                graph, layers, descriptor, precision=options.precision, slicing=slicing, selector=selector, earlier=earlier,
                 cuts=packed,
             )  # fmt: skip
 
-        made = generated(choices)
+        made = generated(selector)
 
         def again() -> Generated | None:
-            if not choices.later_differ() and all(len(parts) == 1 for parts in made.cuts.values()):
+            if not selector.differs_later() and all(len(parts) == 1 for parts in made.cuts.values()):
                 return None
-            return generated(choices.beside(), made.cuts)
+            return generated(selector.for_later_runs(), made.cuts)
 
         return replace(made, program=replace(made.program, order=order), again=again)
 
@@ -361,7 +362,7 @@ def _plan(
                 layers, order = in_lowest_order(graph, layers, half=options.precision == "fp16")
         with watch("generate"):
             made = write(layers, order, slicing)
-            if choices.settle():
+            if selector.select():
                 made = write(layers, order, slicing)
         if only_one:
             final(made)

@@ -21,7 +21,7 @@ from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.compiler.weights.slicing import Slicing
-from flashmem.target.descriptor import DeviceDescriptor, Tile
+from flashmem.target.descriptor import DeviceDescriptor, PlainTile
 
 from .dataset import SAMPLE
 from .shapes import Attention
@@ -273,7 +273,7 @@ def sampled(index: int, seed: int, descriptor: DeviceDescriptor) -> Target | Non
     maker, _ = FAMILIES[family]
     draw = Draw(ordinal, seed + list(FAMILIES).index(family))
     tile_unit, half_unit, choice = draw.unit(), draw.unit(), draw.unit()
-    listed = descriptor.variants_of(family)
+    listed = descriptor.configs_of(family)
     if len(listed) > 1 and tile_unit < 0.25:
         descriptor = replace(descriptor, only=listed[int(choice * len(listed))].name)
     elif family in ("matmul", "conv", "matmul_dynamic") and tile_unit < 0.35:
@@ -285,7 +285,7 @@ def sampled(index: int, seed: int, descriptor: DeviceDescriptor) -> Target | Non
     return wanted[-1] if wanted else None
 
 
-def _variant(descriptor: DeviceDescriptor, choice: float) -> Tile:
+def _variant(descriptor: DeviceDescriptor, choice: float) -> PlainTile:
     """Another tile; on devices whose work-groups have more than one item, also another work-group."""
     tile = replace(descriptor.tile, **TILES[int(choice * len(TILES))])
     if math.prod(tile.local_size) > 1:

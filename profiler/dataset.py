@@ -12,7 +12,7 @@ import io
 import json
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, get_type_hints
@@ -51,8 +51,6 @@ class Row:
 
 _FEATURES = get_type_hints(LaunchFeatures)
 _OWN = {name: kind for name, kind in get_type_hints(Row).items() if name != "features"}
-_SINCE = {f.name: str(f.default) for f in fields(LaunchFeatures) if f.default is not MISSING}
-"""Columns that earlier datasets lack, and what holds for their launches."""
 
 _KINDS = {**_OWN, **_FEATURES}
 _COLUMNS = (*(f.name for f in fields(Row) if f.name != "features"), *_FEATURES)
@@ -151,7 +149,7 @@ def _written(rows: Iterable[Row], *, header: bool = True) -> str:
 
 def _read(text: str, where: Path) -> list[Row]:
     try:
-        return [_as_row({**_SINCE, **line}) for line in csv.DictReader(io.StringIO(text))]
+        return [_as_row(line) for line in csv.DictReader(io.StringIO(text))]
     except (KeyError, ValueError, TypeError) as error:
         raise UserError(f"{where} is not a profile of this version ({error!r}); profile the device again") from error
 

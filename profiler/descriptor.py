@@ -16,7 +16,7 @@ from flashmem.planning.capacity.model import SECONDS, SLOWDOWN
 from flashmem.target.descriptor import DeviceDescriptor, Rates
 
 _TABLES = ("modes", "tile", "rates", "sources")
-_OF_VARIANTS = "variants"
+_OF_CONFIGS = "configs"
 _TUNED = re.compile(r"^tuned *=.*$", re.MULTILINE)
 _NAME = re.compile(r"^name *=.*$", re.MULTILINE)
 
@@ -34,7 +34,7 @@ def write_descriptor(folder: Path, descriptor: DeviceDescriptor, source: str, wh
 
 
 def name_table(folder: Path, descriptor: DeviceDescriptor, name: str) -> Path:
-    """Let the descriptor in `folder` name the table `name` of tuned variants, and return its path.
+    """Let the descriptor in `folder` name the tuning database `name`, and return its path.
 
     A descriptor that lies there keeps everything else that it says, comments too; otherwise `descriptor` is written, and the
     capacity model that it names, so that the folder holds all of it.
@@ -65,7 +65,7 @@ def _beside(folder: Path, stem: str, suffixes: Sequence[str]) -> str:
 def _toml(descriptor: DeviceDescriptor, head: str) -> str:
     """The descriptor as `flashmem.target.descriptor.load_descriptor` reads it."""
     data = descriptor.to_dict()
-    apart = (*_TABLES, _OF_VARIANTS, "only")
+    apart = (*_TABLES, _OF_CONFIGS, "only")
     lines = [head, *(f"{key} = {_value(value)}" for key, value in data.items() if key not in apart)]
     for table in _TABLES:
         content = data[table]
@@ -73,8 +73,8 @@ def _toml(descriptor: DeviceDescriptor, head: str) -> str:
         lines += ["", f"[{table}]", *(f"{key} = {_value(value)}" for key, value in content.items() if key not in nested)]
         for key, values in nested.items():
             lines += ["", f"[{table}.{key}]", *(f"{name} = {_value(value)}" for name, value in values.items())]
-    for variant in data[_OF_VARIANTS]:
-        lines += ["", f"[[{_OF_VARIANTS}]]", *(f"{key} = {_value(value)}" for key, value in variant.items())]
+    for config in data[_OF_CONFIGS]:
+        lines += ["", f"[[{_OF_CONFIGS}]]", *(f"{key} = {_value(value)}" for key, value in config.items())]
     return "\n".join(lines) + "\n"
 
 

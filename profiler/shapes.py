@@ -1,25 +1,52 @@
 """Contractions of models as single operators: what `flashmem tune` and `benchmarks.kernels.operators` measure.
 
-Each says its graph, of one operator, what its product is, and its work; models' own come from the zoo's graphs.
+Each makes a graph of one operator and its workload. Shapes that models have come from the zoo's graphs.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from flashmem.base.types import MemoryPath
 from flashmem.compiler.ir.graph import Graph, Node
-from flashmem.compiler.selection.tuning_database import Product
+from flashmem.compiler.selection.workload import Workload
 from flashmem.tools.zoo.graphs import zoo_graph
 
 from .sketch import Sketch
 
 
+class Shape(ABC):
+    """An operator with the sizes of its tensors."""
+
+    _FLOPS: ClassVar[int] = 2
+    """Floating-point operations for each of `Workload.macs`."""
+
+    @abstractmethod
+    def workload(self, path: MemoryPath, storage: str = "float32") -> Workload:
+        """The workload that the compiler selects a config for, with weights on `path` in `storage`."""
+
+    @abstractmethod
+    def graph(self) -> Graph:
+        """A graph of this operator alone."""
+
+    @property
+    @abstractmethod
+    def elements(self) -> int:
+        """Elements of operands and result, each once."""
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations."""
+        return self._FLOPS * self.workload("buffer").macs
+
+
 @dataclass(frozen=True)
-class Matmul:
+class Matmul(Shape):
     """[rows, depth] x a weight [depth, columns]."""
 
     rows: int
@@ -30,18 +57,13 @@ class Matmul:
         return f"{self.rows}x{self.depth}x{self.columns}"
 
     @property
-    def flops(self) -> int:
-        """Multiplications and additions."""
-        return 2 * self.rows * self.depth * self.columns
-
-    @property
     def elements(self) -> int:
         """Of both operands and the result, each once."""
         return self.rows * self.depth + self.depth * self.columns + self.rows * self.columns
 
-    def product(self, path: MemoryPath, storage: str = "float32") -> Product:
-        """What the compiler chooses a variant for."""
-        return Product("matmul", path, self.rows, self.depth, self.columns, storage=storage)
+    def workload(self, path: MemoryPath, storage: str = "float32") -> Workload:
+        """What the compiler chooses a config for."""
+        return Workload("matmul", path, self.rows, self.depth, self.columns, storage=storage)
 
     def graph(self) -> Graph:
         """The operator alone."""
@@ -51,7 +73,7 @@ class Matmul:
 
 
 @dataclass(frozen=True)
-class Convolution:
+class Convolution(Shape):
     """[channels, height, width] to `columns` channels by a `kernel` (down, across), padded to keep the size if odd."""
 
     channels: int
@@ -79,22 +101,17 @@ class Convolution:
         return down, across
 
     @property
-    def flops(self) -> int:
-        """Multiplications and additions."""
-        return 2 * math.prod(self.out) * math.prod(self.kernel) * self.channels * self.columns
-
-    @property
     def elements(self) -> int:
         """Of both operands and the result, each once."""
         image = self.channels * self.height * self.width
         return image + math.prod(self.kernel) * self.channels * self.columns + math.prod(self.out) * self.columns
 
-    def product(self, path: MemoryPath, storage: str = "float32") -> Product:
-        """What the compiler chooses a variant for: a 1x1 convolution is a plain product."""
+    def workload(self, path: MemoryPath, storage: str = "float32") -> Workload:
+        """What the compiler chooses a config for: a 1x1 convolution is a plain product."""
         taps, stride = math.prod(self.kernel), max(self.stride)
         family = "matmul" if taps == stride == 1 else "conv"
         depth = taps * self.channels
-        return Product(family, path, math.prod(self.out), depth, self.columns, storage=storage, taps=taps, stride=stride)
+        return Workload(family, path, math.prod(self.out), depth, self.columns, storage=storage, taps=taps, stride=stride)
 
     def graph(self) -> Graph:
         """The operator alone; the compiler adds changes of layout around it."""
@@ -106,7 +123,7 @@ class Convolution:
 
 
 @dataclass(frozen=True)
-class Batched:
+class Batched(Shape):
     """`batches` products of activations [rows, depth] and [depth, columns]."""
 
     batches: int
@@ -118,18 +135,13 @@ class Batched:
         return f"{self.batches} of {self.rows}x{self.depth}x{self.columns}"
 
     @property
-    def flops(self) -> int:
-        """Multiplications and additions."""
-        return 2 * self.batches * self.rows * self.depth * self.columns
-
-    @property
     def elements(self) -> int:
         """Of both operands and the result, each once."""
         return self.batches * (self.rows * self.depth + self.depth * self.columns + self.rows * self.columns)
 
-    def product(self, path: MemoryPath, storage: str = "float32") -> Product:
-        """What the compiler chooses a variant for: activations are in buffers on either path."""
-        return Product("matmul_dynamic", "buffer", self.rows, self.depth, self.columns, self.batches, storage)
+    def workload(self, path: MemoryPath, storage: str = "float32") -> Workload:
+        """What the compiler chooses a config for: activations are in buffers on either path."""
+        return Workload("matmul_dynamic", "buffer", self.rows, self.depth, self.columns, self.batches, storage)
 
     def graph(self) -> Graph:
         """The operator alone."""
@@ -139,8 +151,10 @@ class Batched:
 
 
 @dataclass(frozen=True)
-class Attention:
+class Attention(Shape):
     """softmax(Q x K transposed, scaled) x V, [heads, rows, width] each; K and V have `keys` rows (0: as many as Q)."""
+
+    _FLOPS = 4  # two products
 
     heads: int
     rows: int
@@ -151,18 +165,13 @@ class Attention:
         return f"{self.heads}x{self.rows}x{self.width}" + (f" of {self.keys} keys" if self.keys else "")
 
     @property
-    def flops(self) -> int:
-        """Multiplications and additions of both products."""
-        return 4 * self.heads * self.rows * (self.keys or self.rows) * self.width
-
-    @property
     def elements(self) -> int:
         """Of Q, K, V and the result, each once."""
         return 2 * self.heads * self.width * (self.rows + (self.keys or self.rows))
 
-    def product(self, path: MemoryPath, storage: str = "float32") -> Product:
-        """What the compiler chooses a variant for: activations are in buffers on either path."""
-        return Product("attention", "buffer", self.rows, self.width, self.keys or self.rows, self.heads, storage)
+    def workload(self, path: MemoryPath, storage: str = "float32") -> Workload:
+        """What the compiler chooses a config for: activations are in buffers on either path."""
+        return Workload("attention", "buffer", self.rows, self.width, self.keys or self.rows, self.heads, storage)
 
     def graph(self) -> Graph:
         """As exports have it: scores, scaled, softmax, product."""
@@ -177,8 +186,10 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowSoftmax(Shape):
     """Softmax of each of `rows` rows, for all that is computed of a row as a whole."""
+
+    _FLOPS = 5  # of a maximum, a difference, an exponential, a sum and a quotient
 
     rows: int
     columns: int
@@ -187,27 +198,19 @@ class Rows:
         return f"{self.rows} rows of {self.columns}"
 
     @property
-    def flops(self) -> int:
-        """Those of a maximum, differences, exponentials, a sum and quotients, each counted once."""
-        return 5 * self.rows * self.columns
-
-    @property
     def elements(self) -> int:
         """Of the operand and the result."""
         return 2 * self.rows * self.columns
 
-    def product(self, path: MemoryPath, storage: str = "float32") -> Product:
-        """What the compiler chooses a variant for: activations are in buffers on either path."""
-        return Product("reduce_rows", "buffer", self.rows, self.columns, 1, storage=storage)
+    def workload(self, path: MemoryPath, storage: str = "float32") -> Workload:
+        """What the compiler chooses a config for: activations are in buffers on either path."""
+        return Workload("reduce_rows", "buffer", self.rows, self.columns, 1, storage=storage)
 
     def graph(self) -> Graph:
         """The operator alone."""
         g = Sketch()
         x = g.input(1, self.rows, self.columns)
         return g.finish(g.node("Softmax", [x], x.shape, axis=-1))
-
-
-Shape = Matmul | Convolution | Batched | Attention | Rows
 
 
 def zoo_shapes(name: str) -> Counter[Shape]:

@@ -1,7 +1,7 @@
-"""`flashmem tune`: measure a device's variants of contractions, and write the table that the compiler chooses by.
+"""`flashmem tune`: measure a device's configs of contractions, and write the database that the compiler chooses by.
 
-Products are measured in the order in which they are worth most, all variants of one before the next, and kept as they come: a
-call that was stopped, or whose time was short, leaves a table that is good for what is in it, and the next one goes on.
+Products are measured in the order in which they are worth most, all configs of one before the next, and kept as they come: a
+call that was stopped, or whose time was short, leaves a database that is good for what is in it, and the next one goes on.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from flashmem.base.files import written_whole
 from flashmem.base.types import MemoryPath
 from flashmem.compiler.lowering.program import Generated
 from flashmem.compiler.selection.configs import candidates, estimate
-from flashmem.compiler.selection.tuning_database import SUFFIX, VERSION, Product, Table, Timing, read_table
+from flashmem.compiler.selection.tuning_database import SUFFIX, VERSION, Timing, TuningDatabase, parse_database
+from flashmem.compiler.selection.workload import Workload
 from flashmem.runtime.opencl.context import Program
 from flashmem.runtime.opencl.devices import Device, descriptor_for
 from flashmem.runtime.options import device_here
-from flashmem.target.descriptor import DeviceDescriptor, Variant, load_descriptor
+from flashmem.target.descriptor import DeviceDescriptor, KernelConfig, load_descriptor
 
 from .descriptor import name_table
-from .shapes import Attention, Batched, Convolution, Matmul, Rows, Shape
+from .shapes import Attention, Batched, Convolution, Matmul, RowSoftmax, Shape
 from .timing import Stand, generated
 
 Progress = Callable[[str, float], None]
 Storage = Literal["float32", "float16"]
 
-_AHEAD = 12  # products whose kernels are built while others are measured, where that disturbs nothing
-_LONGEST = 0.1  # of the time, for one product, by what is known of the device
-_LAUNCHES = 6  # of each variant, at least
-_SLOW = 3.0  # times the best variant: not repeated
-_SECONDS = 0.025  # of device time for each variant
+_AHEAD = 12  # workloads whose kernels are built while others are measured, where that disturbs nothing
+_LONGEST = 0.1  # of the time, for one workload, by what is known of the device
+_LAUNCHES = 6  # of each config, at least
+_SLOW = 3.0  # times the best config: not repeated
+_SECONDS = 0.025  # of device time for each config
 
 
 @dataclass(frozen=True)
@@ -55,23 +56,23 @@ class Request:
 
 @dataclass(frozen=True)
 class Case:
-    """One product to measure: an operator on a memory path, its weights stored as `storage`."""
+    """One workload to measure: an operator on a memory path, its weights stored as `storage`."""
 
     shape: Shape
     path: MemoryPath
     storage: Storage = "float32"
 
     @property
-    def product(self) -> Product:
+    def workload(self) -> Workload:
         """What the compiler chooses for."""
-        return self.shape.product(self.path, self.storage)
+        return self.shape.workload(self.path, self.storage)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a call left: the table, the descriptor that names it, products in all and measured by this call, and cases left."""
+    """The result of a call: the database and its file, the descriptor that names it, workloads measured, and cases left."""
 
-    table: Table
+    database: TuningDatabase
     path: Path
     descriptor: Path
     measured: int
@@ -104,8 +105,8 @@ def shapes() -> tuple[Shape, ...]:
         Convolution(512, 14, 14, 512, (3, 3), (2, 2)), Convolution(960, 64, 64, 320, (3, 3)),
         Convolution(80, 1, 3000, 1024, (1, 3)), Convolution(1024, 1, 3000, 1024, (1, 3), (1, 2)),
         Convolution(3, 224, 224, 768, (16, 16), (16, 16)), Attention(12, 1, 64, 128), Attention(16, 1, 128, 1024),
-        Attention(8, 256, 160), Rows(128, 768), Rows(197, 768), Rows(1500, 1024), Rows(4096, 320), Rows(1, 2048),
-        Rows(32, 40960),
+        Attention(8, 256, 160), RowSoftmax(128, 768), RowSoftmax(197, 768), RowSoftmax(1500, 1024), RowSoftmax(4096, 320),
+        RowSoftmax(1, 2048), RowSoftmax(32, 40960),
     )  # fmt: skip
 
 
@@ -122,49 +123,49 @@ def cases(paths: Sequence[MemoryPath]) -> list[Case]:
 
 @dataclass
 class _Work:
-    """One case with the variants that are missing, and their kernels under way. `refused`: why a variant cannot run."""
+    """One case with the configs that are missing, and their kernels under way. `refused`: why a config cannot run."""
 
     case: Case
-    product: Product
-    variants: list[Variant]
-    refused: dict[str, str] = field(default_factory=dict)  # by the variant's name
+    workload: Workload
+    configs: list[KernelConfig]
+    refused: dict[str, str] = field(default_factory=dict)  # by the config's name
     made: dict[str, Generated] = field(default_factory=dict)
     building: dict[str, Future[Program]] = field(default_factory=dict)
 
 
 def tune(request: Request, progress: Progress, every: Iterable[Case] | None = None) -> Result:
-    """Measure what the table lacks until the time is spent; write NAME.tuned.csv after each product, and name it in NAME.toml.
+    """Measure what the database lacks until the time is spent. Each workload is added to NAME.tuned.csv at once.
 
     `every`: the cases, in their order; None for `cases`. `progress(stage, fraction)` is called as it goes on.
 
     Raises:
         NoDeviceError: no such device.
-        UserError: a table of another device is in the way, or there is nothing to choose: the device lists no variants.
-        RunError: the device is lost; what was measured is in the table.
+        UserError: a database of another device is in the way, or there is nothing to choose: the device lists no configs.
+        RunError: the device is lost; what was measured is in the database.
     """
     begun = perf_counter()
     device = device_here(request.device)
     descriptor, folder = _described(request, device)
     name = descriptor.name
     about = {"device": device.name, "platform": device.platform, "driver": device.driver_version, "version": VERSION}
-    table = _Growing(folder / f"{name}{SUFFIX}", about, resume=request.resume)
+    database = _Growing(folder / f"{name}{SUFFIX}", about, resume=request.resume)
     listed = [case for case in (cases(descriptor.memory_paths) if every is None else every)]
     wanted = [
         case
         for case in listed
-        if len(candidates(descriptor, case.product)) > 1 and (not request.families or case.product.family in request.families)
+        if len(candidates(descriptor, case.workload)) > 1 and (not request.families or case.workload.family in request.families)
     ]
     if not wanted:
         families = " or ".join(request.families) or "anything"
-        raise UserError(f"device {name} lists no variants of {families}, so there is nothing to choose; add [[variants]]")
-    tuner = _Tuner(device, descriptor, table, begun, 60 * request.minutes)
+        raise UserError(f"device {name} lists no configs of {families}, so there is nothing to choose; add [[configs]]")
+    tuner = _Tuner(device, descriptor, database, begun, 60 * request.minutes)
     try:
         measured = tuner.run(wanted, progress)
     finally:
         tuner.close()
-    left = sum(bool(table.missing(case.product, descriptor)) for case in wanted)
+    left = sum(bool(database.missing(case.workload, descriptor)) for case in wanted)
     path = name_table(folder, descriptor, name)
-    return Result(table.table, table.path, path, measured, left)
+    return Result(database.database, database.path, path, measured, left)
 
 
 def _described(request: Request, device: Device) -> tuple[DeviceDescriptor, Path]:
@@ -180,46 +181,46 @@ def _described(request: Request, device: Device) -> tuple[DeviceDescriptor, Path
 
 
 class _Growing:
-    """The table under way."""
+    """The database under way."""
 
     def __init__(self, path: Path, about: dict[str, Any], *, resume: bool) -> None:
-        """Begin a table, or go on with the one that is there.
+        """Begin a database, or go on with the one that is there.
 
         Raises:
-            UserError: it is of another device, or not a table.
+            UserError: it is of another device, or not a database.
         """
         self.path = path
         self._mark = path.with_name(f".{path.name}.now")
-        self.table = Table({**about, "date": date.today().isoformat()}, [])
+        self.database = TuningDatabase({**about, "date": date.today().isoformat()}, [])
         if resume and path.is_file():
-            old = read_table(path.read_text(encoding="utf-8"), str(path))
+            old = parse_database(path.read_text(encoding="utf-8"), str(path))
             if any(old.about.get(key) != value for key, value in about.items()):
                 raise UserError(f"{path} was measured on another device or driver; finish it there, or use --fresh")
-            self.table = replace(self.table, timings=old.timings)
+            self.database = replace(self.database, timings=old.timings)
         if not resume:
             self._mark.unlink(missing_ok=True)
 
-    def missing(self, product: Product, descriptor: DeviceDescriptor) -> list[Variant]:
-        """The variants not measured on `product`."""
-        known = self.table.products.get(product.kind, {}).get(product, {})
-        return [variant for variant in candidates(descriptor, product) if variant.code not in known]
+    def missing(self, workload: Workload, descriptor: DeviceDescriptor) -> list[KernelConfig]:
+        """The configs not measured on `workload`."""
+        known = self.database.workloads.get(workload.kind, {}).get(workload, {})
+        return [config for config in candidates(descriptor, workload) if config.code not in known]
 
     def add(self, timings: Sequence[Timing]) -> None:
-        """All that was missing of one product."""
-        self.table = replace(self.table, timings=[*self.table.timings, *timings])
+        """All that was missing of one workload."""
+        self.database = replace(self.database, timings=[*self.database.timings, *timings])
         with written_whole(self.path) as file:
-            file.write(self.table.text().encode())
+            file.write(self.database.text().encode())
 
-    def under_way(self, product: Product, variant: Variant) -> str:
+    def under_way(self, workload: Workload, config: KernelConfig) -> str:
         """Note what is about to run, and return it."""
-        text = f"{product} {variant.code}"
+        text = f"{workload} {config.code}"
         self._mark.write_text(text, encoding="utf-8")
         return text
 
-    def crashed(self, product: Product, variant: Variant) -> bool:
+    def crashed(self, workload: Workload, config: KernelConfig) -> bool:
         """Whether an earlier process ended in the midst of this."""
         try:
-            return self._mark.read_text(encoding="utf-8") == f"{product} {variant.code}"
+            return self._mark.read_text(encoding="utf-8") == f"{workload} {config.code}"
         except OSError:
             return False
 
@@ -231,11 +232,11 @@ class _Growing:
 class _Tuner:
     """Measures cases on a device until the time is spent."""
 
-    def __init__(self, device: Device, descriptor: DeviceDescriptor, table: _Growing, begun: float, budget: float) -> None:
-        self._device, self._descriptor, self._table = device, descriptor, table
+    def __init__(self, device: Device, descriptor: DeviceDescriptor, database: _Growing, begun: float, budget: float) -> None:
+        self._device, self._descriptor, self._database = device, descriptor, database
         self._begun, self._budget = begun, budget
         self._stand = Stand(device)
-        self._rates: dict[tuple[str, str], float] = {}  # the best seen, FLOP per second, by kind of product
+        self._rates: dict[tuple[str, str], float] = {}  # the best seen, FLOP per second, by kind of workload
         # Compiling beside a measurement takes time from a CPU that is measured, and none from a GPU.
         self._ahead = _AHEAD if device.kind == "gpu" else 1
         self._builders = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="build")
@@ -250,7 +251,7 @@ class _Tuner:
         return self._budget - (perf_counter() - self._begun)
 
     def run(self, wanted: Sequence[Case], progress: Progress) -> int:
-        """The number of products measured."""
+        """The number of workloads measured."""
         waiting: deque[_Work] = deque()
         coming = self._works(wanted)
         done = 0
@@ -260,85 +261,85 @@ class _Tuner:
             if not waiting or self._left <= 0:
                 return done
             work = waiting.popleft()
-            progress(f"{work.product.family} {work.case.shape}, {work.case.path}", 1 - max(0.0, self._left / self._budget))
+            progress(f"{work.workload.family} {work.case.shape}, {work.case.path}", 1 - max(0.0, self._left / self._budget))
             timings = self._measured(work)
             if timings is None:
                 return done
-            self._table.add(timings)
+            self._database.add(timings)
             done += 1
 
     def _works(self, wanted: Sequence[Case]) -> Iterator[_Work]:
         for case in wanted:
-            product = case.product
-            missing = self._table.missing(product, self._descriptor)
-            rate = self._rates.get(product.kind, inf)
+            workload = case.workload
+            missing = self._database.missing(workload, self._descriptor)
+            rate = self._rates.get(workload.kind, inf)
             longest = _LAUNCHES * len(missing) * case.shape.flops / rate
             if missing and longest <= _LONGEST * self._budget:
-                missing.sort(key=lambda variant: estimate(self._descriptor, product, variant))  # good ones rule out slow ones
-                yield self._begin(_Work(case, product, missing))
+                missing.sort(key=lambda config: estimate(self._descriptor, workload, config))  # good ones rule out slow ones
+                yield self._begin(_Work(case, workload, missing))
 
     def _begin(self, work: _Work) -> _Work:
-        """Generate and begin to build every variant that the device can hold."""
+        """Generate and begin to build every config that the device can hold."""
         precision: Literal["fp32", "fp16"] = "fp16" if work.case.storage == "float16" else "fp32"
         here = self._descriptor.on_path(work.case.path)
-        for variant in work.variants:
-            why = self._too_large(variant)
-            if not why and self._table.crashed(work.product, variant):
+        for config in work.configs:
+            why = self._too_large(config)
+            if not why and self._database.crashed(work.workload, config):
                 why = "the process ended while it was measured"
             if not why:
                 try:
-                    made = generated(work.case.shape.graph(), replace(here, only=variant.name), precision)
-                    if work.product.family not in {launch.shape.family for launch in made.program.launches}:
-                        why = f"no kernel of the family {work.product.family}"
-                except Exception as error:  # whatever is wrong with one variant, the others are measured
+                    made = generated(work.case.shape.graph(), replace(here, only=config.name), precision)
+                    if work.workload.family not in {launch.shape.family for launch in made.program.launches}:
+                        why = f"no kernel of the family {work.workload.family}"
+                except Exception as error:  # whatever is wrong with one config, the others are measured
                     why = _sentence(error)
             if why:
-                work.refused[variant.name] = why
+                work.refused[config.name] = why
                 continue
-            work.made[variant.name] = made
-            work.building[variant.name] = self._builders.submit(self._stand.build, made)
+            work.made[config.name] = made
+            work.building[config.name] = self._builders.submit(self._stand.build, made)
         return work
 
-    def _too_large(self, variant: Variant) -> str:
+    def _too_large(self, config: KernelConfig) -> str:
         device = self._device
-        if 0 < device.max_group_items < variant.items:
-            return f"work-groups of {variant.items}; the device has {device.max_group_items}"
-        if 0 < device.local_memory_bytes < variant.local_bytes:
-            return f"{variant.local_bytes} bytes of local memory; the device has {device.local_memory_bytes}"
+        if 0 < device.max_group_items < config.items:
+            return f"work-groups of {config.items}; the device has {device.max_group_items}"
+        if 0 < device.local_memory_bytes < config.local_bytes:
+            return f"{config.local_bytes} bytes of local memory; the device has {device.local_memory_bytes}"
         return ""
 
     def _measured(self, work: _Work) -> list[Timing] | None:
-        """Timings of all variants of one case; None if the time was spent in its midst."""
+        """Timings of all configs of one case; None if the time was spent in its midst."""
         timings: list[Timing] = []
         best, known = inf, dict[object, float]()
         # All of them are built before the first one is timed.
         if wait(work.building.values(), timeout=max(0.0, self._left)).not_done:
             return None
-        for variant in work.variants:
+        for config in work.configs:
             if self._left <= 0 and work.building:
                 return None
-            why, seconds = work.refused.get(variant.name, ""), None
+            why, seconds = work.refused.get(config.name, ""), None
             if not why:
-                kernel = _kernel(work.made[variant.name])
+                kernel = _kernel(work.made[config.name])
                 try:
                     if kernel not in known:
-                        self._table.under_way(work.product, variant)
-                        known[kernel] = self._seconds(work, variant, best)
+                        self._database.under_way(work.workload, config)
+                        known[kernel] = self._seconds(work, config, best)
                     seconds = known[kernel]
                     best = min(best, seconds)
                 except Exception as error:
                     why = _sentence(error)
                     self._recover()
-            timings.append(Timing(work.product, variant.name, variant.code, seconds, why))
-        self._table.done()
+            timings.append(Timing(work.workload, config.name, config.code, seconds, why))
+        self._database.done()
         if best < inf:
             rate = work.case.shape.flops / best
-            self._rates[work.product.kind] = max(rate, self._rates.get(work.product.kind, 0.0))
+            self._rates[work.workload.kind] = max(rate, self._rates.get(work.workload.kind, 0.0))
         return timings
 
-    def _seconds(self, work: _Work, variant: Variant, best: float) -> float:
-        made = work.made[variant.name]
-        work.building[variant.name].result()
+    def _seconds(self, work: _Work, config: KernelConfig, best: float) -> float:
+        made = work.made[config.name]
+        work.building[config.name].result()
         commands = self._stand.commands(made, self._stand.build(made))
         return max(1e-9, self._stand.time(commands, _SECONDS, _SLOW * best).seconds)
 
@@ -352,11 +353,11 @@ class _Tuner:
             self._stand.close()
             self._stand = Stand(self._device)
             if not self._stand.works():
-                raise RunError("the device refuses everything since a variant failed; call flashmem tune again to go on")
+                raise RunError("the device refuses everything since a config failed; call flashmem tune again to go on")
 
 
 def _kernel(made: Generated) -> object:
-    """What tells kernels apart: variants cut to a small matrix, or to one they cannot compute, may be the same one."""
+    """What tells kernels apart: configs cut to a small matrix, or to one they cannot compute, may be the same one."""
     return made.source.plain, tuple((launch.kernel, launch.global_size, launch.local_size) for launch in made.program.launches)
 
 
@@ -365,13 +366,13 @@ def _sentence(error: Exception) -> str:
     return " ".join((text[0] if text else type(error).__name__).split())[:200]
 
 
-def summary(table: Table, descriptor: DeviceDescriptor) -> str:
-    """How often each variant is the soonest, and what the choice gains over the plain tile, as one line."""
+def summary(database: TuningDatabase, descriptor: DeviceDescriptor) -> str:
+    """How often each config is the soonest, and what the choice gains over the plain tile, as one line."""
     wins: Counter[str] = Counter()
     gains = []
-    for products in table.products.values():
-        for product, timings in products.items():
-            here = {variant.code: variant.name for variant in descriptor.variants_of(product.family)}
+    for workloads in database.workloads.values():
+        for workload, timings in workloads.items():
+            here = {config.code: config.name for config in descriptor.configs_of(workload.family)}
             ran = {code: timing.seconds for code, timing in timings.items() if code in here and timing.seconds is not None}
             if not ran:
                 continue

@@ -15,9 +15,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from flashmem.base.errors import BudgetError
 from flashmem.compile import plan_graph, read_graph
+from flashmem.compiler.adaptive import tiling as adaptive_tiling
+from flashmem.compiler.adaptive.unfusion import Pipeline
 from flashmem.compiler.options import Options
-from flashmem.compiler.passes.unfusion import Pipeline
-from flashmem.compiler.tiling import search as banding
 from flashmem.compiler.tiling.choice import PatchChoice
 from flashmem.planning import budget
 from flashmem.planning.latency import bounds
@@ -60,7 +60,7 @@ def test_a_refusal_makes_nothing_twice_and_proves_nothing_of_what_it_refuses(
 
     found_largest = PatchChoice._largest_patch
     monkeypatch.setattr(PatchChoice, "_largest_patch", largest_patch)
-    monkeypatch.setattr(banding, "LEAST_PATCH_BYTES", {"cpu": 1})
+    monkeypatch.setattr(adaptive_tiling, "LEAST_PATCH_BYTES", {"cpu": 1})
     count(Pipeline, "attempt")
     count(budget, "first_plan")
     monkeypatch.setattr(latency, "fastest_seconds", bounds.fastest_seconds)

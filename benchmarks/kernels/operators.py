@@ -4,7 +4,7 @@
 
 On an NVIDIA GPU: cuBLAS, cuDNN and scaled_dot_product_attention of PyTorch, float32 without TF32, by CUDA events. On a CPU:
 OpenBLAS through numpy for products, ONNX Runtime's operator alone for convolutions and attention. Ours by OpenCL's profiling
-events, on every memory path of the device, with the variants and the table that its descriptor has. Medians; ratios are the
+events, on every memory path of the device, with the configs and the table that its descriptor has. Medians; ratios are the
 peer's time over ours. Everything is resident; changes of layout around a convolution are not counted.
 
 Each shape is written to `--json` as soon as it is measured, and `--seconds` is when no further one is begun.
@@ -81,7 +81,7 @@ class Bench:
             "driver": f"{self.device.platform} {self.device.driver_version}",
             "descriptor": self.descriptor.name,
             "tuned": self.descriptor.tuned,
-            "variants": [variant.name for variant in self.descriptor.variants],
+            "configs": [config.name for config in self.descriptor.configs],
             "peer": self.peer.about if self.peer else None,
             "paths": list(self.paths),
             "memory_bandwidth": rates.memory_bandwidth,
@@ -184,7 +184,7 @@ def markdown(data: Row) -> str:
     paths, peer = about["paths"], about["peer"]
     unit = 1e12 if about["kind"] == "gpu" else 1e9
     name = "TFLOP/s" if about["kind"] == "gpu" else "GFLOP/s"
-    tuned = "with its tuned table" if about["tuned"] else "not tuned"
+    tuned = "with its tuning database" if about["tuned"] else "not tuned"
     lines = [
         f"{about['device']} ({about['driver']}), descriptor {about['descriptor']}, {tuned}, {about['date']}; "
         f"{'peer: ' + peer if peer else 'no peer'}. Medians, float32; a ratio is the peer's time over ours.",

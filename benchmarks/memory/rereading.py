@@ -20,13 +20,13 @@ from benchmarks.command import Arguments, run_command
 from benchmarks.memory.budgets import Precision
 from flashmem.base.errors import BudgetError
 from flashmem.compile import read_graph
+from flashmem.compiler.adaptive.tiling import Patches
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.memory.launch_order import in_lowest_order
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.tiling.choice import PatchChoice
 from flashmem.compiler.tiling.patches import Chain, in_patches
-from flashmem.compiler.tiling.search import Patches
 from flashmem.options import resolve
 from flashmem.planning.limits import read_limits
 from flashmem.planning.planner import plan_instance, planning_instance
@@ -70,7 +70,7 @@ def programs(model: Path, options: Options) -> list[Program]:
     least = patches.choose(0)[1]
     for memory in (patches.memory, replace(patches.memory, weight_bytes=lambda value: 0)):
         for limit in (int(least * step) for step in LIMITS):
-            found[tuple(PatchChoice(graph, patches.layers, patches.ranges, memory).chains(limit)[0])] = None
+            found[tuple(PatchChoice(graph, patches.layers, patches.aliases, memory).chains(limit)[0])] = None
     made = []
     for chains in found:
         tiled = in_patches(graph, chains) if chains else graph

@@ -14,7 +14,7 @@ Folder = Literal["kernels", "devices"]
 
 
 def read_text(folder: Folder, path: str) -> str:
-    """The text of `path` inside `folder`, for instance `read_text("kernels", "templates/matmul.cl.j2")`.
+    """The text of `path` inside `folder`, for instance `read_text("kernels", "templates/contraction/matmul.cl.j2")`.
 
     Raises:
         FileNotFoundError: no such file.

@@ -21,7 +21,7 @@ class Limits:
     `chunk` is S; None: as large as leaves the median reusable layer four chunks at least. `units`: of the paper's objective.
 
     `strategy`: "stream" plans; any other is a baseline to compare with. Adaptive unfusion
-    (`flashmem.compiler.passes.unfusion`) ranks layers by lambda |W_new| + `mu` times the loading distance, and splits where
+    (`flashmem.compiler.adaptive.unfusion`) ranks layers by lambda |W_new| + `mu` times the loading distance, and splits where
     C_l grows by the share `alpha` at least. The paper names neither value: `mu` is what its objective charges for distance at
     lambda 0.9, and `alpha` asks for a tenth.
 

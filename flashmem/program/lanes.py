@@ -16,7 +16,7 @@ LANE_UNIT: dict[LaneKind, int] = {"float": 16, "half": 8, "uint8": 4, "uint16": 
 
 
 def lane_places(kind: LaneKind) -> tuple[LaneKind, ...]:
-    """The destinations of the copies that one launch can carry (kernels/templates/lane.cl.j2)."""
+    """The destinations of the copies that one launch can carry (kernels/templates/common/lane.cl.j2)."""
     return ("buffer",) * 4 if kind == "buffer" else (kind, kind, kind, "buffer")
 
 

@@ -40,8 +40,8 @@ class KernelShape:
     special_ops: int = 0
     tile_rows: int = 0
     tile_columns: int = 0
-    stage: int = 0
-    split: int = 1
+    k_block: int = 0
+    slice_k: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Launch:
     planner.
 
     In transfer mode `interleave` the kernel of the same name in the *lane* source has the stream lane's arguments after `args`
-    (see kernels/templates/lane.cl.j2).
+    (see kernels/templates/common/lane.cl.j2).
     """
 
     name: str

@@ -22,7 +22,7 @@ MOST_LOADER_THREADS = 64
 
 
 @dataclass(frozen=True)
-class Tile:
+class PlainTile:
     """Outputs one work-item computes: up to `rows` rows of `columns` channels, held in vectors of `vector` floats.
 
     `columns` is also the width of a packed panel; `local_size` the work-group (columns first), `lanes` the work-items that
@@ -44,26 +44,27 @@ JOINED = 16
 
 
 @dataclass(frozen=True)
-class Variant:
-    """One way to compute a contraction or an attention: what a work-item computes, and how a work-group shares what it reads.
+class KernelConfig:
+    """One way to compute a kernel: what a work-item computes, and how a work-group shares what it reads.
 
-    A work-item sums `rows` x `columns` outputs in vectors of `vector`; a work-group has `local_size` (down, across) of them.
-    With `stage` the group copies that many steps of depth of both operands into local memory at a time, twice as much memory
-    and one block ahead if `double`. `split` parts of the group each take a share of every stage, and their sums are added in a
-    fixed order. With `half` the products of that many steps of depth are summed in half, where operands are stored so, and
-    their sum is added in float; for devices with cl_khr_fp16.
+    Contractions: a work-item sums `rows` x `columns` outputs in vectors of `vector`; a work-group has `local_size` (down,
+    across) work-items. With `k_block` the group copies a block of that many steps of depth of both operands into local memory
+    at a time. With `two_stage` it reads the next block while it multiplies one, which takes twice the local memory. The group
+    has `slice_k` parts, each of which multiplies its share of every block; their sums are added in a fixed order. With
+    `half`, products of that many steps of depth are summed in half where operands are stored in half, and the sums are added
+    in float; the device needs cl_khr_fp16.
 
-    With `winograd` it computes 3x3 convolutions in steps of one by F(2x2, 3x3), and nothing else: `rows` are tiles of 2 x 2
-    pixels, and that many channels are transformed at a time, a multiple of `vector`. With `stage` that is as many, and the
-    `split` parts of a group are the 16 products. `steady`: for `--optimize steady` alone.
+    `winograd`: the config computes 3x3 convolutions of stride 1 by F(2x2, 3x3), and nothing else. `rows` are tiles of 2 x 2
+    pixels, and `winograd` channels are transformed at a time, a multiple of `vector`. `k_block`, if it is not 0, is the same
+    number, and `slice_k` is 16: one part for each product. `steady`: for `--optimize steady` only.
 
-    Of attention `rows` are queries and `columns` keys. With `stage`, a group takes blocks of keys, a work-item `columns` of
-    them, and `stage` channels are in local memory at a time. Without, vectors lie along the queries, `columns` keys are summed
-    side by side, and `split` work-items share the keys of at most `rows` queries.
+    Attention: `rows` are queries and `columns` keys. With `k_block` a group computes blocks of keys, `columns` of them a
+    work-item, and `k_block` channels are in local memory at a time. Without, vectors are along the queries, `columns` keys are
+    summed side by side, and `slice_k` work-items share the keys of at most `rows` queries.
 
-    Of reductions, softmax and normalizations of rows or groups ("reduce_rows") `split` work-items share a row and read vectors
-    of `vector`. With `subgroups` those of one subgroup join their numbers by shuffles, without local memory and barriers, in
-    the same order; for devices with one of SHUFFLES.
+    Reductions, softmax and normalizations ("reduce_rows"): `slice_k` work-items share a row and read vectors of `vector`. With
+    `subgroups` the work-items of a subgroup join their numbers by shuffles, in the same order, without local memory and
+    barriers; the device needs one of SHUFFLES.
     """
 
     name: str
@@ -72,9 +73,9 @@ class Variant:
     columns: int
     vector: int
     local_size: tuple[int, int] = (1, 1)
-    stage: int = 0
-    double: bool = False
-    split: int = 1
+    k_block: int = 0
+    two_stage: bool = False
+    slice_k: int = 1
     half: int = 0
     subgroups: bool = False
     winograd: int = 0
@@ -82,7 +83,7 @@ class Variant:
 
     @property
     def code(self) -> str:
-        """Its numbers as one word: what a measurement holds for, whatever the variant is called."""
+        """Its numbers as one word, which identifies it in the tuning database whatever its name is."""
         numbers = "-".join(_word(getattr(self, name)) for name in _CODED)
         more = (f"-{self.half}" if self.half else "") + (f"-w{self.winograd}" if self.winograd else "")
         return numbers + more + ("-subgroups" if self.subgroups else "")
@@ -95,7 +96,7 @@ class Variant:
     @property
     def items(self) -> int:
         """Work-items of a work-group."""
-        return self.local_size[0] * self.local_size[1] * self.split
+        return self.local_size[0] * self.local_size[1] * self.slice_k
 
     @property
     def left_pitch(self) -> int:
@@ -105,29 +106,31 @@ class Variant:
     @property
     def stage_bytes(self) -> int:
         """Local memory of one stage of both operands."""
-        return self.stage * (self.left_pitch + self.block[1]) * (2 if self.half else 4) * (self.split if self.winograd else 1)
+        return (
+            self.k_block * (self.left_pitch + self.block[1]) * (2 if self.half else 4) * (self.slice_k if self.winograd else 1)
+        )
 
     @property
     def local_bytes(self) -> int:
         """Local memory of a work-group: its stages, or where the parts hand over their sums, if that is more."""
         if "reduce_rows" in self.families:
-            return 4 * self.split if self.split > 1 else 0
-        if not self.stage:
-            return 4 * self.vector * self.split * JOINED if self.split > 1 else 0
+            return 4 * self.slice_k if self.slice_k > 1 else 0
+        if not self.k_block:
+            return 4 * self.vector * self.slice_k * JOINED if self.slice_k > 1 else 0
         if "attention" in self.families:  # queries, weights, keys or values, and a number of each work-item for each query
             queries, keys = self.block
-            return 4 * ((self.stage + keys) * (queries + 4) + self.stage * keys + queries * self.local_size[1])
-        sums = 4 * math.prod(self.block) if self.split > 1 else 0
+            return 4 * ((self.k_block + keys) * (queries + 4) + self.k_block * keys + queries * self.local_size[1])
+        sums = 4 * math.prod(self.block) if self.slice_k > 1 else 0
         if self.winograd:  # of all products, a vector of each item's columns at a time
-            sums = sums * self.split * self.vector // self.columns
-        return max(self.stage_bytes * (2 if self.double else 1), sums)
+            sums = sums * self.slice_k * self.vector // self.columns
+        return max(self.stage_bytes * (2 if self.two_stage else 1), sums)
 
 
-_CODED = ("rows", "columns", "vector", "local_size", "stage", "double", "split")
+_CODED = ("rows", "columns", "vector", "local_size", "k_block", "two_stage", "slice_k")
 
 
 def _word(value: object) -> str:
-    """A number, a flag or a pair, as `Variant.code` has it."""
+    """A number, a flag or a pair, as `KernelConfig.code` has it."""
     if isinstance(value, tuple):
         return "x".join(map(str, value))
     return str(int(value)) if isinstance(value, bool) else str(value)
@@ -197,10 +200,10 @@ class DeviceDescriptor:
     page_bytes: int = DEFAULT_PAGE  # page size of the system, or a multiple: weight files for the device are laid out for it
     parallelism: int = 8  # work-items that keep it busy; few on a CPU, where a work-item is a thread's vector loop
     loader_threads: int = 2  # threads that read and copy weights; fewer where a limit is too small for their staging
-    tile: Tile = field(default_factory=Tile)
-    variants: tuple[Variant, ...] = ()  # worth trying for contractions, beside `tile`
-    only: str = ""  # the one variant to use where it can be, by its name: for measurements
-    tuned: str = ""  # the table of measured variants beside the descriptor, without .tuned.csv; "": none
+    tile: PlainTile = field(default_factory=PlainTile)
+    configs: tuple[KernelConfig, ...] = ()  # worth trying for contractions, beside `tile`
+    only: str = ""  # the one config to use where it can be, by its name: for measurements
+    tuned: str = ""  # the table of measured configs beside the descriptor, without .tuned.csv; "": none
     command_buffers: bool = False  # whether recorded launches were measured to be faster (flashmem profile)
     rates: Rates = field(default_factory=Rates)
     capacity_model: str = ""  # the trained predictor beside the descriptor, without .seconds.ubj; "": the roofline
@@ -252,11 +255,11 @@ class DeviceDescriptor:
         values = dict(data)
         if "name" not in values:
             raise UserError(f"{where}: the key 'name' is missing; add it")
-        values["tile"] = build(Tile, values.get("tile", {}))
+        values["tile"] = build(PlainTile, values.get("tile", {}))
         rates = dict(values.get("rates", {}))
         rates.setdefault("contention", {})  # no default: a plain CPU's contention would be wrong for another device
         values["rates"] = build(Rates, rates)
-        values["variants"] = tuple(build(Variant, each) for each in values.get("variants", ()))
+        values["configs"] = tuple(build(KernelConfig, each) for each in values.get("configs", ()))
         if "modes" in values:
             values["modes"] = {path: tuple(modes) for path, modes in values["modes"].items()}
         descriptor: DeviceDescriptor = build(cls, values)
@@ -277,25 +280,25 @@ class DeviceDescriptor:
                     "measure the device with flashmem profile"
                 )
 
-    def plain(self, family: str) -> tuple[Variant, ...]:
-        """What computes contractions, or attention, that the listed variants cannot: the tile, and of attention on a GPU what
+    def plain(self, family: str) -> tuple[KernelConfig, ...]:
+        """What computes contractions, or attention, that the listed configs cannot: the tile, and of attention on a GPU what
         every GPU has local memory for, and work-items that share the keys of few queries.
         """
         tile = self.tile
         if family == "reduce_rows":
-            return (Variant("tile", (family,), 1, tile.vector, tile.vector, split=tile.lanes),)
+            return (KernelConfig("tile", (family,), 1, tile.vector, tile.vector, slice_k=tile.lanes),)
         if family != "attention":
-            return (Variant("tile", (family,), tile.rows, tile.columns, tile.vector, tile.local_size),)
+            return (KernelConfig("tile", (family,), tile.rows, tile.columns, tile.vector, tile.local_size),)
         if self.kind == "cpu":
-            return (Variant("tile", (family,), 2 * tile.vector, 8, tile.vector),)
+            return (KernelConfig("tile", (family,), 2 * tile.vector, 8, tile.vector),)
         return (
-            Variant("tile", (family,), 8, 2, 2, (8, 16), stage=32),
-            Variant("few", (family,), 4, 4, 4, split=64),
+            KernelConfig("tile", (family,), 8, 2, 2, (8, 16), k_block=32),
+            KernelConfig("few", (family,), 4, 4, 4, slice_k=64),
         )
 
-    def variants_of(self, family: str) -> tuple[Variant, ...]:
+    def configs_of(self, family: str) -> tuple[KernelConfig, ...]:
         """The ways to compute contractions of `family`; the first is the plain one."""
-        listed = (*self.plain(family), *(each for each in self.variants if family in each.families))
+        listed = (*self.plain(family), *(each for each in self.configs if family in each.families))
         return tuple(each for each in listed if each.name == self.only) or listed
 
     def on_path(self, path: str) -> DeviceDescriptor:

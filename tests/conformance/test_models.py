@@ -135,9 +135,7 @@ def test_the_smallest_budget_works_and_one_byte_less_does_not(mode: str, tmp_pat
 
 def test_a_tied_table_is_stored_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedding of the tied export feeds the head and the row gather: the gather reads the head's panels."""
-    monkeypatch.setattr(
-        "flashmem.compiler.lowering.host_embedding.RESIDENT_CONSTANT_BYTES", 1 << 10
-    )  # as for a table of full size
+    monkeypatch.setattr("flashmem.compiler.memory.constants.RESIDENT_CONSTANT_BYTES", 1 << 10)  # as for a table of full size
     model = DATA / "gptneo-tiny-tied.onnx"
     inputs = examples(model.stem)
     bundle = flashmem.compile(model, tmp_path / "tied.flashmem", memory_path="buffer")

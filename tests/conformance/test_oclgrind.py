@@ -184,13 +184,13 @@ def test_convolutions_by_winograd(path: str, tmp_path: Path) -> None:
     onnx.save(
         onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10), tmp_path / "m.onnx"
     )
-    variant = {"name": "it", "families": ["conv"], "rows": 3, "columns": 8, "vector": 4, "winograd": 4}
+    config = {"name": "it", "families": ["conv"], "rows": 3, "columns": 8, "vector": 4, "winograd": 4}
     if path == "texture":
-        variant |= {"rows": 4, "local_size": [2, 1], "stage": 4, "split": 16}
+        config |= {"rows": 4, "local_size": [2, 1], "k_block": 4, "slice_k": 16}
     there = tmp_path / "device.toml"
     there.write_text(
-        'only = "it"\n' + (ROOT / "devices/generic-cpu.toml").read_text() + "\n[[variants]]\n"
-        + "".join(f"{key} = {json.dumps(value)}\n" for key, value in variant.items())
+        'only = "it"\n' + (ROOT / "devices/generic-cpu.toml").read_text() + "\n[[configs]]\n"
+        + "".join(f"{key} = {json.dumps(value)}\n" for key, value in config.items())
     )  # fmt: skip
     seen = flashmem.compile(tmp_path / "m.onnx", tmp_path / "seen", device=str(there), memory_path=path, build=False)  # type: ignore[arg-type]
     assert [launch.kernel.partition("_")[0] for launch in seen.program.launches].count("winograd") == 2

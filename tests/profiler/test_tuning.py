@@ -16,8 +16,9 @@ from flashmem.base.errors import UserError
 from flashmem.compile import _key
 from flashmem.compiler.options import Options
 from flashmem.compiler.selection.configs import choose, seconds
-from flashmem.compiler.selection.selector import Choices, fewest, packed_bytes
-from flashmem.compiler.selection.tuning_database import COLUMNS, NEAR, SUFFIX, Product, Table, Timing, digest, read_table
+from flashmem.compiler.selection.selector import KernelSelector, fewest, packed_bytes
+from flashmem.compiler.selection.tuning_database import COLUMNS, NEAR, SUFFIX, Timing, TuningDatabase, digest, parse_database
+from flashmem.compiler.selection.workload import Workload
 from flashmem.planning.capacity.features import KERNEL_FEATURES, kernel_features, launch_features
 from flashmem.planning.capacity.predictor import Predictor
 from flashmem.planning.limits import Limits
@@ -27,89 +28,91 @@ from flashmem.profiler.descriptor import name_table, write_descriptor
 from flashmem.profiler.shapes import Attention, Batched, Convolution, Matmul, Shape, unet_shapes, zoo_shapes
 from flashmem.profiler.timing import generated
 from flashmem.profiler.tuning import Case, Request, Result, cases, summary, tune
-from flashmem.target.descriptor import DeviceDescriptor, Tile, Variant, load_descriptor
+from flashmem.target.descriptor import DeviceDescriptor, KernelConfig, PlainTile, load_descriptor
 from tests.support.paths import DATA, ROOT
 
-VARIANTS = (
-    Variant("wide", ("matmul", "conv"), 4, 16, 8),
-    Variant("shared", ("matmul",), 2, 4, 4, (2, 2), stage=8, split=2),
-    Variant("crowd", ("matmul",), 2, 4, 4, (4096, 4096)),
-    Variant("greedy", ("matmul",), 2, 4, 4, (8, 8), stage=1 << 22),
+CONFIGS = (
+    KernelConfig("wide", ("matmul", "conv"), 4, 16, 8),
+    KernelConfig("shared", ("matmul",), 2, 4, 4, (2, 2), k_block=8, slice_k=2),
+    KernelConfig("crowd", ("matmul",), 2, 4, 4, (4096, 4096)),
+    KernelConfig("greedy", ("matmul",), 2, 4, 4, (8, 8), k_block=1 << 22),
 )
-POCL = replace(load_descriptor("pocl"), variants=VARIANTS, capacity_model="", tuned="", tile=Tile(rows=2, columns=8, vector=8))
-ABOUT = {"device": "none", "version": 1}
+POCL = replace(
+    load_descriptor("pocl"), configs=CONFIGS, capacity_model="", tuned="", tile=PlainTile(rows=2, columns=8, vector=8)
+)
+ABOUT = {"device": "none", "version": 2}
 CASES = (Case(Matmul(9, 12, 20), "buffer"), Case(Convolution(4, 5, 5, 8, (3, 3)), "buffer"))
 
 
 def tuned(folder: Path, timings: list[Timing], descriptor: DeviceDescriptor = POCL) -> DeviceDescriptor:
     """The descriptor with a table of these timings."""
-    (folder / f"mine{SUFFIX}").write_text(Table(ABOUT, timings).text())
+    (folder / f"mine{SUFFIX}").write_text(TuningDatabase(ABOUT, timings).text())
     return replace(descriptor, tuned=str(folder / "mine"))
 
 
-def timing(product: Product, variant: Variant, took: float | None) -> Timing:
-    return Timing(product, variant.name, variant.code, took, "" if took else 'it failed, in two words, "really"')
+def timing(workload: Workload, config: KernelConfig, took: float | None) -> Timing:
+    return Timing(workload, config.name, config.code, took, "" if took else 'it failed, in two words, "really"')
 
 
 sizes = st.integers(1, 5000)
-products = st.builds(
-    Product, st.sampled_from(["matmul", "conv", "matmul_dynamic"]), st.sampled_from(["buffer", "texture"]), sizes, sizes, sizes,
-    st.integers(1, 20), st.sampled_from(["float32", "float16"]),
+workloads = st.builds(
+    Workload, st.sampled_from(["matmul", "conv", "matmul_dynamic"]), st.sampled_from(["buffer", "texture"]), sizes, sizes,
+    sizes, st.integers(1, 20), st.sampled_from(["float32", "float16"]),
 )  # fmt: skip
 times = st.one_of(st.none(), st.floats(1e-7, 10))
-timings = st.lists(st.builds(timing, products, st.sampled_from(VARIANTS), times), max_size=12)
+timings = st.lists(st.builds(timing, workloads, st.sampled_from(CONFIGS), times), max_size=12)
 
 
 @settings(max_examples=60, deadline=None)
-@given(timings, products)
+@given(timings, workloads)
 def test_the_choice_is_of_the_list_and_never_one_that_failed(
-    tmp_path_factory: pytest.TempPathFactory, measured: list[Timing], product: Product
+    tmp_path_factory: pytest.TempPathFactory, measured: list[Timing], workload: Workload
 ) -> None:
     descriptor = tuned(tmp_path_factory.mktemp("table"), measured)
-    chosen = choose(descriptor, product)
-    assert chosen in descriptor.variants_of(product.family)
-    here = {t.variant: t for t in measured if t.product == product}  # the last line of two counts
-    if any(t.seconds for t in here.values()) and product.family != "matmul_dynamic":
-        known = [v for v in descriptor.variants_of(product.family) if v.name in here]
+    chosen = choose(descriptor, workload)
+    assert chosen in descriptor.configs_of(workload.family)
+    here = {t.config: t for t in measured if t.workload == workload}  # the last line of two counts
+    if any(t.seconds for t in here.values()) and workload.family != "matmul_dynamic":
+        known = [v for v in descriptor.configs_of(workload.family) if v.name in here]
         ran = {v: here[v.name].seconds for v in known if here[v.name].seconds}
         assert not ran or ran.get(chosen) == min(filter(None, ran.values()))
-    for use in (Choices(descriptor, "cold"), Choices(descriptor)):
-        assert use.variant(product) in descriptor.variants_of(product.family)
+    for use in (KernelSelector(descriptor, "cold"), KernelSelector(descriptor)):
+        assert use.config(workload) in descriptor.configs_of(workload.family)
 
 
 @settings(max_examples=60, deadline=None)
 @given(timings)
 def test_a_table_reads_as_it_was_written(measured: list[Timing]) -> None:
-    read = read_table(Table(ABOUT, measured).text(), "a table")
+    read = parse_database(TuningDatabase(ABOUT, measured).text(), "a table")
     assert read.about == ABOUT
-    assert [t.product for t in read.timings] == [t.product for t in measured]
+    assert [t.workload for t in read.timings] == [t.workload for t in measured]
     for got, want in zip(read.timings, measured, strict=True):
-        assert (got.variant, got.code, got.note) == (want.variant, want.code, want.note)
+        assert (got.config, got.code, got.note) == (want.config, want.code, want.note)
         assert got.seconds == (want.seconds and pytest.approx(want.seconds, rel=1e-3))
 
 
 def test_the_nearest_product_counts_scaled_by_its_work(tmp_path: Path) -> None:
-    tile, wide, *_ = POCL.variants_of("matmul")
-    small, large = Product("matmul", "buffer", 8, 64, 64), Product("matmul", "buffer", 512, 64, 64)
+    tile, wide, *_ = POCL.configs_of("matmul")
+    small, large = Workload("matmul", "buffer", 8, 64, 64), Workload("matmul", "buffer", 512, 64, 64)
     lines = [timing(small, tile, 1e-3), timing(small, wide, 2e-3), timing(large, tile, 9e-3), timing(large, wide, 4e-3)]
     descriptor = tuned(tmp_path, lines)
     near_large = replace(large, rows=300)
     assert choose(descriptor, replace(small, rows=9)) == tile and choose(descriptor, near_large) == wide
     assert seconds(descriptor, near_large)[wide] == pytest.approx(4e-3 * 300 / 512)
     far = replace(large, rows=512 * 2 ** (NEAR + 1), columns=1 << 20)
-    assert len(seconds(descriptor, far)) == len(POCL.variants_of("matmul"))  # nothing near: all are estimated
-    assert len(seconds(descriptor, replace(large, path="texture"))) == len(POCL.variants_of("matmul"))
-    changed = replace(POCL, variants=(replace(wide, rows=8),), tuned=descriptor.tuned)
-    assert list(seconds(changed, large)) == [tile]  # what was measured under this name is another variant
+    assert len(seconds(descriptor, far)) == len(POCL.configs_of("matmul"))  # nothing near: all are estimated
+    assert len(seconds(descriptor, replace(large, path="texture"))) == len(POCL.configs_of("matmul"))
+    changed = replace(POCL, configs=(replace(wide, rows=8),), tuned=descriptor.tuned)
+    assert list(seconds(changed, large)) == [tile]  # what was measured under this name is another config
 
 
 def test_the_key_of_a_bundle_changes_with_the_table(tmp_path: Path) -> None:
     model = DATA / "vit-tiny.onnx"
-    tile, wide, *_ = POCL.variants_of("matmul")
-    product = Product("matmul", "buffer", 8, 64, 64)
+    tile, wide, *_ = POCL.configs_of("matmul")
+    workload = Workload("matmul", "buffer", 8, 64, 64)
     keys = set()
     for took in (1e-3, 2e-3):
-        descriptor = tuned(tmp_path, [timing(product, tile, took), timing(product, wide, 1234.0)])
+        descriptor = tuned(tmp_path, [timing(workload, tile, took), timing(workload, wide, 1234.0)])
         assert digest(descriptor) and "1234" not in str(descriptor.to_dict())
         keys.add(_key(model, [Options(descriptor, "map", Limits())]))
     assert len(keys) == 2
@@ -120,39 +123,37 @@ def test_the_key_of_a_bundle_changes_with_the_table(tmp_path: Path) -> None:
     [
         ("", "list index out of range"),
         ("family,path\n", "Expecting value"),
-        ('# {"version": 7}\n', "it is of version 7, not 1"),
-        ('# {"version": 1}\nfamily,path\n', "its columns are not family, path"),
-        (f'# {{"version": 1}}\n{",".join(COLUMNS)}\nmatmul,buffer\n', "more or fewer cells"),
-        (f'# {{"version": 1}}\n{",".join(COLUMNS)}\nmatmul,disk,float32,1,1,1,1,1,1,tile,x,1.0,\n', "no memory path"),
-        (f'# {{"version": 1}}\n{",".join(COLUMNS)}\nmatmul,buffer,float32,1,0,1,1,1,1,tile,x,1.0,\n', "nothing to multiply"),
-        (f'# {{"version": 1}}\n{",".join(COLUMNS)}\nmatmul,buffer,float32,1,1,1,1,1,1,tile,x,nan,\n', "nan seconds"),
+        ('# {"version": 7}\n', "it is of version 7, not 2"),
+        ('# {"version": 2}\nfamily,path\n', "its columns are not family, path"),
+        (f'# {{"version": 2}}\n{",".join(COLUMNS)}\nmatmul,buffer\n', "more or fewer cells"),
+        (f'# {{"version": 2}}\n{",".join(COLUMNS)}\nmatmul,disk,float32,1,1,1,1,1,1,tile,x,1.0,\n', "no memory path"),
+        (f'# {{"version": 2}}\n{",".join(COLUMNS)}\nmatmul,buffer,float32,1,0,1,1,1,1,tile,x,1.0,\n', "nothing to multiply"),
+        (f'# {{"version": 2}}\n{",".join(COLUMNS)}\nmatmul,buffer,float32,1,1,1,1,1,1,tile,x,nan,\n', "nan seconds"),
     ],
 )
 def test_a_bad_table_is_refused_in_one_sentence(tmp_path: Path, text: str, reason: str) -> None:
     (tmp_path / f"bad{SUFFIX}").write_text(text)
-    with pytest.raises(
-        UserError, match=rf"bad\.tuned\.csv is not a table of tuned variants \(.*{reason}.*run flashmem tune"
-    ) as e:
-        choose(replace(POCL, tuned=str(tmp_path / "bad")), Product("matmul", "buffer", 8, 8, 8))
+    with pytest.raises(UserError, match=rf"bad\.tuned\.csv is not a tuning database \(.*{reason}.*run flashmem tune") as e:
+        choose(replace(POCL, tuned=str(tmp_path / "bad")), Workload("matmul", "buffer", 8, 8, 8))
     assert "\n" not in str(e.value)
 
 
 def test_a_missing_table_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.tuned\.csv cannot be read \(No such file"):
-        choose(replace(POCL, tuned=str(tmp_path / "none")), Product("matmul", "buffer", 8, 8, 8))
+        choose(replace(POCL, tuned=str(tmp_path / "none")), Workload("matmul", "buffer", 8, 8, 8))
 
 
-def test_a_descriptor_keeps_variants_parallelism_and_table(tmp_path: Path) -> None:
+def test_a_descriptor_keeps_configs_parallelism_and_table(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     wanted = replace(tuned(tmp_path / "a", []), name="mine", parallelism=77, measured=True)
     (tmp_path / "b").mkdir()
     read = load_descriptor(str(write_descriptor(tmp_path / "b", wanted, "a test", "cpu")))
-    assert (read.variants, read.parallelism) == (VARIANTS, 77)
+    assert (read.configs, read.parallelism) == (CONFIGS, 77)
     assert read.tuned == str(tmp_path / "b" / "mine") and digest(read) == digest(wanted)
 
 
 def test_naming_a_table_keeps_what_a_descriptor_says(tmp_path: Path) -> None:
-    text = '# by hand\nname = "mine"\nparallelism = 5 # few\n\n[[variants]]\nname = "a"\nfamilies = ["conv"]\n'
+    text = '# by hand\nname = "mine"\nparallelism = 5 # few\n\n[[configs]]\nname = "a"\nfamilies = ["conv"]\n'
     text += "rows = 1\ncolumns = 4\nvector = 4\n[rates.contention]\nmap = 0\nalias = 0\ndma = 0\ninterleave = 0\n"
     (tmp_path / "mine.toml").write_text(text)
     for name in ("one", "two"):
@@ -185,11 +186,11 @@ def pocl_table(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     return folder, result
 
 
-def test_every_variant_is_measured_or_says_why_not(pocl_table: tuple[Path, Result]) -> None:
+def test_every_config_is_measured_or_says_why_not(pocl_table: tuple[Path, Result]) -> None:
     folder, result = pocl_table
     assert (result.measured, result.left) == (2, 0)
-    read = read_table((folder / f"pocl{SUFFIX}").read_text(), "it")
-    found = {(t.product.family, t.variant): t for t in read.timings}
+    read = parse_database((folder / f"pocl{SUFFIX}").read_text(), "it")
+    found = {(t.workload.family, t.config): t for t in read.timings}
     assert set(found) == {("matmul", v) for v in ("tile", "wide", "shared", "crowd", "greedy")} | {
         ("conv", v) for v in ("tile", "wide")
     }
@@ -204,10 +205,10 @@ def test_every_variant_is_measured_or_says_why_not(pocl_table: tuple[Path, Resul
 def test_tuning_again_measures_what_is_missing(pocl_table: tuple[Path, Result]) -> None:
     folder, result = pocl_table
     again, said = run(folder)
-    assert again.measured == 0 and not said and again.table.timings == read_table(result.path.read_text(), "it").timings
+    assert again.measured == 0 and not said and again.database.timings == parse_database(result.path.read_text(), "it").timings
     more, said = run(folder, (*CASES, Case(Matmul(3, 12, 20), "buffer")))
     assert more.measured == 1 and said == ["matmul 3x12x20, buffer"]
-    assert more.table.timings[: len(again.table.timings)] == again.table.timings
+    assert more.database.timings[: len(again.database.timings)] == again.database.timings
 
 
 def test_a_table_of_another_device_is_not_mixed(pocl_table: tuple[Path, Result], tmp_path: Path) -> None:
@@ -218,10 +219,10 @@ def test_a_table_of_another_device_is_not_mixed(pocl_table: tuple[Path, Result],
 
 
 def test_what_a_process_died_of_is_not_tried_again(pocl_table: tuple[Path, Result], tmp_path: Path) -> None:
-    product, (_, wide) = CASES[1].product, POCL.variants_of("conv")
-    (tmp_path / f".pocl{SUFFIX}.now").write_text(f"{product} {wide.code}")
+    workload, (_, wide) = CASES[1].workload, POCL.configs_of("conv")
+    (tmp_path / f".pocl{SUFFIX}.now").write_text(f"{workload} {wide.code}")
     result, _ = run(tmp_path, CASES[1:])
-    notes = {t.variant: (t.seconds is None, t.note) for t in result.table.timings}
+    notes = {t.config: (t.seconds is None, t.note) for t in result.database.timings}
     assert notes == {"tile": (False, ""), "wide": (True, "the process ended while it was measured")}
 
 
@@ -231,7 +232,7 @@ def test_no_product_is_begun_when_the_time_is_spent(pocl_table: tuple[Path, Resu
 
 
 def test_nothing_to_choose_is_said(pocl_table: tuple[Path, Result], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="device pocl lists no variants of attention, so there is nothing to choose"):
+    with pytest.raises(UserError, match="device pocl lists no configs of attention, so there is nothing to choose"):
         run(tmp_path, families=("attention",))
 
 
@@ -253,15 +254,17 @@ def test_the_command_says_what_it_did(pocl_table: tuple[Path, Result], monkeypat
                                    Attention(2, 9, 8), Attention(3, 1, 4, 20)], ids=str)  # fmt: skip
 @pytest.mark.parametrize("path", ["buffer", "texture"])
 def test_the_compiler_asks_for_the_product_that_is_measured(shape: Shape, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Product] = []
+    asked: list[Workload] = []
 
-    def variant(self: Choices, product: Product, ending: object = (), widest: int | None = None, *given: bool) -> Variant:
-        asked.append(product)
-        return POCL.variants_of(product.family)[0]
+    def config(
+        self: KernelSelector, workload: Workload, ending: object = (), widest: int | None = None, *given: bool
+    ) -> KernelConfig:
+        asked.append(workload)
+        return POCL.configs_of(workload.family)[0]
 
-    monkeypatch.setattr(Choices, "variant", variant)
+    monkeypatch.setattr(KernelSelector, "config", config)
     made = generated(shape.graph(), POCL.on_path(path))
-    assert asked == [shape.product(path)]  # type: ignore[arg-type]
+    assert asked == [shape.workload(path)]  # type: ignore[arg-type]
     assert sum(launch.macs for launch in made.program.launches) * 2 == shape.flops
 
 
@@ -281,7 +284,7 @@ def test_shapes_of_models() -> None:
 
 
 def test_few_kernels_are_part_of_the_cost() -> None:
-    a, b, c = (Variant(name, ("matmul",), 1, 4, 4) for name in "abc")
+    a, b, c = (KernelConfig(name, ("matmul",), 1, 4, 4) for name in "abc")
     costs = [{a: 1.0, b: 1.25, c: 9.0}, {a: 1.3, b: 1.1, c: 9.0}, {a: 1.5, b: 9.0, c: 1.0}]
     assert fewest(costs, 0.0) == [a, b, c]
     assert fewest(costs, 0.3) == [a, a, c]
@@ -290,26 +293,26 @@ def test_few_kernels_are_part_of_the_cost() -> None:
 
 
 def test_cold_and_steady_choose_otherwise(tmp_path: Path) -> None:
-    tile, wide, *_ = POCL.variants_of("matmul")
-    one, two = Product("matmul", "buffer", 8, 64, 64), Product("matmul", "buffer", 512, 64, 64)
+    tile, wide, *_ = POCL.configs_of("matmul")
+    one, two = Workload("matmul", "buffer", 8, 64, 64), Workload("matmul", "buffer", 512, 64, 64)
     build = POCL.rates.kernel_seconds
     lines = [timing(one, tile, build), timing(one, wide, 1.1 * build), timing(two, tile, 9 * build), timing(two, wide, build)]
     descriptor = tuned(tmp_path, lines)
     for optimize, wanted in (("steady", [tile, wide]), ("cold", [wide, wide])):
-        choices = Choices(descriptor, optimize)  # type: ignore[arg-type]
-        assert [choices.variant(one), choices.variant(two)] == [tile, wide]
-        assert choices.settle() == (optimize == "cold") and not choices.settle()
-        assert [choices.variant(one), choices.variant(two)] == wanted
-    assert choices.variant(replace(one, rows=9)) == wide  # asked later: the kernel that is there
+        selector = KernelSelector(descriptor, optimize)  # type: ignore[arg-type]
+        assert [selector.config(one), selector.config(two)] == [tile, wide]
+        assert selector.select() == (optimize == "cold") and not selector.select()
+        assert [selector.config(one), selector.config(two)] == wanted
+    assert selector.config(replace(one, rows=9)) == wide  # asked later: the kernel that is there
 
 
-def test_the_predictor_is_told_the_variant_and_older_ones_do_without(tmp_path: Path) -> None:
+def test_the_predictor_is_told_the_config_and_older_ones_do_without(tmp_path: Path) -> None:
     made = generated(Matmul(9, 12, 20).graph(), replace(POCL, only="shared"))
     features = launch_features(made.program.launches[0], 0, "buffer")
-    assert (features.tile_rows, features.tile_columns, features.stage, features.split) == (2, 4, 8, 2)
+    assert (features.tile_rows, features.tile_columns, features.k_block, features.slice_k) == (2, 4, 8, 2)
     row = dict(zip(KERNEL_FEATURES, kernel_features([features], [1.0])[0].tolist(), strict=True))
-    assert row["log_stage"] == pytest.approx(math.log2(9)) and row["log_split"] == pytest.approx(math.log2(3))
-    older = Predictor.load("pocl", "buffer")  # trained before variants were known
+    assert row["log_k_block"] == pytest.approx(math.log2(9)) and row["log_slice_k"] == pytest.approx(math.log2(3))
+    older = Predictor.load("pocl", "buffer")  # trained before configs were known
     assert older.seconds(made.program.launches[0]) > 0
     about, rows = read_dataset(ROOT / "devices" / f"pocl{DATASET}")
     assert {(r.features.stage, r.features.split) for r in rows} == {(0, 1)}
@@ -318,17 +321,17 @@ def test_the_predictor_is_told_the_variant_and_older_ones_do_without(tmp_path: P
 
 
 def test_the_last_panel_is_filled_up() -> None:
-    staged = Variant("s", ("matmul",), 1, 4, 4, (1, 32), stage=8)
-    assert packed_bytes(Product("matmul", "buffer", 1, 10, 130), staged) == 10 * 256 * 4
-    assert packed_bytes(Product("matmul", "buffer", 1, 10, 3, storage="float16"), POCL.variants_of("matmul")[0]) == 10 * 4 * 2
-    assert packed_bytes(Product("matmul_dynamic", "buffer", 1, 10, 130), staged) == 0
+    staged = KernelConfig("s", ("matmul",), 1, 4, 4, (1, 32), k_block=8)
+    assert packed_bytes(Workload("matmul", "buffer", 1, 10, 130), staged) == 10 * 256 * 4
+    assert packed_bytes(Workload("matmul", "buffer", 1, 10, 3, storage="float16"), POCL.configs_of("matmul")[0]) == 10 * 4 * 2
+    assert packed_bytes(Workload("matmul_dynamic", "buffer", 1, 10, 130), staged) == 0
 
 
 def test_both_give_the_same_answer(tmp_path: Path) -> None:
     import flashmem
 
     model = DATA / "vit-tiny.onnx"
-    write_descriptor(tmp_path, replace(POCL, variants=VARIANTS[:2]), "a test", "cpu")
+    write_descriptor(tmp_path, replace(POCL, configs=CONFIGS[:2]), "a test", "cpu")
     answers = []
     for optimize in ("cold", "steady"):
         device = str(tmp_path / "pocl.toml")

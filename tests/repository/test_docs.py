@@ -15,7 +15,7 @@ import flashmem
 
 ROOT = Path(flashmem.__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-_BASES = (ROOT, ROOT / "flashmem", ROOT / "docs")
+_BASES = (ROOT, ROOT / "flashmem", ROOT / "docs", ROOT / "kernels" / "templates")
 _ENDINGS = (".py", ".j2", ".toml", ".md", ".txt", ".yml", ".yaml")
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -145,7 +145,7 @@ def test_every_page_is_in_the_navigation() -> None:
         ("`planning/nowhere.py`", ["planning/nowhere.py"]),
         ("`nowhere.py`", ["nowhere.py"]),
         ("`planning/nowhere/`", ["planning/nowhere/"]),
-        ("`planning/planner.py`, `kernels/templates/*.j2`, `bundle.py`, `x/y`", []),
+        ("`planning/planner.py`, `kernels/templates/*/*.j2`, `bundle.py`, `x/y`", []),
     ],
 )
 def test_a_file_that_is_gone_is_found(text: str, missing: list[str]) -> None:

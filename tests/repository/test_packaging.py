@@ -92,11 +92,11 @@ from flashmem.base.resources import read_text
 importlib.import_module("flashmem.profiler.dataset")
 beside = ("flashmem", "benchmarks", "examples", "tests", "docs")
 there = [name for name in beside if importlib.util.find_spec(f"flashmem.{name}")]
-print(json.dumps([there, read_text("kernels", "templates/mac.cl.j2")]))
+print(json.dumps([there, read_text("kernels", "templates/contraction/mac.cl.j2")]))
 """
     there, template = json.loads(run(sys.executable, "-c", program, cwd=tmp_path, PYTHONPATH=folder))
     assert there == []
-    assert template == (ROOT / "kernels/templates/mac.cl.j2").read_text()
+    assert template == (ROOT / "kernels/templates/contraction/mac.cl.j2").read_text()
 
 
 def test_nothing_else_is_inside(wheel: Path) -> None:
@@ -111,12 +111,12 @@ import json, flashmem
 from flashmem.target.descriptor import descriptor_names, load_descriptor
 from flashmem.base.resources import read_text
 names = [load_descriptor(name).name for name in descriptor_names()]
-print(json.dumps([flashmem.__file__, names, read_text("kernels", "templates/mac.cl.j2")]))
+print(json.dumps([flashmem.__file__, names, read_text("kernels", "templates/contraction/mac.cl.j2")]))
 """
     file, names, template = json.loads(run(installed, "-c", program, cwd=tmp_path))
     assert not Path(file).is_relative_to(ROOT)
     assert names == sorted(path.stem for path in (ROOT / "devices").glob("*.toml"))
-    assert template == (ROOT / "kernels/templates/mac.cl.j2").read_text()
+    assert template == (ROOT / "kernels/templates/contraction/mac.cl.j2").read_text()
 
 
 def test_the_installed_command_compiles_and_runs_a_model(installed: Path, tmp_path: Path) -> None:

@@ -9,14 +9,14 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from flashmem.compiler.selection.selector import Choices, Use
-from flashmem.target.descriptor import Variant
+from flashmem.compiler.selection.selector import KernelRequest, KernelSelector
+from flashmem.target.descriptor import KernelConfig
 from tests.support.compared import Nodes
 
 Wide = tuple[Path, dict[str, Any], list[Any]]
 """A model, its inputs, and what is right."""
 
-PARTED = Variant("parted", ("matmul",), 4, 8, 4, (2, 4), stage=16, double=True, split=4)
+PARTED = KernelConfig("parted", ("matmul",), 4, 8, 4, (2, 4), k_block=16, two_stage=True, slice_k=4)
 """Its panels are as wide as those of a CPU's plain tile, 32 columns, and it sums the depth in four parts."""
 
 
@@ -35,10 +35,10 @@ def wide_model(folder: Path) -> Wide:
 def with_parted(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on later runs have that kernel for the second product, where its panels are as wide."""
 
-    def sooner(choices: Choices, use: Use, first: Variant) -> Variant:
-        return PARTED if use.product.depth == 4096 else first
+    def sooner(selector: KernelSelector, request: KernelRequest, first: KernelConfig) -> KernelConfig:
+        return PARTED if request.product.depth == 4096 else first
 
-    monkeypatch.setattr(Choices, "_sooner", sooner)
+    monkeypatch.setattr(KernelSelector, "_sooner", sooner)
 
 
 def close_to(answers: list[Any], expected: list[Any]) -> None:

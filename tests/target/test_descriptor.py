@@ -9,7 +9,7 @@ import pytest
 
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.types import TRANSFER_MODES
-from flashmem.target.descriptor import DeviceDescriptor, Rates, Tile, descriptor_names, load_descriptor
+from flashmem.target.descriptor import DeviceDescriptor, PlainTile, Rates, descriptor_names, load_descriptor
 from tests.support.paths import ROOT
 
 FOLDER = ROOT / "devices"
@@ -65,7 +65,9 @@ def test_phones_reach_the_same_shares_of_what_is_published(name: str) -> None:
 
 
 def test_a_descriptor_survives_the_bundle() -> None:
-    descriptor = DeviceDescriptor(name="x", tile=Tile(rows=4), rates=Rates(gemm_flops=1e12), sources={"gemm_flops": "measured"})
+    descriptor = DeviceDescriptor(
+        name="x", tile=PlainTile(rows=4), rates=Rates(gemm_flops=1e12), sources={"gemm_flops": "measured"}
+    )
     assert DeviceDescriptor.from_dict(descriptor.to_dict()) == descriptor
 
 
@@ -83,7 +85,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("name = 'x'\nimage_max_widht = 4", "unknown key 'image_max_widht'"),
-        ("name = 'x'\n[tile]\nrow = 4", "unknown key 'row' for Tile"),
+        ("name = 'x'\n[tile]\nrow = 4", "unknown key 'row' for PlainTile"),
         ("kind = 'cpu'", "'name' is missing"),
         ("name = 'x'", r"the contention of transfer mode 'alias' is missing; add it under \[rates.contention\], or measure"),
         ("name = 'x'\n[modes]\nbuffer = ['map', 'dma']\n[rates]\ncontention = {map = 0.1}", "transfer mode 'dma' is missing"),

@@ -29,7 +29,8 @@ def tune_device(device: str, output: Path | None, *, minutes: float, families: t
         raise UserError(f"--output {output} is not a folder; name one")
     with progress("tuning") as report:
         found = tune(Request(device, output, minutes, families, resume), report)
-    say(f"{found.measured} products measured; {found.path} has {summary(found.table, load_descriptor(str(found.descriptor)))}")
+    gained = summary(found.database, load_descriptor(str(found.descriptor)))
+    say(f"{found.measured} products measured; {found.path} has {gained}")
     if found.left:
         say(f"{found.left} products are left; call flashmem tune again to go on")
     say(f"use it as --device {found.descriptor}")

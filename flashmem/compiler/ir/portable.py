@@ -68,7 +68,7 @@ def portable(graph: Graph, kept_bytes: int) -> PortableGraph:
     """`graph` as flat data. Constants of up to `kept_bytes` on the device come along; of larger ones only the shape does.
 
     A program that is generated from it is the graph's own as long as no larger constant is read, which generating does not do
-    beyond `compiler.lowering.context.RESIDENT_CONSTANT_BYTES`; its weights cannot be written.
+    beyond `compiler.memory.constants.RESIDENT_CONSTANT_BYTES`; its weights cannot be written.
     """
     index: dict[Value, int] = {}
     values: list[_Value] = []

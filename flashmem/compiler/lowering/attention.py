@@ -4,40 +4,40 @@ from __future__ import annotations
 
 from flashmem.base.types import ITEMSIZE
 from flashmem.compiler.ir.broadcast import affine, place
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.strided import Dimension
-from flashmem.compiler.lowering.context import Emitter
-from flashmem.compiler.lowering.pointwise import Expression
+from flashmem.compiler.lowering.context import LoweringContext
+from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.operators.attention import Access, Scores
 from flashmem.compiler.operators.vector import scalar_literal
-from flashmem.compiler.passes.fusion import Layer
-from flashmem.compiler.selection.attention_form import Rows, form_of
-from flashmem.compiler.selection.configs import Product
+from flashmem.compiler.selection.attention_form import QueryRows, form_of
+from flashmem.compiler.selection.workload import Workload
 from flashmem.program.launches import Arg, KernelShape
 
 
-def emit_attention(emitter: Emitter, layer: Layer) -> None:
+def lower_attention(context: LoweringContext, layer: FusionGroup) -> None:
     """FusedAttention: one launch."""
     node, given = layer.main, layer.main.attributes
     query, key, value, answer = (given[name] for name in ("query", "key", "value", "answer"))
     batches, rows, keys = given["batches"], given["rows"], given["keys"]
     least = min(query.channels, value.channels)
     side_by_side = key.channel == value.channel == 1
-    wide = min(emitter.descriptor.tile.vector, 1 << (least.bit_length() - 1)) if side_by_side else 1
+    wide = min(context.descriptor.tile.vector, 1 << (least.bit_length() - 1)) if side_by_side else 1
     scores: Scores = given["scores"]
     operands = [node.input(i) for i in range(3, len(node.inputs))]
     dropped = place(operands.pop(), scores.shape, len(scores.shape) - 1) if given["dropped"] else None
     seed, nodes = scores.nodes(operands)
-    product = Product("attention", "buffer", rows, query.channels, keys, batches)
-    variant = emitter.choices.variant(product, [node.op for node in nodes])
-    form = form_of(variant, rows, query.channels, value.channels, wide)
+    workload = Workload("attention", "buffer", rows, query.channels, keys, batches)
+    config = context.selector.config(workload, [node.op for node in nodes])
+    form = form_of(config, rows, query.channels, value.channels, wide)
     down = form.form == "rows" and form.vector > 1
-    tail = Expression(nodes, seed, scores.shape, len(scores.shape) - 1, form.vector, emitter.storage, down)
+    tail = PointwiseBody(nodes, seed, scores.shape, len(scores.shape) - 1, form.vector, context.storage, down)
     strides: list[int] = []
     tensors = (node.input(0), node.input(1), node.input(2), layer.output)
-    places = zip((query, key, value, answer), ("query", "key", "key", "query"), map(emitter.stored, tensors), strict=True)
-    q, k, v, y = (_context(access, row, stored, strides) for access, row, stored in places)
-    kernel = emitter.kernels.kernel(
-        "attention",
+    places = zip((query, key, value, answer), ("query", "key", "key", "query"), map(context.stored, tensors), strict=True)
+    q, k, v, y = (_template_values(access, row, stored, strides) for access, row, stored in places)
+    kernel = context.kernels.kernel(
+        "attention/attention",
         f=form,
         q=q,
         k=k,
@@ -50,20 +50,20 @@ def emit_attention(emitter: Emitter, layer: Layer) -> None:
         value_scale=scalar_literal("float32", given["value_scale"]),
         guarded=scores.guarded,
         dropped=dropped.index if dropped else "",
-        attributes=emitter.attributes(form.local),
-        **{**emitter.vectors(form.vector), **emitter.tail_context(tail)},
+        attributes=context.attributes(form.local),
+        **{**context.vectors(form.vector), **context.tail_values(tail)},
     )
-    pointers = [*(emitter.operand(node.input(i)) for i in range(3)), emitter.tensor(layer.output)]
+    pointers = [*(context.operand(node.input(i)) for i in range(3)), context.tensor(layer.output)]
     if dropped:
-        pointers.append(emitter.operand(dropped.value))
+        pointers.append(context.operand(dropped.value))
     blocks = -(-rows // form.rows)
-    items = (form.lanes * blocks, batches) if isinstance(form, Rows) else (form.across, form.down * blocks, batches)
-    sizes = [ITEMSIZE[emitter.storage(each)] for each in tensors]
+    items = (form.lanes * blocks, batches) if isinstance(form, QueryRows) else (form.across, form.down * blocks, batches)
+    sizes = [ITEMSIZE[context.storage(each)] for each in tensors]
     counts = [rows * query.channels, keys * query.channels, keys * value.channels, rows * value.channels]
     nbytes = batches * sum(size * count for size, count in zip(sizes, counts, strict=True))
     numbers = [batches, rows, keys, batches * rows, query.start, key.start, value.start, *strides]
-    args: list[Arg | int] = [*pointers, *emitter.operand_args(tail), *numbers]
-    emitter.launch(
+    args: list[Arg | int] = [*pointers, *context.operand_args(tail), *numbers]
+    context.launch(
         layer,
         kernel,
         args,
@@ -73,11 +73,11 @@ def emit_attention(emitter: Emitter, layer: Layer) -> None:
             KernelShape(rows=batches * rows, columns=value.channels, depth=keys, run=query.channels, stride=key.channel)
         ),
         macs=batches * rows * keys * (query.channels + value.channels),
-        nbytes=nbytes + sum(emitter.nbytes(operand.value) for operand in tail.operands),
+        nbytes=nbytes + sum(context.nbytes(operand.value) for operand in tail.operands),
     )
 
 
-def _context(access: Access, row: str, stored: str, strides: list[int]) -> dict[str, object]:
+def _template_values(access: Access, row: str, stored: str, strides: list[int]) -> dict[str, object]:
     """Where a matrix and a row are, as expressions in `batch` and in `row`, and how far channels are apart.
 
     `stored` is what an element is in memory. Strides that the expressions name are added to `strides`: they are arguments, so

@@ -1,4 +1,4 @@
-"""What the emitters of all operator families write to: tensors, constants, weight slices, launches."""
+"""The state of a lowering: the tensors, constants, weight slices and launches of one program as they are added."""
 
 from __future__ import annotations
 
@@ -12,27 +12,25 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import UserError
 from flashmem.base.types import ITEMSIZE, SLACK, TENSOR_ALIGNMENT, MemoryPath, StoredType
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.limits import ELEMENTS
-from flashmem.compiler.lowering.pointwise import Expression
+from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.lowering.templates import KernelLibrary
 from flashmem.compiler.memory.aliases import unreshaped
-from flashmem.compiler.memory.buffers import Place, Places
+from flashmem.compiler.memory.buffers import BufferAssignment, BufferRange
+from flashmem.compiler.memory.constants import RESIDENT_CONSTANT_BYTES, nbytes_of
 from flashmem.compiler.operators import REGISTRY, is_elementwise
 from flashmem.compiler.operators.vector import STORED, Vector
-from flashmem.compiler.passes.fusion import Layer
-from flashmem.compiler.selection.configs import Product
-from flashmem.compiler.selection.selector import Choices
+from flashmem.compiler.selection.selector import KernelSelector
+from flashmem.compiler.selection.workload import Workload
 from flashmem.compiler.weights.packing import PackedSlice, Packing
 from flashmem.compiler.weights.packing_list import PackingList, Pieces
 from flashmem.compiler.weights.sharing import NOTHING_STORED, PackedWeight, Placements, StoredWeights
 from flashmem.compiler.weights.slicing import MOST_BYTES, Slicing
 from flashmem.program.launches import Arg, KernelShape, Launch
 from flashmem.program.tensors import Slice
-from flashmem.target.descriptor import DeviceDescriptor, Variant
-
-RESIDENT_CONSTANT_BYTES = 1 << 20
-"""Constants up to this size (biases, tables of positions) stay resident; larger ones are streamed like weights."""
+from flashmem.target.descriptor import DeviceDescriptor, KernelConfig
 
 WORK_GROUP = 64
 """Work-items of a work-group where a kernel has no tile of its own."""
@@ -43,8 +41,8 @@ Cuts = Mapping[tuple[Value, Packing], Sequence[PackedSlice]]
 
 
 def joinable(parts: Sequence[PackedSlice], descriptor: DeviceDescriptor) -> list[PackedSlice]:
-    """Slices as a launch for all of them reads them: one where they lie in the file without a gap, as plain buffers, and are
-    no larger together than a slice may be.
+    """Slices for a single launch: joined into one if the file has them without gaps, as plain buffers, and their sum is no
+    larger than a slice may be.
     """
     total, raw = sum(part.nbytes for part in parts), sum(part.raw for part in parts)
     gaps = any(part.nbytes % descriptor.page_bytes for part in parts[:-1])
@@ -54,12 +52,12 @@ def joinable(parts: Sequence[PackedSlice], descriptor: DeviceDescriptor) -> list
 
 
 @dataclass(frozen=True)
-class Held:
-    """A tensor: its shape, what it is stored in, and where it lies."""
+class StoredTensor:
+    """A tensor: its shape, the type of its elements in memory, and its place in a buffer."""
 
     shape: tuple[int, ...]
     dtype: StoredType
-    place: Place
+    place: BufferRange
 
     @property
     def nbytes(self) -> int:
@@ -68,11 +66,11 @@ class Held:
 
 
 @dataclass
-class Emitter:
-    """Collects a program. Values become tensors by where they lie: those of one place and size share one.
+class LoweringContext:
+    """A program under construction, which lowerings add to. Values with the same place and size in memory share a tensor.
 
-    `half`: float weights are packed in half. `earlier`: what programs for other shapes have placed in the file. `cuts`: slices
-    that weights have already, where they are read once more.
+    `half`: float weights are packed in half. `earlier`: weights that programs for other shapes have placed in the file. `cuts`:
+    the slices of weights that the file has already.
     """
 
     descriptor: DeviceDescriptor
@@ -80,20 +78,20 @@ class Emitter:
     half: bool
     slicing: Slicing
     kernels: KernelLibrary
-    choices: Choices
-    places: Places
+    selector: KernelSelector
+    buffers: BufferAssignment
     weights: PackingList
     earlier: StoredWeights = NOTHING_STORED
     placements: Placements = field(default_factory=Placements)
     launches: list[Launch] = field(default_factory=list)
     slices: list[Slice] = field(default_factory=list)
-    tensors: dict[str, Held] = field(default_factory=dict)
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
     constants: bytearray = field(default_factory=bytearray)
     packed: dict[tuple[Value, Packing], list[tuple[str, PackedSlice]]] = field(default_factory=dict)
-    variants: dict[tuple[Value, Product, bool], Variant] = field(default_factory=dict)
+    configs: dict[tuple[Value, Workload, bool], KernelConfig] = field(default_factory=dict)
     cuts: Cuts = field(default_factory=dict)
     status_value: Value | None = None
-    _names: dict[tuple[Place, int], str] = field(default_factory=dict)
+    _names: dict[tuple[BufferRange, int], str] = field(default_factory=dict)
     _slice_names: set[str] = field(default_factory=set)
     _asked: set[Value] = field(default_factory=set)
     _placed: dict[Value, Arg] = field(default_factory=dict)
@@ -105,15 +103,15 @@ class Emitter:
     # -- memory
 
     def storage(self, value: Value) -> StoredType:
-        """What the elements of a tensor or constant are in memory."""
-        return self.places.storage(value)
+        """The type of the elements of a tensor or constant in memory."""
+        return self.buffers.storage(value)
 
     def stored(self, value: Value) -> str:
-        """OpenCL C's name of an element of `value` in memory."""
+        """The type in OpenCL C of an element of `value` in memory."""
         return STORED[self.storage(value)]
 
     def copied(self, source: Value, target: Value) -> tuple[str, str]:
-        """Names of the elements of both sides of a copy: where both are half, their bits are moved as they are."""
+        """The types in OpenCL C of both sides of a copy: ushort where both are half, so that bits are copied unchanged."""
         both = self.stored(source), self.stored(target)
         return ("ushort", "ushort") if both == ("half", "half") else both
 
@@ -127,7 +125,7 @@ class Emitter:
         Raises:
             UserError: it has more elements than kernels count. Those of the model's own tensors are known to be fewer.
         """
-        key = self.places.of(value), self.nbytes(value)
+        key = self.buffers.of(value), self.nbytes(value)
         if key not in self._names:
             if value.size > ELEMENTS:
                 raise UserError(
@@ -137,21 +135,21 @@ class Emitter:
             source = unreshaped(value)
             name = source.name if source.name not in self.tensors else f"{source.name}#{len(self.tensors)}"
             self._names[key] = name
-            self.tensors[name] = Held(source.shape, self.storage(value), key[0])
-        self._asked.add(self.places.ranges.base(value))
+            self.tensors[name] = StoredTensor(source.shape, self.storage(value), key[0])
+        self._asked.add(self.buffers.aliases.base(value))
         return Arg("tensor", self._names[key])
 
     def known(self, value: Value) -> str | None:
         """The name of the tensor of `value` if any launch has asked for it, or for a range of it."""
-        return str(self.tensor(value).value) if self.places.ranges.base(value) in self._asked else None
+        return str(self.tensor(value).value) if self.buffers.aliases.base(value) in self._asked else None
 
     def operand(self, value: Value) -> Arg:
-        """A tensor or constant, wherever it lives."""
-        base = self.places.ranges.base(value)
+        """The argument for a tensor or a constant."""
+        base = self.buffers.aliases.base(value)
         return self.tensor(value) if base.constant is None else self.constant(base)
 
     def constant(self, value: Value) -> Arg:
-        """A constant in its plain order: resident if it is small, else a slice of its own."""
+        """A constant in row-major order: resident if it is small, else a slice of its own."""
         if value not in self._placed:
             assert value.constant is not None
             read, dtype = value.constant.array, np.dtype(value.dtype)
@@ -160,7 +158,7 @@ class Emitter:
         return self._placed[value]
 
     def data(self, name: str, nbytes: int, make: Callable[[], NDArray[Any]]) -> Arg:
-        """The array of `nbytes` bytes that `make` gives, as it is; small ones resident, and stored once if equal."""
+        """The unpacked array of `nbytes` bytes that `make` returns. Small arrays are resident, and equal ones stored once."""
         if nbytes <= RESIDENT_CONSTANT_BYTES:
             content, small = make().tobytes(), self.placements.small
             if content not in small:
@@ -179,7 +177,7 @@ class Emitter:
         return Arg("slice", part.name)
 
     def _read_slices(self, slices: Sequence[Slice]) -> None:
-        """The program reads these; some it may have read before under another name of the weight."""
+        """Add slices to the program, except those that it has already under another name of the weight."""
         self.slices += [part for part in slices if part.name not in self._slice_names]
         self._slice_names |= {part.name for part in slices}
 
@@ -191,8 +189,8 @@ class Emitter:
         return free
 
     def parts(self, node: Node, packing: Packing, row_items: int) -> list[PackedSlice]:
-        """The slices of the packed weights of `node` as they are there, or as their first launch wants them, which has
-        `row_items` work-items for each panel.
+        """The slices of the packed weights of `node`: those in the file, or the best for a first launch with `row_items`
+        work-items for each panel.
         """
         weight = node.input(1)
         if (weight, packing) in self.packed:
@@ -205,7 +203,7 @@ class Emitter:
     def place_packed(
         self, node: Node, packing: Packing, parts: Sequence[PackedSlice], pieces: Pieces
     ) -> list[tuple[str, PackedSlice]]:
-        """Weights of `node`, or what goes with them, in the file once: the names of their slices. `pieces` makes them."""
+        """The named slices of the packed weights of `node`, or of their scales, stored once. `pieces` makes them."""
         weight = node.input(1)
         key = (weight, packing)
         if key not in self.packed:
@@ -231,7 +229,7 @@ class Emitter:
         return self.data("zeros", 4 * count, lambda: np.zeros(count, np.float32))
 
     def status(self) -> Arg:
-        """The tensor in which a kernel leaves the number of its layer when it has read an index that is out of range."""
+        """The tensor to which a kernel writes the number of its layer when it reads an index that is out of range."""
         if self.status_value is None:
             self.status_value = Value("status", (1,), "int32")
         return self.tensor(self.status_value)
@@ -240,7 +238,7 @@ class Emitter:
 
     def launch(
         self,
-        layer: Layer,
+        layer: FusionGroup,
         kernel: str,
         args: Sequence[Arg | int],
         items: Sequence[int],
@@ -291,32 +289,32 @@ class Emitter:
         """The widest vector that a row of `columns` fills at least once."""
         return min(self.descriptor.tile.vector, 1 << (columns.bit_length() - 1))
 
-    def tail(self, layer: Layer, vector: int) -> Expression:
-        """The elementwise end of `layer`, seeded by its main operator's output."""
+    def tail(self, layer: FusionGroup, vector: int) -> PointwiseBody:
+        """The pointwise body of the tail of `layer`; its seed is the main operator's output."""
         seed, columns = layer.main.outputs[0], REGISTRY[layer.main.op].columns
-        return Expression(
+        return PointwiseBody(
             tuple(layer.tail),
             seed,
             seed.shape,
             columns(layer.main) if columns else len(seed.shape),
             vector,
             self.storage,
-            overwritten=self.places.overwritten.get(layer.main),
+            overwritten=self.buffers.overwritten.get(layer.main),
         )
 
-    def tail_context(self, expression: Expression, seed: str = "v") -> dict[str, Any]:
-        """Template variables of an expression: its function, its parameters, the call that finishes `seed`, and the operand
+    def tail_values(self, body: PointwiseBody, seed: str = "v") -> dict[str, Any]:
+        """Template variables of a pointwise body: its function, its parameters, the call that finishes `seed`, and the operand
         that the kernel writes over, or "".
         """
-        names = ([seed] if expression.seed is not None else []) + [*expression.places(), *expression.names()]
-        parameters = "".join(f", {parameter}" for parameter in expression.parameters())
-        overwritten = [i for i, operand in enumerate(expression.operands) if operand.value is expression.overwritten]
+        names = ([seed] if body.seed is not None else []) + [*body.places(), *body.names()]
+        parameters = "".join(f", {parameter}" for parameter in body.parameters())
+        overwritten = [i for i, operand in enumerate(body.operands) if operand.value is body.overwritten]
         over = f"e{overwritten[0]}" if overwritten else ""
-        if not expression.nodes:
+        if not body.nodes:
             return {"tail": "", "operands": "", "finish": "", "over": over}
         return {
             "over": over,
-            "tail": expression.function("KERNEL_NAME_tail"),
+            "tail": body.function("KERNEL_NAME_tail"),
             "operands": parameters,
             "finish": f"KERNEL_NAME_tail({', '.join(names)})",
         }
@@ -326,12 +324,7 @@ class Emitter:
         kinds = Vector(vector)
         return {"vector": vector, "vec": kinds.named("float"), "ivec": kinds.named("int")}
 
-    def operand_args(self, expression: Expression) -> list[Arg]:
-        """The arguments of an expression's operands and of its numbers, in order."""
-        operands = [self.operand(operand.value) for operand in expression.operands]
-        return operands + [Arg("int", number) for number in expression.numbers]
-
-
-def nbytes_of(value: Value) -> int:
-    """Bytes of the elements of `value`, each in its own type."""
-    return ITEMSIZE[value.dtype] * value.size
+    def operand_args(self, body: PointwiseBody) -> list[Arg]:
+        """The arguments of a pointwise body's operands and of its numbers, in order."""
+        operands = [self.operand(operand.value) for operand in body.operands]
+        return operands + [Arg("int", number) for number in body.numbers]

@@ -11,90 +11,100 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.types import ITEMSIZE
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.strided import broadcast_strides
-from flashmem.compiler.lowering.context import Emitter
+from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.movement import move
-from flashmem.compiler.lowering.quantisation import Kept, read_both, read_weights
-from flashmem.compiler.lowering.tile import Tile
+from flashmem.compiler.lowering.quantisation import WeightBinding, read_both, read_weights
+from flashmem.compiler.lowering.tile import ContractionTile
 from flashmem.compiler.operators.vector import REGISTER, scalar_literal
-from flashmem.compiler.passes.fusion import Layer
-from flashmem.compiler.selection.configs import Product, cut
+from flashmem.compiler.selection.configs import cut
+from flashmem.compiler.selection.workload import Workload
 from flashmem.compiler.weights.packing import PackedSlice, Packing, weight_columns, weight_matrix
 from flashmem.program.launches import Arg, KernelShape
-from flashmem.target.descriptor import Variant
+from flashmem.target.descriptor import KernelConfig
+
+_TEMPLATES = {
+    "matmul": "contraction/matmul",
+    "conv": "convolution/conv",
+    "deform_conv": "contraction/deform_conv",
+}
+"""Templates of products with packed weights, by kernel family."""
 
 DEPTH_BLOCK = 64
 """Steps of depth between two of the stream lane, at most: those up to the end of a fold where a texture is folded."""
 
 
 def _tile(
-    emitter: Emitter,
-    layer: Layer,
-    product: Product,
+    context: LoweringContext,
+    layer: FusionGroup,
+    workload: Workload,
     run: int,
     *,
     packed: bool = True,
     plain: bool = False,
     winograd: bool = False,
-) -> Tile:
-    """The variant for `product`, or the plain one, cut to the matrix, and its types. `run`: steps of depth without a seek.
-    `winograd`: as in `compiler.selection.selector.Use`.
+) -> ContractionTile:
+    """The config for `workload`, or the plain one, cut to the matrix, and its types. `run`: steps of depth without a seek.
+    `winograd`: as in `compiler.selection.selector.KernelRequest`.
     """
-    node, weights = layer.main, product.storage
-    scalar, activation = REGISTER[node.outputs[0].dtype], emitter.stored(node.input(0))
+    node, weights = layer.main, workload.storage
+    scalar, activation = REGISTER[node.outputs[0].dtype], context.stored(node.input(0))
     floats = scalar == "float" and activation in ("float", "half") and weights in ("float32", "float16")
     if plain or not floats:
-        [variant] = emitter.descriptor.plain(product.family)
+        [config] = context.descriptor.plain(workload.family)
     else:
-        variant = choice(emitter, layer, product, packed=packed, winograd=winograd)
+        config = choice(context, layer, workload, packed=packed, winograd=winograd)
     if activation != "half" or weights != "float16":
-        variant = replace(variant, half=0)
-    variant = cut(variant, product)
-    return Tile.of(
-        variant, texture=packed and emitter.memory_path == "texture", weights=weights, scalar=scalar, activation=activation,
-        stored=emitter.stored(layer.output), aligned=product.depth % 4 == 0, aligned_columns=product.columns % 4 == 0,
-        whole=bool(variant.stage) and run % variant.stage == 0,
-        looped=emitter.descriptor.kind == "cpu" and not variant.stage and variant.rows * variant.columns > variant.vector,
+        config = replace(config, half=0)
+    config = cut(config, workload)
+    return ContractionTile.of(
+        config, texture=packed and context.memory_path == "texture", weights=weights, scalar=scalar, activation=activation,
+        stored=context.stored(layer.output), aligned=workload.depth % 4 == 0, aligned_columns=workload.columns % 4 == 0,
+        whole=bool(config.k_block) and run % config.k_block == 0,
+        looped=context.descriptor.kind == "cpu" and not config.k_block and config.rows * config.columns > config.vector,
     )  # fmt: skip
 
 
-def choice(emitter: Emitter, layer: Layer, product: Product, *, packed: bool = True, winograd: bool = False) -> Variant:
-    """The variant for `product`, asked for once: a weight is packed once, however many rows a patch has."""
-    key = (layer.main.input(1), replace(product, rows=0), winograd)
-    if not packed or key not in emitter.variants:
-        widest = emitter.slicing.widest(product.depth * (2 if product.storage == "float16" else 4)) if packed else None
-        forms = emitter.earlier.forms(layer.main) if packed else frozenset()
-        emitter.variants[key] = emitter.choices.variant(product, [node.op for node in layer.tail], widest, winograd, forms)
-    return emitter.variants[key]
+def choice(
+    context: LoweringContext, layer: FusionGroup, workload: Workload, *, packed: bool = True, winograd: bool = False
+) -> KernelConfig:
+    """The config for `workload`, selected once for each weight, which all patches read in one packing."""
+    key = (layer.main.input(1), replace(workload, rows=0), winograd)
+    if not packed or key not in context.configs:
+        widest = context.slicing.widest(workload.depth * (2 if workload.storage == "float16" else 4)) if packed else None
+        forms = context.earlier.forms(layer.main) if packed else frozenset()
+        context.configs[key] = context.selector.config(workload, [node.op for node in layer.tail], widest, winograd, forms)
+    return context.configs[key]
 
 
-def _with(tile: Tile, kept: Kept) -> Tile:
+def _with(tile: ContractionTile, binding: WeightBinding) -> ContractionTile:
     """`tile` with the zero points and scales of its operands."""
     return replace(
         tile,
-        zero=kept.zero,
-        scale=kept.scale,
-        weight_zero=kept.weight_zero,
-        weight_scale=kept.weight_scale,
-        block_depth=kept.block,
+        zero=binding.zero,
+        scale=binding.scale,
+        weight_zero=binding.weight_zero,
+        weight_scale=binding.weight_scale,
+        block_depth=binding.block,
     )
 
 
-def emit_matmul(emitter: Emitter, layer: Layer) -> None:
+def lower_matmul(context: LoweringContext, layer: FusionGroup) -> None:
     """MatMul: with constant weights packed in slices, otherwise as a product of two activations."""
     weight = layer.main.input(1)
     is_packed = weight.constant is not None and weight.dtype in ("float32", "int8", "uint8")
     if not is_packed or math.prod(weight.shape[:-2]) != 1:
-        _emit_dynamic(emitter, layer)
+        _lower_dynamic(context, layer)
         return
     shape = layer.main.outputs[0].shape
     rows, columns = math.prod(shape[:-1]), shape[-1]
     depth = layer.main.input(0).shape[-1]
-    emit_packed(emitter, layer, "matmul", rows, 1, depth, [rows, depth, columns])
+    lower_packed(context, layer, "matmul", rows, 1, depth, [rows, depth, columns])
 
 
-def emit_deform_convolution(emitter: Emitter, layer: Layer) -> None:
+def lower_deform_convolution(context: LoweringContext, layer: FusionGroup) -> None:
     """DeformConv: an implicit product whose taps are sampled."""
     node = layer.main
     x, weight, y = node.input(0), node.input(1), node.outputs[0]
@@ -106,16 +116,16 @@ def emit_deform_convolution(emitter: Emitter, layer: Layer) -> None:
         *weight.shape[2:], *node.attributes["strides"], *node.attributes["dilations"], *node.attributes["pads"][:2],
         offset_group, channels // offset_group,
     ]  # fmt: skip
-    sampled = [emitter.operand(node.input(i)) for i in range(2, len(node.inputs))]
-    emit_packed(
-        emitter, layer, "deform_conv", dims[0], group, channels // group, dims, sampled=sampled, stageable=False, masked=masked
+    sampled = [context.operand(node.input(i)) for i in range(2, len(node.inputs))]
+    lower_packed(
+        context, layer, "deform_conv", dims[0], group, channels // group, dims, sampled=sampled, stageable=False, masked=masked
     )
 
 
-def emit_packed(
-    emitter: Emitter,
-    layer: Layer,
-    template: str,
+def lower_packed(
+    context: LoweringContext,
+    layer: FusionGroup,
+    family: str,
     rows: int,
     groups: int,
     run: int,
@@ -125,71 +135,73 @@ def emit_packed(
     stageable: bool = True,
     winograd: bool = False,
     row: int = 0,
-    **context: Any,
+    **values: Any,
 ) -> None:
-    """Pack the weights and launch `template` once for each slice.
+    """Pack the weights and launch a kernel of `family` once for each slice.
 
-    `run`: steps of depth read without a seek. `sampled`: pointers to what moves the taps. `stageable`: whether variants that
-    share what they read can compute it. `winograd`: see `compiler.selection.selector.Use`; another variant was chosen. `row`:
-    elements of a row of taps, where they lie side by side in the image and taps are short; 0 elsewhere. `context`: what else
-    it takes.
+    `run`: steps of depth read without a seek. `sampled`: pointers to what moves the taps. `stageable`: whether configs that
+    share what they read can compute it. `winograd`: see `compiler.selection.selector.KernelRequest`; another config was
+    chosen. `row`: elements of a row of taps, where they lie side by side in the image and taps are short; 0 elsewhere.
+    `values`: what else it takes.
     """
     node = layer.main
     depth, columns = weight_matrix(node)
-    kept = read_weights(emitter, node)
-    product = Product(
-        template, emitter.memory_path, rows, depth, columns // groups, groups, kept.storage,
+    binding = read_weights(context, node)
+    workload = Workload(
+        family, context.memory_path, rows, depth, columns // groups, groups, binding.storage,
         taps=depth // run, stride=max(node.attributes.get("strides", (1,))),
     )  # fmt: skip
-    only_plain = kept.codes is None or kept.zero is not None or kept.scale is not None or not stageable
-    tile = _with(_tile(emitter, layer, product, run, packed=kept.codes is not None, plain=only_plain, winograd=winograd), kept)
+    only_plain = binding.codes is None or binding.zero is not None or binding.scale is not None or not stageable
+    tile = _with(
+        _tile(context, layer, workload, run, packed=binding.codes is not None, plain=only_plain, winograd=winograd), binding
+    )
     # Zero points and scales of a block are loaded between steps of the loop, none of which spans two blocks.
-    step = max(n for n in range(1, DEPTH_BLOCK + 1) if kept.block % n == 0) if kept.block else DEPTH_BLOCK
+    step = max(n for n in range(1, DEPTH_BLOCK + 1) if binding.block % n == 0) if binding.block else DEPTH_BLOCK
     packing = Packing(
-        depth, columns // groups, groups, tile.panel, kept.storage, emitter.memory_path,
-        _fold_unit(template, tile, run, step), emitter.descriptor,
+        depth, columns // groups, groups, tile.panel, binding.storage, context.memory_path,
+        _fold_unit(family, tile, run, step), context.descriptor,
     )  # fmt: skip
-    if kept.codes is None:
+    if binding.codes is None:
         parts = [PackedSlice(0, packing.panels, 4 * packing.panels * depth * tile.panel)]
     else:
-        parts = emitter.parts(node, packing, tile.launched(rows, 1)[0])
+        parts = context.parts(node, packing, tile.launched(rows, 1)[0])
     texture, scattered = parts[0].width > 0, layer.moved is not None
     tile = replace(tile, texture=texture, folded=texture and parts[0].height < depth, scattered=scattered)
-    if template == "conv":
+    if family == "conv":
         direct = tile.scalar == tile.activation == "float" and not (
-            tile.stage or tile.integers or tile.folded or context["volume"]
+            tile.k_block or tile.integers or tile.folded or values["volume"]
         )
-        context["gathered"] = row if direct and emitter.descriptor.kind == "cpu" and node.op == "Conv" else 0
-    if template != "matmul":
+        values["gathered"] = row if direct and context.descriptor.kind == "cpu" and node.op == "Conv" else 0
+    if family != "matmul":
         dims = [*dims[:9], packing.group_panels, *dims[9:]]
-    tail = emitter.tail(layer, tile.vector)
-    kernel = emitter.kernels.kernel(
-        template,
+    tail = context.tail(layer, tile.vector)
+    kernel = context.kernels.kernel(
+        _TEMPLATES[family],
         t=tile,
         block=step,
         transposed=node.op == "ConvTranspose",
-        attributes=emitter.attributes(tile.group),
-        **context,
-        **emitter.tail_context(tail),
+        attributes=context.attributes(tile.group),
+        **values,
+        **context.tail_values(tail),
     )
-    x, y = emitter.operand(node.input(0)), emitter.tensor(layer.output)
-    zeros = [emitter.zeros(dims[3])] if template != "matmul" else []
-    if kept.codes is None:
-        sliced = [_packed_at_run_time(emitter, layer, groups, tile.panel)]
+    x, y = context.operand(node.input(0)), context.tensor(layer.output)
+    zeros = [context.zeros(dims[3])] if family != "matmul" else []
+    if binding.codes is None:
+        sliced = [_packed_at_run_time(context, layer, groups, tile.panel)]
     else:
-        sliced = [Arg("slice", name) for name in placed(emitter, node, packing, parts, kept.codes)]
-    blocks = replace(packing, depth=-(-depth // (kept.block or depth)), path="buffer")
+        sliced = [Arg("slice", name) for name in placed(context, node, packing, parts, binding.codes)]
+    blocks = replace(packing, depth=-(-depth // (binding.block or depth)), path="buffer")
     scaling = [
-        placed(emitter, node, each, [each.plain(part.first_panel, part.panels) for part in parts], by_block.array)
-        for by_block in kept.by_block
+        placed(context, node, each, [each.plain(part.first_panel, part.panels) for part in parts], by_block.array)
+        for by_block in binding.by_block
         for each in (replace(blocks, storage=by_block.storage),)
     ]
-    operands = [*sampled, *emitter.operand_args(tail)]
+    operands = [*sampled, *context.operand_args(tail)]
     for i, (packed, part) in enumerate(zip(sliced, parts, strict=True)):
         folds = [part.height, part.panels * packing.panel_texels] if tile.texture else []
         places = [layer.places] if layer.moved is not None else []
-        scales = [*kept.args, *(Arg("slice", names[i]) for names in scaling)]
-        emitter.launch(
+        scales = [*binding.args, *(Arg("slice", names[i]) for names in scaling)]
+        context.launch(
             layer,
             kernel,
             [x, packed, y, *zeros, *scales, *operands, *dims, part.first_panel, part.panels, *folds, *places],
@@ -199,26 +211,26 @@ def emit_packed(
                 KernelShape(rows=rows, columns=min(part.panels * tile.panel, columns), depth=depth, run=run),
             ),
             macs=rows * depth * min(part.panels * tile.panel, columns),
-            nbytes=emitter.nbytes(node.input(0)) + ITEMSIZE[emitter.storage(layer.output)] * rows * part.panels * tile.panel,
+            nbytes=context.nbytes(node.input(0)) + ITEMSIZE[context.storage(layer.output)] * rows * part.panels * tile.panel,
             part=f"[{i}]" if len(sliced) > 1 else "",
         )
 
 
-def _fold_unit(template: str, tile: Tile, run: int, step: int) -> int:
+def _fold_unit(family: str, tile: ContractionTile, run: int, step: int) -> int:
     """Rows of which a texture may be folded after any whole number, without a change of what the kernel computes.
 
     Where products of several steps are summed in half, their number is one of a sum that nothing splits.
     """
-    if template == "deform_conv":
+    if family == "deform_conv":
         return run
     if tile.block_depth:
         return step
-    if tile.half and not tile.stage:
-        return tile.half if (step if template == "matmul" else run) % tile.half == 0 else run if template == "conv" else step
+    if tile.half and not tile.k_block:
+        return tile.half if (step if family == "matmul" else run) % tile.half == 0 else run if family == "conv" else step
     return 1
 
 
-def _packed_at_run_time(emitter: Emitter, layer: Layer, groups: int, panel: int) -> Arg:
+def _packed_at_run_time(context: LoweringContext, layer: FusionGroup, groups: int, panel: int) -> Arg:
     """Weights of a convolution that are computed at run time, moved into panels: [groups, panels, taps, channels, panel]."""
     node = layer.main
     weight = node.input(1)
@@ -235,19 +247,19 @@ def _packed_at_run_time(emitter: Emitter, layer: Layer, groups: int, panel: int)
     target = [math.prod(made.shape[i + 1 :]) for i in range(5)]
     full, rest = divmod(columns, panel)
     if rest:
-        move(emitter, layer, None, made, made.shape, target, target, fill=scalar_literal("float32", 0), part="[zeros]")
+        move(context, layer, None, made, made.shape, target, target, fill=scalar_literal("float32", 0), part="[zeros]")
     for first, count, width in ((0, full, panel), (full, 1, rest)):
         region = (groups, count, taps, channels, width)
         source = [strides[0], panel * strides[1], 1, strides[2], strides[1]]
         move(
-            emitter, layer, weight, made, region, source, target,
+            context, layer, weight, made, region, source, target,
             source_start=first * source[1], target_start=first * target[1], part=f"[packed {first}]",
         )  # fmt: skip
-    return emitter.tensor(made)
+    return context.tensor(made)
 
 
 def placed(
-    emitter: Emitter, node: Node, packing: Packing, parts: Sequence[PackedSlice], read: Callable[[], NDArray[Any]]
+    context: LoweringContext, node: Node, packing: Packing, parts: Sequence[PackedSlice], read: Callable[[], NDArray[Any]]
 ) -> list[str]:
     """The slices of a weight, or of its scales or zero points: what `read` gives, placed once however many layers use it."""
 
@@ -255,68 +267,73 @@ def placed(
         columns = weight_columns(node, read())
         return (packing.pack(part, columns) for part in parts)
 
-    return [name for name, _ in emitter.place_packed(node, packing, parts, pieces)]
+    return [name for name, _ in context.place_packed(node, packing, parts, pieces)]
 
 
-def emit_depthwise(emitter: Emitter, layer: Layer) -> None:
+def lower_depthwise(context: LoweringContext, layer: FusionGroup) -> None:
     """A convolution of each channel by itself."""
     node = layer.main
     x, weight, y = node.input(0), node.input(1), node.outputs[0]
     batch, height, width, columns = x.shape
     out_height, out_width = y.shape[1:3]
     rows = batch * out_height * out_width
-    vector = emitter.vector_for(columns)
-    kept = read_weights(emitter, node, blocks=False)
-    stored, accumulator = emitter.stored(layer.output), REGISTER[y.dtype]
-    storage = "float32" if kept.storage == "float16" else kept.storage.replace("int4", "int8")
-    plain = Tile(
-        "depthwise", ("depthwise",), 1, vector, vector, weights=storage, scalar=accumulator, activation=emitter.stored(x),
+    vector = context.vector_for(columns)
+    binding = read_weights(context, node, blocks=False)
+    stored, accumulator = context.stored(layer.output), REGISTER[y.dtype]
+    storage = "float32" if binding.storage == "float16" else binding.storage.replace("int4", "int8")
+    plain = ContractionTile(
+        "depthwise", ("depthwise",), 1, vector, vector, weights=storage, scalar=accumulator, activation=context.stored(x),
         stored=stored,
     )  # fmt: skip
-    tile = _with(plain, replace(kept, block=0))
-    tail = emitter.tail(layer, vector)
+    tile = _with(plain, replace(binding, block=0))
+    tail = context.tail(layer, vector)
     items = (-(-columns // vector), rows)
-    local = emitter.work_group(items)
-    kernel = emitter.kernels.kernel("depthwise", t=tile, attributes=emitter.attributes(local), **emitter.tail_context(tail))
-    read, dtype = kept.codes, np.dtype(storage)
+    local = context.work_group(items)
+    kernel = context.kernels.kernel(
+        "contraction/depthwise", t=tile, attributes=context.attributes(local), **context.tail_values(tail)
+    )
+    read, dtype = binding.codes, np.dtype(storage)
     if read is None:
-        packed = _packed_at_run_time(emitter, layer, 1, columns)
+        packed = _packed_at_run_time(context, layer, 1, columns)
     else:
-        packed = emitter.data(
+        packed = context.data(
             weight.name, dtype.itemsize * weight.size, lambda: np.ascontiguousarray(read().reshape(columns, -1).T, dtype)
         )
-    zeros = emitter.zeros(columns)
+    zeros = context.zeros(columns)
     dims = [
         rows, height, width, columns, out_height, out_width, *weight.shape[2:], *node.attributes["strides"],
         *node.attributes["dilations"], *node.attributes["pads"][:2],
     ]  # fmt: skip
-    args = [emitter.operand(x), packed, emitter.tensor(layer.output), zeros, *kept.args, *emitter.operand_args(tail), *dims]
+    args = [context.operand(x), packed, context.tensor(layer.output), zeros, *binding.args, *context.operand_args(tail), *dims]
     shape = KernelShape(rows=rows, columns=columns, depth=weight.size // columns, run=columns, vector=vector)
-    emitter.launch(layer, kernel, args, items, local, shape, macs=rows * weight.size)
+    context.launch(layer, kernel, args, items, local, shape, macs=rows * weight.size)
 
 
-def _emit_dynamic(emitter: Emitter, layer: Layer) -> None:
+def _lower_dynamic(context: LoweringContext, layer: FusionGroup) -> None:
     """Both operands are tensors (or a stack of constant matrices): attention's two products."""
     a, b, y = layer.main.input(0), layer.main.input(1), layer.main.outputs[0]
     batch, (rows, columns), depth = y.shape[:-2], y.shape[-2:], a.shape[-1]
     batches = math.prod(batch)
     transposed = bool(layer.main.attributes["transposed"])
-    right, kept = read_both(emitter, layer.main)
-    product = Product("matmul_dynamic", "buffer", rows, depth, columns, batches, kept.storage)
-    floats = kept.storage in ("float32", "float16") and kept.zero is kept.scale is kept.weight_zero is kept.weight_scale is None
-    tile = _with(_tile(emitter, layer, product, depth, packed=False, plain=not floats), kept)
-    tail = emitter.tail(layer, tile.vector)
+    right, binding = read_both(context, layer.main)
+    workload = Workload("matmul_dynamic", "buffer", rows, depth, columns, batches, binding.storage)
+    floats = (
+        binding.storage in ("float32", "float16")
+        and binding.zero is binding.scale is binding.weight_zero is binding.weight_scale is None
+    )
+    tile = _with(_tile(context, layer, workload, depth, packed=False, plain=not floats), binding)
+    tail = context.tail(layer, tile.vector)
     levels = _batch_levels(batch, a.shape, b.shape)
-    kernel = emitter.kernels.kernel(
-        "matmul_dynamic",
+    kernel = context.kernels.kernel(
+        "contraction/matmul_dynamic",
         t=tile,
-        attributes=emitter.attributes(tile.group),
+        attributes=context.attributes(tile.group),
         levels=len(levels),
         transposed=transposed,
-        **emitter.tail_context(tail),
+        **context.tail_values(tail),
     )
-    args = [emitter.operand(a), right, emitter.tensor(layer.output), *kept.args, *emitter.operand_args(tail)]
-    emitter.launch(
+    args = [context.operand(a), right, context.tensor(layer.output), *binding.args, *context.operand_args(tail)]
+    context.launch(
         layer,
         kernel,
         [*args, batches, rows, depth, columns, *(number for level in levels for number in level)],

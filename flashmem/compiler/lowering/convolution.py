@@ -1,4 +1,4 @@
-"""Convolutions: as implicit products, or by Winograd's F(2x2, 3x3), whichever of the device's variants is chosen."""
+"""Convolutions: as implicit products, or by Winograd's F(2x2, 3x3), whichever of the device's configs is chosen."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.types import ITEMSIZE
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
-from flashmem.compiler.lowering.context import Emitter
-from flashmem.compiler.lowering.contraction import choice, emit_depthwise, emit_packed, placed
-from flashmem.compiler.lowering.tile import Tile
-from flashmem.compiler.passes.fusion import Layer
-from flashmem.compiler.selection.configs import Product, cut, transformed
+from flashmem.compiler.lowering.context import LoweringContext
+from flashmem.compiler.lowering.contraction import choice, lower_depthwise, lower_packed, placed
+from flashmem.compiler.lowering.tile import ContractionTile
+from flashmem.compiler.selection.configs import cut, transformed
+from flashmem.compiler.selection.workload import Workload
 from flashmem.compiler.weights.packing import Packing
 from flashmem.program.launches import Arg, KernelShape
-from flashmem.target.descriptor import Variant
+from flashmem.target.descriptor import KernelConfig
 
 FEW_CHANNELS = 16
 """A CPU copies taps of fewer channels before it multiplies them."""
@@ -27,7 +28,7 @@ _WEIGHTS = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]])
 """G of F(2, 3): a filter of three taps as the four numbers that four inputs, transformed, are multiplied by."""
 
 
-def emit_convolution(emitter: Emitter, layer: Layer) -> None:
+def lower_convolution(context: LoweringContext, layer: FusionGroup) -> None:
     """Conv and ConvTranspose as implicit products, by Winograd's where that is chosen; a 1x1 convolution is a MatMul, a
     depthwise one has its own kernel.
     """
@@ -42,32 +43,32 @@ def emit_convolution(emitter: Emitter, layer: Layer) -> None:
     rows = y.size // columns
     transposed = node.op == "ConvTranspose"
     if group == channels == columns and not transposed and not volume and group > 1:
-        emit_depthwise(emitter, layer)
+        lower_depthwise(context, layer)
         return
     pointwise = group == 1 and not any(node.attributes["pads"]) and {*weight.shape[2:], *node.attributes["strides"]} == {1}
     if pointwise and not transposed:
-        emit_packed(emitter, layer, "matmul", rows, 1, channels, [rows, channels, columns])
+        lower_packed(context, layer, "matmul", rows, 1, channels, [rows, channels, columns])
         return
-    tiled = can_be_winograd(emitter, node)
+    tiled = can_be_winograd(context, node)
     if tiled:
-        product = Product("conv", emitter.memory_path, rows, 9 * channels, columns, taps=9)
-        variant = choice(emitter, layer, product, winograd=True)
-        if variant.winograd:
-            _emit_winograd(emitter, layer, cut(variant, transformed(product, _tiles(y))))
+        workload = Workload("conv", context.memory_path, rows, 9 * channels, columns, taps=9)
+        config = choice(context, layer, workload, winograd=True)
+        if config.winograd:
+            _lower_winograd(context, layer, cut(config, transformed(workload, _tiles(y))))
             return
     dims = [
         rows, height, width, channels, channels // group, out_height, out_width, columns, columns // group,
         *(number for pair in zip(kernel_h, kernel_w, strict=True) for number in pair),
     ]  # fmt: skip
     dims += [x.shape[1], y.shape[1], *front[0]] if volume else []
-    emit_packed(
-        emitter, layer, "conv", rows, group, channels // group, dims, stageable=not volume and not transposed,
+    lower_packed(
+        context, layer, "conv", rows, group, channels // group, dims, stageable=not volume and not transposed,
         volume=volume, quads=channels // group % 4 == 0,
         winograd=tiled, row=weight.shape[-1] * channels if group == kernel_w[2] == 1 and channels < FEW_CHANNELS else 0,
     )  # fmt: skip
 
 
-def can_be_winograd(emitter: Emitter, node: Node) -> bool:
+def can_be_winograd(context: LoweringContext, node: Node) -> bool:
     """Whether F(2x2, 3x3) computes `node`: floats with constant weights, 3x3 taps one apart, in steps of one, one group."""
     x, weight, attributes = node.input(0), node.input(1), node.attributes
     return (
@@ -76,8 +77,8 @@ def can_be_winograd(emitter: Emitter, node: Node) -> bool:
         and {int(attributes["group"]), *attributes["strides"], *attributes["dilations"]} == {1}
         and weight.constant is not None
         and not isinstance(weight.constant, QuantizedConstant)
-        and not emitter.half
-        and (weight.dtype, emitter.storage(x)) == ("float32", "float32")
+        and not context.half
+        and (weight.dtype, context.storage(x)) == ("float32", "float32")
     )
 
 
@@ -95,8 +96,8 @@ def transformed_weights(weight: NDArray[Any]) -> NDArray[np.float32]:
     return made
 
 
-def _emit_winograd(emitter: Emitter, layer: Layer, variant: Variant) -> None:
-    """One launch for each slice of the transformed weights. `variant` is cut to the tiles."""
+def _lower_winograd(context: LoweringContext, layer: FusionGroup, config: KernelConfig) -> None:
+    """One launch for each slice of the transformed weights. `config` is cut to the tiles."""
     node = layer.main
     x, weight, y = node.input(0), node.input(1), node.outputs[0]
     images, height, width, channels = x.shape
@@ -104,34 +105,36 @@ def _emit_winograd(emitter: Emitter, layer: Layer, variant: Variant) -> None:
     tiles, depth = _tiles(y), 16 * channels
     assert weight.constant is not None
     read = weight.constant.array
-    tile = Tile.of(
-        variant, texture=emitter.memory_path == "texture", stored=emitter.stored(layer.output),
+    tile = ContractionTile.of(
+        config, texture=context.memory_path == "texture", stored=context.stored(layer.output),
         whole=True, aligned_columns=columns % 4 == 0,
     )  # fmt: skip
-    packing = Packing(depth, columns, 1, tile.panel, "float32", emitter.memory_path, 1, emitter.descriptor)
-    parts = emitter.parts(node, packing, tile.launched(tiles, 1)[0])
-    names = placed(emitter, node, packing, parts, lambda: transformed_weights(read()))
+    packing = Packing(depth, columns, 1, tile.panel, "float32", context.memory_path, 1, context.descriptor)
+    parts = context.parts(node, packing, tile.launched(tiles, 1)[0])
+    names = placed(context, node, packing, parts, lambda: transformed_weights(read()))
     texture = parts[0].width > 0
     tile = replace(tile, texture=texture, folded=texture and parts[0].height < depth, scattered=layer.moved is not None)
-    tail = emitter.tail(layer, tile.vector)
-    kernel = emitter.kernels.kernel("winograd", t=tile, attributes=emitter.attributes(tile.group), **emitter.tail_context(tail))
+    tail = context.tail(layer, tile.vector)
+    kernel = context.kernels.kernel(
+        "convolution/winograd", t=tile, attributes=context.attributes(tile.group), **context.tail_values(tail)
+    )
     dims = [images, height, width, channels, out_height, out_width, columns, *node.attributes["pads"][:2]]
-    operands = emitter.operand_args(tail)
+    operands = context.operand_args(tail)
     for i, (name, part) in enumerate(zip(names, parts, strict=True)):
         folds = [part.height, part.panels * packing.panel_texels] if texture else []
         places = [layer.places] if layer.moved is not None else []
         made = min(part.panels * tile.panel, columns)
-        emitter.launch(
+        context.launch(
             layer,
             kernel,
             [
-                emitter.operand(x), Arg("slice", name), emitter.tensor(layer.output), emitter.zeros(channels), *operands,
+                context.operand(x), Arg("slice", name), context.tensor(layer.output), context.zeros(channels), *operands,
                 *dims, part.first_panel, part.panels, *folds, *places,
             ],
             tile.launched(tiles, part.panels),
             tile.group,
             tile.described(KernelShape("conv", rows=y.size // columns, columns=made, depth=9 * channels, run=channels)),
             macs=tiles * depth * made,
-            nbytes=emitter.nbytes(x) + ITEMSIZE[emitter.storage(layer.output)] * y.size // columns * part.panels * tile.panel,
+            nbytes=context.nbytes(x) + ITEMSIZE[context.storage(layer.output)] * y.size // columns * part.panels * tile.panel,
             part=f"[{i}]" if len(names) > 1 else "",
         )  # fmt: skip

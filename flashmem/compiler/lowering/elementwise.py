@@ -1,36 +1,36 @@
-"""Elementwise layers: the whole layer is one expression."""
+"""Elementwise groups: the whole group is one pointwise body."""
 
 from __future__ import annotations
 
 from flashmem.compiler.ir.broadcast import best_split, matrix_of
-from flashmem.compiler.lowering.context import Emitter
-from flashmem.compiler.lowering.pointwise import Expression
+from flashmem.compiler.ir.fusion_group import FusionGroup
+from flashmem.compiler.lowering.context import LoweringContext
+from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.operators.vector import STORED, Vector
-from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import Arg, KernelShape
 
 
-def emit_elementwise(emitter: Emitter, layer: Layer) -> None:
-    """One launch for the layer's whole expression."""
+def lower_elementwise(context: LoweringContext, layer: FusionGroup) -> None:
+    """One launch of the whole pointwise body."""
     domain = layer.output.shape or (1,)
     inside = {node.outputs[0] for node in layer.nodes}
     values = [v for node in layer.nodes for v in node.inputs if v is not None and v not in inside]
     split = best_split(domain, values)
     rows, columns = matrix_of(domain, split)
-    vector = emitter.vector_for(columns)
-    overwritten = emitter.places.overwritten.get(layer.main)
-    expression = Expression(layer.nodes, None, domain, split, vector, emitter.storage, overwritten=overwritten)
+    vector = context.vector_for(columns)
+    overwritten = context.buffers.overwritten.get(layer.main)
+    body = PointwiseBody(layer.nodes, None, domain, split, vector, context.storage, overwritten=overwritten)
     items = (-(-columns // vector), rows)
-    local = emitter.work_group(items)
-    kernel = emitter.kernels.kernel(
-        "elementwise",
-        attributes=emitter.attributes(local),
-        stored=emitter.stored(layer.output),
+    local = context.work_group(items)
+    kernel = context.kernels.kernel(
+        "elementwise/elementwise",
+        attributes=context.attributes(local),
+        stored=context.stored(layer.output),
         vector=vector,
         vec=Vector(vector).named(STORED[layer.output.dtype]),
-        **emitter.tail_context(expression),
+        **context.tail_values(body),
     )
-    args: list[Arg | int] = [emitter.tensor(layer.output), *emitter.operand_args(expression), rows, columns]
+    args: list[Arg | int] = [context.tensor(layer.output), *context.operand_args(body), rows, columns]
     shape = KernelShape(rows=rows, columns=columns, run=columns, vector=vector)
-    nbytes = emitter.nbytes(layer.output) + sum(map(emitter.nbytes, values))
-    emitter.launch(layer, kernel, args, items, local, shape, nbytes=nbytes)
+    nbytes = context.nbytes(layer.output) + sum(map(context.nbytes, values))
+    context.launch(layer, kernel, args, items, local, shape, nbytes=nbytes)

@@ -1,6 +1,6 @@
-"""Embedding tables: rows that the host picks, so that a table of any size costs only the rows asked for.
+"""Host embedding lookup: the host copies rows of a table, so that a table of any size costs only the rows that are read.
 
-A table that also feeds a matmul (a tied head) is read from that matmul's panels, and stands in the bundle once.
+A table that is also the weight of a matmul (a tied head) is in the bundle once: rows are read from the matmul's panels.
 """
 
 from __future__ import annotations
@@ -13,33 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.types import TableType
-from flashmem.compiler.ir.graph import Graph, NibbleConstant, Node, Value, pack_nibbles
-from flashmem.compiler.lowering.context import RESIDENT_CONSTANT_BYTES, Emitter, nbytes_of
-from flashmem.compiler.memory.aliases import unreshaped
+from flashmem.compiler.ir.graph import NibbleConstant, Node, Value, pack_nibbles
+from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.program.tensors import HostEmbeddingLookup
 
 ROWS_AT_ONCE = 4096
 """Rows copied at a time while the table is written, to bound the compiler's memory; whole pages, so that no gap is left."""
 
 
-def host_indices(node: Node, graph: Graph) -> str | None:
-    """The model input whose elements pick the rows, if `node` gathers rows of a large constant table by such an input."""
-    if node.op != "Gather" or node.attributes["axis"] != 0:
-        return None
-    table, indices = node.input(0), node.input(1)
-    if table.constant is None or len(table.shape) != 2 or table.dtype not in ("float32", "int8", "uint8"):
-        return None
-    if nbytes_of(table) <= RESIDENT_CONSTANT_BYTES:
-        return None
-    source = unreshaped(indices)
-    return next((port.name for port in graph.inputs if port.value is source), None)
-
-
-def place_rows(emitter: Emitter, node: Node, indices: str, tensor: str) -> HostEmbeddingLookup:
+def place_rows(context: LoweringContext, node: Node, indices: str, tensor: str) -> HostEmbeddingLookup:
     """The table's place in the weight file: inside a matmul's panels if they hold it whole, else written row by row."""
     table = node.input(0)
     rows, columns = table.shape
-    for (weight, packing), parts in emitter.packed.items():
+    for (weight, packing), parts in context.packed.items():
         if (
             weight is not table
             or any(part.width for _, part in parts)
@@ -48,7 +34,7 @@ def place_rows(emitter: Emitter, node: Node, indices: str, tensor: str) -> HostE
             or packing.group_columns != rows
         ):
             continue
-        places = [next(s for s in emitter.slices if s.name == name) for name, _ in parts]
+        places = [next(s for s in context.slices if s.name == name) for name, _ in parts]
         ends = [place.offset + place.nbytes for place in places]
         if all(end == place.offset for end, place in zip(ends, places[1:], strict=False)):
             pitch = packing.row_bytes
@@ -57,10 +43,10 @@ def place_rows(emitter: Emitter, node: Node, indices: str, tensor: str) -> HostE
                 "float16" if packing.storage == "float16" else "float32", packing.panel,
             )  # fmt: skip
     assert table.constant is not None
-    read, kind = table.constant.array, _kind(emitter, table)
+    read, kind = table.constant.array, _kind(context, table)
     dtype = np.dtype(kind.replace("int4", "int8"))
     row_bytes = -(-columns // 2) if kind.endswith("int4") else columns * dtype.itemsize
-    page = emitter.weights.page_bytes  # pieces start on pages, and rows may not be torn apart
+    page = context.weights.page_bytes  # pieces start on pages, and rows may not be torn apart
     step = max(ROWS_AT_ONCE, page // math.gcd(page, row_bytes))
     starts = range(0, rows, step)
 
@@ -70,18 +56,18 @@ def place_rows(emitter: Emitter, node: Node, indices: str, tensor: str) -> HostE
             part = np.ascontiguousarray(array[first : first + step], dtype)
             yield pack_nibbles(part) if kind.endswith("int4") else part
 
-    offset = emitter.earlier.table_at(table, kind)
+    offset = context.earlier.table_at(table, kind)
     if offset is None:
-        offset = emitter.weights.place(table.name, [min(step, rows - first) * row_bytes for first in starts], pieces)[0]
-    emitter.placements.tables.append((table, kind, offset))
+        offset = context.weights.place(table.name, [min(step, rows - first) * row_bytes for first in starts], pieces)[0]
+    context.placements.tables.append((table, kind, offset))
     stride = 0 if kind.endswith("int4") else dtype.itemsize
     return HostEmbeddingLookup(indices, tensor, offset, rows, columns, row_bytes, stride, kind)
 
 
-def _kind(emitter: Emitter, table: Value) -> TableType:
+def _kind(context: LoweringContext, table: Value) -> TableType:
     """What the elements of a table are in the weight file."""
     if table.dtype == "float32":
-        return "float16" if emitter.half else "float32"
+        return "float16" if context.half else "float32"
     unsigned = table.dtype == "uint8"
     if isinstance(table.constant, NibbleConstant):
         return "uint4" if unsigned else "int4"

@@ -1,4 +1,4 @@
-"""Reading and writing elements where indices say (see `compiler.operators.indexing` for the attributes)."""
+"""Gather and scatter by index tensors (see `compiler.operators.indexing` for the attributes)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from flashmem.base.types import DType
 from flashmem.compiler.ir.broadcast import affine
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node
-from flashmem.compiler.lowering.context import Emitter
+from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.movement import move
 from flashmem.compiler.operators.vector import REGISTER, STORED, Vector, scalar_literal
-from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import KernelShape
 
 _PARALLEL = {"cpu": 64, "gpu": 8192}
@@ -23,18 +23,18 @@ def _parts(node: Node) -> list[tuple[int, int]]:
     return list(zip(node.attributes["sizes"], node.attributes["strides"], strict=True))
 
 
-def emit_gather_at(emitter: Emitter, layer: Layer) -> None:
+def lower_gather_at(context: LoweringContext, layer: FusionGroup) -> None:
     """A run of elements for each position."""
     node = layer.main
     x, indices, positions, run = node.input(0), node.input(1), node.attributes["positions"], node.attributes["run"]
     count = math.prod(positions)
     items = (run, count)
-    local = emitter.work_group(items)
+    local = context.work_group(items)
     parts = _parts(node)
-    stored, made = emitter.copied(x, layer.output)
-    kernel = emitter.kernels.kernel(
-        "gather_at",
-        attributes=emitter.attributes(local),
+    stored, made = context.copied(x, layer.output)
+    kernel = context.kernels.kernel(
+        "indexing/gather_at",
+        attributes=context.attributes(local),
         stored=stored,
         made=made,
         index=STORED[indices.dtype],
@@ -43,35 +43,35 @@ def emit_gather_at(emitter: Emitter, layer: Layer) -> None:
         parts=parts,
         reach=sum((size - 1) * stride for size, stride in parts),
     )
-    args = [emitter.operand(x), emitter.operand(indices), emitter.tensor(layer.output), emitter.status()]
+    args = [context.operand(x), context.operand(indices), context.tensor(layer.output), context.status()]
     shape = KernelShape(rows=count, columns=run, run=run, stride=run)
-    nbytes = 2 * emitter.nbytes(layer.output) + emitter.nbytes(indices)
-    emitter.launch(layer, kernel, [*args, count, run, len(emitter.launches) + 1], items, local, shape, nbytes=nbytes)
+    nbytes = 2 * context.nbytes(layer.output) + context.nbytes(indices)
+    context.launch(layer, kernel, [*args, count, run, len(context.launches) + 1], items, local, shape, nbytes=nbytes)
 
 
-def _copy(emitter: Emitter, layer: Layer) -> None:
-    """The data as it is before anything is written into it; nothing where all of it will be."""
+def _copy(context: LoweringContext, layer: FusionGroup) -> None:
+    """Copy the data to the output before updates are written into it; nothing if updates cover all of it."""
     if layer.main.attributes["covered"]:
         return
     x, y, fill = layer.main.input(0), layer.output, layer.main.attributes["fill"]
     source = x if fill is None else None
     number = "" if fill is None else scalar_literal(y.dtype, fill)
-    move(emitter, layer, source, y, (y.size,), (1,), (1,), fill=number, part="[copy]")
+    move(context, layer, source, y, (y.size,), (1,), (1,), fill=number, part="[copy]")
 
 
-def emit_place(emitter: Emitter, layer: Layer) -> None:
+def lower_place(context: LoweringContext, layer: FusionGroup) -> None:
     """A copy of the data, and one of the updates into its region."""
-    _copy(emitter, layer)
+    _copy(context, layer)
     given, updates = layer.main.attributes, layer.main.input(1)
     start = given["start"]
     move(
-        emitter, layer, updates, layer.output, given["region"], given["source"], given["target"], target_start=start,
+        context, layer, updates, layer.output, given["region"], given["source"], given["target"], target_start=start,
         part="[place]",
     )  # fmt: skip
 
 
 def _joined(dtype: DType, reduction: str) -> str:
-    """What the element `a` becomes with the update `b`, as it is stored."""
+    """The C expression for element `a` after the update `b`, in the type in which it is stored."""
     if reduction == "none":
         return ""
     if dtype == "bool":
@@ -84,26 +84,26 @@ def _joined(dtype: DType, reduction: str) -> str:
     return scalar.to_stored(dtype, scalar.wrap(dtype, text))
 
 
-def emit_scatter(emitter: Emitter, layer: Layer) -> None:
+def lower_scatter(context: LoweringContext, layer: FusionGroup) -> None:
     """A copy of the data, into which the updates are written: each by itself, or in order if two may reach the same element."""
-    _copy(emitter, layer)
+    _copy(context, layer)
     node, y = layer.main, layer.output
     given, indices, updates = node.attributes, node.input(1), node.input(2)
     count, steps, places = math.prod(given["items"]), given["steps"], given["places"]
     is_ordered = given["ordered"] and steps > 1
     # A span of places costs a walk through all indices: no more of them than it takes to be busy.
-    spans = min(places, max(1, _PARALLEL[emitter.descriptor.kind] // count))
+    spans = min(places, max(1, _PARALLEL[context.descriptor.kind] // count))
     items = (count, spans if is_ordered else steps)
-    local = emitter.work_group(items)
+    local = context.work_group(items)
 
     def at(strides: Sequence[int]) -> str:
         return affine(given["items"], strides, "item")
 
-    stored, made = emitter.copied(updates, y)
-    context: dict[str, Any] = {name: given[name] for name in ("index_step", "update_step", "stride", "places")}
-    kernel = emitter.kernels.kernel(
-        "scatter",
-        attributes=emitter.attributes(local),
+    stored, made = context.copied(updates, y)
+    values: dict[str, Any] = {name: given[name] for name in ("index_step", "update_step", "stride", "places")}
+    kernel = context.kernels.kernel(
+        "indexing/scatter",
+        attributes=context.attributes(local),
         stored=stored,
         made=made,
         kind=REGISTER[y.dtype],
@@ -114,10 +114,10 @@ def emit_scatter(emitter: Emitter, layer: Layer) -> None:
         parts=_parts(node),
         ordered=is_ordered,
         joined=_joined(y.dtype, given["reduction"]),
-        **context,
+        **values,
     )
-    args = [emitter.operand(updates), emitter.operand(indices), emitter.tensor(y), emitter.status()]
-    numbers = [count, steps, *([spans] if is_ordered else []), len(emitter.launches) + 1]
+    args = [context.operand(updates), context.operand(indices), context.tensor(y), context.status()]
+    numbers = [count, steps, *([spans] if is_ordered else []), len(context.launches) + 1]
     shape = KernelShape(rows=steps, columns=count, depth=steps if is_ordered else 1, stride=given["stride"])
-    nbytes = 2 * emitter.nbytes(updates) + emitter.nbytes(indices)
-    emitter.launch(layer, kernel, [*args, *numbers], items, local, shape, nbytes=nbytes, part="[scatter]")
+    nbytes = 2 * context.nbytes(updates) + context.nbytes(indices)
+    context.launch(layer, kernel, [*args, *numbers], items, local, shape, nbytes=nbytes, part="[scatter]")

@@ -1,4 +1,4 @@
-"""Data movement: every one is a region with an affine source and an affine target."""
+"""Data movement (Transpose, Slice, Pad, Concat, ...): a region with an affine source and an affine target."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 
 from flashmem.base.types import ITEMSIZE
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Value
 from flashmem.compiler.ir.strided import broadcast_strides
-from flashmem.compiler.lowering.context import Emitter
+from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.memory.buffers import parts_in_place
 from flashmem.compiler.operators.vector import STORED, scalar_literal
-from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import Arg, KernelShape
 
 
@@ -24,7 +24,7 @@ def _dot(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def _inner_run(region: Sequence[int], strides: Sequence[int]) -> int:
-    """Length of the run of elements, innermost, that lie side by side."""
+    """The number of innermost elements that are contiguous."""
     run = 1
     for size, stride in zip(reversed(region), reversed(strides), strict=True):
         if size != 1:
@@ -46,8 +46,8 @@ def _jump(region: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def move(
-    emitter: Emitter,
-    layer: Layer,
+    context: LoweringContext,
+    layer: FusionGroup,
     source: Value | None,
     target: Value,
     region: Sequence[int],
@@ -64,20 +64,20 @@ def move(
         return
     source_strides = target_strides if source is None else source_strides
     run = math.gcd(_inner_run(region, target_strides), _inner_run(region, source_strides))
-    vector = min(emitter.descriptor.tile.vector, run & -run) if source is not None else 1
+    vector = min(context.descriptor.tile.vector, run & -run) if source is not None else 1
     grid = _grid(region, source_strides, target_strides)
     block, step, scatters = 1, 0, False
     if vector > 1:
         grid[0] = (grid[0][0] // vector, vector, vector)
     elif source is not None:
-        grid, block, step, scatters = _in_blocks(grid, emitter.descriptor.tile.vector)
+        grid, block, step, scatters = _in_blocks(grid, context.descriptor.tile.vector)
     (columns, _, _), (rows, _, _), *outer = grid
     items = (columns, rows, math.prod(size for size, _, _ in outer))
-    local = emitter.work_group(items)
-    stored, made = emitter.copied(source, target) if source is not None else ("", emitter.stored(target))
-    kernel = emitter.kernels.kernel(
-        "movement",
-        attributes=emitter.attributes(local),
+    local = context.work_group(items)
+    stored, made = context.copied(source, target) if source is not None else ("", context.stored(target))
+    kernel = context.kernels.kernel(
+        "movement/movement",
+        attributes=context.attributes(local),
         stored=stored,
         made=made,
         vector=vector,
@@ -87,18 +87,18 @@ def move(
         directions=len(grid),
         fill=fill,
     )
-    pointers: list[Arg | int] = [emitter.operand(source)] if source is not None else []
+    pointers: list[Arg | int] = [context.operand(source)] if source is not None else []
     starts = [source_start, target_start] if source is not None else [target_start]
     steps = [number for _, *each in grid for number in (each if source is not None else each[1:])]
     longest = _inner_run(region, source_strides)
-    emitter.launch(
+    context.launch(
         layer,
         kernel,
-        [*pointers, emitter.tensor(target), *starts, *(size for size, _, _ in grid), *steps, *([step] if block > 1 else [])],
+        [*pointers, context.tensor(target), *starts, *(size for size, _, _ in grid), *steps, *([step] if block > 1 else [])],
         items,
         local,
         KernelShape(columns=math.prod(region), run=longest, stride=_jump(region, source_strides), vector=vector),
-        nbytes=2 * ITEMSIZE[emitter.storage(target)] * math.prod(region),
+        nbytes=2 * ITEMSIZE[context.storage(target)] * math.prod(region),
         part=part,
     )
 
@@ -144,54 +144,54 @@ def _in_blocks(grid: list[Dimension], widest: int) -> tuple[list[Dimension], int
 _LEAST_BLOCK = 4
 
 
-def emit_transpose(emitter: Emitter, layer: Layer) -> None:
+def lower_transpose(context: LoweringContext, layer: FusionGroup) -> None:
     """Transpose: the source is read with permuted strides."""
     x, y, perm = layer.main.input(0), layer.output, layer.main.attributes["perm"]
     strides = _strides(x.shape)
-    move(emitter, layer, x, y, y.shape, [strides[axis] for axis in perm], _strides(y.shape))
+    move(context, layer, x, y, y.shape, [strides[axis] for axis in perm], _strides(y.shape))
 
 
-def emit_slice(emitter: Emitter, layer: Layer) -> None:
+def lower_slice(context: LoweringContext, layer: FusionGroup) -> None:
     """Slice: a start and a step in each dimension, which may be negative."""
     x, y = layer.main.input(0), layer.output
     strides = _strides(x.shape)
     start = _dot(strides, layer.main.attributes["starts"])
     stepped = [stride * step for stride, step in zip(strides, layer.main.attributes["steps"], strict=True)]
-    move(emitter, layer, x, y, y.shape, stepped, _strides(y.shape), source_start=start)
+    move(context, layer, x, y, y.shape, stepped, _strides(y.shape), source_start=start)
 
 
-def emit_expand(emitter: Emitter, layer: Layer) -> None:
+def lower_expand(context: LoweringContext, layer: FusionGroup) -> None:
     """Expand: broadcast dimensions have stride 0."""
     x, y = layer.main.input(0), layer.output
-    move(emitter, layer, x, y, y.shape, broadcast_strides(x.shape, y.shape), _strides(y.shape))
+    move(context, layer, x, y, y.shape, broadcast_strides(x.shape, y.shape), _strides(y.shape))
 
 
-def emit_tile(emitter: Emitter, layer: Layer) -> None:
+def lower_tile(context: LoweringContext, layer: FusionGroup) -> None:
     """Each dimension becomes (repeats, size), the first of which the source does not move along."""
     x, y = layer.main.input(0), layer.output
     region, source = [], []
     for size, stride, repeat in zip(x.shape, _strides(x.shape), layer.main.attributes["repeats"], strict=True):
         region += [repeat, size]
         source += [0, stride]
-    move(emitter, layer, x, y, region, source, _strides(region))
+    move(context, layer, x, y, region, source, _strides(region))
 
 
-def emit_concat(emitter: Emitter, layer: Layer) -> None:
+def lower_concat(context: LoweringContext, layer: FusionGroup) -> None:
     """Concat: one copy for each input that does not lie there already."""
     y, axis = layer.output, layer.main.attributes["axis"]
     target, start = _strides(y.shape), 0
-    there = {i for i, (x, at) in enumerate(parts_in_place(layer.main)) if emitter.places.holds(y, x, at)}
+    there = {i for i, (x, at) in enumerate(parts_in_place(layer.main)) if context.buffers.holds(y, x, at)}
     for i, x in enumerate(value for value in layer.main.inputs if value is not None):
         if i not in there:
-            move(emitter, layer, x, y, x.shape, _strides(x.shape), target, target_start=start * target[axis], part=f"[{i}]")
+            move(context, layer, x, y, x.shape, _strides(x.shape), target, target_start=start * target[axis], part=f"[{i}]")
         start += x.shape[axis]
 
 
-def emit_pad(emitter: Emitter, layer: Layer) -> None:
+def lower_pad(context: LoweringContext, layer: FusionGroup) -> None:
     """Pad with a number: fill, then copy."""
     x, y, before = layer.main.input(0), layer.output, layer.main.attributes["before"]
     fill = scalar_literal(y.dtype, layer.main.attributes["value"])
-    move(emitter, layer, None, y, y.shape, _strides(y.shape), _strides(y.shape), fill=fill, part="[fill]")
+    move(context, layer, None, y, y.shape, _strides(y.shape), _strides(y.shape), fill=fill, part="[fill]")
     # A negative pad crops: the region starts inside the source.
     firsts = [max(0, -b) for b in before]
     starts = [max(0, b) for b in before]
@@ -200,31 +200,31 @@ def emit_pad(emitter: Emitter, layer: Layer) -> None:
     ]
     source, target = _strides(x.shape), _strides(y.shape)
     move(
-        emitter, layer, x, y, region, source, target,
+        context, layer, x, y, region, source, target,
         source_start=_dot(firsts, source), target_start=_dot(starts, target), part="[copy]",
     )  # fmt: skip
 
 
-def emit_frames(emitter: Emitter, layer: Layer) -> None:
+def lower_frames(context: LoweringContext, layer: FusionGroup) -> None:
     """Frames of a signal, which overlap: in the source, the next frame is `step` elements on."""
     x, y, step = layer.main.input(0), layer.output, layer.main.attributes["step"]
     _, length, components = x.shape
     batch, frames, size, _ = y.shape
     region = (batch, frames, size * components)
-    move(emitter, layer, x, y, region, [length * components, step * components, 1], _strides(region))
+    move(context, layer, x, y, region, [length * components, step * components, 1], _strides(region))
 
 
-def emit_gather(emitter: Emitter, layer: Layer) -> None:
+def lower_gather(context: LoweringContext, layer: FusionGroup) -> None:
     """Gather. An index out of range leaves the layer's number in the status tensor, and nothing outside the table is read."""
     data, indices, axis = layer.main.input(0), layer.main.input(1), layer.main.attributes["axis"]
     outer, inner, count = math.prod(data.shape[:axis]), math.prod(data.shape[axis + 1 :]), indices.size
     items = (inner, outer * count)
-    local = emitter.work_group(items)
-    stored, made = emitter.copied(data, layer.output)
-    kernel = emitter.kernels.kernel(
-        "gather", attributes=emitter.attributes(local), stored=stored, made=made, index=STORED[indices.dtype]
+    local = context.work_group(items)
+    stored, made = context.copied(data, layer.output)
+    kernel = context.kernels.kernel(
+        "movement/gather", attributes=context.attributes(local), stored=stored, made=made, index=STORED[indices.dtype]
     )
-    args = [emitter.operand(data), emitter.operand(indices), emitter.tensor(layer.output), emitter.status()]
-    dims = [outer * count, count, data.shape[axis], inner, len(emitter.launches) + 1]
+    args = [context.operand(data), context.operand(indices), context.tensor(layer.output), context.status()]
+    dims = [outer * count, count, data.shape[axis], inner, len(context.launches) + 1]
     shape = KernelShape(rows=outer * count, columns=inner, run=inner, stride=inner)
-    emitter.launch(layer, kernel, [*args, *dims], items, local, shape, nbytes=2 * emitter.nbytes(layer.output))
+    context.launch(layer, kernel, [*args, *dims], items, local, shape, nbytes=2 * context.nbytes(layer.output))

@@ -1,9 +1,9 @@
-"""When outputs are read.
+"""When outputs are copied to the host.
 
-An output counts once. Where the arena is host memory it becomes the array that the run hands back, where it lies
-(`Program.hands_over`). Elsewhere it is read as soon as the last layer that touches it has run, and its place in the arena is
-free from then on. One that the host has to convert (a model's float16 that is stored as float32) is read when all have run: one
-at a time, so that the host holds one more array for it, not as many as there are outputs.
+Where the arena is host memory, the run returns an output in place (`Program.hands_over`). Elsewhere an output is read as soon
+as the last layer that uses it has run, and its memory in the arena is free from then on. Outputs that the host converts
+(float16 of the model, stored as float32) are read after the last layer, one at a time: the host then holds one extra array at
+most.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from flashmem.compiler.lowering.context import Held
+from flashmem.compiler.lowering.context import StoredTensor
 from flashmem.program.tensors import HostEmbeddingLookup, Port
 
 
 def read_early(
-    tensors: Mapping[str, Held],
+    tensors: Mapping[str, StoredTensor],
     touched: Mapping[str, tuple[int, int]],
     outputs: Sequence[Port],
     gathers: Sequence[HostEmbeddingLookup],
@@ -36,7 +36,7 @@ def read_early(
     return [replace(port, ready=ready.get(port.name)) for port in outputs]
 
 
-def _overlap(one: Held, other: Held) -> bool:
+def _overlap(one: StoredTensor, other: StoredTensor) -> bool:
     """Whether two tensors share bytes."""
     first, second = one.place, other.place
     return (

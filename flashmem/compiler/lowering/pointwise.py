@@ -1,4 +1,4 @@
-"""Elementwise pieces of a layer as one OpenCL function.
+"""Pointwise bodies: the elementwise operators of a layer as one OpenCL function.
 
 A kernel computes its outputs in vectors of `vector` elements at places (row, col) of its output seen as a matrix. The function
 made here takes such a vector through the layer's tail: it loads what else the tail reads, at the places that broadcasting
@@ -29,11 +29,11 @@ rows divides for each of its elements."""
 
 
 @dataclass(frozen=True)
-class Expression:
+class PointwiseBody:
     """The nodes of a layer that run elementwise, as a function of (seed, row, col).
 
     `seed` is the value that arrives in registers (None if everything is loaded). `storage` says what each value is stored in.
-    `overwritten`: the operand whose memory the kernel's output takes.
+    `overwritten`: the operand whose memory the kernel's output overwrites.
     `down`: a vector is of rows `row`, `row` + 1 ... at one column, and the function takes the number of `rows` too.
     """
 
@@ -48,7 +48,7 @@ class Expression:
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """Tensors the expression reads, in order of first use, each with its place. Fusion took in none without."""
+        """Tensors the body reads, in order of first use, each with its place. Fusion took in none without."""
         return self._placed[0]
 
     @property
@@ -71,7 +71,7 @@ class Expression:
         return tuple(operand for operand in placed if operand is not None), tuple(numbers)
 
     def _inputs(self, node: Node) -> list[Value]:
-        """The operands of a node. A sum is one kernel whichever operand comes first."""
+        """The operands of a node, in an order of their own if it commutes: equal sums are then one kernel."""
         values = [value for value in node.inputs if value is not None]
         if node.op not in _COMMUTATIVE:
             return values
@@ -98,7 +98,7 @@ class Expression:
         return [f"e{i}" for i in range(len(self.operands))] + [f"f{i}" for i in range(len(self.numbers))]
 
     def places(self) -> list[str]:
-        """The numbers that say where a vector is, in the order in which the function takes them."""
+        """Parameters for the position of a vector, in the order of the function's parameters."""
         return ["row", "col", "rows"] if self.down else ["row", "col"]
 
     def _load(self, operand: Operand, pointer: str) -> str:
@@ -113,7 +113,7 @@ class Expression:
         return f"({vector.of(dtype)})({load})" if spread else load
 
     def function(self, name: str) -> str:
-        """The function `name(seed, row, col, operands...)`, which gives the result as it is stored."""
+        """The function `name(seed, row, col, operands...)`, which returns the result in the type in which it is stored."""
         vector = Vector(self.vector)
         variables: dict[Value, str] = {}
         # No `restrict` here: inlined, it becomes scopes that simulators of devices do not know. The kernel has it.
@@ -136,7 +136,7 @@ class Expression:
             variables[node.outputs[0]] = f"v{i}"
             made = vector.wrap(dtype, expression(node, names, vector))
             lines.append(f"    {vector.of(dtype)} v{i} = {made};")
-            # A piece of a layer that was split may take in what the whole layer would have stored.
+            # A group that adaptive unfusion split may compute values that the whole group would have stored.
             if self.storage(node.outputs[0]) == "float16" and node is not self.nodes[-1]:
                 lines.append(f"    v{i} = {vector.rounded(f'v{i}')};")
         result = self.result.dtype

@@ -1,4 +1,4 @@
-"""From fused layers to a program: kernels, packed weights, launches, and the arena of activations."""
+"""Program generation: fusion groups are lowered to kernels, packed weights and launches, and activations get an arena."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.types import SLACK, TENSOR_ALIGNMENT, StoredType
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, GraphPort, Node, Value
-from flashmem.compiler.lowering.context import Cuts, Emitter
-from flashmem.compiler.lowering.host_embedding import host_indices, place_rows
+from flashmem.compiler.lowering.context import Cuts, LoweringContext
+from flashmem.compiler.lowering.host_embedding import place_rows
 from flashmem.compiler.lowering.outputs import read_early
-from flashmem.compiler.lowering.registry import emit
+from flashmem.compiler.lowering.registry import lower
 from flashmem.compiler.lowering.templates import KernelLibrary
-from flashmem.compiler.memory.aliases import Ranges
-from flashmem.compiler.memory.arena import Use, place_blocks, shapes
-from flashmem.compiler.memory.buffers import find_places
+from flashmem.compiler.memory.aliases import AliasAnalysis
+from flashmem.compiler.memory.arena import LiveBytes, place_blocks, shapes
+from flashmem.compiler.memory.buffers import assign_buffers
+from flashmem.compiler.memory.constants import host_indices
 from flashmem.compiler.memory.precision import stored_in_half
-from flashmem.compiler.passes.fusion import Layer
-from flashmem.compiler.selection.selector import Choices
+from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.compiler.weights.packing_list import OnPiece, PackingList, WeightSink
 from flashmem.compiler.weights.sharing import NOTHING_STORED, Placements, StoredWeights
 from flashmem.compiler.weights.slicing import FINEST, Slicing
@@ -63,13 +64,13 @@ def write_weights(programs: Sequence[Generated], sink: WeightSink, on_piece: OnP
 
 
 def sharing_weights(programs: Sequence[Generated]) -> list[Generated]:
-    """Those programs as they find the weight file when it is written: the constants lie behind the weights of all."""
+    """The programs with the final offsets in the weight file: constants are stored after the weights of all programs."""
     offset, end = _constants_place(programs[-1].weights, programs[-1].constants.nbytes)
     return [replace(made, program=replace(made.program, constants_offset=offset, weights_bytes=end)) for made in programs]
 
 
 def stored_by(made: Generated, before: StoredWeights) -> StoredWeights:
-    """What there is for the next program: `before`, and what `made` has placed."""
+    """The stored weights that the next program can read: `before`, and those that `made` has placed."""
     return before.followed_by(made.placements, made.weights.size, made.constants.tobytes())
 
 
@@ -81,63 +82,63 @@ def _constants_place(weights: PackingList, nbytes: int) -> tuple[int, int]:
 
 def generate(
     graph: Graph,
-    layers: Sequence[Layer],
+    layers: Sequence[FusionGroup],
     descriptor: DeviceDescriptor,
     *,
     precision: Literal["fp32", "fp16"] = "fp32",
     slicing: Slicing = FINEST,
-    choices: Choices | None = None,
+    selector: KernelSelector | None = None,
     earlier: StoredWeights = NOTHING_STORED,
     cuts: Cuts | None = None,
 ) -> Generated:
-    """What runs `layers` on `descriptor`'s default memory path. No weight is read: `Generated.write` does that later.
+    """Generate the program of `layers` for the default memory path of `descriptor`. No weight is read: `Generated.write` does.
 
-    `choices` says which variant computes a contraction; without it the one that does so soonest. `earlier`: weights that are in
+    `selector` selects the config of each contraction; without it the fastest config is taken. `earlier`: weights that are in
     the file already, of programs for other shapes; those are read to be compared. `cuts`: the slices that its own weights have
     already; those that lie side by side become one.
     """
     path = descriptor.memory_paths[0]
     half = precision == "fp16"
-    ranges = Ranges(graph, half=half)
-    halves = stored_in_half(graph, ranges) if half else frozenset()
+    aliases = AliasAnalysis(graph, half=half)
+    halves = stored_in_half(graph, aliases) if half else frozenset()
 
     def storage(value: Value) -> StoredType:
-        return "float16" if ranges.base(value) in halves else value.dtype
+        return "float16" if aliases.base(value) in halves else value.dtype
 
-    results, copies = _results(graph, ranges)
+    results, copies = _results(graph, aliases)
     gathered: dict[Value, tuple[Node, str]] = {}
     launched = []
     for layer in (*layers, *copies):
         indices = host_indices(layer.main, graph)
         if indices is not None:
             gathered[layer.main.outputs[0]] = (layer.main, indices)
-        elif not ranges.moves_nothing(layer.main):
+        elif not aliases.moves_nothing(layer.main):
             launched.append(layer)
     early = [*(port.value for port in graph.inputs), *gathered]
-    places = find_places(launched, early, [port.value for port in results if port.value.size], ranges, storage)
+    buffers = assign_buffers(launched, early, [port.value for port in results if port.value.size], aliases, storage)
     weights = PackingList(descriptor.page_bytes, earlier.size)
-    emitter = Emitter(
-        descriptor, path, half, slicing, KernelLibrary(), choices or Choices(descriptor), places, weights, earlier
+    context = LoweringContext(
+        descriptor, path, half, slicing, KernelLibrary(), selector or KernelSelector(descriptor), buffers, weights, earlier
     )
-    emitter.cuts = cuts or {}
+    context.cuts = cuts or {}
     for value in gathered:
-        emitter.tensor(value)
+        context.tensor(value)
     for layer in launched:
-        emit(emitter, layer)
+        lower(context, layer)
     gathers = [
-        place_rows(emitter, node, indices, str(emitter.tensor(value).value)) for value, (node, indices) in gathered.items()
+        place_rows(context, node, indices, str(context.tensor(value).value)) for value, (node, indices) in gathered.items()
     ]
     # An input that no kernel reads (it only picks rows, or nothing) has no tensor.
-    inputs = [Port(port.name, port.value.shape, port.dtype, emitter.known(port.value)) for port in graph.inputs]
+    inputs = [Port(port.name, port.value.shape, port.dtype, context.known(port.value)) for port in graph.inputs]
     outputs = [
-        Port(port.name, port.value.shape, port.dtype, str(emitter.tensor(port.value).value) if port.value.size else None)
+        Port(port.name, port.value.shape, port.dtype, str(context.tensor(port.value).value) if port.value.size else None)
         for port in results
     ]
     hands_over = descriptor.uses_host_memory
-    touched = first_and_last(emitter.launches, "tensor")
-    outputs = outputs if hands_over else read_early(emitter.tensors, touched, outputs, gathers)
-    tensors, arena_bytes, live_bytes = _arena(emitter, touched, inputs, outputs, gathers)
-    constants = np.frombuffer(bytes(emitter.constants) or bytes(TENSOR_ALIGNMENT), np.uint8)
+    touched = first_and_last(context.launches, "tensor")
+    outputs = outputs if hands_over else read_early(context.tensors, touched, outputs, gathers)
+    tensors, arena_bytes, live_bytes = _arena(context, touched, inputs, outputs, gathers)
+    constants = np.frombuffer(bytes(context.constants) or bytes(TENSOR_ALIGNMENT), np.uint8)
     constants_offset, end = _constants_place(weights, constants.nbytes)
     program = Program(
         memory_path=path,
@@ -145,8 +146,8 @@ def generate(
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         tensors=tensors,
-        slices=tuple(emitter.slices),
-        launches=tuple(emitter.launches),
+        slices=tuple(context.slices),
+        launches=tuple(context.launches),
         host_embeddings=tuple(gathers),
         arena_bytes=arena_bytes,
         live_bytes=live_bytes,
@@ -155,33 +156,33 @@ def generate(
         constants_offset=constants_offset,
         constants_bytes=constants.nbytes,
         weights_bytes=end,
-        status=None if emitter.status_value is None else str(emitter.status().value),
+        status=None if context.status_value is None else str(context.status().value),
     )
     channels = {part.channel for part in program.slices if part.is_image}
-    source = emitter.kernels.source(lane_kind(program), channels)
-    made = {key: tuple(part for _, part in parts) for key, parts in emitter.packed.items()}
-    return Generated(program, source, weights, constants, emitter.placements, made)
+    source = context.kernels.source(lane_kind(program), channels)
+    made = {key: tuple(part for _, part in parts) for key, parts in context.packed.items()}
+    return Generated(program, source, weights, constants, context.placements, made)
 
 
-def _results(graph: Graph, ranges: Ranges) -> tuple[list[GraphPort], list[Layer]]:
+def _results(graph: Graph, aliases: AliasAnalysis) -> tuple[list[GraphPort], list[FusionGroup]]:
     """The outputs, each with a tensor of its own: one that is an input or a constant as it stands is copied, by a layer."""
     results, copies, seen = [], [], set()
     inputs = {port.value for port in graph.inputs}
     for port in graph.outputs:
-        base, value = ranges.base(port.value), port.value
+        base, value = aliases.base(port.value), port.value
         if value.size == 0:
             results.append(port)
             continue
         if base in inputs or base.constant is not None or base in seen:
             value = Value(f"{port.name}.copy", port.value.shape, port.value.dtype)
-            copies.append(Layer(Node("Copy", f"{port.name}.copy", [port.value], [value])))
+            copies.append(FusionGroup(Node("Copy", f"{port.name}.copy", [port.value], [value])))
         results.append(GraphPort(port.name, port.dtype, value))
         seen.add(base)
     return results, copies
 
 
 def _arena(
-    emitter: Emitter,
+    context: LoweringContext,
     touched: Mapping[str, tuple[int, int]],
     inputs: Sequence[Port],
     outputs: Sequence[Port],
@@ -192,9 +193,9 @@ def _arena(
     A tensor is needed from the layer that writes it first to the last that reads it: `touched`, but for what is there before
     the first layer, or after the last one.
     """
-    last = len(emitter.launches) + 1
+    last = len(context.launches) + 1
     lifetimes = dict(touched)
-    status = None if emitter.status_value is None else str(emitter.status().value)  # holds from before the run to after it
+    status = None if context.status_value is None else str(context.status().value)  # holds from before the run to after it
     early = [*(port.tensor for port in inputs), *(gather.tensor for gather in gathers), status]
     for name in early:
         if name is not None:
@@ -203,12 +204,13 @@ def _arena(
         if name is not None:
             end = last if end is None else end
             lifetimes[name] = (lifetimes.get(name, (end, end))[0], end)  # its parts are tensors if no launch has it
-    held = {name: emitter.tensors[name] for name in lifetimes}
+    held = {name: context.tensors[name] for name in lifetimes}
     blocks: dict[Value, str] = {}
     for name, tensor in held.items():
         blocks.setdefault(tensor.place.root, name)
     uses = [
-        Use(blocks[tensor.place.root], tensor.place.offset, tensor.nbytes, *lifetimes[name]) for name, tensor in held.items()
+        LiveBytes(blocks[tensor.place.root], tensor.place.offset, tensor.nbytes, *lifetimes[name])
+        for name, tensor in held.items()
     ]
     starts, total, bound = place_blocks(shapes(uses), last - 1)
     tensors = tuple(

@@ -1,4 +1,4 @@
-"""Zero points and scales of a contraction's operands: where its kernel finds them (kernels/templates/mac.cl.j2)."""
+"""Quantisation of a contraction's operands: where its kernel reads zero points and scales (contraction/mac.cl.j2)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashmem.compiler.ir.broadcast import place
 from flashmem.compiler.ir.builder import constant
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
-from flashmem.compiler.lowering.context import Emitter
+from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.operators.vector import STORED
 from flashmem.compiler.weights.packing import Storage, weight_columns
 from flashmem.program.launches import Arg
@@ -25,8 +25,8 @@ LEAST_BLOCK = 2
 
 
 @dataclass(frozen=True)
-class Scaling:
-    """Zero points or scales as the templates see them: elements of `type`, that of (row, col) of the output at `index`.
+class QuantisationParameters:
+    """Zero points or scales as the templates read them: of `type`; the one for (row, col) of the output is at `index`.
 
     `spread`: one of them holds for all columns of a vector. Those of blocks have no index: they are packed like the weights, or
     in the order of depth if they hold for all columns.
@@ -46,7 +46,7 @@ class ByBlock:
 
 
 @dataclass(frozen=True)
-class Kept:
+class WeightBinding:
     """Constant weights as they are stored, and the zero points and scales of a product; `args` in the order of the kernel's.
 
     `codes` is None for weights that are computed at run time.
@@ -55,17 +55,19 @@ class Kept:
     storage: Storage
     codes: Callable[[], NDArray[Any]] | None = None
     args: Sequence[Arg] = ()
-    zero: Scaling | None = None
-    scale: Scaling | None = None
-    weight_zero: Scaling | None = None
-    weight_scale: Scaling | None = None
+    zero: QuantisationParameters | None = None
+    scale: QuantisationParameters | None = None
+    weight_zero: QuantisationParameters | None = None
+    weight_scale: QuantisationParameters | None = None
     block: int = 0
     by_block: Sequence[ByBlock] = ()
 
 
-def zero_points(emitter: Emitter, node: Node) -> tuple[Scaling | None, Scaling | None, list[Arg]]:
+def zero_points(
+    context: LoweringContext, node: Node
+) -> tuple[QuantisationParameters | None, QuantisationParameters | None, list[Arg]]:
     """Those of both operands of an integer product (its third and fourth input), and the arguments that hold them."""
-    found: list[Scaling | None] = []
+    found: list[QuantisationParameters | None] = []
     args = []
     output = node.outputs[0]
     for index in (2, 3):
@@ -75,41 +77,43 @@ def zero_points(emitter: Emitter, node: Node) -> tuple[Scaling | None, Scaling |
             continue
         placed = place(value, output.shape, len(output.shape) - 1)
         assert placed is not None, f"{node.op} {node.name} has a zero point that no kernel reads"
-        found.append(Scaling(STORED[value.dtype], placed.index, placed.spread))
-        args.append(emitter.operand(value))
+        found.append(QuantisationParameters(STORED[value.dtype], placed.index, placed.spread))
+        args.append(context.operand(value))
     return found[0], found[1], args
 
 
-def read_weights(emitter: Emitter, node: Node, *, blocks: bool = True) -> Kept:
+def read_weights(context: LoweringContext, node: Node, *, blocks: bool = True) -> WeightBinding:
     """The weights of `node` in the fewest bits. `blocks`: whether its kernel takes scales by block."""
     weight = node.input(1)
     if weight.constant is None:
-        return Kept("float32")
+        return WeightBinding("float32")
     read = weight.constant.array
     if node.op == "DeformConv":  # its further inputs move the taps
-        return Kept("float16" if emitter.half else "float32", read)
+        return WeightBinding("float16" if context.half else "float32", read)
     if weight.dtype != "float32":
-        zero, weight_zero, args = zero_points(emitter, node)
-        return Kept(cast(Storage, weight.dtype), read, args, zero, weight_zero=weight_zero)
-    zero, scale, activation = read_activation(emitter, node)
+        zero, weight_zero, args = zero_points(context, node)
+        return WeightBinding(cast(Storage, weight.dtype), read, args, zero, weight_zero=weight_zero)
+    zero, scale, activation = read_activation(context, node)
     quantized = weight.constant
     block = quantized_block(node, quantized) if isinstance(quantized, QuantizedConstant) else None
     if not isinstance(quantized, QuantizedConstant) or block is None or (block and not blocks):
-        return Kept("float16" if emitter.half else "float32", read, activation, zero, scale)
+        return WeightBinding("float16" if context.half else "float32", read, activation, zero, scale)
     storage = cast(Storage, quantized.storage)
     column, _, taps = _axes(node)
-    scalings: dict[str, Scaling]
+    parameters: dict[str, QuantisationParameters]
     parts: list[tuple[str, Any]] = [("scale", quantized.scale)]
     if quantized.zero is not None:
         parts.insert(0, ("zero", quantized.zero))
     if block and quantized.scale.shape[column] == 1:
-        scalings, args = {}, list(activation)
+        parameters, args = {}, list(activation)
         for name, part in parts:
             array = weight_columns(node, _full(quantized, part.array(), taps))(0, 1)
             value = constant(f"{weight.name}.{name}", np.ascontiguousarray(array.reshape(-1)))
-            scalings[name] = Scaling(STORED[value.dtype], spread=True)
-            args.append(emitter.constant(value))
-        return Kept(storage, quantized.codes.array, args, zero, scale, scalings.get("zero"), scalings["scale"], block)
+            parameters[name] = QuantisationParameters(STORED[value.dtype], spread=True)
+            args.append(context.constant(value))
+        return WeightBinding(
+            storage, quantized.codes.array, args, zero, scale, parameters.get("zero"), parameters["scale"], block
+        )
     if block:
 
         def by_block(part: Any) -> ByBlock:
@@ -117,35 +121,41 @@ def read_weights(emitter: Emitter, node: Node, *, blocks: bool = True) -> Kept:
                 cast(Storage, part.dtype.name), lambda: quantized.spread(_full(quantized, part.array(), taps), [column])
             )
 
-        return Kept(
+        return WeightBinding(
             storage,
             quantized.codes.array,
             activation,
             zero,
             scale,
-            weight_zero=Scaling(STORED[cast(DType, quantized.codes.dtype.name)]) if quantized.zero is not None else None,
-            weight_scale=Scaling("float"),
+            weight_zero=QuantisationParameters(STORED[cast(DType, quantized.codes.dtype.name)])
+            if quantized.zero is not None
+            else None,
+            weight_scale=QuantisationParameters("float"),
             block=block,
             by_block=[by_block(part) for _, part in parts],
         )
-    scalings, args = {}, list(activation)
+    parameters, args = {}, list(activation)
     for name, part in parts:
         value = constant(f"{weight.name}.{name}", quantized.spread(part.array(), [column]).reshape(-1))
-        scalings[name] = Scaling(STORED[value.dtype], "0" if value.size == 1 else "col", value.size == 1)
-        args.append(emitter.constant(value))
-    return Kept(storage, quantized.codes.array, args, zero, scale, scalings.get("zero"), scalings["scale"])
+        parameters[name] = QuantisationParameters(STORED[value.dtype], "0" if value.size == 1 else "col", value.size == 1)
+        args.append(context.constant(value))
+    return WeightBinding(storage, quantized.codes.array, args, zero, scale, parameters.get("zero"), parameters["scale"])
 
 
-def read_activation(emitter: Emitter, node: Node) -> tuple[Scaling | None, Scaling | None, list[Arg]]:
+def read_activation(
+    context: LoweringContext, node: Node
+) -> tuple[QuantisationParameters | None, QuantisationParameters | None, list[Arg]]:
     """Zero point and scale of a left operand of integers that is dequantised as it is read (`compiler.passes.qdq_fusion`)."""
-    return _single(emitter, node, 2, 4)
+    return _single(context, node, 2, 4)
 
 
-def _single(emitter: Emitter, node: Node, *indices: int) -> tuple[Scaling | None, Scaling | None, list[Arg]]:
+def _single(
+    context: LoweringContext, node: Node, *indices: int
+) -> tuple[QuantisationParameters | None, QuantisationParameters | None, list[Arg]]:
     """Two inputs of one number each, and the arguments that hold them."""
     values = [node.optional(index) for index in indices]
-    first, second = (None if value is None else Scaling(STORED[value.dtype], "0", True) for value in values)
-    return first, second, [emitter.operand(value) for value in values if value is not None]
+    first, second = (None if value is None else QuantisationParameters(STORED[value.dtype], "0", True) for value in values)
+    return first, second, [context.operand(value) for value in values if value is not None]
 
 
 def quantized_block(node: Node, weight: QuantizedConstant) -> int | None:
@@ -165,7 +175,7 @@ def quantized_block(node: Node, weight: QuantizedConstant) -> int | None:
     return block
 
 
-def read_both(emitter: Emitter, node: Node) -> tuple[Arg, Kept]:
+def read_both(context: LoweringContext, node: Node) -> tuple[Arg, WeightBinding]:
     """The right operand of a product whose kernel packs nothing, and the zero points and scales of both.
 
     A stack of constant matrices stays integers, of 8 or 16 bits, where no two steps of depth differ in scale.
@@ -173,32 +183,34 @@ def read_both(emitter: Emitter, node: Node) -> tuple[Arg, Kept]:
     right, output = node.input(1), node.outputs[0]
     quantized = right.constant
     if output.dtype != "float32":
-        zero, right_zero, args = zero_points(emitter, node)
-        return emitter.operand(right), Kept(cast(Storage, right.dtype), lambda: _nothing, args, zero, None, right_zero)
-    zero, scale, args = read_activation(emitter, node)
+        zero, right_zero, args = zero_points(context, node)
+        return context.operand(right), WeightBinding(cast(Storage, right.dtype), lambda: _nothing, args, zero, None, right_zero)
+    zero, scale, args = read_activation(context, node)
     is_narrow = isinstance(quantized, QuantizedConstant) and quantized.bits in (8, 16)
     column, depth, _ = _axes(node)
     if not isinstance(quantized, QuantizedConstant) or not is_narrow or quantized.scale.shape[depth] != 1:
-        right_zero, right_scale, others = _single(emitter, node, 3, 5)
-        kind = cast(Storage, emitter.storage(right))
-        return emitter.operand(right), Kept(kind, lambda: _nothing, [*args, *others], zero, scale, right_zero, right_scale)
+        right_zero, right_scale, others = _single(context, node, 3, 5)
+        kind = cast(Storage, context.storage(right))
+        return context.operand(right), WeightBinding(
+            kind, lambda: _nothing, [*args, *others], zero, scale, right_zero, right_scale
+        )
     codes = Value(f"{right.name}.codes", right.shape, cast(DType, quantized.codes.dtype.name), quantized.codes)
-    scalings: dict[str, Scaling] = {}
+    parameters: dict[str, QuantisationParameters] = {}
     for name, part in (("zero", quantized.zero), ("scale", quantized.scale)):
         if part is not None:
             array = quantized.spread(part.array())
             value = constant(f"{right.name}.{name}", array.swapaxes(-1, -2) if column < depth else array)
             placed = place(value, output.shape, len(output.shape) - 1)
             assert placed is not None
-            scalings[name] = Scaling(STORED[value.dtype], placed.index, placed.spread)
-            args.append(emitter.constant(value))
+            parameters[name] = QuantisationParameters(STORED[value.dtype], placed.index, placed.spread)
+            args.append(context.constant(value))
     storage = cast(Storage, quantized.storage)
-    kept = Kept(storage, lambda: _nothing, args, zero, scale, scalings.get("zero"), scalings["scale"])
-    return emitter.constant(codes), kept
+    binding = WeightBinding(storage, lambda: _nothing, args, zero, scale, parameters.get("zero"), parameters["scale"])
+    return context.constant(codes), binding
 
 
 _nothing = np.zeros(0)
-"""What is packed of an operand that is read as it lies."""
+"""The packed data of an operand that is not packed: nothing."""
 
 
 def _axes(node: Node) -> tuple[int, int, list[int]]:

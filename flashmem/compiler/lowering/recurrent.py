@@ -6,12 +6,12 @@ Every step runs the same kernels with other numbers. The weights of the recurren
 
 from __future__ import annotations
 
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
-from flashmem.compiler.lowering.context import Emitter
-from flashmem.compiler.lowering.contraction import emit_matmul
+from flashmem.compiler.lowering.context import LoweringContext
+from flashmem.compiler.lowering.contraction import lower_matmul
 from flashmem.compiler.operators.recurrent import GATES
 from flashmem.compiler.operators.vector import scalar_literal
-from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import Arg, KernelShape
 
 _ACTIVATIONS = {
@@ -35,7 +35,7 @@ def _activation(name: str, alpha: float, beta: float) -> str:
     return "".join(literals.get(letter, letter) for letter in _ACTIVATIONS[name])
 
 
-def emit_recurrent(emitter: Emitter, layer: Layer) -> None:
+def lower_recurrent(context: LoweringContext, layer: FusionGroup) -> None:
     """All steps of one direction, one after the other."""
     node = layer.main
     a = node.attributes
@@ -45,9 +45,9 @@ def emit_recurrent(emitter: Emitter, layer: Layer) -> None:
     state, cell, reset = (Value(f"{node.name}.{part}", (batch, hidden), "float32") for part in ("h", "c", "reset"))
     products = Value(f"{node.name}.products", (batch, recurrence.shape[0]), "float32")
     inner = Value(f"{node.name}.inner", (batch, hidden), "float32")
-    zeros = emitter.zeros(batch * GATES[node.op] * hidden)
+    zeros = context.zeros(batch * GATES[node.op] * hidden)
     by_step, by_batch = (1, steps) if a["layout"] else (batch, 1)
-    context = {
+    values = {
         "op": node.op,
         "gates": GATES[node.op],
         "functions": [_activation(*each) for each in a["activations"]],
@@ -59,36 +59,36 @@ def emit_recurrent(emitter: Emitter, layer: Layer) -> None:
         "bias": bias is not None,
         "finals": a["finals"],
     }
-    local = emitter.work_group((hidden, batch))
+    local = context.work_group((hidden, batch))
 
     def launch(step: int, phase: str, pointers: list[Arg]) -> None:
-        kernel = emitter.kernels.kernel("recurrent", phase=phase, attributes=emitter.attributes(local), **context)
+        kernel = context.kernels.kernel("recurrent/recurrent", phase=phase, attributes=context.attributes(local), **values)
         shape = KernelShape(rows=batch, columns=hidden, run=hidden)
         numbers = [batch, hidden, steps, step, int(a["reverse"]), by_step, by_batch]
         nbytes = 4 * batch * hidden * (2 * GATES[node.op] + 4)
-        emitter.launch(
+        context.launch(
             layer, kernel, [*pointers, *numbers], (hidden, batch), local, shape, nbytes=nbytes, part=f"[{step}]{phase}"
         )
 
     def multiply(step: int, rows: Value, weights: Value, output: Value) -> None:
-        emit_matmul(emitter, Layer(Node("MatMul", f"{node.name}[{step}]", [rows, weights], [output], {"transposed": 1})))
+        lower_matmul(context, FusionGroup(Node("MatMul", f"{node.name}[{step}]", [rows, weights], [output], {"transposed": 1})))
 
     for step in range(steps):
         before = first_h if step == 0 else state
-        parts = [emitter.operand(projected)]
+        parts = [context.operand(projected)]
         if before is None:  # of a state of zeros
             parts += [zeros, zeros] if candidate is not None else [zeros]
         else:
             multiply(step, before, recurrence, products)
-            parts.append(emitter.tensor(products))
+            parts.append(context.tensor(products))
             if candidate is not None:
-                options = [emitter.operand(lengths)] if lengths is not None else []
-                launch(step, "reset", [*parts, *options, emitter.operand(before), emitter.tensor(reset)])
+                options = [context.operand(lengths)] if lengths is not None else []
+                launch(step, "reset", [*parts, *options, context.operand(before), context.tensor(reset)])
                 multiply(step, reset, candidate, inner)
-                parts.append(emitter.tensor(inner))
-        parts += [emitter.operand(each) for each in (lengths, peepholes, bias) if each is not None]
-        parts += [zeros if before is None else emitter.operand(before), emitter.tensor(state)]
+                parts.append(context.tensor(inner))
+        parts += [context.operand(each) for each in (lengths, peepholes, bias) if each is not None]
+        parts += [zeros if before is None else context.operand(before), context.tensor(state)]
         if node.op == "LSTM":
             cell_before = first_c if step == 0 else cell
-            parts += [zeros if cell_before is None else emitter.operand(cell_before), emitter.tensor(cell)]
-        launch(step, "", [*parts, emitter.tensor(layer.output)])
+            parts += [zeros if cell_before is None else context.operand(cell_before), context.tensor(cell)]
+        launch(step, "", [*parts, context.tensor(layer.output)])

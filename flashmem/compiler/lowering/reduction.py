@@ -6,15 +6,15 @@ import math
 from typing import Any
 
 from flashmem.base.types import DType
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Value
-from flashmem.compiler.lowering.context import Emitter
-from flashmem.compiler.lowering.pointwise import Expression
+from flashmem.compiler.lowering.context import LoweringContext
+from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.operators.reduction import whole_rows
 from flashmem.compiler.operators.vector import REGISTER, Vector, scalar_literal
-from flashmem.compiler.passes.fusion import Layer
-from flashmem.compiler.selection.configs import Product
+from flashmem.compiler.selection.workload import Workload
 from flashmem.program.launches import Arg, KernelShape
-from flashmem.target.descriptor import Variant
+from flashmem.target.descriptor import KernelConfig
 
 _JOINED: dict[str, tuple[float, str, str, str]] = {
     "ReduceL1": (0, "|v|", "$a + $b", "$"),
@@ -36,7 +36,7 @@ _SUMMED: dict[DType, DType] = {"int32": "int64", "uint32": "uint64"}
 """The type in which a mean of integers sums, so that it does not overflow on the way."""
 
 
-def _context(emitter: Emitter, layer: Layer) -> dict[str, Any]:
+def _template_values(context: LoweringContext, layer: FusionGroup) -> dict[str, Any]:
     """The pieces of the template that depend on the reduction and on the element type."""
     op, dtype, epsilon = layer.main.op, layer.main.input(0).dtype, layer.main.attributes.get("epsilon", 0.0)
     computed = _SUMMED.get(dtype, dtype) if op == "ReduceMean" else dtype
@@ -48,9 +48,9 @@ def _context(emitter: Emitter, layer: Layer) -> dict[str, Any]:
     return {
         "op": op,
         "kind": kind,
-        "stored": emitter.stored(layer.main.input(0)),
-        "made": emitter.stored(layer.output),
-        "storage": emitter.storage(layer.main.input(0)),
+        "stored": context.stored(layer.main.input(0)),
+        "made": context.stored(layer.output),
+        "storage": context.storage(layer.main.input(0)),
         "computed": computed,
         "neutral": scalar_literal(computed, neutral),
         "each": each,
@@ -60,154 +60,156 @@ def _context(emitter: Emitter, layer: Layer) -> dict[str, Any]:
     }
 
 
-def _typed(context: dict[str, Any], dtype: DType, vector: int) -> dict[str, Any]:
-    """`context` with what depends on the width of vectors: their types, and how one is read and written."""
-    kinds, computed = Vector(vector), context["computed"]
+def _typed(values: dict[str, Any], dtype: DType, vector: int) -> dict[str, Any]:
+    """`values` with what depends on the width of vectors: their types, and how one is read and written."""
+    kinds, computed = Vector(vector), values["computed"]
     absolute = {"float": "fabs(v)", "int": f"convert_{kinds.of(dtype)}(abs(v))", "long": f"convert_{kinds.of(dtype)}(abs(v))"}
     return {
-        **context,
-        "each": context["each"].replace("|v|", absolute.get(context["kind"], "v")),
+        **values,
+        "each": values["each"].replace("|v|", absolute.get(values["kind"], "v")),
         "vector": vector,
         "vec": kinds.of(computed),
         "mask": kinds.named("long" if REGISTER[computed] in ("long", "ulong") else "int"),
-        "load_vector": kinds.convert(dtype, computed, kinds.load(context["storage"], "x", "AT")),
+        "load_vector": kinds.convert(dtype, computed, kinds.load(values["storage"], "x", "AT")),
         "stored_value": Vector(1).to_stored(dtype, Vector(1).convert(computed, dtype, "VALUE")),
         "stored_vector": kinds.to_stored(dtype, kinds.convert(computed, dtype, "VALUE")),
     }
 
 
-def _over(emitter: Emitter, layer: Layer, tail: Expression) -> dict[str, Any]:
-    """The context of the tail; what is written over may be the input itself, `a`."""
-    context = emitter.tail_context(tail)
-    return {**context, "over": "a"} if emitter.places.overwritten.get(layer.main) is layer.main.input(0) else context
+def _over(context: LoweringContext, layer: FusionGroup, tail: PointwiseBody) -> dict[str, Any]:
+    """The values of the tail; what is written over may be the input itself, `a`."""
+    values = context.tail_values(tail)
+    return {**values, "over": "a"} if context.buffers.overwritten.get(layer.main) is layer.main.input(0) else values
 
 
-def emit_reduction(emitter: Emitter, layer: Layer) -> None:
+def lower_reduction(context: LoweringContext, layer: FusionGroup) -> None:
     """Rows if the reduced axes are the last ones, columns otherwise."""
     node = layer.main
     x, axes = node.input(0), node.attributes["axes"]
     outer, depth = math.prod(x.shape[: axes[0]]), math.prod(x.shape[axes[0] : axes[-1] + 1])
-    context = _context(emitter, layer)
-    pointers = [emitter.operand(x), emitter.tensor(layer.output)]
+    values = _template_values(context, layer)
+    pointers = [context.operand(x), context.tensor(layer.output)]
     if whole_rows(node):
-        _emit_rows(emitter, layer, context, pointers, outer, depth)
+        _lower_rows(context, layer, values, pointers, outer, depth)
     else:
-        _emit_columns(emitter, layer, context, pointers, outer, depth, math.prod(x.shape[axes[-1] + 1 :]))
+        _lower_columns(context, layer, values, pointers, outer, depth, math.prod(x.shape[axes[-1] + 1 :]))
 
 
-def _variant(emitter: Emitter, layer: Layer, rows: int, depth: int) -> Variant:
+def _variant(context: LoweringContext, layer: FusionGroup, rows: int, depth: int) -> KernelConfig:
     """How work-items share a row, or a group."""
-    return emitter.choices.variant(Product("reduce_rows", "buffer", rows, depth, 1), [node.op for node in layer.nodes])
+    return context.selector.config(Workload("reduce_rows", "buffer", rows, depth, 1), [node.op for node in layer.nodes])
 
 
-def _emit_rows(emitter: Emitter, layer: Layer, context: dict[str, Any], pointers: list[Arg], outer: int, depth: int) -> None:
-    variant = _variant(emitter, layer, outer, depth)
-    lanes, vector = variant.split, min(variant.vector, 1 << (depth.bit_length() - 1))
-    tail = emitter.tail(layer, vector)
+def _lower_rows(
+    context: LoweringContext, layer: FusionGroup, values: dict[str, Any], pointers: list[Arg], outer: int, depth: int
+) -> None:
+    config = _variant(context, layer, outer, depth)
+    lanes, vector = config.slice_k, min(config.vector, 1 << (depth.bit_length() - 1))
+    tail = context.tail(layer, vector)
     local = (lanes, 1)
-    kernel = emitter.kernels.kernel(
-        "reduce_rows",
-        attributes=emitter.attributes(local),
+    kernel = context.kernels.kernel(
+        "reduction/reduce_rows",
+        attributes=context.attributes(local),
         lanes=lanes,
-        subgroups=variant.subgroups and context["kind"] == "float",
-        **_typed(context, layer.main.input(0).dtype, vector),
-        **_over(emitter, layer, tail),
+        subgroups=config.subgroups and values["kind"] == "float",
+        **_typed(values, layer.main.input(0).dtype, vector),
+        **_over(context, layer, tail),
     )
-    args: list[Arg | int] = [*pointers, *emitter.operand_args(tail), outer, depth]
+    args: list[Arg | int] = [*pointers, *context.operand_args(tail), outer, depth]
     shape = KernelShape(rows=outer, columns=layer.main.outputs[0].size // outer, depth=depth, run=depth, vector=vector)
-    emitter.launch(layer, kernel, args, (lanes, outer), local, shape)
+    context.launch(layer, kernel, args, (lanes, outer), local, shape)
 
 
-def _emit_columns(
-    emitter: Emitter,
-    layer: Layer,
-    context: dict[str, Any],
+def _lower_columns(
+    context: LoweringContext,
+    layer: FusionGroup,
+    values: dict[str, Any],
     pointers: list[Arg],
     outer: int,
     depth: int,
     inner: int,
 ) -> None:
-    vector = emitter.vector_for(inner)
-    tail = emitter.tail(layer, vector)
+    vector = context.vector_for(inner)
+    tail = context.tail(layer, vector)
     items = (-(-inner // vector), outer)
-    local = emitter.work_group(items)
-    kernel = emitter.kernels.kernel(
-        "reduce_columns",
-        attributes=emitter.attributes(local),
-        **_typed(context, layer.main.input(0).dtype, vector),
-        **_over(emitter, layer, tail),
+    local = context.work_group(items)
+    kernel = context.kernels.kernel(
+        "reduction/reduce_columns",
+        attributes=context.attributes(local),
+        **_typed(values, layer.main.input(0).dtype, vector),
+        **_over(context, layer, tail),
     )
     shape = KernelShape(rows=layer.main.outputs[0].size // inner, columns=inner, depth=depth, stride=inner, vector=vector)
-    args: list[Arg | int] = [*pointers, *emitter.operand_args(tail), outer, depth, inner]
-    emitter.launch(layer, kernel, args, items, local, shape)
+    args: list[Arg | int] = [*pointers, *context.operand_args(tail), outer, depth, inner]
+    context.launch(layer, kernel, args, items, local, shape)
 
 
-def emit_group_normalization(emitter: Emitter, layer: Layer) -> None:
+def lower_group_normalization(context: LoweringContext, layer: FusionGroup) -> None:
     """NormalizeGroups: a group is a run of columns in each of `depth` rows."""
     x = layer.main.input(0)
     outer, depth, groups, columns = x.shape
-    variant = _variant(emitter, layer, outer * groups, depth * columns)
-    lanes, even = variant.split, columns & -columns
-    vector = min(even if even >= _LEAST_EVEN else 1 << (columns.bit_length() - 1), variant.vector)
-    tail, kinds = emitter.tail(layer, vector), Vector(vector)
-    kernel = emitter.kernels.kernel(
-        "normalize_groups",
-        attributes=emitter.attributes((lanes, 1)),
+    config = _variant(context, layer, outer * groups, depth * columns)
+    lanes, even = config.slice_k, columns & -columns
+    vector = min(even if even >= _LEAST_EVEN else 1 << (columns.bit_length() - 1), config.vector)
+    tail, kinds = context.tail(layer, vector), Vector(vector)
+    kernel = context.kernels.kernel(
+        "reduction/normalize_groups",
+        attributes=context.attributes((lanes, 1)),
         lanes=lanes,
-        subgroups=variant.subgroups,
+        subgroups=config.subgroups,
         vector=vector,
         vec=kinds.named("float"),
         mask=kinds.named("int"),
         whole=columns % vector == 0,
-        load=kinds.load(emitter.storage(x), "a", "(size_t)row * columns + col"),
-        stored=emitter.stored(x),
-        made=emitter.stored(layer.output),
+        load=kinds.load(context.storage(x), "a", "(size_t)row * columns + col"),
+        stored=context.stored(x),
+        made=context.stored(layer.output),
         epsilon=scalar_literal("float32", layer.main.attributes["epsilon"]),
-        **_over(emitter, layer, tail),
+        **_over(context, layer, tail),
     )
-    pointers = [emitter.operand(x), emitter.tensor(layer.output), *emitter.operand_args(tail)]
+    pointers = [context.operand(x), context.tensor(layer.output), *context.operand_args(tail)]
     args: list[Arg | int] = [*pointers, outer, depth, groups, columns]
     shape = KernelShape(
         rows=outer * groups, columns=depth * columns, depth=depth * columns, run=columns, stride=groups, vector=vector
     )
-    emitter.launch(layer, kernel, args, (lanes, outer * groups), (lanes, 1), shape)
+    context.launch(layer, kernel, args, (lanes, outer * groups), (lanes, 1), shape)
 
 
 _LEAST_EVEN = 4
-"""The narrowest vector that is taken because it divides a run of columns, so that none is masked."""
+"""The narrowest vector that is preferred for dividing a run of columns, so that no vector is masked."""
 
 
-def emit_lrn(emitter: Emitter, layer: Layer) -> None:
-    """LRN over windows of channels, wherever those lie."""
+def lower_lrn(context: LoweringContext, layer: FusionGroup) -> None:
+    """LRN over windows of channels, for any position of the channel axis."""
     node = layer.main
     x, axis, size = node.input(0), node.attributes["axis"], node.attributes["size"]
     rows, channels, columns = math.prod(x.shape[: axis + 1]), x.shape[axis], math.prod(x.shape[axis + 1 :])
-    vector = emitter.vector_for(columns)
+    vector = context.vector_for(columns)
     items = (-(-columns // vector), rows)
-    local = emitter.work_group(items)
-    kernel = emitter.kernels.kernel(
-        "lrn",
-        attributes=emitter.attributes(local),
+    local = context.work_group(items)
+    kernel = context.kernels.kernel(
+        "reduction/lrn",
+        attributes=context.attributes(local),
         alpha=scalar_literal("float32", node.attributes["alpha"] / size),
         beta=scalar_literal("float32", node.attributes["beta"]),
         bias=scalar_literal("float32", node.attributes["bias"]),
-        stored=emitter.stored(x),
-        made=emitter.stored(layer.output),
-        **emitter.vectors(vector),
+        stored=context.stored(x),
+        made=context.stored(layer.output),
+        **context.vectors(vector),
     )
     reach = [min((size - 1) // 2, channels), min(size // 2, channels)]
-    args = [emitter.operand(x), emitter.tensor(layer.output), rows, channels, columns, *reach]
+    args = [context.operand(x), context.tensor(layer.output), rows, channels, columns, *reach]
     shape = KernelShape(rows=rows, columns=columns, depth=min(size, channels), run=columns, stride=columns, vector=vector)
-    emitter.launch(layer, kernel, args, items, local, shape)
+    context.launch(layer, kernel, args, items, local, shape)
 
 
-def emit_determinant(emitter: Emitter, layer: Layer) -> None:
+def lower_determinant(context: LoweringContext, layer: FusionGroup) -> None:
     """Det: each matrix is eliminated by one work-item, in a copy."""
     x, y = layer.main.input(0), layer.output
     size, count = x.shape[-1], y.size
-    work = emitter.tensor(Value(f"{x.name}.eliminated", x.shape, x.dtype))
-    local = emitter.work_group((count,))
-    kernel = emitter.kernels.kernel("determinant", attributes=emitter.attributes(local))
+    work = context.tensor(Value(f"{x.name}.eliminated", x.shape, x.dtype))
+    local = context.work_group((count,))
+    kernel = context.kernels.kernel("reduction/determinant", attributes=context.attributes(local))
     shape = KernelShape(rows=count, depth=size**3)
-    args: list[Arg | int] = [emitter.operand(x), work, emitter.tensor(y), count, size]
-    emitter.launch(layer, kernel, args, (count,), local, shape, macs=count * size**3 // 3)
+    args: list[Arg | int] = [context.operand(x), work, context.tensor(y), count, size]
+    context.launch(layer, kernel, args, (count,), local, shape, macs=count * size**3 // 3)

@@ -4,63 +4,63 @@ from __future__ import annotations
 
 import math
 
-from flashmem.compiler.lowering.context import Emitter
+from flashmem.compiler.ir.fusion_group import FusionGroup
+from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.operators.vector import STORED, scalar_literal
-from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import Arg, KernelShape
 
 
-def emit_grid_sample(emitter: Emitter, layer: Layer) -> None:
+def lower_grid_sample(context: LoweringContext, layer: FusionGroup) -> None:
     """GridSample in two or three dimensions; images are volumes of depth 1."""
     node = layer.main
     x, grid, y = node.input(0), node.input(1), node.outputs[0]
     _, *sizes, columns = x.shape
     volume, taps = len(sizes) == 3, node.attributes["taps"]
     rows = y.size // columns
-    vector = emitter.vector_for(columns)
+    vector = context.vector_for(columns)
     items = (-(-columns // vector), rows)
-    local = emitter.work_group(items)
-    kernel = emitter.kernels.kernel(
-        "grid_sample",
-        attributes=emitter.attributes(local),
+    local = context.work_group(items)
+    kernel = context.kernels.kernel(
+        "sampling/grid_sample",
+        attributes=context.attributes(local),
         volume=volume,
         taps=taps,
         padding=node.attributes["padding"],
         align=node.attributes["align"],
-        stored=emitter.stored(x),
-        made=emitter.stored(layer.output),
-        **emitter.vectors(vector),
+        stored=context.stored(x),
+        made=context.stored(layer.output),
+        **context.vectors(vector),
     )
-    pointers = [emitter.operand(x), emitter.operand(grid), emitter.tensor(y)]
+    pointers = [context.operand(x), context.operand(grid), context.tensor(y)]
     args: list[Arg | int] = [*pointers, rows, *([] if volume else [1]), *sizes, columns, rows // y.shape[0]]
     shape = KernelShape(rows=rows, columns=columns, depth=taps ** len(sizes), run=columns, vector=vector)
-    emitter.launch(layer, kernel, args, items, local, shape)
+    context.launch(layer, kernel, args, items, local, shape)
 
 
-def emit_roi_align(emitter: Emitter, layer: Layer) -> None:
+def lower_roi_align(context: LoweringContext, layer: FusionGroup) -> None:
     """RoiAlign by mean or maximum. Where the number of samples depends on the rectangles, its cost is that of two by two."""
     node = layer.main
     x, rois, batch, y = node.input(0), node.input(1), node.input(2), node.outputs[0]
     images, height, width, columns = x.shape
     rows = math.prod(y.shape[:3])
-    vector = emitter.vector_for(columns)
+    vector = context.vector_for(columns)
     items = (-(-columns // vector), rows)
-    local = emitter.work_group(items)
+    local = context.work_group(items)
     half, samples = node.attributes["half_pixel"], node.attributes["sampling_ratio"]
-    kernel = emitter.kernels.kernel(
-        "roi_align",
-        attributes=emitter.attributes(local),
+    kernel = context.kernels.kernel(
+        "sampling/roi_align",
+        attributes=context.attributes(local),
         index=STORED[batch.dtype],
         scale=scalar_literal("float32", node.attributes["spatial_scale"]),
         offset="0.5f" if half else "0.0f",
         offset_is_half=half,
         samples=samples,
         largest=node.attributes["mode"] == "max",
-        stored=emitter.stored(x),
-        made=emitter.stored(layer.output),
-        **emitter.vectors(vector),
+        stored=context.stored(x),
+        made=context.stored(layer.output),
+        **context.vectors(vector),
     )
-    pointers = [emitter.operand(x), emitter.operand(rois), emitter.operand(batch), emitter.tensor(y), emitter.status()]
-    args: list[Arg | int] = [*pointers, rows, images, height, width, columns, *y.shape[1:3], len(emitter.launches) + 1]
+    pointers = [context.operand(x), context.operand(rois), context.operand(batch), context.tensor(y), context.status()]
+    args: list[Arg | int] = [*pointers, rows, images, height, width, columns, *y.shape[1:3], len(context.launches) + 1]
     shape = KernelShape(rows=rows, columns=columns, depth=4 * (samples or 2) ** 2, run=columns, vector=vector)
-    emitter.launch(layer, kernel, args, items, local, shape)
+    context.launch(layer, kernel, args, items, local, shape)

@@ -1,13 +1,13 @@
-"""Searching, sorting and running sums along an axis: every tensor is seen as x[outer, depth, inner]."""
+"""ArgMax, TopK and cumulative sums along an axis: every tensor is treated as x[outer, depth, inner]."""
 
 from __future__ import annotations
 
 import math
 
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
-from flashmem.compiler.lowering.context import Emitter
+from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.operators.vector import REGISTER, STORED, Vector
-from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import Arg, KernelShape
 
 _RUN = 32
@@ -17,7 +17,7 @@ _BUSY = {"cpu": 16, "gpu": 4096}
 """Columns from which a device is busy with one work-item for each."""
 
 _CHUNK, _CHUNKS = 256, 256
-"""The least elements of a chunk of a running sum, and the most chunks of a column, which each adds up what is before it."""
+"""The fewest elements of a chunk of a cumulative sum, and the most chunks of a column; each chunk sums those before it."""
 
 
 def _cut(node: Node) -> tuple[int, int, int]:
@@ -26,33 +26,33 @@ def _cut(node: Node) -> tuple[int, int, int]:
     return math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
 
 
-def emit_extreme(emitter: Emitter, layer: Layer) -> None:
+def lower_extreme(context: LoweringContext, layer: FusionGroup) -> None:
     """One column for each output; several work-items share a column where there are few."""
     node = layer.main
     x, (outer, depth, inner) = node.input(0), _cut(node)
     columns = outer * inner
-    lanes = emitter.descriptor.tile.lanes if columns < _BUSY[emitter.descriptor.kind] else 1
-    local = (lanes, 1) if lanes > 1 else emitter.work_group((1, columns))
-    kernel = emitter.kernels.kernel(
-        "extreme",
-        attributes=emitter.attributes(local),
+    lanes = context.descriptor.tile.lanes if columns < _BUSY[context.descriptor.kind] else 1
+    local = (lanes, 1) if lanes > 1 else context.work_group((1, columns))
+    kernel = context.kernels.kernel(
+        "selection/extreme",
+        attributes=context.attributes(local),
         lanes=lanes,
-        stored=emitter.stored(x),
+        stored=context.stored(x),
         kind=REGISTER[x.dtype],
         symbol=">" if node.op == "ArgMax" else "<",
         last=node.attributes["last"],
     )
-    args: list[Arg | int] = [emitter.operand(x), emitter.tensor(layer.output), columns, depth, inner]
-    emitter.launch(layer, kernel, args, (lanes, columns), local, KernelShape(rows=columns, depth=depth, stride=inner))
+    args: list[Arg | int] = [context.operand(x), context.tensor(layer.output), columns, depth, inner]
+    context.launch(layer, kernel, args, (lanes, columns), local, KernelShape(rows=columns, depth=depth, stride=inner))
 
 
-def emit_top(emitter: Emitter, layer: Layer) -> None:
-    """A merge sort of places, of which each run keeps no more than are asked for: runs of a few elements, then merges."""
+def lower_top(context: LoweringContext, layer: FusionGroup) -> None:
+    """Merge sort of positions: short sorted runs, then merges, which keep no more than `k` positions of a run."""
     node = layer.main
     x, (outer, depth, inner), k = node.input(0), _cut(node), node.attributes["k"]
     columns = outer * inner
-    context = {
-        "stored": emitter.stored(x),
+    values = {
+        "stored": context.stored(x),
         "kind": REGISTER[x.dtype],
         "symbol": ">" if node.attributes["largest"] else "<",
     }
@@ -66,13 +66,13 @@ def emit_top(emitter: Emitter, layer: Layer) -> None:
     stored = (runs - 1) * kept + min(kept, depth - (runs - 1) * _RUN)
     target = results(stored, runs)
     items = (depth, columns)
-    local = emitter.work_group(items)
-    kernel = emitter.kernels.kernel(
-        "sort_runs", attributes=emitter.attributes(local), run=_RUN, index=STORED[target.dtype], **context
+    local = context.work_group(items)
+    kernel = context.kernels.kernel(
+        "selection/sort_runs", attributes=context.attributes(local), run=_RUN, index=STORED[target.dtype], **values
     )
-    args: list[Arg | int] = [emitter.operand(x), emitter.tensor(target), columns, depth, inner, kept, stored]
+    args: list[Arg | int] = [context.operand(x), context.tensor(target), columns, depth, inner, kept, stored]
     shape = KernelShape(rows=outer * depth, columns=inner, depth=min(_RUN, depth), stride=inner)
-    emitter.launch(layer, kernel, args, items, local, shape, nbytes=emitter.nbytes(x) + emitter.nbytes(target), part="[runs]")
+    context.launch(layer, kernel, args, items, local, shape, nbytes=context.nbytes(x) + context.nbytes(target), part="[runs]")
     while runs > 1:
         source, left = target, stored - (runs - 1) // 2 * 2 * kept  # what the last pair of runs holds, or the last one alone
         runs, before, had = -(-runs // 2), kept, stored
@@ -80,39 +80,39 @@ def emit_top(emitter: Emitter, layer: Layer) -> None:
         stored = (runs - 1) * kept + min(kept, left)
         target = results(stored, runs)
         items = (had, columns)
-        local = emitter.work_group(items)
-        kernel = emitter.kernels.kernel(
-            "sort_merge", attributes=emitter.attributes(local), index=STORED[target.dtype], **context
+        local = context.work_group(items)
+        kernel = context.kernels.kernel(
+            "selection/sort_merge", attributes=context.attributes(local), index=STORED[target.dtype], **values
         )
-        pointers = [emitter.operand(x), emitter.tensor(source), emitter.tensor(target)]
+        pointers = [context.operand(x), context.tensor(source), context.tensor(target)]
         shape = KernelShape(rows=outer * had, columns=inner, depth=before.bit_length(), stride=inner)
-        nbytes = emitter.nbytes(source) + emitter.nbytes(target)
+        nbytes = context.nbytes(source) + context.nbytes(target)
         numbers = [columns, depth, inner, before, had, kept, stored]
-        emitter.launch(layer, kernel, [*pointers, *numbers], items, local, shape, nbytes=nbytes, part=f"[merge {runs}]")
+        context.launch(layer, kernel, [*pointers, *numbers], items, local, shape, nbytes=nbytes, part=f"[merge {runs}]")
 
 
-def emit_scan(emitter: Emitter, layer: Layer) -> None:
+def lower_scan(context: LoweringContext, layer: FusionGroup) -> None:
     """A work-item for each column, or, of few long columns, for each chunk of one."""
     node = layer.main
     x, (outer, depth, inner) = node.input(0), _cut(node)
     # Neighbouring columns as one vector, as long as enough of those are left.
-    vector = emitter.vector_for(inner)
-    while vector > 1 and (inner % vector or outer * inner // vector < _BUSY[emitter.descriptor.kind]):
+    vector = context.vector_for(inner)
+    while vector > 1 and (inner % vector or outer * inner // vector < _BUSY[context.descriptor.kind]):
         vector //= 2
     inner //= vector
     columns = outer * inner
-    chunks = max(1, min(_BUSY[emitter.descriptor.kind] // columns, depth // _CHUNK, _CHUNKS))
+    chunks = max(1, min(_BUSY[context.descriptor.kind] // columns, depth // _CHUNK, _CHUNKS))
     chunk = -(-depth // chunks)
     chunks = -(-depth // chunk)
     items = (columns, chunks)
-    local = emitter.work_group(items)
-    parts = emitter.tensor(Value(f"{layer.output.name}.chunks", (chunks, columns * vector), x.dtype)) if chunks > 1 else None
+    local = context.work_group(items)
+    parts = context.tensor(Value(f"{layer.output.name}.chunks", (chunks, columns * vector), x.dtype)) if chunks > 1 else None
     for is_first in (True, False)[parts is None :]:
-        kernel = emitter.kernels.kernel(
-            "scan",
-            attributes=emitter.attributes(local),
-            stored=emitter.stored(x),
-            made=emitter.stored(layer.output),
+        kernel = context.kernels.kernel(
+            "selection/scan",
+            attributes=context.attributes(local),
+            stored=context.stored(x),
+            made=context.stored(layer.output),
             summed=STORED[x.dtype],
             vector=vector,
             vec=Vector(vector).named(STORED[x.dtype]),
@@ -123,9 +123,9 @@ def emit_scan(emitter: Emitter, layer: Layer) -> None:
             parts=parts is not None,
             totals=is_first,
         )
-        pointers = [emitter.operand(x), *([parts] if parts is not None else [])]
+        pointers = [context.operand(x), *([parts] if parts is not None else [])]
         if not is_first:
-            pointers.append(emitter.tensor(layer.output))
+            pointers.append(context.tensor(layer.output))
         shape = KernelShape(rows=chunks, columns=columns * vector, depth=chunk, stride=inner * vector, vector=vector)
         numbers = [columns, depth, inner, chunk, chunks]
-        emitter.launch(layer, kernel, [*pointers, *numbers], items, local, shape, part="[chunks]" if is_first else "")
+        context.launch(layer, kernel, [*pointers, *numbers], items, local, shape, part="[chunks]" if is_first else "")

@@ -8,17 +8,17 @@ from functools import partial
 import numpy as np
 
 from flashmem.compiler.ir.broadcast import affine
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Value
-from flashmem.compiler.lowering.context import Emitter
+from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.movement import move
 from flashmem.compiler.operators.resize import height_taps
 from flashmem.compiler.operators.resize_taps import Axis, Rule, resize_taps
 from flashmem.compiler.operators.vector import REGISTER, STORED, Vector, scalar_literal
-from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import Arg, KernelShape
 
 
-def emit_pool(emitter: Emitter, layer: Layer) -> None:
+def lower_pool(context: LoweringContext, layer: FusionGroup) -> None:
     """MaxPool with the places of its maxima, AveragePool and LpPool. Images are volumes of depth 1."""
     node = layer.main
     x, y = node.input(0), node.outputs[0]
@@ -26,32 +26,32 @@ def emit_pool(emitter: Emitter, layer: Layer) -> None:
     out_sizes = y.shape[1:-1]
     lifted = [1] * (3 - len(sizes))
     rows = y.size // columns
-    vector = emitter.vector_for(columns)
+    vector = context.vector_for(columns)
     kinds = Vector(vector)
     places = node.op == "MaxPoolAt"
     # A maximum needs no wider registers than its elements; beside places, which are 32 bits wide, it takes those.
     vec, load = kinds.named(STORED[x.dtype]), "at[0]" if vector == 1 else f"vload{vector}(0, at)"
-    if places or emitter.storage(x) == "float16":
-        vec, load = kinds.of(x.dtype), kinds.load(emitter.storage(x), "at", "0")
+    if places or context.storage(x) == "float16":
+        vec, load = kinds.of(x.dtype), kinds.load(context.storage(x), "at", "0")
     neutral = "0.0f"
     if node.op.startswith("MaxPool"):
         neutral = "-INFINITY" if x.dtype == "float32" else str(np.iinfo(x.dtype).min)
     items = (-(-columns // vector), rows)
-    local = emitter.work_group(items)
-    kernel = emitter.kernels.kernel(
-        "pool",
+    local = context.work_group(items)
+    kernel = context.kernels.kernel(
+        "spatial/pool",
         op=node.op,
         count_pads=bool(node.attributes.get("count_include_pad", 0)),
         column_major=bool(node.attributes.get("storage_order", 0)),
         p=node.attributes.get("p", 0),
         neutral=neutral,
         maximum="fm_max" if x.dtype == "float32" else "max",
-        stored=emitter.stored(x),
-        made=emitter.stored(layer.output),
+        stored=context.stored(x),
+        made=context.stored(layer.output),
         kind=REGISTER[x.dtype],
         result="found" if places else "total",
         load=load,
-        attributes=emitter.attributes(local),
+        attributes=context.attributes(local),
         vector=vector,
         vec=vec,
         ivec=kinds.named("int"),
@@ -60,16 +60,16 @@ def emit_pool(emitter: Emitter, layer: Layer) -> None:
     pads = node.attributes["pads"]
     before, after = pads[: len(sizes)], pads[len(sizes) :]
     nothing = [0] * len(lifted)
-    args: list[Arg | int] = [emitter.operand(x), emitter.tensor(y), rows, *lifted, *sizes, columns, *lifted, *out_sizes]
+    args: list[Arg | int] = [context.operand(x), context.tensor(y), rows, *lifted, *sizes, columns, *lifted, *out_sizes]
     for name in ("kernel", "strides", "dilations"):
         args += [*lifted, *node.attributes[name]]
     args += [*nothing, *before, *nothing, *after]
     taps = math.prod(node.attributes["kernel"])
     shape = KernelShape(rows=rows, columns=columns, depth=taps, run=columns, vector=vector)
-    emitter.launch(layer, kernel, args, items, local, shape)
+    context.launch(layer, kernel, args, items, local, shape)
 
 
-def emit_unpool(emitter: Emitter, layer: Layer) -> None:
+def lower_unpool(context: LoweringContext, layer: FusionGroup) -> None:
     """MaxUnpool: zeros, then each element where its index says; where several go, the last of them, as if they went in order.
 
     Indices count in the shape before any that was asked for.
@@ -81,13 +81,13 @@ def emit_unpool(emitter: Emitter, layer: Layer) -> None:
     claims = None if _meets_no_place_twice(indices) else Value(f"{y.name}.claims", y.shape, "int32")
     for value, part in ((y, "[zeros]"), (claims, "[no claims]")):
         if value is not None:
-            move(emitter, layer, None, value, y.shape, strides, strides, fill=scalar_literal(value.dtype, 0), part=part)
-    local = emitter.work_group((x.size,))
-    stored, made = emitter.copied(x, y)
+            move(context, layer, None, value, y.shape, strides, strides, fill=scalar_literal(value.dtype, 0), part=part)
+    local = context.work_group((x.size,))
+    stored, made = context.copied(x, y)
     for phase in ("claim", "write") if claims is not None else ("",):
-        kernel = emitter.kernels.kernel(
-            "unpool",
-            attributes=emitter.attributes(local),
+        kernel = context.kernels.kernel(
+            "spatial/unpool",
+            attributes=context.attributes(local),
             stored=stored,
             made=made,
             index=STORED[indices.dtype],
@@ -95,13 +95,13 @@ def emit_unpool(emitter: Emitter, layer: Layer) -> None:
             phase=phase,
         )
         writes = phase != "claim"
-        args: list[Arg | int] = [emitter.operand(x)] if writes else []
-        args += [emitter.operand(indices)]
-        args += [emitter.tensor(y)] if writes else []
-        args += [emitter.tensor(claims)] if claims is not None else []
-        args += [emitter.status(), x.size, math.prod(unpooled), len(emitter.launches) + 1]
+        args: list[Arg | int] = [context.operand(x)] if writes else []
+        args += [context.operand(indices)]
+        args += [context.tensor(y)] if writes else []
+        args += [context.tensor(claims)] if claims is not None else []
+        args += [context.status(), x.size, math.prod(unpooled), len(context.launches) + 1]
         part = "" if writes else "[claims]"
-        emitter.launch(layer, kernel, args, (x.size,), local, KernelShape(columns=x.size), nbytes=16 * x.size, part=part)
+        context.launch(layer, kernel, args, (x.size,), local, KernelShape(columns=x.size), nbytes=16 * x.size, part=part)
 
 
 def _meets_no_place_twice(indices: Value) -> bool:
@@ -116,7 +116,7 @@ def _meets_no_place_twice(indices: Value) -> bool:
     return all(stride > (size - 1) * dilation for size, stride, dilation in windows)
 
 
-def emit_resize(emitter: Emitter, layer: Layer) -> None:
+def lower_resize(context: LoweringContext, layer: FusionGroup) -> None:
     """Resize over height and width, from tables of taps made here."""
     node = layer.main
     x, y = node.input(0), node.outputs[0]
@@ -127,23 +127,23 @@ def emit_resize(emitter: Emitter, layer: Layer) -> None:
     across = resize_taps(Axis(width, y.shape[2], node.attributes["scales"][1], (left, right)), rule)
     copies = rule.mode == "nearest"
     arrays = [down.at, across.at] if copies else [down.at, down.weights, across.at, across.weights]
-    tables = [emitter.data(f"{node.name}.taps{i}", array.nbytes, partial(np.asarray, array)) for i, array in enumerate(arrays)]
-    vector = emitter.vector_for(columns)
+    tables = [context.data(f"{node.name}.taps{i}", array.nbytes, partial(np.asarray, array)) for i, array in enumerate(arrays)]
+    vector = context.vector_for(columns)
     items = (-(-columns // vector), rows)
-    local = emitter.work_group(items)
+    local = context.work_group(items)
     taps = (down.at.shape[1], across.at.shape[1])
-    kernel = emitter.kernels.kernel(
-        "resize",
+    kernel = context.kernels.kernel(
+        "spatial/resize",
         taps=taps,
         copies=copies,
         crops=rule.coordinates == "tf_crop_and_resize",
         outside=scalar_literal(x.dtype, node.attributes["extrapolation_value"]),
-        attributes=emitter.attributes(local),
+        attributes=context.attributes(local),
         vector=vector,
-        stored=emitter.stored(x),
-        made=emitter.stored(layer.output),
+        stored=context.stored(x),
+        made=context.stored(layer.output),
         vec=Vector(vector).named(STORED[x.dtype]),
     )
-    args: list[Arg | int] = [emitter.operand(x), emitter.tensor(y), *tables, rows, height, width, columns, *y.shape[1:3]]
+    args: list[Arg | int] = [context.operand(x), context.tensor(y), *tables, rows, height, width, columns, *y.shape[1:3]]
     shape = KernelShape(rows=rows, columns=columns, depth=math.prod(taps), run=columns, vector=vector)
-    emitter.launch(layer, kernel, args, items, local, shape)
+    context.launch(layer, kernel, args, items, local, shape)

@@ -1,7 +1,7 @@
-"""What later runs of a program play instead of some of its layers: kernels that run sooner, one launch instead of several.
+"""Steady launches: in later runs they replace layers by faster kernels, or several layers by one launch.
 
 NNV12 (MobiSys '23, section 3.5) switches from the kernels of a first answer to those of later ones. Here the program is
-generated once more, for later runs and over the weights as they lie in the file (`Generated.again`), and compared launch by
+generated once more, for later runs and over the weights in the file (`Generated.again`), and compared launch by
 launch. What does the same in the same memory, but by another kernel or in fewer launches, goes into the bundle beside it.
 """
 
@@ -21,7 +21,7 @@ _PART = re.compile(r"\[\d+\]$")
 
 
 def with_steady(first: Generated) -> Generated:
-    """`first`, with what its later runs play instead: none where nothing would be gained."""
+    """`first` with its steady launches: none where nothing would be gained."""
     later = first.again() if first.again is not None else None
     if later is None or later.cuts.keys() != first.cuts.keys():  # it would want them packed in another way
         return first

@@ -1,7 +1,7 @@
-"""Kernels rendered from kernels/templates; equal text is one kernel. Each is preceded by what it uses of the prelude.
+"""Kernel rendering: OpenCL C from kernels/templates. Equal text is one kernel; each begins with what it uses of the prelude.
 
 Every kernel is rendered twice: plain, and with a stream lane for transfer mode `interleave`. Both have the same name, which is
-the template's name and a hash of the plain text, so that the twelve equal layers of a transformer share one kernel.
+the file name of the template and a hash of the plain text, so that the twelve equal layers of a transformer share one kernel.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from pathlib import PurePosixPath
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
@@ -42,7 +43,7 @@ def _environment() -> Environment:
 
 @dataclass(frozen=True)
 class Lane:
-    """The stream lane of a kernel, as kernels/templates/lane.cl.j2 takes it: a work-item carries `units` units at a time."""
+    """The interleaved copy stream of a kernel, for common/lane.cl.j2: a work-item copies `units` units at a time."""
 
     kind: LaneKind
     units: int
@@ -53,8 +54,8 @@ class Lane:
         return lane_places(self.kind)
 
 
-class _Context:
-    """What a template is given. Equal ones, whose values have the same types too, give equal text."""
+class _TemplateValues:
+    """Variables of a template. Equal ones, with values of the same types, render to equal text."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
@@ -64,7 +65,7 @@ class _Context:
         return hash(self._key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Context) and self._key == other._key
+        return isinstance(other, _TemplateValues) and self._key == other._key
 
 
 def _typed(value: Any) -> tuple[object, ...]:
@@ -77,10 +78,10 @@ def _typed(value: Any) -> tuple[object, ...]:
 
 
 @lru_cache(maxsize=1024)  # equal layers have equal kernels, and a model is generated several times before its plan is final
-def _rendered(template: str, lane: Lane | None, context: _Context) -> str:
-    text: str = _environment().get_template(f"{template}.cl.j2").render(name=_PLACEHOLDER, lane=lane, **context.values)
+def _rendered(template: str, lane: Lane | None, given: _TemplateValues) -> str:
+    text: str = _environment().get_template(f"{template}.cl.j2").render(name=_PLACEHOLDER, lane=lane, **given.values)
     if lane:
-        module: Any = _environment().get_template("lane.cl.j2").module
+        module: Any = _environment().get_template("common/lane.cl.j2").module
         text = module.definitions(lane) + text
     return "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n"
 
@@ -90,16 +91,16 @@ class KernelLibrary:
 
     def __init__(self) -> None:
         self._plain: dict[str, str] = {}
-        self._given: dict[str, tuple[str, _Context]] = {}
+        self._given: dict[str, tuple[str, _TemplateValues]] = {}
 
     def kernel(self, template: str, **values: Any) -> str:
-        """The name of the kernel that `template` gives for `values`."""
-        context = _Context(values)
-        plain = _rendered(template, None, context)
-        name = f"{template}_{hashlib.sha256(plain.encode()).hexdigest()[:10]}"
+        """Render the template `template` (a path in kernels/templates without .cl.j2) for `values`; the name of the kernel."""
+        given = _TemplateValues(values)
+        plain = _rendered(template, None, given)
+        name = f"{PurePosixPath(template).name}_{hashlib.sha256(plain.encode()).hexdigest()[:10]}"
         if name not in self._plain:
             self._plain[name] = plain.replace(_PLACEHOLDER, name)
-            self._given[name] = (template, context)
+            self._given[name] = (template, given)
         return name
 
     def source(self, lane: LaneKind, channels: Collection[Channel]) -> Source:
@@ -107,12 +108,12 @@ class KernelLibrary:
         textures of `channels` data are moved by kernels that do nothing else, too.
         """
         laned = {
-            name: _rendered(template, Lane(lane, _units(context.values)), context).replace(_PLACEHOLDER, name)
-            for name, (template, context) in self._given.items()
+            name: _rendered(template, Lane(lane, _units(given.values)), given).replace(_PLACEHOLDER, name)
+            for name, (template, given) in self._given.items()
         }
         kinds: list[LaneKind] = ["buffer", *sorted({*channels, lane} - {"buffer"})]
         for kind in kinds:
-            text = _rendered("lane_copy", Lane(kind, _COPY_UNITS), _Context({}))
+            text = _rendered("common/lane_copy", Lane(kind, _COPY_UNITS), _TemplateValues({}))
             laned[f"lane_copy_{kind}"] = text.replace(_PLACEHOLDER, f"lane_copy_{kind}")
         return Source(
             plain=kernel_source({name: _prelude(text) + text for name, text in self._plain.items()}),
@@ -121,14 +122,14 @@ class KernelLibrary:
         )
 
 
-def _units(context: dict[str, Any]) -> int:
+def _units(given: dict[str, Any]) -> int:
     """Units of its stream lane that a work-item of such a kernel carries."""
-    return _STAGED_UNITS if "t" in context and context["t"].stage else _LANE_UNITS
+    return _STAGED_UNITS if "t" in given and given["t"].k_block else _LANE_UNITS
 
 
 def _prelude(text: str) -> str:
     """What `text` uses of the prelude, comments left out: a driver reads it once for each kernel."""
-    lines: list[str] = _environment().get_template("prelude.cl.j2").render(text=text).splitlines()
+    lines: list[str] = _environment().get_template("common/prelude.cl.j2").render(text=text).splitlines()
     defined = {match[1]: line for line in lines if (match := _DEFINES.match(line))}
     used, new = set[str](), set(_WORD.findall(text)) & defined.keys()
     while new:

@@ -1,4 +1,4 @@
-"""A contraction's tile: what the templates `mac`, `matmul`, `conv` and `staged` know of it as `t`."""
+"""Contraction tiles: the variable `t` of the templates `mac`, `matmul`, `conv`, `winograd` and `staged`."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 from flashmem.base.types import DType
-from flashmem.compiler.lowering.quantisation import Scaling
+from flashmem.compiler.lowering.quantisation import QuantisationParameters
 from flashmem.compiler.operators.vector import STORED, Vector
 from flashmem.compiler.selection.configs import panel
 from flashmem.program.launches import KernelShape
-from flashmem.target.descriptor import Variant
+from flashmem.target.descriptor import KernelConfig
 
 _ELEMENT = {"float32": "float", "float16": "half", "int4": "uchar", "uint4": "uchar"}
 """OpenCL C's names of packed elements that differ from those of tensors; two of 4 bits are one."""
 
 
 @dataclass(frozen=True)
-class Tile(Variant):
-    """A variant cut to one contraction, as the templates see it (`t`), and the types of what it reads, sums up and writes, and
+class ContractionTile(KernelConfig):
+    """A config cut to one contraction, as the templates see it (`t`), and the types of what it reads, sums up and writes, and
     where zero points and scales are. `block_depth`: steps of depth that share a zero point and a scale; 0 if all of them do.
     `aligned`: rows of the left operand start at a multiple of 16 bytes; `aligned_columns`: so do those of the right one.
-    `looped`: one copy of the fused tail finishes all sums, for compilers that take long and processors whose stack is near.
+    `looped`: one copy of the fused tail finishes all sums, for compilers that are slow and processors whose stack is in cache.
     `whole`: a stage never passes the end of the depth, nor of the channels of a tap. `folded`: the weights' texture is folded.
-    `scattered`: what is written has columns first.
+    `scattered`: the result is stored with columns first.
     """
 
     texture: bool = False
@@ -31,10 +31,10 @@ class Tile(Variant):
     scalar: str = "float"
     activation: str = "float"
     stored: str = "float"
-    zero: Scaling | None = None
-    scale: Scaling | None = None
-    weight_zero: Scaling | None = None
-    weight_scale: Scaling | None = None
+    zero: QuantisationParameters | None = None
+    scale: QuantisationParameters | None = None
+    weight_zero: QuantisationParameters | None = None
+    weight_scale: QuantisationParameters | None = None
     block_depth: int = 0
     aligned: bool = False
     aligned_columns: bool = False
@@ -44,9 +44,9 @@ class Tile(Variant):
     looped: bool = False
 
     @classmethod
-    def of(cls, variant: Variant, **types: Any) -> Tile:
-        """`variant`, and the fields that a tile has beside."""
-        return cls(**{each.name: getattr(variant, each.name) for each in fields(Variant)}, **types)
+    def of(cls, config: KernelConfig, **types: Any) -> ContractionTile:
+        """`config`, and the fields that a tile has beside."""
+        return cls(**{each.name: getattr(config, each.name) for each in fields(KernelConfig)}, **types)
 
     @property
     def vectors(self) -> int:
@@ -94,32 +94,37 @@ class Tile(Variant):
 
     def row_offset(self, i: int) -> int:
         """From the first of its rows to the i-th."""
-        return i % self.row_run + i // self.row_run * self.row_run * self.down if self.stage else i
+        return i % self.row_run + i // self.row_run * self.row_run * self.down if self.k_block else i
 
     def column_offset(self, j: int) -> int:
         """From the first of its columns to the first of the j-th vector."""
-        return j * self.vector * (self.across if self.stage else 1)
+        return j * self.vector * (self.across if self.k_block else 1)
 
     def row_items(self, rows: str) -> str:
         """Work-items in the first direction, as an expression of C."""
-        if not self.stage:
+        if not self.k_block:
             return f"({rows} + {self.rows - 1}) / {self.rows}"
         return f"({rows} + {self.block_rows - 1}) / {self.block_rows} * {self.items}"
 
     def launched(self, rows: int, panels: int) -> tuple[int, int]:
         """Work-items in both directions."""
-        return (-(-rows // self.block_rows) * self.items if self.stage else -(-rows // self.rows), panels)
+        return (-(-rows // self.block_rows) * self.items if self.k_block else -(-rows // self.rows), panels)
 
     def described(self, shape: KernelShape) -> KernelShape:
-        """`shape`, with what it says of the variant."""
+        """`shape` with the numbers of this config."""
         return replace(
-            shape, vector=self.vector, tile_rows=self.rows, tile_columns=self.columns, stage=self.stage, split=self.split
+            shape,
+            vector=self.vector,
+            tile_rows=self.rows,
+            tile_columns=self.columns,
+            k_block=self.k_block,
+            slice_k=self.slice_k,
         )
 
     @property
     def group(self) -> tuple[int, int]:
         """The work-group in both directions: flat where its work-items share what they read."""
-        return (self.items, 1) if self.stage else self.local_size
+        return (self.items, 1) if self.k_block else self.local_size
 
     @property
     def down(self) -> int:
@@ -169,9 +174,9 @@ class Tile(Variant):
     @property
     def left_quads(self) -> int:
         """Quads of the left operand's stage that a work-item copies."""
-        return -(-self.block_rows * self.stage // 4 // self.items)
+        return -(-self.block_rows * self.k_block // 4 // self.items)
 
     @property
     def right_quads(self) -> int:
         """Quads of the right operand's stage that a work-item copies."""
-        return -(-self.block_columns * self.stage // 4 // self.items)
+        return -(-self.block_columns * self.k_block // 4 // self.items)

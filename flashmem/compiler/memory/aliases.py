@@ -1,4 +1,4 @@
-"""Values that are contiguous ranges of others: where a Reshape or a Slice moves no data.
+"""Alias analysis: values that are contiguous ranges of others, where a Reshape or a Slice moves no data.
 
 A Reshape's elements are its source's. A Slice's are a range of its source if it takes neighbours only: whole dimensions behind
 the first one that it cuts, and one index in each before that. The range is a tensor of its own kernels' taking if it starts
@@ -15,15 +15,15 @@ from flashmem.compiler.ir.strided import StridedView
 
 
 @dataclass(frozen=True)
-class Range:
+class Alias:
     """`value`'s elements are those of `base` from element `start` on."""
 
     base: Value
     start: int
 
 
-class Ranges:
-    """For each value the one whose memory it is a range of: a node's that computes or copies, an input or a constant.
+class AliasAnalysis:
+    """Alias analysis: for each value the value whose memory it is a range of (computed, copied, an input or a constant).
 
     `half`: where `--precision fp16` may store float32 in half, so that a Slice has to start at a multiple of the alignment in
     either. Results of the model have memory of their own: a Slice that is one, but for Reshapes, is copied.
@@ -31,25 +31,25 @@ class Ranges:
 
     def __init__(self, graph: Graph, *, half: bool) -> None:
         self._half = half
-        self._found: dict[Value, Range] = {}
+        self._found: dict[Value, Alias] = {}
         self._results = {unreshaped(port.value) for port in graph.outputs}
         for node in graph.nodes:
             if node.op in ("Reshape", "Slice"):
                 self.of(node.outputs[0])
 
-    def of(self, value: Value) -> Range:
+    def of(self, value: Value) -> Alias:
         """Where the elements of `value` are."""
         way = []
         while value not in self._found:
             source = self._source(value)
             if source is None:
-                self._found[value] = Range(value, 0)
+                self._found[value] = Alias(value, 0)
             else:
                 way.append((value, source[1]))
                 value = source[0]
         found = self._found[value]
         for each, start in reversed(way):
-            found = self._found[each] = Range(found.base, found.start + start)
+            found = self._found[each] = Alias(found.base, found.start + start)
         return found
 
     def base(self, value: Value) -> Value:
@@ -57,7 +57,7 @@ class Ranges:
         return self.of(value).base
 
     def moves_nothing(self, node: Node) -> bool:
-        """Whether `node` needs no layer, because what it gives lies in its source's memory."""
+        """Whether `node` needs no launch, because its result is a range of its source's memory."""
         return self.base(node.outputs[0]) is not node.outputs[0]
 
     def _source(self, value: Value) -> tuple[Value, int] | None:

@@ -1,4 +1,4 @@
-"""What a bundle has in one buffer or texture, held against what its device allocates at a time (CL_DEVICE_MAX_MEM_ALLOC_SIZE).
+"""Allocation limits: each buffer and texture of a bundle must fit one allocation (CL_DEVICE_MAX_MEM_ALLOC_SIZE).
 
 Weights are cut into slices below that limit (compiler/weights/packing.py). What holds many of them, or all activations, is
 one buffer.

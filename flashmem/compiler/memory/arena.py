@@ -1,4 +1,4 @@
-"""The arena: tensors laid out by when each of their bytes is needed.
+"""Arena layout: offsets for all activations, so that bytes with disjoint lifetimes share memory.
 
 Tensors that share memory (`compiler.memory.buffers`) form one block, in which each has its fixed place. Of a block only some
 bytes may be needed at a time: a part of a Concat before the others are written, a Slice after the rest has been read. What is
@@ -28,8 +28,8 @@ _NEAR = 1.03
 
 
 @dataclass(frozen=True)
-class Use:
-    """Bytes of a block that are needed during layers `first` to `last`, both included."""
+class LiveBytes:
+    """Bytes of a block that are live during layers `first` to `last`, both included."""
 
     block: str
     offset: int
@@ -42,18 +42,18 @@ Rectangle = tuple[int, int, int, int]
 """Where bytes of a block start, where they end, and the first and the last layer that needs them."""
 
 
-def shapes(uses: Iterable[Use], *, slack: int = SLACK) -> dict[str, list[Rectangle]]:
+def shapes(uses: Iterable[LiveBytes], *, slack: int = SLACK) -> dict[str, list[Rectangle]]:
     """Which bytes of each block are needed when. Bytes are counted in whole TENSOR_ALIGNMENT, `slack` behind the last one.
 
     A block's bytes are needed from their first use to their last: what is written is read later.
     """
-    by_block: dict[str, list[Use]] = {}
+    by_block: dict[str, list[LiveBytes]] = {}
     for use in uses:
         by_block.setdefault(use.block, []).append(use)
     return {block: _shape(each, slack) for block, each in by_block.items()}
 
 
-def _shape(uses: Sequence[Use], slack: int) -> list[Rectangle]:
+def _shape(uses: Sequence[LiveBytes], slack: int) -> list[Rectangle]:
     last = max(use.offset + use.nbytes for use in uses)
     spans = [(use.offset, _whole(use.offset + use.nbytes + (slack if use.offset + use.nbytes == last else 0))) for use in uses]
     cuts = sorted({cut for span in spans for cut in span})

@@ -1,4 +1,4 @@
-"""Where each activation lies: in a tensor of its own, or in another's. Lifetimes are those of layers.
+"""Buffer assignment: each activation gets memory of its own, or a range of another's. Lifetimes are counted in layers.
 
 - What is a contiguous range of another value lies inside it (`compiler.memory.aliases`).
 - Parts of a Concat that are contiguous ranges of its result are written there by the layers that compute them; only what lies
@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from flashmem.base.types import ITEMSIZE, SLACK, TENSOR_ALIGNMENT, StoredType
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
-from flashmem.compiler.memory.aliases import Ranges
-from flashmem.compiler.memory.arena import Use, alive, shapes
+from flashmem.compiler.memory.aliases import AliasAnalysis
+from flashmem.compiler.memory.arena import LiveBytes, alive, shapes
 from flashmem.compiler.operators import REGISTRY
-from flashmem.compiler.passes.fusion import Layer
 
 _WIDEST = 16
 """Elements of the widest vector."""
@@ -30,77 +30,92 @@ Storage = Callable[[Value], StoredType]
 
 
 @dataclass(frozen=True)
-class Place:
-    """`offset` bytes behind the start of `root`, which has a tensor of its own."""
+class BufferRange:
+    """The memory of a value: it starts `offset` bytes behind the start of `root`, which has a tensor of its own."""
 
     root: Value
     offset: int
 
 
 @dataclass(frozen=True)
-class Places:
-    """The places of all activations of a graph.
+class BufferAssignment:
+    """Buffer assignment: the memory of each activation of a graph.
 
     Attributes:
         moved: of values that have no tensor of their own though layers compute them, where they lie.
         overwritten: by a layer's main operator, the operand whose memory its output takes.
     """
 
-    ranges: Ranges
+    aliases: AliasAnalysis
     storage: Storage
-    moved: Mapping[Value, Place] = field(default_factory=dict)
+    moved: Mapping[Value, BufferRange] = field(default_factory=dict)
     overwritten: Mapping[Node, Value] = field(default_factory=dict)
 
-    def of(self, value: Value) -> Place:
-        """Where `value` lies."""
-        found = self.ranges.of(value)
-        place = self.moved.get(found.base, Place(found.base, 0))
-        return Place(place.root, place.offset + found.start * ITEMSIZE[self.storage(found.base)])
+    def of(self, value: Value) -> BufferRange:
+        """The memory of `value`."""
+        found = self.aliases.of(value)
+        place = self.moved.get(found.base, BufferRange(found.base, 0))
+        return BufferRange(place.root, place.offset + found.start * ITEMSIZE[self.storage(found.base)])
 
     def holds(self, whole: Value, part: Value, start: int) -> bool:
-        """Whether `part` lies in `whole` from element `start` on: then no copy is needed to put it there."""
+        """Whether `part` is stored in `whole` from element `start` on, so that no copy is needed."""
         outer, inner = self.of(whole), self.of(part)
         at = outer.offset + start * ITEMSIZE[self.storage(whole)]
         return outer.root is inner.root and inner.offset == at and self.storage(whole) == self.storage(part)
 
 
-def find_places(
-    layers: Sequence[Layer], early: Collection[Value], results: Collection[Value], ranges: Ranges, storage: Storage
-) -> Places:
-    """The places of what `layers` read and write, in the order in which they run.
+def assign_buffers(
+    layers: Sequence[FusionGroup],
+    early: Collection[Value],
+    results: Collection[Value],
+    aliases: AliasAnalysis,
+    storage: Storage,
+) -> BufferAssignment:
+    """Assign memory to all that `layers` read and write, in the order in which they run.
 
     `early`: inputs, and what else the host writes before the first layer. `results`: what it reads after the last one.
     """
-    trees = _Trees(layers, early, results, ranges, storage)
+    trees = _Trees(layers, early, results, aliases, storage)
     trees.join_parts(layers)
     apart = trees.alive()
     everywhere = trees.copy()
     everywhere.overwrite(layers, range(len(apart)))
     trees.overwrite(layers, where_needed(apart, max(everywhere.alive(), default=0)))
     moved = {
-        item.base: Place(root, item.at) for root, items in trees.members.items() for item in items if item.base is not root
+        item.base: BufferRange(root, item.at)
+        for root, items in trees.members.items()
+        for item in items
+        if item.base is not root
     }
-    return Places(ranges, storage, moved, trees.overwritten)
+    return BufferAssignment(aliases, storage, moved, trees.overwritten)
 
 
 def held_by(
-    layers: Sequence[Layer], early: Collection[Value], results: Collection[Value], ranges: Ranges, storage: Storage
+    layers: Sequence[FusionGroup],
+    early: Collection[Value],
+    results: Collection[Value],
+    aliases: AliasAnalysis,
+    storage: Storage,
 ) -> list[tuple[int, tuple[int, ...]]]:
     """The pieces of memory that layers share, where nothing is overwritten: the bytes of each, and the layers that touch it.
 
-    Arguments as in `find_places`. Layers count from 1; 0 stands for what is before them, one more than their number for what is
-    after. A piece is needed from the first of its layers to the last, in whatever order they run.
+    Arguments as in `assign_buffers`. Layers count from 1; 0 stands for what is before them, one more than their number for
+    what is after. A piece is needed from the first of its layers to the last, in whatever order they run.
     """
-    trees = _Trees(layers, early, results, ranges, storage)
+    trees = _Trees(layers, early, results, aliases, storage)
     trees.join_parts(layers)
     return list(trees.pieces())
 
 
 def least_alive(
-    layers: Sequence[Layer], early: Collection[Value], results: Collection[Value], ranges: Ranges, storage: Storage
+    layers: Sequence[FusionGroup],
+    early: Collection[Value],
+    results: Collection[Value],
+    aliases: AliasAnalysis,
+    storage: Storage,
 ) -> list[int]:
     """The bytes that are needed at each of `layers`, where every operand is overwritten that can be."""
-    trees = _Trees(layers, early, results, ranges, storage)
+    trees = _Trees(layers, early, results, aliases, storage)
     trees.join_parts(layers)
     trees.overwrite(layers, range(len(layers) + 2))
     return trees.alive()[1:-1]
@@ -111,8 +126,8 @@ def where_needed(apart: Sequence[int], least: int) -> set[int]:
     return {at for at, nbytes in enumerate(apart) if nbytes > least}
 
 
-def read_by(layer: Layer) -> list[Value]:
-    """What a layer reads: the operands of its main operator, each as often as it is one, and those of its tail."""
+def read_by(layer: FusionGroup) -> list[Value]:
+    """The operands of a layer: those of its main operator, repeated ones too, and those of its tail."""
     return [*(value for value in layer.main.inputs if value is not None), *layer.operands()]
 
 
@@ -139,15 +154,15 @@ class _Trees:
 
     def __init__(
         self,
-        layers: Sequence[Layer],
+        layers: Sequence[FusionGroup],
         early: Collection[Value],
         results: Collection[Value],
-        ranges: Ranges,
+        aliases: AliasAnalysis,
         storage: Storage,
     ) -> None:
-        self._ranges, self._storage, self._layers = ranges, storage, len(layers)
+        self._aliases, self._storage, self._layers = aliases, storage, len(layers)
         self.overwritten: dict[Node, Value] = {}
-        self._early, self._results = set(early), {ranges.base(value) for value in results}
+        self._early, self._results = set(early), {aliases.base(value) for value in results}
         items = {value: self._item(value, 0) for value in early}
         for at, layer in enumerate(layers, start=1):
             items[layer.output] = self._item(layer.output, at)
@@ -173,7 +188,7 @@ class _Trees:
 
     def _span(self, value: Value) -> tuple[Value, int, int]:
         """The value that `value` is a range of, and its bytes there."""
-        found = self._ranges.of(value)
+        found = self._aliases.of(value)
         itemsize = ITEMSIZE[self._storage(found.base)]
         return found.base, found.start * itemsize, (found.start + value.size) * itemsize
 
@@ -185,7 +200,7 @@ class _Trees:
     def alive(self) -> list[int]:
         """The bytes that are needed at each layer, the first of them before the first layer."""
         uses = [
-            Use(str(number), item.at + low, high - low, item.first, layer)
+            LiveBytes(str(number), item.at + low, high - low, item.first, layer)
             for number, items in enumerate(self.members.values())
             for item in items
             for low, high, layer in [(0, item.nbytes, item.first), *item.reads]
@@ -211,15 +226,15 @@ class _Trees:
 
     # -- parts of a Concat
 
-    def join_parts(self, layers: Sequence[Layer]) -> None:
+    def join_parts(self, layers: Sequence[FusionGroup]) -> None:
         """Let parts of Concats be written where they are needed."""
         for layer in layers:
             if layer.main.op == "Concat":
                 parts = list(parts_in_place(layer.main))
                 for i, (part, start) in enumerate(parts):
-                    others = {self._ranges.base(other) for other, _ in parts[:i] + parts[i + 1 :]}
+                    others = {self._aliases.base(other) for other, _ in parts[:i] + parts[i + 1 :]}
                     # A part that is copied must not be read from where the copy is written.
-                    if not any(self._root_of.get(other) is self._ranges.base(part) for other in others):
+                    if not any(self._root_of.get(other) is self._aliases.base(part) for other in others):
                         self._join_part(layer.output, part, start)
 
     def _join_part(self, whole: Value, part: Value, start: int) -> None:
@@ -233,7 +248,7 @@ class _Trees:
             self._merge(base, self._root_of[whole], self._item_of[whole].at + at)
 
     def _merge(self, root: Value, into: Value, at: int) -> None:
-        """The tree of `root` lies `at` bytes behind the start of `into`, which is another's."""
+        """Store the tree of `root` in the tree of `into`, `at` bytes from its start."""
         for item in self.members.pop(root):
             item.at += at
             self._root_of[item.base] = into
@@ -241,7 +256,7 @@ class _Trees:
 
     # -- outputs in the place of operands
 
-    def overwrite(self, layers: Sequence[Layer], where: Collection[int]) -> None:
+    def overwrite(self, layers: Sequence[FusionGroup], where: Collection[int]) -> None:
         """Let the layers that are numbered in `where` overwrite an operand, if they can."""
         for at, layer in enumerate(layers, start=1):
             if at in where:
@@ -250,7 +265,7 @@ class _Trees:
                         self.overwritten[layer.main] = operand
                         break
 
-    def _candidates(self, layer: Layer) -> Iterator[Value]:
+    def _candidates(self, layer: FusionGroup) -> Iterator[Value]:
         """The operands that the layer's kernel reads element by element, of the shape and the storage of what it writes."""
         operator, output = REGISTRY[layer.main.op], layer.output
         if layer.moved is not None:  # it writes elsewhere than it reads
@@ -267,7 +282,7 @@ class _Trees:
         if not _fills_vectors(layer, read):
             return
         for value in possible:
-            base = self._ranges.base(value)
+            base = self._aliases.base(value)
             if value.shape != output.shape or value.dtype != output.dtype or base not in self._item_of:
                 continue
             _, start, end = self._span(value)
@@ -283,7 +298,7 @@ class _Trees:
         shift = self._item_of[other].at - self._item_of[base].at
         return low + shift < end and start < high + shift
 
-    def _give(self, operand: Value, layer: Layer, at: int) -> bool:
+    def _give(self, operand: Value, layer: FusionGroup, at: int) -> bool:
         """Give the memory of `operand` to the output of layer `at`, if nobody needs it any more."""
         base, start, _ = self._span(operand)
         read, made = self._item_of[base], self._item_of[layer.output]
@@ -311,7 +326,7 @@ class _Trees:
         return True
 
 
-def _fills_vectors(layer: Layer, read: Iterable[Value]) -> bool:
+def _fills_vectors(layer: FusionGroup, read: Iterable[Value]) -> bool:
     """Whether the last vector of a row ends with the row: otherwise it has elements of the next one, which others write."""
     shape, columns = layer.output.shape, REGISTRY[layer.main.op].columns
     if columns is not None:

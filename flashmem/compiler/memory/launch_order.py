@@ -1,43 +1,47 @@
-"""Launches in the order that takes the least memory for activations (`planning/sequence/order.py` states the problem)."""
+"""Launch order: the order of launches with the lowest peak of activations (`planning/sequence/order.py` solves it)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
 from flashmem.base.types import StoredType
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, Node, Value
-from flashmem.compiler.lowering.host_embedding import host_indices
-from flashmem.compiler.memory.aliases import Ranges
+from flashmem.compiler.memory.aliases import AliasAnalysis
 from flashmem.compiler.memory.buffers import held_by, read_by
+from flashmem.compiler.memory.constants import host_indices
 from flashmem.compiler.memory.precision import stored_in_half
-from flashmem.compiler.passes.fusion import Layer
 from flashmem.planning.sequence.order import Held, OrderProblem, lowest_order
 from flashmem.program.launches import LaunchOrder
 
 
-def in_lowest_order(graph: Graph, layers: Sequence[Layer], *, half: bool = False) -> tuple[list[Layer], LaunchOrder]:
+def in_lowest_order(
+    graph: Graph, layers: Sequence[FusionGroup], *, half: bool = False
+) -> tuple[list[FusionGroup], LaunchOrder]:
     """`layers`, which are given in an order that works, in the one of the lowest peak that was found, and how good that is.
 
     `half`: activations are stored in half, where that can be (`compiler.memory.precision`). Rows that the host picks are
     there from the start. A layer counts as one launch, what lies between the launches of one is not seen; nor is what
     overwrites its operand.
     """
-    ranges = Ranges(graph, half=half)
+    aliases = AliasAnalysis(graph, half=half)
     picked = [layer for layer in layers if host_indices(layer.main, graph) is not None]
-    aside = {id(layer) for layer in layers if ranges.moves_nothing(layer.main)} | {id(layer) for layer in picked}
+    aside = {id(layer) for layer in layers if aliases.moves_nothing(layer.main)} | {id(layer) for layer in picked}
     launched = [layer for layer in layers if id(layer) not in aside]
-    found = lowest_order(_problem(graph, launched, picked, ranges, half=half))
+    found = lowest_order(_problem(graph, launched, picked, aliases, half=half))
     order = LaunchOrder(found.before, found.peak, found.bound, found.method)
     if found.layers == tuple(range(len(launched))):
         return list(layers), order
     return [*picked, *(launched[at] for at in found.layers)], order
 
 
-def _problem(graph: Graph, launched: Sequence[Layer], picked: Sequence[Layer], ranges: Ranges, *, half: bool) -> OrderProblem:
-    halves = stored_in_half(graph, ranges) if half else frozenset()
+def _problem(
+    graph: Graph, launched: Sequence[FusionGroup], picked: Sequence[FusionGroup], aliases: AliasAnalysis, *, half: bool
+) -> OrderProblem:
+    halves = stored_in_half(graph, aliases) if half else frozenset()
 
     def storage(value: Value) -> StoredType:
-        return "float16" if ranges.base(value) in halves else value.dtype
+        return "float16" if aliases.base(value) in halves else value.dtype
 
     made_by: dict[Node, int | None] = {node: at for at, layer in enumerate(launched) for node in layer.nodes}
     made_by.update((node, None) for layer in picked for node in layer.nodes)
@@ -45,7 +49,7 @@ def _problem(graph: Graph, launched: Sequence[Layer], picked: Sequence[Layer], r
     early = [*(port.value for port in graph.inputs), *(layer.output for layer in picked)]
     results = [port.value for port in graph.outputs if port.value.size]
     tensors, end = [], len(launched) + 1
-    for nbytes, touching in held_by(launched, early, results, ranges, storage):
+    for nbytes, touching in held_by(launched, early, results, aliases, storage):
         layers = tuple(layer - 1 for layer in touching if 0 < layer < end)
         tensors.append(Held(nbytes, layers, touching[0] == 0, touching[-1] == end))
     return OrderProblem(tuple(after), tuple(tensors))

@@ -1,5 +1,7 @@
-"""Which activations `--precision fp16` stores in half. Arithmetic is in float32, whatever the operands are stored in, but for
-the products of a few steps of depth where a device's variant says so (`Variant.half`).
+"""Mixed precision: the activations that `--precision fp16` stores in half.
+
+Arithmetic is in float32, whatever the operands are stored in. Only a kernel config with `KernelConfig.half` sums the products
+of a few steps of depth in half.
 
 What a layer leaves in memory is stored in half, but for
 
@@ -18,27 +20,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flashmem.base.types import SLACK, TENSOR_ALIGNMENT
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, Node, Value
-from flashmem.compiler.memory.aliases import Ranges
+from flashmem.compiler.memory.aliases import AliasAnalysis
 from flashmem.compiler.operators import REGISTRY, is_elementwise
 from flashmem.compiler.operators.registry import INTEGERS
-from flashmem.compiler.passes.fusion import Layer, fuse
+from flashmem.compiler.passes.fusion import fuse
 
 SMALL = (TENSOR_ALIGNMENT - SLACK) // 4
 """Elements of float32 that fit where a tensor starts, whatever they are stored in."""
 
 
-def stored_in_half(graph: Graph, ranges: Ranges) -> frozenset[Value]:
-    """The activations of `graph` that are stored in half: those that have memory of their own, or share it (`ranges`)."""
+def stored_in_half(graph: Graph, aliases: AliasAnalysis) -> frozenset[Value]:
+    """The activations of `graph` that are stored in half: those that have memory of their own, or share it (`aliases`)."""
     layers = fuse(graph)
     inputs = [port for port in graph.inputs if port.dtype == "float16"]
-    found = {ranges.base(value) for value in (*(port.value for port in inputs), *(layer.output for layer in layers))}
-    whole = {ranges.base(port.value) for port in (*graph.inputs, *graph.outputs) if port.dtype != "float16"}
-    whole |= {ranges.base(value) for layer in layers for value in _whole(layer)}
+    found = {aliases.base(value) for value in (*(port.value for port in inputs), *(layer.output for layer in layers))}
+    whole = {aliases.base(port.value) for port in (*graph.inputs, *graph.outputs) if port.dtype != "float16"}
+    whole |= {aliases.base(value) for layer in layers for value in _whole(layer)}
     return frozenset(value for value in found - whole if value.dtype == "float32" and value.size > SMALL)
 
 
-def _whole(layer: Layer) -> Iterator[Value]:
+def _whole(layer: FusionGroup) -> Iterator[Value]:
     """The tensors of a layer that have to be stored in their own type."""
     for node in layer.nodes:
         yield from (value for value in REGISTRY[node.op].whole(node) if value is not None)

@@ -1,7 +1,7 @@
 """The registry: what flashmem knows of an operator, each in one declaration.
 
 A model's node becomes layers in one of three ways. It is an *expression* over its operands' elements, fused into its
-neighbours; or a *rewrite* says it in operators that exist; or a *kernel* (an emitter of
+neighbours; or a *rewrite* says it in operators that exist; or a *kernel* (a lowering of
 `flashmem.compiler.lowering.registry`, found by name) runs it. An operator may have a rewrite that brings a node into the form
 its kernel or expression takes: with constants as attributes, axes counted from the front, shapes lifted to two dimensions.
 Forms that only rewrites make, and no ONNX file holds, are declared with `onnx=False`.
@@ -67,7 +67,7 @@ class Operator:
         check: why a node cannot run.
         rewrite: brings a node into simpler forms, or into the one that `expression` or `kernel` takes.
         expression: its value at one place, from its operands' elements at that place.
-        kernel: the emitter that runs it.
+        kernel: the lowering that runs it.
         layout: the order of 4D dimensions it runs on: ONNX's, channels last, or whichever its input has (see `remap`).
         remap: for layout "either": its attributes in channels-last order.
         columns: for an operator whose kernel finishes with fused elementwise operators: the first dimension of its output

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 
 from flashmem.compiler.ir.broadcast import place
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.ir.strided import Factor, StridedView, merged
 from flashmem.compiler.operators import REGISTRY, is_elementwise
@@ -26,40 +26,7 @@ MAX_OPERANDS = 8
 """Tensors a tail reads beside the main operator's own."""
 
 
-@dataclass(eq=False)
-class Layer:
-    """One main operator and its tail; `output` is the single value it leaves in memory.
-
-    `moved` is a Transpose behind them that the layer makes as it stores: columns of matrices of `places` rows become rows.
-    """
-
-    main: Node
-    tail: list[Node] = field(default_factory=list)
-    moved: Node | None = None
-    places: int = 0
-
-    @property
-    def output(self) -> Value:
-        """The one value the layer leaves in memory."""
-        return (self.moved or self.nodes[-1]).outputs[0]
-
-    @property
-    def nodes(self) -> tuple[Node, ...]:
-        """Main operator and tail in execution order."""
-        return (self.main, *self.tail)
-
-    def operands(self) -> list[Value]:
-        """Values from outside that the tail reads, each once."""
-        inside = {node.outputs[0] for node in self.nodes}
-        found: dict[Value, None] = {}
-        for node in self.tail:
-            for value in node.inputs:
-                if value is not None and value not in inside:
-                    found[value] = None
-        return list(found)
-
-
-def fuse(graph: Graph, cuts: Collection[Node] = ()) -> list[Layer]:
+def fuse(graph: Graph, cuts: Collection[Node] = ()) -> list[FusionGroup]:
     """The layers of `graph` in execution order. Reshapes are no layers: they move no data. Nor is a Slice that moves none
     launched (`compiler.memory.aliases`), which depends on what its source is stored in.
 
@@ -70,24 +37,24 @@ def fuse(graph: Graph, cuts: Collection[Node] = ()) -> list[Layer]:
     position = {node: i for i, node in enumerate(graph.nodes)}
     taken: set[Node] = set()
     cut = set(cuts)
-    layers: list[Layer] = []
+    layers: list[FusionGroup] = []
     # From the last to the first, so that a sum of two branches ends the one that is computed later.
     for node in reversed(graph.nodes):
         if node in taken or node.op == "Reshape" or is_elementwise(node):
             continue
-        layers.append(_grow(Layer(node), position, consumers, outputs, taken | cut))
+        layers.append(_grow(FusionGroup(node), position, consumers, outputs, taken | cut))
         taken.update(layers[-1].nodes)
     for node in graph.nodes:
         if is_elementwise(node) and node not in taken:
-            layers.append(_grow(Layer(node), position, consumers, outputs, taken | cut))
+            layers.append(_grow(FusionGroup(node), position, consumers, outputs, taken | cut))
             taken.update(layers[-1].nodes)
     return _stored_moved(sorted(layers, key=lambda layer: position[layer.nodes[-1]]), consumers, outputs)
 
 
-def _stored_moved(layers: list[Layer], consumers: dict[Value, list[Node]], outputs: set[Value]) -> list[Layer]:
+def _stored_moved(layers: list[FusionGroup], consumers: dict[Value, list[Node]], outputs: set[Value]) -> list[FusionGroup]:
     """`layers`, those that give outputs of the model with columns first without the Transposes behind them."""
     by_output = {layer.output: layer for layer in layers}
-    gone: set[Layer] = set()
+    gone: set[FusionGroup] = set()
     for layer in layers:
         if layer.main.op != "Transpose" or not _is_given(layer.output, consumers, outputs):
             continue
@@ -138,8 +105,8 @@ def _scatters(node: Node) -> bool:
 
 
 def _grow(
-    layer: Layer, position: dict[Node, int], consumers: dict[Value, list[Node]], outputs: set[Value], taken: set[Node]
-) -> Layer:
+    layer: FusionGroup, position: dict[Node, int], consumers: dict[Value, list[Node]], outputs: set[Value], taken: set[Node]
+) -> FusionGroup:
     """The longest tail without `taken` nodes after which one value is all that the rest of the graph sees."""
     operator = REGISTRY[layer.main.op]
     if operator.expression is None and operator.columns is None:
@@ -164,7 +131,7 @@ def _grow(
             for value in inside
             if value in outputs or not consumers.get(value) or any(user not in trial for user in consumers[value])
         ]
-        if escaping == [node.outputs[0]] and len(Layer(layer.main, trial).operands()) <= MAX_OPERANDS:
+        if escaping == [node.outputs[0]] and len(FusionGroup(layer.main, trial).operands()) <= MAX_OPERANDS:
             best = list(trial)
     layer.tail = best
     return layer

@@ -1,4 +1,4 @@
-"""Attention's variants as its template sees them (`f`): cut to one attention, in one of two forms (docs/kernels.md)."""
+"""Attention forms: a kernel config fitted to one attention, in one of two forms (docs/kernels.md); the template's `f`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from flashmem.compiler.operators.vector import Vector
 from flashmem.program.launches import KernelShape
-from flashmem.target.descriptor import JOINED, Variant
+from flashmem.target.descriptor import JOINED, KernelConfig
 
 PRIVATE_BYTES = 24 << 10
 """Of queries and sums that a work-item of several vectors keeps: more of them share a load, but the nearest cache has to hold
@@ -21,7 +21,7 @@ WIDE_HEAD = 128
 
 
 @dataclass(frozen=True)
-class Rows:
+class QueryRows:
     """A work-item has `vectors` vectors of `vector` queries. `lanes` of them share the keys, `keys` at a time; `unroll` keys or
     channels are summed up side by side; `joined` channels at a time are joined over lanes. One query alone reads vectors of
     `wide` channels.
@@ -47,12 +47,12 @@ class Rows:
         return (self.lanes, 1)
 
     def described(self, shape: KernelShape) -> KernelShape:
-        """`shape`, with what it says of the variant."""
-        return replace(shape, vector=self.vector, tile_rows=self.rows, tile_columns=self.unroll, split=self.lanes)
+        """`shape` with the numbers of this config."""
+        return replace(shape, vector=self.vector, tile_rows=self.rows, tile_columns=self.unroll, slice_k=self.lanes)
 
 
 @dataclass(frozen=True)
-class Block:
+class KeyBlock:
     """A work-group of `across` x `down` work-items, each with `each` queries and `vector` keys of the block; `staged` channels
     are in local memory at a time.
     """
@@ -85,25 +85,25 @@ class Block:
         return (self.across, self.down, 1)
 
     def described(self, shape: KernelShape) -> KernelShape:
-        """`shape`, with what it says of the variant."""
-        return replace(shape, vector=self.vector, tile_rows=self.each, tile_columns=self.vector, stage=self.staged)
+        """`shape` with the numbers of this config."""
+        return replace(shape, vector=self.vector, tile_rows=self.each, tile_columns=self.vector, k_block=self.staged)
 
 
-def form_of(variant: Variant, rows: int, depth: int, channels: int, wide: int) -> Rows | Block:
-    """`variant` for `rows` queries of a matrix, with heads of `depth` channels and values of `channels`, of which `wide`
+def form_of(config: KernelConfig, rows: int, depth: int, channels: int, wide: int) -> QueryRows | KeyBlock:
+    """`config` for `rows` queries of a matrix, with heads of `depth` channels and values of `channels`, of which `wide`
     lie side by side.
     """
     fitting = 1 << (rows - 1).bit_length()
-    if variant.stage:
+    if config.k_block:
         least, few = LEAST_BLOCK
-        down = min(variant.local_size[0], max(least, fitting // few))
+        down = min(config.local_size[0], max(least, fitting // few))
         many = rows > few * down and max(depth, channels) <= WIDE_HEAD
-        return Block(
-            variant.local_size[1], down, variant.rows if many else min(few, variant.rows), variant.vector, variant.stage
+        return KeyBlock(
+            config.local_size[1], down, config.rows if many else min(few, config.rows), config.vector, config.k_block
         )
-    vector = min(variant.vector, fitting)
-    if variant.split > 1:
-        return Rows(vector, 1, variant.split, 2 * variant.columns, variant.columns, wide)
+    vector = min(config.vector, fitting)
+    if config.slice_k > 1:
+        return QueryRows(vector, 1, config.slice_k, 2 * config.columns, config.columns, wide)
     most = PRIVATE_BYTES // (4 * vector * (depth + channels))
-    vectors = max(1, min(variant.rows // variant.vector, -(-rows // vector), most))
-    return Rows(vector, vectors, 1, 8 * variant.columns, variant.columns, wide)
+    vectors = max(1, min(config.rows // config.vector, -(-rows // vector), most))
+    return QueryRows(vector, vectors, 1, 8 * config.columns, config.columns, wide)

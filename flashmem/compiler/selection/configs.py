@@ -1,4 +1,4 @@
-"""Which of a device's variants computes a contraction."""
+"""Kernel configs for a workload: which of a device's configs can compute it, and the seconds of each, measured or estimated."""
 
 from __future__ import annotations
 
@@ -6,35 +6,38 @@ import math
 from dataclasses import replace
 
 from flashmem.compiler.selection.attention_form import LEAST_BLOCK
-from flashmem.compiler.selection.tuning_database import Product as Product
-from flashmem.compiler.selection.tuning_database import tuned_table
-from flashmem.target.descriptor import DeviceDescriptor, Variant
+from flashmem.compiler.selection.tuning_database import load_database
+from flashmem.compiler.selection.workload import Workload
+from flashmem.target.descriptor import DeviceDescriptor, KernelConfig
 
 
-def choose(descriptor: DeviceDescriptor, product: Product) -> Variant:
-    """The variant that computes `product` soonest: the first of them in the device's list."""
-    times = seconds(descriptor, product)
-    return min(times, key=lambda variant: times[variant])
+def choose(descriptor: DeviceDescriptor, workload: Workload) -> KernelConfig:
+    """The fastest config for `workload`; the first in the device's list of equally fast ones."""
+    times = seconds(descriptor, workload)
+    return min(times, key=lambda config: times[config])
 
 
-def candidates(descriptor: DeviceDescriptor, product: Product) -> tuple[Variant, ...]:
-    """The device's variants that can compute `product`: `descriptor.only` alone, if that one can."""
-    found = [each for each in descriptor.variants_of(product.family) if _fits(each, product)]
-    return tuple(found) or candidates(replace(descriptor, only=""), product)
+def candidates(descriptor: DeviceDescriptor, workload: Workload) -> tuple[KernelConfig, ...]:
+    """The device's configs that can compute `workload`: `descriptor.only` alone, if that one can."""
+    found = [each for each in descriptor.configs_of(workload.family) if _fits(each, workload)]
+    return tuple(found) or candidates(replace(descriptor, only=""), workload)
 
 
-def _fits(variant: Variant, product: Product) -> bool:
-    """Sums in half are of operands that are stored so; who shares the keys of few queries has no others; Winograd's are of 3x3
-    taps one apart (how the 9 taps lie is known to who asks, see `choices.Use`), of floats and of one group. Of a grouped
-    convolution a panel that work-items share holds the columns of one group: a wider one would be zeros, in every group.
+def _fits(config: KernelConfig, workload: Workload) -> bool:
+    """Whether `config` can compute `workload`.
+
+    Sums in half need operands that are stored in half. A config that shares the keys of few queries has no room for more.
+    Winograd needs floats, 3x3 taps, stride 1 and one group; the caller knows the dilation (`selector.KernelRequest`). Of a
+    grouped convolution a panel that work-items share holds the columns of one group: a wider one would be zeros, in every
+    group.
     """
-    if product.family == "conv" and product.batches > 1 and variant.stage and panel(variant) > _filled(product.columns):
+    if workload.family == "conv" and workload.batches > 1 and config.k_block and panel(config) > _filled(workload.columns):
         return False
-    if variant.winograd:
-        return (product.taps, product.stride, product.batches, product.storage) == (9, 1, 1, "float32")
-    if product.family == "attention":
-        return bool(variant.stage) or variant.split == 1 or product.rows <= variant.rows
-    return not variant.half or product.storage == "float16"
+    if config.winograd:
+        return (workload.taps, workload.stride, workload.batches, workload.storage) == (9, 1, 1, "float32")
+    if workload.family == "attention":
+        return bool(config.k_block) or config.slice_k == 1 or workload.rows <= config.rows
+    return not config.half or workload.storage == "float16"
 
 
 def _filled(columns: int) -> int:
@@ -42,107 +45,107 @@ def _filled(columns: int) -> int:
     return 1 << (columns - 1).bit_length()
 
 
-def transformed(product: Product, tiles: int | None = None) -> Product:
+def transformed(workload: Workload, tiles: int | None = None) -> Workload:
     """What Winograd's F(2x2, 3x3) multiplies: tiles of 4 outputs, at least, and 16 matrices of weights for 9 taps."""
-    return replace(product, rows=tiles or -(-product.rows // 4), depth=product.depth // product.taps * 16)
+    return replace(workload, rows=tiles or -(-workload.rows // 4), depth=workload.depth // workload.taps * 16)
 
 
-def cut(variant: Variant, product: Product) -> Variant:
-    """`variant` cut to `product`: a number of rows that wastes few, panels no wider. Staged ones stay as they are."""
-    if variant.stage:
-        return variant
-    least = 8 if product.storage.endswith("int4") else 4
-    columns = max(least, min(variant.columns, _filled(product.columns)))
-    most = min(variant.rows, product.rows)
-    whole = {height: -(-product.rows // height) * height for height in range(most, most // 2, -1)}
+def cut(config: KernelConfig, workload: Workload) -> KernelConfig:
+    """`config` cut to `workload`: a number of rows that wastes few, panels no wider. Staged ones stay as they are."""
+    if config.k_block:
+        return config
+    least = 8 if workload.storage.endswith("int4") else 4
+    columns = max(least, min(config.columns, _filled(workload.columns)))
+    most = min(config.rows, workload.rows)
+    whole = {height: -(-workload.rows // height) * height for height in range(most, most // 2, -1)}
     rows = next(height for height, size in whole.items() if size <= _IDLE_ROWS * min(whole.values()))
-    return replace(variant, rows=rows, columns=columns, vector=min(variant.vector, columns))
+    return replace(config, rows=rows, columns=columns, vector=min(config.vector, columns))
 
 
-def panel(variant: Variant) -> int:
+def panel(config: KernelConfig) -> int:
     """Columns of a panel of packed weights: those of a work-item, or of a work-group that shares what it reads."""
-    return variant.block[1] if variant.stage else variant.columns
+    return config.block[1] if config.k_block else config.columns
 
 
-def seconds(descriptor: DeviceDescriptor, product: Product) -> dict[Variant, float]:
-    """What the device's variants take for `product`: as measured on the nearest product of the tuned table, else estimated.
+def seconds(descriptor: DeviceDescriptor, workload: Workload) -> dict[KernelConfig, float]:
+    """Seconds of the device's configs for `workload`: measured on the nearest workload of the tuning database, else estimated.
 
-    Where something near was measured, variants that were not, or failed, are left out. What Winograd's gain depends on caches
+    Where something near was measured, configs that were not, or failed, are left out. What Winograd's gain depends on caches
     that no estimate knows: they are taken where they were measured.
 
     Raises:
-        UserError: the tuned table that the descriptor names is missing or damaged.
+        UserError: the tuning database that the descriptor names is missing or damaged.
     """
-    variants = candidates(descriptor, product)
-    if len(variants) > 1:
-        table = tuned_table(descriptor)
-        measured = table.seconds(product, variants) if table else {}
+    configs = candidates(descriptor, workload)
+    if len(configs) > 1:
+        database = load_database(descriptor)
+        measured = database.seconds(workload, configs) if database else {}
         if measured:
             return measured
-        variants = tuple(each for each in variants if not each.winograd) or variants
-    step = descriptor.parallelism * 2 / descriptor.rates.flops_of(product.family)  # of all work-items at once
-    return {variant: step * estimate(descriptor, product, variant) for variant in variants}
+        configs = tuple(each for each in configs if not each.winograd) or configs
+    step = descriptor.parallelism * 2 / descriptor.rates.flops_of(workload.family)  # of all work-items at once
+    return {config: step * estimate(descriptor, workload, config) for config in configs}
 
 
-def estimate(descriptor: DeviceDescriptor, product: Product, variant: Variant) -> float:
-    """What `variant` costs where nothing was measured, in multiplications of a full device."""
-    if product.family == "reduce_rows":
-        return _rows(descriptor, product, variant)
-    return (_attention if product.family == "attention" else _contraction)(descriptor, product, variant)
+def estimate(descriptor: DeviceDescriptor, workload: Workload, config: KernelConfig) -> float:
+    """The estimated cost of `config` where nothing was measured, in multiplications of a full device."""
+    if workload.family == "reduce_rows":
+        return _rows(descriptor, workload, config)
+    return (_attention if workload.family == "attention" else _contraction)(descriptor, workload, config)
 
 
-def _contraction(descriptor: DeviceDescriptor, product: Product, variant: Variant) -> float:
+def _contraction(descriptor: DeviceDescriptor, workload: Workload, config: KernelConfig) -> float:
     """See `estimate`.
 
     Work-groups run in waves of as many as the device holds. A work-item with many sums hides latency by itself, so fewer fill
     the device: by the square root of its outputs, it is assumed. A step of depth costs the multiplications and what is read
     for them: each operand once a block where the group shares it, once an item where it does not. Transforms cost nothing here.
     """
-    product = transformed(product) if variant.winograd else product
-    down, across = variant.block
-    outputs = variant.rows * variant.columns
-    groups = product.batches * math.ceil(product.rows / down) * math.ceil(product.columns / across)
-    at_once = max(1, descriptor.parallelism / (math.sqrt(outputs) * variant.items))
-    reads: float = variant.rows + variant.columns
-    if variant.stage:
-        reads = reads * _LOCAL + (down + across) * variant.split / variant.items
-    multiplication = 0.5 + _FOLD / variant.half if variant.half else 1.0
-    reads *= 0.5 if variant.half else 1.0  # which need no conversion
-    steps = math.ceil(groups / at_once) * math.ceil(product.depth / variant.split)
+    workload = transformed(workload) if config.winograd else workload
+    down, across = config.block
+    outputs = config.rows * config.columns
+    groups = workload.batches * math.ceil(workload.rows / down) * math.ceil(workload.columns / across)
+    at_once = max(1, descriptor.parallelism / (math.sqrt(outputs) * config.items))
+    reads: float = config.rows + config.columns
+    if config.k_block:
+        reads = reads * _LOCAL + (down + across) * config.slice_k / config.items
+    multiplication = 0.5 + _FOLD / config.half if config.half else 1.0
+    reads *= 0.5 if config.half else 1.0  # which need no conversion
+    steps = math.ceil(groups / at_once) * math.ceil(workload.depth / config.slice_k)
     return steps * math.sqrt(outputs) * (multiplication + _READ * reads / outputs)
 
 
-def _attention(descriptor: DeviceDescriptor, product: Product, variant: Variant) -> float:
+def _attention(descriptor: DeviceDescriptor, workload: Workload, config: KernelConfig) -> float:
     """See `estimate`. As for contractions: for each query and key a multiplication for each channel of both products, and the
     reads that come with it. Values are taken to be as wide as heads. Where channels pass through local memory, a stage is
     whole, and the group waits for it.
     """
-    fitting = 1 << (product.rows - 1).bit_length()
-    if variant.stage:
-        block, keys = variant.block
-        queries, items = min(block, max(math.prod(LEAST_BLOCK), fitting)), variant.items
-        rounds = math.ceil(product.columns / keys)
-        stages = 2 * math.ceil(product.depth / variant.stage)
+    fitting = 1 << (workload.rows - 1).bit_length()
+    if config.k_block:
+        block, keys = config.block
+        queries, items = min(block, max(math.prod(LEAST_BLOCK), fitting)), config.items
+        rounds = math.ceil(workload.columns / keys)
+        stages = 2 * math.ceil(workload.depth / config.k_block)
         outputs = queries * keys / items
-        reads = _LOCAL * (1 / variant.rows + 1 / variant.columns) + 1 / queries + 1 / keys
-        steps = rounds * stages * (variant.stage * outputs * (1 + _READ * reads) + _WAIT)
+        reads = _LOCAL * (1 / config.rows + 1 / config.columns) + 1 / queries + 1 / keys
+        steps = rounds * stages * (config.k_block * outputs * (1 + _READ * reads) + _WAIT)
     else:
-        queries, items = min(variant.rows, fitting), variant.split
-        outputs = queries * variant.columns
-        steps = 2 * product.depth * queries * math.ceil(product.columns / items) * (1 + _READ / queries)
-    groups = product.batches * math.ceil(product.rows / queries)
+        queries, items = min(config.rows, fitting), config.slice_k
+        outputs = queries * config.columns
+        steps = 2 * workload.depth * queries * math.ceil(workload.columns / items) * (1 + _READ / queries)
+    groups = workload.batches * math.ceil(workload.rows / queries)
     at_once = max(1, descriptor.parallelism / (math.sqrt(outputs) * items))
     return math.ceil(groups / at_once) * steps / math.sqrt(outputs)
 
 
-def _rows(descriptor: DeviceDescriptor, product: Product, variant: Variant) -> float:
+def _rows(descriptor: DeviceDescriptor, workload: Workload, config: KernelConfig) -> float:
     """See `estimate`. A row is read three times, as a normalization does, and twice its parts are joined two by two: in local
     memory, where the group waits each time, or by shuffles.
     """
-    reads = 3 * math.ceil(product.depth / (variant.split * variant.vector))
-    joins = 2 * math.log2(variant.split)
-    at_once = max(1, descriptor.parallelism / variant.split)
-    return math.ceil(product.rows / at_once) * (_READ * reads + joins * (_SHUFFLE if variant.subgroups else _WAIT))
+    reads = 3 * math.ceil(workload.depth / (config.slice_k * config.vector))
+    joins = 2 * math.log2(config.slice_k)
+    at_once = max(1, descriptor.parallelism / config.slice_k)
+    return math.ceil(workload.rows / at_once) * (_READ * reads + joins * (_SHUFFLE if config.subgroups else _WAIT))
 
 
 _SHUFFLE = 4.0

@@ -1,8 +1,8 @@
-"""The table of what `flashmem tune` measured: seconds of each variant for products of several shapes.
+"""The tuning database of a device: seconds of each kernel config for several workloads, as `flashmem tune` measured them.
 
-NAME.tuned.csv lies beside the descriptor, whose key `tuned` is NAME. Comments begin with #: the first one says, as JSON, what
-was measured and when. Each line is one variant on one product; a variant that cannot run has no seconds, and a note says why.
-The descriptor is stored in bundles, the table is not: only compiling reads it.
+It is the file NAME.tuned.csv in the folder of the descriptor, whose key `tuned` is NAME. Comments begin with #; the first one
+is JSON: the device that was measured, and the date. Each line is one config on one workload. A config that cannot run has no
+seconds, and a note says why. Bundles hold the descriptor and not the database: only the compiler reads it.
 """
 
 from __future__ import annotations
@@ -22,84 +22,50 @@ from typing import Any, cast
 from flashmem.base.errors import UserError
 from flashmem.base.resources import read_text
 from flashmem.base.types import MemoryPath
-from flashmem.target.descriptor import DeviceDescriptor, Variant
+from flashmem.compiler.selection.workload import Workload
+from flashmem.target.descriptor import DeviceDescriptor, KernelConfig
 
 SUFFIX = ".tuned.csv"
-VERSION = 1
+VERSION = 2
 NEAR = 3.0
-"""Doublings, over all sizes together, up to which a measured product says something of another."""
-
-
-@dataclass(frozen=True)
-class Product:
-    """A contraction as kernels see it: `batches` products of [rows, depth] and [depth, columns].
-
-    Of a convolution `depth` counts every tap (a product of `taps`), `stride` is its step; of attention, `rows` are queries,
-    `columns` keys, `depth` the width of a head, `batches` the heads. `storage`: what the elements of packed weights are.
-    """
-
-    family: str
-    path: MemoryPath
-    rows: int
-    depth: int
-    columns: int
-    batches: int = 1
-    storage: str = "float32"
-    taps: int = 1
-    stride: int = 1
-
-    @property
-    def macs(self) -> int:
-        """Multiplications."""
-        return self.batches * self.rows * self.depth * self.columns
-
-    @property
-    def kind(self) -> tuple[str, str]:
-        """What products must share to say something of each other."""
-        return self.family, self.path
-
-    def distance(self, other: Product) -> float:
-        """Doublings between two products of one kind; another storage, or other taps, count as much as one."""
-        sizes = [(getattr(self, name), getattr(other, name)) for name in ("rows", "depth", "columns", "batches")]
-        unlike = (self.storage != other.storage) + ((self.taps > 1) != (other.taps > 1)) + (self.stride != other.stride)
-        return math.hypot(*(math.log2(max(1, a) / max(1, b)) for a, b in sizes), unlike)
+"""The largest distance, in doublings of sizes, from a workload to a measured one that stands for it."""
 
 
 _SIZES = ("batches", "rows", "depth", "columns", "taps", "stride")
-COLUMNS = ("family", "path", "storage", *_SIZES, "variant", "code", "seconds", "note")
+COLUMNS = ("family", "path", "storage", *_SIZES, "config", "code", "seconds", "note")
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What one variant took for one product; None with a note where it cannot run."""
+    """The time of one config on one workload; None, with a note, where it cannot run."""
 
-    product: Product
-    variant: str
-    code: str  # `Variant.code`: what was measured, should the name come to mean another
+    workload: Workload
+    config: str
+    code: str  # `KernelConfig.code`: what was measured, should the name come to mean another
     seconds: float | None
     note: str = ""
 
     def line(self) -> list[str]:
-        """As the table has it."""
-        p = self.product
+        """The row of the file."""
+        p = self.workload
         seconds = "" if self.seconds is None else f"{self.seconds:.4g}"
         sizes = [str(getattr(p, name)) for name in _SIZES]
-        return [p.family, p.path, p.storage, *sizes, self.variant, self.code, seconds, self.note]
+        return [p.family, p.path, p.storage, *sizes, self.config, self.code, seconds, self.note]
 
 
 @dataclass(frozen=True)
-class Table:
-    """Timings, and what the table says of itself. `digest` is of its text."""
+class TuningDatabase:
+    """Timings, and facts about how they were measured. `digest`: a hash of the file's text."""
 
     about: Mapping[str, Any]
     timings: Sequence[Timing]
     digest: str = ""
-    _found: dict[tuple[Product, tuple[str, ...]], dict[str, float]] = field(
+    _found: dict[tuple[Workload, tuple[str, ...]], dict[str, float]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def text(self) -> str:
-        """As `read_table` reads it."""
+        """The text of the file, which `parse_database` reads."""
         lines = io.StringIO()
         lines.write("# " + json.dumps(dict(self.about), sort_keys=True) + "\n")
         writer = csv.writer(lines, lineterminator="\n")
@@ -108,45 +74,45 @@ class Table:
         return lines.getvalue()
 
     @cached_property
-    def products(self) -> dict[tuple[str, str], dict[Product, dict[str, Timing]]]:
-        """Timings by kind, product and the variant's code."""
-        kinds: dict[tuple[str, str], dict[Product, dict[str, Timing]]] = defaultdict(lambda: defaultdict(dict))
+    def workloads(self) -> dict[tuple[str, str], dict[Workload, dict[str, Timing]]]:
+        """Timings by kind, workload and the config's code."""
+        kinds: dict[tuple[str, str], dict[Workload, dict[str, Timing]]] = defaultdict(lambda: defaultdict(dict))
         for timing in self.timings:
-            kinds[timing.product.kind][timing.product][timing.code] = timing
+            kinds[timing.workload.kind][timing.workload][timing.code] = timing
         return kinds
 
-    def seconds(self, product: Product, variants: Sequence[Variant]) -> dict[Variant, float]:
-        """Seconds of those of `variants` that ran on the nearest product measured, by multiplications; {} if none is near.
+    def seconds(self, workload: Workload, configs: Sequence[KernelConfig]) -> dict[KernelConfig, float]:
+        """Seconds of `configs` on the nearest measured workload, scaled by multiplications; {} if none is near.
 
-        A variant that failed there is left out; so is one whose numbers were changed since.
+        Left out: configs that failed there, and configs whose numbers changed since.
         """
-        codes = tuple(variant.code for variant in variants)
-        if (product, codes) not in self._found:
-            self._found[product, codes] = self._nearest(product, codes)
-        found = self._found[product, codes]
-        return {variant: found[code] for variant, code in zip(variants, codes, strict=True) if code in found}
+        codes = tuple(config.code for config in configs)
+        if (workload, codes) not in self._found:
+            self._found[workload, codes] = self._nearest(workload, codes)
+        found = self._found[workload, codes]
+        return {config: found[code] for config, code in zip(configs, codes, strict=True) if code in found}
 
-    def _nearest(self, product: Product, codes: Iterable[str]) -> dict[str, float]:
+    def _nearest(self, workload: Workload, codes: Iterable[str]) -> dict[str, float]:
         wanted = set(codes)
         near = [
             (distance, known)
-            for known, timings in self.products.get(product.kind, {}).items()
-            if (distance := product.distance(known)) <= NEAR
+            for known, timings in self.workloads.get(workload.kind, {}).items()
+            if (distance := workload.distance(known)) <= NEAR
             and any(code in wanted and timing.seconds is not None for code, timing in timings.items())
         ]
         if not near:
             return {}
         _, nearest = min(near, key=lambda pair: pair[0])
-        scale = product.macs / max(1, nearest.macs)
-        timings = self.products[product.kind][nearest].items()
+        scale = workload.macs / max(1, nearest.macs)
+        timings = self.workloads[workload.kind][nearest].items()
         return {code: t.seconds * scale for code, t in timings if code in wanted and t.seconds is not None}
 
 
-def read_table(text: str, where: str) -> Table:
-    """The table in `text`.
+def parse_database(text: str, where: str) -> TuningDatabase:
+    """The database in `text`; `where` names the file.
 
     Raises:
-        UserError: it is none, or of another version.
+        UserError: the text is not a tuning database, or of another version.
     """
     lines = text.splitlines()
     try:
@@ -159,30 +125,30 @@ def read_table(text: str, where: str) -> Table:
         timings = [_timing(row) for row in rows]
     except (IndexError, KeyError, TypeError, ValueError, AttributeError, csv.Error) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{where} is not a table of tuned variants ({reason}); run flashmem tune --fresh") from error
-    return Table(about, timings, hashlib.sha256(text.encode()).hexdigest()[:16])
+        raise UserError(f"{where} is not a tuning database ({reason}); run flashmem tune --fresh") from error
+    return TuningDatabase(about, timings, hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
 def _timing(row: dict[str, str]) -> Timing:
     if None in row or None in row.values():
-        raise ValueError(f"the line of {row.get('variant')!r} has more or fewer cells than there are columns")
+        raise ValueError(f"the line of {row.get('config')!r} has more or fewer cells than there are columns")
     if row["path"] not in ("buffer", "texture"):
         raise ValueError(f"{row['path']!r} is no memory path")
     sizes = {name: int(row[name]) for name in _SIZES}
     if min(sizes.values()) < 1:
-        raise ValueError(f"a product of {sizes} has nothing to multiply")
+        raise ValueError(f"a workload of {sizes} has nothing to multiply")
     seconds = float(row["seconds"]) if row["seconds"] else None
     if seconds is not None and not 0 < seconds < math.inf:
         raise ValueError(f"{row['seconds']} seconds")
-    product = Product(row["family"], cast(MemoryPath, row["path"]), storage=row["storage"], **sizes)
-    return Timing(product, row["variant"], row["code"], seconds, row["note"])
+    workload = Workload(row["family"], cast(MemoryPath, row["path"]), storage=row["storage"], **sizes)
+    return Timing(workload, row["config"], row["code"], seconds, row["note"])
 
 
-def tuned_table(descriptor: DeviceDescriptor) -> Table | None:
-    """The table that `descriptor` names, read once; None if it names none.
+def load_database(descriptor: DeviceDescriptor) -> TuningDatabase | None:
+    """The database that `descriptor` names, read once; None if it names none.
 
     Raises:
-        UserError: it is missing, or not a table.
+        UserError: it is missing, or not a tuning database.
     """
     if not descriptor.tuned:
         return None
@@ -192,14 +158,14 @@ def tuned_table(descriptor: DeviceDescriptor) -> Table | None:
         text = Path(name).read_text(encoding="utf-8") if stem.is_absolute() else read_text("devices", name)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"the table of tuned variants {name} cannot be read ({reason}); run flashmem tune") from error
+        raise UserError(f"the tuning database {name} cannot be read ({reason}); run flashmem tune") from error
     return _parsed(text, name)
 
 
-_parsed = lru_cache(maxsize=8)(read_table)
+_parsed = lru_cache(maxsize=8)(parse_database)
 
 
 def digest(descriptor: DeviceDescriptor) -> str:
-    """What changes when the descriptor's table does; "" without one."""
-    table = tuned_table(descriptor)
-    return table.digest if table else ""
+    """A hash of the descriptor's tuning database; "" without one."""
+    database = load_database(descriptor)
+    return database.digest if database else ""

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from flashmem.base.types import TENSOR_ALIGNMENT
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, Node, Value
-from flashmem.compiler.memory.aliases import Ranges
+from flashmem.compiler.memory.aliases import AliasAnalysis
 from flashmem.compiler.operators.tiling_interface import AxisRange, outermost
-from flashmem.compiler.passes.fusion import Layer
 from flashmem.compiler.tiling.patches import Chain, Patch, alike, units
 
 WINDOW = 40
@@ -93,9 +93,9 @@ class _Known:
 class PatchChoice:
     """The chains of one graph that may be in patches; for several limits, what was tried for one serves the others."""
 
-    def __init__(self, graph: Graph, layers: Sequence[Layer], ranges: Ranges, memory: Memory) -> None:
-        """`ranges`: those of `graph`, whose layers are `layers`."""
-        self.layers, self.memory, self.ranges = layers, memory, ranges
+    def __init__(self, graph: Graph, layers: Sequence[FusionGroup], aliases: AliasAnalysis, memory: Memory) -> None:
+        """`aliases`: those of `graph`, whose layers are `layers`."""
+        self.layers, self.memory, self.aliases = layers, memory, aliases
         self.nodes = units(graph, layers)[1:]
         self.results = {port.value for port in graph.outputs}
         self.readers: dict[Value, list[int]] = {}
@@ -107,15 +107,15 @@ class PatchChoice:
         # When the memory of each value is needed, first and last.
         self.life: dict[Value, tuple[int, int]] = {}
         for port in graph.inputs:
-            self.life[ranges.base(port.value)] = (-1, -1)
+            self.life[aliases.base(port.value)] = (-1, -1)
         for i, layer in enumerate(layers):
-            if not ranges.moves_nothing(layer.main):
+            if not aliases.moves_nothing(layer.main):
                 self.life[layer.output] = (i, i)
             for value in (*layer.main.inputs, *layer.operands()):
-                if value is not None and (base := ranges.base(value)) in self.life:
+                if value is not None and (base := aliases.base(value)) in self.life:
                     self.life[base] = (self.life[base][0], i)
         for value in self.results:
-            base = ranges.base(value)
+            base = aliases.base(value)
             if base in self.life:
                 self.life[base] = (self.life[base][0], len(layers))
         self.born: dict[int, list[Value]] = {}
@@ -189,7 +189,7 @@ class PatchChoice:
     def _sizes(self, last: int) -> Iterator[int]:
         """Sizes of patches of a layer's result, the largest first: aligned ranges of memory, if possible of equal sizes."""
         output = self.layers[last].output
-        if output.size < 2 or output.dtype not in ("float32",) or self.ranges.moves_nothing(self.layers[last].main):
+        if output.size < 2 or output.dtype not in ("float32",) or self.aliases.moves_nothing(self.layers[last].main):
             return  # nothing to cut: of one number there is one patch, and a scalar has no axis
         places = output.shape[outermost(output.shape)]
         place_bytes = self.memory.nbytes(output) // places
@@ -262,7 +262,7 @@ class PatchChoice:
         """What is alive in `chain`, one of whose patches is (part of) `patch`."""
         first, last = chain.first, chain.last
         count = len(chain.starts)
-        base, nbytes = self.ranges.base, self.memory.nbytes
+        base, nbytes = self.aliases.base, self.memory.nbytes
         inside = [node for unit in self.nodes[first : last + 1] for node in unit]
         members = [node for node in inside if node in patch.parts]
         if not members or self.layers[last].output not in patch.needs:
@@ -350,7 +350,7 @@ class PatchChoice:
         for node in members:
             for value in node.inputs:
                 if value is not None:
-                    last[self.ranges.base(value)] = self.at[node]
+                    last[self.aliases.base(value)] = self.at[node]
         change: dict[int, int] = {}
         for node in members:
             value, at = node.outputs[0], self.at[node]

@@ -14,10 +14,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from flashmem.compiler.ir.builder import Rewriter, derived
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.operators import REGISTRY
 from flashmem.compiler.operators.tiling_interface import AxisRange, TiledNode
-from flashmem.compiler.passes.fusion import Layer, fuse
+from flashmem.compiler.passes.fusion import fuse
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Patch:
     parts: dict[Node, TiledNode] = field(default_factory=dict)
 
 
-def units(graph: Graph, layers: Sequence[Layer]) -> list[list[Node]]:
+def units(graph: Graph, layers: Sequence[FusionGroup]) -> list[list[Node]]:
     """The nodes of each layer, with the Reshapes of its result; Reshapes of inputs before the first."""
     at = {node: i for i, layer in enumerate(layers, start=1) for node in layer.nodes}
     made: list[list[Node]] = [[] for _ in range(len(layers) + 1)]

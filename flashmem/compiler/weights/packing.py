@@ -1,4 +1,4 @@
-"""Weights in the order in which kernels read them (kernels/templates/mac.cl.j2).
+"""Weight packing: weights in the order in which kernels read them (kernels/templates/contraction/mac.cl.j2).
 
 A contraction's weights are a matrix [depth, columns], cut into panels of `panel` columns (zero beyond the last; never across
 two groups of a convolution). In a buffer a panel is [depth][panel], one after the other: the MAC loop reads straight on. In

@@ -1,4 +1,4 @@
-"""The weight file before it is written: what lies where, and how each part is made.
+"""The layout of the weight file before it is written: offsets of all pieces, and functions that make them.
 
 Planning needs the sizes of slices, not their contents. So a program is generated, planned, perhaps fused differently and
 generated again, before the first weight is read.
@@ -59,7 +59,7 @@ class PackingList:
         return offsets
 
     def write(self, sink: WeightSink, on_piece: OnPiece = lambda name, nbytes: None) -> None:
-        """Make every piece and append it to `sink`, which must have what lies before."""
+        """Make every piece and append it to `sink`, which must hold all that precedes them."""
         for entry in self._entries:
             for (offset, nbytes), piece in zip(entry.places, entry.pieces(), strict=True):
                 written = sink.append(piece, self.page_bytes)

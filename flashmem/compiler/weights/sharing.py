@@ -1,8 +1,8 @@
-"""What programs of one model share in the weight file, where it is compiled for several shapes.
+"""Weight sharing between the programs of one model that is compiled for several shapes.
 
-The first program's weights are placed as it likes. A later one looks for what it reads by what that holds, and takes it as it
-is packed; only what is not there, or not in a form that its kernels read, is placed behind the rest. Resident constants are one
-run of bytes, of which each program has a beginning, the longer the later it was made.
+The first program places its weights as it likes. A later one looks weights up by their content and reads them as they are
+packed. It adds only weights that the file lacks, or lacks in a form that its kernels read. Resident constants are one run of
+bytes; each program uses a prefix of it, and later programs use longer ones.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class PackedWeight:
 
 @dataclass
 class Placements:
-    """What one program has placed in the file, or found there."""
+    """The weights that one program has placed in the file, or found there."""
 
     packed: list[PackedWeight] = field(default_factory=list)
     plain: list[tuple[Slice, Callable[[], NDArray[Any]]]] = field(default_factory=list)

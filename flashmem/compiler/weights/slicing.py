@@ -1,4 +1,4 @@
-"""How a weight is cut into slices, each of which is one launch: as few as there can be, as many as memory asks for.
+"""Slicing: the number of slices of a weight, each one launch; as few as memory allows.
 
 Small slices let reading overlap with computing and keep budgets small; a launch of few work-items leaves most of a GPU idle.
 So a weight is cut into slices of `least` bytes, and into larger ones where their launches would not fill the device. A GPU is

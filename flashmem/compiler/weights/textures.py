@@ -1,4 +1,4 @@
-"""The textures of a packed weight: which panels each holds, and how tall they are, so that aligned rows waste next to nothing.
+"""Texture layout of packed weights: the panels of each texture and its height, with little padding of aligned rows.
 
 Devices that make an image of a buffer want its rows to start at multiples of an alignment, of 64 texels on phones. An image of
 a few panels is then mostly padding. But its height is free: rows beyond the height continue to the right (a *fold*), and with

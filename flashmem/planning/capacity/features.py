@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.types import TRANSFER_MODES, MemoryPath, OperatorClass, TransferMode
-from flashmem.program.launches import Launch
+from flashmem.program.launches import KernelShape, Launch
 
 Matrix = NDArray[np.float32]
 
@@ -28,33 +28,21 @@ MAX_RATIO: Final = 3.0
 """The most that is streamed beside a kernel when profiling, as a multiple of the bytes it reads itself."""
 
 
-@dataclass(frozen=True)
-class LaunchFeatures:
-    """One launch as the dataset describes it. `items` and `group`: work-items in all, and in a work-group; `across`: those of
-    the first direction.
+@dataclass(frozen=True, kw_only=True)
+class LaunchFeatures(KernelShape):
+    """One launch as the dataset describes it: what its kernel does, its cost, and its work-items.
+
+    `items` and `group`: work-items in all, and in a work-group; `across`: work-items in the first direction.
     """
 
-    family: str
     operator_class: OperatorClass
     memory_path: MemoryPath
-    rows: int
-    columns: int
-    depth: int
-    run: int
-    stride: int
-    vector: int
-    simple_ops: int
-    special_ops: int
     macs: int
     bytes: int
     weight_bytes: int
     items: int
     across: int
     group: int
-    tile_rows: int = 0
-    tile_columns: int = 0
-    stage: int = 0
-    split: int = 1
 
     @property
     def own_bytes(self) -> int:
@@ -62,31 +50,21 @@ class LaunchFeatures:
         return max(self.bytes + self.weight_bytes - 4 * self.rows * self.columns, 64)
 
 
+_SHAPE: Final = tuple(each.name for each in fields(KernelShape))
+
+
 def launch_features(launch: Launch, weight_bytes: int, memory_path: MemoryPath) -> LaunchFeatures:
     """The features of `launch`, which reads `weight_bytes` of weights beside its activations."""
-    shape = launch.shape
     return LaunchFeatures(
-        family=shape.family,
+        **{name: getattr(launch.shape, name) for name in _SHAPE},
         operator_class=launch.operator_class,
         memory_path=memory_path,
-        rows=shape.rows,
-        columns=shape.columns,
-        depth=shape.depth,
-        run=shape.run,
-        stride=shape.stride,
-        vector=shape.vector,
-        simple_ops=shape.simple_ops,
-        special_ops=shape.special_ops,
         macs=launch.macs,
         bytes=launch.bytes,
         weight_bytes=weight_bytes,
         items=math.prod(launch.global_size),
         across=launch.global_size[0],
         group=math.prod(launch.local_size or (1,)),
-        tile_rows=shape.tile_rows,
-        tile_columns=shape.tile_columns,
-        stage=shape.stage,
-        split=shape.split,
     )
 
 
@@ -94,7 +72,7 @@ KERNEL_FEATURES: Final = (
     *(f"is_{family}" for family in FAMILIES), "is_texture", "log_rows", "log_columns", "log_depth", "log_run", "log_stride",
     "log_vector", "log_macs", "log_bytes", "log_weight_bytes", "log_items", "log_across", "log_group", "log_groups",
     "log_outputs", "log_intensity", "log_special", "simple_ops", "special_ops", "log_outputs_per_item", "log_roofline",
-    "log_tile_rows", "log_tile_columns", "log_stage", "log_split",
+    "log_tile_rows", "log_tile_columns", "log_k_block", "log_slice_k",
 )  # fmt: skip
 
 LOAD_FEATURES: Final = (
@@ -123,8 +101,8 @@ def kernel_features(kernels: Sequence[LaunchFeatures], roofline: Sequence[float]
             kernel.macs / (kernel.bytes + kernel.weight_bytes + 1), kernel.special_ops * outputs,
         )  # fmt: skip
         numbers = [kernel.simple_ops, kernel.special_ops, math.log2(outputs / kernel.items), math.log2(seconds)]
-        variant = map(_log, (kernel.tile_rows, kernel.tile_columns, kernel.stage, kernel.split))
-        rows.append([*family, float(kernel.memory_path == "texture"), *map(_log, logarithms), *numbers, *variant])
+        config = map(_log, (kernel.tile_rows, kernel.tile_columns, kernel.k_block, kernel.slice_k))
+        rows.append([*family, float(kernel.memory_path == "texture"), *map(_log, logarithms), *numbers, *config])
     return np.array(rows, np.float32).reshape(len(kernels), len(KERNEL_FEATURES))
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from flashmem.base.errors import NoDeviceError
 from flashmem.base.pages import page_size
 from flashmem.base.types import TRANSFER_MODES, MemoryPath, TransferMode
-from flashmem.target.descriptor import SHUFFLES, DeviceDescriptor, Variant, descriptor_names, load_descriptor
+from flashmem.target.descriptor import SHUFFLES, DeviceDescriptor, KernelConfig, descriptor_names, load_descriptor
 
 IMAGE_FROM_BUFFER = "cl_khr_image2d_from_buffer"
 HALF_ARITHMETIC = "cl_khr_fp16"
@@ -169,7 +169,7 @@ def descriptor_for(device: Device) -> DeviceDescriptor:
         image_pitch_alignment=device.image_pitch_alignment,
         max_alloc_bytes=device.max_alloc_bytes,
         page_bytes=max(base.page_bytes, page_size()),
-        variants=tuple(each for each in base.variants if _can(device, each)),
+        configs=tuple(each for each in base.configs if _can(device, each)),
     )
 
 
@@ -184,10 +184,10 @@ def _offered(base: DeviceDescriptor, path: MemoryPath, reasons: Collection[Trans
     return tuple(mode for mode in (*listed, *others) if mode not in reasons)
 
 
-def _can(device: Device, variant: Variant) -> bool:
-    """Whether the driver has the extensions that `variant` needs."""
-    half = not variant.half or HALF_ARITHMETIC in device.extensions
-    return half and (not variant.subgroups or device.shuffles)
+def _can(device: Device, config: KernelConfig) -> bool:
+    """Whether the driver has the extensions that `config` needs."""
+    half = not config.half or HALF_ARITHMETIC in device.extensions
+    return half and (not config.subgroups or device.shuffles)
 
 
 def why_not(device: Device) -> dict[MemoryPath, dict[TransferMode, str]]:

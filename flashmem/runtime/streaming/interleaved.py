@@ -2,7 +2,7 @@
 
 A launch makes up to four moves (`program.lane_places`), each of units of one slice from staging to its home: texels of an
 image, or 16-byte words of a plain buffer. Six arguments describe a move, last in every kernel of the lane source: lane_src,
-lane_dst, lane_first, lane_count, lane_width, lane_pitch (kernels/templates/lane.cl.j2).
+lane_dst, lane_first, lane_count, lane_width, lane_pitch (kernels/templates/common/lane.cl.j2).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from flashmem.bundle.shape_variants import read_variants
 from flashmem.compile import compile as compile_model
 from flashmem.compile import read_graph
 from flashmem.compiler.ir.portable import portable
-from flashmem.compiler.lowering.context import RESIDENT_CONSTANT_BYTES
+from flashmem.compiler.memory.constants import RESIDENT_CONSTANT_BYTES
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.planning.limits import Limits

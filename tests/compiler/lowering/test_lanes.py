@@ -33,7 +33,7 @@ from flashmem.runtime.opencl.context import Context, list_devices
 from flashmem.runtime.opencl.devices import Device
 from flashmem.runtime.streaming import interleaved as lanes
 from flashmem.runtime.streaming.interleaved import COPY_GROUP, CopyStream, LayerMoves, Move
-from flashmem.target.descriptor import Variant, load_descriptor
+from flashmem.target.descriptor import KernelConfig, load_descriptor
 
 DEVICES = [pytest.param(device, id=device.descriptor_name) for device in list_devices()]
 KINDS: tuple[LaneKind, ...] = ("buffer", "float", "half", "uint8", "uint16")
@@ -264,19 +264,19 @@ class Runner:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("path", "tiles", "variant"), [("texture", "nvidia", "64x64"), ("buffer", "generic-cpu", "")])
-def test_whatever_rides_arrives_and_changes_no_bit(path: str, tiles: str, variant: str, device: Device, tmp_path: Path) -> None:
-    descriptor = replace(load_descriptor(tiles).on_path(path), only=variant, capacity_model="", tuned="")
+@pytest.mark.parametrize(("path", "tiles", "config"), [("texture", "nvidia", "64x64"), ("buffer", "generic-cpu", "")])
+def test_whatever_rides_arrives_and_changes_no_bit(path: str, tiles: str, config: str, device: Device, tmp_path: Path) -> None:
+    descriptor = replace(load_descriptor(tiles).on_path(path), only=config, capacity_model="", tuned="")
     if descriptor.kind == "gpu":  # rows are then joined by shuffles, where the device here has them
-        shuffled = Variant("rows", ("reduce_rows",), 1, 4, 4, split=64, subgroups=True)
-        descriptor = replace(descriptor, variants=(*descriptor.variants, shuffled))
+        shuffled = KernelConfig("rows", ("reduce_rows",), 1, 4, 4, slice_k=64, subgroups=True)
+        descriptor = replace(descriptor, configs=(*descriptor.configs, shuffled))
     options = Options(descriptor, "interleave", Limits())
     generated, _ = plan_graph(read_graph(network(tmp_path / "m.onnx"), options), options)
     families = {launch.shape.family for launch in generated.program.launches}
     assert {"matmul", "conv", "pool", "movement", "reduce_rows", "reduce_columns", "attention", "elementwise"} <= families
     assert ("FM_SHUFFLE(" in generated.source.lane) == (descriptor.kind == "gpu")
-    if variant:
-        assert any(launch.shape.stage for launch in generated.program.launches)
+    if config:
+        assert any(launch.shape.k_block for launch in generated.program.launches)
     kind = lane_kind(generated.program)
     runner = Runner(device, generated)
     nothing = CopyStream(kind, (move_of(parts_of(kind)[0], 0, 0),))

@@ -12,28 +12,29 @@ import pytest
 
 import flashmem
 from flashmem.base.types import MemoryPath
-from flashmem.compiler.selection.configs import Product, choose
-from flashmem.compiler.selection.selector import Choices
+from flashmem.compiler.selection.configs import choose
+from flashmem.compiler.selection.selector import KernelSelector
+from flashmem.compiler.selection.workload import Workload
 from flashmem.profiler.descriptor import write_descriptor
-from flashmem.profiler.shapes import Rows
+from flashmem.profiler.shapes import RowSoftmax
 from flashmem.profiler.tuning import Case, Request, tune
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.runtime.opencl.context import Context, find_device, list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
-from flashmem.target.descriptor import SHUFFLES, Variant, load_descriptor
+from flashmem.target.descriptor import SHUFFLES, KernelConfig, load_descriptor
 from tests.support.compared import PLACES, Nodes
 
-SHARED = Variant("shared", ("reduce_rows",), 1, 4, 4, split=64)
+SHARED = KernelConfig("shared", ("reduce_rows",), 1, 4, 4, slice_k=64)
 
 
-def shuffled(variant: Variant) -> Variant:
-    return replace(variant, name=f"{variant.name} shuffled", subgroups=True)
+def shuffled(config: KernelConfig) -> KernelConfig:
+    return replace(config, name=f"{config.name} shuffled", subgroups=True)
 
 
 SHUFFLING = [device.descriptor_name for device in list_devices() if device.shuffles]
 CASES = [(name, path, (SHARED, shuffled(SHARED))) for name, path in PLACES if name in SHUFFLING and path == "buffer"]
 CASES += [
-    (name, path, (shuffled(replace(SHARED, split=16)),)) for name, path in PLACES if name in SHUFFLING and path != "buffer"
+    (name, path, (shuffled(replace(SHARED, slice_k=16)),)) for name, path in PLACES if name in SHUFFLING and path != "buffer"
 ]
 CASES += [(name, path, (shuffled(SHARED),)) for name, path in PLACES if name not in SHUFFLING and path == "buffer"]
 """More work-items than a subgroup has, and as many or fewer; and what a compiler without shuffles makes of them."""
@@ -72,30 +73,30 @@ def model() -> tuple[Nodes, dict[str, Any]]:
 NODES, BY_NUMPY = model()
 
 
-@pytest.mark.parametrize(("device", "path", "variants"), CASES, ids=lambda each: each if isinstance(each, str) else "")
+@pytest.mark.parametrize(("device", "path", "configs"), CASES, ids=lambda each: each if isinstance(each, str) else "")
 def test_shuffles_give_the_bits_of_local_memory(
-    device: str, path: MemoryPath, variants: tuple[Variant, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, path: MemoryPath, configs: tuple[KernelConfig, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the sums; rsqrt, division and the like may have other last bits in a kernel that is compiled for subgroups."""
     file = tmp_path / "m.onnx"
     file.write_bytes(NODES.proto().SerializeToString())
     expected = onnxruntime.InferenceSession(file).run(None, NODES.feeds)
-    chosen = Choices.variant
-    answers: dict[Variant, list[Any]] = {}
-    for variant in variants:
+    chosen = KernelSelector.config
+    answers: dict[KernelConfig, list[Any]] = {}
+    for config in configs:
 
-        def one(choices: Choices, product: Product, *others: Any, taken: Variant = variant) -> Variant:
-            return taken if product.family == "reduce_rows" else chosen(choices, product, *others)
+        def one(selector: KernelSelector, workload: Workload, *others: Any, taken: KernelConfig = config) -> KernelConfig:
+            return taken if workload.family == "reduce_rows" else chosen(selector, workload, *others)
 
-        monkeypatch.setattr(Choices, "variant", one)
-        bundle = flashmem.compile(file, tmp_path / variant.name, device=device, memory_path=path, build=False)
-        sharing = [launch for launch in bundle.program.launches if launch.local_size == (variant.split, 1)]
+        monkeypatch.setattr(KernelSelector, "config", one)
+        bundle = flashmem.compile(file, tmp_path / config.name, device=device, memory_path=path, build=False)
+        sharing = [launch for launch in bundle.program.launches if launch.local_size == (config.slice_k, 1)]
         assert {launch.shape.family for launch in sharing} == {"reduce_rows", "normalize_groups"} and len(sharing) == 9
         with_shuffles = [text for text in kernel_texts(bundle.source.plain).values() if "FM_SHUFFLE(" in text]
-        assert len(with_shuffles) == 6 * variant.subgroups  # of one kernel each, but not of integers
+        assert len(with_shuffles) == 6 * config.subgroups  # of one kernel each, but not of integers
         for mode in dict.fromkeys((load_descriptor(device).modes[path][0], "interleave")):
             with flashmem.Session(bundle, device=device, mode=mode) as session:
-                answers.setdefault(variant, []).append(session.run(None, NODES.feeds))
+                answers.setdefault(config, []).append(session.run(None, NODES.feeds))
     first, *others = answers.values()
     for number, port in enumerate(NODES.outputs):
         wanted = BY_NUMPY.get(port.name, expected[number])
@@ -118,7 +119,7 @@ __kernel void probe(__global int* width)
 @pytest.mark.parametrize("device", list_devices(), ids=lambda device: device.descriptor_name)
 def test_a_driver_with_the_extension_shuffles(device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels' own prelude, asked how many work-items it would join by shuffles."""
-    monkeypatch.setattr(Choices, "variant", lambda *asked: shuffled(SHARED))
+    monkeypatch.setattr(KernelSelector, "config", lambda *asked: shuffled(SHARED))
     (tmp_path / "m.onnx").write_bytes(softmax().proto().SerializeToString())
     bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / "b", device="generic-gpu", build=False)
     [text] = kernel_texts(bundle.source.plain).values()
@@ -147,7 +148,7 @@ def softmax() -> Nodes:
 )
 def test_who_shuffles(name: str, wanted: bool, tmp_path: Path) -> None:
     descriptor = load_descriptor(name)
-    assert choose(descriptor, Product("reduce_rows", "buffer", 128, 768, 1)).subgroups == wanted
+    assert choose(descriptor, Workload("reduce_rows", "buffer", 128, 768, 1)).subgroups == wanted
     (tmp_path / "m.onnx").write_bytes(softmax().proto().SerializeToString())
     bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / "b", device=name, build=False)
     assert ("FM_SHUFFLE(" in bundle.source.plain) == wanted
@@ -155,12 +156,12 @@ def test_who_shuffles(name: str, wanted: bool, tmp_path: Path) -> None:
     assert launch.local_size == (descriptor.tile.lanes, 1)
 
 
-def test_a_driver_without_the_extension_gets_no_such_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_without_the_extension_gets_no_such_config(monkeypatch: pytest.MonkeyPatch) -> None:
     device = list_devices()[0]
-    listed = replace(load_descriptor(device.descriptor_name), variants=(SHARED, shuffled(SHARED)))
+    listed = replace(load_descriptor(device.descriptor_name), configs=(SHARED, shuffled(SHARED)))
     monkeypatch.setattr("flashmem.runtime.opencl.devices.load_descriptor", lambda name: listed)
     for extension in (*SHUFFLES, "cl_khr_fp64"):
-        here = descriptor_for(replace(device, version="OpenCL 3.0", extensions=frozenset({extension}))).variants
+        here = descriptor_for(replace(device, version="OpenCL 3.0", extensions=frozenset({extension}))).configs
         assert here == ((SHARED, shuffled(SHARED)) if extension in SHUFFLES else (SHARED,))
     assert not replace(device, version="OpenCL 2.0 x", extensions=frozenset(SHUFFLES)).shuffles
     assert SHARED.code != shuffled(SHARED).code
@@ -168,11 +169,11 @@ def test_a_driver_without_the_extension_gets_no_such_variant(monkeypatch: pytest
 
 @pytest.mark.parametrize("device", [list_devices()[0].descriptor_name])
 def test_tuning_measures_them(device: str, tmp_path: Path) -> None:
-    listed = replace(descriptor_for(find_device(device)), variants=(SHARED, shuffled(SHARED)), tuned="", capacity_model="")
+    listed = replace(descriptor_for(find_device(device)), configs=(SHARED, shuffled(SHARED)), tuned="", capacity_model="")
     write_descriptor(tmp_path, listed, "", "device")
-    case = Case(Rows(3, 50), "buffer")
+    case = Case(RowSoftmax(3, 50), "buffer")
     result = tune(Request(device, tmp_path, 5.0, ("reduce_rows",)), lambda stage, fraction: None, [case])
-    assert {timing.variant for timing in result.table.timings} == {"tile", "shared", "shared shuffled"}
-    assert all(timing.seconds and timing.product == case.product for timing in result.table.timings)
+    assert {timing.config for timing in result.database.timings} == {"tile", "shared", "shared shuffled"}
+    assert all(timing.seconds and timing.workload == case.workload for timing in result.database.timings)
     tuned = load_descriptor(str(result.descriptor))
-    assert choose(tuned, case.product).name == min(result.table.timings, key=lambda timing: timing.seconds or 1.0).variant
+    assert choose(tuned, case.workload).name == min(result.database.timings, key=lambda timing: timing.seconds or 1.0).config

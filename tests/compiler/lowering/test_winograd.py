@@ -13,16 +13,17 @@ import flashmem
 from flashmem.base.types import MemoryPath
 from flashmem.compiler.lowering.convolution import transformed_weights
 from flashmem.compiler.selection.configs import choose
-from flashmem.compiler.selection.selector import Choices, packed_bytes
-from flashmem.compiler.selection.tuning_database import SUFFIX, Product, Table, Timing
+from flashmem.compiler.selection.selector import KernelSelector, packed_bytes
+from flashmem.compiler.selection.tuning_database import SUFFIX, Timing, TuningDatabase
+from flashmem.compiler.selection.workload import Workload
 from flashmem.profiler.descriptor import write_descriptor
-from flashmem.target.descriptor import DeviceDescriptor, Variant, load_descriptor
+from flashmem.target.descriptor import DeviceDescriptor, KernelConfig, load_descriptor
 from tests.support.compared import DEVICES, PLACES, Nodes, require_right
 from tests.support.inputs import floats
 
-ALONE = Variant("alone", ("conv",), 2, 16, 8, winograd=16)
-SHARED = Variant("shared", ("conv",), 4, 8, 4, (2, 2), stage=4, split=16, winograd=4)
-PLAIN = Variant("tile", ("conv",), 2, 16, 8)
+ALONE = KernelConfig("alone", ("conv",), 2, 16, 8, winograd=16)
+SHARED = KernelConfig("shared", ("conv",), 4, 8, 4, (2, 2), k_block=4, slice_k=16, winograd=4)
+PLAIN = KernelConfig("tile", ("conv",), 2, 16, 8)
 
 
 def convolved(x: Any, weight: Any, pads: tuple[int, int, int, int]) -> Any:
@@ -34,19 +35,19 @@ def convolved(x: Any, weight: Any, pads: tuple[int, int, int, int]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("variant", "device", "path"),
+    ("config", "device", "path"),
     [*((ALONE, *place) for place in PLACES), *((SHARED, *place) for place in DEVICES)],
     ids=lambda each: getattr(each, "name", each),
 )
-def test_answers(variant: Variant, device: str, path: MemoryPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers(config: KernelConfig, device: str, path: MemoryPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Odd sizes, every padding, images smaller than a tile, channels that fill no vector, several images and panels."""
 
     def wherever_it_can_be(
-        self: Choices, product: Product, ending: object, widest: int | None, winograd: bool, forms: object
-    ) -> Variant:
-        return variant if winograd else PLAIN
+        self: KernelSelector, workload: Workload, ending: object, widest: int | None, winograd: bool, forms: object
+    ) -> KernelConfig:
+        return config if winograd else PLAIN
 
-    monkeypatch.setattr(Choices, "variant", wherever_it_can_be)
+    monkeypatch.setattr(KernelSelector, "config", wherever_it_can_be)
     nodes, random, exact = Nodes(), np.random.default_rng(8), []
 
     def numbers(*shape: int) -> Any:
@@ -78,7 +79,7 @@ def test_answers(variant: Variant, device: str, path: MemoryPath, tmp_path: Path
     assert by.count("winograd") == len(exact) + 2 and by.count("conv") == 3
     answers = []
     # With a lane all kernels are built again: once on each device, and the other form in test_oclgrind.
-    with_lane = variant is ALONE and (device, path) in DEVICES
+    with_lane = config is ALONE and (device, path) in DEVICES
     for mode in [mode for mode in load_descriptor(device).modes[path] if with_lane or mode != "interleave"]:
         with flashmem.Session(bundle, device=device, mode=mode) as session:
             answers.append(session.run(None, nodes.feeds))
@@ -95,51 +96,51 @@ def test_weights_are_transformed_once_and_rounded_once() -> None:
     np.testing.assert_array_equal(made, np.einsum("ai,kcij,bj->kcab", g, weight.astype(np.float64), g).astype(np.float32))
 
 
-PRODUCT = Product("conv", "buffer", 784, 9 * 128, 128, taps=9)
-LARGE = Product("conv", "buffer", 49, 9 * 512, 512, taps=9)
+WORKLOAD = Workload("conv", "buffer", 784, 9 * 128, 128, taps=9)
+LARGE = Workload("conv", "buffer", 49, 9 * 512, 512, taps=9)
 
 
-def tuned(folder: Path, variant: Variant) -> DeviceDescriptor:
+def tuned(folder: Path, config: KernelConfig) -> DeviceDescriptor:
     """A device on which Winograd's takes two thirds of the plain tile's time."""
     plain = load_descriptor("pocl").plain("conv")[0]
     lines = [
-        Timing(product, each.name, each.code, seconds, "")
-        for product, base in ((PRODUCT, 3e-4), (LARGE, 3e-4))
-        for each, seconds in ((plain, base), (variant, base * 2 / 3))
+        Timing(workload, each.name, each.code, seconds, "")
+        for workload, base in ((WORKLOAD, 3e-4), (LARGE, 3e-4))
+        for each, seconds in ((plain, base), (config, base * 2 / 3))
     ]
-    (folder / f"mine{SUFFIX}").write_text(Table({"version": 1}, lines).text())
-    return replace(load_descriptor("pocl"), variants=(variant,), tuned=str(folder / "mine"))
+    (folder / f"mine{SUFFIX}").write_text(TuningDatabase({"version": 2}, lines).text())
+    return replace(load_descriptor("pocl"), configs=(config,), tuned=str(folder / "mine"))
 
 
 def test_where_it_is_chosen(tmp_path: Path) -> None:
-    listed, *_ = [each for each in load_descriptor("pocl").variants if each.winograd]
+    listed, *_ = [each for each in load_descriptor("pocl").configs if each.winograd]
     device = tuned(tmp_path, listed)
     plain = device.plain("conv")[0]
     ask = {"ending": (), "widest": None, "winograd": True}
-    assert Choices(device).variant(PRODUCT, **ask) == listed  # type: ignore[arg-type]
-    assert Choices(device).variant(PRODUCT, (), 10 << 20, True) == listed
+    assert KernelSelector(device).config(WORKLOAD, **ask) == listed  # type: ignore[arg-type]
+    assert KernelSelector(device).config(WORKLOAD, (), 10 << 20, True) == listed
     # Its 16 numbers for 9 are read from memory in every run, which 49 pixels do not pay for.
     assert packed_bytes(LARGE, listed) == 16 / 9 * packed_bytes(LARGE, plain)
-    assert Choices(device).variant(LARGE, **ask) == plain  # type: ignore[arg-type]
+    assert KernelSelector(device).config(LARGE, **ask) == plain  # type: ignore[arg-type]
     # Taps that do not lie side by side; limited memory; a first answer, where the list says so.
-    assert Choices(device).variant(PRODUCT) == plain
-    assert Choices(device, limited=True).variant(PRODUCT, **ask) == plain  # type: ignore[arg-type]
-    assert Choices(device, "cold").variant(PRODUCT, **ask) == plain  # type: ignore[arg-type]
+    assert KernelSelector(device).config(WORKLOAD) == plain
+    assert KernelSelector(device, limited=True).config(WORKLOAD, **ask) == plain  # type: ignore[arg-type]
+    assert KernelSelector(device, "cold").config(WORKLOAD, **ask) == plain  # type: ignore[arg-type]
     for other in ({"stride": 2}, {"batches": 2}, {"storage": "int8"}, {"storage": "float16"}, {"taps": 25}):
-        assert Choices(device).variant(replace(PRODUCT, **other), **ask) == plain  # type: ignore[arg-type]
+        assert KernelSelector(device).config(replace(WORKLOAD, **other), **ask) == plain  # type: ignore[arg-type]
     # Elsewhere a first answer weighs its bytes against its time.
     anywhere = replace(listed, steady=False)
     there = replace(tuned(tmp_path, anywhere), rates=replace(device.rates, disk_bandwidth=1e10))
-    assert Choices(there, "cold").variant(PRODUCT, **ask) == anywhere  # type: ignore[arg-type]
+    assert KernelSelector(there, "cold").config(WORKLOAD, **ask) == anywhere  # type: ignore[arg-type]
     slow = replace(there, rates=replace(device.rates, disk_bandwidth=1e9))
-    assert Choices(slow, "cold").variant(PRODUCT, **ask) == plain  # type: ignore[arg-type]
+    assert KernelSelector(slow, "cold").config(WORKLOAD, **ask) == plain  # type: ignore[arg-type]
 
 
 def test_it_is_not_chosen_where_nothing_near_was_measured(tmp_path: Path) -> None:
-    listed, *_ = [each for each in load_descriptor("pocl").variants if each.winograd]
+    listed, *_ = [each for each in load_descriptor("pocl").configs if each.winograd]
     untuned = replace(load_descriptor("pocl"), tuned="")
-    assert choose(untuned, PRODUCT) == untuned.plain("conv")[0]
-    assert choose(tuned(tmp_path, listed), replace(PRODUCT, rows=1 << 20)) == untuned.plain("conv")[0]
+    assert choose(untuned, WORKLOAD) == untuned.plain("conv")[0]
+    assert choose(tuned(tmp_path, listed), replace(WORKLOAD, rows=1 << 20)) == untuned.plain("conv")[0]
 
 
 def test_what_it_costs_a_model(tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def test_what_it_costs_a_model(tmp_path: Path) -> None:
     weight = nodes.constant(random.standard_normal((128, 128, 3, 3)).astype(np.float32))
     nodes.node("Conv", nodes.input(random.standard_normal((1, 128, 28, 28)).astype(np.float32)), weight, pads=[1] * 4)
     (tmp_path / "m.onnx").write_bytes(nodes.proto().SerializeToString())
-    listed, *_ = [each for each in load_descriptor("pocl").variants if each.winograd]
+    listed, *_ = [each for each in load_descriptor("pocl").configs if each.winograd]
     tuned(tmp_path, listed)
     device = tmp_path / "pocl.toml"
     write_descriptor(

@@ -20,13 +20,14 @@ import flashmem
 from flashmem.base.types import ITEMSIZE
 from flashmem.bundle.kernel_bounds import check_bounds
 from flashmem.compiler.frontend.importer import import_model
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, Value
-from flashmem.compiler.lowering.context import Emitter
+from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.program import Generated, generate
 from flashmem.compiler.memory import buffers as places
 from flashmem.compiler.memory.aliases import unreshaped
 from flashmem.compiler.operators import why_unsupported
-from flashmem.compiler.passes.fusion import Layer, fuse
+from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.program.program import Program
 from flashmem.target.descriptor import load_descriptor
@@ -155,31 +156,31 @@ class _Elements:
 def _checked(graph: Graph, precision: Any, monkeypatch: pytest.MonkeyPatch) -> Generated:
     """A program whose launches are played on a memory that knows whose element each byte is."""
     layers = fuse(graph)
-    begins: list[tuple[Layer, int]] = []
+    begins: list[tuple[FusionGroup, int]] = []
     names: dict[Value, str] = {}
-    tensor = Emitter.tensor
+    tensor = LoweringContext.tensor
 
-    def recorded(emitter: Emitter, value: Value) -> Any:
-        arg = tensor(emitter, value)
+    def recorded(context: LoweringContext, value: Value) -> Any:
+        arg = tensor(context, value)
         names[value] = str(arg.value)
         return arg
 
-    def begun(emitter: Emitter, layer: Layer) -> None:
-        begins.append((layer, len(emitter.launches)))
-        emit(emitter, layer)
+    def begun(context: LoweringContext, layer: FusionGroup) -> None:
+        begins.append((layer, len(context.launches)))
+        lower(context, layer)
 
     from flashmem.compiler.lowering import program as module
 
-    emit = module.emit
+    lower = module.lower
     with monkeypatch.context() as patched:
-        patched.setattr(Emitter, "tensor", recorded)
-        patched.setattr(module, "emit", begun)
+        patched.setattr(LoweringContext, "tensor", recorded)
+        patched.setattr(module, "lower", begun)
         made = generate(graph, layers, load_descriptor("pocl"), precision=precision)
     _play(graph, made.program, begins, names)
     return made
 
 
-def _play(graph: Graph, program: Program, begins: Sequence[tuple[Layer, int]], names: Mapping[Value, str]) -> None:
+def _play(graph: Graph, program: Program, begins: Sequence[tuple[FusionGroup, int]], names: Mapping[Value, str]) -> None:
     tensors = {t.name: t for t in program.tensors}
     elements = _Elements(graph)
     memory = np.zeros(program.arena_bytes, np.int64)

@@ -21,16 +21,17 @@ from onnx import helper, numpy_helper
 import flashmem
 from flashmem.base.types import TENSOR_ALIGNMENT
 from flashmem.compile import read_graph
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, Node
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.memory.precision import SMALL
 from flashmem.compiler.operators import is_elementwise
-from flashmem.compiler.passes.fusion import Layer, fuse
-from flashmem.compiler.selection.selector import Choices
+from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.options import resolve
 from flashmem.planning.limits import read_limits
-from flashmem.target.descriptor import Variant, load_descriptor
-from tests.compiler.selection.test_configs import VARIANTS
+from flashmem.target.descriptor import KernelConfig, load_descriptor
+from tests.compiler.selection.test_configs import CONFIGS
 from tests.support.command_line import command_line
 from tests.support.compared import DEVICES, PLACES, by_runtime
 from tests.support.zoo_data import DATA, examples
@@ -284,13 +285,15 @@ def test_contractions_read_and_leave_halves(place: tuple[str, str], tmp_path: Pa
     _check(CONTRACTIONS if place[0] == QUICK else CONTRACTIONS[:4], place, tmp_path)
 
 
-@pytest.mark.parametrize("variant", VARIANTS[:3], ids=lambda variant: variant.name)
-def test_staged_contractions_read_and_leave_halves(variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Choices, "variant", lambda self, *given: variant)
+@pytest.mark.parametrize("config", CONFIGS[:3], ids=lambda config: config.name)
+def test_staged_contractions_read_and_leave_halves(
+    config: KernelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KernelSelector, "config", lambda self, *given: config)
     _check(STAGED, QUICKEST, tmp_path)
     launches = flashmem.Bundle.open(tmp_path / "b").program.launches
-    staged = {each.shape.family for each in launches if max(each.local_size or (1,)) == variant.items}
-    assert staged >= set(variant.families)
+    staged = {each.shape.family for each in launches if max(each.local_size or (1,)) == config.items}
+    assert staged >= set(config.families)
 
 
 @pytest.mark.parametrize("place", DEVICES, ids="-".join)
@@ -410,7 +413,7 @@ def test_cuts_leave_the_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     answers = []
     for is_cut in (False, True):
 
-        def cut_fuse(graph: Graph, cuts: Collection[Node] = (), is_cut: bool = is_cut) -> list[Layer]:
+        def cut_fuse(graph: Graph, cuts: Collection[Node] = (), is_cut: bool = is_cut) -> list[FusionGroup]:
             chosen = [node for node in graph.nodes if is_elementwise(node) and is_cut and draw.random() < 0.4]
             return fuse(graph, {*cuts, *chosen})
 

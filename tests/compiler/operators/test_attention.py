@@ -18,7 +18,7 @@ from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.options import find_device
-from flashmem.target.descriptor import Variant, load_descriptor
+from flashmem.target.descriptor import KernelConfig, load_descriptor
 from tests.support.attention_cases import FORMS, Model, plain, read_elsewhere
 from tests.support.compared import DEVICES, answers_of, require_right
 from tests.support.paths import DATA
@@ -117,19 +117,19 @@ def test_exports_keep_no_scores(name: str, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "variant",
+    "config",
     [
-        Variant("deep", ("attention",), 4, 4, 4, (4, 8), stage=32),
-        Variant("shallow", ("attention",), 8, 2, 2, (2, 4), stage=8),
-        Variant("dealt", ("attention",), 8, 2, 8, split=16),
-        Variant("rows", ("attention",), 12, 4, 4),
+        KernelConfig("deep", ("attention",), 4, 4, 4, (4, 8), k_block=32),
+        KernelConfig("shallow", ("attention",), 8, 2, 2, (2, 4), k_block=8),
+        KernelConfig("dealt", ("attention",), 8, 2, 8, slice_k=16),
+        KernelConfig("rows", ("attention",), 12, 4, 4),
     ],
-    ids=lambda variant: variant.name,
+    ids=lambda config: config.name,
 )
-def test_any_numbers_of_a_variant(variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_numbers_of_a_config(config: KernelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Listed alone, it is taken where it can be; queries that it cannot share keys of get a plain form."""
     device, path = DEVICES[0]
-    listed = replace(descriptor_for(find_device(device)), variants=(variant,), only=variant.name)
+    listed = replace(descriptor_for(find_device(device)), configs=(config,), only=config.name)
     monkeypatch.setattr("flashmem.runtime.options.descriptor_for", lambda device: listed)
     model = Model()
     for rows, keys, size, value_size in ((7, 70, 20, 9), (19, 37, 20, 9)):
@@ -137,5 +137,5 @@ def test_any_numbers_of_a_variant(variant: Variant, tmp_path: Path, monkeypatch:
     _compare(model, device, device, path, tmp_path)
     launches = flashmem.Bundle.open(tmp_path / "b.flashmem").program.launches
     taken = [launch.shape for launch in launches if launch.shape.family == "attention"]
-    numbers = [(shape.tile_columns, shape.stage, shape.split) for shape in taken]
-    assert numbers.count((variant.columns, variant.stage, variant.split)) == (1 if variant.split > 1 else 2)
+    numbers = [(shape.tile_columns, shape.k_block, shape.slice_k) for shape in taken]
+    assert numbers.count((config.columns, config.k_block, config.slice_k)) == (1 if config.slice_k > 1 else 2)

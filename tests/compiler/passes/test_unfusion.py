@@ -17,6 +17,7 @@ import pytest
 from numpy.typing import NDArray
 
 import flashmem
+from flashmem.compiler.adaptive.unfusion import Attempt, Cuts, Pipeline, cut_point, splits
 from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph, Node
 from flashmem.compiler.lowering.program import generate
@@ -24,7 +25,6 @@ from flashmem.compiler.operators import is_elementwise, why_unsupported
 from flashmem.compiler.passes.decompose import decompose
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.layout import assign_layouts
-from flashmem.compiler.passes.unfusion import Attempt, Cuts, Pipeline, cut_point, splits
 from flashmem.planning.penalty import Penalties
 from flashmem.program.program import Program
 from flashmem.runtime.opencl.context import list_devices

@@ -17,29 +17,30 @@ from hypothesis import strategies as st
 import flashmem
 from flashmem.base.errors import UserError
 from flashmem.base.types import MemoryPath, Optimize
-from flashmem.compiler.selection.configs import Product, candidates, choose, seconds
-from flashmem.compiler.selection.selector import Choices, packed_bytes
+from flashmem.compiler.selection.configs import candidates, choose, seconds
+from flashmem.compiler.selection.selector import KernelSelector, packed_bytes
+from flashmem.compiler.selection.workload import Workload
 from flashmem.compiler.weights.packing import Storage
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import HALF_ARITHMETIC, descriptor_for
-from flashmem.target.descriptor import DeviceDescriptor, Variant, descriptor_names, load_descriptor
+from flashmem.target.descriptor import DeviceDescriptor, KernelConfig, descriptor_names, load_descriptor
 from tests.support.compared import Nodes, require_right
 from tests.support.inputs import floats
 
 FAMILIES = ("matmul", "conv", "matmul_dynamic")
-VARIANTS = [
-    Variant("parts", FAMILIES, 4, 8, 4, (2, 2), stage=16, double=True, split=4),
-    Variant("square", FAMILIES, 8, 8, 4, (2, 4), stage=4, double=True),
-    Variant("one stage", FAMILIES, 4, 4, 4, (4, 2), stage=8),
-    Variant("odd group", FAMILIES, 2, 4, 4, (3, 5), stage=8, split=2),
-    Variant("one row", FAMILIES, 1, 4, 4, (1, 4), stage=16, double=True, split=4),
+CONFIGS = [
+    KernelConfig("parts", FAMILIES, 4, 8, 4, (2, 2), k_block=16, two_stage=True, slice_k=4),
+    KernelConfig("square", FAMILIES, 8, 8, 4, (2, 4), k_block=4, two_stage=True),
+    KernelConfig("one stage", FAMILIES, 4, 4, 4, (4, 2), k_block=8),
+    KernelConfig("odd group", FAMILIES, 2, 4, 4, (3, 5), k_block=8, slice_k=2),
+    KernelConfig("one row", FAMILIES, 1, 4, 4, (1, 4), k_block=16, two_stage=True, slice_k=4),
 ]
 PLACES = [(device.descriptor_name, path) for device in list_devices() for path in descriptor_for(device).memory_paths]
-CASES = [(VARIANTS[0], *place) for place in PLACES] + [
-    (variant, *PLACES[index % len(PLACES)]) for index, variant in enumerate(VARIANTS[1:])
+CASES = [(CONFIGS[0], *place) for place in PLACES] + [
+    (config, *PLACES[index % len(PLACES)]) for index, config in enumerate(CONFIGS[1:])
 ]  # fmt: skip
-"""One variant everywhere, each other one somewhere: runtimes take seconds to build such kernels for a CPU."""
+"""One config everywhere, each other one somewhere: runtimes take seconds to build such kernels for a CPU."""
 
 
 def model() -> Nodes:
@@ -73,13 +74,13 @@ def model() -> Nodes:
 NODES = model()
 
 
-@pytest.mark.parametrize(("variant", "device", "path"), CASES, ids=lambda each: getattr(each, "name", each))
-def test_answers(variant: Variant, device: str, path: MemoryPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Choices, "variant", lambda *asked: variant)
+@pytest.mark.parametrize(("config", "device", "path"), CASES, ids=lambda each: getattr(each, "name", each))
+def test_answers(config: KernelConfig, device: str, path: MemoryPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KernelSelector, "config", lambda *asked: config)
     file = tmp_path / "m.onnx"
     file.write_bytes(NODES.proto().SerializeToString())
     expected = onnxruntime.InferenceSession(file).run(None, NODES.feeds)
-    precision = "fp16" if variant.name == "one stage" else "fp32"
+    precision = "fp16" if config.name == "one stage" else "fp32"
     bundle = flashmem.compile(file, tmp_path / "b", device=device, memory_path=path, precision=precision)
     assert {launch.shape.family for launch in bundle.program.launches} >= set(FAMILIES)
     assert all(len(set(launch.local_size or ())) > 1 for launch in bundle.program.launches if launch.shape.family in FAMILIES)
@@ -144,8 +145,8 @@ def stored_model() -> Nodes:
 
 
 HALVES = [
-    Variant("plain", FAMILIES, 4, 8, 8, (2, 2), half=8),
-    Variant("staged", FAMILIES, 4, 8, 4, (2, 2), stage=16, double=True, split=2, half=3),
+    KernelConfig("plain", FAMILIES, 4, 8, 8, (2, 2), half=8),
+    KernelConfig("staged", FAMILIES, 4, 8, 4, (2, 2), k_block=16, two_stage=True, slice_k=2, half=3),
 ]
 HALF_PLACES = [
     (device.descriptor_name, path)
@@ -155,10 +156,12 @@ HALF_PLACES = [
 ]
 
 
-@pytest.mark.parametrize("variant", HALVES, ids=lambda each: each.name)
+@pytest.mark.parametrize("config", HALVES, ids=lambda each: each.name)
 @pytest.mark.parametrize(("device", "path"), HALF_PLACES, ids=lambda each: each)
-def test_sums_in_half(variant: Variant, device: str, path: MemoryPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Choices, "variant", lambda *asked: variant)
+def test_sums_in_half(
+    config: KernelConfig, device: str, path: MemoryPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KernelSelector, "config", lambda *asked: config)
     nodes, file = stored_model(), tmp_path / "m.onnx"
     file.write_bytes(nodes.proto().SerializeToString())
     expected = onnxruntime.InferenceSession(file).run(None, nodes.feeds)
@@ -178,7 +181,7 @@ def test_sums_in_half(variant: Variant, device: str, path: MemoryPath, tmp_path:
 def test_a_session_says_that_its_device_has_no_arithmetic_in_half(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Choices, "variant", lambda *asked: HALVES[0])
+    monkeypatch.setattr(KernelSelector, "config", lambda *asked: HALVES[0])
     (tmp_path / "m.onnx").write_bytes(stored_model().proto().SerializeToString())
     bundle = flashmem.compile(
         tmp_path / "m.onnx", tmp_path / "b", device=HALF_PLACES[0][0], memory_path="buffer", precision="fp16", build=False
@@ -187,42 +190,42 @@ def test_a_session_says_that_its_device_has_no_arithmetic_in_half(
         flashmem.Session(bundle, device=device)
 
 
-def test_a_device_without_arithmetic_in_half_gets_no_such_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_arithmetic_in_half_gets_no_such_config(monkeypatch: pytest.MonkeyPatch) -> None:
     device = list_devices()[0]
-    listed = replace(load_descriptor(device.descriptor_name), variants=tuple(HALVES))
+    listed = replace(load_descriptor(device.descriptor_name), configs=tuple(HALVES))
     monkeypatch.setattr("flashmem.runtime.opencl.devices.load_descriptor", lambda name: listed)
     for extensions, wanted in (({HALF_ARITHMETIC}, tuple(HALVES)), (set[str](), ())):
-        assert descriptor_for(replace(device, extensions=frozenset(extensions))).variants == wanted
+        assert descriptor_for(replace(device, extensions=frozenset(extensions))).configs == wanted
 
 
 @pytest.mark.parametrize("name", descriptor_names())
-def test_shipped_variants_can_be_built(name: str) -> None:
+def test_shipped_configs_can_be_built(name: str) -> None:
     """What the templates take for granted, and local memory that every device of the kind has."""
-    for variant in load_descriptor(name).variants:
-        attends = variant.families == ("attention",)
-        assert variant.stage % 4 == 0 == variant.winograd % variant.vector
-        if variant.winograd:
-            assert (variant.stage, variant.split) in ((0, 1), (variant.winograd, 16))
+    for config in load_descriptor(name).configs:
+        attends = config.families == ("attention",)
+        assert config.k_block % 4 == 0 == config.winograd % config.vector
+        if config.winograd:
+            assert (config.k_block, config.slice_k) in ((0, 1), (config.winograd, 16))
         else:
-            assert variant.stage % variant.split == 0
-        assert (variant.rows if attends and not variant.stage else variant.columns) % variant.vector == 0
-        assert attends or "attention" not in variant.families
-        if variant.stage:
-            assert variant.vector == (variant.columns if attends else 4)
-            assert 0 < variant.local_bytes <= 48 << 10
-            assert variant.local_bytes % 16 == 0 and variant.items <= 1024
+            assert config.k_block % config.slice_k == 0
+        assert (config.rows if attends and not config.k_block else config.columns) % config.vector == 0
+        assert attends or "attention" not in config.families
+        if config.k_block:
+            assert config.vector == (config.columns if attends else 4)
+            assert 0 < config.local_bytes <= 48 << 10
+            assert config.local_bytes % 16 == 0 and config.items <= 1024
         elif attends:
-            assert variant.local_bytes <= 48 << 10 and variant.items <= 1024
+            assert config.local_bytes <= 48 << 10 and config.items <= 1024
 
 
 @pytest.mark.parametrize("name", descriptor_names())
 def test_packed_weights_of_groups_are_less_than_twice_as_large(name: str) -> None:
-    """For all variants and tuned tables. Of fewer columns than a vector has there is one vector."""
+    """For all configs and tuning databases. Of fewer columns than a vector has there is one vector."""
     descriptor = load_descriptor(name)
     storages: tuple[Storage, ...] = ("float32", "float16")
     for path, storage, rows, depth in product(descriptor.memory_paths, storages, (1, 49, 3136), ((1, 4), (9, 4), (9, 64))):
         for columns in (1, 3, 4, 8, 12, 16, 24, 32, 48, 64, 100, 128, 300):
-            conv = Product("conv", path, rows, math.prod(depth), columns, 32, storage, depth[0])
+            conv = Workload("conv", path, rows, math.prod(depth), columns, 32, storage, depth[0])
             raw = conv.batches * conv.depth * max(4, columns) * (2 if storage == "float16" else 4)
             fitting = candidates(descriptor, conv)
             assert [each.name for each in fitting if packed_bytes(conv, each) >= 2 * raw] == [], conv
@@ -252,4 +255,4 @@ def test_weights_of_a_grouped_model_take_less_than_twice_their_bytes(name: str, 
 def test_one_of_the_list_is_chosen(
     descriptor: DeviceDescriptor, family: str, sizes: tuple[int, int, int], batches: int
 ) -> None:
-    assert choose(descriptor, Product(family, "buffer", *sizes, batches)) in descriptor.variants_of(family)
+    assert choose(descriptor, Workload(family, "buffer", *sizes, batches)) in descriptor.configs_of(family)

@@ -20,11 +20,11 @@ from onnxruntime.quantization import quantize_dynamic
 
 import flashmem
 from flashmem.base.errors import BudgetError
+from flashmem.compiler.adaptive import tiling as adaptive_tiling
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.operators import REGISTRY
 from flashmem.compiler.operators.tiling_interface import AxisRange, outermost
 from flashmem.compiler.passes.fusion import fuse
-from flashmem.compiler.tiling import search as banding
 from flashmem.compiler.tiling.patches import Chain, in_patches
 from flashmem.program.program import fixed_bytes
 from flashmem.target.descriptor import load_descriptor
@@ -309,7 +309,7 @@ def wide() -> onnx.ModelProto:
 @pytest.mark.parametrize("place", DEVICES)
 def test_the_smallest_budget_works(place: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is smaller with patches than without, and a session keeps to it in every mode, with the answers of ONNX Runtime."""
-    monkeypatch.setattr(banding, "LEAST_PATCH_BYTES", {"cpu": 1 << 14, "gpu": 1 << 14})
+    monkeypatch.setattr(adaptive_tiling, "LEAST_PATCH_BYTES", {"cpu": 1 << 14, "gpu": 1 << 14})
     model, file = wide(), tmp_path / "wide.onnx"
     onnx.save(model, file)
     name, path = place

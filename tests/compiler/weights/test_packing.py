@@ -37,7 +37,7 @@ Array = NDArray[Any]
 
 
 def read_back(packing: Packing, part: PackedSlice, data: Array, panel: int) -> Array:
-    """Local panel `panel` of a slice, [depth, elements of a row], at the addresses of kernels/templates/mac.cl.j2."""
+    """Local panel `panel` of a slice, [depth, elements of a row], at the addresses of contraction/mac.cl.j2."""
     row = packing.row_bytes
     flat = data.reshape(-1).view(np.uint8)
     if not part.width:

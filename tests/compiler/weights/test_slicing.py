@@ -129,7 +129,7 @@ def test_the_smallest_budget_is_that_of_the_smallest_slices(
     assert fixed_bytes(program) + lay_out_pools(program.slices, plan, [mode])[mode].total_bytes <= smallest
     assert max(part.nbytes for part in program.slices) <= LEAST_BYTES
     monkeypatch.setattr(
-        importlib.import_module("flashmem.compiler.weights.granularity"), "_sizes", lambda limits: iter([FINEST])
+        importlib.import_module("flashmem.compiler.adaptive.granularity"), "_sizes", lambda limits: iter([FINEST])
     )
     with pytest.raises(BudgetError) as finest:
         planned(graph, "nvidia", mode, budget=1 << 20)
@@ -159,7 +159,7 @@ def test_slices_are_smaller_under_a_budget_as_far_as_that_is_worth_it(monkeypatc
     launches = [count for count, _ in found.values()]
     assert launches == sorted(launches, reverse=True) and launches[0] > launches[-1] == len(PRODUCTS)
     monkeypatch.setattr(
-        importlib.import_module("flashmem.compiler.weights.granularity"), "_sizes", lambda limits: iter([FINEST])
+        importlib.import_module("flashmem.compiler.adaptive.granularity"), "_sizes", lambda limits: iter([FINEST])
     )
     opening = load_descriptor("adreno750").rates.layer_seconds
     for budget, (count, seconds) in found.items():
@@ -236,14 +236,14 @@ def compiled(
     model: Path, output: Path, slicing: Slicing, device: Device, path: str, monkeypatch: pytest.MonkeyPatch, **limits: Any
 ) -> flashmem.Bundle:
     """A bundle with slices cut by `slicing`, whatever the limits."""
-    granularity = importlib.import_module("flashmem.compiler.weights.granularity")
+    granularity = importlib.import_module("flashmem.compiler.adaptive.granularity")
     monkeypatch.setattr(granularity, "_sizes", lambda limits: iter([slicing]))
     name = str(list_devices().index(device))
     return flashmem.compile(model, output, device=name, memory_path=path, chunk=16 * KIB, **limits)  # type: ignore[arg-type]
 
 
 def small_bands(monkeypatch: pytest.MonkeyPatch, nbytes: int = 48 * KIB) -> None:
-    """Bands, and pieces in staging, of `nbytes`."""
+    """Segments, and pieces in staging, of `nbytes`."""
     monkeypatch.setattr("flashmem.schedule.plan.PASSING_BYTES", nbytes)
 
 

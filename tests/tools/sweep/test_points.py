@@ -12,8 +12,8 @@ import flashmem
 from flashmem.compile import read_graph
 from flashmem.compiler.ir.graph import Graph, Placeholder
 from flashmem.compiler.ir.portable import PortableGraph, portable
-from flashmem.compiler.lowering.context import RESIDENT_CONSTANT_BYTES
 from flashmem.compiler.lowering.program import generate
+from flashmem.compiler.memory.constants import RESIDENT_CONSTANT_BYTES
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.decompose import decompose
 from flashmem.compiler.passes.fusion import fuse

@@ -1,0 +1,113 @@
+"""Slice granularity under a memory limit: sizes of slices are tried from coarse to fine.
+
+Where nothing limits memory, slices are as large as the device likes (`compiler/weights/slicing.py`). Under a limit, a slice
+is in flight as a whole: large ones leave no room to load ahead of them, and the largest decide the smallest budget that
+works. A program is planned with slices of any size, then with smaller ones while that answers sooner, or until one fits at
+all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from flashmem.base.errors import BudgetError
+from flashmem.compiler.adaptive.unfusion import Attempt, Pipeline
+from flashmem.compiler.weights.slicing import FINEST, LEAST_BYTES, Slicing
+from flashmem.planning.limits import Limits
+from flashmem.program.program import Program
+
+STEP = 4
+"""The next smaller size is this part of the one before."""
+
+UNPROVEN = 0.02
+"""The gap above which larger slices are tried in W."""
+
+WORTH = 0.01
+"""The least relative improvement of the objective for which smaller slices are used."""
+
+
+def first_attempt(pipeline_for: Callable[[Slicing], Pipeline], limits: Limits) -> tuple[Pipeline, Attempt]:
+    """The pipeline with the best sizes of slices under `limits`, and its attempt with no group split.
+
+    Raises:
+        BudgetError: even the smallest slices do not fit; it names the smallest budget of all that were tried.
+    """
+    best: tuple[Pipeline, Attempt] | None = None
+    worse = 0
+    refused: BudgetError | None = None
+    before, largest = Slicing(most=None), 0
+    for slicing in _sizes(limits):
+        if largest and _is_same(slicing, before, largest):
+            continue
+        before = slicing
+        pipeline = pipeline_for(slicing)
+        generated = pipeline.generate(frozenset())
+        largest = _largest(generated.program)
+        try:
+            tried = pipeline.attempt(frozenset(), generated)
+        except BudgetError as error:
+            if refused is None or error.smallest_bytes < refused.smallest_bytes:
+                refused = error
+            continue
+        if best is None or _is_better(tried, best[1]):
+            best, worse = (pipeline, tried), 0
+            continue
+        worse += 1
+        if worse > _patience(limits):
+            break
+    if best is not None:
+        return _with_w_larger(*best, limits)
+    assert refused is not None
+    if limits.m_peak is None:
+        raise refused
+    pipeline = pipeline_for(FINEST)  # M_peak does not limit W
+    generated = pipeline.generate(frozenset())
+    instance = replace(pipeline.instance(generated.program), w_may_grow=True)
+    return pipeline, Attempt(generated, instance, pipeline.plan(instance, generated.program))
+
+
+def _with_w_larger(pipeline: Pipeline, made: Attempt, limits: Limits) -> tuple[Pipeline, Attempt]:
+    """`made`, with large slices in W where that answers much sooner: M_peak does not limit W."""
+    if limits.m_peak is None or limits.resolved_objective != "first" or made.plan.gap <= UNPROVEN:
+        return pipeline, made
+    instance = replace(made.instance, w_may_grow=True)
+    plan = pipeline.plan(instance, made.generated.program)
+    return pipeline, Attempt(made.generated, instance, plan) if plan.objective < made.plan.objective else made
+
+
+def _is_same(slicing: Slicing, before: Slicing, largest: int) -> bool:
+    """Whether `slicing` gives the program that `before` gave, whose largest slice has `largest` bytes."""
+    if largest <= slicing.least:
+        return True
+    return before.most is not None and slicing.most is not None and largest <= slicing.most
+
+
+def _sizes(limits: Limits) -> Iterator[Slicing]:
+    limit = limits.budget or limits.m_peak
+    if limit is None or limits.resolved_objective != "paper":
+        yield Slicing(most=None)
+    if limit is None:
+        return
+    most = limit if limits.resolved_objective != "paper" else limit // STEP  # what does not fit M_peak becomes part of W
+    while most > LEAST_BYTES:
+        yield Slicing(most=most)
+        most //= STEP
+    yield FINEST
+
+
+def _is_better(tried: Attempt, best: Attempt) -> bool:
+    """Whether the plan of smaller slices is worth their launches: by seconds, or by the paper's objective."""
+    if tried.plan.objective_kind != best.plan.objective_kind:  # under a budget the paper's may have given way to latency
+        return tried.plan.objective_kind == "paper"
+    return tried.plan.objective < (1 - WORTH) * best.plan.objective
+
+
+def _patience(limits: Limits) -> int:
+    """How many sizes in a row may be no better: the paper's W changes by whole slices, so it stands still and then falls."""
+    return 1 if limits.resolved_objective == "paper" else 0
+
+
+def _largest(program: Program) -> int:
+    """Bytes of the largest slice that a smaller `Slicing` may cut."""
+    return max((part.nbytes for part in program.slices), default=0)

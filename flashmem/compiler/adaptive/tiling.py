@@ -1,0 +1,162 @@
+"""Plans for budgets that are too small for a graph: chains of operators are computed in patches (`compiler.tiling.patches`).
+
+How little the activations may take follows from what is missing. Patches for exactly that are tried, then those for a few fixed
+limits below it, the last of which is the least there can be. Of the lowest of these (`NEAR`) all are tried before a budget is
+refused, and nothing but them where a budget asks for as little. So the smallest budget is the same whatever was asked for: it
+is found again, and none below it works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Literal
+
+from flashmem.base.errors import BudgetError
+from flashmem.base.types import ITEMSIZE, StoredType
+from flashmem.base.units import format_size
+from flashmem.compiler.ir.fusion_group import FusionGroup
+from flashmem.compiler.ir.graph import Graph, Value
+from flashmem.compiler.ir.quantised import QuantizedConstant
+from flashmem.compiler.memory.aliases import AliasAnalysis
+from flashmem.compiler.memory.buffers import least_alive
+from flashmem.compiler.memory.constants import host_indices
+from flashmem.compiler.memory.precision import stored_in_half
+from flashmem.compiler.options import Options
+from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.tiling.choice import Memory, PatchChoice
+from flashmem.compiler.tiling.patches import Chain, in_patches
+from flashmem.compiler.weights.slicing import LEAST_BYTES
+from flashmem.target.descriptor import DeviceDescriptor
+
+STEPS = (4.0, 3.0, 2.25, 1.75, 1.4, 1.2, 1.1, 1.0)
+"""The fixed limits, in the least that is alive."""
+
+NEAR = 1.25
+"""Fixed limits of no more than this, in the least that is alive, may give the smallest budget: what is alive is estimated, and
+what an arena and the slices beside it take is known when a program is planned.
+"""
+
+NAMED = 6
+"""Chains that a plan's note names one by one."""
+
+LEAST_PATCH_BYTES = {"cpu": 1 << 20, "gpu": 4 << 20}
+"""The largest result inside a patch is no smaller: a launch of less leaves a device idle."""
+
+
+class Patches:
+    """What chains a graph may have in patches, on a device and in a precision."""
+
+    def __init__(self, graph: Graph, descriptor: DeviceDescriptor, precision: Literal["fp32", "fp16"]) -> None:
+        self.graph, self.layers, self.aliases = graph, fuse(graph), AliasAnalysis(graph, half=precision == "fp16")
+        self.memory = _memory(graph, self.layers, self.aliases, precision == "fp16", LEAST_PATCH_BYTES[descriptor.kind])
+        self._choice = PatchChoice(graph, self.layers, self.aliases, self.memory)
+
+    @property
+    def alive(self) -> int:
+        """The bytes of activations that are needed at once without patches."""
+        return max(self.memory.alive, default=0)
+
+    def choose(self, limit: int) -> tuple[tuple[Chain, ...], int]:
+        """Chains with which activations need at most `limit` bytes, or as few as possible, and the estimated bytes."""
+        chains, alive = self._choice.chains(limit)
+        return tuple(chains), alive
+
+    def described(self, chains: Sequence[Chain], without: int) -> str:
+        """`chains`, for the notes of a plan; `without` them it would take a budget of so many bytes."""
+        texts = []
+        for chain in chains:
+            end = self.layers[chain.last].output
+            names = f"{self.layers[chain.first].main.name} to {end.name}" if chain.first < chain.last else end.name
+            size = chain.starts[1] if len(chain.starts) > 1 else end.shape[chain.axis]
+            texts.append(f"{names} in {len(chain.starts)} of {size}")
+        left = [f"{len(texts) - NAMED} more"] if len(texts) > NAMED else []
+        taken = f"without patches the smallest budget is {format_size(without)}"
+        return f"{len(chains)} chains of operators computed in patches: {'; '.join(texts[:NAMED] + left)}; {taken}"
+
+
+def fitting_patches(
+    graph: Graph,
+    options: Options,
+    refused: BudgetError,
+    attempt: Callable[[Graph], object],
+    watch: Callable[[str], AbstractContextManager[None]],
+) -> tuple[Graph, str]:
+    """`graph` with chains in patches, in as few as fit the budget that was `refused` without; and a note for its plan.
+
+    `attempt` plans a graph, and raises a BudgetError if that does not fit.
+
+    Raises:
+        BudgetError: nothing fits; it names the smallest budget with patches, and the one without.
+    """
+    budget = options.limits.budget
+    assert budget is not None
+    with watch("patches"):
+        patches = Patches(graph, options.descriptor, options.precision)
+        least = patches.choose(0)
+    wanted = patches.alive - (refused.smallest_bytes - budget)
+    smallest = refused
+    tried: set[tuple[Chain, ...]] = {()}
+    for limit in _limits(wanted, least[1], patches.alive):
+        with watch("patches"):
+            chains = patches.choose(limit)[0] if limit else least[0]
+            if chains in tried:
+                continue
+            tried.add(chains)
+            tiled = in_patches(graph, chains)
+        try:
+            attempt(tiled)
+        except BudgetError as error:
+            if limit <= NEAR * least[1] and error.smallest_bytes < smallest.smallest_bytes:
+                smallest = error
+            continue
+        return tiled, patches.described(chains, refused.smallest_bytes)
+    raise _too_small(budget, refused, smallest)
+
+
+def _limits(wanted: int, least: int, alive: int) -> list[int]:
+    """The limits to try, in bytes, where `wanted` would do, no more than `alive` helps and nothing below `least` can be; 0: as
+    little as can be.
+    """
+    fixed = [limit for step in STEPS if (limit := int(least * step)) < alive]
+    near = [limit for limit in fixed if limit <= NEAR * least]
+    exact = [wanted] if wanted > NEAR * least else []
+    return [*exact, *(limit for limit in fixed if limit < wanted), 0, *(limit for limit in reversed(near) if limit >= wanted)]
+
+
+def _too_small(budget: int, without: BudgetError, smallest: BudgetError) -> BudgetError:
+    if smallest is without:
+        return without
+    return BudgetError(
+        f"budget of {budget} bytes is too small: {smallest.smallest_bytes} bytes are needed with chains of operators in "
+        f"patches ({without.smallest_bytes} without), bound by layer {smallest.binding!r}; raise the budget to "
+        f"{smallest.smallest_bytes} bytes or more",
+        smallest_bytes=smallest.smallest_bytes,
+        without_patches=without.smallest_bytes,
+        binding=smallest.binding,
+    )
+
+
+def _memory(graph: Graph, layers: Sequence[FusionGroup], aliases: AliasAnalysis, half: bool, least: int) -> Memory:
+    halves = stored_in_half(graph, aliases) if half else frozenset()
+
+    def storage(value: Value) -> StoredType:
+        return "float16" if aliases.base(value) in halves else value.dtype
+
+    def nbytes(value: Value) -> int:
+        return ITEMSIZE[storage(value)] * value.size
+
+    def weight_bytes(value: Value) -> int:
+        if isinstance(value.constant, QuantizedConstant):
+            return value.size * value.constant.bits // 8
+        return (2 if half else 4) * value.size
+
+    gathered = [layer.main.outputs[0] for layer in layers if host_indices(layer.main, graph) is not None]
+    launched = [layer for layer in layers if layer.main.outputs[0] not in gathered and not aliases.moves_nothing(layer.main)]
+    early = [*(port.value for port in graph.inputs), *gathered]
+    needed = iter(least_alive(launched, early, [port.value for port in graph.outputs if port.value.size], aliases, storage))
+    known = {layer: next(needed) for layer in launched}
+    alive: list[int] = []
+    for layer in layers:
+        alive.append(known.get(layer, alive[-1] if alive else 0))
+    return Memory(alive, nbytes, weight_bytes, 2 * LEAST_BYTES, least)

@@ -1,0 +1,190 @@
+"""Adaptive unfusion: fusion groups are split where the plan lacks load capacity (FlashMem section 4.3).
+
+Planning shows what found no room. Fused layers are ranked by their penalty (`planning.penalty`); those whose parts stream more
+than the whole, C_v1 + C_v2 >= (1 + alpha) C_v, are split, worst first, and the program is generated and planned again. A split
+stays only if the objective improves. Hierarchical groups stay whole.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from flashmem.base.errors import BudgetError
+from flashmem.base.types import TransferMode
+from flashmem.compiler.ir.fusion_group import FusionGroup
+from flashmem.compiler.ir.graph import Graph, Node, Value
+from flashmem.compiler.lowering.program import Generated
+from flashmem.compiler.passes.fusion import fuse
+from flashmem.planning.limits import Limits
+from flashmem.planning.penalty import Penalties
+from flashmem.program.program import Program
+from flashmem.schedule.instance import Instance
+from flashmem.schedule.plan import OverlapPlan
+
+BATCH = 8
+"""Layers split at first; twice as many when that improves the objective, half as many when it does not."""
+
+SECONDS = 12.0
+"""No further split is tried after this long."""
+
+LAUNCHES = 12_000
+"""Of programs that are generated to try splits: a try makes two, the second to see what parts could stream."""
+
+Cuts = frozenset[Node]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How a program with given cuts is made, the problem it poses, and that problem's plan: the middle of the offline half."""
+
+    generate: Callable[[Cuts], Generated]
+    instance: Callable[[Program], Instance]
+    plan: Callable[[Instance, Program], OverlapPlan]
+
+    def attempt(self, cuts: Cuts, generated: Generated | None = None) -> Attempt:
+        """The program with `cuts` (or `generated`, which was made with them), and its plan."""
+        generated = generated or self.generate(cuts)
+        instance = self.instance(generated.program)
+        return Attempt(generated, instance, self.plan(instance, generated.program))
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A program for some cuts, and its plan."""
+
+    generated: Generated
+    instance: Instance
+    plan: OverlapPlan
+
+
+@dataclass(frozen=True)
+class Split:
+    """A fused layer that may be cut before `node`. `layer`: its first launch (1-based); `gain`: chunks its parts move more."""
+
+    name: str
+    node: Node
+    layer: int
+    gain: int
+
+
+def refine(
+    graph: Graph, pipeline: Pipeline, first: Attempt, limits: Limits, mode: TransferMode
+) -> tuple[Generated, OverlapPlan]:
+    """The program of `graph` and its plan, with those fused layers split that made the plan better; its notes say which.
+
+    `first`: what `pipeline` made with nothing split. Every objective counts what moving costs a layer, in every transfer mode.
+    """
+
+    def cost(tried: Attempt) -> float:
+        return tried.plan.objective
+
+    cuts: Cuts = frozenset()
+    best = first
+    if not may_refine(limits, mode):
+        return best.generated, best.plan
+    deadline = time.monotonic() + SECONDS
+    done: list[Split] = []
+    one_try = 2 * len(first.generated.program.launches)
+    ranked, batch, generated = [], BATCH, one_try
+    if generated <= LAUNCHES:
+        ranked = _ranked(graph, best, cuts, pipeline, limits)
+    while ranked and batch and generated <= LAUNCHES and time.monotonic() < deadline:
+        chosen = ranked[:batch]
+        try:
+            tried: Attempt | None = pipeline.attempt(cuts | {split.node for split in chosen})
+        except BudgetError:  # the parts need more activations than the whole, and the budget has no room for them
+            tried = None
+        # Under a budget the paper's objective may have given way to latency: chunks and seconds are not compared.
+        same_kind = tried is not None and tried.plan.objective_kind == best.plan.objective_kind
+        if tried is not None and same_kind and cost(tried) < cost(best) * (1 - 1e-6):
+            best, cuts = tried, cuts | {split.node for split in chosen}
+            done += chosen
+            ranked, batch = _ranked(graph, best, cuts, pipeline, limits), 2 * batch
+        else:
+            batch = min(batch, len(ranked)) // 2
+        generated += one_try
+    if not done:
+        return best.generated, best.plan
+    names = ", ".join(f"{split.name} before {split.node.op} (+{split.gain} chunks)" for split in done[:_NAMED])
+    more = f" and {len(done) - _NAMED} more" if len(done) > _NAMED else ""
+    note = f"adaptive unfusion split {len(done)} layers, objective {cost(first):.6g} to {cost(best):.6g}: {names}{more}"
+    return best.generated, replace(best.plan, notes=(*best.plan.notes, note))
+
+
+def may_refine(limits: Limits, mode: TransferMode) -> bool:
+    """Whether `refine` splits anything under such limits, whatever the plan: where nothing is limited, only kernels that move
+    weights themselves, and the paper's objective, ask for capacity.
+    """
+    limited = limits.budget is not None or limits.m_peak is not None
+    matters = limited or limits.resolved_objective == "paper" or mode == "interleave"
+    return limits.unfusion and limits.strategy == "stream" and matters
+
+
+def _ranked(graph: Graph, best: Attempt, cuts: Cuts, pipeline: Pipeline, limits: Limits) -> list[Split]:
+    """The splits worth trying on top of `cuts`, highest penalty first; none when nothing lacks capacity."""
+    asked = {part.name for part in best.generated.program.slices if {part.name, part.weight} & set(limits.preload)}
+    penalties = Penalties(best.instance, best.plan, frozenset(asked), limits.resolved_lambda, limits.mu)
+    if not penalties.shortage and not (limits.mu and best.plan.objective_kind == "paper"):
+        return []
+    found = splits(graph, best, cuts, pipeline, limits.alpha)
+    scored = [(penalties.of(split.layer, split.gain), split) for split in found]
+    return [split for score, split in sorted(scored, key=lambda pair: (-pair[0], pair[1].layer)) if score > 0]
+
+
+def splits(graph: Graph, best: Attempt, cuts: Cuts, pipeline: Pipeline, alpha: float) -> list[Split]:
+    """The fused layers of a program (made with `cuts`) that can be split, and by what their capacity would grow.
+
+    Capacities of the parts are those of a program in which all of them are split at once.
+    """
+    consumers, outputs = graph.consumers(), {port.value for port in graph.outputs}
+    candidates = {cut: layer for layer in fuse(graph, cuts) if (cut := cut_point(layer, consumers, outputs)) is not None}
+    if not candidates:
+        return []
+    program, apart = best.generated.program, pipeline.generate(cuts | candidates.keys()).program
+    whole, parts = _capacities(program, best.instance), _capacities(apart, pipeline.instance(apart))
+    first = {launch.operators: at for at, launch in reversed(list(enumerate(program.launches, start=1)))}
+    found = []
+    for cut, layer in candidates.items():
+        names = tuple(node.name for node in layer.nodes)
+        if names not in first or "" in names:
+            continue
+        at = first[names]
+        if program.launches[at - 1].operator_class == "hierarchical":
+            continue
+        before = whole[names]
+        after = sum(nbytes for operators, nbytes in parts.items() if set(operators) <= set(names))
+        gain = (after - before) // best.instance.chunk_bytes
+        if gain > 0 and after >= (1 + alpha) * before:
+            found.append(Split(program.launches[at - 1].name, cut, at, gain))
+    return found
+
+
+def cut_point(layer: FusionGroup, consumers: Mapping[Value, Sequence[Node]], outputs: Collection[Value]) -> Node | None:
+    """Where a fused layer is cut: after its first elementwise operator (a bias), or before its only one; None if it cannot be.
+
+    What comes before the cut must leave a single value, as every layer does. A layer that stores what it moves stays whole:
+    its parts would need the memory of an output of the model twice.
+    """
+    if layer.moved is not None:
+        return None
+    for at in (*range(1, len(layer.tail)), 0) if layer.tail else ():
+        before: Sequence[Node] = layer.nodes[: at + 1]
+        inside = [node.outputs[0] for node in before[:-1]]
+        if not any(value in outputs or any(user not in before for user in consumers.get(value, ())) for value in inside):
+            cut: Node = layer.tail[at]
+            return cut
+    return None
+
+
+def _capacities(program: Program, instance: Instance) -> dict[tuple[str, ...], int]:
+    """C_v in bytes by the operators of each group, its slices together."""
+    total: dict[tuple[str, ...], int] = {}
+    for launch, spec in zip(program.launches, instance.layers, strict=True):
+        total[launch.operators] = total.get(launch.operators, 0) + spec.capacity * instance.chunk_bytes
+    return total
+
+
+_NAMED = 6
+"""Splits that a plan's note names one by one."""

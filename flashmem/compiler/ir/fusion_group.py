@@ -1,0 +1,40 @@
+"""Fusion groups: the operators that one kernel computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flashmem.compiler.ir.graph import Node, Value
+
+
+@dataclass(eq=False)
+class FusionGroup:
+    """One main operator and the elementwise operators that its kernel computes after it, its `tail` (the epilogue).
+
+    `moved` is a Transpose of the result that the kernel makes as it stores: columns of matrices of `places` rows become rows.
+    """
+
+    main: Node
+    tail: list[Node] = field(default_factory=list)
+    moved: Node | None = None
+    places: int = 0
+
+    @property
+    def output(self) -> Value:
+        """The one value that the group writes to memory."""
+        return (self.moved or self.nodes[-1]).outputs[0]
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """Main operator and tail, in the order of execution."""
+        return (self.main, *self.tail)
+
+    def operands(self) -> list[Value]:
+        """Values from outside the group that the tail reads, each once."""
+        inside = {node.outputs[0] for node in self.nodes}
+        found: dict[Value, None] = {}
+        for node in self.tail:
+            for value in node.inputs:
+                if value is not None and value not in inside:
+                    found[value] = None
+        return list(found)

@@ -1,0 +1,28 @@
+"""Constants by where they are read from: resident memory, streamed slices, or a table of which the host copies rows."""
+
+from __future__ import annotations
+
+from flashmem.base.types import ITEMSIZE
+from flashmem.compiler.ir.graph import Graph, Node, Value
+from flashmem.compiler.memory.aliases import unreshaped
+
+RESIDENT_CONSTANT_BYTES = 1 << 20
+"""Constants up to this size (biases, tables of positions) are resident; larger ones are streamed like weights."""
+
+
+def nbytes_of(value: Value) -> int:
+    """Bytes of the elements of `value`, each in its own type."""
+    return ITEMSIZE[value.dtype] * value.size
+
+
+def host_indices(node: Node, graph: Graph) -> str | None:
+    """The model input whose elements pick the rows, if `node` gathers rows of a large constant table by such an input."""
+    if node.op != "Gather" or node.attributes["axis"] != 0:
+        return None
+    table, indices = node.input(0), node.input(1)
+    if table.constant is None or len(table.shape) != 2 or table.dtype not in ("float32", "int8", "uint8"):
+        return None
+    if nbytes_of(table) <= RESIDENT_CONSTANT_BYTES:
+        return None
+    source = unreshaped(indices)
+    return next((port.name for port in graph.inputs if port.value is source), None)

@@ -1,0 +1,44 @@
+"""Workloads: what kernel configs are measured on and selected for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from flashmem.base.types import MemoryPath
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a kernel computes, whatever its config: `batches` products of [rows, depth] and [depth, columns].
+
+    Convolution: `depth` counts every tap (a multiple of `taps`), `stride` is its stride, `batches` its groups. Attention:
+    `rows` are queries, `columns` keys, `depth` is the width of a head, `batches` counts heads. Reductions of rows: `depth` is
+    the length of a row. `storage`: the type of packed weights.
+    """
+
+    family: str
+    path: MemoryPath
+    rows: int
+    depth: int
+    columns: int
+    batches: int = 1
+    storage: str = "float32"
+    taps: int = 1
+    stride: int = 1
+
+    @property
+    def macs(self) -> int:
+        """Multiplications."""
+        return self.batches * self.rows * self.depth * self.columns
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """Family and memory path: times of one workload predict another only where both are equal."""
+        return self.family, self.path
+
+    def distance(self, other: Workload) -> float:
+        """Distance to a workload of the same kind, in doublings of sizes; another storage, taps or stride counts as one."""
+        sizes = [(getattr(self, name), getattr(other, name)) for name in ("rows", "depth", "columns", "batches")]
+        unlike = (self.storage != other.storage) + ((self.taps > 1) != (other.taps > 1)) + (self.stride != other.stride)
+        return math.hypot(*(math.log2(max(1, a) / max(1, b)) for a, b in sizes), unlike)
