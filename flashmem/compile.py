@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
@@ -18,33 +18,29 @@ from flashmem.bundle.cache import find_or_make
 from flashmem.bundle.shape_variants import Shapes, checked_variants, shapes_text
 from flashmem.bundle.writer import BundleWriter
 from flashmem.compiler.adaptive.granularity import first_attempt
+from flashmem.compiler.adaptive.pipeline import Pipeline, Watch
 from flashmem.compiler.adaptive.tiling import fitting_patches
-from flashmem.compiler.adaptive.unfusion import Cuts, Pipeline, may_refine, refine
+from flashmem.compiler.adaptive.unfusion import may_refine, refine
 from flashmem.compiler.frontend.external_data import model_files
 from flashmem.compiler.frontend.importer import collect_unsupported, import_model
 from flashmem.compiler.frontend.mapped_file import load_mapped
-from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph
-from flashmem.compiler.lowering.context import Cuts as SlicesOfWeights
-from flashmem.compiler.lowering.program import Generated, generate, sharing_weights, stored_by, write_weights
+from flashmem.compiler.lowering.program import Generated, sharing_weights, stored_by, write_weights
 from flashmem.compiler.lowering.steady import with_steady
 from flashmem.compiler.memory.allocations import within_allocations
-from flashmem.compiler.memory.launch_order import in_lowest_order
 from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.options import Options
-from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import check_dump_folder, dump_graph, prepare
 from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.compiler.selection.tuning_database import digest
 from flashmem.compiler.weights.sharing import NOTHING_STORED, StoredWeights
-from flashmem.compiler.weights.slicing import FINEST, Slicing
+from flashmem.compiler.weights.slicing import FINEST
 from flashmem.options import resolve
 from flashmem.planning.carried_instance import KEY as CARRIED
 from flashmem.planning.carried_instance import carried
 from flashmem.planning.limits import read_limits
 from flashmem.planning.memory.layout import lay_out_pools
-from flashmem.planning.planner import completed, make_plan, plan_instance, planning_instance
-from flashmem.program.launches import LaunchOrder
+from flashmem.planning.planner import completed, make_plan, planning_instance
 from flashmem.program.program import Program
 from flashmem.runtime.kernels.ahead_of_time import BuildRequest, KernelBuilder
 from flashmem.runtime.kernels.ahead_of_time import with_binaries as carrying
@@ -52,7 +48,6 @@ from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import Objective, OverlapPlan, Strategy, Units
 
 Progress = Callable[[str, float], None]
-Watch = Callable[[str], AbstractContextManager[None]]
 
 
 def compile(
@@ -282,11 +277,15 @@ def import_graph(model: Path, options: Options) -> Graph:
     return graph
 
 
+def _ignore(generated: Generated) -> None:
+    """Does nothing with a program."""
+
+
 def plan_graph(
     graph: Graph,
     options: Options,
     watch: Watch = lambda step: nullcontext(),
-    final: Callable[[Generated], None] = lambda generated: None,
+    final: Callable[[Generated], None] = _ignore,
     *,
     lowest_order: bool = True,
     patches: bool = True,
@@ -323,7 +322,7 @@ def _plan(
     graph: Graph,
     options: Options,
     watch: Watch,
-    final: Callable[[Generated], None] = lambda generated: None,
+    final: Callable[[Generated], None] = _ignore,
     *,
     finest: bool = False,
     lowest_order: bool = True,
@@ -332,60 +331,24 @@ def _plan(
     """The layers of `graph` as they are, with the slices that are best under the limits; if `finest`, with the smallest ones,
     and no layer split. `lowest_order`, `earlier`: see `plan_graph`.
     """
-    descriptor, limits, mode = options.descriptor, options.limits, options.mode
+    limits, mode = options.limits, options.mode
     limited = limits.budget is not None or limits.m_peak is not None
-    selector = KernelSelector(descriptor, options.optimize, limited=limited)
-    only_one = not limited and not may_refine(limits, mode)
-
-    def write(layers: Sequence[FusionGroup], order: LaunchOrder | None, slicing: Slicing) -> Generated:
-        slicing = replace(slicing, later=options.optimize == "steady")
-
-        def generated(selector: KernelSelector, packed: SlicesOfWeights | None = None) -> Generated:
-            return generate(
-                graph, layers, descriptor, precision=options.precision, slicing=slicing, selector=selector, earlier=earlier,
-                cuts=packed,
-            )  # fmt: skip
-
-        made = generated(selector)
-
-        def again() -> Generated | None:
-            if not selector.differs_later() and all(len(parts) == 1 for parts in made.cuts.values()):
-                return None
-            return generated(selector.for_later_runs(), made.cuts)
-
-        return replace(made, program=replace(made.program, order=order), again=again)
-
-    def program(cuts: Cuts, slicing: Slicing) -> Generated:
-        with watch("fuse"):
-            layers, order = fuse(graph, cuts), None
-            if lowest_order:
-                layers, order = in_lowest_order(graph, layers, half=options.precision == "fp16")
-        with watch("generate"):
-            made = write(layers, order, slicing)
-            if selector.select():
-                made = write(layers, order, slicing)
-        if only_one:
-            final(made)
-        return made
-
-    def instance(program: Program) -> Instance:
-        with watch("plan_and_check"):
-            return planning_instance(program, descriptor, mode, limits)
-
-    def plan(instance: Instance, program: Program) -> OverlapPlan:
-        with watch("plan_and_check"):
-            return plan_instance(instance, program, mode, limits, complete=False)
-
-    def pipeline_for(slicing: Slicing) -> Pipeline:
-        return Pipeline(lambda cuts: program(cuts, slicing), instance, plan)
-
+    pipeline = Pipeline(
+        graph,
+        options,
+        KernelSelector(options.descriptor, options.optimize, limited=limited),
+        watch=watch,
+        final=_ignore if limited or may_refine(limits, mode) else final,  # else another program may be planned
+        lowest_order=lowest_order,
+        earlier=earlier,
+    )
     if finest:
-        attempt = pipeline_for(FINEST).attempt(frozenset())
+        attempt = replace(pipeline, slicing=FINEST).attempt(frozenset())
         return attempt.generated, attempt.plan
-    pipeline, first = first_attempt(pipeline_for, limits)
+    pipeline, first = first_attempt(pipeline, limits)
     generated, made = refine(graph, pipeline, first, limits, mode)
     if limits.resolved_objective != "steady":
-        made = completed(instance(generated.program), made, generated.program, mode, limits)
+        made = completed(pipeline.instance(generated.program), made, generated.program, mode, limits)
     notes = (f"{' and '.join(graph.widened)} of the model computed in float32",) if graph.widened else ()
     return generated, replace(made, notes=(*made.notes, *notes))
 

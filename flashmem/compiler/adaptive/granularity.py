@@ -8,11 +8,11 @@ all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from flashmem.base.errors import BudgetError
-from flashmem.compiler.adaptive.unfusion import Attempt, Pipeline
+from flashmem.compiler.adaptive.pipeline import Attempt, Pipeline
 from flashmem.compiler.weights.slicing import FINEST, LEAST_BYTES, Slicing
 from flashmem.planning.limits import Limits
 from flashmem.program.program import Program
@@ -27,8 +27,8 @@ WORTH = 0.01
 """The least relative improvement of the objective for which smaller slices are used."""
 
 
-def first_attempt(pipeline_for: Callable[[Slicing], Pipeline], limits: Limits) -> tuple[Pipeline, Attempt]:
-    """The pipeline with the best sizes of slices under `limits`, and its attempt with no group split.
+def first_attempt(pipeline: Pipeline, limits: Limits) -> tuple[Pipeline, Attempt]:
+    """`pipeline` with the best sizes of slices under `limits`, and its attempt with no group split.
 
     Raises:
         BudgetError: even the smallest slices do not fit; it names the smallest budget of all that were tried.
@@ -41,7 +41,7 @@ def first_attempt(pipeline_for: Callable[[Slicing], Pipeline], limits: Limits) -
         if largest and _is_same(slicing, before, largest):
             continue
         before = slicing
-        pipeline = pipeline_for(slicing)
+        pipeline = replace(pipeline, slicing=slicing)
         generated = pipeline.generate(frozenset())
         largest = _largest(generated.program)
         try:
@@ -61,7 +61,7 @@ def first_attempt(pipeline_for: Callable[[Slicing], Pipeline], limits: Limits) -
     assert refused is not None
     if limits.m_peak is None:
         raise refused
-    pipeline = pipeline_for(FINEST)  # M_peak does not limit W
+    pipeline = replace(pipeline, slicing=FINEST)  # M_peak does not limit W
     generated = pipeline.generate(frozenset())
     instance = replace(pipeline.instance(generated.program), w_may_grow=True)
     return pipeline, Attempt(generated, instance, pipeline.plan(instance, generated.program))

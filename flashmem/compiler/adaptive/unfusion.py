@@ -8,11 +8,12 @@ stays only if the objective improves. Hierarchical groups stay whole.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
+from flashmem.compiler.adaptive.pipeline import Attempt, Cuts, Pipeline
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.lowering.program import Generated
@@ -31,32 +32,6 @@ SECONDS = 12.0
 
 LAUNCHES = 12_000
 """Of programs that are generated to try splits: a try makes two, the second to see what parts could stream."""
-
-Cuts = frozenset[Node]
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """How a program with given cuts is made, the problem it poses, and that problem's plan: the middle of the offline half."""
-
-    generate: Callable[[Cuts], Generated]
-    instance: Callable[[Program], Instance]
-    plan: Callable[[Instance, Program], OverlapPlan]
-
-    def attempt(self, cuts: Cuts, generated: Generated | None = None) -> Attempt:
-        """The program with `cuts` (or `generated`, which was made with them), and its plan."""
-        generated = generated or self.generate(cuts)
-        instance = self.instance(generated.program)
-        return Attempt(generated, instance, self.plan(instance, generated.program))
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """A program for some cuts, and its plan."""
-
-    generated: Generated
-    instance: Instance
-    plan: OverlapPlan
 
 
 @dataclass(frozen=True)

@@ -417,7 +417,7 @@ def test_cuts_leave_the_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             chosen = [node for node in graph.nodes if is_elementwise(node) and is_cut and draw.random() < 0.4]
             return fuse(graph, {*cuts, *chosen})
 
-        monkeypatch.setattr(importlib.import_module("flashmem.compile"), "fuse", cut_fuse)
+        monkeypatch.setattr(importlib.import_module("flashmem.compiler.adaptive.pipeline"), "fuse", cut_fuse)
         bundle = flashmem.compile(
             DATA / f"{name}.onnx", tmp_path / f"{is_cut}", device=device, precision="fp16", unfusion=False
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
@@ -17,14 +16,18 @@ import pytest
 from numpy.typing import NDArray
 
 import flashmem
-from flashmem.compiler.adaptive.unfusion import Attempt, Cuts, Pipeline, cut_point, splits
+from flashmem.compiler.adaptive import pipeline
+from flashmem.compiler.adaptive.pipeline import Attempt, Cuts, Pipeline
+from flashmem.compiler.adaptive.unfusion import cut_point, splits
 from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph, Node
-from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.operators import is_elementwise, why_unsupported
+from flashmem.compiler.options import Options
 from flashmem.compiler.passes.decompose import decompose
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.layout import assign_layouts
+from flashmem.compiler.selection.selector import KernelSelector
+from flashmem.planning.limits import Limits
 from flashmem.planning.penalty import Penalties
 from flashmem.program.program import Program
 from flashmem.runtime.opencl.context import list_devices
@@ -75,7 +78,7 @@ def test_any_cuts_leave_the_answer(
         chosen.append(choose([node for node in graph.nodes if is_elementwise(node)]))
         return fuse(graph, cuts | chosen[-1])
 
-    monkeypatch.setattr(importlib.import_module("flashmem.compile"), "fuse", cut_fuse)
+    monkeypatch.setattr(pipeline, "fuse", cut_fuse)
     model = DATA / f"{name}.onnx"
     inputs = _inputs(model)
     devices = [device.descriptor_name for device in list_devices()]  # each in turn: cut kernels are built for this test alone
@@ -208,22 +211,26 @@ def test_splits_lower_the_papers_objective_and_hierarchical_groups_stay_whole(
             assert _error(session.run(None, inputs), model, inputs) <= 1e-3
 
 
-def test_parts_must_gain_alpha_over_the_whole() -> None:
-    graph, descriptor = _graph("gptneo-tiny"), load_descriptor("generic-cpu")
+class _TenChunks(Pipeline):
+    """Load capacities of ten chunks for each launch, and no plan."""
 
-    def instance(program: Program) -> Instance:  # ten chunks a launch, whatever it does
+    def instance(self, program: Program) -> Instance:
         return Instance(layers_of([10] * len(program.launches)), (), 1, 1, 1.0)
 
-    def plan(program: Program) -> OverlapPlan:
+    def plan(self, instance: Instance, program: Program) -> OverlapPlan:
         raise AssertionError("ranking splits makes no plan")
 
-    pipeline = Pipeline(lambda cuts: generate(graph, fuse(graph, cuts), descriptor), instance, plan)
-    generated = pipeline.generate(frozenset())
-    whole = Attempt(generated, instance(generated.program), _plan((), len(generated.program.launches)))
-    found = splits(graph, whole, frozenset(), pipeline, alpha=1.0)
+
+def test_parts_must_gain_alpha_over_the_whole() -> None:
+    graph, descriptor = _graph("gptneo-tiny"), load_descriptor("generic-cpu")
+    options = Options(descriptor, "map", Limits())
+    ten_chunks = _TenChunks(graph, options, KernelSelector(descriptor, options.optimize, limited=False))
+    generated = ten_chunks.generate(frozenset())
+    whole = Attempt(generated, ten_chunks.instance(generated.program), _plan((), len(generated.program.launches)))
+    found = splits(graph, whole, frozenset(), ten_chunks, alpha=1.0)
     assert found and all(split.gain >= 10 for split in found)
     assert {split.name for split in found} < {launch.name for launch in generated.program.launches}
-    assert not splits(graph, whole, frozenset(), pipeline, alpha=3.0)
+    assert not splits(graph, whole, frozenset(), ten_chunks, alpha=3.0)
     for split in found:
         assert generated.program.launches[split.layer - 1].operator_class != "hierarchical"
 
