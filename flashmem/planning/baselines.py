@@ -26,11 +26,12 @@ from itertools import accumulate
 import numpy as np
 
 from flashmem.base.errors import BudgetError
-from flashmem.planning.assemble import assemble
-from flashmem.planning.budget import Measure, largest_within, plan_within
-from flashmem.planning.latency.clock import Moves, play, unlimited_seconds
+from flashmem.planning.arithmetic.assemble import assemble
+from flashmem.planning.arithmetic.clock import Moves, play, unlimited_seconds
+from flashmem.planning.arithmetic.measure import Measure
+from flashmem.planning.arithmetic.release_times import held_bytes
+from flashmem.planning.budget import largest_within, plan_within
 from flashmem.planning.latency.first_answer import first_plan, forced_preload, late_moves, smallest_m_peak
-from flashmem.planning.latency.release_times import held_bytes
 from flashmem.program.program import Program
 from flashmem.schedule.instance import Instance, WeightSpec
 from flashmem.schedule.plan import OverlapPlan, Strategy

@@ -10,13 +10,11 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from flashmem.base.errors import BudgetError
+from flashmem.planning.arithmetic.measure import Measure
 from flashmem.planning.latency.first_answer import first_plan, forced_preload, smallest_m_peak
 from flashmem.planning.pose import with_less_staging
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan
-
-Measure = Callable[[OverlapPlan], int]
-"""The bytes a plan takes in all, in the caller's meaning of a budget."""
 
 _STEPS = 8
 """Halvings of the range of M_peak, at the most."""

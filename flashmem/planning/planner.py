@@ -12,13 +12,14 @@ from dataclasses import replace
 
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.base.types import TransferMode
+from flashmem.planning.arithmetic.clock import Timing
+from flashmem.planning.arithmetic.measure import Measure
+from flashmem.planning.arithmetic.release_times import held_bytes, settled
 from flashmem.planning.baselines import Baseline, fastest, fastest_within, operators_of
-from flashmem.planning.budget import Measure, roomiest, with_staging_that_fits
+from flashmem.planning.budget import roomiest, with_staging_that_fits
 from flashmem.planning.instance import build_instance
-from flashmem.planning.latency.clock import Timing
 from flashmem.planning.latency.first_answer import first_plan, judged, smallest_m_peak
 from flashmem.planning.latency.later_runs import by_later_runs, later_seconds, leanest, with_kept
-from flashmem.planning.latency.release_times import held_bytes, settled
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.pose import staged_within
@@ -73,7 +74,7 @@ def completed(instance: Instance, plan: OverlapPlan, program: Program, mode: Tra
     measure = _in_flight(program, mode) if budget is None else _in_all(program, mode)
     if plan.objective_kind == "paper":
         with _where_the_compiler_is():
-            from flashmem.planning.opg.limits import reading_ahead
+            from flashmem.planning.paper_limits import reading_ahead
         plan = reading_ahead(instance, plan, program, limit, measure)
     elif limits.strategy == "stream" and objective != "paper":
         proven = 0.0
@@ -176,7 +177,7 @@ def _plan(instance: Instance, program: Program, mode: TransferMode, limits: Limi
         limit = limits.m_peak if limits.m_peak is not None else limits.budget
         return _first_plan(instance, program, limits, preload, limit, measure)
     with _where_the_compiler_is():
-        from flashmem.planning.opg.limits import paper_plan_inside, paper_plan_within
+        from flashmem.planning.paper_limits import paper_plan_inside, paper_plan_within
     if limits.budget is not None:
         return paper_plan_within(instance, program, limits, preload, in_all)
     limited = limits.m_peak is not None

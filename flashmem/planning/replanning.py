@@ -10,7 +10,8 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from flashmem.base.types import TransferMode
-from flashmem.planning.budget import Measure, plan_within, roomiest, with_staging_that_fits
+from flashmem.planning.arithmetic.measure import Measure
+from flashmem.planning.budget import plan_within, roomiest, with_staging_that_fits
 from flashmem.planning.latency.first_answer import first_plan, judged, smallest_m_peak
 from flashmem.planning.latency.later_runs import leanest, with_kept
 from flashmem.planning.memory.layout import lay_out_pools

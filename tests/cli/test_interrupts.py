@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from ortools.sat.python import cp_model
 
-from flashmem.planning.opg.cp_models import cp_solver
+from flashmem.planning.arithmetic.solver import cp_solver
 from tests.support.paths import DATA
 
 pytestmark = pytest.mark.build_apart

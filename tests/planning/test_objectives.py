@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashmem.base.types import TransferMode
+from flashmem.planning.arithmetic.clock import play
+from flashmem.planning.arithmetic.release_times import held_bytes
 from flashmem.planning.instance import chosen_chunk
 from flashmem.planning.latency.bounds import cheapest_pieces, cost_of, fastest_seconds
-from flashmem.planning.latency.clock import play
 from flashmem.planning.latency.first_answer import first_plan, forced_preload, smallest_m_peak, traced
 from flashmem.planning.latency.later_runs import later_seconds, with_kept
-from flashmem.planning.latency.release_times import held_bytes
 from flashmem.planning.limits import Limits
 from flashmem.planning.opg.lc_opg import solve
 from flashmem.planning.planner import _steady_bound

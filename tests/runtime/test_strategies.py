@@ -18,9 +18,8 @@ from flashmem.base.types import TransferMode
 from flashmem.bundle.writer import replace_plan
 from flashmem.compile import plan_program
 from flashmem.compiler.options import Options
-from flashmem.planning import planner
+from flashmem.planning import paper_limits, planner
 from flashmem.planning.limits import Limits
-from flashmem.planning.opg import limits as paper_limits
 from flashmem.planning.why import reasons
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import descriptor_for

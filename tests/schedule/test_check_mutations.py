@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from flashmem.planning.assemble import assemble
-from flashmem.planning.latency.clock import play
+from flashmem.planning.arithmetic.assemble import assemble
+from flashmem.planning.arithmetic.clock import play
 from flashmem.planning.latency.first_answer import first_plan, forced_preload, smallest_m_peak
 from flashmem.planning.latency.later_runs import later_seconds
 from flashmem.planning.opg.lc_opg import solve

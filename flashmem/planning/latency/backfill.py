@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flashmem.planning.latency.clock import Clock, Moves, Timing, play
-from flashmem.planning.latency.release_times import held_bytes
+from flashmem.planning.arithmetic.clock import Clock, Moves, Timing, play
+from flashmem.planning.arithmetic.release_times import held_bytes
 from flashmem.schedule.instance import Instance, WeightSpec
 
 _WORK = 20_000

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.sat.python import cp_model
 
+from flashmem.planning.arithmetic.clock import Clock, Moves, Timing
+from flashmem.planning.arithmetic.release_times import held_bytes
+from flashmem.planning.arithmetic.solver import cp_solver
 from flashmem.planning.latency.backfill import stalls
-from flashmem.planning.latency.clock import Clock, Moves, Timing
-from flashmem.planning.latency.release_times import held_bytes
-from flashmem.planning.opg.cp_models import cp_solver
 from flashmem.schedule.instance import Instance, WeightSpec
 
 _MOST_CHOICES = 5000

@@ -21,11 +21,11 @@ from itertools import accumulate
 import numpy as np
 
 from flashmem.base.errors import BudgetError
-from flashmem.planning.assemble import assemble
+from flashmem.planning.arithmetic.assemble import assemble
+from flashmem.planning.arithmetic.clock import Clock, Moves, Timing, play
+from flashmem.planning.arithmetic.release_times import earliest_gates, gates_ahead, held_bytes, settled
 from flashmem.planning.latency.backfill import filled
 from flashmem.planning.latency.bounds import fastest_seconds
-from flashmem.planning.latency.clock import Clock, Moves, Timing, play
-from flashmem.planning.latency.release_times import earliest_gates, gates_ahead, held_bytes, settled
 from flashmem.schedule.instance import Instance, WeightSpec
 from flashmem.schedule.plan import OverlapPlan
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from math import inf
 
-from flashmem.planning.budget import Measure
-from flashmem.planning.latency.clock import play
+from flashmem.planning.arithmetic.clock import play
+from flashmem.planning.arithmetic.measure import Measure
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan, PlannedWeight
 

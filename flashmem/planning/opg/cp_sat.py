@@ -13,7 +13,8 @@ from collections.abc import Iterator
 
 from ortools.sat.python import cp_model
 
-from flashmem.planning.opg.cp_models import FullModel, Unit, Window, cp_solver
+from flashmem.planning.arithmetic.solver import cp_solver
+from flashmem.planning.opg.cp_models import FullModel, Unit, Window
 from flashmem.planning.opg.objective import Decision, PaperInstance
 from flashmem.planning.opg.relaxation import relaxed
 

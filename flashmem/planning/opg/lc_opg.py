@@ -18,10 +18,10 @@ import time
 from dataclasses import replace
 
 from flashmem.base.errors import UserError
-from flashmem.planning.assemble import assemble, slowdown
-from flashmem.planning.latency.clock import Timing, unlimited_seconds
+from flashmem.planning.arithmetic.assemble import assemble, slowdown
+from flashmem.planning.arithmetic.clock import Timing, unlimited_seconds
+from flashmem.planning.arithmetic.release_times import gates_ahead, settled
 from flashmem.planning.latency.first_answer import first_plan, forced_preload
-from flashmem.planning.latency.release_times import gates_ahead, settled
 from flashmem.planning.opg.objective import Decision, PaperInstance
 from flashmem.planning.opg.preload_dp import choose_preload
 from flashmem.schedule.check import check

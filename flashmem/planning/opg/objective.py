@@ -13,8 +13,8 @@ from fractions import Fraction
 from itertools import accumulate
 
 from flashmem.base.errors import BudgetError
-from flashmem.planning.latency.clock import Moves
-from flashmem.planning.latency.release_times import held_bytes
+from flashmem.planning.arithmetic.clock import Moves
+from flashmem.planning.arithmetic.release_times import held_bytes
 from flashmem.planning.opg.greedy import greedy, incremental_preload, soft_ceiling
 from flashmem.planning.opg.srpt import SrptPlan, srpt
 from flashmem.schedule.instance import Instance

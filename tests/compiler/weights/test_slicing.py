@@ -31,7 +31,7 @@ from flashmem.compiler.passes.decompose import decompose
 from flashmem.compiler.passes.layout import assign_layouts
 from flashmem.compiler.weights.packing import Packing
 from flashmem.compiler.weights.slicing import FINEST, LEAST_BYTES, ROUNDS, Slicing
-from flashmem.planning.latency.clock import Timing
+from flashmem.planning.arithmetic.clock import Timing
 from flashmem.planning.latency.first_answer import first_plan
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory.layout import lay_out_pools

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashmem.base.types import TransferMode
+from flashmem.planning.arithmetic.clock import Moves, Timing, play
+from flashmem.planning.arithmetic.release_times import closed_late, earliest_gates, held_bytes, in_turn, settled
 from flashmem.planning.latency.backfill import filled
 from flashmem.planning.latency.bounds import fastest_seconds
-from flashmem.planning.latency.clock import Moves, Timing, play
 from flashmem.planning.latency.cp_sat import improve
 from flashmem.planning.latency.first_answer import first_plan, forced_preload, smallest_m_peak
-from flashmem.planning.latency.release_times import closed_late, earliest_gates, held_bytes, in_turn, settled
 from flashmem.schedule.instance import Instance, WeightSpec
 from tests.support.planning_instances import instances, layers_of
 

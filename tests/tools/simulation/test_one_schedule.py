@@ -17,8 +17,8 @@ from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
 from flashmem.compile import plan_graph, read_graph, with_layouts
 from flashmem.compiler.options import Options
+from flashmem.planning.arithmetic.clock import needed_at, play
 from flashmem.planning.instance import build_instance
-from flashmem.planning.latency.clock import needed_at, play
 from flashmem.planning.latency.first_answer import first_plan
 from flashmem.planning.latency.later_runs import later_seconds
 from flashmem.planning.limits import Limits

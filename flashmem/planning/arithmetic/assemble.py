@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping
 
-from flashmem.planning.latency.clock import Moves, play, unlimited_seconds
+from flashmem.planning.arithmetic.clock import Moves, play, unlimited_seconds
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import PASSING_BYTES, BoundScope, Objective, OverlapPlan, PlannedWeight, Tier
 

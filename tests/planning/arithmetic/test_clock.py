@@ -9,10 +9,10 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 
+from flashmem.planning.arithmetic.clock import play, unlimited_seconds
+from flashmem.planning.arithmetic.release_times import earliest_gates
 from flashmem.planning.latency.bounds import fastest_seconds
-from flashmem.planning.latency.clock import play, unlimited_seconds
 from flashmem.planning.latency.first_answer import first_plan, forced_preload, smallest_m_peak
-from flashmem.planning.latency.release_times import earliest_gates
 from flashmem.schedule.instance import Instance, WeightSpec
 from tests.support.planning_instances import instances, layers_of
 

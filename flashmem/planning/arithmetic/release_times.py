@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.planning.latency.clock import Clock, Moves, Timing
+from flashmem.planning.arithmetic.clock import Clock, Moves, Timing
 from flashmem.schedule.instance import Instance, WeightSpec
 from flashmem.schedule.plan import LOADER_THREADS
 

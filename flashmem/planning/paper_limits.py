@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashmem.base.errors import BudgetError
+from flashmem.planning.arithmetic.measure import Measure
 from flashmem.planning.baselines import fastest_within, operators_of
-from flashmem.planning.budget import Measure
 from flashmem.planning.latency.first_answer import smallest_m_peak
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory.layout import lay_out_pools
