@@ -100,11 +100,14 @@ class Answer(FencedFuture[list[Array]]):
 class ModelRunner(Protocol):
     """The runtime of a model (`flashmem.Runtime`), as the model needs it."""
 
-    def submit(self, model: Model, inputs: Mapping[str, Array], output_names: Sequence[str] | None = None) -> Answer: ...
+    def submit(self, model: Model, inputs: Mapping[str, Array], output_names: Sequence[str] | None = None) -> Answer:
+        """Queue a run of `model`."""
 
-    def close_model(self, model: Model) -> None: ...
+    def close_model(self, model: Model) -> None:
+        """Give everything of `model` back."""
 
-    def refuse_inside(self, what: str) -> None: ...
+    def refuse_inside(self, what: str) -> None:
+        """Raise RunError in the runtime's own thread."""
 
 
 class Model:
