@@ -315,7 +315,7 @@ def test_the_predictor_is_told_the_config_and_older_ones_do_without(tmp_path: Pa
     older = Predictor.load("pocl", "buffer")  # trained before configs were known
     assert older.seconds(made.program.launches[0]) > 0
     about, rows = read_dataset(ROOT / "devices" / f"pocl{DATASET}")
-    assert {(r.features.stage, r.features.split) for r in rows} == {(0, 1)}
+    assert {(r.features.k_block, r.features.slice_k) for r in rows} == {(0, 1)}
     write_dataset(tmp_path / "again", about, [replace(rows[0], features=features)])
     assert read_dataset(tmp_path / "again")[1][0].features == features
 
