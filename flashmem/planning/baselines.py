@@ -106,20 +106,20 @@ class Baseline:
             before = of_kind[operator.kind] = operator.first
         return opens
 
-    def gates(self, instance: Instance, preload: Collection[str], limit: int) -> dict[str, int]:
+    def releases(self, instance: Instance, preload: Collection[str], limit: int) -> dict[str, int]:
         """g_w of every weight (0 for W): in use order, each as early as the strategy and `limit` bytes for whole slices
         permit."""
         opens = self.opens(instance)
-        gates = dict.fromkeys(preload, 0)
+        releases = dict.fromkeys(preload, 0)
         held = np.zeros(len(instance.layers) + 2, np.int64)  # bytes in flight, by layer
         latest = 0 if self.waits else 1
         for w in sorted((w for w in instance.weights if w.name not in preload), key=lambda w: w.first_use):
             first = opens[w.name]
             full = np.flatnonzero(held[first : w.last_use + 1] + w.nbytes > limit)
             first = min(w.first_use - latest, first + (int(full[-1]) + 1 if full.size else 0))
-            gates[w.name] = first
+            releases[w.name] = first
             held[first : w.last_use + 1] += w.nbytes
-        return gates
+        return releases
 
     def plan(self, instance: Instance, preload: frozenset[str] | None = None, note: str = "") -> OverlapPlan:
         """The strategy's plan inside M_peak with W = `preload` (default: `least_preload`); nothing is proven of it.
@@ -137,29 +137,29 @@ class Baseline:
                 smallest_bytes=smallest,
                 binding=binding,
             )
-        gates, moves = self._read_and_move(instance, chosen)
-        seconds = play(instance, gates, moves).seconds
+        releases, moves = self._read_and_move(instance, chosen)
+        seconds = play(instance, releases, moves).seconds
         plan = assemble(
-            instance, chosen, gates, moves, kind="first", lambda_=self.lambda_, objective=seconds, bound=0.0,
+            instance, chosen, releases, moves, kind="first", lambda_=self.lambda_, objective=seconds, bound=0.0,
             bound_scope="resident-set", tier="greedy", started=begun, base=self.least_preload(instance), asked=self.asked,
             notes=(f"reads as strategy {self.strategy} does{note}",),
         )  # fmt: skip
         return replace(plan, strategy=self.strategy)
 
     def _read_and_move(self, instance: Instance, preload: frozenset[str]) -> tuple[dict[str, int], Moves]:
-        """Gates and moves; in mode `interleave` in as small a part of M_peak as leaves room for staging."""
+        """Release times and moves; in mode `interleave` in as small a part of M_peak as leaves room for staging."""
         latest = 0 if self.waits else 1
         streamed = [w for w in instance.weights if w.name not in preload]
         at_the_last = {w.name: ((w.first_use - latest, instance.chunks(w)),) for w in streamed}
         for part in _PARTS:
-            gates = self.gates(instance, preload, int(instance.m_peak * part))
+            releases = self.releases(instance, preload, int(instance.m_peak * part))
             moves: Moves = (
-                at_the_last if self.waits else late_moves(instance, gates, play(instance, gates), len(instance.layers))
+                at_the_last if self.waits else late_moves(instance, releases, play(instance, releases), len(instance.layers))
             )
-            if int(held_bytes(instance, gates, moves).max(initial=0)) <= instance.m_peak:
-                return gates, moves
-        gates = {w.name: 0 if w.name in preload else w.first_use - latest for w in instance.weights}
-        return gates, at_the_last
+            if int(held_bytes(instance, releases, moves).max(initial=0)) <= instance.m_peak:
+                return releases, moves
+        releases = {w.name: 0 if w.name in preload else w.first_use - latest for w in instance.weights}
+        return releases, at_the_last
 
     def within(self, instance: Instance, budget: int, measure: Measure) -> OverlapPlan:
         """The strategy's plan whose every byte fits `budget`, as `measure` counts bytes.

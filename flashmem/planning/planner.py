@@ -115,11 +115,11 @@ def _searched(
         return plan, 0.0
     preload = frozenset(w.name for w in plan.weights if w.preload)
     moves = {w.name: w.moves for w in plan.weights if not w.preload}
-    gates = {w.name: w.read_layer for w in plan.weights}
-    held = int(held_bytes(instance, gates, moves).max(initial=0))
+    releases = {w.name: w.read_layer for w in plan.weights}
+    held = int(held_bytes(instance, releases, moves).max(initial=0))
     enough = plan.bound * (1 + 1e-9)
-    found = improve(instance, gates, moves, held, roomy.m_peak, seconds=_SEARCH_SECONDS, enough=enough)
-    better, clock = settled(Timing(instance, moves), preload, found.gates)
+    found = improve(instance, releases, moves, held, roomy.m_peak, seconds=_SEARCH_SECONDS, enough=enough)
+    better, clock = settled(Timing(instance, moves), preload, found.releases)
     note = f"searched by CP-SAT for {_SEARCH_SECONDS:.0f} s at the most"
     if found.bound > plan.bound:
         note += ", which proved the bound"

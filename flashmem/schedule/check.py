@@ -72,7 +72,7 @@ def _check_memory(plan: OverlapPlan, instance: Instance) -> None:
         if w.preload:
             continue
         home, last = w.read_layer, layers if w.keep else w.last_use
-        if plan.mode == "interleave":  # in staging from its gate to its last move, at home from its first
+        if plan.mode == "interleave":  # in staging from its release time to its last move, at home from its first
             change[w.read_layer] += w.nbytes
             change[w.moves[-1][0] + 1] -= w.nbytes
             home = w.moves[0][0]
@@ -132,7 +132,7 @@ def _check_objective(plan: OverlapPlan) -> None:
 
 
 def _check_seconds(plan: OverlapPlan, instance: Instance) -> None:
-    """An objective in seconds, recomputed from the gates and from what is moved beside each layer."""
+    """An objective in seconds, recomputed from the release times and from what is moved beside each layer."""
     if plan.objective_kind == "paper":
         return
     later = plan.objective_kind == "steady"
@@ -246,7 +246,7 @@ def _check_layout(
 
 
 def _check_staging(mode: str, layout: PoolLayout, streamed: list[PlannedWeight]) -> None:
-    """Each streamed slice has a place in the one buffer, or a slot, for itself from its read gate to its last move."""
+    """Each streamed slice has a place in the one buffer, or a slot, for itself from its release time to its last move."""
     for w in streamed:
         places, other = layout.staging, layout.staging_slot_of
         if layout.staging_slots:

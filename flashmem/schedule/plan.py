@@ -1,7 +1,7 @@
 """The overlap plan: plain data, written by the planner, stored in the bundle, played by the runtime.
 
-Layers are 1..N, one kernel launch each. A weight here is a slice of the program. docs/planner.md has the formulation: read
-gates g_w, moves x_{w,l} with first mover z_w, load capacities C_l, and the memory that each transfer mode holds (C2). With its
+Layers are 1..N, one kernel launch each. A weight here is a slice of the program. docs/planner.md has the formulation: release
+times g_w, moves x_{w,l} with first mover z_w, load capacities C_l, and the memory that each transfer mode holds (C2). With its
 checker (`schedule.check`) this is what the runtime imports of planning, so it needs the standard library only.
 """
 
@@ -60,8 +60,8 @@ class PlannedWeight:
     """What the plan decided for weight w.
 
     A preloaded weight (w in W) has no `moves`; its place is its own from before layer 1 to the end of the session. Weights are
-    read from disk behind their read gates `read_layer` (g_w): the loader may start once layer g_w - 1 is done. Of a weight of
-    W, which takes nothing from what is in flight, the gate only says which others are read before it; 0: none.
+    read from disk from their release time `read_layer` (g_w) on: the loader may start once layer g_w - 1 is done. For a
+    weight of W, which takes nothing from what is in flight, it only says which others are read before it; 0: none.
     `moves` holds (layer, chunks) with chunks > 0, ascending: x_{w,l}; the first of these layers is z_w. It is freed when layer
     `last_use` is done, unless it is to `keep`: then it stays for later runs, which find it resident. A move at layer
     `first_use`

@@ -10,7 +10,7 @@ layer before its use when memory is short, and with a limit on W only if CP-SAT 
 Findings are printed; with one the exit code is 1.
 
 The oracle shares no code with the planner: it walks the layers forwards with what is left of every weight (`best_cost`), and
-tries every gate with every move under a clock of its own (`fastest`).
+tries every release time with every move under a clock of its own (`fastest`).
 """
 
 from __future__ import annotations
@@ -199,10 +199,10 @@ def least_distance(instance: Instance, preload: Collection[str], *, capacities: 
     return walk(1, total)
 
 
-# The first answer: every gate and every move, under a clock of its own.
+# The first answer: every release time and every move, under a clock of its own.
 
 
-def seconds_of(instance: Instance, resident: Collection[str], gates: dict[str, int], moves: Moves) -> float:
+def seconds_of(instance: Instance, resident: Collection[str], releases: dict[str, int], moves: Moves) -> float:
     """Integrated latency by the definition in docs/planner.md: when each load and each layer ends, by recursion."""
     beside = [0] * (len(instance.layers) + 1)
     needs = {w.name: w.first_use for w in instance.weights}
@@ -211,7 +211,7 @@ def seconds_of(instance: Instance, resident: Collection[str], gates: dict[str, i
             beside[layer] += chunks
         if instance.mode == "interleave" and w.name in moves:
             needs[w.name] = moves[w.name][0][0]
-    order = sorted(instance.weights, key=lambda w: (max(1, gates[w.name]), needs[w.name], w.first_use))
+    order = sorted(instance.weights, key=lambda w: (max(1, releases[w.name]), needs[w.name], w.first_use))
 
     @cache
     def read(number: int) -> float:
@@ -226,8 +226,8 @@ def seconds_of(instance: Instance, resident: Collection[str], gates: dict[str, i
         return max(max(before, opened(number)) + w.nbytes / instance.host_bandwidth, read(number) + piece)
 
     def opened(number: int) -> float:
-        gate = gates[order[number].name]
-        return done(gate - 1) if gate > 1 else 0.0
+        release = releases[order[number].name]
+        return done(release - 1) if release > 1 else 0.0
 
     @cache
     def done(layer: int) -> float:
@@ -251,13 +251,13 @@ def slowed(layer: LayerSpec, nbytes: int) -> float:
 
 
 def ways(instance: Instance, w: WeightSpec) -> list[tuple[int, tuple[tuple[int, int], ...]]]:
-    """Every gate of a weight with every way to move its chunks."""
+    """Every release time of a weight with every way to move its chunks."""
     chunks = -(-w.nbytes // instance.chunk_bytes)
     found = []
     for parts in product(range(chunks + 1), repeat=w.first_use - 1):
         if sum(parts) == chunks:
             moves = tuple((layer, n) for layer, n in enumerate(parts, start=1) if n)
-            found += [(gate, moves) for gate in range(1, moves[0][0] + 1)]
+            found += [(release, moves) for release in range(1, moves[0][0] + 1)]
     return found
 
 
@@ -267,21 +267,21 @@ def fastest(instance: Instance, resident: frozenset[str]) -> float | None:
     best: float | None = None
     for choice in product(*(ways(instance, w) for w in streamed)):
         held = [0] * (len(instance.layers) + 1)
-        for w, (gate, moves) in zip(streamed, choice, strict=True):
-            home = moves[0][0] if instance.mode == "interleave" else gate
+        for w, (release, moves) in zip(streamed, choice, strict=True):
+            home = moves[0][0] if instance.mode == "interleave" else release
             for layer in range(home, w.last_use + 1):
                 held[layer] += w.nbytes
             if instance.mode == "interleave":
-                for layer in range(gate, moves[-1][0] + 1):
+                for layer in range(release, moves[-1][0] + 1):
                     held[layer] += w.nbytes
         if max(held) > instance.m_peak:
             continue
-        gates = dict.fromkeys(resident, 0) | {w.name: gate for w, (gate, _) in zip(streamed, choice, strict=True)}
+        releases = dict.fromkeys(resident, 0) | {w.name: release for w, (release, _) in zip(streamed, choice, strict=True)}
         # Weights of W may be read whenever it suits: all first, or all behind the streamed ones they are used after.
         moves = {w.name: moves for w, (_, moves) in zip(streamed, choice, strict=True)}
         late = [w for w in instance.weights if w.name in resident and w.first_use > 1]
         for turns in product(*((0, *range(1, w.first_use + 1)) for w in late)):
-            seconds = seconds_of(instance, resident, gates | {w.name: g for w, g in zip(late, turns, strict=True)}, moves)
+            seconds = seconds_of(instance, resident, releases | {w.name: g for w, g in zip(late, turns, strict=True)}, moves)
             if best is None or seconds < best:
                 best = seconds
     return best
@@ -367,8 +367,8 @@ def first_findings(case: FirstCase) -> tuple[str, list[str]]:
     found = [] if keeps_m_peak(instance, plan) else ["it passes M_peak"]
     resident = frozenset(w.name for w in plan.weights if w.preload)
     moves: Moves = {w.name: w.moves for w in plan.weights if not w.preload}
-    gates = {w.name: w.read_layer for w in plan.weights}
-    played = seconds_of(instance, resident, gates, moves)
+    releases = {w.name: w.read_layer for w in plan.weights}
+    played = seconds_of(instance, resident, releases, moves)
     if abs(played - plan.objective) > EPSILON:
         found.append(f"{plan.objective:.9g} s is {played:.9g} s by the definition")
     if plan.bound_within is not None:
@@ -390,7 +390,9 @@ def first_findings(case: FirstCase) -> tuple[str, list[str]]:
                 if other is not None and plan.objective > other + EPSILON:
                     found.append(f"optimal at {plan.objective:.9g} s, with {more} in W it is {other:.9g} s")
     if case.proof:
-        proven = improve(instance, gates, moves, instance.m_peak, instance.m_peak, seconds=case.proof, enough=plan.bound).bound
+        proven = improve(
+            instance, releases, moves, instance.m_peak, instance.m_peak, seconds=case.proof, enough=plan.bound
+        ).bound
         if proven > best + 1e-5:  # the model's times are whole ticks, rounded down
             found.append(f"CP-SAT proves {proven:.9g} s, the optimum of this W is {best:.9g} s")
     return plan.status, found

@@ -33,7 +33,7 @@ def held(plan: OverlapPlan) -> int:
     return resident + max((sum(w.nbytes for w in streamed if w.read_layer <= at <= w.last_use) for at in layers), default=0)
 
 
-def gates(strategy: Strategy, m_peak: int = 100) -> dict[str, int]:
+def releases(strategy: Strategy, m_peak: int = 100) -> dict[str, int]:
     plan = Baseline(strategy, OPERATORS).plan(replace(INSTANCE, m_peak=m_peak))
     check(plan, replace(INSTANCE, m_peak=m_peak))
     assert plan.strategy == strategy
@@ -41,7 +41,7 @@ def gates(strategy: Strategy, m_peak: int = 100) -> dict[str, int]:
 
 
 def test_on_demand_waits_for_the_operator_itself() -> None:
-    assert gates("on-demand") == {"p": 2, "q.0": 4, "q.1": 4, "r": 6, "s": 9}
+    assert releases("on-demand") == {"p": 2, "q.0": 4, "q.1": 4, "r": 6, "s": 9}
 
 
 def test_on_demand_moves_before_the_layer_with_nothing_beside_it() -> None:
@@ -54,20 +54,20 @@ def test_on_demand_moves_before_the_layer_with_nothing_beside_it() -> None:
 
 
 def test_always_next_begins_with_the_layer_before() -> None:
-    assert gates("always-next") == {"p": 1, "q.0": 3, "q.1": 4, "r": 5, "s": 8}
+    assert releases("always-next") == {"p": 1, "q.0": 3, "q.1": 4, "r": 5, "s": 8}
 
 
 def test_next_operator_begins_with_the_operator_before() -> None:
-    assert gates("next-operator") == {"p": 1, "q.0": 2, "q.1": 2, "r": 4, "s": 6}
+    assert releases("next-operator") == {"p": 1, "q.0": 2, "q.1": 2, "r": 4, "s": 6}
 
 
 def test_same_op_begins_with_the_operator_of_its_type() -> None:
-    assert gates("same-op") == {"p": 1, "q.0": 2, "q.1": 2, "r": 2, "s": 4}
+    assert releases("same-op") == {"p": 1, "q.0": 2, "q.1": 2, "r": 2, "s": 4}
 
 
 def test_m_peak_delays_loads_in_use_order() -> None:
-    assert gates("next-operator", 8) == {"p": 1, "q.0": 2, "q.1": 3, "r": 5, "s": 6}
-    assert gates("on-demand", 4) == {"p": 2, "q.0": 4, "q.1": 5, "r": 6, "s": 9}
+    assert releases("next-operator", 8) == {"p": 1, "q.0": 2, "q.1": 3, "r": 5, "s": 6}
+    assert releases("on-demand", 4) == {"p": 2, "q.0": 4, "q.1": 5, "r": 6, "s": 9}
 
 
 @pytest.mark.parametrize(("strategy", "smallest", "binding"), [("on-demand", 4, "layer2"), ("always-next", 8, "layer4")])

@@ -55,11 +55,11 @@ def test_the_papers_plan_reads_ahead_of_its_moves_within_m_peak(instance: Instan
     plan = solve(inside, time_limit=0.5)
     check(plan, inside)
     assert all(1 <= w.read_layer <= w.first_mover for w in plan.weights if not w.preload)
-    gates = {w.name: w.read_layer for w in plan.weights}
+    releases = {w.name: w.read_layer for w in plan.weights}
     moves = {w.name: w.moves for w in plan.weights if not w.preload}
-    assert list(held_bytes(inside, gates, moves)[1 : len(inside.layers) + 1]) == in_flight_bytes(plan)
+    assert list(held_bytes(inside, releases, moves)[1 : len(inside.layers) + 1]) == in_flight_bytes(plan)
     tight = {w.name: 0 if w.preload else w.first_mover for w in plan.weights}
-    assert play(inside, gates, moves).seconds <= play(inside, tight, moves).seconds + 1e-9
+    assert play(inside, releases, moves).seconds <= play(inside, tight, moves).seconds + 1e-9
 
 
 def test_no_plan_is_serial_where_memory_has_room() -> None:
@@ -68,8 +68,8 @@ def test_no_plan_is_serial_where_memory_has_room() -> None:
     for mode in MODES:
         instance = Instance(layers_of([1] * 41, seconds=1.0), weights, 10, 80, 10.0, mode=mode)
         for plan in (first_plan(instance), solve(instance)):
-            gates = {w.name: w.read_layer for w in plan.weights}
-            clock = play(instance, gates, {w.name: w.moves for w in plan.weights})
+            releases = {w.name: w.read_layer for w in plan.weights}
+            clock = play(instance, releases, {w.name: w.moves for w in plan.weights})
             assert clock.seconds <= 1.1 * 41, (mode, plan.objective_kind)
 
 

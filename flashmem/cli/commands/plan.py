@@ -62,7 +62,7 @@ class LayerRow:
     allowed_chunks: int
     moved_chunks: int
     in_flight_bytes: int
-    loads: tuple[str, ...]  # weights with their read gate g_w here
+    loads: tuple[str, ...]  # weights released here: g_w is this layer
     frees: tuple[str, ...]  # weights freed after it
 
 
@@ -137,7 +137,7 @@ def _smallest(model: Path, options: CompileOptions) -> list[SmallestBudget]:
 
 
 def layer_rows(plan: OverlapPlan, program: Program) -> list[LayerRow]:
-    """One row for each layer. A slice is in flight from its read gate to its last use, or to the end if it is kept."""
+    """One row for each layer. A slice is in flight from its release time to its last use, or to the end if it is kept."""
     loads: dict[int, list[str]] = {}
     frees: dict[int, list[str]] = {}
     for w in plan.weights:
@@ -310,7 +310,7 @@ def _print(shown: Shown, show_all: bool) -> None:
     for note in plan.notes:
         print_facts({"note": note})
     print()
-    headers = ("layer", "computes", "class", "C_ℓ", "moved", "in flight", "read gate of")
+    headers = ("layer", "computes", "class", "C_ℓ", "moved", "in flight", "releases")
     _print_shortened(headers, _layer_cells(rows, grouped=not show_all and len(rows) > _ROWS_SHOWN), show_all)
     if because:
         print("\nwhy they are preloaded")

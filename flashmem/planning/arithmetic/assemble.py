@@ -27,7 +27,7 @@ def slowdown(seconds: float, fastest: float) -> float:
 def assemble(
     instance: Instance,
     preload: Collection[str],
-    gates: Mapping[str, int],
+    releases: Mapping[str, int],
     moves: Moves,
     *,
     kind: Objective,
@@ -46,9 +46,11 @@ def assemble(
     C_l binds the paper's objective only, whose plan lists where a tier relaxed it.
     """
     weights = tuple(
-        PlannedWeight(w.name, w.nbytes, instance.chunks(w), w.first_use, w.last_use, True, gates.get(w.name, 0))
+        PlannedWeight(w.name, w.nbytes, instance.chunks(w), w.first_use, w.last_use, True, releases.get(w.name, 0))
         if w.name in preload
-        else PlannedWeight(w.name, w.nbytes, instance.chunks(w), w.first_use, w.last_use, False, gates[w.name], moves[w.name])
+        else PlannedWeight(
+            w.name, w.nbytes, instance.chunks(w), w.first_use, w.last_use, False, releases[w.name], moves[w.name]
+        )
         for w in instance.weights
     )
     used = moved_chunks(instance, moves)

@@ -77,10 +77,10 @@ def needed_at(instance: Instance, moves: Moves | None) -> dict[str, int]:
 
 
 class Timing:
-    """The clock of `instance` with `moves`, for the many gates that a planner compares.
+    """The clock of `instance` with `moves`, for the many release times that a planner compares.
 
     Without `moves` nothing slows a layer down. Weights are read in the order (g_w, first need, first use), each as soon as its
-    gate allows; gate 0 (of W) is as gate 1.
+    release time allows; release time 0 (of W) is as release time 1.
     """
 
     def __init__(self, instance: Instance, moves: Moves | None = None) -> None:
@@ -95,9 +95,9 @@ class Timing:
         self._read = [w.nbytes / instance.load_bandwidth for w in self._by_need]
         self._in_cache = [0.0] * len(self._by_need)
 
-    def order(self, gates: Mapping[str, int]) -> list[WeightSpec]:
+    def order(self, releases: Mapping[str, int]) -> list[WeightSpec]:
         """The weights in the order in which they are read."""
-        return [self._by_need[at] for at in self._order([gates[w.name] or 1 for w in self._by_need])]
+        return [self._by_need[at] for at in self._order([releases[w.name] or 1 for w in self._by_need])]
 
     def _order(self, opened: Sequence[int]) -> list[int]:
         return sorted(range(len(opened)), key=opened.__getitem__)  # stable
@@ -106,22 +106,22 @@ class Timing:
         """The compute queue before anything was read."""
         return Compute(self.durations, self.instance.opening_seconds)
 
-    def play(self, gates: Mapping[str, int], *, in_cache: bool = False) -> Clock:
+    def play(self, releases: Mapping[str, int], *, in_cache: bool = False) -> Clock:
         """The clock of g_w by weight. `in_cache`: with the file in the page cache, where reads take what handing on takes."""
-        loaded, read, compute = self._played(gates, in_cache)
+        loaded, read, compute = self._played(releases, in_cache)
         names = [w.name for w in self._by_need]
         return Clock(
             dict(zip(names, loaded, strict=True)), tuple(compute.started), tuple(compute.done[1:]),
             dict(zip(names, read, strict=True)),
         )  # fmt: skip
 
-    def seconds(self, gates: Mapping[str, int], *, in_cache: bool = False) -> float:
+    def seconds(self, releases: Mapping[str, int], *, in_cache: bool = False) -> float:
         """Integrated latency alone, as `play` has it."""
-        return self._played(gates, in_cache)[2].done[-1] if self.durations else 0.0
+        return self._played(releases, in_cache)[2].done[-1] if self.durations else 0.0
 
-    def _played(self, gates: Mapping[str, int], in_cache: bool) -> tuple[list[float], list[float], Compute]:
+    def _played(self, releases: Mapping[str, int], in_cache: bool) -> tuple[list[float], list[float], Compute]:
         """When each weight is there, and when the disk begins to read it, in the order of needs; and the layers."""
-        opened = [gates[w.name] or 1 for w in self._by_need]
+        opened = [releases[w.name] or 1 for w in self._by_need]
         order = self._order(opened)
         reading, handed, last_piece = self._in_cache if in_cache else self._read, self._handed, self._last_piece
         needed, compute = self._needed, self.compute()
@@ -129,11 +129,11 @@ class Timing:
         loaded, read = [0.0] * len(order), [0.0] * len(order)
         disk, host = 0.0, self.instance.opening_seconds
         for at in order:
-            gate = opened[at]
-            if gate > 1:
-                if gate > len(done):
-                    compute.until(gate - 1)
-                opens = done[gate - 1]
+            release = opened[at]
+            if release > 1:
+                if release > len(done):
+                    compute.until(release - 1)
+                opens = done[release - 1]
                 disk, host = max(disk, opens), max(host, opens)
             read[at] = disk
             disk += reading[at]
@@ -145,9 +145,9 @@ class Timing:
         return loaded, read, compute
 
 
-def play(instance: Instance, gates: Mapping[str, int], moves: Moves | None = None) -> Clock:
+def play(instance: Instance, releases: Mapping[str, int], moves: Moves | None = None) -> Clock:
     """The clock of one plan: see `Timing`."""
-    return Timing(instance, moves).play(gates)
+    return Timing(instance, moves).play(releases)
 
 
 def unlimited_seconds(instance: Instance, preload: Collection[str]) -> float:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from flashmem.schedule.instance import Instance, WeightSpec
 
 _SCAN, _SCANS = 512, 8
-"""Layers looked at in one step, and most steps, when the earliest gate of a weight is looked for."""
+"""Layers looked at in one step, and most steps, when the earliest release time of a weight is looked for."""
 
 _WINDOW = 2048
 """Layers back from which a read that could not begin earlier is counted: fewer of them still make a bound."""
@@ -27,8 +27,8 @@ def fastest_seconds(instance: Instance, preload: Collection[str]) -> float:
     It holds whatever the order of the reads. Layer l cannot start before all bytes first used by layers 1..l are in, and:
 
     - the bytes brought in never exceed M_peak plus what the finished layers freed;
-    - a slice is held as a whole from its gate on, so its read begins no sooner than a layer beside which it fits with what that
-      layer and the next ones use;
+    - a slice is held as a whole from its release time on, so its read begins no sooner than a layer beside which it fits with
+      what that layer and the next ones use;
     - the host hands on what was read at its rate, from when the session is open;
     - what is moved beside layers slows them down, at least as if every byte went where that costs least.
 
@@ -70,7 +70,7 @@ class _Disk:
         for w in streamed:
             self.freed[w.last_use] += w.nbytes
         self.opens = earliest_opens(layers, streamed, limit)
-        self.behind: NDArray[np.float64] = np.zeros(layers + 2)  # bytes asked for whose gate is no earlier than layer l
+        self.behind: NDArray[np.float64] = np.zeros(layers + 2)  # bytes asked for whose release time is no earlier than layer l
 
     def read(self, w: WeightSpec, done: Sequence[float], *, resident: bool) -> None:
         """All of `w` is to be brought in."""
@@ -106,7 +106,7 @@ class _Disk:
 
 
 def earliest_opens(layers: int, streamed: Sequence[WeightSpec], limit: int) -> dict[str, int]:
-    """By weight, a layer that no plan inside `limit` bytes opens its gate before.
+    """By weight, a layer before which no plan inside `limit` bytes releases it.
 
     At a layer its own weights are held, and those first used at the next one: what does not fit beside them is not held yet.
     """
@@ -117,17 +117,17 @@ def earliest_opens(layers: int, streamed: Sequence[WeightSpec], limit: int) -> d
     least = np.cumsum(change)
     opens: dict[str, int] = {}
     for w in streamed:
-        last = gate = max(1, w.first_use - 1)
+        last = release = max(1, w.first_use - 1)
         opens[w.name] = 1
         for _ in range(_SCANS):
-            if gate <= 1:
+            if release <= 1:
                 break
-            low = max(1, gate - _SCAN)
-            full = np.flatnonzero(least[low:gate] + w.nbytes > limit)
+            low = max(1, release - _SCAN)
+            full = np.flatnonzero(least[low:release] + w.nbytes > limit)
             if full.size:
                 opens[w.name] = min(last, low + int(full[-1]) + 1)
                 break
-            gate = low
+            release = low
     return opens
 
 

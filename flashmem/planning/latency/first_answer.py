@@ -2,8 +2,8 @@
 
 W is only what must be there before layer 1 (and what the caller asks for): a preloaded weight delays layer 1 and keeps its
 bytes for good. Every other weight is read in use order, as early as memory permits. Among plans that read whole slices in use
-order no other is faster but for what moving slows down; where the disk waits for memory, that order is left (`fill`). Then
-gates are closed as late as nobody notices. It takes O(n log n), so a plan can be made again whenever the budget changes.
+order no other is faster but for what moving slows down; where the disk waits for memory, that order is left (`filled`). Then
+each release time is as late as costs no time. It takes O(n log n), so a plan can be made again whenever the budget changes.
 
 lambda weighs latency against average memory. Plans are made for a ladder of limits, from M_peak to the least that works, and
 lambda says where between the average of the fastest (0) and of the smallest (1) the average must stay: the plan is the fastest
@@ -23,7 +23,7 @@ import numpy as np
 from flashmem.base.errors import BudgetError
 from flashmem.planning.arithmetic.assemble import assemble
 from flashmem.planning.arithmetic.clock import Clock, Moves, Timing, play
-from flashmem.planning.arithmetic.release_times import earliest_gates, gates_ahead, held_bytes, settled
+from flashmem.planning.arithmetic.release_times import earliest_releases, held_bytes, releases_ahead, settled
 from flashmem.planning.latency.backfill import filled
 from flashmem.planning.latency.bounds import fastest_seconds
 from flashmem.schedule.instance import Instance, WeightSpec
@@ -46,7 +46,7 @@ def smallest_m_peak(instance: Instance, preload: Collection[str] = ()) -> tuple[
 
 
 def least_in_use(instance: Instance, preload: Collection[str] = ()) -> int:
-    """The same without staging: what `earliest_gates` needs."""
+    """The same without staging: what `earliest_releases` needs."""
     return _in_use(instance, forced_preload(instance, preload), 1)[0]
 
 
@@ -82,7 +82,9 @@ def require_m_peak(instance: Instance, preload: Collection[str]) -> None:
         )
 
 
-def late_moves(instance: Instance, gates: Mapping[str, int], clock: Clock, near: int) -> dict[str, tuple[tuple[int, int], ...]]:
+def late_moves(
+    instance: Instance, releases: Mapping[str, int], clock: Clock, near: int
+) -> dict[str, tuple[tuple[int, int], ...]]:
     """x_{w,l} of the streamed weights: within C_l where that can be, above it where it costs least.
 
     A chunk is moved between g_w (in mode `interleave`: the layer that first starts with its weight read) and i_w - 1. These
@@ -91,10 +93,10 @@ def late_moves(instance: Instance, gates: Mapping[str, int], clock: Clock, near:
     last `near` layers of the window in proportion to their latency. None of it goes beside hierarchical operators unless there
     is nothing else.
     """
-    queue = sorted((w for w in instance.weights if gates[w.name]), key=lambda w: w.first_use)
+    queue = sorted((w for w in instance.weights if releases[w.name]), key=lambda w: w.first_use)
     waits = instance.mode == "interleave"
     opens = [
-        min(w.first_use - 1, max(gates[w.name], bisect_left(clock.started, clock.loaded[w.name]) + 1 if waits else 0))
+        min(w.first_use - 1, max(releases[w.name], bisect_left(clock.started, clock.loaded[w.name]) + 1 if waits else 0))
         for w in queue
     ]
     left = [instance.chunks(w) for w in queue]
@@ -167,17 +169,17 @@ class _Spread:
 
 
 def read_and_move(instance: Instance, preload: frozenset[str], limit: int) -> tuple[dict[str, int], Moves, Clock]:
-    """Gates, moves and their clock for W = `preload`, holding at most `limit` bytes (at least `smallest_m_peak`).
+    """Release times, moves and their clock for W = `preload`, holding at most `limit` bytes (at least `smallest_m_peak`).
 
-    Gates open as early as whole slices fit. Where staging makes that too much, they open in a smaller part of `limit`.
+    Weights are released as early as whole slices fit. Where staging makes that too much, a smaller part of `limit` is used.
     """
     best: tuple[dict[str, int], Moves, Clock] | None = None
     for near in _NEAR:
         found = _read_and_move(instance, preload, limit, near)
         if best is None or found[2].seconds < best[2].seconds * (1 - _TIE):
             best = found
-        gates, _, clock = best
-        if clock.seconds <= play(instance, gates).seconds * (1 + _TIE):
+        releases, _, clock = best
+        if clock.seconds <= play(instance, releases).seconds * (1 + _TIE):
             break  # what is moved costs nothing
     assert best is not None
     return best
@@ -190,21 +192,21 @@ _TIE = 1e-9
 
 
 def _read_and_move(instance: Instance, preload: frozenset[str], limit: int, near: int) -> tuple[dict[str, int], Moves, Clock]:
-    def moving(gates: Mapping[str, int]) -> Moves:
-        return late_moves(instance, gates, play(instance, gates), near)
+    def moving(releases: Mapping[str, int]) -> Moves:
+        return late_moves(instance, releases, play(instance, releases), near)
 
     least = least_in_use(instance, preload)
     for step in range(_STEPS + 1):
-        gates = earliest_gates(instance, preload, limit - (limit - least) * step // _STEPS)
-        moves = moving(gates)
-        if instance.mode != "interleave" or int(held_bytes(instance, gates, moves).max()) <= limit:
+        releases = earliest_releases(instance, preload, limit - (limit - least) * step // _STEPS)
+        moves = moving(releases)
+        if instance.mode != "interleave" or int(held_bytes(instance, releases, moves).max()) <= limit:
             break
     else:  # every weight in the layer before its use, and read ahead as far as there is room
         moves = {w.name: ((w.first_use - 1, instance.chunks(w)),) for w in instance.weights if w.name not in preload}
-        gates = gates_ahead(instance, preload, moves, limit)
-    gates, moves = filled(instance, gates, moves, limit, None if instance.mode == "interleave" else moving)
-    gates, clock = settled(Timing(instance, moves), preload, gates)
-    return gates, moves, clock
+        releases = releases_ahead(instance, preload, moves, limit)
+    releases, moves = filled(instance, releases, moves, limit, None if instance.mode == "interleave" else moving)
+    releases, clock = settled(Timing(instance, moves), preload, releases)
+    return releases, moves, clock
 
 
 _STEPS = 8
@@ -216,7 +218,7 @@ class Candidate:
     """What `read_and_move` decides inside `limit` bytes, and the bytes of weights that a session then holds on average."""
 
     limit: int
-    gates: dict[str, int]
+    releases: dict[str, int]
     moves: Moves
     clock: Clock
     held: int  # at the most, beside W
@@ -226,8 +228,8 @@ class Candidate:
 
 def candidate(instance: Instance, preload: frozenset[str], limit: int) -> Candidate:
     """The plan inside `limit` bytes. Places are taken while the session lasts; in mode `map` pages come and go."""
-    gates, moves, clock = read_and_move(instance, preload, limit)
-    held = int(held_bytes(instance, gates, moves).max(initial=0))
+    releases, moves, clock = read_and_move(instance, preload, limit)
+    held = int(held_bytes(instance, releases, moves).max(initial=0))
     resident = sum(w.nbytes for w in instance.weights if w.name in preload)
     average = held
     if instance.mode == "map" and clock.seconds:
@@ -236,7 +238,7 @@ def candidate(instance: Instance, preload: frozenset[str], limit: int) -> Candid
             for w in instance.weights if w.name in moves
         )  # fmt: skip
         average = round(sum(entered) / clock.seconds)
-    return Candidate(limit, gates, moves, clock, held, resident + average, limit)
+    return Candidate(limit, releases, moves, clock, held, resident + average, limit)
 
 
 def traced(instance: Instance, preload: frozenset[str], lambda_: float, *, quick: bool = False) -> Candidate:
@@ -295,7 +297,7 @@ def first_plan(instance: Instance, preload: Collection[str] = (), *, lambda_: fl
     chosen = forced_preload(instance, preload)
     made = traced(instance, chosen, lambda_, quick=quick)
     return judged(replace(instance, m_peak=made.left), assemble(
-        instance, chosen, made.gates, made.moves, kind="first", lambda_=lambda_, objective=made.clock.seconds, bound=0.0,
+        instance, chosen, made.releases, made.moves, kind="first", lambda_=lambda_, objective=made.clock.seconds, bound=0.0,
         bound_scope="resident-set", tier="greedy", started=begun, base=chosen, asked=preload,
         notes=("read in use order, as early as M_peak permits, but where the disk would wait",),
     ))  # fmt: skip

@@ -25,8 +25,8 @@ def later_seconds(instance: Instance, plan: OverlapPlan) -> float:
         load_bandwidth=inf if instance.host_bandwidth < inf else instance.load_bandwidth,
         opening_seconds=0.0,
     )
-    gates = {name: w.read_layer for name, w in streamed.items()}
-    return play(rest, gates, {name: w.moves for name, w in streamed.items()}).seconds
+    releases = {name: w.read_layer for name, w in streamed.items()}
+    return play(rest, releases, {name: w.moves for name, w in streamed.items()}).seconds
 
 
 def with_kept(instance: Instance, plan: OverlapPlan, limit: int | None, measure: Measure) -> OverlapPlan:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from flashmem.base.errors import UserError
 from flashmem.planning.arithmetic.assemble import assemble, slowdown
 from flashmem.planning.arithmetic.clock import Timing, unlimited_seconds
-from flashmem.planning.arithmetic.release_times import gates_ahead, settled
+from flashmem.planning.arithmetic.release_times import releases_ahead, settled
 from flashmem.planning.latency.first_answer import first_plan, forced_preload
 from flashmem.planning.opg.objective import Decision, PaperInstance
 from flashmem.planning.opg.preload_dp import choose_preload
@@ -102,9 +102,9 @@ def _solve_paper(
     if units == "share":
         chunks, distances = max(1, sum(paper.chunks.values())), max(1, len(instance.layers) * len(instance.weights))
         objective = lambda_ * preloaded / chunks + (1 - lambda_) * distance / distances
-    gates = {name: 0 if name in decision.preload else parts[0][0] for name, parts in decision.moves.items()}
+    releases = {name: 0 if name in decision.preload else parts[0][0] for name, parts in decision.moves.items()}
     plan = assemble(
-        instance, decision.preload, gates, decision.moves, kind="paper", lambda_=lambda_,
+        instance, decision.preload, releases, decision.moves, kind="paper", lambda_=lambda_,
         objective=objective, bound=objective if bound >= decision.cost else min(objective, bound / paper.scale),
         bound_scope="problem", tier=tier, started=started, notes=(), base=paper.forced, asked=asked,
     )  # fmt: skip
@@ -122,9 +122,9 @@ class ReadAhead:
 
     def within(self, limit: int, *, staging: bool = False) -> OverlapPlan:
         """Reads begin as early as `limit` bytes permit (of all in flight, or of staging), then as late as nobody notices."""
-        ahead = gates_ahead(self._instance, self._preload, self._timing.moves, limit, staging=staging)
-        gates, clock = settled(self._timing, self._preload, ahead)
-        weights = tuple(replace(w, read_layer=gates[w.name]) for w in self._plan.weights)
+        ahead = releases_ahead(self._instance, self._preload, self._timing.moves, limit, staging=staging)
+        releases, clock = settled(self._timing, self._preload, ahead)
+        weights = tuple(replace(w, read_layer=releases[w.name]) for w in self._plan.weights)
         return replace(self._plan, weights=weights, expected_slowdown=slowdown(clock.seconds, self._fastest))
 
 

@@ -104,8 +104,8 @@ class PaperInstance:
         """Whether a feasible plan keeps to M_peak with what mode `interleave` has in staging beside what SRPT counts."""
         if self.instance.mode != "interleave":
             return True
-        gates = {w.name: 0 if w.name in preload else plan.moves[w.name][0][0] for w in self.instance.weights}
-        return int(held_bytes(self.instance, gates, plan.moves).max()) <= self.instance.m_peak
+        releases = {w.name: 0 if w.name in preload else plan.moves[w.name][0][0] for w in self.instance.weights}
+        return int(held_bytes(self.instance, releases, plan.moves).max()) <= self.instance.m_peak
 
     def _inside(self) -> tuple[Instance, ...]:
         """The problem, and with less of M_peak, down to half, where staging takes as much again as SRPT counts at the most."""

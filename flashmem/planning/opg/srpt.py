@@ -4,7 +4,7 @@ Seen from the last layer, weight w is released at i_w, needs T(w) chunks, layer 
 time. Serving the weight with the fewest remaining chunks first never idles and leaves the fewest weights unfinished at every
 layer, so it minimises the sum of loading distances. What it holds are whole slices, each from z_w to its last use; among
 weights
-of one size no other order holds less. Read gates come after it (`planning.arithmetic.release_times`).
+of one size no other order holds less. Release times come after it (`planning.arithmetic.release_times`).
 
 The same walk serves the soft threshold of C4: where a layer holds more than M_peak, chunks are moved to later layers above
 their capacity, up to a ceiling, where that costs least.

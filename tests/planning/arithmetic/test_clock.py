@@ -10,21 +10,21 @@ import pytest
 from hypothesis import given, settings
 
 from flashmem.planning.arithmetic.clock import play, unlimited_seconds
-from flashmem.planning.arithmetic.release_times import earliest_gates
+from flashmem.planning.arithmetic.release_times import earliest_releases
 from flashmem.planning.latency.bounds import fastest_seconds
 from flashmem.planning.latency.first_answer import first_plan, forced_preload, smallest_m_peak
 from flashmem.schedule.instance import Instance, WeightSpec
 from tests.support.planning_instances import instances, layers_of
 
 
-def reference(instance: Instance, gates: dict[str, int]) -> float:
+def reference(instance: Instance, releases: dict[str, int]) -> float:
     """Integrated latency by the definition: when each load and each layer ends, by recursion."""
-    order = sorted(instance.weights, key=lambda w: (max(1, gates[w.name]), w.first_use))
+    order = sorted(instance.weights, key=lambda w: (max(1, releases[w.name]), w.first_use))
 
     @cache
     def loaded(number: int) -> float:
         w = order[number]
-        begin = max(loaded(number - 1) if number else 0.0, done(max(0, gates[w.name] - 1)))
+        begin = max(loaded(number - 1) if number else 0.0, done(max(0, releases[w.name] - 1)))
         return begin + w.nbytes / instance.load_bandwidth
 
     @cache
@@ -64,13 +64,13 @@ def test_the_slowdown_of_a_tight_limit_is_expected() -> None:
 @settings(max_examples=100, deadline=None)
 def test_the_clock_agrees_with_the_recursion(instance: Instance) -> None:
     tight = replace(instance, m_peak=smallest_m_peak(instance)[0])
-    gates = earliest_gates(tight, forced_preload(tight), tight.m_peak)
-    assert play(tight, gates).seconds == pytest.approx(reference(tight, gates))
+    releases = earliest_releases(tight, forced_preload(tight), tight.m_peak)
+    assert play(tight, releases).seconds == pytest.approx(reference(tight, releases))
 
 
 @given(instances(most_layers=5, most_weights=4, most_chunks=3))
 @settings(max_examples=100, deadline=None)
-def test_no_choice_of_gates_in_use_order_is_faster_and_none_beats_the_bound(instance: Instance) -> None:
+def test_no_choice_of_release_times_in_use_order_is_faster_and_none_beats_the_bound(instance: Instance) -> None:
     limit = max(instance.m_peak, smallest_m_peak(instance)[0])
     inside = replace(instance, m_peak=limit)
     plan = first_plan(inside)
