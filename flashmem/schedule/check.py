@@ -1,6 +1,6 @@
-"""The checker of overlap plans: plain arithmetic that shares no code with the planners, so that a mistake in one is caught.
+"""Checker of overlap plans. It shares no code with the planners, so that it finds their mistakes.
 
-`OverlapPlan.check` is its door. The standard library is all it needs.
+Callers use `OverlapPlan.check`. The module imports the standard library only.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 def check(plan: OverlapPlan, problem: Problem, slices: Sequence[Slice] = ()) -> None:
-    """See `OverlapPlan.check`."""
+    """Check a plan; see `OverlapPlan.check`."""
     check_rules(plan, problem, slices)
     _check_seconds(plan, problem)
 
 
 def check_rules(plan: OverlapPlan, problem: Problem, slices: Sequence[Slice] = ()) -> None:
-    """The same but for an objective in seconds: what can be said where the rates of the problem are not known."""
+    """Check everything but an objective in seconds, for callers that do not know the problem's rates."""
     _check_weights(plan, problem)
     for w in plan.weights:
         _check_moves(w, w.first_use if plan.strategy == "on-demand" else w.first_use - 1)
@@ -45,7 +45,7 @@ def check_rules(plan: OverlapPlan, problem: Problem, slices: Sequence[Slice] = (
 
 
 def _check_weights(plan: OverlapPlan, problem: Problem) -> None:
-    """Every weight of the problem once, as the problem describes it."""
+    """Check that the plan holds every weight of the problem once, with the sizes and uses of the problem."""
     if (plan.chunk_bytes, plan.m_peak, plan.mode) != (problem.chunk_bytes, problem.m_peak, problem.mode):
         raise PlanViolation("problem", "the plan was made for another chunk size, another M_peak or another transfer mode")
     planned = {w.name: w for w in plan.weights}
@@ -61,14 +61,14 @@ def _check_weights(plan: OverlapPlan, problem: Problem) -> None:
 
 
 def _check_memory(plan: OverlapPlan, problem: Problem) -> None:
-    """C2: what the runtime holds beside W in the plan's mode, at every layer, and what the layout of that mode takes."""
+    """C2: check the bytes in flight beside W at every layer, in the plan's mode, and the bytes of that mode's layout."""
     layers = len(problem.layers)
     change = [0] * (layers + 2)
     for w in plan.weights:
         if w.preload:
             continue
         home, last = w.read_layer, layers if w.keep else w.last_use
-        if plan.mode == "interleave":  # in staging from its gate to its last move, at home from its first
+        if plan.mode == "interleave":  # in staging from its release time to its last move, at home from its first move
             change[w.read_layer] += w.nbytes
             change[w.moves[-1][0] + 1] -= w.nbytes
             home = w.moves[0][0]
@@ -85,14 +85,14 @@ def _check_memory(plan: OverlapPlan, problem: Problem) -> None:
 
 
 def _check_capacities(plan: OverlapPlan, problem: Problem) -> None:
-    """The problem's capacities, and for the paper's objective C3, and that only a relaxing tier has raised one."""
+    """Check that capacities are the problem's; for the paper's objective also C3, and that only a relaxing tier raises one."""
     if len(plan.capacities) != len(problem.layers):
         raise PlanViolation("C3", f"{len(plan.capacities)} capacities for {len(problem.layers)} layers")
     for layer, (stated, spec) in enumerate(zip(plan.capacities, problem.layers, strict=True), start=1):
         if stated != spec.capacity:
             raise PlanViolation("C3", f"layer {layer} has capacity {stated}, the problem says {spec.capacity}")
     allowed = list(plan.capacities)
-    if plan.objective_kind != "paper":  # C_l does not bind it: `_check_seconds` counts what is moved beside each layer
+    if plan.objective_kind != "paper":  # C_l does not limit it: `_check_seconds` counts the bytes moved beside each layer
         if plan.relaxed:
             raise PlanViolation("C3", f"a plan for {plan.objective_kind!r} relaxes C_l, which does not bind it")
         return
@@ -112,7 +112,7 @@ def _check_capacities(plan: OverlapPlan, problem: Problem) -> None:
 
 
 def _check_objective(plan: OverlapPlan) -> None:
-    """The paper's objective is recomputed; of others, that the claims agree with each other (`_check_seconds` has the rest)."""
+    """Recompute the paper's objective. For others, check that value, bound and gap agree; `_check_seconds` does the rest."""
     tolerance = 1e-6 * abs(plan.objective) + 1e-12
     if plan.objective_kind == "paper":
         preloaded = sum(w.chunks for w in plan.weights if w.preload)
@@ -128,7 +128,7 @@ def _check_objective(plan: OverlapPlan) -> None:
 
 
 def _check_seconds(plan: OverlapPlan, problem: Problem) -> None:
-    """An objective in seconds, recomputed from the gates and from what is moved beside each layer."""
+    """Recompute an objective in seconds from the release times and the bytes moved beside each layer."""
     if plan.objective_kind == "paper":
         return
     later = plan.objective_kind == "steady"
@@ -138,7 +138,7 @@ def _check_seconds(plan: OverlapPlan, problem: Problem) -> None:
 
 
 def _seconds(plan: OverlapPlan, problem: Problem, *, later: bool) -> float:
-    """Latency of the first run, or of a `later` one, which finds W and what was kept, and the file in the page cache."""
+    """Latency of the first run in seconds, or of a `later` run, where W and kept slices are resident and the file is cached."""
     opening = 0.0 if later else problem.opening_seconds
     cached = later and problem.host_bandwidth < float("inf")
     weights = [w for w in plan.weights if not (later and (w.preload or w.keep))]
@@ -166,11 +166,11 @@ def _seconds(plan: OverlapPlan, problem: Problem, *, later: bool) -> float:
         piece = min(w.nbytes, problem.piece_bytes) / problem.host_bandwidth
         host = loaded[w.name] = max(host + w.nbytes / problem.host_bandwidth, disk + piece)
     run(len(problem.layers))
-    return done[-1] if problem.layers else 0.0  # when the last layer is done
+    return done[-1] if problem.layers else 0.0  # the time at which the last layer is done
 
 
 def _check_moves(w: PlannedWeight, latest: int) -> None:
-    """C0 and C1 of one weight, which is read and moved at layer `latest` or before."""
+    """C0 and C1 of one weight, which is read and moved no later than layer `latest`."""
     if w.preload:
         if w.moves:
             raise PlanViolation("C0", f"preloaded weight {w.name} is streamed as well")
@@ -190,7 +190,7 @@ def _check_moves(w: PlannedWeight, latest: int) -> None:
 
 @dataclass(frozen=True)
 class _Placed:
-    """Bytes [offset, end) taken during layers first..last."""
+    """Bytes [offset, end), occupied during layers first..last."""
 
     name: str
     offset: int
@@ -202,12 +202,12 @@ class _Placed:
 def _check_layout(
     mode: str, layout: PoolLayout, weights: tuple[PlannedWeight, ...], layers: int, dims: dict[str, Slice]
 ) -> None:
-    """Each slice has the places its mode needs, and no two slices share one while both are alive."""
+    """Check that each slice has the places its mode requires, and that slices alive at the same time do not overlap."""
 
     def lives(w: PlannedWeight) -> tuple[int, int]:
         if w.preload:
             return 0, layers
-        if w.keep:  # later runs find it there from the start
+        if w.keep:  # it is resident from the start of later runs
             return 0, layers
         return w.moves[0][0] if mode == "interleave" else w.read_layer, w.last_use
 
@@ -242,7 +242,7 @@ def _check_layout(
 
 
 def _check_staging(mode: str, layout: PoolLayout, streamed: list[PlannedWeight]) -> None:
-    """Each streamed slice has a place in the one buffer, or a slot, for itself from its read gate to its last move."""
+    """Check that each streamed slice has its own staging, an offset or a slot, from its release time to its last move."""
     for w in streamed:
         places, other = layout.staging, layout.staging_slot_of
         if layout.staging_slots:
@@ -264,7 +264,7 @@ def _check_staging(mode: str, layout: PoolLayout, streamed: list[PlannedWeight])
 
 
 def _check_slots(mode: str, layout: PoolLayout, held: list[tuple[PlannedWeight, int, int]], dims: dict[str, Slice]) -> None:
-    """Texture slots: one slice at a time, and each slice fits."""
+    """Check texture slots: they hold one slice at a time, and each slice fits."""
     turns: dict[int, list[tuple[int, int, str]]] = {}
     for w, first, last in held:
         number = layout.slot_of[w.name]
@@ -278,7 +278,7 @@ def _check_slots(mode: str, layout: PoolLayout, held: list[tuple[PlannedWeight, 
 
 
 def _check_turns(mode: str, turns: dict[int, list[tuple[int, int, str]]], what: str) -> None:
-    """No two slices, each with its first and last layer, are in one slot at once."""
+    """Check that no slot holds two slices at once. Each slice has its first and last layer."""
     for taken in turns.values():
         taken.sort()
         for (_, last, name), (first, _, other) in pairwise(taken):
@@ -287,7 +287,11 @@ def _check_turns(mode: str, turns: dict[int, list[tuple[int, int, str]]], what: 
 
 
 def _check_disjoint(where: str, places: Iterable[_Placed], size: int) -> None:
-    """Sweep over the layers; the places alive at once are kept sorted by offset, so a new one has two neighbours to fear."""
+    """Check that places alive at the same time are disjoint.
+
+    It sweeps over the layers and keeps the live places sorted by offset, so that a new place is compared with two neighbours
+    only.
+    """
     events = sorted(
         [(p.first, 1, p) for p in places] + [(p.last + 1, 0, p) for p in places], key=lambda e: (e[0], e[1], e[2].offset)
     )
