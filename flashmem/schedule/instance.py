@@ -204,10 +204,9 @@ _PIECES = 32
 
 
 def chosen_chunk(capacities: Sequence[float]) -> int:
-    """The chunk size S for layers that can carry `capacities` bytes: a power of two, so that the median layer carries at least
-    four.
+    """Choose the chunk size S for layers that can carry `capacities` bytes, so that the median layer carries at least four.
 
-    It is between 16 KiB and 1 MiB. Smaller chunks are more than a plan needs.
+    It is a power of two between 16 KiB and 1 MiB. Smaller chunks are more than a plan needs.
     """
     carried = [nbytes for nbytes in capacities if nbytes > 0]
     wished = median(carried) / _CHUNKS_CARRIED if carried else _MOST_CHUNK
@@ -221,8 +220,7 @@ _LEAST_CHUNK, _MOST_CHUNK = 1 << 14, 1 << 20
 def slowdown_curve(
     model: CapacityModel, launch: Launch, weight_bytes: int, mode: TransferMode, rates: Rates
 ) -> tuple[tuple[float, float], ...]:
-    """The slowdown s_l of `launch` for `LayerSpec.beside`, at a few amounts of bytes up to three times those it reads and
-    writes.
+    """The slowdown s_l of `launch` for `LayerSpec.beside`, at up to three times the bytes that the launch reads and writes.
 
     A model's `loaded_seconds` end when the launch and the loads beside it are done. Where loader threads move bytes, the
     planner's clock counts their time as a separate resource. The curve then holds only the delay of the launch: the mode's

@@ -101,8 +101,7 @@ def planned_loads(
     preload: bool,
     segmented: bool = True,
 ) -> tuple[Load, ...]:
-    """The loads of a run, sorted by the first layer that needs each. With `preload` also those of W, as if layer 1 needed
-    them.
+    """The loads of a run, sorted by the first layer that needs each. With `preload` also those of W, as for layer 1.
 
     With `segmented`, each slice is divided into the segments of `mode`.
     """
@@ -211,8 +210,7 @@ def pages(part: Slice) -> int:
 
 
 def kept_within(plan: OverlapPlan, slices: Mapping[str, Slice], resident: Collection[str], nbytes: float) -> frozenset[str]:
-    """The slices to keep resident after a run, within `nbytes` bytes: first those resident now, then in the order of first
-    use.
+    """The slices to keep resident after a run, within `nbytes` bytes: first those resident now, then by first use.
 
     The next run would wait for the first slices it uses; it can read later ones while it computes.
     """

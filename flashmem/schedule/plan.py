@@ -87,9 +87,7 @@ class PlannedWeight:
 
     @property
     def first_mover(self) -> int:
-        """z_w: the first layer that moves a part of the weight; for a weight of W, which no layer moves, the first that uses
-        it.
-        """
+        """z_w: the first layer that moves a part of the weight; for a weight of W, which never moves, the first that uses it."""
         return self.moves[0][0] if self.moves else self.first_use
 
     @property
@@ -124,8 +122,7 @@ LOADER_THREADS = 2
 
 
 def passing_bytes(part: Slice, piece: int = PASSING_BYTES) -> int:
-    """Bytes of the ring that `part` passes through: the whole slice, or pieces of `piece` bytes, at least one row of an image.
-    """
+    """Bytes of the ring that `part` passes through: the whole slice, or pieces of `piece` bytes, at least an image row."""
     return min(part.file_bytes, max(piece, part.row_pitch))
 
 
