@@ -87,7 +87,7 @@ class PlannedWeight:
 
     @property
     def first_mover(self) -> int:
-        """z_w: the first layer that moves a part of the weight; for a weight of W, which never moves, the first that uses it."""
+        """z_w: the first layer that moves a part of the weight; for a weight of W, which never moves, the first to use it."""
         return self.moves[0][0] if self.moves else self.first_use
 
     @property
