@@ -1,7 +1,7 @@
 """Allocation limits: each buffer and texture of a bundle must fit one allocation (CL_DEVICE_MAX_MEM_ALLOC_SIZE).
 
-Weights are cut into slices below that limit (compiler/weights/packing.py). What holds many of them, or all activations, is
-one buffer.
+Weights are divided into slices below that limit (compiler/weights/packing.py). A pool of many slices is one buffer, and so are
+all activations.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from flashmem.target.descriptor import DeviceDescriptor
 
 
 def within_allocations(program: Program, plan: OverlapPlan, descriptor: DeviceDescriptor, mode: TransferMode) -> OverlapPlan:
-    """`plan` without the layouts of modes in which the device could not allocate them; `mode` is the one it was made for.
+    """`plan` without the layouts of modes that the device cannot allocate; `mode` is the plan's own.
 
     Raises:
-        UserError: that is one of them, or the program itself asks for too much at a time.
+        UserError: `mode` is one of them, or the program itself exceeds the limit.
     """
     most = descriptor.max_alloc_bytes
     fixed = (("activations take", program.arena_bytes), ("constants take", program.constants_bytes))
