@@ -1,9 +1,9 @@
 """The bench: times launches as a session runs them, alone and with bytes streamed beside them.
 
-The runtime's own executor repeats a launch in a *burst*. Each repeat reads its weights from another place, so that they come
-from memory, as in a model, and not from a cache. Beside a loaded burst the runtime's own loader threads load slices of one
-chunk each, evenly spread over the burst, or (transfer mode `interleave`) the kernels' own copy streams move bytes. A burst ends
-when both are done.
+The runtime's own executor repeats a launch in a *burst*. Each repeat reads its weights from another place, so from memory, as
+in a model, and not from a cache. Beside a loaded burst the runtime's own loader threads load slices of one chunk each, evenly
+spread over the burst. In transfer mode `interleave` the kernels' own copy streams move bytes instead. A burst ends when both
+are done.
 
 Other users of the machine can only add time. So bursts with and without load alternate, and the lower quartile of each kind
 counts. On a quiet machine it is close to the median, within the spread of a burst.

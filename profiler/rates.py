@@ -42,7 +42,7 @@ class MachineRates:
 
 
 def measure_rates(benches: Sequence[Bench], device: str, progress: Callable[[str], None]) -> MachineRates:
-    """Measure all rates. The contention of copy streams comes from one product; the dataset refines it (`lane_contention`).
+    """Measure all rates. The contention of copy streams is that of one product; the dataset refines it (`lane_contention`).
 
     `benches`: one for each path, the default first. `device` identifies the device for `flashmem run`. The disk is the one with
     the benches' files.

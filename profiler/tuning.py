@@ -134,13 +134,13 @@ class _Work:
 
 
 def tune(request: Request, progress: Progress, every: Iterable[Case] | None = None) -> Result:
-    """Measure what the database lacks until the time is spent. Each workload is added to NAME.tuned.csv at once.
+    """Measure the missing configs until the time is spent. Each workload is added to NAME.tuned.csv at once.
 
     `every`: the cases, in order; None for `cases`. `progress(stage, fraction)` is called during the tuning.
 
     Raises:
         NoDeviceError: no such device.
-        UserError: a database of another device exists, or there is no choice: the device lists no configs.
+        UserError: a database of another device exists, or the device lists no configs to choose from.
         RunError: the device is lost; the database contains the results until then.
     """
     begun = perf_counter()

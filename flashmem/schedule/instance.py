@@ -67,7 +67,7 @@ class Problem:
     """Layers 1..N, the weights they use, S (`chunk_bytes`) and M_peak (`m_peak`, bytes in flight beside W).
 
     Resources: the disk reads `load_bandwidth` bytes per second into unified memory, from the opening of the session on. Layers
-    run from `opening_seconds` on. The host forwards what was read at `host_bandwidth` bytes per second, to the source of
+    run from `opening_seconds` on. The host forwards the bytes read at `host_bandwidth` bytes per second, to the source of
     transfer `mode`. Each of `loader_threads` forwards `piece_bytes` of a slice at a time. `shares_memory`: host and device
     share memory. `w_may_grow`: slices too large for M_peak may join W, also for the first answer, because slices will not get
     smaller.

@@ -33,7 +33,7 @@ and layers, as printed in the paper.
 """
 
 Status = Literal["optimal", "optimal-for-resident-set", "bounded", "heuristic"]
-"""What is proven of a plan.
+"""The proven quality of a plan.
 
 "optimal": no plan of its problem has a better objective. "optimal-for-resident-set": no plan with its resident set W has one.
 "bounded": none is better than `bound`. "heuristic": nothing is proven.
@@ -135,16 +135,16 @@ class PoolLayout:
     `slots` and `slot_of`: textures, for modes that move into them (`dma`, `interleave` on the texture path).
 
     Staging holds streamed slices until kernels move them home (`interleave`). Where host and device share memory it is one
-    buffer of `staging_bytes`; `staging` has the offset of each slice, and loads read into it. Elsewhere there is one buffer
-    for each of `staging_slots`, of so many bytes, and `staging_slot_of` names the slot that a slice occupies in its turn.
+    buffer of `staging_bytes`; `staging` has the offset of each slice, and loads read into it. Elsewhere each of `staging_slots`
+    is one buffer, of so many bytes, and `staging_slot_of` names the slot that a slice occupies in its turn.
 
     `ring_bytes`: host memory, in equal parts for the loader threads. Loads pass through it in pieces of at most `piece_bytes`,
-    or rows of an image: all of `dma`; in `interleave` those of W, and all where there are staging slots.
+    or rows of an image: all of `dma`; in `interleave` those of W, and all loads if the layout has staging slots.
 
     `threads`: the number of loader threads.
 
-    Mode `map` allocates nothing: `mapped_peak_bytes` is the most that is resident at once. `resident_bytes` of the total
-    belong to W; M_peak limits the rest.
+    Mode `map` allocates nothing: `mapped_peak_bytes` is the most that is resident at once. `resident_bytes` of the total belong
+    to W; M_peak limits the rest.
     """
 
     pool_bytes: int = 0
@@ -229,7 +229,7 @@ class OverlapPlan:
 
     @property
     def status(self) -> Status:
-        """What is proven. A plan that relaxes a C_l is not a plan of the paper's problem, whatever bound it meets."""
+        """The proven quality. A plan that relaxes a C_l is not a plan of the paper's problem, for any bound."""
         if (self.objective_kind == "paper" and self.relaxed) or self.bound <= 0 < self.objective:
             return "heuristic"
         if self.objective - self.bound > 1e-9 * abs(self.objective):

@@ -283,8 +283,8 @@ class DeviceDescriptor:
     def plain(self, family: str) -> tuple[KernelConfig, ...]:
         """The configs for contractions, or attention, that the listed ones cannot compute.
 
-        They are the plain tile and, for attention on a GPU, a config that fits every GPU's local memory, and work-items that
-        share the keys of few queries.
+        They are the plain tile and, for attention on a GPU, two configs: one fits every GPU's local memory, and in the other,
+        work-items share the keys of few queries.
         """
         tile = self.tile
         if family == "reduce_rows":

@@ -3,8 +3,8 @@
 A `Loop` with a constant number of iterations and a constant condition, and every `Scan`, becomes copies of its body. A
 condition that an iteration computes is evaluated after that iteration has been folded: the loop is peeled, one iteration at a
 time. An `If` with a constant condition becomes its branch (onnxscript's folding does that). If the condition is known at run
-time only, both branches are computed and one result is selected, provided that the branches are small, cannot fail, and have
-outputs of equal shapes.
+time only, both branches are computed and one result is selected. For this the branches must be small, must not fail, and must
+have outputs of equal shapes.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ The walk is onnxscript's, which visits every node after its inputs. Before a nod
 and shape from everything known so far, including small constants. A contradiction of those rules is refused, and so is a tensor
 beyond the limits, before anything of that size is made.
 
-One rule decides what is folded: a result is computed now if it is cheap to keep. Masks and shape arithmetic disappear, and a
-slice of a large table shrinks to the used part. But a weight is never transposed, converted or otherwise copied, since it must
-stay in its file to be streamed.
+One rule decides which results are folded: a result is computed now if it is cheap to keep. Masks and shape arithmetic
+disappear, and a slice of a large table shrinks to the used part. But a weight is never transposed, converted or otherwise
+copied, since it must stay in its file to be streamed.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class FoldPass(FoldConstantsPass):
             except UserError:
                 if node.graph is self.model.graph:
                     raise
-                return None  # a branch for another shape is not taken; a branch that is taken returns in the main graph
+                return None  # an If does not select a branch for another shape; a selected branch returns in the main graph
         if node.op_type == "If":
             for name in ("then_branch", "else_branch"):
                 fit(node, len(graph_of(node, name).outputs) == len(node.outputs))

@@ -35,7 +35,7 @@ class ReshapedGemm(RewriteRuleClassBase):
         return outcome
 
     def rewrite(self, op: Any, x: ir.Value, w: ir.Value, c: ir.Value, product: ir.Value, result: ir.Value, **_: Any) -> Any:
-        """The replacement. The second operand keeps its place: a transposed constant is read as it is stored."""
+        """The replacement. The second operand keeps its place: a transposed constant is read in its stored order."""
         node = product.producer()
         assert node is not None and x.shape is not None and result.shape is not None
         if _flag(node, "transB"):

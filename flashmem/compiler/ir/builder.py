@@ -88,8 +88,8 @@ class Rewriter:
     """Builds the new graph from appended nodes.
 
     `replaced` maps a value of the old graph to its replacement in the new one. `transposed` maps a transposed constant matrix
-    to the matrix as it is stored, and `reshaped` a constant and a shape to the constant in that shape. So a weight is streamed
-    once, in whatever form nodes read it.
+    to the stored matrix. `reshaped` maps a constant and a shape to the constant in that shape. So a weight is streamed once,
+    for all forms in which nodes read it.
     """
 
     nodes: list[Node] = field(default_factory=list)

@@ -150,7 +150,7 @@ class LoweringContext:
         return self.tensor(value) if base.constant is None else self.constant(base)
 
     def constant(self, value: Value) -> Arg:
-        """A constant in row-major order: resident if it is small, else a slice of its own."""
+        """A constant in row-major order: resident if it is small, else a separate slice."""
         if value not in self._placed:
             assert value.constant is not None
             read, dtype = value.constant.array, np.dtype(value.dtype)

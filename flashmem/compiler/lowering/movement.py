@@ -124,7 +124,7 @@ def _in_blocks(grid: list[Dimension], widest: int) -> tuple[list[Dimension], int
     """Block a copy that transposes, so that whole vectors are read, or written, on the side with long strides.
 
     The second dimension becomes blocks that are contiguous on one side. Returns the dimensions, the size of a block, its stride
-    on the other side, and whether a block is contiguous in the source (and scattered in the target) or in the target.
+    on the other side, and whether a block is contiguous in the source. If it is, its elements are scattered in the target.
     """
     read = next((i for i, (size, near, _) in enumerate(grid) if near == 1 and size > 1), None)
     written = next((i for i, (size, _, far) in enumerate(grid) if far == 1 and size > 1), None)

@@ -1,9 +1,8 @@
 """The layer after which each output is copied to the host.
 
 Where the arena is host memory, the run returns an output in place (`Program.hands_over`). Elsewhere an output is read as soon
-as the last layer that uses it has run, and its memory in the arena is free from then on. Outputs that the host converts
-(float16 in the model, stored as float32) are read after the last layer, one at a time, so that the host holds at most one extra
-array.
+as the last layer that uses it has run; then its memory in the arena is free. The host converts some outputs (float16 in the
+model, stored as float32). These are read after the last layer, one at a time, so that the host holds at most one extra array.
 """
 
 from __future__ import annotations

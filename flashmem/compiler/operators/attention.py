@@ -1,10 +1,11 @@
 """Attention in one kernel: softmax(f(Q K^T)) V, matched by `compiler.passes.attention`; no score is written to memory.
 
 Inputs of `FusedAttention` are the tensors with queries, keys and values, then the operands of `scores`. With attribute
-`dropped` the last input is a boolean for each query, whose answer is 0 where it is true. Attributes: `query`, `key`, `value`
-and `answer` (each an `Access`), `stacks` (the shapes of the stacks of scores and of answers, until
-`compiler.passes.attention_views` has run), `batches`, `rows` (queries of a batch), `keys`, `scale` (of each product of a query
-and a key), `value_scale` (of each value) and `scores`.
+`dropped` the last input is a boolean for each query, whose answer is 0 where it is true.
+
+Attributes are `query`, `key`, `value` and `answer` (each an `Access`), `batches`, `rows` (queries of a batch), `keys`, and
+`scores`. `scale` multiplies each product of a query and a key, `value_scale` each value. `stacks` are the shapes of the stacks
+of scores and of answers, until `compiler.passes.attention_views` has run.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Scores:
     guarded: bool = False
 
     def nodes(self, operands: list[Value]) -> tuple[Value, tuple[Node, ...]]:
-        """The score that the product gives, and the steps as nodes on it and `operands`."""
+        """The score after the product, and the steps as nodes on it and `operands`."""
         score = Value("score", self.shape, "float32")
         registers, nodes = [score, *operands], []
         for i, step in enumerate(self.steps):

@@ -1,6 +1,6 @@
 """Gather and scatter: reading and writing elements by indices.
 
-After the rewrites there are three forms, which no ONNX file contains:
+The rewrites produce three forms, which no ONNX file contains:
 
 - `GatherAt` reads: position p of the output, in row-major order over `positions`, is the `run` elements at
   p · `base` + Σ index_c · `strides`_c, where the indices of p are contiguous at p · `index`.

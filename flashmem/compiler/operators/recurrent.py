@@ -1,8 +1,8 @@
 """LSTM, GRU and RNN: one MatMul for the inputs of all steps, then one kernel that runs the steps.
 
 After the rewrites a node runs one direction. Its inputs are `INPUTS`, without those that do not apply. Its one output contains
-the results of the steps, [steps, batch, hidden] or (with `layout` 1) [batch, steps, hidden], and, with `finals`, the last
-hidden state and the last cell. Attributes: `steps`, `batch`, `hidden`, `reverse`, `activations` (name, alpha, beta), `clip` or
+the results of the steps, [steps, batch, hidden] or (with `layout` 1) [batch, steps, hidden]. With `finals`, the last hidden
+state and the last cell follow. Attributes: `steps`, `batch`, `hidden`, `reverse`, `activations` (name, alpha, beta), `clip` or
 None, `input_forget`, `linear_before_reset`, `layout`, `finals`.
 """
 

@@ -1,8 +1,8 @@
 """OpenCL vector types, and the parts of expressions that depend on them.
 
 A tensor is *stored* in the width of its element type; floats may be stored as half, rounded to the nearest, ties to even. In
-*registers* there are five types: float, int, uint, long and ulong. Booleans and integers narrower than 32 bits are computed as
-int, and truncated to their width after every operator (`wrap`), so that they overflow like their type.
+*registers* five types exist: float, int, uint, long and ulong. Booleans and integers narrower than 32 bits are computed as int.
+After every operator they are truncated to their width (`wrap`), so that they overflow like their type.
 """
 
 from __future__ import annotations

@@ -69,11 +69,11 @@ class Images:
 
 @lru_cache(maxsize=4096)
 def cut(panels: Panels, limits: ImageLimits, slice_bytes: int) -> Images | None:
-    """The fewest images of at most `slice_bytes` bytes each, padding included, or of one panel; None if there are none.
+    """The fewest images of at most `slice_bytes` bytes each, padding included, or of one panel; None if that is impossible.
 
-    Preferences among ways to divide a weight into this number, and among heights: first little padding (`GOOD`), then a height
-    that others have, then the fewest blocks in which rows are read, then the fewest folds, then the least padding. Without row
-    alignment nothing is folded unless required.
+    Of the ways to divide a weight into this number, and of the heights, one is preferred by these criteria in order: little
+    padding (`GOOD`), a height that others have, the fewest blocks in which rows are read, the fewest folds, the least padding.
+    Without row alignment nothing is folded unless required.
     """
     heights = _heights(panels, limits)
     if not heights.size:

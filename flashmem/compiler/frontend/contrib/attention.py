@@ -1,7 +1,8 @@
 """Expansion of attention over heads: packed or separate projections, masks, and keys and values of earlier calls.
 
-B is the batch, S the length of the queries, T that of all keys (P of them from earlier calls), N the number of heads, H the
-size of a head. A projection from a packed weight is one product, whose result is sliced: the weight stays in its file.
+B is the batch and S the length of the queries. T is the number of keys, P of them from earlier calls. N is the number of heads
+and H the size of a head. A projection from a packed weight is one product, whose result is sliced: the weight stays in its
+file.
 """
 
 from __future__ import annotations
