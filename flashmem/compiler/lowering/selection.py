@@ -1,4 +1,4 @@
-"""Lowering of ArgMax, TopK and cumulative sums along an axis: every tensor is treated as x[outer, depth, inner]."""
+"""Lowering of ArgMax, TopK, CumSum and CumProd along an axis: every tensor is treated as x[outer, depth, inner]."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def lower_top(context: LoweringContext, layer: FusionGroup) -> None:
 
 
 def lower_scan(context: LoweringContext, layer: FusionGroup) -> None:
-    """Lower a cumulative sum: a work-item for each column, or for each chunk of a column if columns are few and long."""
+    """Lower CumSum or CumProd: a work-item for each column, or for each chunk of a column if columns are few and long."""
     node = layer.main
     x, (outer, depth, inner) = node.input(0), _cut(node)
     # Neighbouring columns form one vector, as long as enough vectors remain.

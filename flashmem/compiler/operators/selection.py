@@ -1,4 +1,4 @@
-"""Selecting and counting along an axis: largest elements and their positions, cumulative sums, masks from positions."""
+"""Selecting and counting along an axis: largest elements and their positions, cumulative sums and products, position masks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _check_top(node: Node) -> str | None:
 
 
 def _rewrite_scan(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Rewrite cumulative sums: the axis becomes an attribute, counted from the front."""
+    """Rewrite CumSum and CumProd: the axis becomes an attribute, counted from the front."""
     x = node.input(0)
     axis = from_front((constant_integers(node, 1, "axis") or [0])[0], len(x.shape))
     exclusive, reverse = (bool(node.attributes.get(name, 0)) for name in ("exclusive", "reverse"))

@@ -110,7 +110,7 @@ class _Moves:
         self.rewriter.nodes.append(made)
 
     def _waits(self, node: Node) -> bool:
-        """Whether the result of `node` could be deferred; if not, nothing has changed."""
+        """Whether the result of `node` was deferred, as a view of existing tensors; if not, nothing has changed."""
         source = node.inputs[0] if node.inputs else None
         if source is None or source.constant is not None:
             return is_elementwise(node) and self._elementwise(node)

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from flashmem.compiler.weights.packing import PackedSlice, Packing
 
 LEAST_BYTES = 4 << 20
-"""Default size of a slice: a few of this size in flight keep a disk busy, and the smallest budget is little more than two of
-them.
-"""
+"""Default size of a slice: a few in flight keep a disk busy, and the smallest budget is little more than two of them."""
 
 MOST_BYTES = 1 << 30
 """The most bytes of a slice of several panels: kernels count its elements in 32 bits, and the compiler packs one at a time."""
