@@ -31,7 +31,7 @@ def _by_name(paths: Sequence[Path]) -> dict[str, Path]:
         name = _name(path)
         family, _, index = name.rpartition("-")
         if name == SAMPLE or (family in FAMILIES and index.isdecimal()):
-            raise UserError(f"--model {path}: {name!r} is what the dataset calls kernels that are drawn; rename the model")
+            raise UserError(f"--model {path}: {name!r} is the dataset's name for sampled kernels; rename the model")
         if name in found:
             raise UserError(
                 f"--model {found[name]} and --model {path} would both be called {name!r} in the dataset; rename one "

@@ -194,4 +194,4 @@ def _listed(node: ir.Node, name: str, count: int) -> list[int]:
 
 
 def _shown(value: ir.Value) -> str:
-    return f"{value.dtype} {value.shape}" if isinstance(value.type, ir.TensorType) else "what is not a tensor"
+    return f"{value.dtype} {value.shape}" if isinstance(value.type, ir.TensorType) else "a value that is not a tensor"

@@ -45,7 +45,7 @@ def within_allocations(program: Program, plan: OverlapPlan, descriptor: DeviceDe
 def _allocations(layout: PoolLayout) -> Iterator[tuple[str, int]]:
     yield "resident and streamed weights take", layout.pool_bytes
     yield "staged weights take", max(layout.staging_bytes, *layout.staging_slots, 0)
-    yield "what weights pass through takes", layout.ring_bytes
+    yield "the staging ring takes", layout.ring_bytes
     for slot in layout.slots:
         yield "a texture takes", slot.nbytes
 
