@@ -77,7 +77,7 @@ _BY_ARITHMETIC, _BY_TRAFFIC = (0.4, 0.5), (0.0, 0.65)
 def at_usual_pace(rows: Sequence[Row], basis: Basis) -> list[Row]:
     """The rows with latencies scaled to the machine's usual pace: that of the median launch.
 
-    The speed of shared machines varies from minute to minute, and more for launches limited by arithmetic than for others.
+    The speed of shared machines varies from minute to minute. Launches limited by arithmetic follow it differently from others.
     """
     alone = [row for row in rows if row.mode == "none"]
     if not alone:

@@ -105,8 +105,8 @@ def lane_contention(rows: Sequence[Row], mode_rates: dict[str, float], path: str
 def _contention(bench: Bench, mode_rates: dict[str, float], measured: Collection[TransferMode]) -> dict[TransferMode, float]:
     """By mode that is not in `measured`, the fraction of a transfer's time by which it delays products.
 
-    Loader threads delay products that run three times as long. A copy stream delays its own kernel, by the bytes that it moves
-    in a third of the kernel's time.
+    Loader threads delay products that run three times as long as the transfer. A copy stream delays its own kernel, by the
+    bytes that it moves in a third of the kernel's time.
     """
     product = bench.prepare(bench.supply.matmul(*DELAYED_GEMM))
     found: dict[TransferMode, float] = {}

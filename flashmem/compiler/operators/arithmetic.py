@@ -94,7 +94,7 @@ def _pow(node: Node, x: Sequence[str], v: Vector) -> str:
 
 
 def _exponent(dtype: DType, y: str, v: Vector) -> str:
-    """`y` as int64. An even number to a power from 2**62 on is 0 and an odd one repeats, so 2**62 replaces larger powers."""
+    """`y` as int64. An even number to a power from 2**62 on is 0 and an odd one repeats, so higher bits can be dropped."""
     if dtype == "uint64":
         least = v.literal(dtype, 2**62)
         y = v.choose(dtype, v.truth(dtype, f"{y} >= {least}"), f"({y} & {v.literal(dtype, 2**62 - 1)}) | {least}", y)
