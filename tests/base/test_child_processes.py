@@ -96,7 +96,7 @@ def test_a_child_whose_build_does_not_end_ends_with_its_parent(tmp_path: Path) -
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
-        while "kernel_worker" not in Path(f"/proc/{child}/cmdline").read_text() or not _has_opencl(child):
+        while "build_worker" not in Path(f"/proc/{child}/cmdline").read_text() or not _has_opencl(child):
             time.sleep(0.02)  # it has only just been forked; it asks to be ended before it starts a driver
         os.kill(child, signal.SIGSTOP)
         parent.kill()

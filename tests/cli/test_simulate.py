@@ -11,6 +11,7 @@ from typing import get_args
 
 import pytest
 
+from flashmem.base.paths import VARIABLE
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.schedule.plan import Status
 from tests.support.caches import empty_bundle_cache
@@ -26,6 +27,14 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def flashmem(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
     empty_bundle_cache(tmp_path / "cache", monkeypatch)
     return command_line(monkeypatch, capfd)
+
+
+@pytest.fixture
+def absent_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache, which nothing has made yet."""
+    folder = tmp_path / "absent"
+    monkeypatch.setenv(VARIABLE, str(folder))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -330,21 +339,21 @@ def test_what_the_user_has_to_change(
     ],
 )
 def test_a_sweep_refuses_before_its_first_point(
-    words: tuple[str, ...], message: str, flashmem: Command, bundle: Path, tmp_path: Path
+    words: tuple[str, ...], message: str, flashmem: Command, absent_cache: Path, bundle: Path, tmp_path: Path
 ) -> None:
     device = () if "--device" in words else ("--device", DEVICE)
     words = tuple(str(bundle) if word == "BUNDLE" else word for word in words)
     outcome = flashmem("sweep", RESNET, *words, *device, "--m-peak", "1MB", "-o", tmp_path / "s.csv")
     assert outcome.code == 2 and message in outcome.err and len(outcome.err.strip().splitlines()) == 1
-    assert rows_of(tmp_path / "s.csv") == [] and not (tmp_path / "cache").exists()
+    assert rows_of(tmp_path / "s.csv") == [] and not absent_cache.exists()
 
 
 def test_a_timeline_that_cannot_be_drawn_is_refused_before_the_model_is_compiled(
-    flashmem: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flashmem: Command, absent_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     outcome = flashmem("simulate", RESNET, "--timeline", tmp_path / "t.png")
-    assert outcome.code == 2 and "matplotlib" in outcome.err and not (tmp_path / "cache").exists()
+    assert outcome.code == 2 and "matplotlib" in outcome.err and not absent_cache.exists()
 
 
 @pytest.mark.parametrize("engine", ["distributed", "ray", "matplotlib"])

@@ -135,7 +135,7 @@ def test_each_tier_is_reached(weights: tuple[WeightSpec, ...], options: dict[str
 def test_a_plan_that_needs_the_solver_says_so_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem(layers_of([1, 1, 0]), (WeightSpec("w", 20, 3, 3),), 10, 1000, 1.0)
     for loaded in ("cp_sat", "cp_models"):
-        monkeypatch.delitem(sys.modules, f"flashmem.planning.{loaded}", raising=False)
+        monkeypatch.delitem(sys.modules, f"flashmem.planning.opg.{loaded}", raising=False)
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     with pytest.raises(UserError, match="this plan needs ortools"):
         solve(problem, lambda_=0.0, preload_limit=0)

@@ -1,4 +1,6 @@
-"""onnxscript's constant folding, a private module. Only this module imports it, and tests/test_undocumented.py checks it.
+"""onnxscript's constant folding, a private module.
+
+Only this module imports it, and `tests/repository/test_undocumented.py` checks that it still exists.
 
 flashmem needs the walk of `FoldConstantsPass` and its partial evaluators of operators. Public functions of onnxscript run
 the pass as a whole, and have no call for each node.

@@ -53,10 +53,14 @@ class Segment:
 
     def ready_after(self, ready: tuple[int, ...], done: int, layer: int) -> tuple[int, ...]:
         """What can run next, in the given order, once `layer` has; `done` has it already."""
-        new = [each for each in self.followers[layer] if not self.needs[each] & ~done]
+        new = self.newly_ready(done, layer)
         return tuple(sorted([*(each for each in ready if each != layer), *new])) if new else tuple(
             each for each in ready if each != layer
         )  # fmt: skip
+
+    def newly_ready(self, done: int, layer: int) -> list[int]:
+        """What waited only for `layer`; `done` has it already."""
+        return [each for each in self.followers[layer] if not self.needs[each] & ~done]
 
     def backwards(self) -> Segment:
         """The same segment, with time running backwards: orders of the same peak are each other's reverse."""
@@ -111,7 +115,7 @@ class Segment:
             layer = ready.pop()
             done |= 1 << layer
             order.append(layer)
-            ready += [each for each in self.followers[layer] if not self.needs[each] & ~done]
+            ready += self.newly_ready(done, layer)
         return order
 
     def ready_first(self) -> tuple[int, ...]:
@@ -194,12 +198,11 @@ def _chain_down(
         during, now = segment.step(sizes, done, now, layer)
         if during > most:
             return None
-        before, done = ready, done | 1 << layer
-        ready = segment.ready_after(before, done, layer)
+        done |= 1 << layer
         layers.append(layer)
+        new = segment.newly_ready(done, layer)
         if now <= held:
-            return layers, done, now, ready
-        new = [each for each in ready if each not in before]
+            return layers, done, now, tuple(sorted({*ready, *new}.difference(layers)))
         if len(new) != 1:
             return None
         layer = new[0]

@@ -1,4 +1,6 @@
-"""Parts of pyopencl that it does not document. No other module uses them; tests/test_undocumented.py checks that they exist.
+"""Parts of pyopencl that it does not document.
+
+No other module uses them; `tests/repository/test_undocumented.py` checks that they exist.
 
 - `pyopencl._cl`: the compiled module. Its file names the OpenCL library that pyopencl is linked with, and its functions copy
   memory without the checks and the wrapper objects of `enqueue_copy`.

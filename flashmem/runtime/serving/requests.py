@@ -15,16 +15,13 @@ from concurrent.futures import Future
 from functools import partial
 from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from numpy.typing import NDArray
 
+from flashmem.bundle.bundle import Bundle
 from flashmem.runtime.engine.report import RunReport
 from flashmem.runtime.serving.loaded_model import LoadedModel
-
-if TYPE_CHECKING:
-    from flashmem.bundle.bundle import Bundle
-    from flashmem.runtime.serving.runtime import Runtime
 
 Array = NDArray[Any]
 Result = TypeVar("Result")
@@ -100,10 +97,23 @@ class Answer(FencedFuture[list[Array]]):
         self.inputs: dict[str, Array] = dict(inputs)
 
 
+class ModelRunner(Protocol):
+    """The runtime of a model (`flashmem.Runtime`), as the model needs it."""
+
+    def submit(self, model: Model, inputs: Mapping[str, Array], output_names: Sequence[str] | None = None) -> Answer:
+        """Queue a run of `model`."""
+
+    def close_model(self, model: Model) -> None:
+        """Give everything of `model` back."""
+
+    def refuse_inside(self, what: str) -> None:
+        """Raise RunError in the runtime's own thread."""
+
+
 class Model:
     """A bundle open in a runtime. It runs like a session, among others."""
 
-    def __init__(self, runtime: Runtime, variants: Sequence[LoadedModel], bundle: Bundle) -> None:
+    def __init__(self, runtime: ModelRunner, variants: Sequence[LoadedModel], bundle: Bundle) -> None:
         self._runtime, self.bundle = runtime, bundle
         self.variants = tuple(variants)  # one for each shape variant
         self.ports = [variant.program.inputs for variant in bundle.variants]

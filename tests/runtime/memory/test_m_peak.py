@@ -129,7 +129,7 @@ def test_staging_slots_keep_to_every_budget(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(BudgetError) as refused:
         flashmem.compile(model, tmp_path / "none.flashmem", budget=1, **options)
     least, pocl = refused.value.smallest_bytes, find_device("pocl")
-    monkeypatch.setattr("flashmem.request.find_device", lambda *_, **__: replace(pocl, unified_memory=False))
+    monkeypatch.setattr("flashmem.runtime.options.find_device", lambda *_, **__: replace(pocl, unified_memory=False))
     wasted = []
     for number, budget in enumerate((least, int(1.1 * least), int(1.3 * least))):
         bundle = flashmem.compile(model, tmp_path / f"{number}.flashmem", budget=budget, **options)
