@@ -32,7 +32,7 @@ _CONTENT_HASH_BYTES = 16
 
 @dataclass(frozen=True)
 class ChecksummedRange:
-    """Bytes of the weight file that have a checksum of their own. `name` describes them in error messages."""
+    """A range of the weight file with its own checksum. `name` describes it in error messages."""
 
     name: str
     offset: int
@@ -57,7 +57,7 @@ class Checksums:
 
 
 def checksum(data: bytes | memoryview, before: Checksum = 0) -> Checksum:
-    """The CRC-32 of contiguous bytes. With `before`, the checksum of the bytes in front of them, that of both together."""
+    """The CRC-32 of contiguous bytes, or, given the checksum `before` of the preceding bytes, of both together."""
     return zlib.crc32(data, before)
 
 
