@@ -1,4 +1,4 @@
-"""Commands that examine devices or explore many models, as declared for typer: doctor, profile, tune, design, sweep, zoo.
+"""Typer commands that examine devices or explore many models: doctor, profile, tune, design, sweep, zoo.
 
 See `flashmem.cli.model_commands`.
 """
@@ -21,16 +21,16 @@ from flashmem.cli.commands.options import (
 
 
 def devices(json: Json = False) -> None:
-    """Show which devices are here, the memory path and transfer mode each would use, and why not others."""
+    """Show the devices of this machine, the memory path and transfer mode of each, and why other modes do not work."""
     from flashmem.cli.commands.devices import show_devices
 
     show_devices(as_json=json)
 
 
 def doctor(json: Json = False) -> None:
-    """Look for OpenCL from the linker up, say what to type where something is missing, and test each device for two seconds.
+    """Check OpenCL from the linker up, name the command that repairs a failure, and test each device for two seconds.
 
-    Exits with 1 unless there is a device on which every test went well.
+    Exits with 1 unless one device passes every test.
     """
     from flashmem.cli.commands.doctor import examine
 
@@ -113,7 +113,7 @@ def tune(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume/--fresh", help="Measure what the table lacks, or begin anew.")] = True,
 ) -> None:
-    """Measure a device's kernel variants, most useful shapes first, and print the path of the descriptor to compile with."""
+    """Measure a device's kernel configs, most useful workloads first, and print the path of the descriptor to compile with."""
     from flashmem.cli.commands.tune import tune_device
 
     print(tune_device(device or "auto", output, minutes=minutes, families=tuple(family or ()), resume=resume))
@@ -129,8 +129,8 @@ def design(
     seed: Annotated[int, typer.Option(min=0, help="Of the inputs.")] = 0,
     json: Json = False,
 ) -> None:
-    """Choose models, devices and budgets for an application's objectives, and what it switches to when a processor or memory is
-    taken.
+    """Choose models, devices and budgets for an application's objectives, and the alternatives when a processor or memory is
+    occupied.
     """
     from flashmem.cli.commands.design import DesignOptions, design_application
 
@@ -202,7 +202,7 @@ def sweep(
 
 
 def zoo_list() -> None:
-    """List the models and the input size each has by default."""
+    """List the models and the default input size of each."""
     from flashmem.cli.commands.zoo import list_models
 
     list_models()
@@ -219,7 +219,7 @@ def zoo_export(
 ) -> None:
     """Export one of the models with PyTorch (needs the zoo extra), and print the file's path.
 
-    inputs.npz beside it holds an example of every input, for `flashmem run --input`; export.json says what was exported.
+    Writes inputs.npz, an example of every input for `flashmem run --input`, and export.json, a record of the export.
     """
     from flashmem.cli.commands.zoo import export_model
 

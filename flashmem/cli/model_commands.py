@@ -1,4 +1,4 @@
-"""Commands for one model, a bundle or several of them, as declared for typer: compile, run, plan, queue and others.
+"""Typer commands for one model or several bundles: compile, run, plan, queue and others.
 
 A function's parameters are the options of its command, and its docstring is the help text. The work is done in
 `flashmem.cli.commands`, which is imported when the command runs.
@@ -40,7 +40,7 @@ def compile_(
         typer.Option(metavar="DIR", help="Write the graph as text, as imported and after each pass, to this folder."),
     ] = None,
 ) -> None:
-    """Compile a model into a bundle, and its kernels if the device is here, and print the bundle's path."""
+    """Compile a model into a bundle, compile its kernels if the device is local, and print the bundle's path."""
     from flashmem.cli.commands.compiling import compile_here
 
     made = compile_here(model, output, options, build=build, with_binaries=with_binaries, dump_passes=dump_passes)
@@ -98,7 +98,7 @@ def plan(
 def check(
     bundle: Annotated[Path, typer.Argument(metavar="model.flashmem", help="A bundle.", show_default=False)], json: Json = False
 ) -> None:
-    """Read all of a bundle, weights too, and say whether it is what was written."""
+    """Read all of a bundle, including the weights, and check that it is undamaged."""
     from flashmem.cli.commands.bundles import check_bundle
 
     check_bundle(bundle, as_json=json)
@@ -118,7 +118,7 @@ def replan(
 
 
 def cache_list(context: typer.Context, json: Json = False) -> None:
-    """List the bundles in the user's cache (model, size, when they were last used), and what compiled kernels take."""
+    """List the bundles in the user's cache (model, size, time of last use), and the size of the compiled kernels."""
     from flashmem.cli.commands.bundles import list_cache
 
     if context.invoked_subcommand is None:
@@ -126,7 +126,7 @@ def cache_list(context: typer.Context, json: Json = False) -> None:
 
 
 def cache_clear() -> None:
-    """Remove compiled kernels, and all bundles but those that a session has open."""
+    """Remove compiled kernels, and all bundles except those that a session has open."""
     from flashmem.cli.commands.bundles import clear_cache
 
     clear_cache()
@@ -148,7 +148,7 @@ def queue(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Play requests to several models under one budget, in the order in which they come, and say how long each waited."""
+    """Run requests to several models under one budget, in their order in time, and print how long each waited."""
     from flashmem.cli.commands.queue import QueueOptions, play_queue
 
     play_queue(QueueOptions(tuple(bundles), budget, trace, iterations, seed, device or "auto", plot, json))
@@ -165,7 +165,7 @@ def simulate(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Predict latency and memory of a plan on a described device, which need not be here."""
+    """Predict latency and memory of a plan on a device from its descriptor; the device need not be present."""
     from flashmem.cli.commands.simulate import options_of, simulate_model
 
     simulate_model(model, options, options_of(disk.value, strategy and strategy.value, json, timeline))

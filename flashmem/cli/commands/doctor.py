@@ -1,4 +1,4 @@
-"""`flashmem doctor`: from the dynamic linker to a kernel's answer, what works here, and what to type next."""
+"""`flashmem doctor`: checks OpenCL from the dynamic linker to a kernel's result, and prints the next commands to run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def examine(*, as_json: bool) -> bool:
-    """Prints what there is to say; whether there is a device on which every test went well."""
+    """Print the findings. Returns whether a device passed every test."""
     around = look()
     devices, failure = _devices()
     found = steps(around, [f"{device.platform}: {device.name}" for device in devices])
@@ -41,7 +41,7 @@ def examine(*, as_json: bool) -> bool:
 
 
 def _devices() -> tuple[tuple[Device, ...], str]:
-    """The devices, and why they cannot be listed, or ""."""
+    """The devices, and the reason why they cannot be listed, or ""."""
     try:
         from flashmem.runtime.opencl.context import list_devices
 
@@ -72,7 +72,7 @@ def _report(
 
 
 def _facts(device: Device) -> dict[str, Any]:
-    """A device's limits, and the transfer modes that it has or has not."""
+    """A device's limits, its transfer modes, and the modes that it lacks."""
     from flashmem.runtime.opencl.devices import descriptor_for, why_not
 
     values = {name: value for name, value in vars(device).items() if name != "handle"}

@@ -1,4 +1,4 @@
-"""Options as typer reads them: what several commands share, and the group that shapes a bundle."""
+"""Command line options for typer: those that several commands share, and the group that determines a bundle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Precision(StrEnum):
 
 
 class MemoryPath(StrEnum):
-    """What holds weights on the device."""
+    """The memory objects that hold weights on the device."""
 
     AUTO = "auto"
     BUFFER = "buffer"
@@ -30,7 +30,7 @@ class MemoryPath(StrEnum):
 
 
 class Mode(StrEnum):
-    """How weights reach the kernels."""
+    """How weights are transferred to the kernels."""
 
     AUTO = "auto"
     MAP = "map"
@@ -40,7 +40,7 @@ class Mode(StrEnum):
 
 
 class Objective(StrEnum):
-    """What the planner minimises."""
+    """The quantity that the planner minimises."""
 
     AUTO = "auto"
     FIRST = "first"
@@ -49,14 +49,14 @@ class Objective(StrEnum):
 
 
 class Units(StrEnum):
-    """What the paper's objective counts in."""
+    """The units of the paper's objective."""
 
     SHARE = "share"
     PRINTED = "printed"
 
 
 class Strategy(StrEnum):
-    """When weights are loaded: as planned, or as a simpler strategy would."""
+    """When weights are loaded: as planned, or by a simpler strategy."""
 
     STREAM = "stream"
     ON_DEMAND = "on-demand"
@@ -67,7 +67,7 @@ class Strategy(StrEnum):
 
 
 class RunStrategy(StrEnum):
-    """The same, and everything before the first layer."""
+    """As `Strategy`, and loading everything before the first launch."""
 
     STREAM = "stream"
     ON_DEMAND = "on-demand"
@@ -79,14 +79,14 @@ class RunStrategy(StrEnum):
 
 
 class Optimize(StrEnum):
-    """Which answer kernels are chosen for."""
+    """The answer for which kernels are selected: the first, or later ones."""
 
     COLD = "cold"
     STEADY = "steady"
 
 
 class Disk(StrEnum):
-    """Where the weight file is before a simulated run."""
+    """Whether the weight file is in the page cache before a simulated run."""
 
     COLD = "cold"
     CACHED = "cached"
@@ -152,13 +152,13 @@ BUNDLE_OPTIONS: dict[str, Any] = {
         Optimize | None, typer.Option(help="Kernels for the first answer, or for later ones.", show_default="cold")
     ],
 }
-"""The options that shape a bundle, by field of `CompileOptions`, in the order of --help."""
+"""The options that determine a bundle, by field of `CompileOptions`, in the order of --help."""
 
 
 def with_bundle_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add an option for each field of `CompileOptions` to `command`, which receives them together as `options`.
 
-    An option that the command declares itself (`run` has its own `strategy`) is not added.
+    Does not add an option that the command itself declares (`run` has its own `strategy`).
     """
     signature = inspect.signature(command, eval_str=True)
     own = [parameter for parameter in signature.parameters.values() if parameter.name != "options"]

@@ -116,7 +116,7 @@ def read_application(path: Path) -> Application:
     """Read an application from a TOML file; docs/design.md lists the keys.
 
     Raises:
-        MissingFileError: there is no such file.
+        MissingFileError: no such file.
         UserError: the file has an error.
     """
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Diagnosis from the facts in `surroundings`: one step after the other, with the commands to type where a step fails."""
+"""Diagnosis of OpenCL from the facts in `surroundings`: a sequence of steps, with the commands for a failed step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashmem.tools.doctor.surroundings import FORBIDDEN, Driver, Surroundings
 class Step:
     """One checked item. `ok` is None if the item does not matter on this machine.
 
-    `then` are the commands to type, in order. Only those of the first failing step are useful.
+    `then` lists the commands to run, in order. Only those of the first failed step are useful.
     """
 
     what: str
@@ -44,7 +44,7 @@ def steps(around: Surroundings, devices: Sequence[str] = ()) -> list[Step]:
 
 
 def next_lines(found: Sequence[Step]) -> tuple[str, ...]:
-    """The commands to type now: those of the first failing step with any."""
+    """The commands to run now: those of the first failed step that has any."""
     return next((step.then for step in found if step.ok is False and step.then), ())
 
 
@@ -68,7 +68,7 @@ _FAMILIES = {"adreno": "Qualcomm Adreno", "mali": "Arm Mali", "powervr": "Imagin
 
 
 def _namespaces(around: Surroundings) -> list[Step]:
-    """Whether Android lets programs load the driver from its folder."""
+    """Check whether Android lets programs load the driver from its folder."""
     found = []
     if around.listed is not None:
         said = "libOpenCL.so is" if around.listed else "libOpenCL.so is not"
