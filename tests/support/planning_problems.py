@@ -29,7 +29,7 @@ def problems(
     whole_chunks: bool = False,
     shared: bool = True,
 ) -> Problem:
-    """Layers of every class, weights of any size (in whole chunks if asked), some used again later."""
+    """Layers of every class, weights of any size (in whole chunks if requested), some used again later."""
     count = draw(st.integers(1, most_layers))
     chunk = draw(st.sampled_from([1, 4, 7, 16]))
     layers = tuple(
@@ -47,7 +47,7 @@ def problems(
 
 
 def least_distance(problem: Problem, preload: Collection[str]) -> int | None:
-    """The least sum of i_w - z_w for W = `preload` by trying every move at every layer; None if no moves are allowed."""
+    """The least sum of i_w - z_w for W = `preload`, by trying every move at every layer; None if no moves are possible."""
     streamed = [w for w in problem.weights if w.name not in preload]
 
     @cache
@@ -57,7 +57,7 @@ def least_distance(problem: Problem, preload: Collection[str]) -> int | None:
             return 0 if not any(left) else None
         in_flight = sum(
             w.nbytes for n, w in enumerate(streamed) if w.last_use >= layer and left[n]
-        )  # whole slices of which a part is moved at this layer or before, and which are still needed
+        )  # whole slices that are partly moved at this layer or before, and still needed
         if in_flight > problem.m_peak:
             return None
         options = [range(left[n] + 1) if w.first_use > layer else (0,) for n, w in enumerate(streamed)]
@@ -74,7 +74,7 @@ def least_distance(problem: Problem, preload: Collection[str]) -> int | None:
 
 
 def least_objective(problem: Problem, lambda_: float, forced: Collection[str]) -> float:
-    """The optimum of the paper's objective: every W that holds `forced`."""
+    """The optimum of the paper's objective over every W that contains `forced`."""
     free = [w.name for w in problem.weights if w.name not in forced]
     values = []
     for size in range(len(free) + 1):
@@ -88,7 +88,7 @@ def least_objective(problem: Problem, lambda_: float, forced: Collection[str]) -
 
 
 def in_flight(problem: Problem, moves: Mapping[str, Sequence[tuple[int, int]]]) -> list[int]:
-    """Bytes of streamed weights at each layer: all of each that has been moved to by then and is still to be used."""
+    """Bytes of streamed weights at each layer: whole weights whose first chunk has been moved and whose use is still ahead."""
     weights = [w for w in problem.weights if w.name in moves]
 
     def held(w: WeightSpec, layer: int) -> int:
@@ -98,9 +98,9 @@ def in_flight(problem: Problem, moves: Mapping[str, Sequence[tuple[int, int]]]) 
 
 
 def keeps_the_rules(plan: OverlapPlan, problem: Problem) -> bool:
-    """C0-C3 of a plan for the problem's own weights and capacities, layer by layer, in the words of docs/planner.md.
+    """C0-C3 of a plan for the problem's own weights and capacities, layer by layer, as docs/planner.md defines them.
 
-    C3 binds the paper's objective only.
+    C3 applies to the paper's objective only.
     """
     for w in plan.weights:
         if w.preload:

@@ -95,8 +95,8 @@ def images_in_time(draw: st.DrawFn) -> list[tuple[Slice, int, int]]:
 
 
 def one_slot_after_the_other(images: list[tuple[Slice, int, int]]) -> list[int]:
-    """Bytes of slots by full search: each slice goes to the smallest free slot that is large enough, and among these to the one
-    that is used again soonest.
+    """The slot of each slice by full search: the smallest free slot that is large enough, and among these the one that is used
+    again soonest.
     """
     sizes: list[tuple[int, int, str]] = []
     turns: list[list[tuple[int, int]]] = []
