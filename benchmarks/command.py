@@ -28,11 +28,11 @@ class Arguments(argparse.ArgumentParser):
 
     def add_zoo(self, *, required: bool = True) -> None:
         """`--zoo DIR`: an existing folder of exported models."""
-        self.add_argument("--zoo", type=_folder, required=required, metavar="DIR", help="what `flashmem zoo export` wrote")
+        self.add_argument("--zoo", type=_folder, required=required, metavar="DIR", help="models from `flashmem zoo export`")
 
     def add_device(self, default: str = "auto") -> None:
         """`--device NAME`, which `check_device` checks."""
-        self.add_argument("--device", default=default, help="a device that is here (`flashmem devices`)")
+        self.add_argument("--device", default=default, help="a local device (`flashmem devices`)")
 
     def check_device(self, name: str) -> None:
         """Exit unless the device is on this machine."""

@@ -35,7 +35,7 @@ app = typer.Typer(
 )
 zoo = typer.Typer(help="Known models with random weights, exported to ONNX.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(zoo, name="zoo")
-cache = typer.Typer(help="List what is in the user's cache, or clear it.", rich_markup_mode=None)
+cache = typer.Typer(help="List the user's cache, or clear it.", rich_markup_mode=None)
 app.add_typer(cache, name="cache")
 
 

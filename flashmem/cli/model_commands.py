@@ -29,11 +29,11 @@ def compile_(
     options: CompileOptions,
     model: Annotated[Path, typer.Argument(help="An .onnx model.", show_default=False)],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="model.flashmem", help="The bundle; the user's cache without it.")
+        Path | None, typer.Option("-o", "--output", metavar="model.flashmem", help="The bundle; default: in the user's cache.")
     ] = None,
     build: Build = True,
     with_binaries: Annotated[
-        bool, typer.Option("--with-binaries", help="Keep the compiled kernels in the bundle, for devices exactly like this.")
+        bool, typer.Option("--with-binaries", help="Store the compiled kernels in the bundle, for equal devices only.")
     ] = False,
     dump_passes: Annotated[
         Path | None,
@@ -56,7 +56,7 @@ def run(
     repeat: Annotated[int, typer.Option(min=1, help="Runs in one session; the first one is reported.")] = 1,
     verify: Annotated[bool, typer.Option("--verify", help="Compare with ONNX Runtime; exit with 1 if they differ.")] = False,
     reference: Annotated[
-        Path | None, typer.Option("--model", metavar="model.onnx", help="The original of a bundle, for --verify.")
+        Path | None, typer.Option("--model", metavar="model.onnx", help="The ONNX model of a bundle, for --verify.")
     ] = None,
     json: Json = False,
     strategy: RunStrategyOption = None,
@@ -108,7 +108,7 @@ def replan(
     bundle: Annotated[Path, typer.Argument(metavar="model.flashmem", help="A bundle.", show_default=False)],
     budget: Annotated[str, typer.Option(metavar="SIZE", help="The new limit on all memory.", show_default=False)],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="other.flashmem", help="Another bundle, that shares its weights.")
+        Path | None, typer.Option("-o", "--output", metavar="other.flashmem", help="A new bundle that shares its weights.")
     ] = None,
 ) -> None:
     """Plan a bundle again for another budget, without its model and without a solver, and print the bundle's path."""
@@ -137,14 +137,14 @@ def queue(
     budget: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit on the memory of all of them together.")] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="requests.json", help='Who asks when: [{"model": "a", "at": 0.5, "seed": 1}, ...].'),
+        typer.Option(metavar="requests.json", help='Requests: [{"model": "a", "at": 0.5, "seed": 1}, ...].'),
     ] = None,
     iterations: Annotated[int, typer.Option(min=1, help="Without --trace: runs of each, in random order.")] = 10,
-    seed: Annotated[int, typer.Option(min=0, help="Of that order, and of inputs.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of that order, and of inputs.")] = 0,
     device: Device = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="memory.png", help="Memory over time, beside sessions that preload each model (plots extra)."),
+        typer.Option(metavar="memory.png", help="Plot of memory over time, with preloading sessions (plots extra)."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -172,7 +172,7 @@ def simulate(
 
 
 def demo(
-    image: Annotated[Path | None, typer.Argument(help="An image to read; a page drawn for it without one.")] = None,
+    image: Annotated[Path | None, typer.Argument(help="An image to read; default: a generated page.")] = None,
     budget: Annotated[str, typer.Option(metavar="SIZE", help="Memory limit for each of the two networks.")] = "50MB",
     device: Device = None,
 ) -> None:

@@ -12,7 +12,7 @@ KERNEL_MARK = "//# "
 class Source:
     """OpenCL C of a program: `plain` for modes map, alias and dma; `lane` has the same kernels, each with a stream lane.
 
-    Each text has one section for each kernel (`kernel_texts`), and each section is compiled as a program of its own.
+    Each text has one section for each kernel (`kernel_texts`), and each section is compiled as a separate program.
     """
 
     plain: str

@@ -86,7 +86,7 @@ def _reasons(program: Program, device: Device) -> dict[TransferMode, str]:
         texels = device.image_pitch_alignment
         if any(part.row_pitch % (texels * TEXEL_BYTES[part.channel]) for part in program.slices if part.is_image):
             reason = (
-                f"its textures have rows that are not multiples of {texels} texels, as {device.name} wants them over a buffer"
+                f"its textures have rows that are not multiples of {texels} texels, as {device.name} requires over a buffer"
             )
             reasons |= {"map": reason, "alias": reason}
     return reasons

@@ -167,7 +167,7 @@ def limits_of(bundle: Bundle) -> Limits:
 
 
 def _learned_from(bundle: Bundle) -> Learned | None:
-    """The measurements of earlier runs; None if there are none that can be used."""
+    """The measurements of earlier runs; None without usable ones."""
     written: Any = bundle.meta.get(KEY)
     try:
         learned = Learned(

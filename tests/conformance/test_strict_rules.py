@@ -346,7 +346,7 @@ def test_a_right_program_computes() -> None:
     np.testing.assert_array_equal(got, data)
     over = p.image(8, 4, over=parts[0], pitch=1024)
     out = p.new(PART)
-    for shift in (0, 1):  # the image view shows what is written
+    for shift in (0, 1):  # the image view shows the written data
         view = p.map(parts[0])
         view[:] = (data + shift).view(np.uint8)
         p.unmap(view).wait()

@@ -104,7 +104,7 @@ def _print_device(number: int, device: Device, results: Iterable[Result]) -> Non
 
     descriptor = descriptor_for(device)
     print(f"\n{number}  {device.platform}: {device.name}, driver {device.driver_version}")
-    shared = "shared with the host" if device.unified_memory else "of its own"
+    shared = "shared with the host" if device.unified_memory else "not shared"
     whole, most = format_size(device.global_memory_bytes), format_size(device.max_alloc_bytes)
     print(f"     {'memory':<22} {whole} {shared}, {most} at a time")
     if device.has_images:
@@ -132,4 +132,4 @@ def _print_next(found: Iterable[Step], failure: str) -> None:
     elif failure:
         print(f"\n{failure}")
     elif any(step.ok is False for step in found):
-        print("\nNo line to type is known for this; please report what flashmem doctor --json prints.")
+        print("\nNo known command repairs this; please report the output of flashmem doctor --json.")

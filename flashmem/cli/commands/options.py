@@ -100,7 +100,7 @@ Device = Annotated[str | None, typer.Option(metavar="NAME", help="A device, or '
 Shape = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="NAME=1x128", help="Binds an input's open dimensions; repeatable. A name given again begins another variant."
+        metavar="NAME=1x128", help="Sizes of an input's open dimensions; repeatable. A repeated name begins a new variant."
     ),
 ]
 RunStrategyOption = Annotated[
@@ -108,7 +108,7 @@ RunStrategyOption = Annotated[
 ]
 Build = Annotated[
     bool,
-    typer.Option("--build/--no-build", help="Compile the kernels ahead, if the device is here; else they are at first use."),
+    typer.Option("--build/--no-build", help="Compile kernels now, if the device is local; if not, in the first run."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of a report.")]
 
@@ -118,7 +118,7 @@ BUNDLE_OPTIONS: dict[str, Any] = {
         str | None,
         typer.Option(metavar="SIZE", help="Limit on all memory: weights, activations and staging; for instance 256MB."),
     ],
-    "m_peak": Annotated[str | None, typer.Option(metavar="SIZE", help="Limit on weights in flight only, as the paper has it.")],
+    "m_peak": Annotated[str | None, typer.Option(metavar="SIZE", help="Limit on weights in flight only, as in the paper.")],
     "lambda_": Annotated[
         float | None,
         typer.Option("--lambda", min=0.0, max=1.0, help="Latency (0) against memory (1).", show_default="0; paper: 0.9"),
@@ -129,8 +129,8 @@ BUNDLE_OPTIONS: dict[str, Any] = {
     ],
     "shape": Shape,
     "preload": Annotated[list[str] | None, typer.Option(metavar="WEIGHT", help="A weight to keep resident; repeatable.")],
-    "memory_path": Annotated[MemoryPath | None, typer.Option(help="What holds weights on the device.", show_default="auto")],
-    "mode": Annotated[Mode | None, typer.Option(help="How weights reach the kernels.", show_default="auto")],
+    "memory_path": Annotated[MemoryPath | None, typer.Option(help="Memory objects for weights.", show_default="auto")],
+    "mode": Annotated[Mode | None, typer.Option(help="How weights are transferred.", show_default="auto")],
     "objective": Annotated[
         Objective | None,
         typer.Option(help="The first answer, later runs, or the paper's weighted sum.", show_default="first"),
@@ -140,7 +140,7 @@ BUNDLE_OPTIONS: dict[str, Any] = {
     ],
     "unfusion": Annotated[
         bool | None,
-        typer.Option("--unfusion/--no-unfusion", help="Split fused layers where the plan gains.", show_default="on"),
+        typer.Option("--unfusion/--no-unfusion", help="Split fusion groups if the plan gains.", show_default="on"),
     ],
     "mu": Annotated[float | None, typer.Option(min=0.0, help="Weight of distance in ranking splits.", show_default="0.1")],
     "alpha": Annotated[float | None, typer.Option(min=0.0, help="Least gain in capacity for a split.", show_default="0.1")],

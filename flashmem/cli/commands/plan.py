@@ -185,7 +185,7 @@ def several_launches(program: Program) -> dict[str, int]:
 
 def _kept(plan: OverlapPlan) -> dict[str, str]:
     kept = [w.nbytes for w in plan.weights if w.keep]
-    return {"later runs": f"find {format_size(sum(kept))} more resident, in {len(kept)} slices"} if kept else {}
+    return {"later runs": f"start with {format_size(sum(kept))} more resident, in {len(kept)} slices"} if kept else {}
 
 
 def _launches(program: Program) -> dict[str, str]:
@@ -317,7 +317,7 @@ def _print(shown: Shown, show_all: bool) -> None:
         cells = [(each.weight, f"{each.slices} of {each.of}", format_size(each.nbytes), _for_many(each)) for each in because]
         _print_shortened(("weight", "slices", "bytes", "why"), cells, show_all)
     if steady:
-        print("\nwhat later runs play instead")
+        print("\nreplaced launches of later runs")
         decisions = [(f"{row.first}-{row.last}" if row.last > row.first else row.first, row.name, row.why) for row in steady]
         _print_shortened(("layer", "computes", "why"), decisions, show_all)
 

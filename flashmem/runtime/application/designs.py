@@ -123,7 +123,7 @@ class Designs:
     def _check(self) -> None:
         last = self.policy[-1]
         if any(len(rule.sets) != len(self.sets) or not 0 <= rule.design < len(self.designs) for rule in self.policy):
-            raise ValueError("a rule names a set or a design that is not there")
+            raise ValueError("a rule names an unknown set or design")
         if any(Path(part.bundle).name != part.bundle for design in self.designs for part in design.parts):
             raise ValueError("a bundle is not beside the file")
         if any(each is not None for each in last.sets) or last.memory is not True:

@@ -135,7 +135,7 @@ def _header(member: zipfile.ZipInfo, stream: IO[bytes]) -> _Stored:
 
 
 def _checked(path: Path, port: Port, array: _Stored) -> _Stored:
-    """Refuse what `Session.run` would refuse, with the same message; an empty array stands for the stored one."""
+    """Refuse what `Session.run` would refuse, with the same message; an empty array replaces the stored one."""
     if port.dtype == "bfloat16" and array.dtype == np.dtype("V2"):  # numpy's name for it in a file
         array = replace(array, dtype=numpy_dtype(port.dtype))
     with _readable(path, port.name):
@@ -181,7 +181,7 @@ def write_outputs(path: Path, names: Sequence[str], arrays: Sequence[NDArray[Any
 
 
 def _write_npz(file: IO[bytes], arrays: Iterable[tuple[str, NDArray[Any]]]) -> None:
-    """Write the format of numpy.savez, which takes names as keywords and so cannot write an output called `file`."""
+    """Write the format of numpy.savez, which accepts names as keywords and so cannot write an output called `file`."""
     with zipfile.ZipFile(file, "w") as archive:
         for name, array in arrays:
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:

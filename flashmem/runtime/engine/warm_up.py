@@ -45,7 +45,7 @@ class WarmUp:
         self._kernels: CachedKernels | None = None  # all of the steady ones, ready
         self._launches: tuple[SteadyLaunch, ...] = ()  # the launches of these kernels
         self._plan: OverlapPlan | None = None  # the plan for which the launches were selected
-        self._chosen: Steady | None = None  # what the last run used
+        self._chosen: Steady | None = None  # used by the last run
         self._whole = False  # whether a run used all of these launches
         self._earlier: list[CachedKernels] = []  # compiled in this process, all launched, replaced since
         self._builders: Builders | None = None

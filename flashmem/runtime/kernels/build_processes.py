@@ -138,7 +138,7 @@ class Builders:
         Returns False if none is left or one has failed; without `wait`, also if none has completed yet.
         """
         if self._abandoned:
-            self._failure = "nobody wants the kernels any more"
+            self._failure = "the kernels are no longer needed"
         if self._finished == len(self.submitted) or self._failure is not None:
             return False
         if wait:
@@ -305,7 +305,7 @@ def _processors() -> int:
 
 
 def _start(device: Device, folder: str, errors: Path) -> subprocess.Popen[bytes]:
-    """Start a child that builds for `device`, with the driver's variables of this process; its output goes to `errors`."""
+    """Start a child that builds for `device`, with the driver's variables of this process; `errors` receives its output."""
     environment = {name: value for name, value in os.environ.items() if name not in driver_variables(device.platform)}
     with errors.open("wb") as stderr:
         return subprocess.Popen(

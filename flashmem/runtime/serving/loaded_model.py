@@ -155,8 +155,8 @@ class LoadedModel(Engine):
         needed = self.fixed + self._layout(plan).total_bytes
         if limit is not None and needed > limit:
             raise BudgetError(
-                f"{opened.bundle.path.name} needs {needed} bytes as it was planned, the budget is {format_size(limit)}, and it "
-                "carries no times of layers to be planned again with: compile the model again, or raise the budget",
+                f"{opened.bundle.path.name} needs {needed} bytes with its plan, the budget is {format_size(limit)}, and it "
+                "has no launch times for planning again: compile the model again, or raise the budget",
                 smallest_bytes=needed,
                 binding=f"the layout for transfer mode {opened.mode}",
             )

@@ -29,7 +29,7 @@ class Turn(Protocol):
         ...
 
     def did(self, what: Step) -> None:
-        """Record what it did since its begin, or since the last call."""
+        """Record the time since its begin, or since the last call, as spent on `what`."""
         ...
 
 

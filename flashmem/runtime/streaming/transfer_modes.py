@@ -35,7 +35,7 @@ def make_transfer(
     """The transfer of `mode`, which compares slices with `checksums`.
 
     Args:
-        together: by slice, the whole that `joined` may be asked for.
+        together: by slice, the whole slice, for requests to `joined`.
         after: a transfer of the same mode for another shape variant of the bundle, after its `leave`. The new one reuses its
             places of weights, which are those of `layout` (`residence.share_places`).
 

@@ -126,7 +126,7 @@ def tests(number: int, folder: Path) -> Iterator[Result]:
         queue.write_image(image, data, first_row=0, width=_WIDTH, rows=_ROWS, row_pitch=_WIDTH * _TEXEL)
         right = summed(image, queue)
         said = f"up to {device.image_max_width} x {device.image_max_height} texels"
-        return Result("textures", right, said if right else "a kernel reads other numbers than were written")
+        return Result("textures", right, said if right else "a kernel does not read the written numbers")
 
     def views() -> Result:
         if not device.has_image_from_buffer:
@@ -140,7 +140,7 @@ def tests(number: int, folder: Path) -> Iterator[Result]:
         part = context.sub_buffer(pool, start, padded.nbytes)
         right = summed(context.image_view(part, _WIDTH, _ROWS, pitch, "float"), queue)
         said = f"rows at multiples of {device.image_pitch_alignment} texels"
-        return Result("textures over buffers", right, said if right else "a kernel reads other numbers than were written")
+        return Result("textures over buffers", right, said if right else "a kernel does not read the written numbers")
 
     def mapped() -> Result:
         queue, pool = context.queue(), context.buffer(1 << 16, host_visible=True)

@@ -36,7 +36,7 @@ class Machine:
     """The resources of a machine. Rates in bytes per second; `disk_bandwidth` is None if the whole file is in the page cache.
 
     A call that announces reads (posix_fadvise) returns when at most `disk_queue_bytes` are left to read; Linux blocks the
-    caller until then. With `copy_engine` the device has memory of its own, and makes one copy after the other.
+    caller until then. With `copy_engine` the device has its own memory, and makes one copy at a time.
     """
 
     read_bandwidth: float

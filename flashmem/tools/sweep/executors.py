@@ -26,7 +26,7 @@ class Submits(Protocol):
 
 
 def default_jobs() -> int:
-    """The number of local processes: half the cores, because the solver has threads of its own."""
+    """The number of local processes: half the cores, because the solver has its own threads."""
     return max(1, (os.cpu_count() or 1) // 2)
 
 

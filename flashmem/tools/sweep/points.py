@@ -35,7 +35,7 @@ from flashmem.tools.sweep.grid import RESULTS, Cell, Point
 
 @dataclass(frozen=True)
 class Subject:
-    """What the points of one model, device and precision share: the graph or the program, and the bundle.
+    """The common data of the points of one model, device and precision: the graph or the program, and the bundle.
 
     Every point is planned from `graph`. Without a graph, all points run `program`, that of a bundle. `bundle` has the weights
     of `program`, for measurements.

@@ -145,7 +145,7 @@ def test_outputs_may_leave_out_their_type(path: Path) -> None:
 
 
 def branch(op: str, result: str, stale: list[int]) -> onnx.GraphProto:
-    """A branch that declares wrong shapes for what it computes."""
+    """A branch that declares wrong shapes for its results."""
     values = [helper.make_tensor_value_info(f"{result}_in", TensorProto.FLOAT, stale)]
     outputs = [helper.make_tensor_value_info(result, TensorProto.FLOAT, stale)]
     nodes = [node(op, ["x"], [f"{result}_in"]), node("Neg", [f"{result}_in"], [result])]

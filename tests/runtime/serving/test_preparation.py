@@ -243,7 +243,7 @@ def test_children_that_prepare_stay_on_little_cores_while_these_are_idle(
         when_idle(process)
         seen.append((os.sched_getaffinity(process), os.sched_getscheduler(process)))
 
-    with Runtime(device=DEVICE) as many:  # builds what the first run needs in this process
+    with Runtime(device=DEVICE) as many:  # builds the first run's kernels in this process
         model = many.open(bundle)
         monkeypatch.setattr(kernel_processes, "_only_when_idle", looked_at)
         model.loaded._warm_up._apart = True  # type: ignore[union-attr]
