@@ -159,7 +159,7 @@ class Bench:
 
 
 def _kernels(made: Generated) -> list[str]:
-    """The main launches of a program: kernel, work-items, work-group."""
+    """The launches of a program: kernel, work-items, work-group."""
     sizes = ((each.kernel, "x".join(map(str, each.global_size)), each.local_size) for each in made.program.launches)
     return [f"{kernel} {items} / {'x'.join(map(str, group or ()))}" for kernel, items, group in sizes]
 

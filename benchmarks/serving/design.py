@@ -5,10 +5,11 @@
 DIR contains models that `flashmem zoo export` wrote. The application classifies images (ResNet-50 or ViT-B/16), reads
 (GPT-Neo-125M) and measures depth (DepthAnything-S), in single and in half precision, within each of `--budgets`. Every
 candidate is measured. Then an exhaustive search over all decisions, in plain arithmetic, must agree with RASS. Prints the
-designs and the policy (CARIn, Tables 7 and 8), the optimality over that of simpler methods (Figures 3 to 6), the time of
-switches, and the reactions to a process that occupies a core or memory (Figures 7 and 8). `--describe` solves the same
-application for devices that are not present, by simulation. With root rights, memory is occupied inside a cgroup; otherwise
-that part is skipped. `--made-up` applies pressure to a simulated system, where nothing is occupied and no time passes.
+designs and the policy (CARIn, Tables 7 and 8), and the optimality over that of simpler methods (Figures 3 to 6). Also prints
+the time of switches, and the reactions to a process that occupies a core or memory (Figures 7 and 8). `--describe` solves the
+same application for devices that are not present, by simulation. With root rights, memory is occupied inside a cgroup;
+otherwise that part is skipped. `--made-up` applies pressure to a simulated system, where nothing is occupied and no time
+passes.
 """
 
 from __future__ import annotations

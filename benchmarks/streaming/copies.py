@@ -2,8 +2,9 @@
 
     python -m benchmarks.streaming.copies --device nvidia [--piece 4MiB] [--threads 4] [--repeats 7]
 
-A file in the page cache is read in pieces into pinned memory, a part for each thread, and copied to slices of 12 MiB in one
-buffer, like in mode `dma`, without release times and kernels. One process; medians, after one repeat that is not counted.
+A file in the page cache is read in pieces into pinned memory, a part for each thread. The pieces are copied to slices of 12 MiB
+in one buffer, as in mode `dma`, but without release times and kernels. One process; medians, after one repeat that is not
+counted.
 
 - *undefined*: a queue for each thread, all writing one slice at once. It loses writes on some drivers.
 - *sub-buffers*: a queue for each thread, and a separate sub-buffer for each piece.

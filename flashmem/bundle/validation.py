@@ -241,7 +241,7 @@ def _check_joined(program: Program) -> None:
 
 
 def _check_steady(program: Program) -> None:
-    """Require that a steady launch reads the same slices and accesses the same tensors as the layers it replaces."""
+    """Require that a steady launch reads the same slices and accesses the same tensors as the launches it replaces."""
     parts = {joined.name: joined.parts for joined in program.joined}
     done = 0
     for each in program.steady:

@@ -38,7 +38,7 @@ class Program:
     order: LaunchOrder | None = None
     live_bytes: int = 0  # the most bytes of activations alive at once, at most `arena_bytes`
     page_bytes: int = DEFAULT_PAGE  # slices start at multiples of it, so that each can be mapped and dropped alone
-    steady: tuple[SteadyLaunch, ...] = ()  # ascending; each layer in at most one
+    steady: tuple[SteadyLaunch, ...] = ()  # ascending; each launch in at most one
     joined: tuple[Joined, ...] = ()
 
     def uses(self) -> dict[str, tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 Pure bookkeeping, without OpenCL: the ledger (`flashmem.runtime.memory.ledger`) allocates what is counted here. Bytes are *held*
 while they are allocated. They can be *promised* before: a run is promised its peak, so that no other account can make its loads
-fail. Bytes that several accounts use are held by one of them and *borrowed* by the others, so that these can continue to use
+fail. Bytes that several accounts use are held by one of them and *borrowed* by the others. So the others can continue to use
 them when the holder releases them. The *commitment* of an account is the larger of what is promised and what is held or
 borrowed. The sum of all commitments never exceeds the limit, unless the limit was lowered later.
 """

@@ -2,14 +2,14 @@
 
 `wanted` is a pure function of a sample and the previous state; `sample` reads /proc and the cgroup of this process.
 
-Available memory is `MemAvailable`, or what remains below the memory limit of the cgroup or one above it, whichever is least
-(file pages count as free), plus the memory that flashmem itself holds outside of file pages. A share of it stays free
-(`RESERVE`, more under pressure), so that other programs need not be killed. Pressure is PSI (`/proc/pressure/memory` or the
-cgroup's `memory.pressure`; Linux 4.20, Android 10): the share of the last 10 s in which some task waited for memory. Under
-pressure the budget also falls below what is held.
+Available memory is the least of `MemAvailable` and the rest below the memory limit of each enclosing cgroup (file pages count
+as free). The memory that flashmem itself holds outside of file pages is added. A share of it stays free (`RESERVE`, more under
+pressure), so that other programs need not be killed. Pressure is PSI (`/proc/pressure/memory` or the cgroup's
+`memory.pressure`; Linux 4.20, Android 10): the share of the last 10 s in which some task waited for memory. Under pressure the
+budget also falls below what is held.
 
-Hysteresis: the budget falls at once. It rises only if it would grow by an eighth and there was no pressure for `QUIET_SECONDS`,
-so that it does not oscillate with the memory that flashmem holds.
+Hysteresis: the budget falls at once. It rises only if it would grow by an eighth, and after `QUIET_SECONDS` without pressure.
+So it does not oscillate with the memory that flashmem holds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The input of a simulation: a machine, and the loads, launches and memory of one session on it, as data.
 
 `describe` derives them from a program, a plan and a descriptor. The runtime's own functions compute the order of loads, their
-release times, the needs of each launch, the frees and all allocations, so that the simulation matches a session.
+release times, the needs of each launch, the frees and all allocations. So the simulation matches a session.
 """
 
 from __future__ import annotations

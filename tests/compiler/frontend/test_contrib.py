@@ -128,7 +128,9 @@ def saved(name: str, level: str, folder: Path) -> Path:
 
 
 def newest(graph: Graph) -> Graph:
-    """`graph` in the newest operator set that any of its nodes needs; no other node has changed since its own set."""
+    """`graph` declared for operator set 21 at least: some nodes are newer than its own set, and no other node has changed
+    since.
+    """
     return replace(graph, opset=max(graph.opset, 21))
 
 

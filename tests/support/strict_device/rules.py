@@ -1,8 +1,8 @@
 """The rules: which commands may overlap on which memory, and which bytes the host may access. No OpenCL here.
 
-Vector clocks with an entry for each queue record the order. A command is ordered after the earlier commands of its queue, those
-of its wait list, all that these are ordered after, and all that the host knew to be complete at its enqueue. Section numbers
-are of the OpenCL 3.0 API specification, unless stated otherwise.
+Vector clocks with an entry for each queue record the order. A command is ordered after the earlier commands of its queue and
+those of its wait list, and after all that these follow. It is also ordered after all commands that the host knew to be complete
+at its enqueue. Section numbers are of the OpenCL 3.0 API specification, unless stated otherwise.
 """
 
 from __future__ import annotations
