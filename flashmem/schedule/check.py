@@ -1,4 +1,4 @@
-"""The checker of overlap plans: plain arithmetic that shares no code with the planners, so that a mistake in one is caught.
+"""Checker of overlap plans. It shares no code with the planners, so that it finds their mistakes.
 
 `check` verifies a plan against its instance. It needs the standard library only.
 """
@@ -96,7 +96,7 @@ def _check_capacities(plan: OverlapPlan, instance: Instance) -> None:
         if stated != spec.capacity:
             raise PlanViolation("C3", f"layer {layer} has capacity {stated}, the problem says {spec.capacity}")
     allowed = list(plan.capacities)
-    if plan.objective_kind != "paper":  # C_l does not bind it: `_check_seconds` counts what is moved beside each layer
+    if plan.objective_kind != "paper":  # C_l does not limit it: `_check_seconds` counts the bytes moved beside each layer
         if plan.relaxed:
             raise PlanViolation("C3", f"a plan for {plan.objective_kind!r} relaxes C_l, which does not bind it")
         return
@@ -116,7 +116,7 @@ def _check_capacities(plan: OverlapPlan, instance: Instance) -> None:
 
 
 def _check_objective(plan: OverlapPlan) -> None:
-    """The paper's objective is recomputed; of others, that the claims agree with each other (`_check_seconds` has the rest)."""
+    """Recompute the paper's objective. For others, check that value, bound and gap agree; `_check_seconds` does the rest."""
     tolerance = 1e-6 * abs(plan.objective) + 1e-12
     if plan.objective_kind == "paper":
         preloaded = sum(w.chunks for w in plan.weights if w.preload)
@@ -174,7 +174,7 @@ def _seconds(plan: OverlapPlan, instance: Instance, *, later: bool) -> float:
 
 
 def _check_moves(w: PlannedWeight, latest: int) -> None:
-    """C0 and C1 of one weight, which is read and moved at layer `latest` or before."""
+    """C0 and C1 of one weight, which is read and moved no later than layer `latest`."""
     if w.preload:
         if w.moves:
             raise PlanViolation("C0", f"preloaded weight {w.name} is streamed as well")
@@ -194,7 +194,7 @@ def _check_moves(w: PlannedWeight, latest: int) -> None:
 
 @dataclass(frozen=True)
 class _Placed:
-    """Bytes [offset, end) taken during layers first..last."""
+    """Bytes [offset, end), occupied during layers first..last."""
 
     name: str
     offset: int
@@ -206,12 +206,12 @@ class _Placed:
 def _check_layout(
     mode: str, layout: PoolLayout, weights: tuple[PlannedWeight, ...], layers: int, dims: dict[str, Slice]
 ) -> None:
-    """Each slice has the places its mode needs, and no two slices share one while both are alive."""
+    """Check that each slice has the places its mode requires, and that slices alive at the same time do not overlap."""
 
     def lives(w: PlannedWeight) -> tuple[int, int]:
         if w.preload:
             return 0, layers
-        if w.keep:  # later runs find it there from the start
+        if w.keep:  # it is resident from the start of later runs
             return 0, layers
         return w.moves[0][0] if mode == "interleave" else w.read_layer, w.last_use
 
@@ -268,7 +268,7 @@ def _check_staging(mode: str, layout: PoolLayout, streamed: list[PlannedWeight])
 
 
 def _check_slots(mode: str, layout: PoolLayout, held: list[tuple[PlannedWeight, int, int]], dims: dict[str, Slice]) -> None:
-    """Texture slots: one slice at a time, and each slice fits."""
+    """Check texture slots: they hold one slice at a time, and each slice fits."""
     turns: dict[int, list[tuple[int, int, str]]] = {}
     for w, first, last in held:
         number = layout.slot_of[w.name]
@@ -282,7 +282,7 @@ def _check_slots(mode: str, layout: PoolLayout, held: list[tuple[PlannedWeight, 
 
 
 def _check_turns(mode: str, turns: dict[int, list[tuple[int, int, str]]], what: str) -> None:
-    """No two slices, each with its first and last layer, are in one slot at once."""
+    """Check that no slot holds two slices at once. Each slice has its first and last layer."""
     for taken in turns.values():
         taken.sort()
         for (_, last, name), (first, _, other) in pairwise(taken):
@@ -291,7 +291,11 @@ def _check_turns(mode: str, turns: dict[int, list[tuple[int, int, str]]], what: 
 
 
 def _check_disjoint(where: str, places: Iterable[_Placed], size: int) -> None:
-    """Sweep over the layers; the places alive at once are kept sorted by offset, so a new one has two neighbours to fear."""
+    """Check that places alive at the same time are disjoint.
+
+    It sweeps over the layers and keeps the live places sorted by offset, so that a new place is compared with two neighbours
+    only.
+    """
     events = sorted(
         [(p.first, 1, p) for p in places] + [(p.last + 1, 0, p) for p in places], key=lambda e: (e[0], e[1], e[2].offset)
     )

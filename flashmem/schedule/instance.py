@@ -13,10 +13,10 @@ from flashmem.schedule.plan import LOADER_THREADS
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Layer l. `capacity` is C_l in chunks; `seconds` its predicted latency with nothing streamed beside it.
+    """Layer l. `capacity` is C_l in chunks; `seconds` is its predicted latency while nothing is streamed.
 
-    `beside` is s_l as a polyline: (bytes, factor) with both ascending, from (0, 1) on, and on beyond its end at its last slope.
-    Empty: nothing that is moved beside the layer slows it down.
+    `beside` is the slowdown s_l as a polyline of (bytes moved beside it, factor), both ascending, from (0, 1). Beyond its end
+    the last slope continues. If it is empty, moved bytes do not slow the layer down.
     """
 
     name: str
@@ -26,7 +26,7 @@ class LayerSpec:
     beside: tuple[tuple[float, float], ...] = ()
 
     def loaded_seconds(self, nbytes: float) -> float:
-        """t_l * s_l(b_l): the latency with `nbytes` moved beside it."""
+        """t_l * s_l(b_l): the latency in seconds while `nbytes` bytes are moved beside the layer."""
         if not nbytes or len(self.beside) < 2:
             return self.seconds
         at = min(bisect_right(self.beside, (nbytes, 0.0), 1), len(self.beside) - 1)
@@ -34,7 +34,7 @@ class LayerSpec:
         return self.seconds * (slow + (slower - slow) * (nbytes - low) / (high - low))
 
     def bytes_within(self, seconds: float) -> float:
-        """The most bytes of the curve with which `loaded_seconds` is no more than `seconds`; 0 where nothing slows it down."""
+        """The most bytes on the curve for which `loaded_seconds` is at most `seconds`; 0 if nothing slows the layer down."""
         reached = 0.0
         for (low, slow), (high, slower) in pairwise(self.beside):
             if self.seconds * slower > seconds:
@@ -45,7 +45,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """Weight w (a slice counts as one). `first_use` is i_w, `last_use` the layer that frees it; 1-based."""
+    """Weight w: one slice. `first_use` is i_w, `last_use` the layer after which it is freed; layers count from 1."""
 
     name: str
     nbytes: int
@@ -57,11 +57,11 @@ class WeightSpec:
 class Instance:
     """Layers 1..N, the weights they use, S (`chunk_bytes`) and M_peak (`m_peak`, bytes in flight beside W).
 
-    Resources: the disk brings `load_bandwidth` bytes per second into unified memory, from the moment a session is opened; from
-    `opening_seconds` on layers run, and the host hands on what was read at `host_bandwidth` (to where the transfer `mode` takes
-    it from). `piece_bytes` of a slice are handed on at a time, by each of `loader_threads`. `shares_memory`: host and
-    device do. `w_may_grow`:
-    slices too large for M_peak may go to W, also for the first answer: there will be no smaller slices.
+    Resources: the disk reads `load_bandwidth` bytes per second into unified memory, from the opening of the session on. Layers
+    run from `opening_seconds` on. The host forwards the bytes read at `host_bandwidth` bytes per second, to the source of
+    transfer `mode`. Each of `loader_threads` forwards `piece_bytes` of a slice at a time. `shares_memory`: host and device
+    share memory. `w_may_grow`: slices too large for M_peak may join W, also for the first answer, because slices will not get
+    smaller.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -69,7 +69,7 @@ class Instance:
     chunk_bytes: int
     m_peak: int
     load_bandwidth: float
-    notes: tuple[str, ...] = ()  # what its numbers rest on, for the plan
+    notes: tuple[str, ...] = ()  # the assumptions behind its numbers, for the plan
     mode: TransferMode = "map"
     host_bandwidth: float = math.inf
     opening_seconds: float = 0.0
@@ -79,5 +79,5 @@ class Instance:
     shares_memory: bool = True
 
     def chunks(self, weight: WeightSpec) -> int:
-        """T(w) = ceil(bytes(w) / S)."""
+        """Number of chunks of a weight: T(w) = ceil(bytes(w) / S)."""
         return -(-weight.nbytes // self.chunk_bytes)

@@ -91,7 +91,7 @@ def preloaded(plan: OverlapPlan) -> OverlapPlan:
 
 
 def preloaded_layout(program: Program, mode: TransferMode, threads: int) -> PoolLayout:
-    """A layout in which every slice has memory of its own, with the staging that loads of `mode` need."""
+    """A layout in which every slice has its own memory, with the staging that loads of `mode` need."""
     unit = program.page_bytes if mode == "map" else POOL_ALIGNMENT
     sizes = {part.name: -(-part.file_bytes // unit) * unit for part in program.slices}
     if mode == "map":

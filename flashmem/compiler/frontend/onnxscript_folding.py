@@ -2,8 +2,8 @@
 
 Only this module imports it, and `tests/repository/test_undocumented.py` checks that it still exists.
 
-flashmem needs the walk of `FoldConstantsPass` and its partial evaluators of operators. Public functions of onnxscript run
-the pass as a whole, and have no call for each node.
+flashmem needs the walk of `FoldConstantsPass` and its partial evaluators of operators. The public functions of onnxscript run
+the pass as a whole, without a hook for each node.
 """
 
 from onnxscript.optimizer._constant_folding import FoldConstantsPass as FoldConstantsPass
