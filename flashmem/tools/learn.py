@@ -35,12 +35,12 @@ _MEMORY = 8
 """A new run weighs at least one part in this many, because devices warm up and drivers change."""
 
 _MOST_SCALED = 4.0
-"""The largest factor by which C_l follows measured latency: one interrupted run must not give a layer all capacity."""
+"""The largest factor by which C_l follows measured latency: an interrupted run must not give one launch all capacity."""
 
 
 @dataclass(frozen=True)
 class Learned:
-    """Means over `runs` runs in transfer `mode`: each layer's seconds without simultaneous copies, and bytes loaded per
+    """Means over `runs` runs in transfer `mode`: each launch's seconds without simultaneous copies, and bytes loaded per
     second.
     """
 
@@ -106,7 +106,7 @@ def replan(bundle: Bundle, budget: int, path: Path | None = None) -> Bundle:
 
 
 def _replanned(bundle: Bundle, budget: int) -> tuple[OverlapPlan, dict[str, Any]]:
-    """A plan for the selected variant, and the new metadata. Raises as `replan`."""
+    """A plan for the selected variant, and the new metadata. Raises like `replan`."""
     program, modes = bundle.program, bundle.descriptor.modes[bundle.program.memory_path]
     limits = replace(limits_of(bundle), budget=budget, m_peak=None)
     mode = next((each for each in modes if each == bundle.meta.get("mode")), modes[0])
@@ -119,7 +119,7 @@ def _replanned(bundle: Bundle, budget: int) -> tuple[OverlapPlan, dict[str, Any]
 
 
 def observed(bundle: Bundle, mode: TransferMode, reports: Sequence[RunReport]) -> Learned:
-    """The measurements of runs: medians over the runs for layers, without the known cost of simultaneous copies in this
+    """The measurements of runs: medians of launch times over the runs, minus the known cost of simultaneous copies in this
     mode.
     """
     moved = _moved_bytes(bundle.plan) if mode == "interleave" else [0] * len(bundle.program.launches)
@@ -167,7 +167,7 @@ def limits_of(bundle: Bundle) -> Limits:
 
 
 def _learned_from(bundle: Bundle) -> Learned | None:
-    """The measurements of earlier runs; None if there are none that can be used."""
+    """The measurements of earlier runs; None without usable ones."""
     written: Any = bundle.meta.get(KEY)
     try:
         learned = Learned(

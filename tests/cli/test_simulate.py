@@ -115,7 +115,7 @@ def test_a_known_architecture_is_played_as_it_is_planned(options: tuple[str, ...
     assert played["memory_path"] == planned["memory_path"]
     kept = set(played["plan"]) - {"solve_seconds"}
     statuses = (planned["plan"]["status"], played["plan"]["status"])
-    if not all(status.startswith("optimal") for status in statuses):  # the clock stops a solver elsewhere each time
+    if not all(status.startswith("optimal") for status in statuses):  # a time limit stops the solver anywhere
         kept = {"objective_kind", "checked"}
         assert played["plan"]["objective"] == pytest.approx(planned["plan"]["objective"], rel=0.01)
     assert {k: played["plan"][k] for k in kept} == {k: planned["plan"][k] for k in kept}
@@ -133,7 +133,7 @@ def test_strategies_and_disks_of_a_known_architecture(flashmem: Command, tmp_pat
     }
     assert [each["strategy"] for each in played.values()] == list(played)
     assert played["stream"]["latency_ms"]["integrated"] <= played["on-demand"]["latency_ms"]["integrated"]
-    weights = 490_000_000  # all of them are there at once
+    weights = 490_000_000  # all of them are resident at once
     assert played["stream"]["memory"]["peak_bytes"] <= 128_000_000 < weights < played["preload"]["memory"]["peak_bytes"]
     cached = flashmem("simulate", *ZOO, "--budget", "128MB", "--timeline", tmp_path / "t.png")
     assert cached.code == 0 and "first answer" in cached.out
@@ -161,7 +161,7 @@ def test_a_sweep_fills_its_grid_and_starts_where_it_stopped(
         assert row["tier"] and float(row["bound"]) <= float(row["objective"]) + 1e-9
     for name in ("s.png", "s-figure8.png"):
         assert Path(name).read_bytes().startswith(PNG)
-    # As after a crash: the last line was cut short. That point alone is done again, the rest is left as it is.
+    # As after a crash, which truncated the last line. Only that point is computed again; the other rows stay unchanged.
     whole = Path("s.csv").read_bytes()
     lines = whole.splitlines(keepends=True)
     Path("s.csv").write_bytes(whole[:-7])

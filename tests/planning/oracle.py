@@ -1,13 +1,13 @@
-"""Exhaustive search over the plans of small problems: no planner may claim more than it finds.
+"""Exhaustive search over the plans of small problems: no planner may claim more than this search finds.
 
     python -m tests.planning.oracle --instances 20000 --seed 0
 
-Every instance is planned for the paper's objective or for the first answer, with every option that changes which plans there
-are: weights that must be in W, a limit on W, M_peak, transfer modes with and without lanes (which hold a moved weight twice),
-the widths of the search, CP-SAT or none, and little time. A finding is a plan called optimal that is not, a bound above the
-optimum, a plan that breaks a rule, or a refusal where a plan exists (in `interleave`, where planners move a weight in the
-layer before its use when memory is short, and with a limit on W only if CP-SAT was asked: without it no W may be found).
-Findings are printed; with one the exit code is 1.
+Every instance is planned for the paper's objective or for the first answer, with every option that changes the set of plans:
+weights that must be in W, a limit on W, M_peak, transfer modes with and without lanes (which hold a copied weight twice), the
+widths of the search, CP-SAT or none, and little time. A finding is a plan wrongly called optimal, a bound above the optimum, a
+plan that breaks a rule, or a refusal although a plan exists. One refusal is accepted: in `interleave`, planners copy a weight
+in the layer before its use when memory is short. With a limit on W and without CP-SAT, they may then find no W. Findings are
+printed; with a finding the exit code is 1.
 
 The oracle shares no code with the planner: it walks the layers forwards with what is left of every weight (`best_cost`), and
 tries every release time with every move under a clock of its own (`fastest`).
@@ -38,7 +38,7 @@ from flashmem.schedule.plan import OverlapPlan, Units
 
 Option = TypeVar("Option")
 Pick = Callable[[Sequence[Option]], Option]
-"""One of several: `random.Random.choice`, or a draw of hypothesis."""
+"""Selects one of several: `random.Random.choice`, or a draw of hypothesis."""
 
 Moves = dict[str, tuple[tuple[int, int], ...]]
 
@@ -49,7 +49,7 @@ CURVE = ((0.0, 1.0), (4.0, 1.25), (16.0, 2.0), (64.0, 2.5))
 
 @dataclass(frozen=True)
 class PaperCase:
-    """A problem for the paper's objective, with what is asked of the planner."""
+    """A problem for the paper's objective, with the options of the planner."""
 
     instance: Instance
     lambda_: float
@@ -63,7 +63,7 @@ class PaperCase:
 
 @dataclass(frozen=True)
 class FirstCase:
-    """A problem for the first answer, with what is asked of the planner. `proof`: seconds for CP-SAT."""
+    """A problem for the first answer, with the options of the planner. `proof`: seconds for CP-SAT."""
 
     instance: Instance
     lambda_: float
@@ -72,7 +72,7 @@ class FirstCase:
 
 
 def paper_case(pick: Pick) -> PaperCase:
-    """Up to seven layers and six weights of up to three chunks; in every third much is used late, and W is short of room."""
+    """Up to seven layers and six weights of up to three chunks; in every third much is used late, and W has little room."""
     short_of_room = pick((False, False, True))
     layers = pick((5, 6, 7)) if short_of_room else pick(range(2, 8))
     chunk = 1 if short_of_room else pick((1, 4, 7))
@@ -134,12 +134,12 @@ def first_case(pick: Pick) -> FirstCase:
 
 
 def must_be_resident(instance: Instance, preload: Collection[str]) -> frozenset[str]:
-    """Weights of every W: those of layer 1, and those asked for."""
+    """Weights of every W: those of layer 1, and the requested ones."""
     return frozenset(preload) | {w.name for w in instance.weights if w.first_use == 1}
 
 
 def resident_sets(case: PaperCase) -> Iterator[frozenset[str]]:
-    """Every W that the case admits."""
+    """Every W that the instance permits."""
     least = must_be_resident(case.instance, case.preload)
     free = [w for w in case.instance.weights if w.name not in least]
     for size in range(len(free) + 1):
@@ -149,7 +149,7 @@ def resident_sets(case: PaperCase) -> Iterator[frozenset[str]]:
 
 
 def best_cost(case: PaperCase, *, capacities: bool = True) -> float | None:
-    """The least objective of any plan; None if there is none. Without `capacities` no C_l limits what is moved."""
+    """The least objective of any plan; None if no plan exists. Without `capacities`, C_l does not limit moves."""
     instance, lambda_ = case.instance, case.lambda_
     a_chunk, a_layer = lambda_, 1 - lambda_
     if case.units == "share":
@@ -166,14 +166,14 @@ def best_cost(case: PaperCase, *, capacities: bool = True) -> float | None:
 
 
 def least_distance(instance: Instance, preload: Collection[str], *, capacities: bool = True) -> int | None:
-    """The least sum of i_w - z_w for W = `preload` by trying every move at every layer; None if no moves are allowed."""
+    """The least sum of i_w - z_w for W = `preload`, by trying every move at every layer; None if no moves are possible."""
     streamed = [w for w in instance.weights if w.name not in preload]
     total = tuple(-(-w.nbytes // instance.chunk_bytes) for w in streamed)
     staged = instance.mode == "interleave"
 
     @cache
     def walk(layer: int, left: tuple[int, ...]) -> int | None:
-        """The least distance still to come where `left` chunks of each weight are to be moved at `layer` or later."""
+        """The least distance from `layer` on, where `left` chunks of each weight are still to be moved."""
         if any(n and w.first_use <= layer for n, w in zip(left, streamed, strict=True)):
             return None
         if layer > len(instance.layers):
@@ -199,11 +199,11 @@ def least_distance(instance: Instance, preload: Collection[str], *, capacities: 
     return walk(1, total)
 
 
-# The first answer: every release time and every move, under a clock of its own.
+# The first answer: every release time and every move, under its own clock.
 
 
 def seconds_of(instance: Instance, resident: Collection[str], releases: dict[str, int], moves: Moves) -> float:
-    """Integrated latency by the definition in docs/planner.md: when each load and each layer ends, by recursion."""
+    """Integrated latency by the definition in docs/planner.md: the end of each load and each layer, by recursion."""
     beside = [0] * (len(instance.layers) + 1)
     needs = {w.name: w.first_use for w in instance.weights}
     for w in instance.weights:
@@ -240,7 +240,7 @@ def seconds_of(instance: Instance, resident: Collection[str], releases: dict[str
 
 
 def slowed(layer: LayerSpec, nbytes: int) -> float:
-    """Seconds of a layer with `nbytes` moved beside it, along the polyline and on at its last slope."""
+    """Seconds of a layer with `nbytes` moved during it, along the polyline and beyond it at its last slope."""
     points = list(layer.beside)
     if len(points) < 2:
         return layer.seconds
@@ -262,7 +262,7 @@ def ways(instance: Instance, w: WeightSpec) -> list[tuple[int, tuple[tuple[int, 
 
 
 def fastest(instance: Instance, resident: frozenset[str]) -> float | None:
-    """The least latency of any plan with W = `resident` inside M_peak; None if there is none."""
+    """The least latency of any plan with W = `resident` inside M_peak; None if no plan exists."""
     streamed = [w for w in instance.weights if w.name not in resident]
     best: float | None = None
     for choice in product(*(ways(instance, w) for w in streamed)):
@@ -277,7 +277,7 @@ def fastest(instance: Instance, resident: frozenset[str]) -> float | None:
         if max(held) > instance.m_peak:
             continue
         releases = dict.fromkeys(resident, 0) | {w.name: release for w, (release, _) in zip(streamed, choice, strict=True)}
-        # Weights of W may be read whenever it suits: all first, or all behind the streamed ones they are used after.
+        # Weights of W may be read at any time: all first, or all after the streamed ones used before them.
         moves = {w.name: moves for w, (_, moves) in zip(streamed, choice, strict=True)}
         late = [w for w in instance.weights if w.name in resident and w.first_use > 1]
         for turns in product(*((0, *range(1, w.first_use + 1)) for w in late)):
@@ -287,11 +287,11 @@ def fastest(instance: Instance, resident: frozenset[str]) -> float | None:
     return best
 
 
-# What the planner says, held against that.
+# Comparison with the planner.
 
 
 def keeps_m_peak(instance: Instance, plan: OverlapPlan) -> bool:
-    """C2 layer by layer: whole slices, twice where lanes move them."""
+    """C2 layer by layer: whole slices, counted twice where lanes copy them."""
     for layer in range(1, len(instance.layers) + 1):
         held = 0
         for w in plan.weights:
@@ -308,7 +308,7 @@ def keeps_m_peak(instance: Instance, plan: OverlapPlan) -> bool:
 
 
 def paper_findings(case: PaperCase) -> tuple[str, list[str]]:
-    """What the planner says of an instance, in a word, and what of it is not so."""
+    """The planner's result for an instance, in a word, and the findings."""
     instance = case.instance
     best = best_cost(case)
     with mock.patch.object(preload_dp, "_FIRST_WIDTH", case.width):
@@ -352,7 +352,7 @@ def _false_refusal(case: PaperCase, best: float | None, refusal: BudgetError) ->
 
 
 def first_findings(case: FirstCase) -> tuple[str, list[str]]:
-    """The same for the first answer, and for what CP-SAT makes of it."""
+    """The same for the first answer, and for its improvement by CP-SAT."""
     instance = case.instance
     least = must_be_resident(instance, case.preload)
     best = fastest(instance, least)  # at lambda 0; else within what lambda leaves
@@ -399,7 +399,7 @@ def first_findings(case: FirstCase) -> tuple[str, list[str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; its exit code."""
+    """The command line; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.planning.oracle", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--instances", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""The simpler strategies: allowed load layers, M_peak and budgets, and never sooner than the planner's own."""
+"""The simpler strategies: permitted load layers, M_peak and budgets, and never earlier than the planner's own plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INSTANCE = Instance(layers_of([2] * 9), tuple(WeightSpec(name, 4, at, at) for na
 
 
 def held(plan: OverlapPlan) -> int:
-    """Bytes of W and the most that whole slices take from z_w to their last use."""
+    """Bytes of W plus the peak of whole slices from z_w to their last use."""
     resident = sum(w.nbytes for w in plan.weights if w.preload)
     layers = range(1, len(plan.capacities) + 1)
     streamed = [w for w in plan.weights if not w.preload]
@@ -47,7 +47,7 @@ def test_on_demand_waits_for_the_operator_itself() -> None:
 def test_on_demand_moves_before_the_layer_with_nothing_beside_it() -> None:
     plan = Baseline("on-demand", OPERATORS).plan(INSTANCE)
     assert all(w.moves == ((w.first_use, w.chunks),) for w in plan.weights)
-    # Loads (2 s each) and layers (1 s each) take turns; only q.1 comes in while q.0's layer computes.
+    # Loads (2 s each) and layers (1 s each) alternate; only q.1 loads while q.0's layer computes.
     assert plan.objective == pytest.approx(9 + 2 * 5 - 1)
     with pytest.raises(PlanViolation, match="C0"):
         check(replace(plan, strategy="stream"), INSTANCE)
@@ -106,8 +106,8 @@ def test_every_strategy_keeps_the_rules_and_answers_no_sooner_than_ours(instance
             plan = baseline.plan(inside)
             check(plan, inside)
             assert plan.bound <= plan.objective + 1e-9
-            if strategy != "on-demand":  # which also streams the weights of layer 1, and so may do with less
-                assert first_plan(inside).objective <= plan.objective * (1 + 1e-9)  # by itself: `fastest` would take theirs
+            if strategy != "on-demand":  # which also streams the weights of layer 1, and so may need less
+                assert first_plan(inside).objective <= plan.objective * (1 + 1e-9)  # on its own: `fastest` would use theirs
                 assert held(plan) - sum(w.nbytes for w in plan.weights if w.preload) <= m_peak
 
 
@@ -156,7 +156,7 @@ def test_where_the_layout_of_the_first_plan_does_not_fit_another_is_taken() -> N
 @example(instance=Instance(layers_of([1, 1]), tuple(WeightSpec(f"w{n}", 16, 2, 2) for n in range(6)), 16, 1, 1.0))
 @settings(max_examples=4, deadline=None)
 def test_no_budget_below_the_named_one_works(instance: Instance, mode: TransferMode, images: bool) -> None:
-    """Every budget in steps of a chunk; in interleave the six weights of the example take less preloaded than in flight."""
+    """Every budget in steps of a chunk; in interleave the six weights of the example need less preloaded than in flight."""
     instance = replace(instance, weights=tuple(replace(w, nbytes=256 * w.nbytes) for w in instance.weights), chunk_bytes=4096)
     slices = slices_for(instance, images=images)
     operators = [Operator(w.first_use, "a", (w.name,)) for w in sorted(instance.weights, key=lambda w: w.first_use)]

@@ -31,7 +31,7 @@ MODES: tuple[TransferMode, ...] = ("map", "alias", "dma", "interleave")
 @given(instances(), st.sampled_from(MODES))
 @settings(max_examples=60, deadline=None)
 def test_lambda_traces_the_front_from_the_fastest_plan_to_the_smallest(instance: Instance, mode: TransferMode) -> None:
-    """Latency never falls and the average never rises as lambda grows, and no plan passes the ends."""
+    """Latency never falls and the average memory never rises as lambda grows, and no plan exceeds the ends."""
     instance = replace(instance, mode=mode)
     inside = replace(instance, m_peak=max(instance.m_peak, smallest_m_peak(instance)[0]))
     forced = forced_preload(inside)
@@ -43,7 +43,7 @@ def test_lambda_traces_the_front_from_the_fastest_plan_to_the_smallest(instance:
         check(plan, inside)
         assert plan.bound <= plan.objective + 1e-9
         assert plan.objective == pytest.approx(found[int(8 * lambda_)].clock.seconds)
-    if mode != "map":  # places are taken all the time: the average is what is held at the most
+    if mode != "map":  # places are allocated all the time: the average equals the peak
         assert max(in_flight_bytes(first_plan(inside, lambda_=1.0)), default=0) == found[-1].held <= found[0].held
 
 
@@ -63,7 +63,7 @@ def test_the_papers_plan_reads_ahead_of_its_moves_within_m_peak(instance: Instan
 
 
 def test_no_plan_is_serial_where_memory_has_room() -> None:
-    """Reads take as long as layers: what is read behind the layer before the one that moves it would take twice as long."""
+    """Reads take as long as layers: reading after the layer before the move would double the time."""
     weights = tuple(WeightSpec(f"w{n}", 10, n, n) for n in range(2, 42))
     for mode in MODES:
         instance = Instance(layers_of([1] * 41, seconds=1.0), weights, 10, 80, 10.0, mode=mode)
@@ -76,7 +76,7 @@ def test_no_plan_is_serial_where_memory_has_room() -> None:
 @given(instances(whole_chunks=True, shared=False), st.sampled_from([0.3, 0.9]))
 @settings(max_examples=30, deadline=None)
 def test_shares_do_not_depend_on_the_size_of_chunks(instance: Instance, lambda_: float) -> None:
-    """In chunks of half the size the decisions of a plan cost the same, and there are more to choose from."""
+    """In chunks of half the size the decisions of a plan cost the same, and more decisions exist."""
     roomy = replace(instance, m_peak=10_000, chunk_bytes=2 * instance.chunk_bytes)
     roomy = replace(roomy, weights=tuple(replace(w, nbytes=2 * w.nbytes) for w in roomy.weights))
     fine = replace(
@@ -119,7 +119,7 @@ def test_what_is_kept_is_what_later_runs_would_wait_for() -> None:
 
 
 def test_no_later_run_reads_what_is_in_w_and_the_bound_knows() -> None:
-    """M_peak does not limit W: a bound that counts W among what is read again is above what a plan reaches."""
+    """M_peak does not limit W: a bound that counts W among the repeated reads exceeds the value of a plan."""
     weights = (WeightSpec("large", 100, 2, 2), WeightSpec("a", 10, 3, 3), WeightSpec("b", 10, 4, 4))
     instance = Instance(layers_of([9] * 4, seconds=1.0), weights, 10, 20, 1.0, host_bandwidth=1.0)
     plan = first_plan(instance, {"large"})

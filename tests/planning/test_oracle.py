@@ -1,4 +1,4 @@
-"""Planners against exhaustive search; `python -m tests.planning.oracle` tries more problems."""
+"""Planners compared with exhaustive search; `python -m tests.planning.oracle` tries more problems."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_limit_on_w_opens_the_window_in_which_weights_wait() -> None:
 
 
 def test_a_bound_for_the_first_answer_holds_for_plans_that_hold_more_than_this_one() -> None:
-    """At lambda 1 the plan was made in the least memory; what it says is proven within all that lambda leaves."""
+    """At lambda 1 the plan uses the least memory; its bound is proven for all memory that lambda permits."""
     weights = (WeightSpec("a", 5, 4, 4), WeightSpec("b", 5, 4, 4), WeightSpec("c", 7, 2, 2))
     layers = tuple(replace(layer, seconds=each) for layer, each in zip(layers_of([0, 0, 2, 1]), (1, 8, 1, 3), strict=True))
     instance = Instance(layers, weights, 4, 34, 1.0, mode="dma", host_bandwidth=2.0, piece_bytes=3)
@@ -92,7 +92,7 @@ def test_a_plan_made_in_less_memory_is_judged_in_what_was_given() -> None:
 
 
 def test_a_plan_that_relaxes_a_capacity_is_not_called_optimal() -> None:
-    """It meets the bound of the problem without C_l, and is no plan of the problem with it."""
+    """It reaches the bound of the problem without C_l, but is not a plan of the problem with it."""
     instance = Instance(layers_of([0, 0]), (WeightSpec("w", 1, 2, 2),), 1, 9, 1.0)
     plan = solve(instance, preload_limit=0)
     assert plan.relaxed == ((1, 1),) and plan.objective == plan.bound

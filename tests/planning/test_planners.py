@@ -32,7 +32,7 @@ from tests.support.planning_instances import (
 )
 
 FOREVER = 3600.0
-"""Seconds; for what ends by itself."""
+"""Seconds, for a search that ends earlier without a limit."""
 
 small = instances(most_layers=5, most_weights=4, most_chunks=3)
 
@@ -226,7 +226,7 @@ def test_long_models_with_a_limit_on_w_go_through_rolling_windows(monkeypatch: p
     windows: list[cp_model.CpSolver] = []
 
     def first_found(workers: int, seconds: float) -> cp_model.CpSolver:
-        """CP-SAT stopped by a solution instead of the time: the same however busy the machine is."""
+        """CP-SAT stopped by a solution instead of the time: the result does not depend on the machine's load."""
         cp = cp_model.CpSolver()
         cp.parameters.num_workers = 1
         cp.parameters.random_seed = 1

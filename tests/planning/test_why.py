@@ -1,4 +1,4 @@
-"""Why a weight is preloaded: each reason where it holds, and none that an optimal plan contradicts."""
+"""The reasons why a weight is preloaded: each one in a case where it applies, and none that an optimal plan contradicts."""
 
 from __future__ import annotations
 

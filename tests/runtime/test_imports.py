@@ -29,7 +29,7 @@ class Refuse:
             raise ImportError(f"{name} is not for the online half")
 sys.meta_path.insert(0, Refuse())
 """
-"""The last argument says which modules are not to be imported."""
+"""The last argument names the modules that must not be imported."""
 
 _RUN_BLOCKED = (
     _REFUSING

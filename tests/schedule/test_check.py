@@ -1,4 +1,4 @@
-"""The plan checker: plans that it must accept and plans that it must refuse."""
+"""The plan checker: plans that it must accept, and plans that it must refuse."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_a_slot_may_be_taken_again_once_it_is_free() -> None:
 
 
 def test_checked_is_what_the_checker_says_of_the_plan_that_is_shown(tmp_path: Path) -> None:
-    """It knows each layer's own C_l and what was relaxed: the same moves pass with one and not without."""
+    """It knows each launch's own C_l and which ones were relaxed: the same moves pass with one and not without."""
     bundle = Bundle.open(write_mini_bundle(tmp_path / "mini").path)
     plan, program = bundle.plan, bundle.program
     assert summary(plan, program)["checked"] is True

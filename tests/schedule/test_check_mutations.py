@@ -1,4 +1,4 @@
-"""The plan checker on plans with one change each: it names the broken constraint, for any problem and planner."""
+"""The plan checker on plans with one change each: it names the violated constraint, for any problem and planner."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def load_before_layer_1(plan: OverlapPlan, instance: Instance, data: st.DataObje
 
 
 def pass_the_capacity(plan: OverlapPlan, instance: Instance, data: st.DataObject) -> Broken:
-    """A chunk is moved to a layer that is full already."""
+    """Move a chunk to a layer that is already full."""
     moved = moved_chunks(plan)
     full = {layer for layer, (n, c) in enumerate(zip(moved, plan.kept_capacities, strict=True), start=1) if n == c}
     choices = [
@@ -177,7 +177,7 @@ def move_what_is_preloaded(plan: OverlapPlan, instance: Instance, data: st.DataO
 
 
 def move_earlier_unpriced(plan: OverlapPlan, instance: Instance, data: st.DataObject) -> Broken:
-    """The first move comes earlier, within the capacities and behind the gate; the objective stays."""
+    """Make the first move earlier, within the capacities and after the release time, without changing the objective."""
     free = [c - n for n, c in zip(moved_chunks(plan), plan.kept_capacities, strict=True)]
     choices = [
         (w, layer) for w in plan.weights if not w.preload
@@ -191,7 +191,7 @@ def move_earlier_unpriced(plan: OverlapPlan, instance: Instance, data: st.DataOb
 
 
 def preload_unpriced(plan: OverlapPlan, instance: Instance, data: st.DataObject) -> Broken:
-    """W grows by a weight whose price differs from that of streaming it; the objective stays."""
+    """Add a weight to W whose cost differs from that of streaming it, without changing the objective."""
     w = pick(data, plan, lambda w: streamed(w) and abs(0.9 * w.chunks - 0.1 * (w.first_use - w.first_mover)) > 1e-3)
     return changed(plan, w, preload=True, read_layer=0, moves=()), instance
 
@@ -230,12 +230,12 @@ MUTATIONS: dict[Mutation, str] = {
 }
 
 
-# Plans for the first answer and for later runs: C_l does not bind them, so what is moved beside a layer must be in the seconds.
+# Plans for the first answer and for later runs: C_l does not bind them, so the seconds must include the copies during a layer.
 
 
 @st.composite
 def slowed(draw: st.DrawFn) -> Instance:
-    """Problems whose layers are slowed down by what is moved beside them, with room for a plan."""
+    """Problems whose layers are slowed down by simultaneous copies, with room for a plan."""
     instance = draw(instances())
     layers = tuple(replace(layer, beside=((0.0, 1.0), (4.0, 1.5), (64.0, 9.0))) for layer in instance.layers)
     return replace(instance, layers=layers, m_peak=max(instance.m_peak, smallest_m_peak(instance)[0]), host_bandwidth=8.0)

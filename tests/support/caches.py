@@ -12,8 +12,8 @@ from flashmem.base.paths import VARIABLE, cache_folder, make_private
 def empty_bundle_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make `folder` the user's cache: without bundles, and with the compiled kernels of the whole test run.
 
-    To build the kernels of a tiny model takes seconds in each test. Tests that empty the cache, or count what is built, need
-    a cache of their own.
+    Building the kernels of a tiny model takes seconds in each test. Tests that empty the cache, or count builds, need their own
+    cache.
     """
     kernels = cache_folder("programs")
     make_private(kernels)

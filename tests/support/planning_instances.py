@@ -29,7 +29,7 @@ def instances(
     whole_chunks: bool = False,
     shared: bool = True,
 ) -> Instance:
-    """Layers of every class, weights of any size (in whole chunks if asked), some used again later."""
+    """Layers of every class, weights of any size (in whole chunks if requested), some used again later."""
     count = draw(st.integers(1, most_layers))
     chunk = draw(st.sampled_from([1, 4, 7, 16]))
     layers = tuple(
@@ -47,7 +47,7 @@ def instances(
 
 
 def least_distance(instance: Instance, preload: Collection[str]) -> int | None:
-    """The least sum of i_w - z_w for W = `preload` by trying every move at every layer; None if no moves are allowed."""
+    """The least sum of i_w - z_w for W = `preload`, by trying every move at every layer; None if no moves are possible."""
     streamed = [w for w in instance.weights if w.name not in preload]
 
     @cache
@@ -74,7 +74,7 @@ def least_distance(instance: Instance, preload: Collection[str]) -> int | None:
 
 
 def least_objective(instance: Instance, lambda_: float, forced: Collection[str]) -> float:
-    """The optimum of the paper's objective: every W that holds `forced`."""
+    """The optimum of the paper's objective over every W that contains `forced`."""
     free = [w.name for w in instance.weights if w.name not in forced]
     values = []
     for size in range(len(free) + 1):
@@ -88,7 +88,7 @@ def least_objective(instance: Instance, lambda_: float, forced: Collection[str])
 
 
 def in_flight(instance: Instance, moves: Mapping[str, Sequence[tuple[int, int]]]) -> list[int]:
-    """Bytes of streamed weights at each layer: all of each that has been moved to by then and is still to be used."""
+    """Bytes of streamed weights at each layer: whole weights whose first chunk has been moved and whose use is still ahead."""
     weights = [w for w in instance.weights if w.name in moves]
 
     def held(w: WeightSpec, layer: int) -> int:
@@ -98,9 +98,9 @@ def in_flight(instance: Instance, moves: Mapping[str, Sequence[tuple[int, int]]]
 
 
 def keeps_the_rules(plan: OverlapPlan, instance: Instance) -> bool:
-    """C0-C3 of a plan for the problem's own weights and capacities, layer by layer, in the words of docs/planner.md.
+    """C0-C3 of a plan for the problem's own weights and capacities, layer by layer, as docs/planner.md defines them.
 
-    C3 binds the paper's objective only.
+    C3 applies to the paper's objective only.
     """
     for w in plan.weights:
         if w.preload:

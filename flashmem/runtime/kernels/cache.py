@@ -113,7 +113,7 @@ class CachedKernels:
         self._loading.start()
 
     def __contains__(self, name: object) -> bool:
-        """Whether the session requires the kernel."""
+        """Whether the kernel is one of the session's."""
         return name in self._names
 
     @property

@@ -36,11 +36,11 @@ class ProgramCache:
         self.folder = cache_folder("programs") if folder is None else folder
 
     def holds(self, key: str) -> bool:
-        """Whether there is an entry for `key`; reading may still find it damaged."""
+        """Whether `key` has an entry; reading may still find it damaged."""
         return self._path(key).is_file() and not is_foreign(self.folder)
 
     def read(self, key: str) -> bytes | None:
-        """The binary stored under `key`; None if there is none or it is damaged."""
+        """The binary stored under `key`; None if the entry is missing or damaged."""
         if is_foreign(self.folder):
             return None
         path = self._path(key)
@@ -85,7 +85,7 @@ class ProgramCache:
             )
 
     def delete(self, key: str) -> None:
-        """Remove the entry of `key`, if there is one and it can be removed."""
+        """Remove the entry of `key`, if it exists and can be removed."""
         with suppress(OSError):
             self._path(key).unlink()
 

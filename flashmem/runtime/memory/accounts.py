@@ -115,7 +115,7 @@ class Account:
             )
 
     def borrow(self, nbytes: int, what: str) -> None:
-        """Borrow `nbytes` more, which another account holds. Raises RunError as `reserve` does."""
+        """Borrow `nbytes` more, which another account holds. Raises RunError like `reserve`."""
         with self._lock:
             self._refuse_beyond(nbytes, what)
             self._owe(nbytes)
@@ -144,7 +144,7 @@ class Account:
             self._change(category, -nbytes)
 
     def promise(self, nbytes: int) -> bool:
-        """Commit to `nbytes` in all; whether the budget allows it. A decrease is always granted."""
+        """Commit to `nbytes` in all; returns whether the budget permits it. A decrease always succeeds."""
         with self._lock:
             more = max(nbytes, self.total + self._borrowed) - self.commitment
             if more > self.shared.room and more > 0:
@@ -154,7 +154,7 @@ class Account:
             return True
 
     def extend(self, nbytes: int) -> bool:
-        """Commit to `nbytes` more than is promised or held; False where that would exceed the budget."""
+        """Commit to `nbytes` more than is promised or held; False if that would exceed the budget."""
         with self._lock:
             return self.promise(self.commitment + nbytes)
 

@@ -1,4 +1,4 @@
-"""`budget="auto"`: a budget that follows the free memory of the system, as reported by Linux and Android.
+"""Memory pressure: the budget of `budget="auto"`, which follows the free memory that Linux or Android reports.
 
 `wanted` is a pure function of a sample and the previous state; `sample` reads /proc and the cgroup of this process.
 
@@ -24,7 +24,7 @@ RESERVE = 0.1
 """The share of available memory that stays free without pressure."""
 
 PRESSED = ((20.0, 0.5), (5.0, 0.35), (1.0, 0.2))
-"""(percent of time that some task waited for memory, the share that stays free from there on)."""
+"""(percent of time in which some task waited for memory, the share that stays free from this percentage on)."""
 
 QUIET_SECONDS = 10.0
 RISE = 1.125
@@ -36,9 +36,9 @@ SAMPLE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Sample:
-    """The system's memory at `seconds`: `available` bytes beside the `held` ones, and PSI's `some avg10` in percent.
+    """The system's memory at `seconds`: `available` bytes in addition to the `held` ones, and PSI's `some avg10` in percent.
 
-    `held` excludes file pages. `available` is None where the system reports nothing.
+    `held` excludes file pages. `available` is None if the system reports nothing.
     """
 
     seconds: float

@@ -1,4 +1,4 @@
-"""Adaptive unfusion: any split keeps the answer, penalties follow their formula, and a split remains only where it helps."""
+"""Adaptive unfusion: any split keeps the answer, penalties follow their formula, and a split remains only if it helps."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_any_cuts_leave_the_answer(
     monkeypatch.setattr(pipeline, "fuse", cut_fuse)
     model = DATA / f"{name}.onnx"
     inputs = _inputs(model)
-    devices = [device.descriptor_name for device in list_devices()]  # each in turn: cut kernels are built for this test alone
+    devices = [device.descriptor_name for device in list_devices()]  # alternately: split kernels are built for this test alone
     device = devices[(MODELS.index(name) + (choose is _some)) % len(devices)]
     bundle = flashmem.compile(model, tmp_path / "m.flashmem", device=device, unfusion=False)
     with flashmem.Session(bundle, device=device) as session:
@@ -104,7 +104,7 @@ def test_a_cut_operator_begins_a_layer(name: str) -> None:
     for cut, layer in cuts.items():
         at = layer.nodes.index(cut)
         assert layer.nodes[:at] in parts, "what comes before a cut is a layer"
-    for layer in apart:  # inputs come from layers before
+    for layer in apart:  # inputs are results of earlier groups
         ready = {node for other in apart[: apart.index(layer)] for node in other.nodes} | set(layer.nodes)
         for node in layer.nodes:
             for value in node.inputs:
@@ -129,7 +129,7 @@ print(hashlib.sha256(repr((made.program, made.source)).encode()).hexdigest())
 
 
 def test_another_process_generates_the_same_program() -> None:
-    """Whatever order its sets have: hashes of strings differ from process to process."""
+    """Whatever the order of its sets: hashes of strings differ between processes."""
     digests = {
         subprocess.run(
             [sys.executable, "-c", _GENERATED, str(DATA / "vit-tiny.onnx")],
@@ -149,7 +149,7 @@ def test_penalty_is_lambda_times_forced_chunks_plus_mu_times_distance() -> None:
     instance = Instance(layers_of([1, 1, 0, 0, 0]), specs, 1, 100, 1.0)
     plan = _plan(
         (
-            PlannedWeight("a", 3, 3, 1, 1, True),  # layer 1 uses it: W whatever the capacities
+            PlannedWeight("a", 3, 3, 1, 1, True),  # layer 1 uses it: in W for any capacities
             PlannedWeight("b", 5, 5, 4, 4, True),
             PlannedWeight("c", 2, 2, 5, 5, False, 1, ((1, 1), (2, 1))),
         ),
@@ -157,10 +157,10 @@ def test_penalty_is_lambda_times_forced_chunks_plus_mu_times_distance() -> None:
     )
     penalties = Penalties(instance, plan, frozenset(), 0.9, 0.1)
     assert penalties.shortage == 5
-    # Three chunks more at layer 3 hold 3 of b's 5, and bring c from distance 4 (layers 1 and 2) to 2 (layer 3).
+    # Three more chunks at layer 3 take 3 of b's 5, and reduce the distance of c from 4 (layers 1 and 2) to 2 (layer 3).
     assert penalties.of(3, 3) == pytest.approx(0.9 * 3 + 0.1 * 2)
     assert penalties.of(3, 7) == pytest.approx(0.9 * 5 + 0.1 * 2)
-    # At layer 4, where b is used, b finds no room; c comes to distance 1.
+    # At layer 4, which uses b, there is no room for b; the distance of c falls to 1.
     assert penalties.of(4, 3) == pytest.approx(0.1 * 3)
     assert Penalties(instance, plan, frozenset({"b"}), 0.9, 0.0).of(3, 3) == 0
 
@@ -173,7 +173,7 @@ def test_chunks_above_capacity_are_without_room() -> None:
 
 @pytest.fixture
 def slow_copies(tmp_path: Path) -> str:
-    """A device whose copies are so slow that a matmul of the tiny model hides none of its neighbour's chunks."""
+    """A device with copies so slow that no matmul of the tiny model hides a chunk of its neighbour."""
     text = "\n".join([
         'name = "slow-copies"', "[rates]", "copy_bandwidth = 4e8", "launch_seconds = 10e-6", "disk_bandwidth = 4e8",
         "contention = {map = 0, alias = 0, dma = 0, interleave = 0}",

@@ -1,4 +1,4 @@
-"""Launches that fill a device: slicing of weights, with and without limits, and distribution of large work over threads."""
+"""Slicing of weights: launches that fill a device, with and without limits, and distribution of large work over threads."""
 
 from __future__ import annotations
 
@@ -76,16 +76,16 @@ def test_a_launch_is_full_or_as_large_as_it_may_be(
         assert largest * packing.panel_bytes <= max(least, most or 1 << 60)
     if len(parts) == 1:
         return
-    # With one slice less, the largest passes `least`, and `most` or what fills the device or the width of an image.
-    texels = packing.panel_texels  # nothing is folded: no depth passes the images' height
-    fewest = -(-packing.panels // (len(parts) - 1))  # panels of the largest slice if there were one slice less
+    # With one slice less, the largest slice exceeds `least`, and `most` or what fills the device or the width of an image.
+    texels = packing.panel_texels  # nothing is folded: no depth exceeds the images' height
+    fewest = -(-packing.panels // (len(parts) - 1))  # panels of the largest slice with one slice less
     assert fewest * packing.panel_bytes > least
     full = fewest * row_items > ROUNDS * parallelism and not ((gpu or later) and most is None)
     assert full or (most and fewest * packing.panel_bytes > most) or (path == "texture" and fewest * texels > 8192)
 
 
 def graph_of(rows: int, *products: tuple[int, int]) -> Graph:
-    """Products in a row, without weights."""
+    """A chain of products, without weights."""
     net = Net("products")
     x = net.input("x", (rows, products[0][0]), "float32")
     for number, (_, columns) in enumerate(products):
@@ -199,9 +199,9 @@ def test_what_is_large_passes_through_staging_in_pieces() -> None:
     assert layouts["dma"].ring_bytes == layouts["interleave"].ring_bytes == 2 * PASSING_BYTES
     assert (
         layouts["dma"].all_staging_bytes == 0 and layouts["interleave"].staging_bytes == 40 << 20
-    )  # W passes, the other waits
+    )  # W is copied, the other waits
     wide = Slice("wide", "w", 0, 40 << 20, 1 << 19, 5, 8 << 20)
-    assert passing_bytes(wide) == 8 << 20  # a row at least
+    assert passing_bytes(wide) == 8 << 20  # at least a row
 
 
 def _layer(capacity: int) -> Any:
@@ -212,7 +212,7 @@ def _layer(capacity: int) -> Any:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Products of 3 and of 40 rows with one weight between them, and another."""
+    """Products of 3 and of 40 rows with a common weight, and another product."""
     path = tmp_path_factory.mktemp("shared") / "shared.onnx"
     generator = np.random.default_rng(0)
     weights = [
@@ -243,7 +243,7 @@ def compiled(
 
 
 def small_bands(monkeypatch: pytest.MonkeyPatch, nbytes: int = 48 * KIB) -> None:
-    """Segments, and pieces in staging, of `nbytes`."""
+    """Set segments, and pieces in staging, to `nbytes`."""
     monkeypatch.setattr("flashmem.schedule.plan.PASSING_BYTES", nbytes)
 
 
@@ -294,7 +294,7 @@ def test_the_simulation_has_the_same_bands(
             real = session.last_run
         assert real is not None
         predicted = simulate(describe(bundle.program, bundle.plan, descriptor_for(device), mode)).report
-        if mode != "interleave":  # where W comes in apart
+        if mode != "interleave":  # where W is loaded separately
             assert Counter(span.name for span in predicted.loads) == Counter(span.name for span in real.loads)
         if mode != "map":
             assert predicted.memory.peak_bytes == real.memory.peak_bytes
@@ -332,7 +332,7 @@ def test_a_band_that_cannot_be_read_ends_the_run_with_a_sentence(
 
 
 def test_a_budget_holds_with_large_slices(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """W and the streamed slices are larger than what passes through staging."""
+    """W and the streamed slices are larger than the staging that they pass through."""
     small_bands(monkeypatch)
     device, path = CASES[0].values
     assert isinstance(device, Device) and isinstance(path, str)

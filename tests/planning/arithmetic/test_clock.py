@@ -1,4 +1,4 @@
-"""The latency model against hand-made examples, an independent recursion, and every choice of load layers."""
+"""The latency model compared with hand-made examples, an independent recursion, and every choice of load layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.planning_instances import instances, layers_of
 
 
 def reference(instance: Instance, releases: dict[str, int]) -> float:
-    """Integrated latency by the definition: when each load and each layer ends, by recursion."""
+    """Integrated latency by its definition: the end of each load and each layer, by recursion."""
     order = sorted(instance.weights, key=lambda w: (max(1, releases[w.name]), w.first_use))
 
     @cache
@@ -44,9 +44,9 @@ def test_a_load_hidden_and_a_load_waited_for() -> None:
     clock = play(instance, {"a": 0, "b": 1, "c": 2})
     assert clock.loaded == {"a": 2.0, "b": 3.0, "c": 9.0}
     assert clock.started == (2.0, 5.0, 9.0) and clock.done == (5.0, 8.0, 12.0) and clock.seconds == 12.0
-    # with no limit c follows b at once: 3-7, and no layer waits
+    # without a limit c follows b at once: 3-7, and no layer waits
     assert unlimited_seconds(instance, {"a"}) == 11.0
-    # in M_peak 8 neither all of c nor a part of it longer than 6 fits beside b: c ends 1 s after layer 2
+    # in M_peak 8 neither all of c nor a part of it longer than 6 fits together with b: c ends 1 s after layer 2
     assert first_plan(replace(instance, m_peak=10)).objective == 11.0
     assert first_plan(replace(instance, m_peak=10)).status == "optimal"
 

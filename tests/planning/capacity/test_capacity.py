@@ -42,10 +42,10 @@ def test_latency_is_the_slower_of_arithmetic_and_traffic() -> None:
 
 def test_capacity_is_what_can_be_copied_within_the_threshold() -> None:
     roofline = Roofline(DEVICE)
-    # 1.01 ms; 20 % of that at 4 GB/s are 808 000 bytes, of whose time 70 % is a delay in mode map, and 160 % in interleave
+    # 1.01 ms; 20 % of that at 4 GB/s are 808 000 bytes; 70 % of the copying time is a delay in mode map, 160 % in interleave
     assert load_capacity(roofline, launch("reusable", 50_000_000, 0), 0, "map") == pytest.approx(808_000 / 0.7)
     assert load_capacity(roofline, launch("reusable", 50_000_000, 0), 0, "interleave") == pytest.approx(808_000 / 1.6)
-    # 300 % are 12 120 000 bytes; what delays less than that comes in as fast as it can in four times the latency
+    # 300 % are 12 120 000 bytes; a smaller delay permits full copying speed during four times the latency
     assert load_capacity(roofline, launch("elemental", 50_000_000, 0), 0, "map") == pytest.approx(4 * 4_040_000)
     assert load_capacity(roofline, launch("elemental", 50_000_000, 0), 0, "interleave") == pytest.approx(12_120_000 / 1.6)
     assert load_capacity(roofline, launch("hierarchical", 50_000_000, 0), 0, "map") == 0

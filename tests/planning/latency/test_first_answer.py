@@ -26,7 +26,7 @@ CURVE = ((0.0, 1.0), (4.0, 1.25), (16.0, 2.0), (64.0, 2.5))
 
 @st.composite
 def machines(draw: st.DrawFn) -> Instance:
-    """Small problems of every mode, with a host, an opening, pieces, and layers that are slowed down, inside what they need."""
+    """Small problems of every mode, with a host, an opening, pieces, and layers that copies slow down, within their needs."""
     instance = draw(instances(most_layers=5, most_weights=4, most_chunks=3))
     beside = CURVE if draw(st.booleans()) else ()
     instance = replace(
@@ -79,7 +79,7 @@ def test_filling_and_closing_keep_memory_and_the_answer(instance: Instance) -> N
 
 
 def test_the_disk_reads_out_of_turn_while_it_waits() -> None:
-    """The large slice does not fit beside the first two until 20 s; the small one, which is used after it, does at once."""
+    """The large slice does not fit with the first two until 20 s; the small one, which is used later, fits at once."""
     weights = (WeightSpec("a", 4, 2, 2), WeightSpec("b", 4, 3, 3), WeightSpec("large", 8, 5, 5), WeightSpec("small", 3, 6, 6))
     layers = tuple(replace(layer, seconds=10.0 if n < 2 else 0.1) for n, layer in enumerate(layers_of([9] * 6)))
     instance = Instance(layers, weights, 1, 15, 1.0)
@@ -92,7 +92,7 @@ def test_the_disk_reads_out_of_turn_while_it_waits() -> None:
 
 
 def test_release_times_are_not_late_where_a_cached_file_would_notice() -> None:
-    """Cold, layers wait for the disk and are far apart; cached, a read that is opened a layer ahead comes too late."""
+    """With a cold file, layers wait for the disk and are far apart; cached, a read released one layer ahead is too late."""
     weights = tuple(WeightSpec(f"w{n}", 10, n, n) for n in range(2, 30))
     instance = Instance(layers_of([9] * 30, seconds=0.1), weights, 10, 1000, 1.0, mode="dma", host_bandwidth=100.0)
     releases = dict.fromkeys((w.name for w in weights), 1)
@@ -105,7 +105,7 @@ def test_release_times_are_not_late_where_a_cached_file_would_notice() -> None:
 
 
 def test_weights_of_w_are_read_when_their_turn_comes() -> None:
-    """A large one of the last layer does not hold up what layer 3 waits for; the disk reads it while memory is full."""
+    """A large weight of the last layer does not delay what layer 3 waits for; the disk reads it while memory is full."""
     weights = (WeightSpec("a", 10, 2, 2), WeightSpec("b", 10, 3, 3), WeightSpec("w", 50, 8, 8))
     instance = Instance(layers_of([9] * 8, seconds=5.0), weights, 10, 20, 1.0)
     releases, moves = {"a": 1, "b": 2, "w": 0}, {"a": ((1, 1),), "b": ((2, 1),)}
@@ -117,7 +117,7 @@ def test_weights_of_w_are_read_when_their_turn_comes() -> None:
 @given(machines())
 @settings(max_examples=25, deadline=None)
 def test_cp_sat_finds_no_more_than_there_is_and_proves_no_more(instance: Instance) -> None:
-    """Asked for more than there is, so that it searches and proves; where moving costs nothing, both meet the optimum."""
+    """The target is beyond the optimum, so CP-SAT searches and proves; if copies cost nothing, both reach the optimum."""
     plan = first_plan(instance)
     moves = {w.name: w.moves for w in plan.weights if not w.preload}
     late = {w.name: 0 if w.preload else w.first_mover for w in plan.weights}

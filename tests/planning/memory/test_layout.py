@@ -1,4 +1,4 @@
-"""Static memory layouts: nothing alive at once overlaps, and sizes are close to the lower bound."""
+"""Static memory layouts: no two live objects overlap, and sizes are close to the lower bound."""
 
 from __future__ import annotations
 
@@ -89,15 +89,15 @@ def test_slots_are_reused_by_what_fits() -> None:
 
 @st.composite
 def images_in_time(draw: st.DrawFn) -> list[tuple[Slice, int, int]]:
-    """Images of a few sizes, in the order in which they are placed, and the layers in which they are alive."""
+    """Images of a few sizes, in the order of placement, and the layers in which they are alive."""
     sizes = [(8, 2, "float"), (2, 8, "float"), (4, 4, "float"), (4, 2, "float"), (4, 2, "half")]
     lives = draw(st.lists(st.tuples(st.sampled_from(sizes), st.integers(0, 20), st.integers(0, 8)), max_size=30))
     return [(image(f"i{n}", *size), first, first + length) for n, (size, first, length) in enumerate(lives)]
 
 
 def one_slot_after_the_other(images: list[tuple[Slice, int, int]]) -> list[int]:
-    """What a slice takes if every slot and every turn is looked at: the smallest that is large enough and free, of those the
-    one that is taken again soonest.
+    """The slot of each slice by full search: the smallest free slot that is large enough, and among these the one that is used
+    again soonest.
     """
     sizes: list[tuple[int, int, str]] = []
     turns: list[list[tuple[int, int]]] = []
@@ -140,7 +140,7 @@ def staged(stays: Stays) -> list[tuple[Slice, PlannedWeight]]:
 
 
 def fewest_pages(stays: Stays) -> int:
-    """Of slots, by trying every way to share them."""
+    """The fewest pages of slots, by trying every way to share them."""
 
     def best(left: Stays, slots: list[Stays]) -> int:
         if not left:
@@ -162,7 +162,7 @@ def drawn_stays(random: Random, most_pages: int) -> Stays:
 
 
 def pages_of_slots(stays: Stays) -> int:
-    """The pages of the planner's slots, in each of which its slices fit, one at a time."""
+    """The pages of the planner's slots; checks that each slot's slices fit, one at a time."""
     sizes, slot_of = staging_slots(staged(stays))
     assert all(size % POOL_ALIGNMENT == 0 for size in sizes) and set(slot_of.values()) == set(range(len(sizes)))
     for n, (pages, first, last) in enumerate(stays):
@@ -210,7 +210,7 @@ def test_pools_of_every_mode_pass_the_checker(instance: Instance, images: bool, 
     check(replace(plan, layouts={"interleave": apart}), replace(instance, m_peak=plan.m_peak), slices)
 
     def held(layer: int) -> int:
-        lives = {w.name: w.preload or w.read_layer <= layer <= w.last_use for w in plan.weights}  # W has places of its own
+        lives = {w.name: w.preload or w.read_layer <= layer <= w.last_use for w in plan.weights}  # W has its own places
         return sum(-(-w.nbytes // POOL_ALIGNMENT) * POOL_ALIGNMENT for w in plan.weights if lives[w.name])
 
     assert layouts["map"].total_bytes == max(held(layer) for layer in range(len(instance.layers) + 1))

@@ -1,4 +1,4 @@
-"""The dynamic program that chooses preloads: its plans and bounds against exhaustive search."""
+"""The dynamic program that selects preloads: its plans and bounds compared with exhaustive search."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_bounds_hold_with_partly_filled_chunks_and_weights_used_twice(instance: 
 @given(instances(most_layers=6, most_weights=4, most_chunks=3, shared=False), st.integers(1, 3), st.integers(1, 4))
 @settings(max_examples=100, deadline=None)
 def test_bounds_hold_when_labels_are_dropped(instance: Instance, width: int, block: int) -> None:
-    """Few labels, and a table of which most rows are computed again when they are needed."""
+    """Few labels, and a table with most rows recomputed on demand."""
     paper = PaperInstance(instance, forced_preload(instance), 0.9, None)
     free = paper.distances_alone()
     fixed = sum(paper.preload_cost * paper.chunks[name] for name in paper.sizes if name not in free)

@@ -1,4 +1,4 @@
-"""SRPT against exhaustive search on small problems."""
+"""SRPT compared with exhaustive search on small problems."""
 
 from __future__ import annotations
 

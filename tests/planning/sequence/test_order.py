@@ -1,4 +1,4 @@
-"""The launch order of the lowest peak against brute force, and answers that do not depend on it."""
+"""The launch order with the lowest peak, compared with brute force; answers that do not depend on the order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def orders(problem: OrderProblem, done: tuple[int, ...] = ()) -> Iterator[tuple[
 
 
 def peak(problem: OrderProblem, order: Sequence[int]) -> int:
-    """The most bytes alive, layer by layer, by the definition."""
+    """Peak bytes alive, layer by layer, by the definition."""
     most = 0
     for at in range(len(order)):
         until, since = set(order[: at + 1]), set(order[at:])
@@ -39,7 +39,7 @@ def peak(problem: OrderProblem, order: Sequence[int]) -> int:
 
 @st.composite
 def problems(draw: st.DrawFn, most: int = 7) -> OrderProblem:
-    """Layers that write a tensor each and read some of those before; views that others write into, inputs and outputs."""
+    """Layers that write a tensor each and read some earlier ones; views that others write into, inputs and outputs."""
     count = draw(st.integers(1, most))
     touching: list[list[int]] = [[layer] for layer in range(count)]
     after: list[set[int]] = [set() for _ in range(count)]

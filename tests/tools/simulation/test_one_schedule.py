@@ -1,7 +1,7 @@
 """One schedule, timed by the planner's clock and by the simulator with the runtime's own loads: the same times.
 
-The machine is the one that the clock knows: one thread that never takes a load apart, a disk that is told of every open gate,
-and a host that costs nothing. What the simulator adds to it (docs/simulation.md) is left out here.
+The machine is the one of the clock's model: one thread that never divides a load, a disk that learns of every release, and a
+host without cost. Additional effects of the simulator (docs/simulation.md) are excluded here.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def as_the_clock_knows_it(scenario: Scenario, plan: OverlapPlan, instance: Insta
 def test_the_same_plan_takes_the_same_time_in_the_clock_and_in_the_simulator(
     model: str, mode: TransferMode, device: DeviceDescriptor, part: float
 ) -> None:
-    """Within 1 %: in `interleave` the clock counts whole chunks, and lanes move bytes."""
+    """Within 1 %: in `interleave` the clock counts whole chunks, and lanes copy bytes."""
     program = program_of(model)
     limits = Limits(m_peak=int(part * sum(each.nbytes for each in program.slices)), chunk=CHUNK)
     try:
@@ -115,7 +115,7 @@ def test_the_same_plan_takes_the_same_time_in_the_clock_and_in_the_simulator(
 
 @dataclass(frozen=True)
 class Waiting:
-    """A capacity model of launches of 1 ms that were profiled with loads beside them: they end when their loads do."""
+    """A capacity model of launches of 1 ms that were profiled with simultaneous loads: they end when their loads do."""
 
     bandwidth: float
     note: str = "made up"
@@ -132,7 +132,7 @@ class Waiting:
 
 @pytest.mark.parametrize("mode", ["map", "alias", "dma"])
 def test_what_a_launch_waits_for_its_loads_is_counted_once(mode: TransferMode) -> None:
-    """Loads take twice as long as layers: a run takes their time, and not that of its layers as they were profiled."""
+    """Loads take twice as long as layers: a run takes the time of the loads, not that of the layers as profiled."""
     program = program_of("gptneo-tiny.onnx")
     total = sum(part.nbytes for part in program.slices)
     bandwidth = total / (2e-3 * len(program.launches))
