@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
 
 from flashmem.runtime.serving.runtime import Runtime
 from flashmem.runtime.session import Session
+
+# How long an example takes says how busy the machine is, not whether the code is right.
+hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("any machine")
 
 
 @pytest.fixture(autouse=True)

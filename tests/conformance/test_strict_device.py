@@ -28,6 +28,7 @@ from flashmem.runtime.serving.loaded_model import LoadedModel
 from flashmem.schedule import loads as schedule
 from flashmem.schedule.plan import passing_bytes
 from flashmem.tools.doctor import selftest
+from tests.support.caches import kernels_built_by_runs
 from tests.support.mini_bundle import write_mini_bundle
 from tests.support.strict_device import PROFILES, Profile, StrictOpenCL
 from tests.support.strict_device.door import strict
@@ -52,6 +53,12 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _nothing_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under every strict device is PoCL: see `kernels_built_by_runs`."""
+    kernels_built_by_runs(monkeypatch, saved=False)
 
 
 @pytest.fixture(scope="module", autouse=True)
