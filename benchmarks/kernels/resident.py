@@ -1,4 +1,4 @@
-"""Later runs with all weights resident, compared with ONNX Runtime with two threads in the same process.
+"""Later runs with all weights resident, compared with ONNX Runtime in the same process.
 
     python -m benchmarks.kernels.resident --zoo DIR --device pocl [--models resnet50] [--rounds 4] [--threads 2]
 

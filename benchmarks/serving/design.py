@@ -1,4 +1,4 @@
-"""Designs of an application of four models: RASS compared with exhaustive search, switches, and memory pressure.
+"""Designs for an application of four models: RASS and exhaustive search, switches, and memory pressure.
 
     python -m benchmarks.serving.design --zoo DIR [--device pocl ...] [--json FILE] [--plot PNG]
 

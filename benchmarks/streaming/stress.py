@@ -1,4 +1,4 @@
-"""Stress test: delay loader threads at random, and compare each streamed answer with the resident one bit by bit.
+"""Stress test: loader threads with random delays; each streamed answer has the bits of the resident one.
 
     python -m benchmarks.streaming.stress --device D [--minutes 30] [--runs 5000] [--models gpt2 ...] [--bundles DIR] [--jobs N]
 

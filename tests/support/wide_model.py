@@ -36,7 +36,7 @@ def with_parted(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on later runs use that kernel for the second product, if its panels have the same width."""
 
     def sooner(selector: KernelSelector, request: KernelRequest, first: KernelConfig) -> KernelConfig:
-        return PARTED if request.product.depth == 4096 else first
+        return PARTED if request.workload.depth == 4096 else first
 
     monkeypatch.setattr(KernelSelector, "_sooner", sooner)
 

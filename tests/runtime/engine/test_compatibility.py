@@ -14,7 +14,8 @@ import flashmem
 from flashmem.base.errors import FlashmemWarning, UserError
 from flashmem.bundle.bundle import Bundle
 from flashmem.compiler.memory.allocations import within_allocations
-from flashmem.planning.capacity.model import Roofline, default_model
+from flashmem.planning.capacity.choice import default_model
+from flashmem.planning.capacity.roofline import Roofline
 from flashmem.runtime.compatibility import usable_modes
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import Device

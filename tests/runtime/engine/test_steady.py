@@ -52,13 +52,13 @@ def test_later_runs_have_other_kernels_and_fewer_launches(
     bundle = flashmem.compile(model, tmp_path / "b", device=device, memory_path=path)  # type: ignore[arg-type]
     program, panel = bundle.program, load_descriptor(device).tile.columns
     if panel != 32:  # for other widths the weights would have another packing
-        assert not any(each.launch.shape.split > 1 for each in program.steady)
+        assert not any(each.launch.shape.slice_k > 1 for each in program.steady)
         return
     joins = not any(part.is_image for part in program.slices) and len(program.launches) == 3
     assert [(each.first, each.last) for each in program.steady] == (
         [(1, 2), (3, 3)] if joins else [(len(program.launches),) * 2]
     )
-    assert program.steady[-1].launch.shape.split == 4
+    assert program.steady[-1].launch.shape.slice_k == 4
     for mode in load_descriptor(device).modes[path]:  # type: ignore[index]
         with Session(bundle, device=device, mode=mode) as session:
             first = session.run(None, feeds)
@@ -158,7 +158,7 @@ def test_what_cannot_be_prepared_is_said_once(joined: Bundle, wide: Wide, monkey
 def test_closing_ends_what_is_prepared(wide: Wide, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_parted(monkeypatch)
     bundle = flashmem.compile(wide[0], tmp_path / "b", device=DEVICE, memory_path="buffer", build=False)
-    if not any(each.launch.shape.split > 1 for each in bundle.program.steady):
+    if not any(each.launch.shape.slice_k > 1 for each in bundle.program.steady):
         pytest.skip("panels of another width")
     monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path / "cache"))
     with Session(bundle, device=DEVICE, build_apart=True) as session:

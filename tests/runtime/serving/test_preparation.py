@@ -47,7 +47,7 @@ def bundles(wide: Wide, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[
             place: flashmem.compile(wide[0], tmp_path_factory.mktemp("b") / "b", device=place[0], memory_path=place[1])  # type: ignore[arg-type]
             for place in PLACES
         }
-    assert all(each.program.steady[-1].launch.shape.split == 4 for each in made.values())
+    assert all(each.program.steady[-1].launch.shape.slice_k == 4 for each in made.values())
     assert all(made[device, "buffer"].program.steady[0].last == 2 for device in BUFFERS)
     return made
 
