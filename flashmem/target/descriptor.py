@@ -10,7 +10,7 @@ import math
 import tomllib
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.pages import LARGEST_PAGE, is_page_size
@@ -35,6 +35,10 @@ class PlainTile:
     local_size: tuple[int, int] = (1, 1)
     lanes: int = 1
 
+
+MultiplyAdd = Literal["fma", "mad", "expression"]
+"""How kernels multiply and add: by the built-in `fma`, rounded once, by `mad`, rounded as the device does it fastest, or by
+`x * y + z`, rounded twice."""
 
 SHUFFLES = ("cl_khr_subgroup_shuffle", "cl_qcom_subgroup_shuffle")
 """OpenCL C extensions with which the work-items of a subgroup exchange registers."""
@@ -202,6 +206,7 @@ class DeviceDescriptor:
     loader_threads: int = 2  # threads that read and copy weights; fewer where a limit is too small for their staging
     tile: PlainTile = field(default_factory=PlainTile)
     configs: tuple[KernelConfig, ...] = ()  # worth trying for contractions, beside `tile`
+    multiply_add: MultiplyAdd = "fma"  # where products are summed; fma only where the device has it in hardware
     only: str = ""  # the one config to use where it can be, by its name: for measurements
     tuned: str = ""  # the table of measured configs beside the descriptor, without .tuned.csv; "": none
     command_buffers: bool = False  # whether recorded launches were measured to be faster (flashmem profile)
@@ -263,6 +268,8 @@ class DeviceDescriptor:
         if "modes" in values:
             values["modes"] = {path: tuple(modes) for path, modes in values["modes"].items()}
         descriptor: DeviceDescriptor = build(cls, values)
+        if descriptor.multiply_add not in (ways := get_args(MultiplyAdd)):
+            raise UserError(f"{where}: multiply_add is {descriptor.multiply_add!r}; name one of: {', '.join(ways)}")
         threads = descriptor.loader_threads
         if not isinstance(threads, int) or not 1 <= threads <= MOST_LOADER_THREADS:
             raise UserError(f"{where}: loader_threads is {threads}; give a number from 1 to {MOST_LOADER_THREADS}")

@@ -20,6 +20,7 @@ from flashmem.base.resources import read_text
 from flashmem.base.types import Channel
 from flashmem.program.kernel_text import Source, kernel_source
 from flashmem.program.lanes import LaneKind, lane_places
+from flashmem.target.descriptor import MultiplyAdd
 
 _PLACEHOLDER = "KERNEL_NAME"
 
@@ -78,25 +79,28 @@ def _typed(value: Any) -> tuple[object, ...]:
 
 
 @lru_cache(maxsize=1024)  # equal layers have equal kernels, and a model is generated several times before its plan is final
-def _rendered(template: str, lane: Lane | None, given: _TemplateValues) -> str:
+def _rendered(template: str, lane: Lane | None, given: _TemplateValues, multiply_add: MultiplyAdd) -> str:
     text: str = _environment().get_template(f"{template}.cl.j2").render(name=_PLACEHOLDER, lane=lane, **given.values)
     if lane:
         module: Any = _environment().get_template("common/lane.cl.j2").module
         text = module.definitions(lane) + text
+    if multiply_add != "expression":  # the prelude defines FM_MAD as an expression
+        text = text.replace("FM_MAD(", f"{multiply_add}(")
     return "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n"
 
 
 class KernelLibrary:
-    """Renders kernels and keeps each once."""
+    """Renders kernels and keeps each once. `multiply_add`: as in the device's descriptor."""
 
-    def __init__(self) -> None:
+    def __init__(self, multiply_add: MultiplyAdd = "fma") -> None:
+        self._multiply_add = multiply_add
         self._plain: dict[str, str] = {}
         self._given: dict[str, tuple[str, _TemplateValues]] = {}
 
     def kernel(self, template: str, **values: Any) -> str:
         """Render the template `template` (a path in kernels/templates without .cl.j2) for `values`; the name of the kernel."""
         given = _TemplateValues(values)
-        plain = _rendered(template, None, given)
+        plain = _rendered(template, None, given, self._multiply_add)
         name = f"{PurePosixPath(template).name}_{hashlib.sha256(plain.encode()).hexdigest()[:10]}"
         if name not in self._plain:
             self._plain[name] = plain.replace(_PLACEHOLDER, name)
@@ -108,12 +112,12 @@ class KernelLibrary:
         textures of `channels` data are moved by kernels that do nothing else, too.
         """
         laned = {
-            name: _rendered(template, Lane(lane, _units(given.values)), given).replace(_PLACEHOLDER, name)
+            name: _rendered(template, Lane(lane, _units(given.values)), given, self._multiply_add).replace(_PLACEHOLDER, name)
             for name, (template, given) in self._given.items()
         }
         kinds: list[LaneKind] = ["buffer", *sorted({*channels, lane} - {"buffer"})]
         for kind in kinds:
-            text = _rendered("common/lane_copy", Lane(kind, _COPY_UNITS), _TemplateValues({}))
+            text = _rendered("common/lane_copy", Lane(kind, _COPY_UNITS), _TemplateValues({}), self._multiply_add)
             laned[f"lane_copy_{kind}"] = text.replace(_PLACEHOLDER, f"lane_copy_{kind}")
         return Source(
             plain=kernel_source({name: _prelude(text) + text for name, text in self._plain.items()}),
