@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from flashmem.profiler.phone_compilers.compiling import Compiled
-from flashmem.profiler.phone_compilers.statistics import KernelStatistics, LoopStatistics, innermost, main_loop
+from flashmem.profiler.phone_compilers.statistics import KernelStatistics, LoopStatistics, bodies, main_loop
 
 _PREFIX = re.compile(r"^MESA: info: ", re.MULTILINE)
 _SUMMARY = re.compile(r"; CL prog \S+ (.*)")
@@ -33,8 +33,8 @@ def parse(kernel: str, compiled: Compiled) -> KernelStatistics | None:
     whole = _counted(code)
     labels = {match[1]: at for at, line in enumerate(code) if (match := _LABEL.match(line))}
     jumps = [(labels[match[1]], at) for at, line in enumerate(code) if (match := _JUMP.search(line)) and match[1] in labels]
-    loops = innermost([(to, at) for to, at in jumps if to <= at])
-    said = compiled.kernels.get(kernel, {})
+    loops = bodies([(to, at) for to, at in jumps if to <= at])
+    said = next(iter(compiled.kernels.values()), {})  # a text has one kernel, whose name may be another one
     return KernelStatistics(
         kernel=kernel,
         instructions=summary.get("instr", 0),
@@ -48,7 +48,7 @@ def parse(kernel: str, compiled: Compiled) -> KernelStatistics | None:
         private_bytes=said.get("private_bytes", 0),
         seconds=compiled.seconds,
         loops=len(loops),
-        main_loop=main_loop([_counted(code[first : last + 1]) for first, last in loops]),
+        main_loop=main_loop([_counted([code[at] for at in loop]) for loop in loops]),
     )
 
 

@@ -8,12 +8,13 @@ import json
 import os
 import sys
 import time
+from typing import Any
 
 _DEVICE_NAME, _BUILD_LOG, _KERNEL_NAMES = 0x102B, 0x1183, 0x1168
 _KERNEL_NUMBERS = {"work_group": 0x11B0, "local_bytes": 0x11B2, "work_group_multiple": 0x11B3, "private_bytes": 0x11B4}
 
 
-def _text(function, *arguments):  # type: ignore[no-untyped-def]
+def _text(function: Any, *arguments: Any) -> str:
     """A string property of an OpenCL object."""
     size = ctypes.c_size_t()
     function(*arguments, ctypes.c_size_t(0), None, ctypes.byref(size))
@@ -22,7 +23,7 @@ def _text(function, *arguments):  # type: ignore[no-untyped-def]
     return text.value.decode(errors="replace")
 
 
-def build(source, options):  # type: ignore[no-untyped-def]
+def build(source: bytes, options: list[str]) -> dict[str, Any]:
     """Build `source` for the first device, and create its kernels."""
     cl = ctypes.CDLL("libOpenCL.so.1")
     for name in ("clCreateContext", "clCreateProgramWithSource", "clCreateKernel"):
@@ -41,7 +42,7 @@ def build(source, options):  # type: ignore[no-untyped-def]
     start = time.monotonic()
     if cl.clBuildProgram(program, 1, ctypes.byref(device), " ".join(options).encode(), None, None):
         return {"device": name, "error": _text(cl.clGetProgramBuildInfo, program, device, _BUILD_LOG)[-4000:]}
-    kernels = {}
+    kernels: dict[str, dict[str, int]] = {}
     for each in _text(cl.clGetProgramInfo, program, _KERNEL_NAMES).split(";"):
         kernel = ctypes.c_void_p(cl.clCreateKernel(program, each.encode(), ctypes.byref(error)))
         if error.value:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from flashmem.profiler.phone_compilers.compiling import Compiled
-from flashmem.profiler.phone_compilers.statistics import KernelStatistics, LoopStatistics, innermost, main_loop
+from flashmem.profiler.phone_compilers.statistics import KernelStatistics, LoopStatistics, bodies, main_loop
 
 _SUMMARY = re.compile(
     r"^MESA_SHADER_KERNEL shader: (\d+) instrs.*?(\d+) threads.*?(\d+):(\d+) spills:fills.*?(\d+) registers used", re.MULTILINE
@@ -26,8 +26,8 @@ def parse(kernel: str, compiled: Compiled) -> KernelStatistics | None:
     blocks = _blocks(compiled.printed[: summaries[-1].start()])
     at = {number: index for index, (number, _, _) in enumerate(blocks)}
     back = [(at[to], index) for index, (_, _, after) in enumerate(blocks) for to in after if at.get(to, index + 1) <= index]
-    loops = innermost(back)
-    said = compiled.kernels.get(kernel, {})
+    loops = bodies(back)
+    said = next(iter(compiled.kernels.values()), {})  # a text has one kernel, whose name may be another one
     return KernelStatistics(
         kernel=kernel,
         instructions=instructions,
@@ -40,7 +40,7 @@ def parse(kernel: str, compiled: Compiled) -> KernelStatistics | None:
         private_bytes=said.get("private_bytes", 0),
         seconds=compiled.seconds,
         loops=len(loops),
-        main_loop=main_loop([_counted([line for _, body, _ in blocks[a : b + 1] for line in body]) for a, b in loops]),
+        main_loop=main_loop([_counted([line for index in loop for line in blocks[index][1]]) for loop in loops]),
     )
 
 

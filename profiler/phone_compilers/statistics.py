@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LoopStatistics:
-    """One pass through a loop, for one work-item.
+    """One pass through a loop, for one work-item, without the loops inside it.
 
     `slots` are issue slots: an instruction that is repeated counts each time, and so do the slots that it waits. `macs` are
     multiply-adds of floats, those of a vector of halves each by itself. `load_bytes` are read from buffers, not through
@@ -36,7 +36,7 @@ class KernelStatistics:
 
     `registers` of 32 bits a work-item has. `threads`: on Adreno, waves that a core holds, of at most 16; on Mali, 2 where a
     core holds as many threads as it can, 1 where registers leave half of them. `spills` are instructions that access scratch
-    memory. `main_loop` is the innermost loop with the most multiply-adds, or the longest one; None if the kernel has no loop.
+    memory. `main_loop` is the loop with the most multiply-adds, or the longest one; None if the kernel has no loop.
     """
 
     kernel: str
@@ -53,19 +53,21 @@ class KernelStatistics:
     main_loop: LoopStatistics | None
 
 
-def innermost(loops: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The loops, as first and last index, that contain no other one. Loops with the same first index are one."""
+def bodies(loops: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """The indices that each loop has for itself, without the loops inside it.
+
+    `loops` are first and last indices; those with the same first index are one.
+    """
     ends: dict[int, int] = {}
     for first, last in loops:
         ends[first] = max(last, ends.get(first, last))
-    found = list(ends.items())
+    whole = {first: set(range(first, last + 1)) for first, last in ends.items()}
     return [
-        (first, last)
-        for first, last in found
-        if not any((a, b) != (first, last) and first <= a and b <= last for a, b in found)
+        sorted(own.difference(*(other for head, other in whole.items() if head != first and other < own)))
+        for first, own in whole.items()
     ]
 
 
 def main_loop(loops: Sequence[LoopStatistics]) -> LoopStatistics | None:
-    """The loop with the most multiply-adds, of equal ones the longest."""
+    """The loop with the most multiply-adds of its own, of equal ones the longest."""
     return max(loops, key=lambda loop: (loop.macs, loop.slots), default=None)

@@ -122,7 +122,7 @@ def generate(
         path,
         half,
         slicing,
-        KernelLibrary(descriptor.multiply_add),
+        KernelLibrary(descriptor.code),
         selector or KernelSelector(descriptor),
         buffers,
         weights,

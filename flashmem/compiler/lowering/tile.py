@@ -23,7 +23,8 @@ class ContractionTile(KernelConfig):
     `aligned`: rows of the left operand start at a multiple of 16 bytes; `aligned_columns`: so do those of the right one.
     `looped`: one copy of the fused tail finishes all sums, for compilers that are slow and processors whose stack is in cache.
     `whole`: a stage never passes the end of the depth, nor of the channels of a tap. `folded`: the weights' texture is folded.
-    `scattered`: the result is stored with columns first.
+    `scattered`: the result is stored with columns first. `depth_vector`: steps of depth of the left operand that a plain
+    config reads by one load; a row has a multiple of them.
     """
 
     texture: bool = False
@@ -42,6 +43,7 @@ class ContractionTile(KernelConfig):
     folded: bool = False
     scattered: bool = False
     looped: bool = False
+    depth_vector: int = 1
 
     @classmethod
     def of(cls, config: KernelConfig, **types: Any) -> ContractionTile:

@@ -15,7 +15,7 @@ from flashmem.profiler.phone_compilers import adreno, mali, roots
 from flashmem.profiler.phone_compilers.compiling import Compiled, options_of, root_of
 from flashmem.profiler.phone_compilers.gpus import GPUS, gpu_of
 from flashmem.profiler.phone_compilers.report import Report, examine, texts_of
-from flashmem.profiler.phone_compilers.statistics import LoopStatistics, innermost, main_loop
+from flashmem.profiler.phone_compilers.statistics import LoopStatistics, bodies, main_loop
 from flashmem.target.descriptor import descriptor_names
 from tests.support.command_line import command_line
 
@@ -81,8 +81,8 @@ def test_instructions_of_mali(line: str, counted: dict[str, int]) -> None:
     assert mali._counted([line, ""]) == LoopStatistics(**expected)
 
 
-def test_only_innermost_loops_count() -> None:
-    assert innermost([(2, 9), (3, 5), (3, 7), (8, 9), (20, 30)]) == [(3, 7), (8, 9), (20, 30)]
+def test_a_loop_counts_without_the_loops_inside_it() -> None:
+    assert bodies([(2, 9), (3, 5), (3, 7), (8, 8), (20, 21)]) == [[2, 9], [3, 4, 5, 6, 7], [8], [20, 21]]
     short, long = LoopStatistics(1, 10, 4, 0, 0, 0, 0, 0), LoopStatistics(1, 90, 1, 0, 0, 0, 0, 0)
     assert main_loop([short, long]) == short
     assert main_loop([]) is None
