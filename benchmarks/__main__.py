@@ -14,7 +14,7 @@ _FOLDER = Path(__file__).parent
 
 
 def benchmarks() -> dict[str, str]:
-    """The first line of each benchmark's docstring, by FOLDER.NAME. Imports none: some need extras that may be absent."""
+    """The first docstring line of each benchmark, by FOLDER.NAME. Imports none: some need extras that may be missing."""
     found = {}
     for file in sorted(_FOLDER.glob("*/*.py")):
         text = file.read_text(encoding="utf-8")
@@ -24,7 +24,7 @@ def benchmarks() -> dict[str, str]:
 
 
 def main() -> None:
-    """Print the list without arguments; else run the benchmark that the first argument names with the others."""
+    """Print the list; with arguments, run the benchmark that the first one names, with the others."""
     found = benchmarks()
     if len(sys.argv) == 1:
         width = max(map(len, found))

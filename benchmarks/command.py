@@ -1,4 +1,4 @@
-"""Arguments and exit codes that all benchmarks share: a wrong argument is one sentence and exit code 2."""
+"""Arguments and exit codes common to all benchmarks: a wrong argument prints one sentence and exits with 2."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from flashmem.runtime.options import device_here
 
 
 class Arguments(argparse.ArgumentParser):
-    """The arguments of a benchmark, described by its module's text."""
+    """The arguments of a benchmark; its module docstring is the description."""
 
     def __init__(self, text: str | None) -> None:
-        module = sys.modules["__main__"].__spec__  # argparse would say `usage: NAME.py`
+        module = sys.modules["__main__"].__spec__  # argparse would print `usage: NAME.py`
         prog = f"python -m {module.name}" if module else None
         super().__init__(prog=prog, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str) -> NoReturn:
-        """Prints one sentence, without the usage, and exits with 2."""
+        """Print one sentence, without the usage, and exit with 2."""
         say(" ".join(message.split()))
         self.exit(EXIT_USER_ERROR)
 
     def add_zoo(self, *, required: bool = True) -> None:
         """`--zoo DIR`: an existing folder of exported models."""
-        self.add_argument("--zoo", type=_folder, required=required, metavar="DIR", help="what `flashmem zoo export` wrote")
+        self.add_argument("--zoo", type=_folder, required=required, metavar="DIR", help="models from `flashmem zoo export`")
 
     def add_device(self, default: str = "auto") -> None:
-        """`--device NAME`, which `check_device` looks for."""
-        self.add_argument("--device", default=default, help="a device that is here (`flashmem devices`)")
+        """`--device NAME`, which `check_device` checks."""
+        self.add_argument("--device", default=default, help="a local device (`flashmem devices`)")
 
     def check_device(self, name: str) -> None:
-        """Exits unless the device is here."""
+        """Exit unless the device is on this machine."""
         try:
             device_here(name)
         except UserError as error:
             self.error(str(error))
 
     def models_in(self, zoo: Path, names: Sequence[str]) -> dict[str, Path]:
-        """The files of those `names` that are in `zoo`, as NAME/model.onnx or NAME.onnx. Exits if none is."""
+        """The files of `names` that exist in `zoo`, as NAME/model.onnx or NAME.onnx. Exits if none exists."""
         files = {name: (zoo / name / "model.onnx", zoo / f"{name}.onnx") for name in names}
         found = {name: file for name, both in files.items() for file in reversed(both) if file.is_file()}
         if not found:
@@ -50,7 +50,7 @@ class Arguments(argparse.ArgumentParser):
         return found
 
     def all_models_in(self, zoo: Path, names: Sequence[str]) -> dict[str, Path]:
-        """The same. Exits if one is missing."""
+        """The files of `names` in `zoo`. Exits if one is missing."""
         found = self.models_in(zoo, names)
         if missing := [name for name in names if name not in found]:
             self.error(f"{', '.join(missing)} is not in {zoo}; export it with `flashmem zoo export`")
@@ -64,7 +64,7 @@ def _folder(text: str) -> Path:
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Runs a benchmark; exit codes and sentences are those of `flashmem`."""
+    """Run a benchmark with the exit codes and error messages of `flashmem`."""
     prepare_streams()
     with exit_codes():
         main()

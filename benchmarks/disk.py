@@ -10,11 +10,11 @@ from pathlib import Path
 from benchmarks.worker import drop
 
 MIB = 1 << 20
-_MOST = 512 * MIB  # of a file: enough to tell
+_MOST = 512 * MIB  # bytes of a file that are enough to measure
 
 
 def cold_rate(path: Path) -> float:
-    """Bytes per second of a cold read of `path`, by one thread or by two: whichever is faster."""
+    """Bytes per second of a cold read of `path`, by one thread or by two, whichever is faster."""
     return max(_rate(path, 1), _rate(path, 2))
 
 
@@ -26,7 +26,7 @@ def warm(path: Path) -> None:
 
 
 def _rate(path: Path, threads: int) -> float:
-    """In pieces of 8 MiB, each announced before it is read."""
+    """Read in pieces of 8 MiB, each announced before its read."""
     drop([path])
     size = min(path.stat().st_size, _MOST)
     handle = os.open(path, os.O_RDONLY)

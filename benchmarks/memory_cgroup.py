@@ -13,7 +13,7 @@ _SECONDS_TO_LEAVE = 10.0
 
 
 class HardLimit:
-    """Processes run inside may hold `nbytes` of memory, page cache included (which the kernel reclaims first)."""
+    """A memory cgroup: processes inside may use `nbytes` of memory, including page cache (which the kernel reclaims first)."""
 
     def __init__(self, nbytes: int) -> None:
         self.v2 = (_ROOT / "cgroup.controllers").exists()
@@ -37,13 +37,13 @@ class HardLimit:
             try:
                 self.folder.rmdir()
                 return
-            except OSError:  # a process that was killed takes a moment to be gone
+            except OSError:  # a killed process exists for a moment longer
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.05)
 
     def run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
-        """Run `command` inside the limit; it is killed if it needs more."""
+        """Run `command` inside the limit; the kernel kills it if it needs more."""
         procs = self.folder / "cgroup.procs"
         return subprocess.run(
             ["sh", "-c", f'echo $$ > {procs} && exec "$@"', "sh", *command], capture_output=True, text=True, check=False
@@ -51,7 +51,7 @@ class HardLimit:
 
 
 def why_no_limit() -> str | None:
-    """Why no limit can be set here: most often, because this is not root. None where one can."""
+    """The reason why no limit can be set here, usually missing root rights; None if one can."""
     try:
         with HardLimit(1 << 30):
             return None

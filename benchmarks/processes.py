@@ -1,4 +1,4 @@
-"""Worker processes that measure in turns, and statistics over their results."""
+"""Worker processes that measure alternately, and statistics over their results."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Row = dict[str, Any]
 
 
 def run_bundle(bundle: Path, device: str, *extra: str, cold: bool = False) -> Row:
-    """One run of a bundle in a process of its own, its weights in the page cache as far as memory permits, or not if `cold`.
+    """Run a bundle once in a new process, with its weights in the page cache as far as memory permits, or not if `cold`.
 
-    Other runs, and large models that were preloaded, may have pushed them out.
+    Other runs, and large preloaded models, may have evicted them.
     """
     weights = Bundle.open(bundle).weights_path
     dropped = ("--cold", str(weights)) if cold else ()
@@ -31,7 +31,7 @@ def run_bundle(bundle: Path, device: str, *extra: str, cold: bool = False) -> Ro
 
 
 def run_worker(*arguments: str) -> Row:
-    """One process of `benchmarks.worker`; ends this one if it fails."""
+    """Run one process of `benchmarks.worker`; exits if it fails."""
     command = [sys.executable, "-m", "benchmarks.worker", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -41,9 +41,9 @@ def run_worker(*arguments: str) -> Row:
 
 
 def take_turns(variants: Mapping[str, Callable[[], Row]], runs: int) -> dict[str, list[Row]]:
-    """`runs` rows of each variant, one of each after the other, so that a busy minute of the machine meets all of them.
+    """`runs` rows of each variant. The variants alternate, so that a busy minute of the machine affects all of them.
 
-    Every round has another order, from a seed: what a run leaves in the caches of disk and host is no variant's advantage.
+    Every round has another order, from a seed: what a run leaves in the caches of disk and host favours no variant.
     """
     rows: dict[str, list[Row]] = {name: [] for name in variants}
     order = random.Random(0)
@@ -54,7 +54,7 @@ def take_turns(variants: Mapping[str, Callable[[], Row]], runs: int) -> dict[str
 
 
 def median(rows: list[Row], key: str) -> float:
-    """The median of `key`."""
+    """The median of `key` over the rows."""
     return float(statistics.median(row[key] for row in rows))
 
 
@@ -64,7 +64,7 @@ def weights_of(bundle: flashmem.Bundle) -> int:
 
 
 def same_bits(paths: list[Path]) -> bool:
-    """Whether the outputs that workers wrote are equal bit by bit."""
+    """Whether the outputs in the workers' files are equal bit by bit."""
     import numpy as np
 
     first, *others = [np.load(path) for path in paths]

@@ -4,8 +4,8 @@
     python -m benchmarks.worker onnxruntime --model M [--mapped] [--inputs I.npz]
     python -m benchmarks.worker bare [--device D]
 
-`above_bare` is the peak resident memory (VmHWM) over that of the same process just before the model is opened, with its engine
-imported and, for flashmem, the OpenCL device opened. `integrated` is the time from creating the session to the outputs.
+`above_bare` is the peak resident memory (VmHWM) minus the memory of the same process just before the model is opened, with its
+engine imported and, for flashmem, the OpenCL device opened. `integrated` is the time from creating the session to the outputs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def draw(name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray[Any, Any]:
 
 
 def inputs_for(ports: Iterable[tuple[str, tuple[int, ...], str]], path: Path | None) -> dict[str, np.ndarray[Any, Any]]:
-    """What is asked: (name, shape, dtype) of each port drawn, or the arrays in an .npz file."""
+    """The inputs: drawn for (name, shape, dtype) of each port, or the arrays in an .npz file."""
     if path is None:
         return {name: draw(name, shape, dtype) for name, shape, dtype in ports}
     with np.load(path) as file:
@@ -47,7 +47,7 @@ def inputs_for(ports: Iterable[tuple[str, tuple[int, ...], str]], path: Path | N
 
 
 def drop(paths: list[Path]) -> None:
-    """Drop files from the page cache (a virtual machine's host may still hold them)."""
+    """Drop files from the page cache (a virtual machine's host may still cache them)."""
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
         os.fsync(handle)
@@ -56,7 +56,7 @@ def drop(paths: list[Path]) -> None:
 
 
 def run_flashmem(args: argparse.Namespace) -> dict[str, Any]:
-    """Open the bundle, run it `--repeat` times."""
+    """Open the bundle, and run it `--repeat` times."""
     from flashmem import Bundle, Session
     from flashmem.runtime.opencl.context import Context, find_device
 
@@ -94,7 +94,7 @@ def run_flashmem(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def write_trace(path: Path, report: Any, origin: float) -> None:
-    """Layers and loads as (start, end), and the bytes held, in seconds since the session was opened."""
+    """Launches and loads as (start, end), and the bytes in use, in seconds since the session was opened."""
     spans = {
         kind: [(span.start - origin, span.end - origin) for span in found]
         for kind, found in (("layers", report.layers), ("loads", report.loads))
@@ -115,7 +115,7 @@ def bare_process(device: str) -> int:
 
 
 def run_onnxruntime(args: argparse.Namespace) -> dict[str, Any]:
-    """ONNX Runtime as installed, or with mapped external data, no prepacking and no arena."""
+    """ONNX Runtime with default settings, or with mapped external data, no prepacking and no arena."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -138,7 +138,7 @@ def run_onnxruntime(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Parse, drop caches if asked, measure, print."""
+    """Parse the arguments, drop caches if requested, measure, print."""
     parser = argparse.ArgumentParser()
     parser.add_argument("engine", choices=("flashmem", "onnxruntime", "bare"))
     parser.add_argument("--bundle", type=Path)

@@ -1,4 +1,4 @@
-"""Models as `flashmem zoo export` writes them, and their bundles: what benchmarks share."""
+"""Models that `flashmem zoo export` wrote, and their bundles, for several benchmarks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODELS = ("resnet50", "vit-b16", "gptneo-125m", "gptneo-1.3b")
 
 
 def within(budget: int, bundle: Callable[..., flashmem.Bundle]) -> flashmem.Bundle:
-    """`bundle(budget=...)` within the budget, or within the smallest one that works."""
+    """`bundle(budget=...)` within the budget, or within the smallest budget that works."""
     try:
         return bundle(budget=budget)
     except BudgetError as error:

@@ -1,11 +1,14 @@
-"""The offline pipeline: model.onnx in, bundle out (docs/architecture.md draws it)."""
+"""`flashmem.compile`: compiles an ONNX model to a bundle, for one device and one memory budget.
+
+docs/architecture.md shows the pipeline.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
@@ -18,41 +21,36 @@ from flashmem.bundle.cache import find_or_make
 from flashmem.bundle.shape_variants import Shapes, checked_variants, shapes_text
 from flashmem.bundle.writer import BundleWriter
 from flashmem.compiler.adaptive.granularity import first_attempt
+from flashmem.compiler.adaptive.pipeline import Pipeline, Watch
 from flashmem.compiler.adaptive.tiling import fitting_patches
-from flashmem.compiler.adaptive.unfusion import Cuts, Pipeline, may_refine, refine
+from flashmem.compiler.adaptive.unfusion import may_refine, refine
 from flashmem.compiler.frontend.external_data import model_files
 from flashmem.compiler.frontend.importer import collect_unsupported, import_model
 from flashmem.compiler.frontend.mapped_file import load_mapped
-from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph
-from flashmem.compiler.lowering.context import Cuts as SlicesOfWeights
-from flashmem.compiler.lowering.program import Generated, generate, sharing_weights, stored_by, write_weights
+from flashmem.compiler.lowering.program import Generated, sharing_weights, stored_by, write_weights
 from flashmem.compiler.lowering.steady import with_steady
 from flashmem.compiler.memory.allocations import within_allocations
-from flashmem.compiler.memory.launch_order import in_lowest_order
 from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.options import Options
-from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import check_dump_folder, dump_graph, prepare
 from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.compiler.selection.tuning_database import digest
 from flashmem.compiler.weights.sharing import NOTHING_STORED, StoredWeights
-from flashmem.compiler.weights.slicing import FINEST, Slicing
+from flashmem.compiler.weights.slicing import FINEST
 from flashmem.options import resolve
 from flashmem.planning.carried_instance import KEY as CARRIED
 from flashmem.planning.carried_instance import carried
 from flashmem.planning.limits import read_limits
 from flashmem.planning.memory.layout import lay_out_pools
-from flashmem.planning.planner import completed, make_plan, plan_problem, planning_problem
-from flashmem.program.launches import LaunchOrder
+from flashmem.planning.planner import completed, make_plan, planning_instance
 from flashmem.program.program import Program
 from flashmem.runtime.kernels.ahead_of_time import BuildRequest, KernelBuilder
 from flashmem.runtime.kernels.ahead_of_time import with_binaries as carrying
-from flashmem.schedule.instance import Problem
+from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import Objective, OverlapPlan, Strategy, Units
 
 Progress = Callable[[str, float], None]
-Watch = Callable[[str], AbstractContextManager[None]]
 
 
 def compile(
@@ -85,35 +83,36 @@ def compile(
 
     Args:
         model: an ONNX file.
-        output: the bundle's folder (`model.flashmem`); None keeps it in the user's cache, where an equal call finds it again
-            (where that cannot be written: until the process ends, with a warning).
-        device: "auto", part of the name of a device that is here, or the name or file of a descriptor.
-        budget: most bytes flashmem may hold on the device and in host staging together; None for no limit.
-        m_peak: most bytes in flight beside W (FlashMem §3.1), for those who plan with the paper's parameters.
+        output: the bundle's folder (`model.flashmem`). None keeps it in the user's cache, where an equal call finds it again.
+        If
+            the cache cannot be written, it is kept until the process ends, with a warning.
+        device: "auto", part of the name of a local device, or the name or file of a descriptor.
+        budget: most bytes that flashmem may hold on the device and in host staging together; None for no limit.
+        m_peak: most bytes in flight in addition to W (FlashMem §3.1), for planning with the paper's parameters.
         lambda_: weighs latency (0) against memory (1), in the paper's objective loading distance against W; by default 0, or
             the paper's 0.9.
-        chunk: S, the unit of transfer; by default a size of which the median layer carries four.
-        precision: what weights and activations are stored in; sums are fp32.
-        shapes: sizes for open dimensions, by input; or several of these, for a bundle with a shape variant for each, all over
-            the same weights. A session then runs the one that its inputs fit.
+        chunk: S, the unit of transfer; by default at most a quarter of what the median launch can carry.
+        precision: the stored type of weights and activations; sums are fp32.
+        shapes: sizes for open dimensions, by input. Or several of these, for a bundle with one shape variant each and common
+            weights. A session then runs the variant whose shapes its inputs have.
         preload: weights that must be resident from the start.
-        memory_path: where weights are read from; "auto" takes the device's first.
-        mode: how weights travel; "auto" takes the first the device has on that path.
+        memory_path: the memory objects that kernels read weights from; "auto" selects the device's first path.
+        mode: the transfer mode of weights; "auto" selects the device's first mode on that path.
         objective: "first" answer (the default), "steady" (later runs), or "paper".
-        strategy: "stream" plans; the others are the simpler ones of `planning.baselines`, to compare with.
-        unfusion: split fused layers where that makes the plan better (FlashMem §4.3).
-        mu: weight of loading distance when fused layers are ranked for a split.
-        units: of the paper's objective: "share" of all chunks and all layers, or chunks and layers as "printed".
-        alpha: the least gain in load capacity, as a share, for which a fused layer is split.
-        build: if the device is here, compile the kernels into the program cache, so that the first run compiles nothing.
-        with_binaries: and keep them in the bundle, too, for devices and drivers that are exactly the same.
-        optimize: choose kernels for the first answer ("cold": building and loading count too) or for later ones ("steady").
-        dump_passes: a folder to write the graph to as text, as imported and after each pass of the compiler; of several
-            shape variants, one folder each inside it.
+        strategy: "stream" plans; the others are the simpler ones of `planning.baselines`, for comparison.
+        unfusion: split fusion groups where that improves the plan (FlashMem §4.3).
+        mu: weight of loading distance in the ranking of fusion groups for a split.
+        units: of the paper's objective: "share" of all chunks and all launches, or chunks and launches as "printed".
+        alpha: the least gain in load capacity, as a fraction, for which a fusion group is split.
+        build: if the device is local, compile the kernels into the program cache, so that the first run compiles nothing.
+        with_binaries: also store the compiled kernels in the bundle, for exactly equal devices and drivers.
+        optimize: select kernels for the first answer ("cold": building and loading count too) or for later ones ("steady").
+        dump_passes: a folder for the graph as text, as imported and after each pass of the compiler; for several shape
+            variants, with one subfolder each.
         progress: called with a stage and the fraction done.
 
     Raises:
-        UserError: anything in the model or the arguments that has to be changed, a budget too small among it.
+        UserError: the model or an argument must change; a BudgetError if the budget is too small.
         RunError: the device's driver refuses a kernel.
     """
     if with_binaries and not build:
@@ -153,8 +152,9 @@ def compile(
 
 
 def _dump_passes(model: Path, folder: Path, variants: Sequence[Options]) -> None:
-    """Write the graph of each variant before and after each pass. It is imported for that alone, so that a bundle in the cache
-    does not stand in the way.
+    """Write the graph of each variant before and after each pass.
+
+    Imports the model for this alone, so that it works even when the bundle is in the cache.
     """
     check_dump_folder(folder)
     for number, options in enumerate(variants, start=1):
@@ -166,8 +166,9 @@ def _dump_passes(model: Path, folder: Path, variants: Sequence[Options]) -> None
 def _compile(
     model: Path, output: Path, variants: Sequence[Options], progress: Progress, kernels: KernelBuilder | None
 ) -> Bundle:
-    """One bundle for all `variants`, which differ in shapes. `kernels` are built while plans are made, weights are packed and
-    written.
+    """Compile all `variants`, which differ in shapes, into one bundle.
+
+    `kernels` are built while plans are made, and weights are packed and written.
     """
     [options, *_] = variants
 
@@ -212,7 +213,7 @@ def _compile(
 
 @contextmanager
 def _naming(options: Options, *, among: int) -> Iterator[None]:
-    """A budget that is too small for one of several variants is said to be so."""
+    """Add the variant to a BudgetError, if there are several variants."""
     try:
         yield
     except BudgetError as error:
@@ -227,7 +228,7 @@ def _naming(options: Options, *, among: int) -> Iterator[None]:
 
 
 def _read_graphs(model: Path, variants: Sequence[Options]) -> list[Graph]:
-    """The graph of each variant. Raises UserError as `read_graph`, and where two have the same shapes after all."""
+    """The graph of each variant. Raises UserError like `read_graph`, and if two variants have the same shapes."""
     graphs: list[Graph] = []
     seen: list[Shapes] = []
     for options in variants:
@@ -240,7 +241,7 @@ def _read_graphs(model: Path, variants: Sequence[Options]) -> list[Graph]:
 
 
 def largest_first(graphs: Sequence[Graph]) -> list[int]:
-    """The variants of a model in the order in which weights are placed: kernels of the largest inputs choose how they lie."""
+    """The indices of a model's variants, the largest inputs first: that variant determines the layout of the weights."""
 
     def elements(index: int) -> int:
         return sum(port.value.size for port in graphs[index].inputs)
@@ -249,7 +250,7 @@ def largest_first(graphs: Sequence[Graph]) -> list[int]:
 
 
 def _variant(generated: Generated, plan: OverlapPlan, options: Options) -> ShapeVariant:
-    """What the bundle has of one shape variant."""
+    """One shape variant of the bundle."""
     own = {
         "shapes": {name: list(shape) for name, shape in options.shapes.items()},
         CARRIED: carried(_posed(generated.program, plan, options)),
@@ -257,53 +258,57 @@ def _variant(generated: Generated, plan: OverlapPlan, options: Options) -> Shape
     return ShapeVariant(generated.program, plan, generated.source, own)
 
 
-def _posed(program: Program, plan: OverlapPlan, options: Options) -> Problem:
-    """The problem that `plan` is of, so that the bundle can be planned again for other budgets."""
-    return planning_problem(program, options.descriptor, options.mode, replace(options.limits, chunk=plan.chunk_bytes))
+def _posed(program: Program, plan: OverlapPlan, options: Options) -> Instance:
+    """The overlap-plan problem that `plan` solves, stored so that the bundle can be planned again for other budgets."""
+    return planning_instance(program, options.descriptor, options.mode, replace(options.limits, chunk=plan.chunk_bytes))
 
 
 def read_graph(model: Path, options: Options) -> Graph:
-    """The graph of `model` as layers are fused from it. No weight is read.
+    """The graph of `model` after the passes of the compiler, ready for fusion. Reads no weights.
 
     Raises:
-        UserError: the model cannot be read, or not run.
+        UserError: the model cannot be read, or has something that cannot run.
     """
     return prepare(import_graph(model, options))
 
 
 def import_graph(model: Path, options: Options) -> Graph:
-    """The graph of `model` as imported, before the passes of the compiler. No weight is read.
+    """The graph of `model` as imported, before the passes of the compiler. Reads no weights.
 
     Raises:
-        UserError: the model cannot be read, or not run.
+        UserError: the model cannot be read, or has something that cannot run.
     """
     graph = import_model(model, options.shapes, why_unsupported)
     collect_unsupported(graph, why_unsupported)
     return graph
 
 
+def _ignore(generated: Generated) -> None:
+    """Does nothing with a program."""
+
+
 def plan_graph(
     graph: Graph,
     options: Options,
     watch: Watch = lambda step: nullcontext(),
-    final: Callable[[Generated], None] = lambda generated: None,
+    final: Callable[[Generated], None] = _ignore,
     *,
     lowest_order: bool = True,
     patches: bool = True,
     earlier: StoredWeights = NOTHING_STORED,
 ) -> tuple[Generated, OverlapPlan]:
-    """The middle of the pipeline: layers fused, the program, and its checked plan without layouts.
+    """The middle of the pipeline: fuse operators, generate the program, and make its checked plan, without layouts.
 
-    Slices are as large as the limits allow and the clock likes; layers are split where adaptive unfusion makes the plan better.
-    Under a budget that is too small for that, chains of operators are computed in patches.
+    Slices are the largest that the limits permit and that are fast; adaptive unfusion splits fusion groups where that improves
+    the plan. If the budget is too small even so, chains of operators are computed in patches (patch-based tiling).
 
-    `watch(step)` is entered for each "fuse", "generate" and "plan_and_check", as often as they are made, and for "patches".
-    `final` is called with the program before it is planned, where no plan can ask for another: without limits on memory, and
-    without unfusion. `lowest_order`, `patches`: put launches into the order that holds the least, and compute in patches.
-    `earlier`: weights that a program for other shapes has placed.
+    `watch(step)` is entered for each "fuse", "generate" and "plan_and_check", however often they repeat, and for "patches".
+    `final` is called with the program before planning if the plan cannot change it: without limits on memory, and without
+    unfusion. `lowest_order`: order launches for the lowest peak memory. `patches`: permit patch-based tiling. `earlier`:
+    weights that a program for other shapes has placed.
 
     Raises:
-        UserError: the limits have to be changed; a BudgetError names the smallest that work.
+        UserError: the limits must change; a BudgetError names the smallest that work.
     """
     try:
         return _plan(graph, options, watch, final, lowest_order=lowest_order, earlier=earlier)
@@ -323,75 +328,40 @@ def _plan(
     graph: Graph,
     options: Options,
     watch: Watch,
-    final: Callable[[Generated], None] = lambda generated: None,
+    final: Callable[[Generated], None] = _ignore,
     *,
     finest: bool = False,
     lowest_order: bool = True,
     earlier: StoredWeights = NOTHING_STORED,
 ) -> tuple[Generated, OverlapPlan]:
-    """The layers of `graph` as they are, with the slices that are best under the limits; if `finest`, with the smallest ones,
-    and no layer split. `lowest_order`, `earlier`: see `plan_graph`.
+    """Generate and plan `graph`, with the slices that are best under the limits.
+
+    `finest`: use the smallest slices, and split no fusion group. `lowest_order`, `earlier`: see `plan_graph`.
     """
-    descriptor, limits, mode = options.descriptor, options.limits, options.mode
+    limits, mode = options.limits, options.mode
     limited = limits.budget is not None or limits.m_peak is not None
-    selector = KernelSelector(descriptor, options.optimize, limited=limited)
-    only_one = not limited and not may_refine(limits, mode)
-
-    def write(layers: Sequence[FusionGroup], order: LaunchOrder | None, slicing: Slicing) -> Generated:
-        slicing = replace(slicing, later=options.optimize == "steady")
-
-        def generated(selector: KernelSelector, packed: SlicesOfWeights | None = None) -> Generated:
-            return generate(
-                graph, layers, descriptor, precision=options.precision, slicing=slicing, selector=selector, earlier=earlier,
-                cuts=packed,
-            )  # fmt: skip
-
-        made = generated(selector)
-
-        def again() -> Generated | None:
-            if not selector.differs_later() and all(len(parts) == 1 for parts in made.cuts.values()):
-                return None
-            return generated(selector.for_later_runs(), made.cuts)
-
-        return replace(made, program=replace(made.program, order=order), again=again)
-
-    def program(cuts: Cuts, slicing: Slicing) -> Generated:
-        with watch("fuse"):
-            layers, order = fuse(graph, cuts), None
-            if lowest_order:
-                layers, order = in_lowest_order(graph, layers, half=options.precision == "fp16")
-        with watch("generate"):
-            made = write(layers, order, slicing)
-            if selector.select():
-                made = write(layers, order, slicing)
-        if only_one:
-            final(made)
-        return made
-
-    def problem(program: Program) -> Problem:
-        with watch("plan_and_check"):
-            return planning_problem(program, descriptor, mode, limits)
-
-    def plan(problem: Problem, program: Program) -> OverlapPlan:
-        with watch("plan_and_check"):
-            return plan_problem(problem, program, mode, limits, complete=False)
-
-    def pipeline_for(slicing: Slicing) -> Pipeline:
-        return Pipeline(lambda cuts: program(cuts, slicing), problem, plan)
-
+    pipeline = Pipeline(
+        graph,
+        options,
+        KernelSelector(options.descriptor, options.optimize, limited=limited),
+        watch=watch,
+        final=_ignore if limited or may_refine(limits, mode) else final,  # else another program may be planned
+        lowest_order=lowest_order,
+        earlier=earlier,
+    )
     if finest:
-        attempt = pipeline_for(FINEST).attempt(frozenset())
+        attempt = replace(pipeline, slicing=FINEST).attempt(frozenset())
         return attempt.generated, attempt.plan
-    pipeline, first = first_attempt(pipeline_for, limits)
+    pipeline, first = first_attempt(pipeline, limits)
     generated, made = refine(graph, pipeline, first, limits, mode)
     if limits.resolved_objective != "steady":
-        made = completed(problem(generated.program), made, generated.program, mode, limits)
+        made = completed(pipeline.instance(generated.program), made, generated.program, mode, limits)
     notes = (f"{' and '.join(graph.widened)} of the model computed in float32",) if graph.widened else ()
     return generated, replace(made, notes=(*made.notes, *notes))
 
 
 def plan_program(program: Program, options: Options) -> OverlapPlan:
-    """The overlap plan of a program as it is, with the layouts of every transfer mode that its memory path has."""
+    """The overlap plan of an unchanged program, with the layouts of every transfer mode of its memory path."""
     plan = make_plan(program, options.descriptor, options.mode, options.limits)
     return with_layouts(program, plan, options.descriptor.modes[program.memory_path])
 
@@ -402,7 +372,7 @@ def with_layouts(program: Program, plan: OverlapPlan, modes: Sequence[TransferMo
 
 
 def _about(model: Path, options: Options) -> dict[str, object]:
-    """What the bundle's manifest says of its origin, of all variants together."""
+    """The origin of the bundle for its manifest, common to all variants."""
     return {
         "model": model.stem,
         "model_path": str(model.resolve()),
@@ -413,7 +383,7 @@ def _about(model: Path, options: Options) -> dict[str, object]:
 
 
 def _key(model: Path, variants: Sequence[Options]) -> str:
-    """Hash of everything a bundle depends on; of the model's files, where they are, their sizes and times."""
+    """The key of a bundle in the cache: a hash of the arguments, and of paths, sizes and times of the model's files."""
     files = []
     for path in model_files(load_mapped(model), model):
         state = path.stat()

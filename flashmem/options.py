@@ -1,7 +1,7 @@
-"""What a user asks of `compile`, resolved: device, memory path, transfer mode, limits and precision.
+"""Options of `compile`, resolved: device, memory path, transfer mode, limits and precision.
 
-`compile`, `simulate`, `sweep` and `plan` use it; `runtime.options` resolves what a session is asked for. So the same words mean
-the same everywhere, and are refused with the same sentence.
+`compile`, `simulate`, `sweep` and `plan` use it; `runtime.options` resolves the options of a session. So the same words have
+the same meaning everywhere, and are refused with the same message.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def resolve(
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     optimize: Optimize = "cold",
 ) -> Options:
-    """What a model is compiled or planned for.
+    """Resolve the target and the limits for which a model is compiled or planned.
 
     Raises:
-        UserError: no such device, or it lacks the memory path or the mode; a precision or an optimization that is unknown.
+        UserError: no such device, or it lacks the memory path or the mode; or an unknown precision or optimization.
     """
     if optimize not in get_args(Optimize):
         raise UserError(f"optimize {optimize!r} is unknown; name one of: {', '.join(get_args(Optimize))}")

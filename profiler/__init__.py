@@ -1,4 +1,4 @@
-"""The profiler: measures a device with the kernels and the runtime that models use, and trains the capacity predictor on it.
+"""The profiler: measures a device with the kernels and the runtime of models, and trains the capacity predictor on the results.
 
-`run.py` runs it all: rates, launches of known models, sampled kernels, training. docs/capacity.md explains what is measured.
+`run.py` runs all steps: rates, launches of known models, sampled kernels, training. docs/capacity.md explains the measurements.
 """

@@ -1,12 +1,12 @@
-"""The bench: launches timed as a session plays them, alone and with bytes streamed beside them.
+"""The bench: times launches as a session runs them, alone and with bytes streamed beside them.
 
-A launch is repeated in a *burst* by the runtime's own executor. Its weights change place from one repeat to the next, so that
-they come from memory as in a model and not from a cache that holds them. Beside a loaded burst the runtime's own loader threads
-bring in slices of one chunk each, evenly spread over the burst, or (transfer mode `interleave`) the kernels' own lanes move
-bytes. A burst ends when both are done.
+The runtime's own executor repeats a launch in a *burst*. Each repeat reads its weights from another place, so from memory, as
+in a model, and not from a cache. Beside a loaded burst the runtime's own loader threads load slices of one chunk each, evenly
+spread over the burst. In transfer mode `interleave` the kernels' own copy streams move bytes instead. A burst ends when both
+are done.
 
-Others may use the machine, and what they take only ever adds time. So bursts with and without load take turns, and of each kind
-the lower quartile counts: on a quiet machine it is the median but for the spread of a burst.
+Other users of the machine can only add time. So bursts with and without load alternate, and the lower quartile of each kind
+counts. On a quiet machine it is close to the median, within the spread of a burst.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from .target import Supply, Target
 
 _BURST_SECONDS = 5e-3
 _MOST_LAUNCHES = 400
-_POOL_BYTES = 128 << 20  # weights wander over this much: several times a CPU's last cache
+_POOL_BYTES = 128 << 20  # memory over which weights rotate: several times a CPU's last cache
 _IMAGE_POOL_BYTES = 32 << 20
 LANE_BYTES = 32 << 20
-_LANE_WIDTH = 2048  # texels a row of the texture that lanes write
+_LANE_WIDTH = 2048  # texels in a row of the texture that copy streams write
 _REPEATS = 5
 _ALONE = 8  # bursts
 _DELAYS = 21
@@ -55,7 +55,7 @@ _TOO_SLOW_SECONDS = 150e-3
 
 @dataclass(frozen=True)
 class Measured:
-    """One answer. `slowdown`: loaded over alone; `spread`: half the range of neighbours' middle ratios, as a share."""
+    """One measurement. `slowdown`: loaded over alone; `spread`: half the range of neighbours' middle ratios, as a fraction."""
 
     mode: TransferMode
     streamed_bytes: float
@@ -65,17 +65,17 @@ class Measured:
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds that the two reference launches take now: a product, and a sum that streams activations."""
+    """Present seconds of the two reference launches: a product, and a sum that streams activations."""
 
     gemm: float
     traffic: float
 
 
 class Bench:
-    """One device on one memory path. Close it, or use it as a context manager."""
+    """The bench: one device on one memory path. Close it, or use it as a context manager."""
 
     def __init__(self, device: Device, descriptor: DeviceDescriptor, folder: Path, supply: Supply | None = None) -> None:
-        """`folder`: where a file to stream from is made (and removed again). `supply`: of launches; None to compile them."""
+        """`folder`: for a temporary file to stream from. `supply`: of launches; None to compile them."""
         self.device, self.descriptor = device, descriptor
         self.path = descriptor.memory_paths[0]
         self.supply = supply or _compiled(descriptor)
@@ -99,7 +99,7 @@ class Bench:
         self.close()
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
         self._programs.clear()
         with contextlib.suppress(RunError):
             self.queue.finish()
@@ -107,10 +107,10 @@ class Bench:
         self._ledger.close()
         self._arena_ledger.close()
 
-    # -- what launches need
+    # -- memory and kernels
 
     def program(self, source: str, options: Sequence[str]) -> CompiledKernels:
-        """The kernels of `source`, each compiled once."""
+        """The kernels of `source`, compiled once."""
         if source not in self._programs:
             if len(self._programs) >= 64:
                 self._programs.clear()
@@ -118,7 +118,7 @@ class Bench:
         return self._programs[source]
 
     def _filled(self, nbytes: int, ledger: Ledger | None = None) -> Memory:
-        """A buffer of ordinary numbers: zeros or denormal ones would not take the usual time."""
+        """A buffer of ordinary numbers, because zeros or denormals would have unusual timings."""
         buffer = (ledger or self._ledger).buffer("weights", nbytes, "a profiling buffer")
         for start in range(0, nbytes, self._random.nbytes):
             self.queue.write(buffer, self._random[: min(self._random.nbytes, nbytes - start)], offset=start)
@@ -126,13 +126,13 @@ class Bench:
 
     def _arena_for(self, nbytes: int) -> Memory:
         if self._arena[0] < nbytes:
-            self._arena = (0, None)  # where the device refuses the larger one, the next launch gets one of its own
+            self._arena = (0, None)  # if the device refuses the larger one, the next launch gets a separate one
             self._arena_ledger.close()
             self._arena = (nbytes, self._filled(nbytes, self._arena_ledger))
         return self._arena[1]
 
     def prepare(self, target: Target) -> Prepared:
-        """A launch, ready to be timed.
+        """Prepare a launch for timing.
 
         Raises:
             RunError: the device refuses its kernel or its memory.
@@ -140,7 +140,7 @@ class Bench:
         return Prepared(self, target)
 
     def pace(self) -> Pace:
-        """How fast the machine is at this moment."""
+        """Measure the present speed of the machine."""
         if self._references is None:
             product, total = self.supply.matmul(*REFERENCE_GEMM), self.supply.elementwise(REFERENCE_SUM)
             self._references = self.prepare(product), self.prepare(total)
@@ -148,7 +148,7 @@ class Bench:
         return Pace(gemm, traffic)
 
     def lane(self) -> tuple[Memory, Memory, Slice]:
-        """Where lanes read, where they write, and the slice that stands for it."""
+        """The source and the target of copy streams, and the slice that represents the target."""
         if self._lane is None:
             source = self._filled(LANE_BYTES)
             if self.path == "buffer":
@@ -162,7 +162,7 @@ class Bench:
 
 
 class Prepared:
-    """One launch on the bench."""
+    """One prepared launch on the bench."""
 
     def __init__(self, bench: Bench, target: Target) -> None:
         self._bench = bench
@@ -191,16 +191,16 @@ class Prepared:
         self.bursts: list[float] = []
 
     def alone_seconds(self) -> float:
-        """Latency alone: the lower quartile of all bursts without load, or the best of the first tries."""
+        """Latency alone in seconds: the lower quartile of all bursts without load, or the best of the first tries."""
         return lower_quartile(self.bursts) if self.bursts else self.seconds
 
     @property
     def too_slow(self) -> bool:
-        """Whether measuring it would take more time than it is worth."""
+        """Whether the launch takes too long to be measured."""
         return self.seconds > _TOO_SLOW_SECONDS
 
     def _place(self, read: Sequence[str]) -> tuple[dict[str, Memory], int]:
-        """Homes for the weights of each turn, each turn's in another place; and how many turns there are."""
+        """Memory for the weights of each turn, in different places; and the number of turns."""
         bench = self._bench
         parts = [self._slices[name] for name in read]
         images = [part for part in parts if part.is_image and bench.path == "texture"]
@@ -231,7 +231,7 @@ class Prepared:
         return weights, turns
 
     def _settle_integers(self, arena: Memory) -> None:
-        """Integer tensors that the launch reads hold zeros: they may be places in a table."""
+        """Fill the integer tensors that the launch reads with zeros, because they may be indices into a table."""
         names = {str(arg.value) for arg in self._launch.args if arg.kind == "tensor"}
         for tensor in self._program.tensors:
             if tensor.name in names and tensor.dtype in ("int32", "int64"):
@@ -251,7 +251,7 @@ class Prepared:
         return perf_counter() - begun
 
     def _play_loaded(self, mode: TransferMode, count: int, chunks: int) -> float:
-        """A burst of `count` launches that `chunks` slices are due in, evenly spread."""
+        """Run a burst of `count` launches in which `chunks` slices are due, evenly spread."""
         run, parts = self._bench.loads.start(mode, chunks)
         due: dict[int, list[str]] = {}
         for j, part in enumerate(parts):
@@ -271,21 +271,21 @@ class Prepared:
             for event in transfer.take_arrived([part.name for part in parts]):
                 event.wait()
             return perf_counter() - begun
-        finally:  # whatever happened, nothing of this burst is at work in the next one
+        finally:  # no load of this burst may continue into the next one, even after an error
             executor.drain()
             run.stop()
 
     def burst_seconds(self, bursts: int, seconds: float) -> list[float]:
-        """Latency by each of `bursts` bursts of at least `seconds`."""
+        """Latencies of each of `bursts` bursts of at least `seconds`."""
         count = min(_MOST_LAUNCHES, max(1, math.ceil(seconds / self.seconds)))
         return [self._play(self._steps, count) / count for _ in range(bursts)]
 
     def measure_alone(self) -> None:
-        """Bursts with nothing beside them, for `alone_seconds`."""
+        """Run bursts without load, for `alone_seconds`."""
         self.bursts += self.burst_seconds(_ALONE if self.seconds < _SLOW_SECONDS else _ALONE // 2, _BURST_SECONDS)
 
     def delay(self, mode: TransferMode, chunks: int, count: int) -> float:
-        """Seconds by which `chunks` slices, loaded as fast as they come, delay `count` launches: the median of many."""
+        """Seconds by which `chunks` slices, loaded at full speed, delay `count` launches: the median of many."""
         delays = []
         before = self._play(self._steps, count)
         for _ in range(_DELAYS):
@@ -296,10 +296,10 @@ class Prepared:
         return statistics.median(delays)
 
     def measure(self, mode: TransferMode, streamed_bytes: float) -> Measured | None:
-        """The slowdown by about `streamed_bytes` a launch (the answer says how many it was); None where that cannot be had.
+        """The slowdown by about `streamed_bytes` a launch (the result has the exact number); None if that is impossible.
 
         Raises:
-            RunError: the device refuses the load, or the kernel's lane.
+            RunError: the device refuses the load, or the kernel's copy stream.
         """
         count = min(_MOST_LAUNCHES, max(1, math.ceil(_BURST_SECONDS / self.seconds)))
         if mode == "interleave":
@@ -336,7 +336,7 @@ class Prepared:
         return self._compare("interleave", units * unit, count, lambda: self._play(steps, count))
 
     def _compare(self, mode: TransferMode, streamed: float, count: int, loaded: Callable[[], float]) -> Measured:
-        """Alone, loaded, alone, loaded ... alone."""
+        """Compare bursts: alone, loaded, alone, loaded ... alone."""
         slow = loaded() > _SLOW_SECONDS * 3
         alone = [self._play(self._steps, count)]
         with_load: list[float] = []
@@ -351,7 +351,7 @@ class Prepared:
 
 
 def _compiled(descriptor: DeviceDescriptor) -> Supply:
-    from .cases import Made  # it has the compiler, which a phone lacks
+    from .cases import Made  # it imports the compiler, which a phone lacks
 
     return Made(descriptor)
 
@@ -362,5 +362,5 @@ def _renamed(launch: Launch, turn: int) -> Launch:
 
 
 def lower_quartile(times: Sequence[float]) -> float:
-    """The value a quarter of the way up."""
+    """The lower quartile of `times`."""
     return float(np.quantile(times, 0.25))

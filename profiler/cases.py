@@ -1,7 +1,7 @@
-"""What is measured: small graphs around one kernel each, drawn quasi-randomly; the launches of models are in `models.py`.
+"""Sampled cases: small graphs around one kernel each, drawn quasi-randomly. `models.py` has the launches of models.
 
-Sizes are drawn from ranges that cover convolutional and transformer models, with the sizes of ResNet, ViT and GPT among them.
-The sequence depends on a seed and on nothing else, so a profile that was interrupted goes on where it stopped.
+Sizes are drawn from ranges that cover convolutional and transformer models, including the sizes of ResNet, ViT and GPT. The
+sequence depends only on a seed, so an interrupted profile can resume.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Maker = Callable[[Draw], Graph]
 
 
 def _tail(g: Sketch, draw: Draw, y: Value) -> Value:
-    """What usually follows a contraction: nothing, a bias, an activation, a residual sum."""
+    """Append a typical epilogue of a contraction: nothing, a bias, an activation, a residual sum."""
     kind = draw.pick(("none", "bias", "relu", "gelu", "residual"))
     if kind == "none":
         return y
@@ -104,7 +104,7 @@ def _depthwise(draw: Draw) -> Graph:
 
 
 def _fused_attention(draw: Draw) -> Graph:
-    """Attention of one query, of as many as keys, or of others' keys."""
+    """Attention of one query, of as many queries as keys, or over another tensor's keys."""
     heads, rows, width = (
         draw.pick((3, 8, 12, 16, 20)),
         draw.pick((1, 49, 64, 128, 197, 256, 1024)),
@@ -115,7 +115,7 @@ def _fused_attention(draw: Draw) -> Graph:
 
 
 def _attention(draw: Draw) -> Graph:
-    """The two products of attention: scores (scaled, as GPT and ViT have it) and values."""
+    """The two products of attention: scores (scaled, as in GPT and ViT) and values."""
     g = Sketch()
     heads, rows = draw.pick((3, 6, 12, 12, 16, 32)), draw.pick((49, 64, 128, 128, 197, 256, 512))
     width = draw.pick((32, 64, 128))
@@ -171,7 +171,7 @@ def _gather(draw: Draw) -> Graph:
     g = Sketch()
     rows, columns, count = draw.size(64, 8192), draw.size(8, 1024, 4), draw.size(16, 2048)
     at = np.random.default_rng(count).integers(0, rows, count)
-    at[:3] = (0, 5, 1)  # not evenly spaced: that would be a Slice
+    at[:3] = (0, 5, 1)  # not evenly spaced, because that would be a Slice
     return g.finish(g.node("Gather", [g.input(rows, columns), constant("at", at.astype(np.int64))], (count, columns), axis=0))
 
 
@@ -233,7 +233,7 @@ FAMILIES: dict[str, tuple[Maker, int]] = {
     "resize": (_resize, 1),
     "attention": (_fused_attention, 2),
 }
-"""How a kernel of each family is drawn, and how many of them to one of the rarest."""
+"""(function that draws a kernel, weight relative to the rarest) of each family."""
 
 TILES: tuple[dict[str, Any], ...] = (
     {"rows": 4}, {"columns": 16, "vector": 8}, {"columns": 16}, {"vector": 8}, {"rows": 6, "columns": 32},
@@ -243,7 +243,7 @@ LOCAL_SIZES = ((4, 4), (8, 4), (4, 8), (8, 8), (16, 4), (16, 8))
 
 
 def targets_of(graph: Graph, descriptor: DeviceDescriptor, precision: Precision, origin: str, case: str) -> list[Target]:
-    """Every launch of `graph`, made as `flashmem compile` makes it."""
+    """Every launch of `graph`, compiled as in `flashmem compile`."""
     graph = prepare(graph)
     layers = fuse(graph)
     operators = {node.name: layer.main.op for layer in layers for node in layer.nodes}
@@ -258,7 +258,7 @@ def targets_of(graph: Graph, descriptor: DeviceDescriptor, precision: Precision,
 
 
 def sampled_family(index: int) -> tuple[str, int]:
-    """The family of the sampled case `index`, the important ones more often, and which of that family's cases it is."""
+    """The family of sampled case `index` (important families are more frequent), and the case's number within the family."""
     order: list[str] = []
     for turn in range(max(weight for _, weight in FAMILIES.values())):
         order += [name for name, (_, weight) in FAMILIES.items() if weight > turn]
@@ -268,7 +268,7 @@ def sampled_family(index: int) -> tuple[str, int]:
 
 
 def sampled(index: int, seed: int, descriptor: DeviceDescriptor) -> Target | None:
-    """The sampled case `index` on the descriptor's default path; None where the graph has no kernel of the wanted family."""
+    """Sampled case `index` on the descriptor's default path; None if the graph has no kernel of that family."""
     family, ordinal = sampled_family(index)
     maker, _ = FAMILIES[family]
     draw = Draw(ordinal, seed + list(FAMILIES).index(family))
@@ -286,7 +286,7 @@ def sampled(index: int, seed: int, descriptor: DeviceDescriptor) -> Target | Non
 
 
 def _variant(descriptor: DeviceDescriptor, choice: float) -> PlainTile:
-    """Another tile; on devices whose work-groups have more than one item, also another work-group."""
+    """Another tile; if work-groups have more than one item, also another work-group."""
     tile = replace(descriptor.tile, **TILES[int(choice * len(TILES))])
     if math.prod(tile.local_size) > 1:
         tile = replace(tile, local_size=LOCAL_SIZES[int(choice * 97) % len(LOCAL_SIZES)])
@@ -296,7 +296,7 @@ def _variant(descriptor: DeviceDescriptor, choice: float) -> PlainTile:
 
 
 def matmul_target(rows: int, depth: int, columns: int, descriptor: DeviceDescriptor) -> Target:
-    """A plain product [rows, depth] x [depth, columns]: its first slice."""
+    """The first slice of a plain product [rows, depth] x [depth, columns]."""
     g = Sketch()
     product = g.node("MatMul", [g.input(1, rows, depth), g.weight(depth, columns)], (1, rows, columns))
     return targets_of(g.finish(product), descriptor, "fp32", "rates", f"gemm-{rows}x{depth}x{columns}")[0]
@@ -311,7 +311,7 @@ def elementwise_target(size: int, descriptor: DeviceDescriptor) -> Target:
 
 @dataclass(frozen=True)
 class Made:
-    """Targets compiled when they are asked for, on the descriptor's default path: the `target.Supply` of a desk."""
+    """Compiles targets on request, on the descriptor's default path: the `target.Supply` where the compiler is available."""
 
     descriptor: DeviceDescriptor
     count: int | None = None

@@ -1,7 +1,7 @@
 """The dataset: one row for each launch, transfer mode and amount of streamed bytes.
 
-While it grows it is a CSV file that rows are appended to, a launch at a time; what a kill leaves half-written is dropped when
-the profile goes on. Finished, it is NAME.profile.csv.gz.
+While it grows it is a CSV file to which the rows of one launch at a time are appended. A row that a kill leaves incomplete is
+dropped when the profile resumes. Finished, it is NAME.profile.csv.gz.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from flashmem.planning.capacity.features import LaunchFeatures
 
 SUFFIX = ".profile.csv.gz"
 SAMPLE = "sample"
-"""The origin of kernels that were drawn."""
+"""The origin of sampled kernels."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A measurement. `seconds`: the launch alone; `slowdown`: by `streamed_bytes` beside it, a factor; `spread`: see bench.py.
+    """A measurement. `seconds`: the launch alone; `slowdown`: the factor by `streamed_bytes` beside it; `spread`: see bench.py.
 
-    `mode` is "none" in the one row of each launch in which nothing is streamed. `spent`: seconds it took to measure.
-    `gemm_pace` and `traffic_pace`: seconds of the two reference launches around this one.
+    `mode` is "none" in the one row of each launch without streaming. `spent`: seconds that the measurement took. `gemm_pace`
+    and `traffic_pace`: seconds of the two reference launches around this one.
     """
 
-    origin: str  # `SAMPLE`, or the model that the launch is from
+    origin: str  # `SAMPLE`, or the model of the launch
     case: str
     operator: str
     features: LaunchFeatures
@@ -71,13 +71,13 @@ def _parsed(kind: Any, text: str) -> Any:
 
 
 _BY_ARITHMETIC, _BY_TRAFFIC = (0.4, 0.5), (0.0, 0.65)
-"""How latencies follow the two references, as exponents: least squares over 1,700 launches (docs/capacity.md)."""
+"""Exponents with which latencies follow the two references: least squares over 1,700 launches (docs/capacity.md)."""
 
 
 def at_usual_pace(rows: Sequence[Row], basis: Basis) -> list[Row]:
-    """The rows, with latencies as they would be at the machine's usual pace: that of the median launch.
+    """The rows with latencies scaled to the machine's usual pace: that of the median launch.
 
-    Shared machines are faster in one minute than in another, and what arithmetic limits follows it otherwise than the rest.
+    The speed of shared machines varies from minute to minute. Launches limited by arithmetic follow it differently from others.
     """
     alone = [row for row in rows if row.mode == "none"]
     if not alone:
@@ -92,10 +92,10 @@ def at_usual_pace(rows: Sequence[Row], basis: Basis) -> list[Row]:
 
 
 class Growing:
-    """The dataset of a profile under way. Its first line says what is measured, so that two devices are never mixed."""
+    """The dataset of an unfinished profile. Its first line identifies the device, so that two devices are never mixed."""
 
     def __init__(self, path: Path, about: dict[str, Any], *, resume: bool) -> None:
-        """Begin a file, or go on with the one that is there.
+        """Begin a file, or continue an existing one.
 
         Raises:
             UserError: the file is of another device or seed.
@@ -115,7 +115,7 @@ class Growing:
             raise UserError(f"{self.path} was begun on another device or with another seed; finish it there, or use --fresh")
         whole = text[: text.rindex("\n") + 1]
         rows = _read(whole[len(head) :], self.path)
-        if whole != text and rows:  # killed in mid-line: what is there of the last launch may not be all of it
+        if whole != text and rows:  # killed in the middle of a line: the last launch may be incomplete
             rows = [row for row in rows if row.case != rows[-1].case]
             whole = head + _written(rows)
         if whole != text:
@@ -128,11 +128,11 @@ class Growing:
 
     @property
     def cases(self) -> set[str]:
-        """The launches that are done."""
+        """The cases that are done."""
         return {row.case for row in self.rows}
 
     def append(self, rows: Sequence[Row]) -> None:
-        """All rows of one launch, in one write; held as they will be read, so that a resumed profile trains the same models."""
+        """Append all rows of one launch in one write. They are kept as read back, so that a resumed profile trains equally."""
         self.rows += _read(_written(rows), self.path)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(_written(rows, header=False))
@@ -155,14 +155,14 @@ def _read(text: str, where: Path) -> list[Row]:
 
 
 def write_dataset(path: Path, about: dict[str, Any], rows: Iterable[Row]) -> None:
-    """The finished dataset, whole or not at all. `about`: what was measured, and the rates."""
+    """Write the finished dataset atomically. `about`: the device and its rates."""
     content = "# " + json.dumps(about, sort_keys=True) + "\n" + _written(rows)
     with written_whole(path) as file:
         file.write(gzip.compress(content.encode(), 9, mtime=0))
 
 
 def read_dataset(path: Path) -> tuple[dict[str, Any], list[Row]]:
-    """What a dataset says of itself, and its rows.
+    """Read a dataset: its description, and its rows.
 
     Raises:
         MissingFileError: no such file.

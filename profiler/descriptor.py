@@ -1,4 +1,4 @@
-"""A device descriptor as TOML, as `flashmem.target.descriptor.load_descriptor` reads it."""
+"""Writes a device descriptor as TOML, for `flashmem.target.descriptor.load_descriptor`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAME = re.compile(r"^name *=.*$", re.MULTILINE)
 
 
 def write_descriptor(folder: Path, descriptor: DeviceDescriptor, source: str, what: str) -> Path:
-    """Write NAME.toml, whole or not at all, and return its path. Every rate, and where it was measured, gets `source`."""
+    """Write NAME.toml atomically, and return its path. Every rate, and the key `measured_on`, gets `source`."""
     sources = {name: source for name in (*(field.name for field in fields(Rates)), "measured_on")}
     sources["tile"] = descriptor.sources.get("tile", "chosen by hand; see docs/opencl-notes.md")
     kept = {key: said for key, said in descriptor.sources.items() if key not in sources}
@@ -34,10 +34,10 @@ def write_descriptor(folder: Path, descriptor: DeviceDescriptor, source: str, wh
 
 
 def name_table(folder: Path, descriptor: DeviceDescriptor, name: str) -> Path:
-    """Let the descriptor in `folder` name the tuning database `name`, and return its path.
+    """Set the tuning database of the descriptor in `folder` to `name`, and return its path.
 
-    A descriptor that lies there keeps everything else that it says, comments too; otherwise `descriptor` is written, and the
-    capacity model that it names, so that the folder holds all of it.
+    An existing descriptor keeps everything else, including comments. Otherwise `descriptor` is written with its capacity model,
+    so that the folder is complete.
     """
     path = folder / f"{descriptor.name}.toml"
     line = f"tuned = {_value(name)}"
@@ -52,7 +52,7 @@ def name_table(folder: Path, descriptor: DeviceDescriptor, name: str) -> Path:
 
 
 def _beside(folder: Path, stem: str, suffixes: Sequence[str]) -> str:
-    """Copy what a descriptor names, shipped or by its path, to `folder`; its name there, "" for none."""
+    """Copy files that a descriptor names, shipped or by path, to `folder`; returns their name there, "" for none."""
     if stem:
         for suffix in suffixes:
             source = Path(stem + suffix)
@@ -63,7 +63,7 @@ def _beside(folder: Path, stem: str, suffixes: Sequence[str]) -> str:
 
 
 def _toml(descriptor: DeviceDescriptor, head: str) -> str:
-    """The descriptor as `flashmem.target.descriptor.load_descriptor` reads it."""
+    """The descriptor as TOML text."""
     data = descriptor.to_dict()
     apart = (*_TABLES, _OF_CONFIGS, "only")
     lines = [head, *(f"{key} = {_value(value)}" for key, value in data.items() if key not in apart)]
@@ -85,7 +85,7 @@ def _write(path: Path, text: str) -> Path:
 
 
 def _value(value: Any) -> str:
-    """A TOML value: strings, booleans and lists are written as JSON writes them; rates with four digits."""
+    """A TOML value: strings, booleans and lists in JSON syntax; rates with four digits."""
     if isinstance(value, float):
         text = f"{value:.4g}"
         return text if any(mark in text for mark in ".en") else text + ".0"

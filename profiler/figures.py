@@ -1,4 +1,4 @@
-"""Figures of a profile: latency increase against streamed bytes (the paper's Figure 2), and predicted against measured."""
+"""Figures of a profile: latency increase over streamed bytes (the paper's Figure 2), and predicted over measured latency."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STYLES = ("-", "--", ":", "-.")
 def draw_figures(dataset: Path, parts: Sequence[HeldOut], folder: Path) -> list[Path]:
     """Draw NAME-response.png and NAME-prediction.png into `folder` and return their paths.
 
-    `parts`: what `report.held_out` gave of the dataset.
+    `parts`: the result of `report.held_out` for the dataset.
 
     Raises:
         UserError: matplotlib is not installed, not a dataset, or one without loads.
@@ -43,7 +43,7 @@ def draw_figures(dataset: Path, parts: Sequence[HeldOut], folder: Path) -> list[
 
 
 def draw_response(rows: Sequence[Row], device: str, path: Path) -> None:
-    """Median latency increase of each operator type over the ratio of streamed bytes to its own input; a panel a mode."""
+    """Draw the median latency increase of each operator type over the ratio of streamed bytes to its input, by mode."""
     usual = default_path(rows)
     chosen = [row for row in rows if row.features.memory_path == usual]
     modes = sorted({row.mode for row in chosen} - {"none"}, key=lambda mode: (mode == "interleave", mode))
@@ -74,7 +74,7 @@ def _responses(rows: Sequence[Row], mode: str) -> dict[tuple[str, str], NDArray[
 
 
 def _median(values: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
-    """The median where at least half of the curves reach."""
+    """The median at points that at least half of the curves reach."""
     stack = np.stack(values)
     enough = np.isfinite(stack).sum(0) * 2 >= len(values)
     result = np.full(stack.shape[1], np.nan)
@@ -105,7 +105,7 @@ def _response_panel(axis: Any, responses: dict[tuple[str, str], NDArray[np.float
 
 
 def draw_prediction(parts: Sequence[HeldOut], device: str, path: Path) -> None:
-    """Latency under load, predicted while held out against measured; XGBoost and the roofline side by side."""
+    """Draw latency under load of held-out launches, predicted over measured; XGBoost and the roofline side by side."""
     with figure(path, columns=2, size=(11, 5.4), sharex=True, sharey=True) as (drawn, axes):
         for axis, which, title in zip(axes, ("predicted", "roofline"), ("XGBoost", "roofline"), strict=True):
             _prediction_panel(axis, parts, which)

@@ -1,7 +1,7 @@
-"""A kit: what a device without the compiler needs to be measured. One file, made on a desk for a descriptor.
+"""A kit: all data to measure a device without the compiler, in one file made elsewhere for a descriptor.
 
-It is a zip file. `kit.json` says what it is for and which member holds which launch; a launch is its program and its kernels as
-JSON, and its constants; the bundles to open lie in folders of their own. Reading needs numpy only.
+It is a zip file. `kit.json` describes the kit and maps launches to members. A launch is its program and its kernels as JSON,
+and its constants; bundles to open are in separate folders. Reading needs numpy only.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _OPENINGS = "openings"
 
 
 class Kit:
-    """A kit that was opened for reading."""
+    """A kit opened for reading."""
 
     def __init__(self, path: Path) -> None:
         """Open the file.
 
         Raises:
-            MissingFileError: there is none.
+            MissingFileError: the file is missing.
             UserError: not a kit of this version.
         """
         if not path.is_file():
@@ -58,7 +58,7 @@ class Kit:
 
     @property
     def seed(self) -> int:
-        """Of the launches that were drawn."""
+        """The seed of the sampled launches."""
         return int(self.about["seed"])
 
     def supply(self, path: MemoryPath) -> Supply:
@@ -72,11 +72,11 @@ class Kit:
         return _Packed(self, self.about["paths"][path])
 
     def models(self) -> list[list[Target]]:
-        """The launches of the models that were named."""
+        """The launches of each model in the kit."""
         return [[self.target(member) for member in members] for members in self.about["models"]]
 
     def target(self, member: str) -> Target:
-        """A launch by its member.
+        """Read a launch by its member name.
 
         Raises:
             UserError: the kit is damaged.
@@ -93,7 +93,7 @@ class Kit:
             raise UserError(f"{self.path} is damaged ({member}: {error}); copy it again, or make it again") from error
 
     def openings(self, folder: Path) -> Openings:
-        """The bundles to open, unpacked in `folder`."""
+        """Unpack the bundles to open into `folder`."""
         names = [name for name in self._file.namelist() if name.startswith(f"{_OPENINGS}/")]
         for name in names:
             parts = PurePosixPath(name).parts
@@ -108,14 +108,14 @@ class Kit:
 
 @dataclass(frozen=True)
 class _Packed:
-    """The launches of one path, by what they are (`held`: "matmul", "elementwise" and "sampled", by member)."""
+    """The launches of one path, by kind (`held`: member names under "matmul", "elementwise" and "sampled")."""
 
     kit: Kit
     held: Mapping[str, Any]
 
     @property
     def count(self) -> int | None:
-        """How many sampled launches there are."""
+        """Number of sampled launches."""
         return len(self.held["sampled"])
 
     def matmul(self, rows: int, depth: int, columns: int) -> Target:
@@ -127,12 +127,12 @@ class _Packed:
         return self.kit.target(self._member("elementwise", str(size)))
 
     def sampled(self, index: int, seed: int) -> Target | None:
-        """A drawn launch; they were drawn with the kit's seed."""
+        """A sampled launch; the kit's own seed applies."""
         member = self.held["sampled"][index]
         return None if member is None else self.kit.target(member)
 
     def openings(self, folder: Path, mode: TransferMode) -> Openings:
-        """Bundles to open; they are of every mode."""
+        """The bundles to open; they serve every mode."""
         return self.kit.openings(folder)
 
     def _member(self, kind: str, key: str) -> str:
@@ -143,7 +143,7 @@ class _Packed:
 
 
 class KitWriter:
-    """Writes a kit: launches one after the other, then `finish`."""
+    """Writes a kit: launches one by one, then `finish`."""
 
     def __init__(self) -> None:
         self._content = io.BytesIO()
@@ -151,7 +151,7 @@ class KitWriter:
         self._count = 0
 
     def add(self, target: Target) -> str:
-        """Keep a launch; returns its member."""
+        """Add a launch; returns its member name."""
         member = f"launches/{self._count}"
         self._count += 1
         held = {
@@ -169,14 +169,14 @@ class KitWriter:
         return member
 
     def add_folder(self, folder: Path, names: Iterable[str]) -> None:
-        """Keep the bundles `names` of `folder`."""
+        """Add the bundles `names` of `folder`."""
         for name in names:
             for file in sorted((folder / name).rglob("*")):
                 if file.is_file():
                     self._write(f"{_OPENINGS}/{file.relative_to(folder).as_posix()}", file.read_bytes())
 
     def finish(self, path: Path, about: Mapping[str, Any]) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file atomically."""
         self._write(_ABOUT, json.dumps({"version": FORMAT_VERSION, **about}, indent=1).encode())
         self._file.close()
         with written_whole(path) as file:
@@ -187,7 +187,7 @@ class KitWriter:
 
 
 def as_data(openings: Openings, folder: Path) -> dict[str, Any]:
-    """`openings` as `kit.json` has it."""
+    """`openings` as data for `kit.json`."""
     held = asdict(openings)
     held["bundles"] = {key: path.relative_to(folder).as_posix() for key, path in openings.bundles.items()}
     return held

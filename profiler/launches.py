@@ -1,4 +1,4 @@
-"""Whether recording launches pays: the executor with recordings beside the plain one, kernels that do nothing."""
+"""Measures whether recorded launches are faster: the executor with and without recordings, on empty kernels."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from flashmem.runtime.opencl.context import Context, Queue
 
 SOURCE = "__kernel void nothing(__global float* data) { if (get_global_id(0) == 1000000) data[0] = 1.0f; }"
 _SIZE = (64,)
-_OBJECTS = 16  # kernel objects that take turns
+_OBJECTS = 16  # kernel objects, used in rotation
 _LAUNCHES, _ROUNDS = 256, 15
 
 
 def nothing_steps(context: Context, count: int) -> list[Step]:
-    """`count` layers of one launch each, which do nothing."""
+    """`count` layers of one empty launch each."""
     data = context.buffer(4096)
     program = context.build(SOURCE, [])
     commands = [Command(program.kernel("nothing", [data]), _SIZE, _SIZE, (data,)) for _ in range(_OBJECTS)]
@@ -23,7 +23,7 @@ def nothing_steps(context: Context, count: int) -> list[Step]:
 
 
 def recording_pays(context: Context, queue: Queue) -> bool:
-    """Whether recorded launches are done sooner, beyond what runs differ by. False where the driver cannot record.
+    """Whether recorded launches are faster by more than the variation of runs. False if the driver cannot record.
 
     Raises:
         RunError: the device fails.
@@ -34,7 +34,7 @@ def recording_pays(context: Context, queue: Queue) -> bool:
     steps = nothing_steps(context, _LAUNCHES)
     executors = Executor(queue, steps), Executor(queue, steps, recorder)
     times: tuple[list[float], list[float]] = ([], [])
-    for turn in range(_ROUNDS + 3):  # kernels are loaded in the first, recorded in the second
+    for turn in range(_ROUNDS + 3):  # the first turn loads kernels, the second records
         for executor, taken in zip(executors, times, strict=True):
             begun = perf_counter()
             executor.run(None)

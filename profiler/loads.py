@@ -1,4 +1,4 @@
-"""Loads on the bench: the runtime's own transfers, of a file that is made for them and gone when the profile ends."""
+"""Loads on the bench: the runtime's own transfers from a temporary file, removed when the profile ends."""
 
 from __future__ import annotations
 
@@ -27,37 +27,37 @@ from flashmem.schedule.loads import Load, whole
 from flashmem.schedule.plan import PoolLayout, TextureSlot
 
 CHUNK = 1 << 20
-"""Bytes are streamed in slices of the planner's usual chunk."""
+"""Bytes of a slice: the planner's usual chunk."""
 
 PARTS = 64
-"""Slices in each of the two sets that are loaded in turn."""
+"""Slices in each of the two sets that are loaded alternately."""
 
-_WIDTH = 256  # texels of a slice's rows
+_WIDTH = 256  # texels in a row of a slice
 
 
 class Run(LoaderRun):
-    """Loads that wait at a gate until the clock is started; layers that are done open nothing else."""
+    """Loads that wait for a start signal; finished layers release nothing else."""
 
     def open(self) -> None:
-        """Start the clock."""
+        """Release the loads."""
         super().layer_done(1)
 
     def layer_done(self, layer: int) -> None:
-        """Nothing."""
+        """Do nothing."""
         return
 
     def _next(self) -> int | None:
-        """Nothing before the clock is started, though it could be read ahead."""
+        """No load before the start signal, even if it could be read ahead."""
         return super()._next() if self.is_open(1) else None
 
 
 class Loads:
-    """Slices to be loaded on one memory path of one device, in any of its transfer modes. Close it."""
+    """Slices to load on one memory path of one device, in any of its transfer modes. Close it."""
 
     def __init__(
         self, context: Context, ledger: Ledger, path: MemoryPath, folder: Path, content: NDArray[np.uint8], threads: int
     ) -> None:
-        """`folder`: where the file is made, of the first chunk of `content`. `threads`: how many load."""
+        """`folder`: for the file, made of the first chunk of `content`. `threads`: the number of loader threads."""
         self._context, self._ledger, self._path, self._threads = context, ledger, path, threads
         self._transfers: dict[TransferMode, Transfer] = {}
         with tempfile.NamedTemporaryFile(prefix=".flashmem-profile-", dir=folder) as file:
@@ -65,14 +65,14 @@ class Loads:
                 file.write(content[:CHUNK].data)
             file.flush()
             self._file = WeightFile(Path(file.name), 2 * PARTS * CHUNK)
-            # Open, it needs no name any more: nothing stays behind if this process is killed.
+            # Once open, the file needs no name: nothing remains if this process is killed.
             self._descriptor = os.open(file.name, os.O_RDONLY)
         self._sets = [[self._slice(i) for i in range(k * PARTS, (k + 1) * PARTS)] for k in (0, 1)]
         self._turn = 0
         self._loaded: dict[TransferMode, list[Slice]] = {}
 
     def close(self) -> None:
-        """Give everything back but what the ledger counts."""
+        """Release all resources except those that the ledger counts."""
         for transfer in self._transfers.values():
             transfer.close()
         self._file.close()
@@ -87,11 +87,11 @@ class Loads:
         return self._transfers[mode]
 
     def _make(self, mode: TransferMode, ledger: Ledger, parts: Sequence[Slice], layout: PoolLayout) -> Transfer:
-        apart = {part.name: part.name.encode() for part in parts}  # the file repeats itself
+        apart = {part.name: part.name.encode() for part in parts}  # separate, because the file repeats its content
         return make_transfer(mode, self._context, ledger, self._file, parts, layout, SharedSlices(), apart)
 
     def start(self, mode: TransferMode, count: int) -> tuple[Run, list[Slice]]:
-        """Loader threads that will bring in `count` slices once opened, and let go those of the last time."""
+        """Prepare loader threads that load `count` slices after the start signal, and free the slices of the last call."""
         self._turn ^= 1
         parts = self._sets[self._turn][:count]
         loads = [Load(part, whole(part), gate=1) for part in parts]
@@ -100,7 +100,7 @@ class Loads:
         return Run(self.transfer(mode), loads, frees, threads=self._threads), parts
 
     def load_seconds(self, mode: TransferMode, count: int) -> float:
-        """Seconds to bring in `count` slices (of the page cache) with nothing else going on."""
+        """Seconds to load `count` slices (from the page cache) while nothing else runs."""
         return _bring_in(*self.start(mode, count), self.transfer(mode))
 
     def transfer_rate(self, mode: TransferMode) -> float:
@@ -112,7 +112,7 @@ class Loads:
     def cold_rate(self, mode: TransferMode) -> float:
         """Bytes per second of loads whose pages were dropped from the page cache: the median of several.
 
-        A virtual machine's host may still hold the file; nothing here can tell.
+        A virtual machine's host may still cache the file; this cannot be detected here.
         """
         rates = []
         for _ in range(5):
@@ -123,7 +123,7 @@ class Loads:
         return statistics.median(rates)
 
     def slice_seconds(self, mode: TransferMode) -> float:
-        """What a slice costs beside its bytes: the time of loads of one page each."""
+        """The cost of a slice in addition to its bytes: the time of loads of one page each."""
         parts = [self._slice(i, page_size()) for i in range(2 * PARTS)]
         layout = self._layout(mode, parts, page_size(), places=len(parts), slots=1)
         ledger = Ledger(self._context, None)
@@ -141,7 +141,7 @@ class Loads:
             ledger.close()
 
     def _let_go(self, mode: TransferMode) -> None:
-        """Free what the last loads of `mode` brought in."""
+        """Free the slices of the last loads of `mode`."""
         for part in self._loaded.pop(mode, []):
             self.transfer(mode).free(part)
 
@@ -151,7 +151,7 @@ class Loads:
         return Slice(f"part{index}", "part", index * CHUNK, nbytes, _WIDTH, nbytes // (16 * _WIDTH), 16 * _WIDTH)
 
     def _layout(self, mode: TransferMode, parts: Sequence[Slice], nbytes: int, *, places: int, slots: int) -> PoolLayout:
-        """Where `parts` of `nbytes` each go, in turn: to one of `places` in a pool, or of `slots`."""
+        """A layout that assigns `parts` of `nbytes` each in rotation: to one of `places` in a pool, or to one of `slots`."""
         offsets = {part.name: i % places * nbytes for i, part in enumerate(parts)}
         layout = PoolLayout(pool_bytes=places * nbytes, offsets=offsets, threads=self._threads)
         if self._path == "texture" and mode in ("dma", "interleave"):
@@ -170,7 +170,7 @@ class Loads:
 
 
 def _bring_in(run: Run, parts: Sequence[Slice], transfer: Transfer) -> float:
-    """Seconds until all `parts` of `run` are there, and what copies them is done."""
+    """Seconds until all `parts` of `run` are loaded and their copies are done."""
     begun = perf_counter()
     run.open()
     for part in parts:

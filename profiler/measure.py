@@ -1,7 +1,7 @@
-"""Measuring a device: its rates, the launches of models, and drawn ones until the time is spent.
+"""Measures a device: its rates, the launches of models, and sampled ones until the time is spent.
 
-Needs numpy and pyopencl, and launches that somebody compiled (`target.Supply`): a phone measures with a kit. Each stage is
-taken up where an earlier call was killed.
+Needs numpy and pyopencl, and compiled launches (`target.Supply`): a phone measures with a kit. Each stage resumes where an
+earlier call was killed.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ Progress = Callable[[str, float], None]
 _MODEL_RATIOS = (0.25, 0.5, 1.0, 2.0, MAX_RATIO)
 _SAMPLE_RATIOS = (0.12, 0.4, 1.1, MAX_RATIO)
 _STEPS_BELOW = 3  # quarters of the least ratio that are measured where C_l lies below it
-_TOLERATED = 0.20  # what a reusable launch may be slowed down by: see `planning.capacity.classes`, which is not on a phone
+_TOLERATED = 0.20  # what a reusable launch may be slowed down by: see `planning.capacity.model`, which is not on a phone
 _MODELS_SHARE = 0.45
-OTHER_PATH = 4  # every so many sampled kernels one is measured on a path that is not the default
-_MOST_REFUSED = 20  # sampled kernels on end: then it is the device, not the kernels
-_LOADED = 5  # and one with load: that takes ten times as long as alone, and latency alone needs the most launches
+OTHER_PATH = 4  # one in so many sampled kernels is measured on a path other than the default
+_MOST_REFUSED = 20  # consecutive sampled kernels: then the device is at fault, not the kernels
+_LOADED = 5  # one in so many with load: that takes ten times as long, and latency alone needs the most launches
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure. `minutes` counts rates and launches over all calls; `seed` decides the sampled kernels."""
+    """The request of a profile. `minutes` limits rates and launches over all calls; `seed` determines the sampled kernels."""
 
     device: str
     output: Path
     minutes: float = 15.0
-    name: str = ""  # of the files; "": the descriptor's
+    name: str = ""  # of the files; "": the descriptor's name
     models: tuple[Path, ...] = ()
     resume: bool = True
     seed: int = 0
 
 
 LEAST_LAUNCHES = 20
-"""Fewer launches than this teach nothing."""
+"""The least number of launches from which a predictor can be trained."""
 
 
 class Measurement:
-    """What was measured of a device, not yet written. `done` removes what a later call would have gone on with."""
+    """Results of measuring a device, not yet written. `done` removes the files for resuming."""
 
     def __init__(
         self, device: Device, descriptor: DeviceDescriptor, machine: MachineRates, growing: Growing, seed: int
@@ -81,7 +81,7 @@ class Measurement:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What the dataset says of itself: the descriptor, too, so that it can be written where there is no such device."""
+        """Description of the dataset. It includes the descriptor, so that another machine can write it."""
         return {
             "source": self.source,
             "rates": self.machine.to_dict(),
@@ -91,13 +91,13 @@ class Measurement:
         }
 
     def write(self, folder: Path, name: str) -> Path:
-        """Write the dataset NAME.profile.csv.gz, whole or not at all, and return its path."""
+        """Write the dataset NAME.profile.csv.gz atomically, and return its path."""
         path = folder / f"{name}{SUFFIX}"
         write_dataset(path, self.about, self.growing.rows)
         return path
 
     def done(self) -> None:
-        """Nothing is to be gone on with."""
+        """Remove the files for resuming."""
         self.growing.path.unlink()
         _rates_file(self.growing).unlink()
 
@@ -113,7 +113,7 @@ def measure(
     """Measure `device` until the time is spent. `supplies`: launches for each memory path; None to compile them here.
 
     Raises:
-        UserError: an interrupted profile of something else is in the way.
+        UserError: an interrupted profile of another device or seed exists.
         RunError: the device fails.
     """
     request.output.mkdir(parents=True, exist_ok=True)
@@ -139,7 +139,7 @@ def _rates_file(growing: Growing) -> Path:
 
 
 def _kept_rates(file: Path) -> tuple[MachineRates, float] | None:
-    """The rates that an earlier call kept and the seconds they took; None where there are none, or not of this version."""
+    """The rates that an earlier call kept, and the seconds they took; None if they are missing, or of another version."""
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
         if kept["rates"].keys() != {field.name for field in fields(Rates)}:
@@ -150,7 +150,7 @@ def _kept_rates(file: Path) -> tuple[MachineRates, float] | None:
 
 
 def _measured_rates(file: Path, benches: Sequence[Bench], device: str, progress: Progress) -> tuple[MachineRates, float]:
-    """The rates and the seconds they took, kept in `file` for a later call."""
+    """Measure the rates; returns them and the seconds they took, and keeps both in `file` for a later call."""
     begun = perf_counter()
     machine = measure_rates(benches, device, lambda what: progress(f"rates ({what})", 0.0))
     spent = perf_counter() - begun
@@ -167,10 +167,10 @@ def _measure(
     spent: float,
     progress: Progress,
 ) -> None:
-    """Launches until the time is spent: those of the models first, then sampled ones.
+    """Measure launches until the time is spent: first those of the models, then sampled ones.
 
     Raises:
-        RunError: the device refuses one sampled kernel after the other.
+        RunError: the device refuses one sampled kernel after another.
     """
     budget = 60 * request.minutes
     spent += sum(row.spent for row in growing.rows)
@@ -186,12 +186,12 @@ def _measure(
         try:
             rows = _measure_launch(bench, target, ratios, len(done), benches[0].pace)
             refused = 0
-        except RunError as error:  # of its size or its kernel: other launches say what the device can do
+        except RunError as error:  # for its size or its kernel: other launches may still work
             rows = []
             refused += target.origin == SAMPLE
             if refused == _MOST_REFUSED:
                 raise RunError(f"the device refuses one launch after the other, the last because {error}") from error
-        took = perf_counter() - begun  # drawing and compiling it among the rest
+        took = perf_counter() - begun  # includes drawing and compiling
         begun += took
         spent += took
         done.add(target.case)
@@ -202,8 +202,9 @@ def _measure(
 def _plan(
     request: Request, benches: Sequence[Bench], models: Sequence[Sequence[Target]]
 ) -> Iterator[tuple[Bench, Target | None, tuple[float, ...], float]]:
-    """(bench, launch, ratios, share of the time up to which it may begin), as many as there are: without an end where they are
-    compiled here.
+    """Yield (bench, launch, ratios, latest start as a fraction of the time).
+
+    There are as many as the supply has, without end if they are compiled here.
     """
     for i, launches in enumerate(models, start=1):
         for target in launches:
@@ -220,9 +221,9 @@ def _plan(
 
 
 def _measured_beside(prepared: Prepared, mode: TransferMode, ratios: Sequence[float], own_bytes: int) -> Iterator[Measured]:
-    """With load at `ratios` and, as long as the least amount slows the launch down by more than a reusable one may be, at less.
+    """Measure with load at `ratios`, and at lower ones while the least amount slows the launch down beyond the tolerance.
 
-    C_l is where the slowdown passes a threshold; below the least amount measured it would be a line drawn from nothing.
+    C_l is where the slowdown exceeds a threshold; below the least measured amount, it would be pure extrapolation.
     """
     least: Measured | None = None
     for ratio in (*ratios, *(ratios[0] / 4**step for step in range(1, _STEPS_BELOW + 1) if ratios)):
@@ -238,9 +239,9 @@ def _measured_beside(prepared: Prepared, mode: TransferMode, ratios: Sequence[fl
 
 
 def _measure_launch(bench: Bench, target: Target, ratios: Sequence[float], number: int, pace: Callable[[], Pace]) -> list[Row]:
-    """The rows of one launch: alone, and with load at `ratios` in the path's default mode and one of the others, in turn.
+    """The rows of one launch: alone, and with load at `ratios` in the path's default mode and in one other mode, in rotation.
 
-    A mode that fails beside this launch ends where it fails.
+    If a mode fails beside this launch, its rows end there.
 
     Raises:
         RunError: the device refuses the launch itself.

@@ -1,4 +1,4 @@
-"""The launches of whole models, and what the dataset calls them."""
+"""The launches of whole models, and the models' names in the dataset."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from .dataset import SAMPLE
 
 
 def read_models(paths: Sequence[Path], descriptor: DeviceDescriptor) -> list[list[Target]]:
-    """The distinct launches of each ONNX model; launches that differ in nothing but their weights count once.
+    """The distinct launches of each ONNX model; launches that differ only in their weights count once.
 
     Raises:
-        UserError: a model cannot be read or run, or its name in the dataset would be that of something else.
+        UserError: a model cannot be read or run, or its name in the dataset is ambiguous.
     """
     return [_launches(path, name, descriptor) for name, path in _by_name(paths).items()]
 
 
 def _by_name(paths: Sequence[Path]) -> dict[str, Path]:
-    """The models by what the dataset calls them."""
+    """The models by their names in the dataset."""
     found: dict[str, Path] = {}
     for path in paths:
         name = _name(path)
         family, _, index = name.rpartition("-")
         if name == SAMPLE or (family in FAMILIES and index.isdecimal()):
-            raise UserError(f"--model {path}: {name!r} is what the dataset calls kernels that are drawn; rename the model")
+            raise UserError(f"--model {path}: {name!r} is the dataset's name for sampled kernels; rename the model")
         if name in found:
             raise UserError(
                 f"--model {found[name]} and --model {path} would both be called {name!r} in the dataset; rename one "
@@ -42,7 +42,7 @@ def _by_name(paths: Sequence[Path]) -> dict[str, Path]:
 
 
 def _name(path: Path) -> str:
-    """The file's name, or its folder's where the file is called model.onnx, as `flashmem zoo export` calls it."""
+    """The name of a model: the file's, or its folder's if the file is named model.onnx, as `flashmem zoo export` does."""
     return (path.parent.resolve().name if path.stem == "model" else "") or path.stem
 
 

@@ -1,4 +1,4 @@
-"""`python -m flashmem.profiler.opening BUNDLE DEVICE`: seconds to open a session and run once, above a warm run.
+"""`python -m flashmem.profiler.opening BUNDLE DEVICE`: seconds to open a session and run once, minus a warm run.
 
 The OpenCL driver is loaded before the clock starts, as in every comparison with other engines (benchmarks/worker.py).
 """

@@ -1,4 +1,4 @@
-"""Bundles to open: they differ in kernels alone, or in layers alone."""
+"""Bundles for timing the opening of sessions: they differ only in kernels, or only in layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KERNELS, _LAYERS = 28, 280
 
 
 def make_openings(folder: Path, descriptor: DeviceDescriptor, mode: TransferMode) -> Openings:
-    """The bundles, made in `folder`."""
+    """Make the bundles in `folder`."""
     graphs = {"one": kernels_graph(1), "kernels": kernels_graph(_KERNELS), "layers": layers_graph(_LAYERS)}
     bundles = {key: folder / f"{key}.flashmem" for key in graphs}
     for key, path in bundles.items():
@@ -35,7 +35,7 @@ _ENDINGS = ("Relu", "Gelu", "Tanh", "Sigmoid", "Exp", "HardSwish")
 
 
 def layers_graph(count: int) -> Graph:
-    """A chain of `count` products with weights of their own, all one kernel."""
+    """A chain of `count` products with separate weights, all by one kernel."""
     g = Sketch()
     y = g.input(1, 8, 64)
     for _ in range(count):
@@ -44,7 +44,7 @@ def layers_graph(count: int) -> Graph:
 
 
 def kernels_graph(count: int) -> Graph:
-    """A graph of up to `count` kernels, of the kinds that models have, with as many texts as there are kernels."""
+    """A graph of up to `count` kernels with different texts, of the kinds that models have."""
     g = Sketch()
     outputs = []
     for i in range(count):
@@ -68,7 +68,7 @@ def kernels_graph(count: int) -> Graph:
 def _bundle(path: Path, graph: Graph, descriptor: DeviceDescriptor, mode: TransferMode) -> None:
     graph = prepare(graph)
     made = generate(graph, fuse(graph), descriptor)
-    # The rates are being measured and the model is not trained: the plan must not ask for it.
+    # The rates are not measured yet and the model is not trained, so the plan must not use it.
     options = Options(replace(descriptor, capacity_model=""), mode, Limits())
     with BundleWriter(path) as writer:
         made.write(writer)

@@ -1,4 +1,4 @@
-"""Making a kit (`kit.py`) for a device that is not here, where the compiler is."""
+"""Makes a kit (`kit.py`) for another device, where the compiler is available."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .models import read_models
 from .rates import CPU_GEMMS, DELAYED_GEMM, GPU_GEMMS, ONE_GROUP, TRAFFIC_ELEMENTS
 
 KERNELS = 240
-"""Drawn kernels of a kit: about as many as a phone measures in an hour."""
+"""Number of sampled kernels in a kit: about as many as a phone measures in an hour."""
 
 
 def write_kit(
@@ -29,7 +29,7 @@ def write_kit(
     *,
     kernels: int = KERNELS,
 ) -> Path:
-    """Write a kit to measure the device that `descriptor` describes; returns its path.
+    """Write a kit to measure the device of `descriptor`; returns its path.
 
     Raises:
         UserError: a model cannot be read or run.

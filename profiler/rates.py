@@ -1,4 +1,4 @@
-"""The machine's rates: every field of `flashmem.target.descriptor.Rates`, measured with the runtime's own parts."""
+"""Measures the machine's rates: every field of `flashmem.target.descriptor.Rates`, with the runtime's own parts."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ class MachineRates:
     mode_rates: dict[str, float]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """The rates as JSON data."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> MachineRates:
-        """What `to_dict` gave."""
+        """The rates from the result of `to_dict`."""
         return cls(Rates(**data["rates"]), data["mode_rates"])
 
 
 def measure_rates(benches: Sequence[Bench], device: str, progress: Callable[[str], None]) -> MachineRates:
-    """All rates; that of lanes by one product, which the dataset then says better (`lane_contention`).
+    """Measure all rates. The contention of copy streams is that of one product; the dataset refines it (`lane_contention`).
 
-    `benches`: one for each path, the default first. `device` is how `flashmem run` finds the device. The disk is the one that
-    the benches' files lie on.
+    `benches`: one for each path, the default first. `device` identifies the device for `flashmem run`. The disk is the one with
+    the benches' files.
     """
     bench = benches[0]
     mode = bench.descriptor.modes[bench.path][0]
@@ -63,7 +63,7 @@ def measure_rates(benches: Sequence[Bench], device: str, progress: Callable[[str
     delays: dict[TransferMode, float] = {}
     for each in benches:  # a mode that only another path has is measured there
         delays |= _contention(each, alone, delays)
-    progress("disk")  # last: part of the benches' file is out of the page cache afterwards
+    progress("disk")  # last: afterwards, part of the benches' file is not in the page cache
     disk = bench.loads.cold_rate(mode)
     load = bench.loads.slice_seconds(mode)
     progress("sessions")
@@ -87,10 +87,10 @@ def measure_rates(benches: Sequence[Bench], device: str, progress: Callable[[str
 
 
 def lane_contention(rows: Sequence[Row], mode_rates: dict[str, float], path: str) -> float | None:
-    """The share of a transfer's time by which moves in a kernel's own lane delay it: the median over contractions; None where
-    no row says it.
+    """The contention of copy streams: the fraction of a transfer's time by which its moves delay the kernel.
 
-    Only moves that take less time alone than the kernel are asked: beyond that it is the transfer that is waited for.
+    It is the median over contractions; None if no row shows it. Only moves that take less time alone than the kernel count:
+    beyond that, the kernel waits for the transfer.
     """
     rate = mode_rates.get(f"{path} interleave")
     found = []
@@ -103,8 +103,10 @@ def lane_contention(rows: Sequence[Row], mode_rates: dict[str, float], path: str
 
 
 def _contention(bench: Bench, mode_rates: dict[str, float], measured: Collection[TransferMode]) -> dict[TransferMode, float]:
-    """By mode that is not `measured`, the share of a transfer's time by which it delays products: loader threads those that go
-    on for three times as long, a lane its own, by as much as is moved in a third of that one's time.
+    """By mode that is not in `measured`, the fraction of a transfer's time by which it delays products.
+
+    Loader threads delay products that run three times as long as the transfer. A copy stream delays its own kernel, by the
+    bytes that it moves in a third of the kernel's time.
     """
     product = bench.prepare(bench.supply.matmul(*DELAYED_GEMM))
     found: dict[TransferMode, float] = {}
@@ -117,7 +119,7 @@ def _contention(bench: Bench, mode_rates: dict[str, float], measured: Collection
             found[mode] = max(0.0, product.delay(mode, PARTS, math.ceil(3 * transfer / product.seconds)) / transfer)
             continue
         beside = product.measure(mode, min(LANE_BYTES / 2, rate * product.seconds / 3))
-        assert beside is not None  # there is room for so many bytes
+        assert beside is not None  # the device has memory for so many bytes
         found[mode] = max(0.0, (beside.slowdown - 1) * product.seconds * rate / beside.streamed_bytes)
     return found
 
@@ -128,7 +130,7 @@ def _gemm(bench: Bench, rows: int, depth: int, columns: int) -> float:
 
 
 def _copy_rate(bench: Bench) -> float:
-    """Host memory to the device, by the command that loads use."""
+    """Bytes per second from host memory to the device, by the command that loads use."""
     staging, buffer = bench.context.buffer(_COPY_BYTES, host_visible=True), bench.context.buffer(_COPY_BYTES)
     data = bench.queue.map(staging, _COPY_BYTES)
     try:

@@ -1,4 +1,4 @@
-"""How good predictions are on launches that training did not see, and which operators respond otherwise than Table 5 says."""
+"""Quality of predictions on launches outside the training data, and operators whose response differs from Table 5."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from flashmem.base.errors import UserError
+from flashmem.base.types import OperatorClass
 from flashmem.planning.capacity.basis import Basis
-from flashmem.planning.capacity.classes import THRESHOLDS
+from flashmem.planning.capacity.model import THRESHOLDS
 from flashmem.planning.capacity.predictor import Predictor, ratio_within
 from flashmem.planning.capacity.response import MARKER, Learned, learn_classes
 
@@ -25,12 +26,12 @@ _FOLDS = 5
 CHUNK = 1 << 20
 _WITHIN = 0.25
 CAPACITY_BAR, MEAN_BAR, MEDIAN_BAR = 0.8, 0.15, 0.08
-_LEAST_SECONDS = 1e-4  # below, a launch's own overhead hides how its kernel responds
+_LEAST_SECONDS = 1e-4  # for shorter launches, the launch overhead hides the kernel's response
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A row that was held out, at the machine's usual pace; what was predicted, and by what. `raw`: seconds as measured."""
+    """A held-out row at the machine's usual pace, with its predictions. `raw`: seconds as measured."""
 
     row: Row
     predicted: float
@@ -39,16 +40,15 @@ class Prediction:
 
     @property
     def measured(self) -> float:
-        """Seconds, with the load, at the usual pace."""
+        """Measured seconds, with the load, at the usual pace."""
         return self.row.seconds * self.row.slowdown
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """C_l of a held-out launch in one mode, bytes: measured, predicted, and by the roofline. All end where measuring ended.
+    """C_l of a held-out launch in one mode, in bytes: measured, predicted, and by the roofline; all within the measured range.
 
-    `resolved`: the measured one lies between two amounts that were measured, not below the least of them, where it is a line
-    drawn from nothing.
+    `resolved`: the measured value is between two measured amounts, not below the least one, where it would be extrapolated.
     """
 
     row: Row
@@ -60,9 +60,9 @@ class Capacity:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Everything that was predicted while it was held out. `what`: the shapes or the model that was held out.
+    """All predictions for held-out launches. `what`: the shapes or the model that was held out.
 
-    `alike`: launches of others that training did not see either, being the same as one that was held out.
+    `alike`: number of other launches excluded from training because they equal a held-out one.
     """
 
     what: str
@@ -88,12 +88,12 @@ class _Known:
 
     @property
     def models(self) -> list[str]:
-        """The models whose launches are among the rows."""
+        """The models with launches among the rows."""
         return sorted({row.origin for row in self.raw} - {SAMPLE})
 
 
 def held_out(dataset: Path) -> list[HeldOut]:
-    """Sampled shapes in five folds, then each model in turn; trained anew without them each time.
+    """Predict sampled shapes in five folds, then each model in turn; training starts over without them each time.
 
     Raises:
         UserError: not a dataset, or one with too few launches to hold any out.
@@ -115,7 +115,7 @@ def held_out(dataset: Path) -> list[HeldOut]:
 
 
 def _held(what: str, known: _Known, held: Callable[[Row], bool]) -> HeldOut:
-    """Judged by a predictor that saw neither these launches nor any like them."""
+    """Predictions by a predictor trained without these launches and without equal ones."""
     features = {row.features for row in known.paced if held(row)}
     seen = [row for row in known.paced if row.features not in features]
     alike = {row.case for row in known.paced if row.features in features and not held(row)}
@@ -123,9 +123,9 @@ def _held(what: str, known: _Known, held: Callable[[Row], bool]) -> HeldOut:
 
 
 def judged_by_shipped(dataset: Path) -> tuple[tuple[str, ...], list[HeldOut]]:
-    """What the models beside the dataset were trained on, and how they predict the models that they were not trained on.
+    """The models on which the shipped predictor was trained, and its predictions for the other models.
 
-    Nothing where they are missing or do not say.
+    Both are empty if the predictor is missing or does not name its training data.
     """
     known = _Known.read(dataset)
     stem = dataset.with_name(dataset.name.removesuffix(SUFFIX)).absolute()
@@ -164,7 +164,7 @@ def _mode(row: Row) -> Any:
 
 
 def curves(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
-    """The loaded rows of each (case, mode), by rising streamed bytes."""
+    """The loaded rows of each (case, mode), in ascending order of streamed bytes."""
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.mode != "none":
@@ -173,7 +173,7 @@ def curves(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
 
 
 def measured_ratio(points: Sequence[Row], slowdown: float) -> float:
-    """The streamed bytes, over the kernel's own, up to which the measured curve stays within a slowdown."""
+    """The ratio of streamed bytes to the kernel's own bytes up to which the measured curve stays within a slowdown."""
     ratios = np.array([0.0, *(row.streamed_bytes / row.features.own_bytes for row in points)])
     factors = np.maximum.accumulate([1.0, *(row.slowdown for row in points)])
     return ratio_within(ratios, factors, slowdown)
@@ -185,7 +185,7 @@ def _capacities(rows: Sequence[Row], predictor: Predictor, basis: Basis, machine
         features = points[0].features
         threshold = THRESHOLDS[features.operator_class]
         if not threshold:
-            continue  # 0 by its class, whoever is asked
+            continue  # 0 by its class, for any predictor
         last = points[-1].streamed_bytes
         predicted = predictor.streamable_of(features, threshold, _mode(points[0]))
         roofline = threshold * basis.roofline(features) * machine.rates.copy_bandwidth
@@ -197,9 +197,9 @@ def _capacities(rows: Sequence[Row], predictor: Predictor, basis: Basis, machine
 
 
 def agreement(pairs: Sequence[tuple[float, float]], chunk: int | None) -> float:
-    """The share of (measured, found) C_l that are within 25 % of the measured one, in bytes or in whole chunks.
+    """The fraction of (measured, found) C_l within 25 % of the measured one, in bytes or in whole chunks.
 
-    Where both count nothing there is nothing to hit, and the pair is left out; nan where that is all there is.
+    Pairs in which both are 0 are ignored; nan if no others exist.
     """
 
     def count(nbytes: float) -> float:
@@ -211,11 +211,11 @@ def agreement(pairs: Sequence[tuple[float, float]], chunk: int | None) -> float:
 
 @dataclass(frozen=True)
 class Repeats:
-    """The launches that two profiles of one device have in common.
+    """Comparison of the launches that two profiles of one device have in common.
 
-    Both are measured, so that a perfect predictor would be off from either by about 1/sqrt(2) of what they differ by.
+    Both are measured, so a perfect predictor would differ from either by about 1/sqrt(2) of their difference.
 
-    `differences` of latencies alone, each at its profile's usual pace, as shares, without the one that all have in common; and
+    `differences`: of latencies alone, each at its profile's usual pace, as fractions, minus their common part. `capacities`:
     (first, second) C_l in bytes.
     """
 
@@ -224,7 +224,7 @@ class Repeats:
 
 
 def repeats(dataset: Path, again: Path) -> Repeats:
-    """How far two profiles lie apart.
+    """Compare two profiles of a device.
 
     Raises:
         UserError: not datasets, or no launch is in both.
@@ -242,7 +242,7 @@ def repeats(dataset: Path, again: Path) -> Repeats:
 
 
 def _measured_capacities(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
-    """C_l in bytes by (case, mode), where the class lets it be anything but 0."""
+    """C_l in bytes by (case, mode), for classes that allow a value above 0."""
     found = {}
     for key, points in curves(rows).items():
         if threshold := THRESHOLDS[points[0].features.operator_class]:
@@ -251,21 +251,24 @@ def _measured_capacities(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
 
 
 def errors(predictions: Sequence[Prediction], which: str, *, raw: bool = False) -> list[float]:
-    """Absolute errors as shares of the latency measured, at the usual pace or `raw`."""
+    """Absolute errors as fractions of the measured latency, at the usual pace or `raw`."""
     return [abs(getattr(p, which) / (p.raw if raw else p.measured) - 1) for p in predictions]
 
 
 def learned_classes(rows: Sequence[Row], mode: str) -> list[Learned]:
-    """Operator classes from the response to loads in `mode`, over launches long enough to show it."""
+    """Learn operator classes from the response to loads in `mode`, over launches that are long enough to show it."""
     tolerances: dict[str, list[float]] = {}
+    paper: dict[str, OperatorClass] = {}
     for (_, used), points in curves(rows).items():
         if used == mode and points[0].seconds >= _LEAST_SECONDS:
-            tolerances.setdefault(operator_type(points[0]), []).append(measured_ratio(points, MARKER))
-    return learn_classes(tolerances)
+            operator = operator_type(points[0])
+            tolerances.setdefault(operator, []).append(measured_ratio(points, MARKER))
+            paper[operator] = points[0].features.operator_class
+    return learn_classes(tolerances, paper)
 
 
 def operator_type(row: Row) -> str:
-    """The ONNX type of a row; products of two activations, depthwise convolutions and columns apart from the others."""
+    """The ONNX type of a row; products of activations, depthwise convolutions and reductions of columns are separate types."""
     apart = {"matmul_dynamic": "MatMul of activations", "depthwise": "Conv, depthwise", "reduce_columns": "over columns"}
     other = apart.get(row.features.family)
     if other == "over columns":
@@ -274,6 +277,6 @@ def operator_type(row: Row) -> str:
 
 
 def default_path(rows: Sequence[Row]) -> str:
-    """The memory path of most rows: a profile measures the device's default one most."""
+    """The memory path of most rows: a profile measures mostly the device's default one."""
     paths = [row.features.memory_path for row in rows]
     return max(sorted(set(paths)), key=paths.count)

@@ -1,7 +1,7 @@
-"""`flashmem profile`: measure a device, train on what was measured, and write the device's files.
+"""`flashmem profile`: measure a device, train on the results, and write the device's files.
 
-A later call takes up where an earlier one was killed (`measure.py`). Measuring and training may be done on two machines: a
-phone writes the dataset, which says enough of the device to train and to write its descriptor elsewhere.
+A later call resumes where an earlier one was killed (`measure.py`). Two machines may share the work: a phone writes the
+dataset, which contains enough to train and to write the phone's descriptor elsewhere.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .train import save, train
 def profile(request: Request, progress: Progress) -> Path:
     """Profile a device and write NAME.toml, NAME.seconds.ubj, NAME.slowdown.ubj and NAME.profile.csv.gz into `output`.
 
-    Returns the descriptor's path. `progress(stage, fraction)` is called as it goes on.
+    Returns the descriptor's path. `progress(stage, fraction)` is called during the profile.
 
     Raises:
         NoDeviceError: no such device.
-        UserError: a model cannot be profiled, an interrupted profile of something else is in the way, or the time was too
+        UserError: a model cannot be profiled, an interrupted profile of another device or seed exists, or the time was too
             short to train.
         RunError: the device fails.
     """
@@ -54,12 +54,12 @@ def profile(request: Request, progress: Progress) -> Path:
 
 
 def retrain(dataset: Path, without: Sequence[str] = ()) -> Path:
-    """Train anew on a finished dataset and write the models beside it, and the descriptor where the dataset has it and there is
-    none; no device is needed.
+    """Train again on a finished dataset and write the models beside it; no device is needed.
 
-    Returns the models' stem, or the path of the descriptor that was written.
+    If the dataset contains the descriptor and none exists, it is written too. Returns the models' stem, or the path of the
+    written descriptor.
 
-    `without`: models whose launches training is not to see, so that `flashmem profile --report` can judge by them.
+    `without`: models whose launches are excluded from training, so that `flashmem profile --report` can evaluate on them.
 
     Raises:
         UserError: not a dataset, or it has no launches of such a model.
@@ -81,10 +81,10 @@ def retrain(dataset: Path, without: Sequence[str] = ()) -> Path:
 
 
 def basis_of(about: dict[str, Any]) -> Basis:
-    """The basis that a dataset's first line holds.
+    """The basis in a dataset's first line.
 
     Raises:
-        UserError: it holds none of this version.
+        UserError: it contains none of this version.
     """
     try:
         return Basis(**about["basis"])

@@ -1,4 +1,4 @@
-"""What opening a session takes: fresh processes open bundles that differ in kernels alone, or in layers alone."""
+"""Times the opening of sessions: fresh processes open bundles that differ only in kernels, or only in layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROUNDS = 5
 
 @dataclass(frozen=True)
 class Opening:
-    """Seconds of opening a session: beside everything, for each kernel from the program cache, and for each layer."""
+    """Seconds to open a session: fixed, for each kernel from the program cache, and for each layer."""
 
     session: float
     kernel: float
@@ -27,7 +27,7 @@ class Opening:
 
 
 def measure_opening(supply: Supply, device: str, mode: TransferMode) -> Opening:
-    """Medians over fresh processes that take turns. The cache is filled first; what a warm run takes is not counted.
+    """Medians over fresh processes in alternation. The cache is filled first; the time of a warm run is subtracted.
 
     Raises:
         RunError: a process fails.
@@ -45,10 +45,10 @@ def measure_opening(supply: Supply, device: str, mode: TransferMode) -> Opening:
 
 
 def _open(bundle: Path, device: str, cache: Path) -> float:
-    """Seconds to open a session and run once, above a warm run, in a fresh process that has loaded the driver.
+    """Seconds to open a session and run once, minus a warm run, in a fresh process with a loaded driver.
 
     Raises:
-        RunError: the process fails; with the last line that it wrote.
+        RunError: the process fails; with the last line of its output.
     """
     command = python_module("flashmem.profiler.opening", str(bundle), device)
     environment = {**module_environment(), "FLASHMEM_CACHE_DIR": str(cache)}
@@ -56,7 +56,7 @@ def _open(bundle: Path, device: str, cache: Path) -> float:
     if done.returncode:
         reason = _last_line(done.stderr) or f"exit code {done.returncode}"
         raise RunError(f"a fresh process could not open a session to time it: {reason}")
-    answer = _last_line(done.stdout)  # above it may stand what a driver prints
+    answer = _last_line(done.stdout)  # a driver may print lines before it
     try:
         return float(answer)
     except ValueError as error:

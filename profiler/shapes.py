@@ -1,6 +1,6 @@
-"""Contractions of models as single operators: what `flashmem tune` and `benchmarks.kernels.operators` measure.
+"""Shapes of models' contractions as single operators, for `flashmem tune` and `benchmarks.kernels.operators`.
 
-Each makes a graph of one operator and its workload. Shapes that models have come from the zoo's graphs.
+Each shape makes a graph of one operator and its workload. Shapes of models are extracted from the zoo's graphs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Shape(ABC):
 
     @abstractmethod
     def workload(self, path: MemoryPath, storage: str = "float32") -> Workload:
-        """The workload that the compiler selects a config for, with weights on `path` in `storage`."""
+        """The workload for which the compiler selects a config, with weights on `path` in `storage`."""
 
     @abstractmethod
     def graph(self) -> Graph:
@@ -37,7 +37,7 @@ class Shape(ABC):
     @property
     @abstractmethod
     def elements(self) -> int:
-        """Elements of operands and result, each once."""
+        """Elements of operands and result, counted once."""
 
     @property
     def flops(self) -> int:
@@ -47,7 +47,7 @@ class Shape(ABC):
 
 @dataclass(frozen=True)
 class Matmul(Shape):
-    """[rows, depth] x a weight [depth, columns]."""
+    """A product [rows, depth] x a weight [depth, columns]."""
 
     rows: int
     depth: int
@@ -58,15 +58,15 @@ class Matmul(Shape):
 
     @property
     def elements(self) -> int:
-        """Of both operands and the result, each once."""
+        """Elements of both operands and the result."""
         return self.rows * self.depth + self.depth * self.columns + self.rows * self.columns
 
     def workload(self, path: MemoryPath, storage: str = "float32") -> Workload:
-        """What the compiler chooses a config for."""
+        """The workload for which the compiler selects a config."""
         return Workload("matmul", path, self.rows, self.depth, self.columns, storage=storage)
 
     def graph(self) -> Graph:
-        """The operator alone."""
+        """A graph of this operator alone."""
         g = Sketch()
         x = g.input(1, self.rows, self.depth)
         return g.finish(g.node("MatMul", [x, g.weight(self.depth, self.columns)], (1, self.rows, self.columns)))
@@ -74,7 +74,10 @@ class Matmul(Shape):
 
 @dataclass(frozen=True)
 class Convolution(Shape):
-    """[channels, height, width] to `columns` channels by a `kernel` (down, across), padded to keep the size if odd."""
+    """A convolution of [channels, height, width] to `columns` channels by a `kernel` (down, across).
+
+    If the kernel is odd, it is padded to keep the size.
+    """
 
     channels: int
     height: int
@@ -89,7 +92,7 @@ class Convolution(Shape):
 
     @property
     def pads(self) -> tuple[int, int]:
-        """Rows above and below, columns left and right."""
+        """Rows of padding above and below, columns left and right."""
         down, across = (size // 2 if size % 2 else 0 for size in self.kernel)
         return down, across
 
@@ -102,19 +105,19 @@ class Convolution(Shape):
 
     @property
     def elements(self) -> int:
-        """Of both operands and the result, each once."""
+        """Elements of both operands and the result."""
         image = self.channels * self.height * self.width
         return image + math.prod(self.kernel) * self.channels * self.columns + math.prod(self.out) * self.columns
 
     def workload(self, path: MemoryPath, storage: str = "float32") -> Workload:
-        """What the compiler chooses a config for: a 1x1 convolution is a plain product."""
+        """The workload for which the compiler selects a config; a 1x1 convolution is a plain product."""
         taps, stride = math.prod(self.kernel), max(self.stride)
         family = "matmul" if taps == stride == 1 else "conv"
         depth = taps * self.channels
         return Workload(family, path, math.prod(self.out), depth, self.columns, storage=storage, taps=taps, stride=stride)
 
     def graph(self) -> Graph:
-        """The operator alone; the compiler adds changes of layout around it."""
+        """A graph of this operator alone; the compiler adds changes of layout around it."""
         g = Sketch()
         x, weight = g.input(1, self.channels, self.height, self.width), g.weight(self.columns, self.channels, *self.kernel)
         shape, pads = (1, self.columns, *self.out), [*self.pads, *self.pads]
@@ -136,15 +139,15 @@ class Batched(Shape):
 
     @property
     def elements(self) -> int:
-        """Of both operands and the result, each once."""
+        """Elements of both operands and the result."""
         return self.batches * (self.rows * self.depth + self.depth * self.columns + self.rows * self.columns)
 
     def workload(self, path: MemoryPath, storage: str = "float32") -> Workload:
-        """What the compiler chooses a config for: activations are in buffers on either path."""
+        """The workload for which the compiler selects a config; activations are in buffers on either path."""
         return Workload("matmul_dynamic", "buffer", self.rows, self.depth, self.columns, self.batches, storage)
 
     def graph(self) -> Graph:
-        """The operator alone."""
+        """A graph of this operator alone."""
         g = Sketch()
         a, b = g.input(1, self.batches, self.rows, self.depth), g.input(1, self.batches, self.depth, self.columns)
         return g.finish(g.node("MatMul", [a, b], (1, self.batches, self.rows, self.columns)))
@@ -166,15 +169,15 @@ class Attention(Shape):
 
     @property
     def elements(self) -> int:
-        """Of Q, K, V and the result, each once."""
+        """Elements of Q, K, V and the result."""
         return 2 * self.heads * self.width * (self.rows + (self.keys or self.rows))
 
     def workload(self, path: MemoryPath, storage: str = "float32") -> Workload:
-        """What the compiler chooses a config for: activations are in buffers on either path."""
+        """The workload for which the compiler selects a config; activations are in buffers on either path."""
         return Workload("attention", "buffer", self.rows, self.width, self.keys or self.rows, self.heads, storage)
 
     def graph(self) -> Graph:
-        """As exports have it: scores, scaled, softmax, product."""
+        """A graph in the form of exported models: scores, scaled, softmax, product."""
         g = Sketch()
         keys = self.keys or self.rows
         q, k, v = (g.input(1, self.heads, n, self.width) for n in (self.rows, keys, keys))
@@ -187,9 +190,9 @@ class Attention(Shape):
 
 @dataclass(frozen=True)
 class RowSoftmax(Shape):
-    """Softmax of each of `rows` rows, for all that is computed of a row as a whole."""
+    """Softmax of each of `rows` rows; it represents all kernels that compute whole rows."""
 
-    _FLOPS = 5  # of a maximum, a difference, an exponential, a sum and a quotient
+    _FLOPS = 5  # a maximum, a difference, an exponential, a sum and a quotient
 
     rows: int
     columns: int
@@ -199,22 +202,22 @@ class RowSoftmax(Shape):
 
     @property
     def elements(self) -> int:
-        """Of the operand and the result."""
+        """Elements of the operand and the result."""
         return 2 * self.rows * self.columns
 
     def workload(self, path: MemoryPath, storage: str = "float32") -> Workload:
-        """What the compiler chooses a config for: activations are in buffers on either path."""
+        """The workload for which the compiler selects a config; activations are in buffers on either path."""
         return Workload("reduce_rows", "buffer", self.rows, self.columns, 1, storage=storage)
 
     def graph(self) -> Graph:
-        """The operator alone."""
+        """A graph of this operator alone."""
         g = Sketch()
         x = g.input(1, self.rows, self.columns)
         return g.finish(g.node("Softmax", [x], x.shape, axis=-1))
 
 
 def zoo_shapes(name: str) -> Counter[Shape]:
-    """The products with weights and the convolutions of the zoo's architecture `name`, each with how often it is there."""
+    """Products with weights and convolutions of the zoo's architecture `name`, each with its number of occurrences."""
     return Counter(shape for node in zoo_graph(name).nodes for shape in _shape_of(node))
 
 
@@ -238,7 +241,7 @@ _UNET_CONVOLUTIONS = (
 
 
 def unet_shapes() -> list[Shape]:
-    """Stable Diffusion 1.5's UNet, 64 x 64 latents: products of its transformers, 77 words of text, and 3x3 convolutions."""
+    """Shapes of Stable Diffusion 1.5's UNet, 64 x 64 latents: products of its transformers (77 words), 3x3 convolutions."""
     found: list[Shape] = []
     for rows, width in _UNET_LEVELS:
         found += [Matmul(rows, width, width), Matmul(rows, width, 8 * width), Matmul(rows, 4 * width, width)]

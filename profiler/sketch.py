@@ -1,4 +1,4 @@
-"""Small graphs by hand, in ONNX's operators: what is measured around one kernel each."""
+"""Small hand-written graphs in ONNX's operators, around one kernel each, to be measured."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Sketch:
     inputs: list[GraphPort] = field(default_factory=list)
 
     def input(self, *shape: int) -> Value:
-        """Another activation that comes from outside."""
+        """Add an activation as an input of the graph."""
         value = Value(f"x{len(self.inputs)}", shape, "float32")
         self.inputs.append(GraphPort(value.name, "float32", value))
         return value
 
     def weight(self, *shape: int) -> Value:
-        """A weight; all its elements are alike."""
+        """A weight; all its elements are equal."""
         return constant(f"w{len(self.nodes)}.{len(shape)}", np.broadcast_to(np.float32(0.01), shape))
 
     def node(self, op: str, inputs: Sequence[Value | None], shape: Sequence[int], **attributes: Any) -> Value:
-        """A node, and what it gives."""
+        """Add a node; returns its output."""
         name = f"{op}{len(self.nodes)}"
         output = Value(f"{name}.out", tuple(shape), "float32")
         node = Node(op, name, list(inputs), [output], attributes)

@@ -1,5 +1,6 @@
-"""What is measured, as data: launches with their kernels, and bundles to open. Whoever has the compiler makes it (`cases.py`);
-a phone reads it from a kit (`kit.py`).
+"""Measurement targets as data: launches with their kernels, and bundles to open.
+
+They are made where the compiler is available (`cases.py`); a phone reads them from a kit (`kit.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Openings:
-    """Bundles to open: `one` of one kernel and layer, `kernels` of as many kernels, `layers` of as many layers alike."""
+    """Bundles to open: `one` has one kernel and layer, `kernels` that many kernels, `layers` that many equal layers."""
 
     bundles: Mapping[str, Path]
     kernels: int
@@ -43,15 +44,15 @@ class Openings:
 
 
 class Supply(Protocol):
-    """Where the targets of one memory path come from. `count`: of sampled ones; None if they have no end."""
+    """Source of the targets of one memory path. `count`: of sampled ones; None if they are unlimited."""
 
     @property
     def count(self) -> int | None:
-        """How many sampled launches there are."""
+        """Number of sampled launches."""
         ...
 
     def matmul(self, rows: int, depth: int, columns: int) -> Target:
-        """A plain product, its first slice."""
+        """The first slice of a plain product."""
         ...
 
     def elementwise(self, size: int) -> Target:
@@ -59,7 +60,7 @@ class Supply(Protocol):
         ...
 
     def sampled(self, index: int, seed: int) -> Target | None:
-        """A drawn launch; None where the draw gave none."""
+        """A sampled launch; None if the draw gave none."""
         ...
 
     def openings(self, folder: Path, mode: TransferMode) -> Openings:
@@ -68,10 +69,10 @@ class Supply(Protocol):
 
 
 class Draw:
-    """One point of a low-discrepancy sequence, a coordinate at a time.
+    """One point of a low-discrepancy sequence, one coordinate at a time.
 
     The additive recurrence of M. Roberts ("The unreasonable effectiveness of quasirandom sequences", 2018): powers of the
-    generalised golden ratio of 8 dimensions; later coordinates, of which few cases need one, repeat with other offsets.
+    generalised golden ratio of 8 dimensions. Few cases need later coordinates, which repeat with other offsets.
     """
 
     _DIMENSIONS = 8
@@ -92,5 +93,5 @@ class Draw:
         return options[int(self.unit() * len(options))]
 
     def size(self, low: int, high: int, multiple: int = 1) -> int:
-        """A number between two others, evenly in its logarithm, rounded to a multiple."""
+        """A number between `low` and `high`, uniform in its logarithm, rounded to a multiple."""
         return max(multiple, round(low * math.pow(high / low, self.unit()) / multiple) * multiple)

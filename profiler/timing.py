@@ -1,7 +1,7 @@
-"""Device time of one operator's kernels, by profiling events: what tuning and the kernel benchmark compare.
+"""Device time of one operator's kernels, from profiling events, for tuning and the kernel benchmark.
 
-Launches are repeated on one queue, the first ones not counted, and the median counts: the time from a kernel's start to its
-end, not what the host takes to enqueue it. Everything is resident, and weights stay where they are from one repeat to the next.
+Launches are repeated on one queue, without counting the first ones, and the median is used. It is the time from a kernel's
+start to its end, without the host's time to enqueue it. Everything is resident, and weights keep their places over all repeats.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from flashmem.runtime.opencl.devices import Device
 from flashmem.target.descriptor import DeviceDescriptor
 
 _BLOCK = 16 << 20  # bytes written at a time
-_HELD_BYTES = 4 << 30  # of buffers and textures kept for the next operator
+_HELD_BYTES = 4 << 30  # bytes of buffers and textures kept for the next operator
 _LARGEST_SLICE = 1 << 30
 _FEWEST, _MOST = 3, 60
-_SECONDS = 0.04  # of device time an operator is repeated for
+_SECONDS = 0.04  # device time for which an operator is repeated
 _BATCH = 10
-_HOPELESS = 0.5  # seconds: not repeated to see whether it was the first launch alone
+_HOPELESS = 0.5  # seconds from which the first launch is not repeated
 _LAYOUT = ("movement",)
-"""Kernels that only rearrange what another operator of a model would have left in place."""
+"""Kernels that only rearrange data that another operator of a model would have left in place."""
 
 
 def generated(graph: Graph, descriptor: DeviceDescriptor, precision: Literal["fp32", "fp16"] = "fp32") -> Generated:
-    """The program of `graph` as `flashmem compile` makes it, but with every weight in one slice where a device allows it."""
+    """The program of `graph` as in `flashmem compile`, but with every weight in one slice if the device allows it."""
     graph = prepare(graph)
     largest = min(_LARGEST_SLICE, descriptor.max_alloc_bytes)
     return generate(graph, fuse(graph), descriptor, precision=precision, slicing=Slicing(least=largest, most=largest))
@@ -49,7 +49,7 @@ def generated(graph: Graph, descriptor: DeviceDescriptor, precision: Literal["fp
 
 @dataclass(frozen=True)
 class Timed:
-    """Device seconds of one run of an operator: the median, the least, how often it was repeated, and how many launches."""
+    """Device seconds of one run of an operator: the median, the least, the number of repeats, and the number of launches."""
 
     seconds: float
     least: float
@@ -58,7 +58,7 @@ class Timed:
 
 
 class Stand:
-    """A device with a queue that keeps times, and memory to run in. Close it, or use it as a context manager."""
+    """A device with a profiling queue and memory for operators. Close it, or use it as a context manager."""
 
     def __init__(self, device: Device) -> None:
         self.context = Context(device)
@@ -75,7 +75,7 @@ class Stand:
         self.close()
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
         self._programs.clear()
         self._let_go()
 
@@ -85,7 +85,7 @@ class Stand:
         self._ledger = Ledger(self.context, None)
 
     def works(self) -> bool:
-        """Whether the device still does what it is asked: after some failures it refuses everything in this context."""
+        """Whether the device still works: after some failures it refuses everything in this context."""
         try:
             self._buffer(("probe",), POOL_ALIGNMENT)
             self.queue.write(self._held["buffer", "probe", POOL_ALIGNMENT, "float"], self._random[:1024])
@@ -96,7 +96,7 @@ class Stand:
     # -- kernels and memory
 
     def build(self, made: Generated) -> Program:
-        """The kernels of `made`, compiled once for each text. Other threads may build others meanwhile.
+        """The kernels of `made`, compiled once for each text. Other threads may build other kernels at the same time.
 
         Raises:
             RunError: the driver refuses them.
@@ -107,7 +107,7 @@ class Stand:
         return self._programs[source]
 
     def _content(self, channel: str) -> NDArray[np.uint8]:
-        """Ordinary numbers: zeros or denormal ones would not take the usual time."""
+        """Ordinary numbers, because zeros or denormals would have unusual timings."""
         kind = np.float16 if channel == "half" else np.float32
         return self._random.astype(kind).view(np.uint8)
 
@@ -143,7 +143,7 @@ class Stand:
     # -- timing
 
     def commands(self, made: Generated, program: Program) -> list[Command]:
-        """The launches of `made`, ready to be enqueued, but those that change layouts.
+        """The launches of `made`, ready to enqueue, except those that change layouts.
 
         Raises:
             RunError: the device refuses a kernel or its memory.
@@ -154,7 +154,7 @@ class Stand:
         return [command for launch, step in pairs if launch.shape.family not in _LAYOUT for command in step.commands]
 
     def resources(self, made: Generated) -> Resources:
-        """Memory for the launches of `made`, full of ordinary numbers; what earlier ones had is used again.
+        """Memory for the launches of `made`, filled with ordinary numbers; memory of earlier programs is reused.
 
         Raises:
             RunError: the device refuses it.
@@ -176,13 +176,13 @@ class Stand:
         return Resources(self.context, arena, constants, weights, {})
 
     def time(self, commands: Sequence[Command], seconds: float = _SECONDS, slow: float = math.inf) -> Timed:
-        """Repeats of `commands`, short ones more often, for about `seconds`; one alone if that takes longer than `slow`.
+        """Time `commands` for about `seconds`, short ones more often; only once if that takes longer than `slow`.
 
         Raises:
             RunError: the device refuses a launch, or fails.
         """
         first = self._play(commands, 1)[0]
-        if first < _HOPELESS:  # the very first launch takes longer than any other
+        if first < _HOPELESS:  # the very first launch is slower than any other
             first = min(self._play(commands, 2))
         if first > slow:
             return Timed(first, first, 1, len(commands))
@@ -202,14 +202,14 @@ class Stand:
 
 
 def _rounded(nbytes: int) -> int:
-    """Up to a power of two below a MiB, whole MiB above: so that memory is found again."""
+    """Round up to a power of two below a MiB, to whole MiB above, so that memory can be reused."""
     if nbytes <= 1 << 20:
         return max(POOL_ALIGNMENT, 1 << (nbytes - 1).bit_length())
     return -(-nbytes // (1 << 20)) * (1 << 20)
 
 
 def time_graph(stand: Stand, graph: Graph, descriptor: DeviceDescriptor) -> Timed:
-    """One operator on its own.
+    """Time one operator alone.
 
     Raises:
         UserError: it cannot be compiled for the device.

@@ -1,4 +1,4 @@
-"""From a dataset to the two models of `flashmem.planning.capacity.predictor`. Needs numpy and xgboost, and no device."""
+"""Trains the two models of `flashmem.planning.capacity.predictor` on a dataset. Needs numpy and xgboost, and no device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FOLDS = 5
 
 
 def train(rows: Sequence[Row], basis: Basis) -> Predictor:
-    """The predictor of `rows`. Launches of the same case are never on both sides of a fold.
+    """Train the predictor on `rows`. Launches of one case are never on both sides of a fold.
 
     Raises:
         UserError: too few launches, or none with load.
@@ -56,14 +56,14 @@ def train(rows: Sequence[Row], basis: Basis) -> Predictor:
 
 
 def save(predictor: Predictor, stem: Path) -> None:
-    """Write both models beside each other, each whole or not at all."""
+    """Write both models, each atomically."""
     for booster, suffix in ((predictor.boosters[0], SECONDS), (predictor.boosters[1], SLOWDOWN)):
         with written_whole(stem.with_name(stem.name + suffix)) as file:
             file.write(booster.save_raw("ubj"))
 
 
 def _train_seconds(alone: Sequence[Row], basis: Basis) -> xgboost.Booster:
-    """The logarithm of how far latency lies from the roofline."""
+    """Train the logarithm of the ratio of latency to the roofline."""
     features = [row.features for row in alone]
     roofline = np.array([basis.roofline(f) for f in features])
     target = np.log(np.array([row.seconds for row in alone]) / roofline)
@@ -72,9 +72,9 @@ def _train_seconds(alone: Sequence[Row], basis: Basis) -> xgboost.Booster:
 
 
 def _train_slowdown(rows: Sequence[Row], alone: Sequence[Row], basis: Basis) -> xgboost.Booster:
-    """The logarithm of the slowdown, which must not fall as bytes grow.
+    """Train the logarithm of the slowdown, which must not fall as bytes grow.
 
-    It sees the latency that the first model would predict for a launch it has not seen, as it will when it is used.
+    Its input includes the latency that the first model predicts for an unseen launch, as it will in use.
     """
     expected: dict[str, float] = {}
     order = np.random.default_rng(0).permutation(len(alone))
@@ -92,7 +92,7 @@ def _train_slowdown(rows: Sequence[Row], alone: Sequence[Row], basis: Basis) -> 
 
 
 def predicted_seconds(model: xgboost.Booster, features: LaunchFeatures, basis: Basis) -> float:
-    """Latency alone, by a model of `_train_seconds`."""
+    """Predict latency alone by a model of `_train_seconds`."""
     roofline = basis.roofline(features)
     return float(roofline * np.exp(model.inplace_predict(kernel_features([features], [roofline]))[0]))
 

@@ -1,7 +1,7 @@
-"""`flashmem tune`: measure a device's configs of contractions, and write the database that the compiler chooses by.
+"""`flashmem tune`: measure a device's configs of contractions, and write the tuning database for the compiler.
 
-Products are measured in the order in which they are worth most, all configs of one before the next, and kept as they come: a
-call that was stopped, or whose time was short, leaves a database that is good for what is in it, and the next one goes on.
+Products are measured in the order of their value, all configs of one before the next, and results are saved at once. A call
+that is stopped, or has little time, leaves a valid database for its workloads, and the next call continues.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from .timing import Stand, generated
 Progress = Callable[[str, float], None]
 Storage = Literal["float32", "float16"]
 
-_AHEAD = 12  # workloads whose kernels are built while others are measured, where that disturbs nothing
-_LONGEST = 0.1  # of the time, for one workload, by what is known of the device
-_LAUNCHES = 6  # of each config, at least
-_SLOW = 3.0  # times the best config: not repeated
-_SECONDS = 0.025  # of device time for each config
+_AHEAD = 12  # workloads whose kernels are built while others are measured, if that disturbs nothing
+_LONGEST = 0.1  # fraction of the time for one workload, estimated from known rates
+_LAUNCHES = 6  # the least launches of each config
+_SLOW = 3.0  # times the best config's time: slower ones are not repeated
+_SECONDS = 0.025  # device time for each config
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure. `minutes` counts for this call; `families` limits it to these templates, empty for all."""
+    """The request of a tuning. `minutes` limits this call; `families` limits it to these templates, empty for all."""
 
     device: str
-    output: Path | None = None  # None: beside the descriptor in a file, else the current folder
+    output: Path | None = None  # None: beside the descriptor's file, if it has one, else the current folder
     minutes: float = 4.0
     families: tuple[str, ...] = ()
     resume: bool = True
@@ -64,7 +64,7 @@ class Case:
 
     @property
     def workload(self) -> Workload:
-        """What the compiler chooses for."""
+        """The workload for which the compiler selects a config."""
         return self.shape.workload(self.path, self.storage)
 
 
@@ -80,7 +80,7 @@ class Result:
 
 
 def shapes() -> tuple[Shape, ...]:
-    """What is measured, the most useful first: sizes of transformers, convolutional networks and UNets at their own rows."""
+    """The measured shapes, the most useful first: sizes of transformers, convolutional networks and UNets at their own rows."""
     return (
         Matmul(128, 768, 768), Matmul(128, 768, 3072), Matmul(1, 768, 3072), Matmul(1024, 1024, 4096),
         Matmul(197, 768, 3072), Matmul(128, 2048, 8192), Convolution(64, 56, 56, 64, (3, 3)), Attention(12, 128, 64),
@@ -114,7 +114,7 @@ _HALVES = (Matmul(128, 768, 3072), Matmul(1024, 1024, 4096), Matmul(1, 768, 3072
 
 
 def cases(paths: Sequence[MemoryPath]) -> list[Case]:
-    """Everything on the device's default path, then what has weights on the other paths, then float16 weights."""
+    """All cases on the device's default path, then those with weights on other paths, then float16 weights."""
     first, *others = paths
     listed = [Case(shape, first) for shape in shapes()]
     listed += [Case(shape, path) for path in others for shape in shapes() if isinstance(shape, Matmul | Convolution)]
@@ -123,7 +123,7 @@ def cases(paths: Sequence[MemoryPath]) -> list[Case]:
 
 @dataclass
 class _Work:
-    """One case with the configs that are missing, and their kernels under way. `refused`: why a config cannot run."""
+    """One case with its missing configs and their unfinished kernels. `refused`: why a config cannot run."""
 
     case: Case
     workload: Workload
@@ -134,14 +134,14 @@ class _Work:
 
 
 def tune(request: Request, progress: Progress, every: Iterable[Case] | None = None) -> Result:
-    """Measure what the database lacks until the time is spent. Each workload is added to NAME.tuned.csv at once.
+    """Measure the missing configs until the time is spent. Each workload is added to NAME.tuned.csv at once.
 
-    `every`: the cases, in their order; None for `cases`. `progress(stage, fraction)` is called as it goes on.
+    `every`: the cases, in order; None for `cases`. `progress(stage, fraction)` is called during the tuning.
 
     Raises:
         NoDeviceError: no such device.
-        UserError: a database of another device is in the way, or there is nothing to choose: the device lists no configs.
-        RunError: the device is lost; what was measured is in the database.
+        UserError: a database of another device exists, or the device lists no configs to choose from.
+        RunError: the device is lost; the database contains the results until then.
     """
     begun = perf_counter()
     device = device_here(request.device)
@@ -169,7 +169,7 @@ def tune(request: Request, progress: Progress, every: Iterable[Case] | None = No
 
 
 def _described(request: Request, device: Device) -> tuple[DeviceDescriptor, Path]:
-    """The descriptor to tune, and where its files go: one that lies there already is the one."""
+    """The descriptor to tune, and the folder of its files; an existing descriptor there is used."""
     own = Path(request.device) if request.device.endswith(".toml") else None
     folder = request.output or (own.parent if own else Path())
     folder.mkdir(parents=True, exist_ok=True)
@@ -181,10 +181,10 @@ def _described(request: Request, device: Device) -> tuple[DeviceDescriptor, Path
 
 
 class _Growing:
-    """The database under way."""
+    """The unfinished tuning database."""
 
     def __init__(self, path: Path, about: dict[str, Any], *, resume: bool) -> None:
-        """Begin a database, or go on with the one that is there.
+        """Begin a database, or continue an existing one.
 
         Raises:
             UserError: it is of another device, or not a database.
@@ -206,26 +206,26 @@ class _Growing:
         return [config for config in candidates(descriptor, workload) if config.code not in known]
 
     def add(self, timings: Sequence[Timing]) -> None:
-        """All that was missing of one workload."""
+        """Add the missing timings of one workload."""
         self.database = replace(self.database, timings=[*self.database.timings, *timings])
         with written_whole(self.path) as file:
             file.write(self.database.text().encode())
 
     def under_way(self, workload: Workload, config: KernelConfig) -> str:
-        """Note what is about to run, and return it."""
+        """Record the measurement that is about to run, and return its text."""
         text = f"{workload} {config.code}"
         self._mark.write_text(text, encoding="utf-8")
         return text
 
     def crashed(self, workload: Workload, config: KernelConfig) -> bool:
-        """Whether an earlier process ended in the midst of this."""
+        """Whether an earlier process ended during this measurement."""
         try:
             return self._mark.read_text(encoding="utf-8") == f"{workload} {config.code}"
         except OSError:
             return False
 
     def done(self) -> None:
-        """Nothing is under way."""
+        """Record that no measurement is running."""
         self._mark.unlink(missing_ok=True)
 
 
@@ -236,13 +236,13 @@ class _Tuner:
         self._device, self._descriptor, self._database = device, descriptor, database
         self._begun, self._budget = begun, budget
         self._stand = Stand(device)
-        self._rates: dict[tuple[str, str], float] = {}  # the best seen, FLOP per second, by kind of workload
-        # Compiling beside a measurement takes time from a CPU that is measured, and none from a GPU.
+        self._rates: dict[tuple[str, str], float] = {}  # the best rate seen, FLOP per second, by kind of workload
+        # Compiling during a measurement slows a measured CPU down, but not a GPU.
         self._ahead = _AHEAD if device.kind == "gpu" else 1
         self._builders = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="build")
 
     def close(self) -> None:
-        """Stop building, and give everything back."""
+        """Stop building, and release all resources."""
         self._builders.shutdown(cancel_futures=True)
         self._stand.close()
 
@@ -251,7 +251,7 @@ class _Tuner:
         return self._budget - (perf_counter() - self._begun)
 
     def run(self, wanted: Sequence[Case], progress: Progress) -> int:
-        """The number of workloads measured."""
+        """Measure all cases; returns the number of measured workloads."""
         waiting: deque[_Work] = deque()
         coming = self._works(wanted)
         done = 0
@@ -275,11 +275,11 @@ class _Tuner:
             rate = self._rates.get(workload.kind, inf)
             longest = _LAUNCHES * len(missing) * case.shape.flops / rate
             if missing and longest <= _LONGEST * self._budget:
-                missing.sort(key=lambda config: estimate(self._descriptor, workload, config))  # good ones rule out slow ones
+                missing.sort(key=lambda config: estimate(self._descriptor, workload, config))  # best estimate first
                 yield self._begin(_Work(case, workload, missing))
 
     def _begin(self, work: _Work) -> _Work:
-        """Generate and begin to build every config that the device can hold."""
+        """Generate and begin to build every config that fits the device."""
         precision: Literal["fp32", "fp16"] = "fp16" if work.case.storage == "float16" else "fp32"
         here = self._descriptor.on_path(work.case.path)
         for config in work.configs:
@@ -291,7 +291,7 @@ class _Tuner:
                     made = generated(work.case.shape.graph(), replace(here, only=config.name), precision)
                     if work.workload.family not in {launch.shape.family for launch in made.program.launches}:
                         why = f"no kernel of the family {work.workload.family}"
-                except Exception as error:  # whatever is wrong with one config, the others are measured
+                except Exception as error:  # an error of one config must not stop the others
                     why = _sentence(error)
             if why:
                 work.refused[config.name] = why
@@ -309,10 +309,10 @@ class _Tuner:
         return ""
 
     def _measured(self, work: _Work) -> list[Timing] | None:
-        """Timings of all configs of one case; None if the time was spent in its midst."""
+        """Timings of all configs of one case; None if the time ran out during it."""
         timings: list[Timing] = []
         best, known = inf, dict[object, float]()
-        # All of them are built before the first one is timed.
+        # All configs are built before the first one is timed.
         if wait(work.building.values(), timeout=max(0.0, self._left)).not_done:
             return None
         for config in work.configs:
@@ -344,10 +344,10 @@ class _Tuner:
         return max(1e-9, self._stand.time(commands, _SECONDS, _SLOW * best).seconds)
 
     def _recover(self) -> None:
-        """A device that failed may refuse everything from then on: a new context then.
+        """After a failure, replace a context in which the device refuses everything.
 
         Raises:
-            RunError: that one is refused everything, too; the next process will not try what it failed with.
+            RunError: the new one fails too; the next process will skip the config that failed.
         """
         if not self._stand.works():
             self._stand.close()
@@ -357,7 +357,7 @@ class _Tuner:
 
 
 def _kernel(made: Generated) -> object:
-    """What tells kernels apart: configs cut to a small matrix, or to one they cannot compute, may be the same one."""
+    """The identity of a kernel: configs cut to a small matrix, or to one they cannot compute, may share a kernel."""
     return made.source.plain, tuple((launch.kernel, launch.global_size, launch.local_size) for launch in made.program.launches)
 
 
@@ -367,7 +367,7 @@ def _sentence(error: Exception) -> str:
 
 
 def summary(database: TuningDatabase, descriptor: DeviceDescriptor) -> str:
-    """How often each config is the soonest, and what the choice gains over the plain tile, as one line."""
+    """How often each config is the fastest, and the gain of the choice over the plain tile, as one line."""
     wins: Counter[str] = Counter()
     gains = []
     for workloads in database.workloads.values():

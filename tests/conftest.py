@@ -1,23 +1,28 @@
-"""Where the test run builds kernels, and its summary of ONNX's node tests."""
+"""Builds of kernels during tests, and a summary of ONNX's node tests."""
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
 
 from flashmem.runtime.serving.runtime import Runtime
 from flashmem.runtime.session import Session
 
+# How long an example takes says how busy the machine is, not whether the code is right.
+hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("any machine")
+
 
 @pytest.fixture(autouse=True)
 def _kernels_built_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Missing kernels are built in the test's process: child processes take a second for each session."""
+    """Build missing kernels in the test's process: child processes take a second for each session."""
     if not request.node.get_closest_marker("build_apart"):
         for kind in (Session, Runtime):
             monkeypatch.setitem(kind.__init__.__kwdefaults__, "build_apart", False)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the counts of `onnx_nodes.txt`, which the tests just compared; those of each operator if only they ran."""
+    """Print the counts of `onnx_nodes.txt`, which the tests have just compared; those of each operator if only they ran."""
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)]
     if not any("test_onnx_nodes" in report.nodeid for report in reports):
         return

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from flashmem.base.errors import BudgetError
 from flashmem.compile import plan_graph, read_graph
 from flashmem.compiler.adaptive import tiling as adaptive_tiling
-from flashmem.compiler.adaptive.unfusion import Pipeline
+from flashmem.compiler.adaptive.pipeline import Pipeline
 from flashmem.compiler.options import Options
 from flashmem.compiler.tiling.choice import PatchChoice
 from flashmem.planning import budget
@@ -27,7 +27,7 @@ from flashmem.target.descriptor import load_descriptor
 
 
 def chain_of_convolutions(path: Path) -> Path:
-    """Four convolutions whose results are large beside their weights: chains of them in patches need less."""
+    """Four convolutions whose results are larger than their weights: chains of them in patches need less."""
     rng, channels = np.random.default_rng(0), (4, 32, 32, 32, 4)
     names = [f"x{n}" for n in range(5)]
     shapes = [(after, before, 3, 3) for before, after in pairwise(channels)]
@@ -41,7 +41,7 @@ def chain_of_convolutions(path: Path) -> Path:
 def test_a_refusal_makes_nothing_twice_and_proves_nothing_of_what_it_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each program, with patches and without, is planned once; strategies that fill a budget are asked what they take."""
+    """Each program, with patches and without, is planned once; strategies that fill a budget report their minimum."""
     counted: Counter[str] = Counter()
     patches: Counter[tuple[int, int, int]] = Counter()
 

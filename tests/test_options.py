@@ -61,7 +61,7 @@ def test_every_command_refuses_a_request_with_the_same_sentence(device: str, mod
         said.add(str(refusal.value))
     (only,) = said
     assert only.startswith(sentence)
-    if mode != "map":  # of a bundle, the memory path is given
+    if mode != "map":  # the memory path of a bundle is fixed
         options = SimulateOptions()
         for play in (
             lambda: simulate_model(bundle, CompileOptions(device=device, mode=mode), options),

@@ -1,4 +1,4 @@
-"""Shapes that `benchmarks.kernels.operators` measures, by source."""
+"""Shapes that `benchmarks.kernels.operators` measures, by model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SAM2: tuple[Shape, ...] = (  # Hiera tiny, 1024 pixels: windows, as batches of 
 
 @dataclass(frozen=True)
 class Case:
-    """A shape, the group that its ratio belongs to, and how often it is in one run of the model."""
+    """A shape, the group of its ratio, and how often it occurs in one run of the model."""
 
     group: str
     shape: Shape
@@ -33,7 +33,7 @@ class Case:
 
 
 def cases(kind: str) -> list[Case]:
-    """What is measured on a "gpu" or a "cpu": the table's shapes, then one of each group in turn, so that none is left out."""
+    """The cases for a "gpu" or a "cpu": the table's shapes, then one of each group in turn, so that no group is missed."""
     attention = _ATTENTION if kind == "gpu" else _SAM2
     groups = [[Case(ATTENTION, shape) for shape in attention]]
     for model in MODELS:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.kernels.demo
 
-Prints the greatest difference of an output over its range. Needs the `demo` and `bench` extras.
+Prints the largest error of an output as a fraction of its range. Needs the `demo` and `bench` extras.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Host cost of a kernel launch in steady state: our executor, plain and recorded, and pyopencl's calls.
+"""Host cost of a kernel launch in steady state: flashmem's executor, plain and recorded, and pyopencl's calls.
 
     python -m benchmarks.kernels.launches [--device pocl] [--launches 500] [--repeats 30] [--json o.json]
 
-Kernels that do nothing, everything resident, on each OpenCL device that is here. Microseconds a launch, the least of the
-repeats: processor time of the launching thread, and time on the clock until the device is done. `pyopencl, events` waits for
-the launch 8 before. `recorded`: runs of launches are one call each (cl_khr_command_buffer), where the driver has it.
+Measures empty kernels, with everything resident, on each OpenCL device of this machine. Reports microseconds a launch, the
+least of the repeats: processor time of the launching thread, and elapsed time until the device is done. `pyopencl, events`
+waits for the launch 8 before. `recorded`: one call enqueues many launches (cl_khr_command_buffer), if the driver supports it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AHEAD = 8
 
 
 def ways(device: Device, count: int) -> dict[str, Callable[[], None]]:
-    """The ways to make `count` launches on `device` and wait for the last."""
+    """Functions that make `count` launches on `device` and wait for the last, by name."""
     context = Context(device)
     queue, steps = context.queue(), nothing_steps(context, count)
     turns = [step.commands[0] for step in steps]
@@ -55,7 +55,7 @@ def ways(device: Device, count: int) -> dict[str, Callable[[], None]]:
 
 
 def measure(device: Device, count: int, repeats: int) -> dict[str, tuple[float, float]]:
-    """Microseconds a launch by way: processor time of the thread, and the clock's. The ways take turns."""
+    """Microseconds a launch by way: processor time of the thread, and elapsed time. The ways alternate."""
     found = ways(device, count)
     best = dict.fromkeys(found, (float("inf"), float("inf")))
     for repeat in range(repeats + 2):
@@ -69,7 +69,7 @@ def measure(device: Device, count: int, repeats: int) -> dict[str, tuple[float, 
 
 
 def main() -> None:
-    """See the module's text."""
+    """See the module docstring."""
     parser = Arguments(__doc__)
     parser.add_argument("--device", help="part of the name of the devices to measure; all by default")
     parser.add_argument("--launches", type=int, default=500)

@@ -1,8 +1,8 @@
-"""Time whole models with all weights resident against PyTorch's eager mode, in float32.
+"""Time of whole models with all weights resident, compared with PyTorch's eager mode, in float32.
 
-Wall time from inputs on the host to the answer on the host. Ours are the zoo's graphs without weights, so that no file is
-needed: every weight is a number of its own, and only the time means anything. PyTorch's are built from configurations, with
-random weights, by transformers.
+Elapsed time from inputs on the host to the answer on the host. Flashmem runs the zoo's graphs without weight files: every
+weight has its own constant value, and only the time is meaningful. transformers builds PyTorch's models from configurations,
+with random weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SECONDS, _FEWEST, _MOST = 2.0, 5, 100
 
 
 def rows(device: str, deadline: float) -> Iterator[Row]:
-    """One for each model begun before the deadline: seconds of a later run, ours and PyTorch's, or why there are none."""
+    """A row for each model begun before the deadline: seconds of a later run, flashmem's and PyTorch's, or the error."""
     for name in MODELS:
         if time.monotonic() >= deadline:
             print(f"{name} was not begun", file=sys.stderr, flush=True)
@@ -41,7 +41,7 @@ def rows(device: str, deadline: float) -> Iterator[Row]:
         for who, measure in (("flashmem", _ours), ("peer", _pytorch)):
             try:
                 row["seconds"][who] = measure(name, device)
-            except Exception as error:  # of one model: the others are measured
+            except Exception as error:  # an error of one model; the others are measured
                 row["failed"][who] = " ".join(str(error).split())[:300] or type(error).__name__
         yield row
 
@@ -75,7 +75,7 @@ def _pytorch(name: str, device: str) -> float:
 
 
 def _median(run: Callable[[], Any]) -> float:
-    """Of runs after the first three, for about two seconds."""
+    """The median of runs after the first three, for about two seconds."""
     for _ in range(3):
         run()
     times: list[float] = []
@@ -88,7 +88,7 @@ def _median(run: Callable[[], Any]) -> float:
 
 
 def markdown(found: list[Row]) -> str:
-    """The table of what was measured; a ratio is PyTorch's time over ours."""
+    """The table of the measurements; a ratio is PyTorch's time over flashmem's."""
     lines = ["", "| everything resident | flashmem, ms | PyTorch eager, ms | ratio |", "|---|---|---|---|"]
     for row in found:
         ours, theirs = row["seconds"].get("flashmem"), row["seconds"].get("peer")

@@ -1,15 +1,16 @@
-"""Time single operators: our kernels against the platform's libraries, in one process.
+"""Time of single operators: flashmem's kernels compared with the platform's libraries, in one process.
 
     python -m benchmarks.kernels.operators [--device D] [--seconds S] [--json FILE] [--plot FILE.png] [--markdown FILE]
 
 On an NVIDIA GPU: cuBLAS, cuDNN and scaled_dot_product_attention of PyTorch, float32 without TF32, by CUDA events. On a CPU:
-OpenBLAS through numpy for products, ONNX Runtime's operator alone for convolutions and attention. Ours by OpenCL's profiling
-events, on every memory path of the device, with the configs and the table that its descriptor has. Medians; ratios are the
-peer's time over ours. Everything is resident; changes of layout around a convolution are not counted.
+OpenBLAS through numpy for products, and single operators of ONNX Runtime for convolutions and attention. Flashmem is timed by
+OpenCL's profiling events, on every memory path of the device, with the configs and the tuning database of its descriptor.
+Medians; ratios are the peer's time over flashmem's. Everything is resident. Layout conversions around a convolution are not
+counted.
 
-Each shape is written to `--json` as soon as it is measured, and `--seconds` is when no further one is begun.
-`--models` adds whole models with everything resident, against PyTorch's eager mode (benchmarks/kernels/models.py).
-`--from FILE` measures nothing and shows what such a file holds. PyTorch or ONNX Runtime must be installed to be compared with.
+Each shape is written to `--json` after its measurement. After `--seconds`, no further shape begins. `--models` adds whole
+models with everything resident, compared with PyTorch's eager mode (benchmarks/kernels/models.py). `--from FILE` measures
+nothing and shows the results in such a file. The comparison needs PyTorch or ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ from flashmem.runtime.options import device_here, find_descriptor
 
 Row = dict[str, Any]
 _AHEAD = 8
-_OPERATORS = 0.6  # of the time, where models are measured too
-_ROUNDS = 3  # on a CPU, ours and the peer's in turn
-_PAUSE = 0.15  # seconds between them: threads of OpenBLAS and of ONNX Runtime spin for a while when their work is done
+_OPERATORS = 0.6  # share of the time, if models are measured too
+_ROUNDS = 3  # on a CPU, flashmem and the peer alternate
+_PAUSE = 0.15  # seconds between them: OpenBLAS and ONNX Runtime threads spin for a while after their work
 
 
 @dataclass
 class _Work:
-    """A case with its kernels under way, by memory path."""
+    """A case with its kernels being built, by memory path."""
 
     case: Case
     made: dict[str, Generated] = field(default_factory=dict)
@@ -58,22 +59,22 @@ class _Work:
 
 
 class Bench:
-    """Times cases on one device and on its peer."""
+    """Times cases on one device and with its peer."""
 
     def __init__(self, device: str, paths: Sequence[MemoryPath] = ()) -> None:
-        """`paths`: those to measure; empty for all of a GPU, and the first of a CPU, which has no textures in hardware."""
+        """`paths`: the memory paths to measure. Empty: all of a GPU, and the first of a CPU, which has no texture hardware."""
         self.device = device_here(device)
         self.descriptor = find_descriptor(device)
         every = self.descriptor.memory_paths
         self.paths = paths or (every if self.device.kind == "gpu" else every[:1])
         self.stand = Stand(self.device)
         self.peer: Peer | None = peer_of(self.descriptor.kind)
-        # Compiling ahead takes time from what is measured on a CPU.
+        # Ahead-of-time builds would slow the measurements on a CPU.
         self._ahead = _AHEAD if self.device.kind == "gpu" else 1
         self._builders = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="build")
 
     def about(self) -> Row:
-        """What was measured, and on what."""
+        """The device, the versions and the settings of the measurement."""
         rates = self.descriptor.rates
         return {
             "device": self.device.name,
@@ -89,12 +90,12 @@ class Bench:
         }
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free everything."""
         self._builders.shutdown(cancel_futures=True)
         self.stand.close()
 
     def rows(self, wanted: Iterable[Case], deadline: float) -> Iterator[Row]:
-        """One for each case that was begun before the deadline; what failed says why."""
+        """A row for each case begun before the deadline; a failed case has the error."""
         coming = iter(wanted)
         waiting: deque[_Work] = deque()
         while time.monotonic() < deadline:
@@ -110,13 +111,13 @@ class Bench:
             try:
                 work.made[path] = generated(case.shape.graph(), self.descriptor.on_path(path))
                 work.building[path] = self._builders.submit(self.stand.build, work.made[path])
-            except Exception as error:  # of one kernel: the others are measured
+            except Exception as error:  # an error of one kernel; the others are measured
                 work.failed[path] = _sentence(error)
         return work
 
     def _row(self, work: _Work) -> Row:
         for future in work.building.values():
-            future.exception()  # all is built before anything is timed
+            future.exception()  # all kernels are built before the first is timed
         times: dict[str, list[float]] = {}
         ready: dict[str, list[Command]] = {}
         for path, future in work.building.items():
@@ -152,13 +153,13 @@ class Bench:
 
     def _failed(self, work: _Work, path: str, error: Exception) -> None:
         work.failed[path] = _sentence(error)
-        if not self.stand.works():  # after some failures a device refuses everything in that context
+        if not self.stand.works():  # after some failures a device refuses all commands in that context
             self.stand.close()
             self.stand = Stand(self.device)
 
 
 def _kernels(made: Generated) -> list[str]:
-    """The launches that count: kernel, work-items, work-group."""
+    """The launches of a program: kernel, work-items, work-group."""
     sizes = ((each.kernel, "x".join(map(str, each.global_size)), each.local_size) for each in made.program.launches)
     return [f"{kernel} {items} / {'x'.join(map(str, group or ()))}" for kernel, items, group in sizes]
 
@@ -168,7 +169,7 @@ def _sentence(error: Exception) -> str:
 
 
 def ratio(row: Row, path: str) -> float | None:
-    """The peer's time over ours; None where one of them is missing."""
+    """The peer's time over flashmem's; None if one of them is missing."""
     ours, theirs = row["seconds"].get(path), row["seconds"].get("peer")
     return theirs / ours if ours and theirs else None
 
@@ -179,7 +180,7 @@ def mean(ratios: Sequence[float]) -> float:
 
 
 def markdown(data: Row) -> str:
-    """The page: what it was run on, means by group, and every shape."""
+    """The page: machine and versions, means by group, and every shape."""
     about, rows = data["about"], data["rows"]
     paths, peer = about["paths"], about["peer"]
     unit = 1e12 if about["kind"] == "gpu" else 1e9
@@ -225,7 +226,7 @@ def markdown(data: Row) -> str:
 
 
 def measure(args: argparse.Namespace) -> Row:
-    """Everything, kept in `--json` as it comes."""
+    """Run all measurements; each result is written to `--json` at once."""
     begun = time.monotonic()
     bench = Bench(args.device, args.path)
     data: Row = {"about": bench.about(), "rows": []}
@@ -257,14 +258,14 @@ def measure(args: argparse.Namespace) -> Row:
 
 
 def keep(data: Row, path: Path | None) -> None:
-    """Write what there is."""
+    """Write the results so far."""
     if path is not None:
         with written_whole(path) as file:
             file.write((json.dumps(data, indent=1) + "\n").encode())
 
 
 def main() -> None:
-    """Measure, or read what was measured; print the page, and draw."""
+    """Measure, or read earlier results; print the page, and draw the plot."""
     parser = Arguments(__doc__)
     parser.add_device()
     parser.add_argument("--path", action="append", default=[], choices=("buffer", "texture"), help="repeatable")

@@ -1,4 +1,4 @@
-"""Libraries that our kernels are compared with: PyTorch on an NVIDIA GPU; OpenBLAS and ONNX Runtime on a CPU."""
+"""Libraries that flashmem's kernels are compared with: PyTorch on an NVIDIA GPU; OpenBLAS and ONNX Runtime on a CPU."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ import numpy as np
 
 from flashmem.profiler.shapes import Attention, Batched, Convolution, Matmul, Shape
 
-_SECONDS = 0.1  # a shape is repeated for
+_SECONDS = 0.1  # a shape is repeated for this long
 _MOST = 100
-_IN_GRAPH = 20  # calls of a CUDA graph
+_IN_GRAPH = 20  # calls in a CUDA graph
 
 
 class Peer(Protocol):
-    """Somebody else's kernels. `about`: which, with their versions."""
+    """Kernels of another library. `about`: its name and versions."""
 
     about: str
 
     def seconds(self, shape: Shape) -> float:
-        """The median time of one call. Raises whatever the library does."""
+        """The median time of one call. Raises the library's errors."""
 
 
 class Cuda:
-    """PyTorch's: cuBLAS, cuDNN and scaled_dot_product_attention in float32, TF32 off, everything else as it comes.
+    """PyTorch's kernels: cuBLAS, cuDNN and scaled_dot_product_attention in float32, TF32 off, all other settings default.
 
-    Events around the replay of a CUDA graph of 20 calls: host time is left out, as it is from ours.
+    Timed by events around the replay of a CUDA graph of 20 calls. Host time is excluded, as for flashmem.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Cuda:
             with torch.cuda.graph(graph):
                 for _ in range(_IN_GRAPH):
                     call()
-        except RuntimeError:  # an operator that cannot be captured is called as it is
+        except RuntimeError:  # an operator that cannot be captured is called directly
             torch.cuda.synchronize()
 
             def repeat() -> None:
@@ -112,7 +112,7 @@ class Cuda:
 
 
 class Cpu:
-    """numpy's OpenBLAS for products, one operator (attention: its four) in ONNX Runtime for the rest, on every core."""
+    """numpy's OpenBLAS for products; ONNX Runtime operators for the rest (attention: its four operators); on every core."""
 
     def __init__(self) -> None:
         import onnxruntime
@@ -198,7 +198,7 @@ def _clock(call: Callable[[], Any]) -> float:
 
 
 def peer_of(kind: str) -> Peer | None:
-    """The peer for a device of this kind; None, with a line on stderr, where it is not installed."""
+    """The peer for a device of this kind; None, with a line on stderr, if it is not installed."""
     try:
         return Cuda() if kind == "gpu" else Cpu()
     except (ImportError, RuntimeError, OSError) as error:

@@ -11,7 +11,7 @@ Row = dict[str, Any]
 
 
 def draw(data: Row, path: Path) -> None:
-    """Two axes: the roofline, and ratios by group.
+    """Draw two plots: the roofline, and ratios by group.
 
     Raises:
         UserError: matplotlib is missing.

@@ -1,10 +1,11 @@
-"""Later runs with all weights resident, against ONNX Runtime with two threads in the same process.
+"""Later runs with all weights resident, compared with ONNX Runtime with two threads in the same process.
 
     python -m benchmarks.kernels.resident --zoo DIR --device pocl [--models resnet50] [--rounds 4] [--threads 2]
 
-DIR holds models as `flashmem zoo export` writes them, inputs.npz beside each. Ours is compiled with `--optimize steady` and
-preloaded. The two take turns of six runs, after which the processor rests for a moment; the first of a turn is not counted.
-Medians, least times, ratios; the answers' greatest difference over the range of ONNX Runtime's. Needs the `bench` extra.
+DIR contains models that `flashmem zoo export` wrote, each with its inputs.npz. Flashmem's bundle is compiled with `--optimize
+steady` and preloaded. The two engines alternate in turns of six runs. The processor rests for a moment after each turn, and the
+first run of a turn is not counted. Prints medians, least times, ratios, and the largest difference of the answers over the
+range of ONNX Runtime's. Needs the `bench` extra.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TURN = 6
 
 
 def turn(run: Callable[[], object]) -> list[float]:
-    """Milliseconds of the runs of a turn, less its first."""
+    """Milliseconds of the runs of a turn, without its first."""
     time.sleep(0.3)
     taken = []
     for _ in range(TURN):
@@ -57,7 +58,7 @@ def measure(name: str, model: Path, device: str, rounds: int, threads: int) -> s
 
 
 def main() -> None:
-    """The table, a row for each model as it is done."""
+    """Print the table; each row when its model is measured."""
     parser = Arguments(__doc__)
     parser.add_zoo()
     parser.add_device()

@@ -1,20 +1,20 @@
-"""Memory of models at their smallest budgets: latency, error, and what the memory holds over time.
+"""Models at their smallest budgets: latency, error, and memory use over time.
 
     python -m benchmarks.memory.activations --zoo DIR --device pocl [--models NAME...] [--precisions fp32 fp16] [--runs 3]
 
-DIR holds models as `flashmem zoo export` writes them, each in a folder of its name, with its inputs.npz. A row is written as
-soon as it is measured into `--rows` (docs/activations.json), from which the page `--page` (docs/activations.md) is made anew;
-those that are there for this device are not measured again, so that a run that was interrupted goes on (`--again` measures
-them all). A model that fails is a row that says why, and is tried again by the next call. For each model and precision:
+DIR contains models that `flashmem zoo export` wrote, each in a folder of its name, with its inputs.npz. Each measured row is
+written to `--rows` (docs/activations.json) at once, and the page `--page` (docs/activations.md) is written from all rows. Rows
+of this device that exist are not measured again, so that an interrupted run can continue (`--again` measures all). A model that
+fails gets a row with the error, and the next call tries it again. For each model and precision:
 
-- the smallest budget that the planner names, with the bytes that activations take in the arena at that budget, and the most
-  that are needed at once: no arena is smaller;
+- the smallest budget that the planner names; the bytes of activations in the arena at that budget; and the peak bytes needed at
+  once, a lower bound of every arena;
 - the first answer of a session at that budget, within twice of it, and without a limit: medians of `--runs` fresh processes
-  that take turns (where the disk has room for three bundles), the file in the page cache, kernels in the program cache; and
-  the average memory of the plan within twice the smallest budget, beside the paper's (Table 8, a phone);
+  that alternate (if the disk has room for three bundles), with the file in the page cache and kernels in the program cache; and
+  the average memory of the plan within twice the smallest budget, compared with the paper's (Table 8, a phone);
 - the largest error against ONNX Runtime at the smallest budget, as a fraction of the range of that output;
-- a picture of what is held over one traced run at the smallest budget (`--pictures`): weights, activations that are alive,
-  the rest of the arena, constants, staging, outputs that are copied.
+- a plot of memory over one traced run at the smallest budget (`--pictures`): weights, live activations, the rest of the arena,
+  constants, staging, copied outputs.
 
 Needs the `bench` extra.
 """
@@ -48,12 +48,12 @@ from flashmem.runtime.options import device_here
 from flashmem.tools.zoo.export import INPUTS
 from flashmem.tools.zoo.models import names, tiny_names
 
-_MAPPED_BYTES = 4 << 30  # of weights: beyond that, ONNX Runtime reads them in place and keeps no second copy
+_MAPPED_BYTES = 4 << 30  # of weights: above that, ONNX Runtime reads them in place without a second copy
 _KEY = ("model", "precision", "device")
 
 
 def alive(program: Program) -> list[int]:
-    """Bytes of the arena that hold what a later layer, or the user, still reads: before the first layer, and at each layer."""
+    """Bytes of the arena that a later launch, or the user, still reads: before the first launch, and at each launch."""
     layers = len(program.launches)
     lives = first_and_last(program.launches, "tensor")
     for name in (
@@ -74,7 +74,7 @@ def alive(program: Program) -> list[int]:
 
 
 def _covered(spans: list[tuple[int, int]]) -> int:
-    """Bytes that lie in one span or several."""
+    """Bytes inside at least one span."""
     total = reached = 0
     for start, end in sorted(spans):
         total += max(0, end - max(start, reached))
@@ -83,7 +83,7 @@ def _covered(spans: list[tuple[int, int]]) -> int:
 
 
 class Measured:
-    """One model in one precision; `scratch` is a folder for its bundles, each of which takes as much room as its weights."""
+    """One model in one precision; `scratch` is a folder for its bundles, each as large as the weights."""
 
     def __init__(self, name: str, model: Path, precision: Precision, scratch: Path, args: argparse.Namespace) -> None:
         self.name, self.model, self.precision, self.scratch, self.args = name, model, precision, scratch, args
@@ -91,7 +91,7 @@ class Measured:
         self.inputs = ("--inputs", str(given)) if given.is_file() else ()
 
     def row(self) -> Row:
-        """Everything that the page says of it. Draws the picture."""
+        """The data of the model on the page. Draws the plot."""
         smallest, tight = compiled_at_smallest(self.model, self.scratch / "tight.flashmem", self.args.device, self.precision)
         program = tight.program
         trace, outputs = self.scratch / "trace.json", self.scratch / "outputs.npz"
@@ -116,7 +116,7 @@ class Measured:
         }
 
     def in_turns(self, tight: Bundle, others: dict[str, int | None]) -> dict[str, list[Row]]:
-        """Rows of runs within the smallest budget and the `others`, which take turns if the disk has room for all bundles."""
+        """Rows of runs within the smallest budget and the `others`. They alternate if the disk has room for all bundles."""
         weights = tight.program.weights_bytes
         if shutil.disk_usage(self.scratch).free > 1.1 * len(others) * weights:
             bundles = {"smallest": tight, **{what: self.compiled(budget) for what, budget in others.items()}}
@@ -130,16 +130,16 @@ class Measured:
         return rows
 
     def compiled(self, budget: int | None) -> Bundle:
-        """A bundle of its own, its kernels in the cache."""
+        """A new bundle, with its kernels in the cache."""
         path = self.scratch / f"{budget}.flashmem"
         return flashmem.compile(self.model, path, device=self.args.device, precision=self.precision, budget=budget)
 
     def run(self, bundle: Bundle, *extra: str) -> Row:
-        """One fresh process."""
+        """Run one fresh process."""
         return run_bundle(bundle.path, self.args.device, *self.inputs, *extra)
 
     def error(self, outputs: Path, bundle: Bundle) -> float | None:
-        """As `flashmem run --verify` computes it; None where it is not finite."""
+        """The error as `flashmem run --verify` computes it; None if it is not finite."""
         reference = self.scratch / "reference.npz"
         how = ("--mapped",) if weights_of(bundle) > _MAPPED_BYTES else ()
         run_worker("onnxruntime", "--model", str(self.model), "--outputs", str(reference), *self.inputs, *how)
@@ -149,7 +149,7 @@ class Measured:
 
 
 def main() -> None:
-    """Measure every model named that is there."""
+    """Measure every named model that exists."""
     docs = Path(__file__).parents[2] / "docs"
     parser = Arguments(__doc__)
     parser.add_zoo()
@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, help="where bundles are written, three at a time (default: temporary files)")
     args = parser.parse_args()
     parser.check_device(args.device)
-    parser.models_in(args.zoo, args.models)  # one at least
+    parser.models_in(args.zoo, args.models)  # at least one
     here = device_here(args.device).descriptor_name
     done = set() if args.again else {tuple(row[name] for name in _KEY) for row in read_rows(args.rows) if "failed" not in row}
     args.pictures.mkdir(parents=True, exist_ok=True)
@@ -184,7 +184,7 @@ def main() -> None:
 
 
 def measured(name: str, precision: Precision, args: argparse.Namespace) -> Row:
-    """A model's row; of one that fails, why."""
+    """A model's row; for a failed model, the error."""
     model = args.zoo / name / "model.onnx"
     device = device_here(args.device)
     key = {
@@ -199,7 +199,7 @@ def measured(name: str, precision: Precision, args: argparse.Namespace) -> Row:
     try:
         with tempfile.TemporaryDirectory(prefix="flashmem-activations-", dir=args.scratch) as scratch:
             return {**key, **Measured(name, model, precision, Path(scratch), args).row()}
-    except (Exception, SystemExit) as error:  # of one model: the others go on
+    except (Exception, SystemExit) as error:  # an error of one model; the others continue
         traceback.print_exception(error)
         return {**key, "failed": why(error)}
 

@@ -1,4 +1,4 @@
-"""The page and the plots that `benchmarks.memory.activations` writes."""
+"""The page and the plots of `benchmarks.memory.activations`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ first answers are in seconds, weights are random.
 
 
 def page(rows: Sequence[Row], pictures: str) -> str:
-    """The page, in Markdown; `pictures` is the folder beside it that they are in."""
+    """The page, in Markdown; `pictures` is the folder of the plots beside it."""
     text = [_HEAD]
     for device in dict.fromkeys(row["device"] for row in rows):
         mine = [row for row in rows if row["device"] == device]
@@ -61,8 +61,8 @@ def _mb(nbytes: float) -> str:
 
 
 def draw(trace: Row, alive: Sequence[int], arena: int, title: str, path: Path) -> None:
-    """What is held over one traced run, stacked. `trace` is what `benchmarks.worker` writes; `alive` is by layer, from before
-    the first one.
+    """Plot memory over one traced run, stacked. `trace` is the output of `benchmarks.worker`; `alive` is by launch, starting
+    before the first one.
 
     Raises:
         UserError: matplotlib is missing.

@@ -2,11 +2,11 @@
 
     python -m benchmarks.memory.hard_limit --zoo DIR [--device pocl] [--models NAME...] [--rows FILE] [--page FILE]
 
-DIR holds models as `flashmem zoo export` writes them, each in a folder of its name. The limit is a memory cgroup of: a bare
-process (interpreter, numpy, pyopencl, the driver and the device's context; resident memory), the smallest budget that the
-planner names, and 48 MiB. A process that needs more is killed. Kernels are built before, outside of it. With `--rows` each
-model's row is kept as soon as it is measured, and models that have one for this device are not measured again, but for
-those that failed. Needs root, and the `bench` extra.
+DIR contains models that `flashmem zoo export` wrote, each in a folder of its name. The limit of the memory cgroup is the sum
+of: a bare process (interpreter, numpy, pyopencl, the driver and the device's context; resident memory), the smallest budget
+that the planner names, and 48 MiB. A process that needs more is killed. Kernels are built before, without a limit. With
+`--rows` each model's row is saved after its measurement. Models with a row for this device are not measured again, except those
+that failed. Needs root, and the `bench` extra.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MIB = 1 << 20
 
 
 def limited(limit: int, *arguments: str) -> Row:
-    """What one process of `benchmarks.worker` gives within `limit` bytes: its row, or how it ended."""
+    """The row of one process of `benchmarks.worker` within `limit` bytes, or how the process ended."""
     with HardLimit(limit) as group:
         done = group.run([sys.executable, "-m", "benchmarks.worker", *arguments])
     if done.returncode == 0:
@@ -42,13 +42,13 @@ def limited(limit: int, *arguments: str) -> Row:
 
 
 def measure(name: str, model: Path, device: str, bare: int, scratch: Path) -> Row:
-    """One row; of a model that fails, why."""
+    """One row; for a failed model, the error."""
     key = {"model": name, "device": device_here(device).descriptor_name}
     if not model.is_file():
         return {**key, "failed": f"{model} is not there; export it with `flashmem zoo export {name} -o {model.parent}`"}
     try:
         return {**key, **_measured(model, device, bare, scratch)}
-    except (Exception, SystemExit) as error:  # of one model: the others go on
+    except (Exception, SystemExit) as error:  # an error of one model; the others continue
         traceback.print_exception(error)
         return {**key, "failed": why(error)}
 
@@ -89,7 +89,7 @@ def page(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    """Measure every model that is there."""
+    """Measure every model in the folder."""
     parser = Arguments(__doc__)
     parser.add_zoo()
     parser.add_device()
@@ -101,7 +101,7 @@ def main() -> None:
     if no_limit is not None:
         raise SystemExit(f"no hard limit can be set here ({no_limit}); it needs root and a memory cgroup that can be written")
     parser.check_device(args.device)
-    parser.models_in(args.zoo, args.models)  # one at least
+    parser.models_in(args.zoo, args.models)  # at least one
     here = device_here(args.device).descriptor_name
     rows = read_rows(args.rows)
     done = {row["model"] for row in rows if row["device"] == here and "failed" not in row}

@@ -1,16 +1,16 @@
-"""Change the budget at random while a model runs: same bits, limits kept, time to plan again.
+"""Change the budget at random while a model runs: check bits and limits, and measure the time to plan again.
 
     python -m benchmarks.memory.moving_budget BUNDLE [--device pocl] [--moves 20] [--least 80MB] [--most 600MB] [--seed 0]
 
-Printed are the answers that were compared, the most that was ever held above the limit in force once it was given back, the
-seconds until a move was in force, those of each new plan (processor time and elapsed), and the first run after each move over
-the steady time of that budget, measured afterwards in runtimes of their own.
+Prints the number of compared answers; the peak bytes above the current limit after each change was in force; the seconds until
+a change was in force; the seconds of each new plan (processor time and elapsed); and the first run after each change over the
+steady time in that budget, measured afterwards in separate runtimes.
 
     python -m benchmarks.memory.moving_budget BUNDLE --runs 900 --least 9.5MB --most 12MB
 
-makes so many runs while a thread moves the budget all the time, also below the least that the model takes. A run gives the same
-bits, or is refused with a BudgetError; the command exits with 1 where one fails, or takes more than it was promised.
-`mobilenetv3-large`, as `flashmem.tools.zoo.graph_file.write_random` writes it, is a model of many small layers for it.
+makes this number of runs while a thread changes the budget continuously, also below the model's minimum. A run gives the same
+bits, or is refused with a BudgetError. The command exits with 1 if a run fails, or uses more than it was granted.
+`mobilenetv3-large` from `flashmem.tools.zoo.graph_file.write_random` is a suitable model with many small launches.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from flashmem.runtime.memory.accounts import Account
 from flashmem.runtime.serving.loaded_model import LoadedModel
 
 _STEADY = 3
-"""Runs of a runtime that keeps its budget; the last two count."""
+"""Runs of a runtime with a constant budget; the last two count."""
 
 
 def planned(seconds: list[tuple[float, float]]) -> None:
-    """Have every new plan note its elapsed and processor seconds."""
+    """Record the elapsed and processor seconds of every new plan in `seconds`."""
     make = LoadedModel._plan
 
     def timed(loaded: LoadedModel, limit: int | None, *, keep: bool) -> Any:
@@ -55,7 +55,7 @@ def planned(seconds: list[tuple[float, float]]) -> None:
 
 
 def over(over_time: list[tuple[float, int]], settled: list[tuple[float, int]]) -> int:
-    """The most bytes held above the limit in force, from when each move had settled to the next one."""
+    """Peak bytes above the current limit, from the time when each change was in force to the next change."""
     worst = 0
     for (at, limit), (until, _) in zip(settled, [*settled[1:], (float("inf"), 0)], strict=True):
         worst = max([worst, *(held - limit for when, held in over_time if at <= when < until)])
@@ -63,7 +63,7 @@ def over(over_time: list[tuple[float, int]], settled: list[tuple[float, int]]) -
 
 
 def steady(bundle: Bundle, budget: int, args: argparse.Namespace, inputs: dict[str, Any]) -> float:
-    """Seconds of a later run in a budget that does not move."""
+    """Seconds of a later run in a constant budget."""
     with Runtime(budget, device=args.device, prepare=False) as runtime:
         model, seconds = runtime.open(bundle, mode=args.mode), []
         for _ in range(_STEADY):
@@ -74,7 +74,7 @@ def steady(bundle: Bundle, budget: int, args: argparse.Namespace, inputs: dict[s
 
 
 def counting(seen: Counter[str]) -> None:
-    """Have every account count what it takes beyond its promise."""
+    """Count in `seen` what every account uses beyond its grant."""
     refuse = Account._refuse_beyond
 
     def counted(account: Account, nbytes: int, what: str) -> None:
@@ -87,7 +87,7 @@ def counting(seen: Counter[str]) -> None:
 
 
 def run_while_moving(bundle: Bundle, inputs: dict[str, Any], args: argparse.Namespace) -> Counter[str]:
-    """What became of `args.runs` runs while the budget moved all the time."""
+    """The outcomes of `args.runs` runs while the budget changes continuously."""
     least, most = parse_size(args.least), parse_size(args.most)
     rng, seen, over = random.Random(args.seed), Counter[str](), threading.Event()
     counting(seen)
@@ -114,7 +114,7 @@ def run_while_moving(bundle: Bundle, inputs: dict[str, Any], args: argparse.Name
                     print(error, flush=True)
                     seen["failed"] += 1
                 while model.failure is not None:
-                    with suppress(BudgetError):  # the budget is too small for the model just now
+                    with suppress(BudgetError):  # the budget is too small for the model at present
                         model = runtime.open(bundle, mode=args.mode)
         finally:
             over.set()
@@ -123,7 +123,7 @@ def run_while_moving(bundle: Bundle, inputs: dict[str, Any], args: argparse.Name
 
 
 def main() -> None:
-    """Move, compare, print."""
+    """Change the budget, compare answers, print the result."""
     parser = Arguments(__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_device("pocl")
@@ -147,7 +147,7 @@ def main() -> None:
         print(", ".join(f"{seen[name]} {name}" for name in ("right", "wrong", "refused", "failed", "moves", "taken", "beyond")))
         raise SystemExit(1 if seen["wrong"] or seen["failed"] or seen["beyond"] else 0)
     moves, compared = [], 0
-    with Runtime(most, device=args.device, prepare=False) as runtime:  # every answer has the same bits
+    with Runtime(most, device=args.device, prepare=False) as runtime:  # all answers have the same bits
         model = runtime.open(bundle, mode=args.mode)
         begun = time.perf_counter()
         wanted = model.run(None, inputs)

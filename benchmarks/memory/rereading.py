@@ -1,12 +1,12 @@
-"""Tiled chains: read weights again for each tile, or keep them from the first tile to the last.
+"""Tiled chains: read weights again for each tile, compared with keeping them from the first tile to the last.
 
     python -m benchmarks.memory.rereading --zoo DIR [--device pocl] [--models NAME...] [--precisions fp32 fp16]
 
-DIR holds models as `flashmem zoo export` writes them. Nothing runs: programs are planned, and the planner predicts when they
-answer. A weight that is read again is one slice for each launch that uses it, all of the same bytes in the file. Chains are
-chosen as compiling chooses them, and as if weights took no memory, for a few limits. The table says, kept / read again: the
-smallest budget; the predicted first answer at the smallest budget with weights kept, and at 1.5 times it; the bytes that are
-read in all, each at its smallest budget; and the predicted first answer at the smallest budget with weights read again.
+DIR contains models that `flashmem zoo export` wrote. Nothing runs: programs are planned, and the planner predicts their
+latency. A weight that is read again is one slice for each launch that uses it, all of the same bytes in the file. Chains are
+selected as in compilation, and as if weights used no memory, for a few limits. The table shows, kept / read again: the smallest
+budget; the predicted first answer at the smallest budget with weights kept, and at 1.5 times it; the bytes read, each at its
+smallest budget; and the predicted first answer at the smallest budget with weights read again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from flashmem.compiler.tiling.choice import PatchChoice
 from flashmem.compiler.tiling.patches import Chain, in_patches
 from flashmem.options import resolve
 from flashmem.planning.limits import read_limits
-from flashmem.planning.planner import plan_problem, planning_problem
+from flashmem.planning.planner import plan_instance, planning_instance
 from flashmem.program.launches import Arg, Launch
 from flashmem.program.program import Program
 from flashmem.program.tensors import Slice
@@ -42,11 +42,11 @@ MODELS = (
 )  # fmt: skip
 TIMES = 1.5
 LIMITS = (1.75, 1.2, 0.0)
-"""Of activations, in the least that is alive with any chains; 0: as little as can be."""
+"""Limits of live activations, over the least peak with any chains; 0: as little as possible."""
 
 
 def read_again(program: Program) -> Program:
-    """`program` with a slice of its own for each launch that uses a weight; the bytes in the file are the same."""
+    """`program` with a separate slice for each launch that uses a weight; the bytes in the file are the same."""
     parts = {part.name: part for part in program.slices}
     slices: dict[str, Slice] = {}
 
@@ -63,7 +63,7 @@ def read_again(program: Program) -> Program:
 
 
 def programs(model: Path, options: Options) -> list[Program]:
-    """The program without patches, and those with the chains that each limit asks for, weights counted or not."""
+    """The program without patches, and those with the chains for each limit, with weights counted or not."""
     graph = read_graph(model, options)
     patches = Patches(graph, options.descriptor, options.precision)
     found: dict[tuple[Chain, ...], None] = {(): None}
@@ -80,14 +80,14 @@ def programs(model: Path, options: Options) -> list[Program]:
 
 
 def planned(program: Program, options: Options, budget: int) -> OverlapPlan:
-    """The plan that answers first. Raises BudgetError."""
+    """The plan with the earliest first answer. Raises BudgetError."""
     limits = replace(options.limits, budget=budget)
-    problem = planning_problem(program, options.descriptor, options.mode, limits)
-    return plan_problem(problem, program, options.mode, limits, complete=False)
+    instance = planning_instance(program, options.descriptor, options.mode, limits)
+    return plan_instance(instance, program, options.mode, limits, complete=False)
 
 
 def smallest(program: Program, options: Options) -> int:
-    """The smallest budget of a program as it is."""
+    """The smallest budget of an unchanged program."""
     try:
         planned(program, options, 1)
     except BudgetError as error:
@@ -96,7 +96,7 @@ def smallest(program: Program, options: Options) -> int:
 
 
 def soonest(variants: list[tuple[int, Program]], options: Options, budget: int) -> tuple[float, int]:
-    """The predicted seconds of the best of those that fit, given with their smallest budgets, and the bytes that it reads."""
+    """Predicted seconds of the best variant that fits, and the bytes it reads. `variants` have their smallest budgets."""
     fitting = [program for least, program in variants if least <= budget]
     plans = [(planned(program, options, budget).objective, sum(part.nbytes for part in program.slices)) for program in fitting]
     return min(plans, default=(float("inf"), 0))
@@ -124,7 +124,7 @@ def row(name: str, model: Path, device: str, precision: Precision) -> str:
 
 
 def main() -> None:
-    """A line for each model and precision."""
+    """Print a line for each model and precision."""
     parser = Arguments(__doc__)
     parser.add_zoo()
     parser.add_device("pocl")
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="*", default=["fp32", "fp16"], choices=("fp32", "fp16"))
     args = parser.parse_args()
     parser.check_device(args.device)
-    parser.models_in(args.zoo, args.models)  # one at least
+    parser.models_in(args.zoo, args.models)  # at least one
     print(
         "| model | precision | smallest budget, MB | first answer there, s | at 1.5 times it, s | MB read | at the lower, s |"
     )

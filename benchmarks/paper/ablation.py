@@ -1,27 +1,28 @@
-"""Contribution of each part of the method to latency and memory (FlashMem, Figure 7).
+"""Ablation: the contribution of each part of the method to latency and memory (FlashMem, Figure 7).
 
     python -m benchmarks.paper.ablation --zoo DIR --device pocl [--budget-ratio 0.25] [--disk cold] [--runs 5] [--json a.json]
     python -m benchmarks.paper.ablation --zoo DIR --device adreno750 --simulated --precision fp16 --models vit-103m gptneo-1.3b
 
-One device, one memory path, one budget (a part of the weights, beside what a session holds whatever the plan). The steps turn
-one switch each:
+One device, one memory path, one budget (a fraction of the weights, plus the memory that a session holds under any plan). Each
+step changes one switch:
 
-1. preload: everything resident before the first layer, as engines do.
-2. + OPG: streamed on the plan of LC-OPG (`--objective paper`: C_l is a constraint; `first`: C_l as far as it goes), layers as
-   fused as they can be, kernels that only compute.
-3. + adaptive unfusion: the same, and fused layers split where the plan gains (`unfusion` of `flashmem.compile`).
-4. + kernel rewriting: the bundle of step 3; kernels move the next weights between their own steps (`Session(lanes=True)`).
+1. preload: everything resident before the first launch, as in other engines.
+2. + OPG: streamed on the plan of LC-OPG (`--objective paper`: C_l is a constraint; `first`: C_l as far as possible), with
+   maximal fusion groups and kernels that only compute.
+3. + adaptive unfusion: the same, and fusion groups split where that improves the plan (`unfusion` of `flashmem.compile`).
+4. + kernel rewriting: the bundle of step 3; kernels copy the next weights between their own steps (`Session(lanes=True)`).
 
-*Kernels copy* is transfer mode `interleave`: no copy engine is used, weights are read into staging, and the compute queue moves
-them on to where kernels read them, as x_{w,l} say. In steps 2 and 3 every move is made by a launch between two kernels, on the
-same queue, so it delays what comes after; step 4 lets kernels take them along. A further row completes the square, because two
-parts depend on each other: a split makes room for moves inside kernels, and a move by a launch of its own takes the same time
-wherever it is. *Copy engine* is mode `dma`, where a device has it as its own: steps 2 and 3 only, there is nothing to rewrite.
-A device whose own mode is another (`map`, `alias`: kernels read the file's bytes in place) has a row for it.
+*Kernels copy* is transfer mode `interleave`: without a copy engine, weights are read into staging, and the compute queue copies
+them to where kernels read them, as x_{w,l} of the plan say. In steps 2 and 3 every copy is a launch between two kernels, on the
+same queue, so it delays the following launches; in step 4 kernels copy while they compute. A further row has kernel rewriting
+without unfusion, because the two parts depend on each other: a split makes room for copies inside kernels, and a copy by its
+own launch takes the same time anywhere. *Copy engine* is mode `dma`, if a device has it natively: only steps 2 and 3, because
+there is nothing to rewrite. A device with another native mode (`map`, `alias`: kernels read the file's bytes in place) has a
+row for it.
 
-Measured: plans of one program must give the same bits, which is checked. Memory is what the session's ledger counted, at most
-and on average over time, and the process above itself before the model is opened. Medians of fresh processes that take turns.
-Needs the `bench` extra. Simulated: on any descriptor, models' files are read for their shapes only; needs the `compile` extra.
+Measured: plans of one program must give the same bits, which is checked. Memory is the ledger's peak and its average over time,
+and the peak of the process above its memory before the model is opened. Medians of fresh processes that alternate. Needs the
+`bench` extra. Simulated: on any descriptor; only shapes are read from models' files; needs the `compile` extra.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ REWRITING_BAR = 0.10
 
 @dataclass(frozen=True)
 class Step:
-    """One row that streams: how its bundle is compiled, and how it is played."""
+    """One row with streaming: how its bundle is compiled and run."""
 
     name: str
     mode: TransferMode
@@ -67,12 +68,12 @@ class Step:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """For `benchmarks.worker`."""
+        """The arguments for `benchmarks.worker`."""
         return ("--mode", self.mode, *(() if self.lanes else ("--no-lanes",)))
 
 
 def steps_of(own_mode: TransferMode) -> list[Step]:
-    """The rows below preload, for a device whose own mode is `own_mode`."""
+    """The rows below preload, for a device with native transfer mode `own_mode`."""
     steps = [
         Step(WHOLE_SEPARATE, "interleave", unfusion=False, lanes=False),
         Step(SEPARATE, "interleave", unfusion=True, lanes=False),
@@ -91,7 +92,7 @@ def steps_of(own_mode: TransferMode) -> list[Step]:
 
 
 def measure(name: str, model: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """One model: a row for each step."""
+    """Measure one model: a row for each step."""
     common = {"device": args.device, "memory_path": args.memory_path, "precision": args.precision}
     whole = flashmem.compile(model, folder / "whole.flashmem", **common, unfusion=False)
     path, weights = whole.program.memory_path, weights_of(whole)
@@ -122,7 +123,7 @@ def measure(name: str, model: Path, folder: Path, args: argparse.Namespace) -> d
     programs = {"preload": whole.program.launches}
     for step, bundle in bundles.items():
         table[step] |= about(bundle.program, bundle.plan, bundle.budget_bytes)
-        # Another cut rounds differently, so only plans of one program must agree to the bit.
+        # Another partition into launches rounds differently, so only plans of one program must agree to the bit.
         twin = next((other for other, launches in programs.items() if launches == bundle.program.launches), None)
         table[step]["same bits"] = None if twin is None else same_bits([answers[twin], answers[step]])
         programs[step] = bundle.program.launches
@@ -130,7 +131,7 @@ def measure(name: str, model: Path, folder: Path, args: argparse.Namespace) -> d
 
 
 def simulated(name: str, model: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """The same rows, predicted."""
+    """The same rows, simulated."""
     descriptor = load_descriptor(args.device)
     path = descriptor.memory_paths[0]
     steps = steps_of(descriptor.modes[path][0])
@@ -187,7 +188,7 @@ def _played(
 
 
 def about(program: Program, plan: OverlapPlan, budget: int | None) -> dict[str, Any]:
-    """What a row says of its plan."""
+    """The description of a row's plan."""
     return {
         "budget": budget,
         "layers": len(program.launches),
@@ -197,7 +198,7 @@ def about(program: Program, plan: OverlapPlan, budget: int | None) -> dict[str, 
 
 
 def show(result: dict[str, Any]) -> None:
-    """One table; factors are against preload."""
+    """Print one table; factors are relative to preload."""
     steps: dict[str, dict[str, Any]] = result["steps"]
     base = steps["preload"]
     print(
@@ -233,7 +234,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Measure, or simulate, every model found."""
+    """Measure or simulate every model in the folder."""
     parser = Arguments(__doc__)
     parser.add_zoo()
     parser.add_device()

@@ -1,8 +1,8 @@
-"""Fit the rates of a described device to published seconds: least squares of logarithms.
+"""Fit the rates of a device descriptor to published latencies: least squares of logarithms.
 
-Rates that nobody measured are assumptions (`[sources]` of a descriptor). Each is scaled by a factor of its own. What is
-minimised is the squared logarithm of predicted over published seconds and, weakly, of the factors: an assumption that the rows
-say nothing of stays where it is.
+Rates without a measurement are assumptions (`[sources]` of a descriptor). Each is scaled by a separate factor. The fit
+minimises the squared logarithm of predicted over published seconds and, with a small weight, of the factors: an assumption that
+does not influence the rows keeps its value.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from numpy.typing import NDArray
 from flashmem.target.descriptor import DeviceDescriptor
 
 RATES = ("gemm_flops", "conv_flops", "memory_bandwidth", "launch_seconds", "disk_bandwidth", "session_seconds")
-"""What can be fitted."""
+"""The rates that can be fitted."""
 
 _OFF_BY = math.log(1.3)
-"""How far a row is expected to be off at the best fit."""
+"""Expected deviation of a row at the best fit."""
 
 _ASSUMED_WITHIN = math.log(3)
-"""How far an assumption is expected to be off."""
+"""Expected deviation of an assumption."""
 
 _STEP, _ROUNDS, _HALVINGS = 0.1, 8, 4
 
 
 def scaled(descriptor: DeviceDescriptor, factors: Mapping[str, float]) -> DeviceDescriptor:
-    """The descriptor with rates multiplied by `factors`; a rate for convolutions that is not stated is that of products."""
+    """The descriptor with rates multiplied by `factors`; a missing rate for convolutions is that of products."""
     rates = descriptor.rates
     stated = {name: getattr(rates, name) for name in factors}
     if "conv_flops" in stated:
@@ -40,7 +40,7 @@ def scaled(descriptor: DeviceDescriptor, factors: Mapping[str, float]) -> Device
 def fitted(
     free: Sequence[str], predict: Callable[[Mapping[str, float]], Sequence[float]], published: Sequence[float]
 ) -> dict[str, float]:
-    """The factors of the rates `free` for which `predict(factors)` comes closest to `published`: Gauss and Newton's method."""
+    """The factors of the rates `free` for which `predict(factors)` is closest to `published`, by Gauss-Newton iteration."""
     target = np.log(published)
 
     def residuals(logs: NDArray[np.float64]) -> NDArray[np.float64]:

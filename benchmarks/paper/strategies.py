@@ -1,12 +1,13 @@
-"""Our plans against simpler strategies in the same budget, and against preloading (FlashMem, Figure 9).
+"""Plans of flashmem compared with simpler strategies in the same budget, and with preloading (FlashMem, Figure 9).
 
     python -m benchmarks.paper.strategies --zoo DIR --device pocl [--budgets 64MB 128MB] [--disk cold] [--runs 5] [--plot t.png]
 
-DIR holds models as `flashmem zoo export` writes them. Every strategy is a plan of the same program, played by the same runtime
-with the same kernels in the same transfer mode: the program that our compiler makes for the smallest of the budgets. Medians of
-fresh processes that take turns; the program cache is filled first. Budgets: those given, or parts of the weights (`--ratios`);
-one that some strategy cannot keep to is raised to 2 % more than the smallest that all can. Answers are compared bit by bit.
-`--plot` draws layers and loads over time of each strategy for the first model. Needs the `bench` extra, `--plot` matplotlib.
+DIR contains models that `flashmem zoo export` wrote. Every strategy is a plan of the same program, run by the same runtime with
+the same kernels in the same transfer mode: the program that the compiler generates for the smallest of the budgets. Medians of
+fresh processes that alternate; the program cache is filled first. Budgets are given, or fractions of the weights (`--ratios`).
+A budget that some strategy cannot satisfy is raised to 2 % more than the smallest that all can. Answers are compared bit by
+bit. `--plot` draws launches and loads over time of each strategy for the first model. Needs the `bench` extra, `--plot`
+matplotlib.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ BASELINES = STRATEGIES[1:]
 
 
 ABOVE = 1.02
-"""Of the smallest budget of a strategy, in which staging is as small as it can be, and slow."""
+"""Factor over the smallest budget of a strategy, with which staging is as small as possible, and slow."""
 
 
 def planned(whole: flashmem.Bundle, folder: Path, budget: int) -> tuple[dict[str, flashmem.Bundle], int]:
-    """The bundle of each strategy within `budget`, or within 2 % more than all of them can keep to; and that budget.
+    """The bundle of each strategy within `budget`, or within 2 % more than the smallest that all can satisfy; and that budget.
 
     They share the weights of `whole`.
     """
@@ -56,7 +57,7 @@ def planned(whole: flashmem.Bundle, folder: Path, budget: int) -> tuple[dict[str
 
 
 def streamed_bytes(model: Path, asked: dict[str, Any]) -> int:
-    """Bytes of the weights as they would be packed; none is read."""
+    """Bytes of the packed weights, computed without reading any."""
     options = resolve(Limits(), **asked)
     graph = read_graph(model, options)
     return sum(part.nbytes for part in generate(graph, fuse(graph), options.descriptor).program.slices)
@@ -65,7 +66,7 @@ def streamed_bytes(model: Path, asked: dict[str, Any]) -> int:
 def measure(
     name: str, bundles: dict[str, flashmem.Bundle], budget: int, folder: Path, disk: str, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """One model at one budget: seconds and memory by strategy."""
+    """Measure one model at one budget: seconds and memory by strategy."""
     runs: dict[str, tuple[Path, tuple[str, ...]]] = {s: (bundle.path, ("--strategy", s)) for s, bundle in bundles.items()}
     runs["preload"] = (bundles["stream"].path, ("--strategy", "preload"))
     answers = []
@@ -103,7 +104,7 @@ def measure(
 
 
 def show(result: dict[str, Any]) -> None:
-    """One table."""
+    """Print one table."""
     budget, weights = result["budget"] / 1e6, result["weights"] / 1e6
     print(f"\n### {result['model']}, {weights:.0f} MB of weights, budget {budget:.0f} MB, file {result['disk']}\n")
     print("| strategy | first answer, s | predicted, s | later, s | most held, MB | process above bare, MB |")
@@ -122,7 +123,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def summarise(results: list[dict[str, Any]]) -> None:
-    """Geometric means over everything measured, by state of the file."""
+    """Print geometric means over all measurements, by state of the file."""
     for disk in dict.fromkeys(result["disk"] for result in results):
         rows = [result for result in results if result["disk"] == disk]
         print(f"\nfile {disk}, geometric mean of {len(rows)}: " + ", ".join(
@@ -134,12 +135,12 @@ def summarise(results: list[dict[str, Any]]) -> None:
 
 
 def seconds_of(result: dict[str, Any], strategy: str) -> float:
-    """The first answer."""
+    """Seconds of the first answer."""
     return float(result["strategies"][strategy]["integrated"])
 
 
 def plot(path: Path, name: str, whole: flashmem.Bundle, folder: Path, budget: int, args: argparse.Namespace) -> None:
-    """Layers and loads of each strategy's first run over time, and the bytes held, as PNG."""
+    """Draw launches and loads of each strategy's first run over time, and the bytes in use, as PNG."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -170,7 +171,7 @@ def plot(path: Path, name: str, whole: flashmem.Bundle, folder: Path, budget: in
 
 
 def main() -> None:
-    """Measure every model found."""
+    """Measure every model in the folder."""
     parser = Arguments(__doc__)
     parser.add_zoo()
     parser.add_device()
@@ -191,7 +192,7 @@ def main() -> None:
     results = []
     for number, (name, model) in enumerate(found.items()):
         with tempfile.TemporaryDirectory(prefix="flashmem-strategies-") as folder:
-            # Layers stay whole: unfusion is for our plans only, and all strategies are to play the same program.
+            # Without adaptive unfusion, which is for flashmem's plans only: all strategies must run the same program.
             asked = {"device": args.device, "memory_path": args.memory_path, "mode": args.mode}
             weights = streamed_bytes(model, asked)
             budgets = [parse_size(text) for text in args.budgets] or [int(ratio * weights) for ratio in args.ratios]
@@ -200,7 +201,7 @@ def main() -> None:
             measured: set[int] = set()
             for wanted in budgets:
                 bundles, budget = planned(whole, Path(folder), wanted)
-                if budget not in measured:  # two that are raised to the same are one
+                if budget not in measured:  # two budgets may be raised to the same value
                     for disk in args.disk:
                         results.append(measure(name, bundles, budget, Path(folder), disk, args))
                         show(results[-1])

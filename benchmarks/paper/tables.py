@@ -2,17 +2,17 @@
 
     python -m benchmarks.paper.tables --zoo DIR [--fit ROW,...] [--m-peak 500MB] [--json o.json]
 
-Each model is planned in fp16 for `adreno750` (objective `first`, default lambda, M_peak as in the paper) and played on a cold
-file. DIR/NAME/model.onnx is read for its shapes only; DIR/NAME-SIZE/model.onnx at the size that the paper's multiply-adds
-say, where that is not the model's own (`flashmem zoo export NAME --size SIZE`). What has no file is planned from its
-configuration (`zoo:NAME`), if there is one.
+Each model is planned in fp16 for `adreno750` (objective `first`, default lambda, M_peak as in the paper) and simulated with a
+cold file. Only shapes are read from DIR/NAME/model.onnx, or from DIR/NAME-SIZE/model.onnx at the size with the paper's
+multiply-adds, if that is not the default size (`flashmem zoo export NAME --size SIZE`). A model without a file is planned from
+its configuration (`zoo:NAME`), if one exists.
 
-Rates of the descriptor that are assumptions (`--free`) are fitted to the latency of at most four rows (`--fit`; without it the
-descriptor is taken as it is shipped, which is fitted to those named above). Plans are made anew with what was fitted, and it is
-fitted again. Errors are those of the other rows; memory is not fitted, and judged in all. The second table says what a row's
-latency is made of: opening, loading, and the seconds of each family of kernels; and, as a check that no fit has seen, the
-execution that the paper measured of the framework which it builds on (Table 7, SmartMem, Exec). The last lines hold each claim
-beside the same figure of its simplest rival (`benchmarks/paper/tables_verdict.py`). Needs the `compile` extra.
+Rates of the descriptor that are assumptions (`--free`) are fitted to the latency of at most four rows (`--fit`). Without
+`--fit` the shipped descriptor is used, which is fitted to the rows named above. Plans are made again with the fitted rates, and
+the rates are fitted again. Errors are those of the other rows; memory is not fitted, and evaluated for all rows. The second
+table splits a row's latency into opening, loading, and the seconds of each kernel family. As a check that no fit has used, it
+also shows the execution time that the paper measured for its base framework (Table 7, SmartMem, Exec). The last lines compare
+each claim with the same figure of its simplest rival (`benchmarks/paper/tables_verdict.py`). Needs the `compile` extra.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flashmem.compile import plan_graph, read_graph, with_layouts
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.pipeline import prepare
-from flashmem.planning.capacity.classes import predict_seconds
+from flashmem.planning.capacity.roofline import predict_seconds
 from flashmem.planning.limits import read_limits
 from flashmem.program.program import Program
 from flashmem.runtime.options import choose_mode
@@ -67,18 +67,18 @@ PUBLISHED = {
     "depthanything-s": Published(496, 86, 14, 71),
     "depthanything-l": Published(1382, 246, 180, 807),
 }
-"""By the names of the zoo. Whisper is the model of 356 million parameters that Table 6 lists."""
+"""By names of the zoo. Whisper is the model of 356 million parameters in Table 6."""
 
 DEVICE, PRECISION = "adreno750", "fp16"
 ASSUMED = {"gemm_flops": 8.31e11, "disk_bandwidth": 4.2e9, "session_seconds": 0.15, "launch_seconds": 30e-6}
-"""What the descriptor said before it was fitted, from published figures: what fits begin with."""
+"""The descriptor's rates before the fit, from published figures; fits start with these."""
 
 SHIPPED_FIT = ("gptneo-1.3b", "vit-103m", "resnet50", "depthanything-l")
-"""The rows that the shipped descriptor is fitted to: they judge nothing where it is taken as it is."""
+"""The rows that the shipped descriptor is fitted to: they are not evaluated with the shipped descriptor."""
 
 MOST_FITTED = 4
 _ROUNDS = 2
-"""How often plans are made for what was fitted, and it is fitted again."""
+"""How often plans are made with the fitted rates, and the rates are fitted again."""
 
 
 @dataclass(frozen=True)
@@ -90,17 +90,17 @@ class Planned:
 
     @classmethod
     def made(cls, graph: Graph, descriptor: DeviceDescriptor, limits: Mapping[str, Any]) -> Planned:
-        """Planned as `flashmem compile` plans."""
+        """Plan as `flashmem compile` does."""
         options = Options(descriptor, choose_mode(descriptor, "auto"), read_limits(**limits), PRECISION)
         generated, plan = plan_graph(graph, options)
         return cls(generated.program, with_layouts(generated.program, plan, [options.mode]))
 
     def played(self, descriptor: DeviceDescriptor) -> Prediction:
-        """The first answer on a cold file."""
+        """Simulate the first answer with a cold file."""
         return simulate(describe(self.program, self.plan, descriptor, self.plan.mode, disk="cold"))
 
     def computing(self, descriptor: DeviceDescriptor) -> dict[str, float]:
-        """Seconds of the layers by family of kernels, most first."""
+        """Seconds of the launches by kernel family, the largest first."""
         sizes = {part.name: part.nbytes for part in self.program.slices}
         seconds: Counter[str] = Counter()
         for launch in self.program.launches:
@@ -110,7 +110,7 @@ class Planned:
 
 
 def graphs_in(zoo: Path, names: Sequence[str], parser: Arguments) -> dict[str, tuple[str, Graph]]:
-    """The graph of each model, and what it was taken from; the parser's error where there is neither file nor configuration."""
+    """The graph of each model, and its origin; a usage error if a model has neither file nor configuration."""
     descriptor = load_descriptor(DEVICE)
     reading = Options(descriptor, choose_mode(descriptor, "auto"), read_limits(), PRECISION)
     found = {}
@@ -148,7 +148,7 @@ def fit_rates(
 
 
 def row_of(name: str, planned: Planned, descriptor: DeviceDescriptor) -> dict[str, Any]:
-    """What is predicted of one model."""
+    """The prediction for one model."""
     prediction = planned.played(descriptor)
     latency, memory = prediction.report.latency, prediction.report.memory
     return {
@@ -167,7 +167,7 @@ def row_of(name: str, planned: Planned, descriptor: DeviceDescriptor) -> dict[st
 
 
 def show_rows(rows: Sequence[dict[str, Any]]) -> None:
-    """Latency and memory beside what is published, then what each is made of."""
+    """Print latency and memory with the published values, then the parts of each."""
     print("\n| model | size | | ms | published | ratio | average MB | published | ratio | GMAC | published |")
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for row in rows:
@@ -190,7 +190,7 @@ def show_rows(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def judged(row: Mapping[str, Any]) -> Judged:
-    """The row beside what is published of its model."""
+    """The row with the published values of its model."""
     published = PUBLISHED[row["model"]]
     return Judged(
         row["model"], row["fitted"], row["ms"], published.ms, row["MB"], published.mb, row["busy ms"].get("compute", 0.0),
@@ -199,7 +199,7 @@ def judged(row: Mapping[str, Any]) -> Judged:
 
 
 def main() -> None:
-    """Command line: see the module."""
+    """Command line; see the module."""
     parser = Arguments(__doc__)
     parser.add_zoo()
     parser.add_argument("--models", nargs="*", default=list(PUBLISHED))

@@ -1,11 +1,11 @@
 """Quality of predictions of the paper's tables, compared with rivals that use no simulator.
 
-Rivals know the bytes of the weights and the multiply-adds, nothing else:
+Rivals use only the bytes of the weights and the multiply-adds:
 
 - order of latency: the order of the weights' bytes;
-- latency: an opening and the bytes at one rate, fitted to the rows that the rates were fitted to, and in the same way;
+- latency: a constant for the opening plus the bytes at one rate, fitted to the same rows as the rates, in the same way;
 - average memory: one share of the weights' bytes for all rows, fitted to the same rows;
-- execution: one rate of multiply-adds, fitted to all rows that are judged, an advantage that the prediction does not have.
+- execution: one rate of multiply-adds, fitted to all evaluated rows, an advantage that the prediction does not have.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from statistics import geometric_mean
 from benchmarks.paper.rates_fit import fitted
 
 Pairs = Sequence[tuple[float, float]]
-"""Of each row, what is predicted and what is published."""
+"""The predicted and the published value of each row."""
 
 MEMORY_BAR, ERROR_BAR, RANK_BAR = 1.2, 1.5, 0.9
 
@@ -40,12 +40,12 @@ class Judged:
 
 
 def off_by(values: Pairs) -> float:
-    """The geometric mean of how many times too much or too little is predicted."""
+    """The geometric mean of the factors between predicted and published values."""
     return geometric_mean(math.exp(abs(math.log(ours / theirs))) for ours, theirs in values)
 
 
 def rank_correlation(values: Pairs) -> float:
-    """Spearman's, of values without ties."""
+    """Spearman's rank correlation, for values without ties."""
     ranks = [{value: rank for rank, value in enumerate(sorted(column))} for column in zip(*values, strict=True)]
     distance = sum((ranks[0][a] - ranks[1][b]) ** 2 for a, b in values)
     return 1 - 6 * distance / (len(values) * (len(values) ** 2 - 1))
@@ -57,7 +57,7 @@ def within(values: Iterable[tuple[float, float]], factor: float) -> int:
 
 
 def line_by_bytes(rows: Sequence[Judged], opening_ms: float, ms_per_mb: float) -> Callable[[float], float]:
-    """Milliseconds as a + b * MB of weights, fitted to `rows` as rates are (`rates_fit`), from the two values assumed."""
+    """Milliseconds as a + b * MB of weights, fitted to `rows` like the rates (`rates_fit`), from the two assumed values."""
     factors = fitted(
         ("a", "b"),
         lambda tried: [opening_ms * tried["a"] + ms_per_mb * tried["b"] * row.weights_mb for row in rows],
@@ -68,9 +68,9 @@ def line_by_bytes(rows: Sequence[Judged], opening_ms: float, ms_per_mb: float) -
 
 
 def verdict(rows: Sequence[Judged], *, opening_ms: float, ms_per_mb: float) -> list[str]:
-    """A sentence for each claim: latency over the rows that were not fitted, the rest over all.
+    """A sentence for each claim: latency over the rows that were not fitted, the others over all rows.
 
-    `opening_ms` and `ms_per_mb` are what was assumed of opening a session and of the disk before anything was fitted.
+    `opening_ms` and `ms_per_mb` are the assumed values for opening a session and for the disk before the fit.
     """
     return [*_latency(rows, opening_ms, ms_per_mb), _memory(rows), *_execution(rows)]
 

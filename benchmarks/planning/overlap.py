@@ -1,18 +1,19 @@
-"""Gain of planning ahead: all strategies simulated with disks slower and faster than the device.
+"""Gain of planning: all strategies simulated with disks slower and faster than the device.
 
     python -m benchmarks.planning.overlap --zoo DIR --devices adreno750 nvidia [--budget-ratio 0.5] [--plot o.png]
     python -m benchmarks.planning.overlap --zoo DIR --own --precision fp16 --models gptneo-125m ... [--mode interleave]
 
-A described device (see `flashmem simulate`) gets disks that take 1/4 to 4 times as long to bring in all weights as the layers
-take to compute. Each strategy plans for that disk inside the same budget, and the simulator plays the plans on a cold file.
-What opening a session costs is left out: it is the same for all of them and hides nothing. With a disk of the descriptor's own
-rate the whole first answer is printed as well, and with `--own` nothing else, model by model. The budget is a part of the
-weights beside what a session holds whatever the plan; one that some strategy cannot keep to is raised to the smallest that all
-can. All play the program that our compiler makes for that budget. The models' files are read for their shapes only; no device
-is needed. Needs the `compile` extra, `--plot` matplotlib.
+A device descriptor (see `flashmem simulate`) gets disks that load all weights in 1/4 to 4 times the computing time of the
+launches. Each strategy plans for that disk inside the same budget, and the simulator runs the plans with a cold file. The cost
+of opening a session is excluded: it is the same for all strategies and hides nothing. For the descriptor's own disk rate the
+whole first answer is printed too, and with `--own` nothing else, model by model. The budget is a fraction of the weights plus
+the memory that a session holds under any plan; one that some strategy cannot satisfy is raised to the smallest that all can.
+All strategies run the program that the compiler generates for that budget. Only shapes are read from the models' files; no
+device is needed. Needs the `compile` extra, `--plot` matplotlib.
 
-Ours reads as soon as a place is free, the baselines once their gates open (`flashmem/schedule/residency.py`): "held" is our
-plan held to its gates too, which is what ours gains by that rule alone. In mode `map` both are held.
+Flashmem's plan reads as soon as a place is free, the baselines after their release times (`flashmem/schedule/residency.py`).
+"held" is flashmem's plan with reads after its release times too, which shows the gain of that rule alone. In mode `map` both
+wait for release times.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.planning.limits import Limits
-from flashmem.planning.planner import planning_problem
+from flashmem.planning.planner import planning_instance
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.runtime.options import choose_mode
 from flashmem.schedule.plan import OverlapPlan, Strategy
@@ -45,14 +46,14 @@ from flashmem.tools.simulation.simulator import simulate
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 RATIOS = (0.25, 0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 2.0, 2.8, 4.0)
-"""Time to load all weights over time to compute all layers."""
+"""Time to load all weights over time to compute all launches."""
 
 HELD = "held"
-"""Our plan, read once its gates open."""
+"""Flashmem's plan with reads after its release times."""
 
 
 def plans(program: Program, options: Options) -> dict[Strategy, OverlapPlan]:
-    """The plan of every strategy inside the budget, or inside the smallest budget that all of them can keep to."""
+    """The plan of every strategy inside the budget, or inside the smallest budget that all can satisfy."""
     while True:
         try:
             return {
@@ -64,7 +65,7 @@ def plans(program: Program, options: Options) -> dict[Strategy, OverlapPlan]:
 
 
 def within(graph: Graph, options: Options) -> tuple[Program, Options]:
-    """The program for the budget, or for the smallest one that works, and the options with that one."""
+    """The program for the budget, or for the smallest one that works, and the options with that budget."""
     try:
         return plan_graph(graph, options)[0].program, options
     except BudgetError as error:
@@ -91,7 +92,7 @@ def seconds(program: Program, options: Options, *, opening: bool) -> dict[str, f
 
 
 def measure(name: str, model: Path, descriptor: DeviceDescriptor, args: argparse.Namespace) -> dict[str, Any]:
-    """One model on one device: seconds by strategy, at each ratio and at the descriptor's own disk."""
+    """Measure one model on one device: seconds by strategy, at each ratio and with the descriptor's own disk."""
     options = Options(descriptor, choose_mode(descriptor, args.mode), Limits(unfusion=False), args.precision)
     graph = read_graph(model, options)
     whole = generate(graph, fuse(graph), descriptor, precision=args.precision).program
@@ -99,8 +100,8 @@ def measure(name: str, model: Path, descriptor: DeviceDescriptor, args: argparse
     budget = int(args.budget_ratio * weights) + fixed_bytes(whole)
     options = replace(options, limits=replace(options.limits, budget=budget))
     program, options = within(graph, options)
-    problem = planning_problem(program, descriptor, options.mode, options.limits)
-    compute = sum(layer.seconds for layer in problem.layers)
+    instance = planning_instance(program, descriptor, options.mode, options.limits)
+    compute = sum(layer.seconds for layer in instance.layers)
     ratios = () if args.own else RATIOS
     return {
         "model": name,
@@ -115,12 +116,12 @@ def measure(name: str, model: Path, descriptor: DeviceDescriptor, args: argparse
 
 
 def over_ours(rows: Iterable[dict[str, float]], strategy: str) -> float:
-    """Geometric mean of a strategy's seconds over ours."""
+    """Geometric mean of a strategy's seconds over flashmem's."""
     return geometric_mean([row[strategy] / row["stream"] for row in rows])
 
 
 def show(results: list[dict[str, Any]]) -> None:
-    """One table for each device by ratio, and one at its own disk by model."""
+    """Print one table for each device by ratio, and one with its own disk by model."""
     for device in dict.fromkeys(result["device"] for result in results):
         found = [result for result in results if result["device"] == device]
         title = f"{device}, mode {found[0]['mode']}: seconds of each strategy over ours"
@@ -151,7 +152,7 @@ def _line(first: object, rows: list[dict[str, float]]) -> None:
 
 
 def plot(path: Path, results: list[dict[str, Any]]) -> None:
-    """A strategy's seconds over ours against the ratio: a panel for each device, a line for each strategy."""
+    """Plot a strategy's seconds over flashmem's against the ratio: one plot for each device, one line for each strategy."""
     from flashmem.tools.plots.figure import COLOURS, MARKERS, figure, legend_below, plain_axes
 
     devices = list(dict.fromkeys(result["device"] for result in results))
@@ -172,7 +173,7 @@ def plot(path: Path, results: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Simulate every model found on every device named."""
+    """Simulate every model in the folder on every named device."""
     parser = Arguments(__doc__)
     parser.add_zoo()
     parser.add_argument("--devices", nargs="+", default=["adreno750", "mali-g710", "nvidia"])

@@ -1,8 +1,8 @@
-"""Speed of this machine now, relative to when it was profiled: a shared one can change by half in a minute.
+"""Pace of this machine: its present speed relative to its profile. A shared machine can change by half in a minute.
 
-The profiler's two reference launches, a product and a sum, are timed now; the dataset of the device's profile says how long
-they took then. Where 646 launches were profiled on two occasions, latencies were 0.80 of what they had been, and the
-references 0.85 and 0.75 (docs/capacity.md).
+It times the profiler's two reference launches, a product and a sum, and compares with the dataset of the device's profile. In a
+comparison of 646 launches profiled twice, latencies were 0.80 of the earlier ones, and the references 0.85 and 0.75
+(docs/capacity.md).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _DEVICES = Path(__file__).resolve().parents[2] / "devices"
 
 
 class Pace:
-    """The pace of one device that was profiled. Close it, or use it as a context manager."""
+    """The pace of one profiled device. Close it, or use it as a context manager."""
 
     def __init__(self, device: str, descriptor: DeviceDescriptor, scratch: Path) -> None:
         """`scratch`: a folder for the bench's file.
 
         Raises:
-            UserError: the device is not here, or was not profiled.
+            UserError: the device is not on this machine, or has no profile.
         """
         dataset = _DEVICES / f"{descriptor.capacity_model}{SUFFIX}"
         if not descriptor.capacity_model or not dataset.is_file():
@@ -50,13 +50,13 @@ class Pace:
         self._bench.close()
 
     def now(self) -> float:
-        """Seconds that computing takes, over what it took when the device was profiled."""
+        """Present computing time over the computing time in the profile."""
         found = self._bench.pace()
         return sqrt(found.gemm / self._usual.gemm * found.traffic / self._usual.traffic)
 
 
 def at_pace(scenario: Scenario, pace: float, *, host: bool) -> Scenario:
-    """`scenario` on a machine that takes `pace` times as long to compute; `host`: and for all else but reading the disk."""
+    """`scenario` on a machine with `pace` times the computing time; `host`: scale all other times too, except disk reads."""
     slower = replace(scenario, layers=tuple(replace(layer, seconds=pace * layer.seconds) for layer in scenario.layers))
     if not host:
         return slower

@@ -3,14 +3,14 @@
     python -m benchmarks.planning.planner solve [--zoo DIR] [--models ...] [--devices ...] [--objectives ...]
     python -m benchmarks.planning.planner serial | front | quality | chunks
 
-`solve`: status, gap, seconds and the share of W at M_peak 500 MB and the lambda of each objective. `serial`: whether
-execution takes longer than the busiest resource, simulated, at a quarter of the weights. `front`: latency and average memory
-as lambda grows, simulated, beside what a weighted sum of the two reaches. `quality`: the plan without a solver over the solved
-one, which begins with it and so is not worse, over its bound, and beside strategy next-operator, its simplest rival; the eleven
-models of Table 6. `chunks`: the share of W by the size S of a chunk.
+`solve`: status, gap, seconds and the share of W at M_peak 500 MB and the lambda of each objective. `serial`: whether execution
+is longer than the work of the busiest resource, simulated, at a quarter of the weights. `front`: latency and average memory as
+lambda grows, simulated, compared with what a weighted sum of the two reaches. `quality`: the plan without a solver over the
+solved one (which starts from it and so is never worse), over its bound, and compared with strategy next-operator, its simplest
+rival; the eleven models of Table 6. `chunks`: the share of W by the size S of a chunk.
 
 Models are architectures (`zoo:NAME`) or files that `flashmem zoo export` wrote under DIR; no weight is read. Seconds are
-processor time of this process, solver threads included: a machine that does other things too makes them no longer.
+processor time of this process, including solver threads, so that other work on the machine does not increase them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from flashmem.planning.latency.bounds import fastest_seconds
 from flashmem.planning.latency.first_answer import forced_preload
 from flashmem.planning.limits import read_limits
 from flashmem.planning.opg.lc_opg import solve
-from flashmem.planning.planner import completed, plan_problem, planning_problem
+from flashmem.planning.planner import completed, plan_instance, planning_instance
 from flashmem.program.program import Program
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import load_descriptor
@@ -51,7 +51,7 @@ TABLE_4 = {
     "gptneo-125m": "OPTIMAL, 45 s", "gptneo-1.3b": "FEASIBLE, 121 s", "gptneo-2.7b": "FEASIBLE, 121 s",
     "vit-8b": "FEASIBLE, 121 s", "llama2-13b": "FEASIBLE, 121 s", "llama2-70b": "FEASIBLE, 121 s",
 }  # fmt: skip
-"""FlashMem (ASPLOS 2026), Table 4: what its solver says, and its seconds."""
+"""FlashMem (ASPLOS 2026), Table 4: its solver's status and seconds."""
 
 ELEVEN = (
     "gptneo-125m", "gptneo-1.3b", "gptneo-2.7b", "resnet50", "sam2-large", "vit-103m", "deepvit-204m", "sd15-unet",
@@ -64,7 +64,7 @@ ZOO = [Path()]
 
 @cache
 def graph_of(name: str) -> Graph:
-    """The graph of an export under the folder of the zoo, or of an architecture."""
+    """The graph of an export in the zoo folder, or of an architecture."""
     file = ZOO[0] / name / "model.onnx"
     try:
         check_architecture(name)
@@ -98,18 +98,18 @@ def planned(name: str, device: str, *, mode: str = "auto", **limits: Any) -> Pla
 
 
 def show(*cells: object) -> None:
-    """A row of a table, at once."""
+    """Print a row of a table immediately."""
     print("| " + " | ".join(str(cell) for cell in cells) + " |", flush=True)
 
 
 def head(*cells: str) -> None:
-    """The first two rows of a table."""
+    """Print the first two rows of a table."""
     show(*cells)
     show(*["---"] * len(cells))
 
 
 def solve_table(models: Sequence[str], devices: Sequence[str], objectives: Sequence[str]) -> None:
-    """Table 4."""
+    """Print Table 4."""
     head(
         "model",
         "device",
@@ -142,7 +142,7 @@ def weights_of(name: str, device: str) -> int:
 
 
 def serial_table(models: Sequence[str], devices: Sequence[str], objectives: Sequence[str]) -> None:
-    """Execution over the busiest resource, and over a proven bound within the same memory."""
+    """Print execution over the busiest resource, and over a proven bound within the same memory."""
     head("model", "device", "mode", "objective", "file", "disk", "read", "copy", "compute", "execution", "over the busiest",
          "over the bound", "in W", "gap")  # fmt: skip
     for name in models or QUARTERS:
@@ -163,17 +163,17 @@ def serial_table(models: Sequence[str], devices: Sequence[str], objectives: Sequ
 
 
 def serial_row(made: Planned, disk: Disk) -> Iterator[str]:
-    """Milliseconds of each resource and of execution, and what they are over each other."""
+    """Milliseconds of each resource and of execution, and their ratios."""
     options, plan = made.options, with_layouts(made.program, made.plan, [made.options.mode])
     scenario = describe(made.program, plan, options.descriptor, options.mode, disk=disk)
     played = simulate(scenario)
     execution = played.report.latency.exec
     busiest = max(played.busy.get(each, 0.0) for each in ("disk", "read", "copy", "compute"))
-    problem = planning_problem(made.program, options.descriptor, options.mode, options.limits)
-    problem = replace(problem, m_peak=plan.m_peak)
-    chosen = forced_preload(problem, {w.name for w in plan.weights if w.preload})
-    read = problem if disk == "cold" else replace(problem, load_bandwidth=math.inf)
-    bound = fastest_seconds(read, chosen) - problem.opening_seconds
+    instance = planning_instance(made.program, options.descriptor, options.mode, options.limits)
+    instance = replace(instance, m_peak=plan.m_peak)
+    chosen = forced_preload(instance, {w.name for w in plan.weights if w.preload})
+    read = instance if disk == "cold" else replace(instance, load_bandwidth=math.inf)
+    bound = fastest_seconds(read, chosen) - instance.opening_seconds
     for each in ("disk", "read", "copy", "compute"):
         yield f"{1e3 * played.busy.get(each, 0.0):.1f}"
     yield f"{1e3 * execution:.1f}"
@@ -184,7 +184,7 @@ def serial_row(made: Planned, disk: Disk) -> Iterator[str]:
 
 
 def front_table(models: Sequence[str], devices: Sequence[str], objectives: Sequence[str]) -> None:
-    """Latency against average memory as lambda grows, of one program and no other limit."""
+    """Print latency against average memory as lambda grows, for one program without other limits."""
     head("model", "device", "lambda", "first answer, ms", "average, MB", "peak, MB", "reached by a weighted sum")
     for name in models or ["gptneo-125m", "vit-b16", "resnet50"]:
         for device in devices or ["nvidia", "adreno750", "pocl"]:
@@ -193,8 +193,8 @@ def front_table(models: Sequence[str], devices: Sequence[str], objectives: Seque
             rows = []
             for step in range(11):
                 limits = replace(options.limits, lambda_=step / 10)
-                problem = replace(planning_problem(made.program, options.descriptor, options.mode, limits), w_may_grow=True)
-                plan = plan_problem(problem, made.program, options.mode, limits, complete=False)
+                instance = replace(planning_instance(made.program, options.descriptor, options.mode, limits), w_may_grow=True)
+                plan = plan_instance(instance, made.program, options.mode, limits, complete=False)
                 plan = with_layouts(made.program, plan, [options.mode])
                 played = simulate(describe(made.program, plan, options.descriptor, options.mode, disk="cold")).report
                 rows.append((step / 10, played.latency.integrated, played.memory.average_bytes, played.memory.peak_bytes))
@@ -205,7 +205,7 @@ def front_table(models: Sequence[str], devices: Sequence[str], objectives: Seque
 
 
 def by_weighted_sum(points: Sequence[tuple[float, float]]) -> set[int]:
-    """Those of `points` that a sum of both, each over its largest, takes for some weight between 0 and 1."""
+    """The `points` that minimise a weighted sum of both coordinates, each over its largest, for some weight between 0 and 1."""
     most = [max(each) for each in zip(*points, strict=True)]
     found = set()
     for step in range(1001):
@@ -216,7 +216,7 @@ def by_weighted_sum(points: Sequence[tuple[float, float]]) -> set[int]:
 
 
 def quality_table(models: Sequence[str], devices: Sequence[str], objectives: Sequence[str]) -> None:
-    """The plan without a solver over the solved one, of the same program within the same M_peak."""
+    """Print the plan without a solver over the solved one, for the same program within the same M_peak."""
     head(
         "model", "device", "objective", "slices", "without a solver", "its seconds", "next-operator over it", "over the bound",
         "searched", "solved", "ratio", "gap of the solved",
@@ -248,10 +248,10 @@ def quality_table(models: Sequence[str], devices: Sequence[str], objectives: Seq
 
 
 def next_operator(program: Program, options: Options) -> float:
-    """Predicted first answer of strategy next-operator within the same M_peak; infinite where it does not fit."""
-    problem = planning_problem(program, options.descriptor, options.mode, options.limits)
+    """Predicted first answer of strategy next-operator within the same M_peak; infinite if it does not fit."""
+    instance = planning_instance(program, options.descriptor, options.mode, options.limits)
     try:
-        return Baseline("next-operator", operators_of(program)).plan(problem).objective
+        return Baseline("next-operator", operators_of(program)).plan(instance).objective
     except BudgetError:
         return math.inf
 
@@ -259,25 +259,25 @@ def next_operator(program: Program, options: Options) -> float:
 def both(program: Program, options: Options) -> tuple[OverlapPlan | None, OverlapPlan | None, float]:
     """The plan without a solver, the solved one, and processor seconds of the former."""
     limits, mode = options.limits, options.mode
-    problem = replace(planning_problem(program, options.descriptor, mode, limits), w_may_grow=True)
+    instance = replace(planning_instance(program, options.descriptor, mode, limits), w_may_grow=True)
     had = "ortools" in sys.modules
     begun = time.process_time()
     try:
         if limits.objective == "first":
-            free = plan_problem(problem, program, mode, limits, complete=False)
+            free = plan_instance(instance, program, mode, limits, complete=False)
         else:
-            free = solve(problem, units="share", workers=0)
+            free = solve(instance, units="share", workers=0)
     except BudgetError:
         return None, None, 0.0
     seconds = time.process_time() - begun
     assert had or "ortools" not in sys.modules
     if limits.objective == "first":
-        return free, completed(problem, free, program, mode, limits), seconds
-    return free, solve(problem, units="share"), seconds
+        return free, completed(instance, free, program, mode, limits), seconds
+    return free, solve(instance, units="share"), seconds
 
 
 def chunk_table(models: Sequence[str], devices: Sequence[str], objectives: Sequence[str]) -> None:
-    """The share of W at M_peak 500 MB by S; S as chosen comes first."""
+    """Print the share of W at M_peak 500 MB by S; the default S is the first row."""
     sizes = ["auto", "16KiB", "32KiB", "64KiB", "128KiB", "256KiB", "512KiB", "1MiB"]
     head("model", "device", "S chosen", *["chosen", *sizes[1:]])
     for name in models or ["gptneo-125m", "gptneo-1.3b", "vit-8b"]:

@@ -2,14 +2,15 @@
 
     python -m benchmarks.planning.simulation --zoo DIR --device pocl [--descriptor FILE] [--modes dma interleave] [--runs 5]
 
-DIR holds models as `flashmem zoo export` writes them. Each model is planned for three budgets (one too small is replaced by
+DIR contains models that `flashmem zoo export` wrote. Each model is planned for three budgets (a too small one is replaced by
 the smallest that works). Measured: medians of fresh processes, after one that compiles the kernels; the peak is the ledger's.
-All rows of the table take turns, so that every one meets the machine's fast and slow minutes. Predicted: on the device's
-descriptor, or the one given. "Cold" drops the file from the page cache (the host of a virtual machine may still hold it). Two
-things are measured after each run, as shared machines vary, and the prediction is for the machine that was there: the disk,
-for cold files, and how fast the device computes (`benchmarks.planning.pace`), which the second prediction takes in. A ratio is
-predicted over measured. The last lines count the same of the simplest rivals: of latency a + b * bytes of weights, fitted to
-the measured rows themselves, apart for cold and cached files; of the peak the budget. Needs the `bench` extra.
+All rows of the table alternate, so that each one is measured in the machine's fast and slow minutes. Predicted: on the device's
+descriptor, or the given one. "Cold" drops the file from the page cache (the host of a virtual machine may still cache it).
+
+Shared machines vary, so two properties are measured after each run, and the prediction is for the machine at that time: the
+disk rate, for cold files, and the computing speed (`benchmarks.planning.pace`), which the second prediction includes. A ratio
+is predicted over measured. The last lines evaluate the simplest rivals in the same way: for latency a + b * bytes of weights,
+fitted to the measured rows themselves, separately for cold and cached files; for the peak the budget. Needs the `bench` extra.
 """
 
 from __future__ import annotations
@@ -64,21 +65,21 @@ class Comparison:
 
     @property
     def latency_ratio(self) -> float:
-        """Predicted over measured."""
+        """Predicted over measured latency."""
         return self.predicted / self.measured
 
     @property
     def ratio_at_pace(self) -> float:
-        """Predicted, at the machine's pace, over measured."""
+        """Predicted, at the machine's pace, over measured latency."""
         return self.predicted_at_pace / self.measured
 
     @property
     def peak_ratio(self) -> float:
-        """Predicted, at the machine's pace, over measured."""
+        """Predicted over measured peak."""
         return self.predicted_peak / self.measured_peak
 
     def line(self) -> str:
-        """For the table."""
+        """The line of the table."""
         return (
             f"| {self.model} | {self.mode} | {self.budget / 1e6:.1f} | {self.disk} "
             f"| {1e3 * self.measured:.1f} | {1e3 * self.predicted:.1f} "
@@ -90,21 +91,21 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Case:
-    """What one line is about: a bundle, and the state of its file."""
+    """The subject of one line: a bundle, and the state of its file."""
 
     model: str
     bundle: flashmem.Bundle
     disk: Disk
 
     def measure(self, device: str, pace: Pace) -> Row:
-        """One fresh process; with the machine's pace right after it and, where it matters, the disk's bytes per second."""
+        """Run one fresh process; then measure the machine's pace and, for cold files, the disk's bytes per second."""
         weights = self.bundle.weights_path
         row = run_bundle(self.bundle.path, device, "--mode", self.bundle.meta["mode"], cold=self.disk == "cold")
         row["pace"] = pace.now()
         return row | {"disk_rate": cold_rate(weights)} if self.disk == "cold" else row
 
     def compared(self, rows: list[Row], pace: float, described: DeviceDescriptor | None) -> Comparison:
-        """What `rows` measured beside what is predicted for it, also at the machine's `pace`."""
+        """The measured `rows` with their prediction, also at the machine's `pace`."""
         descriptor = described or self.bundle.descriptor
         if self.disk == "cold":
             descriptor = replace(descriptor, rates=replace(descriptor.rates, disk_bandwidth=median(rows, "disk_rate")))
@@ -126,7 +127,7 @@ class Case:
 
 
 def by_bytes(table: Sequence[Comparison]) -> list[float]:
-    """Seconds over the measured ones of a line through the bytes of the weights, for each state of the file; see the module."""
+    """Seconds by a line through the bytes of the weights over measured seconds, for each state of the file; see the module."""
     ratios = []
     for disk in dict.fromkeys(row.disk for row in table):
         rows = [row for row in table if row.disk == disk]
@@ -140,7 +141,7 @@ def by_bytes(table: Sequence[Comparison]) -> list[float]:
 
 
 def cases_of(name: str, model: Path, folder: Path, args: argparse.Namespace) -> list[Case]:
-    """Every budget and state of the file, for one model; the kernels are compiled."""
+    """Every budget and state of the file, for one model, with its kernels compiled."""
     options = {"device": args.device, "precision": args.precision, "memory_path": args.memory_path}
     whole = flashmem.compile(model, folder / f"{name}.flashmem", unfusion=False, mode=args.modes[0], **options)
     cases = []
@@ -153,7 +154,7 @@ def cases_of(name: str, model: Path, folder: Path, args: argparse.Namespace) -> 
 
 
 def main() -> None:
-    """Compare every model found."""
+    """Compare every model in the folder."""
     parser = Arguments(__doc__)
     parser.add_zoo()
     parser.add_device()
@@ -176,7 +177,7 @@ def main() -> None:
         with Pace(args.device, own, Path(folder)) as pace:  # before models are compiled: it refuses a device without a profile
             cases = [case for name, model in models.items() for case in cases_of(name, model, Path(folder), args)]
             rows = take_turns({str(i): partial(case.measure, args.device, pace) for i, case in enumerate(cases)}, args.runs)
-        paces = [row["pace"] for found in rows.values() for row in found]  # of all rows, which took turns
+        paces = [row["pace"] for found in rows.values() for row in found]  # of all rows, which alternated
         table = [case.compared(rows[str(i)], statistics.median(paces), described) for i, case in enumerate(cases)]
     print(f"the machine's pace: {statistics.median(paces):.2f} in the median, {min(paces):.2f} to {max(paces):.2f}\n")
     print(

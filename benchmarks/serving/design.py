@@ -1,14 +1,15 @@
-"""Designs of an application of four models: RASS against exhaustive search, switches, and memory pressure.
+"""Designs of an application of four models: RASS compared with exhaustive search, switches, and memory pressure.
 
     python -m benchmarks.serving.design --zoo DIR [--device pocl ...] [--json FILE] [--plot PNG]
 
-DIR holds models as `flashmem zoo export` writes them. The application sees (ResNet-50 or ViT-B/16), reads (GPT-Neo-125M) and
-measures depth (DepthAnything-S), in float and in half precision, within each of `--budgets`. Every candidate is measured here;
-then all decisions are tried by plain arithmetic and must agree with what RASS chose. Printed are the designs and the policy
-(CARIn, Tables 7 and 8), optimality over that of simpler ways (Figures 3 to 6), what switches take, and how a process that takes
-a core, and one that takes memory, are answered (Figures 7 and 8). `--describe` solves the same application for devices that are
-not here, by simulation. With root, memory is taken inside a cgroup; without, that part is left out. `--made-up` plays pressure
-on a system that is made up, where nothing is taken and no time passes.
+DIR contains models that `flashmem zoo export` wrote. The application classifies images (ResNet-50 or ViT-B/16), reads
+(GPT-Neo-125M) and measures depth (DepthAnything-S), in single and in half precision, within each of `--budgets`. Every
+candidate is measured. Then an exhaustive search over all decisions, in plain arithmetic, must agree with RASS. Prints the
+designs and the policy (CARIn, Tables 7 and 8), and the optimality over that of simpler methods (Figures 3 to 6). Also prints
+the time of switches, and the reactions to a process that occupies a core or memory (Figures 7 and 8). `--describe` solves the
+same application for devices that are not present, by simulation. With root rights, memory is occupied inside a cgroup;
+otherwise that part is skipped. `--made-up` applies pressure to a simulated system, where nothing is occupied and no time
+passes.
 """
 
 from __future__ import annotations
@@ -38,15 +39,16 @@ from flashmem.tools.design.profiles import Profiling, candidates, processors_her
 from flashmem.tools.design.writer import Solved, described, solved, write
 
 TASKS = ("see=resnet50:0.7613,vit-b16:0.8107", "read=gptneo-125m", "depth=depthanything-s")
-"""Accuracy is the top-1 of torchvision's first weights; the other tasks have one model each, and no objective of it. Half
-precision changes none of CARIn's by more than 0.002 (its Tables 2 to 5), so it counts as the same."""
+"""Accuracy is the top-1 of torchvision's first weights. Each other task has one model, and no objective uses its accuracy. Half
+precision changes none of CARIn's by more than 0.002 (its Tables 2 to 5), so it counts as the same.
+"""
 
 MOST_CLOSING_MS = 50
 MOST_RUNS = 3
-"""The bars: of a switch without what the new sessions load, and of the runs in which pressure is answered."""
+"""Limits of the benchmark: milliseconds of a switch without loading the new sessions' weights, and runs until a reaction."""
 
 GROUP_BYTES = 6 << 30
-"""Limit of the cgroup before it is lowered to what is held there."""
+"""Limit of the cgroup before it is lowered to its present use."""
 
 
 def application(args: argparse.Namespace, devices: Sequence[str], budgets: Sequence[str], file: Path) -> None:
@@ -69,9 +71,9 @@ def application(args: argparse.Namespace, devices: Sequence[str], budgets: Seque
 
 
 def compared(answer: Solved, found: Sequence[Candidate]) -> dict[str, Any]:
-    """The exhaustive search, and our optimality over that of simpler ways, on all processors and on each set that is kept.
+    """The exhaustive search, and RASS's optimality over that of simpler methods, on all processors and on each set.
 
-    Ends the process where RASS and the exhaustive search differ.
+    Exits if RASS and the exhaustive search differ.
     """
     asked = answer.application
     everything = plain.exhaustive(asked, found)
@@ -97,7 +99,7 @@ def _on(found: Sequence[Candidate], processors: Sequence[str]) -> list[Candidate
 
 
 def _ratio(ours: float | None, theirs: float | None) -> float | None:
-    """None where one of them keeps no constraint; above any number is written as such."""
+    """The ratio; None if one of them satisfies no constraint. An infinite ratio becomes the largest float."""
     if ours is None or theirs is None:
         return None
     return 1.0 if ours == theirs else _finite(ours / theirs)
@@ -133,7 +135,7 @@ def _budget(one: Candidate) -> str:
 
 
 def in_child(folder: Path, what: str, args: argparse.Namespace) -> Any:
-    """One measurement of `design_pressure` in a process of its own; for "memory" in a cgroup of its own."""
+    """One measurement of `design_pressure` in a new process; "memory" in a new cgroup."""
     command = [sys.executable, "-m", "benchmarks.serving.design_pressure", str(folder), what, "--repeats", str(args.repeats)]
     if what == "memory":
         why = why_no_limit()
@@ -149,21 +151,21 @@ def in_child(folder: Path, what: str, args: argparse.Namespace) -> Any:
 
 
 def needed(found: Any) -> Any:
-    """What was found; the process ends with the sentence that says why it was not."""
+    """The result of a measurement; exits with its error message if it failed."""
     if isinstance(found, str):
         raise SystemExit(found)
     return found
 
 
 def made_up(folder: Path, kind: Any, scratch: Path) -> Any:
-    """Pressure on a system that is made up."""
+    """Apply pressure to a simulated system."""
     designs = Designs.read(folder)
     system = MadeUp(scratch / kind, designs.designs[designs.choose(State())].memory)
     return pressed(folder, kind, system, system.passes)
 
 
 def tell_switches(rows: Sequence[dict[str, Any]]) -> None:
-    """Milliseconds of each switch: medians would hide the bar's worst."""
+    """Print the milliseconds of each switch: a median would hide the longest one."""
     print("\nswitch   closing, ms  opening, ms              loading, ms")
     for row in rows:
         opening, loading = (
@@ -179,7 +181,7 @@ def tell_switches(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def tell_pressure(kind: str, story: Any) -> None:
-    """How soon it was answered, and gone."""
+    """Print after how many runs pressure was answered, and how soon it ended."""
     if isinstance(story, str):
         print(f"{kind}: {story}")
         return
@@ -194,7 +196,7 @@ def tell_pressure(kind: str, story: Any) -> None:
 
 
 def main() -> None:
-    """Profile, solve, compare, write, switch, press, print."""
+    """Profile, solve, compare, write, switch, apply pressure, print."""
     parser = Arguments(__doc__)
     parser.add_zoo()
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), help="TASK=MODEL[:ACCURACY],...")
@@ -215,7 +217,7 @@ def main() -> None:
     for device in args.device or ():
         parser.check_device(device)
     args.parser = parser
-    os.environ.setdefault(LIMIT_VARIABLE, "20GB")  # more candidates than the cache would keep where the disk is small
+    os.environ.setdefault(LIMIT_VARIABLE, "20GB")  # more candidates than the default cache keeps on a small disk
     here = [each.device for each in processors_here()]
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:

@@ -1,6 +1,6 @@
 """Optimal designs by exhaustive search in plain arithmetic, and designs that simpler methods choose.
 
-Nothing here comes from `flashmem.tools.design.metrics` or `rass.py`: the formulas of docs/design.md are written out once more.
+It uses nothing from `flashmem.tools.design.metrics` or `rass.py`: it implements the formulas of docs/design.md a second time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BETTER_HIGH = ("accuracy", "throughput", "system-throughput", "fairness")
 
 @dataclass(frozen=True)
 class Exhaustive:
-    """Every decision with its optimality, None where a constraint is broken; and those that each role is for."""
+    """Every decision with its optimality, None if a constraint is violated; and the decisions for each role."""
 
     decisions: tuple[Decision, ...]
     optimality: tuple[float | None, ...]
@@ -33,7 +33,7 @@ class Exhaustive:
 
 
 def _percentile(values: Sequence[float], percent: float) -> float:
-    """Linear between the two values next to it."""
+    """Percentile by linear interpolation between neighbouring values."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100
     low = math.floor(place)
@@ -49,7 +49,7 @@ def _statistic(values: Sequence[float], name: str) -> float:
 
 
 def _among(decision: Decision, candidate: Candidate) -> list[float]:
-    """Seconds of `candidate` where it waits for one run of each other on its processor."""
+    """Seconds of `candidate` when it waits for one run of each other on its processor."""
     waits = sum(
         statistics.fmean(other.profile.later)
         for other in decision
@@ -59,7 +59,7 @@ def _among(decision: Decision, candidate: Candidate) -> list[float]:
 
 
 def measured(decision: Decision, measure: Measure) -> float:
-    """One metric of a decision."""
+    """The value of one metric of a decision."""
     if measure.task is None:
         progress = [statistics.fmean(one.profile.later) / statistics.fmean(_among(decision, one)) for one in decision]
         together = {
@@ -87,7 +87,7 @@ def _kept(decision: Decision, application: Application) -> bool:
 
 
 def exhaustive(application: Application, candidates: Sequence[Candidate]) -> Exhaustive:
-    """Try everything."""
+    """Evaluate all decisions."""
     decisions = tuple(itertools.product(*([c for c in candidates if c.task == task.name] for task in application.tasks)))
     kept = [number for number, decision in enumerate(decisions) if _kept(decision, application)]
     distance, largest = dict.fromkeys(kept, 0.0), 0.0
@@ -96,7 +96,7 @@ def exhaustive(application: Application, candidates: Sequence[Candidate]) -> Exh
         best = (max if objective.maximise else min)(values.values())
         furthest = max(abs(value - best) for value in values.values())
         if furthest <= 1e-9 * max(map(abs, values.values())):
-            continue  # the same for all, but for rounding
+            continue  # the same for all, except for rounding
         scale = objective.weight / statistics.pvariance(values.values())
         largest += scale * furthest**2
         for number, value in values.items():
@@ -107,7 +107,7 @@ def exhaustive(application: Application, candidates: Sequence[Candidate]) -> Exh
 
 
 def _roles(decisions: Sequence[Decision], scores: dict[int, float]) -> dict[str, int]:
-    """Section 4.3.4: the best on each set of processors, the smallest, the lightest, and the better balanced of these two."""
+    """Roles of section 4.3.4: best on each set of processors, smallest, lightest, and the better balanced of the last two."""
     roles: dict[str, int] = {}
     used = {number: frozenset(one.processor.name for one in decisions[number]) for number in scores}
     best = {which: max((n for n in scores if used[n] == which), key=scores.__getitem__) for which in set(used.values())}
@@ -125,7 +125,7 @@ def _roles(decisions: Sequence[Decision], scores: dict[int, float]) -> dict[str,
 
 
 def _sizes(decisions: Sequence[Decision], kept: Iterable[int], what: str) -> dict[int, float]:
-    """Bytes or multiply-adds of the decisions that are kept, all tasks together; or the sum of both, each from 0 to 1."""
+    """Bytes or multiply-adds of the kept decisions, all tasks together; or the sum of both, each scaled to 0..1."""
     kept = tuple(kept)
     memory = {n: float(sum(one.profile.memory for one in decisions[n])) for n in kept}
     work = {n: float(sum(one.profile.workload for one in decisions[n])) for n in kept}
@@ -140,7 +140,7 @@ def _sizes(decisions: Sequence[Decision], kept: Iterable[int], what: str) -> dic
 
 
 def disagreements(answer: Solved, found: Exhaustive) -> list[str]:
-    """Where RASS and the exhaustive search differ; equally good decisions are the same."""
+    """Differences between RASS and the exhaustive search; equally good decisions count as equal."""
     differing = []
     for number, (ours, theirs) in enumerate(zip(answer.solution.optimality, found.optimality, strict=True)):
         same = math.isnan(ours) if theirs is None else math.isclose(ours, theirs, rel_tol=1e-6)
@@ -160,23 +160,23 @@ def disagreements(answer: Solved, found: Exhaustive) -> list[str]:
 
 
 def _worth(found: Exhaustive, row: int, role: str) -> tuple[float, ...]:
-    """What a decision was chosen for, then its optimality."""
+    """The values by which a role chooses a decision, then its optimality."""
     kept = [number for number, score in enumerate(found.optimality) if score is not None]
     whats = {"least memory": "memory", "lightest": "work", "light and small": "balance"}
     first = (round(_sizes(found.decisions, kept, whats[role])[row], 9),) if role in whats else ()
     return (*first, round(found.optimality[row] or 0.0, 6))
 
 
-# Simpler ways (section 7.1.1).
+# Simpler methods (section 7.1.1).
 
 
 def best_accuracy(application: Application, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Of each task, the model with the highest accuracy, in all its precisions."""
+    """For each task, the model with the highest accuracy, in all its precisions."""
     return _one_model(application, candidates, lambda one: -(one.variant.accuracy or 0.0))
 
 
 def smallest_model(application: Application, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Of each task, the model with the fewest bytes of weights, in all its precisions."""
+    """For each task, the model with the fewest bytes of weights, in all its precisions."""
     return _one_model(application, candidates, lambda one: one.profile.size)
 
 
@@ -192,7 +192,7 @@ def _one_model(
 
 
 def best_of(found: Exhaustive, kept: Iterable[Candidate]) -> float | None:
-    """The best optimality of decisions made of these candidates; None if none of them keeps the constraints."""
+    """The best optimality of decisions of these candidates; None if none of them satisfies the constraints."""
     allowed = set(map(id, kept))
     scores = [
         score
@@ -205,9 +205,7 @@ def best_of(found: Exhaustive, kept: Iterable[Candidate]) -> float | None:
 def unaware(
     application: Application, candidates: Sequence[Candidate], found: Exhaustive, *, weighted_sum: bool = False
 ) -> float | None:
-    """Each task solved as if it were alone, by optimality or by the weighted sum of normalised objectives (OODIn), and the
-    solutions put together.
-    """
+    """Each task solved separately, by optimality or by the weighted sum of normalised objectives (OODIn), then combined."""
     chosen = []
     for task in application.tasks:
         mine = [one for one in candidates if one.task == task.name]

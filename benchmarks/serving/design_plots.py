@@ -9,13 +9,13 @@ from typing import Any
 from flashmem.tools.plots.figure import COLOURS, MARKERS, figure, legend_below, plain_axes
 
 _HIGHEST = 10.0
-"""Ratios above it are drawn up to it and written out."""
+"""Larger ratios are drawn with this height and labelled with their value."""
 
 
 def draw_pressure(path: Path, stories: Mapping[str, Mapping[str, Any]], memory: Sequence[int]) -> None:
-    """Of each kind of pressure, every run by the design that answered it, above the memory of the design in force.
+    """For each kind of pressure, every run with its design, above the memory of the current design.
 
-    `memory`: bytes of each design. Raises UserError where matplotlib is missing.
+    `memory`: bytes of each design. Raises UserError if matplotlib is missing.
     """
     shown = sorted({run["design"] for story in stories.values() for run in story["runs"]})
     with figure(path, rows=2, columns=len(stories), size=(6.5 * len(stories), 6), squeeze=False, sharex="col") as (drawn, axes):
@@ -45,16 +45,17 @@ def draw_pressure(path: Path, stories: Mapping[str, Mapping[str, Any]], memory: 
 
 
 def written(ratio: float | None) -> str:
-    """A ratio as tables and plots have it."""
+    """The text of a ratio in tables and plots."""
     if ratio is None:
         return "!"
     return f"{ratio:.2f}" if ratio < 1e6 else "∞"
 
 
 def draw_ratios(path: Path, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Our optimality over that of each simpler way, on each set of processors; "!" where that way keeps no constraint.
+    """RASS's optimality over that of each simpler method, on each set of processors; "!" if that method satisfies no
+    constraint.
 
-    `rows`: of each title. Raises UserError where matplotlib is missing.
+    `rows`: by title. Raises UserError if matplotlib is missing.
     """
     with figure(path, columns=len(rows), size=(6.5 * len(rows), 4), squeeze=False) as (drawn, grid):
         for axes, (title, these) in zip(grid[0], rows.items(), strict=True):

@@ -2,9 +2,9 @@
 
     python -m benchmarks.serving.design_pressure DESIGNS (switches | together | core | memory) [--repeats 3] [--group CGROUP]
 
-Prints one JSON object. `core` starts a process that keeps one core busy; `memory` one that takes memory: inside the memory
-cgroup CGROUP, which this process is in and whose limit it lowers to what it holds and twice the best design's memory, so that
-nobody else on the machine can be harmed. Both end when this process does.
+Prints one JSON object. `core` starts a process that keeps one core busy. `memory` starts one that allocates memory, inside the
+memory cgroup CGROUP of this process. The benchmark lowers that cgroup's limit to its present use plus twice the best design's
+memory, so that no other process on the machine is affected. Both processes end with this one.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from flashmem.runtime.memory.pressure import sample
 Kind = Literal["core", "memory"]
 
 PATIENCE_SECONDS = 60.0
-"""The longest wait for a quiet machine before pressure, and for the way back after it."""
+"""The longest wait for an idle machine before pressure, and for the switch back after it."""
 
 MOST_RUNS = 12
-"""Pressure that is not answered after so many runs is not answered."""
+"""Runs after which pressure counts as unanswered."""
 
 LEFT = 1 / 8
-"""Of the best design's memory, what pressure leaves to be had."""
+"""Fraction of the best design's memory that pressure leaves available."""
 
 _HOLD = """
 import sys
@@ -56,25 +56,25 @@ while os.getppid() == parent:
 
 
 class System(Protocol):
-    """What the manager believes to run on."""
+    """The system that the manager observes."""
 
     root: Path
 
     def clock(self) -> float:
-        """Seconds."""
+        """The time in seconds."""
         ...
 
     def press(self, kind: Kind, best: int) -> None:
-        """Begin to take a core, or memory; `best` is what the best design holds."""
+        """Start to occupy a core, or memory; `best` is the memory of the best design."""
         ...
 
     def release(self) -> None:
-        """Give it back."""
+        """Free it."""
         ...
 
 
 class Here:
-    """This machine, and processes that really take what they are said to. `group`: a memory cgroup of our own."""
+    """This machine, with processes that really occupy a core or memory. `group`: a memory cgroup for this benchmark."""
 
     def __init__(self, group: Path | None = None) -> None:
         self.root, self._group = Path("/"), group
@@ -117,7 +117,7 @@ def _free() -> int:
 
 
 def _lower(group: Path, room: int) -> int:
-    """Set the limit of `group` to what its processes hold beside files and `room`; what can be had then."""
+    """Set the limit of `group` to its use without files plus `room`; returns the available bytes."""
     version_1 = group / "memory.limit_in_bytes"
     limit = version_1 if version_1.exists() else group / "memory.max"
     limit.write_text(str(int(limit.read_text()) - _free() + room))
@@ -128,7 +128,7 @@ def _lower(group: Path, room: int) -> int:
 
 
 class MadeUp:
-    """A system below `root` in which each run takes a second and pressure is what is written there: nothing is really taken."""
+    """A simulated system below `root`: each run takes a second, and pressure is written to its files; nothing is occupied."""
 
     def __init__(self, root: Path, best: int) -> None:
         self.root, self._best = root, best
@@ -149,7 +149,7 @@ class MadeUp:
         self._pressure = None
 
     def passes(self) -> None:
-        """A second of two cores."""
+        """Advance by a second of two cores."""
         self._now += 1.0
         self._busy += 100 if self._pressure == "core" else 0
         available = LEFT * self._best if self._pressure == "memory" else 2.0 * self._best
@@ -161,7 +161,7 @@ class MadeUp:
 
 @dataclass(frozen=True)
 class Answered:
-    """One run: when it ended, which task, its seconds, in which design; what the manager had seen, and what was going on."""
+    """One run: its end time, task, seconds and design, the state that the manager had seen, and the pressure."""
 
     at: float
     task: str
@@ -173,7 +173,7 @@ class Answered:
 
 
 class Drawn:
-    """Inputs of all bundles, drawn ahead."""
+    """Inputs of all bundles, drawn in advance."""
 
     def __init__(self, folder: Path) -> None:
         parts = [part for design in Designs.read(folder).designs for part in design.parts]
@@ -181,12 +181,12 @@ class Drawn:
         self._known = {bundle.path.name: complete_inputs(bundle.program, {}, 0) for bundle in bundles}
 
     def __call__(self, bundle: Bundle) -> dict[str, Any]:
-        """Those of one."""
+        """The inputs of one bundle."""
         return self._known[bundle.path.name]
 
 
 def pressed(folder: Path, kind: Kind, system: System, passes: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """Runs of all tasks in turns: before, while and after a process takes a core or memory. `passes` is called after each."""
+    """Run all tasks in turn: before, during and after pressure on a core or memory. Calls `passes` after each run."""
     designs = Designs.read(folder)
     best = designs.choose(State())
     given, runs = Drawn(folder), list[Answered]()
@@ -241,18 +241,18 @@ def pressed(folder: Path, kind: Kind, system: System, passes: Callable[[], None]
 
 
 class Led(Manager):
-    """A manager that is told what the device is like."""
+    """A manager whose device state is set from outside."""
 
     led = State()
 
     @property
     def state(self) -> State:
-        """What it is told."""
+        """The state that was set."""
         return self.led
 
 
 def switches(folder: Path, repeats: int) -> list[dict[str, Any]]:
-    """From the best design to each other and back, by states that the policy answers with them."""
+    """Switch from the best design to each other one and back, by states for which the policy selects them."""
     designs = Designs.read(folder)
     given, rows = Drawn(folder), list[dict[str, Any]]()
     with Led(folder) as manager:
@@ -280,7 +280,7 @@ def switches(folder: Path, repeats: int) -> list[dict[str, Any]]:
 
 
 def states(designs: Designs) -> dict[int, State]:
-    """A state that leads to each design but the one without trouble."""
+    """A state for each design, except the one without trouble."""
     known = sorted({name for each in designs.sets for name in each})
     subsets = [frozenset(some) for size in range(len(known) + 1) for some in itertools.combinations(known, size)]
     found: dict[int, State] = {}
@@ -301,7 +301,7 @@ def _round(manager: Manager, given: Drawn) -> dict[str, float]:
 
 
 def together(folder: Path, repeats: int) -> dict[str, float]:
-    """Average seconds of each task of the best design while all of them run, each with one request after another."""
+    """Average seconds of each task of the best design while all run concurrently, each with its requests in sequence."""
     given = Drawn(folder)
     with Led(folder) as manager:
         _round(manager, given)
@@ -325,7 +325,7 @@ def together(folder: Path, repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """One measurement, in this process."""
+    """Run one measurement in this process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("designs", type=Path)
     parser.add_argument("what", choices=("switches", "together", "core", "memory"))

@@ -2,11 +2,11 @@
 
     python -m benchmarks.serving.fifo --zoo DIR [--device pocl] [--budget 200MB] [--iterations 10] [--runs 3] [--plot PNG]
 
-DIR holds models as `flashmem zoo export` writes them. Each way is a process of its own, `--runs` times in turns; medians are
-printed. `runtime` is `flashmem.Runtime` with all requests known ahead; `sessions` opens a `Session` for each request and closes
-it; `ort-each` does so with ONNX Runtime, `ort-open` keeps all models open. Seconds are from the first request to the last
-answer; memory is the peak above the bare process. With root, `runtime` is also run under a memory cgroup of a bare process, the
-budget and 48 MiB. Every answer of flashmem is compared with the first one of the same model.
+DIR contains models that `flashmem zoo export` wrote. Each method runs in its own process, `--runs` times alternately; prints
+medians. `runtime` is `flashmem.Runtime`, with all requests submitted in advance. `sessions` opens a `Session` for each request
+and closes it; `ort-each` does so with ONNX Runtime, `ort-open` keeps all models open. Seconds are from the first request to the
+last answer; memory is the peak above the bare process. With root rights, `runtime` also runs under a memory cgroup of a bare
+process, the budget and 48 MiB. Every answer of flashmem is compared with the first one of the same model.
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ WAYS = ("runtime", "sessions", "ort-each", "ort-open")
 
 
 def order(count: int, iterations: int) -> list[int]:
-    """Which model each request is for: as many of each, in an order from a seed."""
+    """The model of each request: the same number for each, in an order from a seed."""
     chosen = [model for model in range(count) for _ in range(iterations)]
     random.Random(0).shuffle(chosen)
     return chosen
 
 
 class Same:
-    """Compares each answer with the first one of its model, of which it keeps a digest: whole answers, and what comparing them
-    takes, would be memory of this process.
+    """Compares each answer with the first one of its model, by hash: whole answers, and their comparison, would use memory of
+    this process.
     """
 
     def __init__(self) -> None:
         self._first: dict[int, list[int]] = {}
 
     def check(self, model: int, outputs: list[Any]) -> None:
-        """Ends the process where an answer differs in a bit."""
+        """Exits if an answer differs in a bit."""
         made = [zlib.crc32(np.ascontiguousarray(output).reshape(-1).view(np.uint8).data) for output in outputs]
         if self._first.setdefault(model, made) != made:
             raise SystemExit(f"two answers of model {model} differ")
 
 
 def drawn(bundle: Any, given: Path) -> dict[str, Any]:
-    """The inputs of a model: those of its export."""
+    """The inputs of a model, from its export."""
     return inputs_for([(port.name, port.shape, port.dtype) for port in bundle.program.inputs], given)
 
 
 def play_runtime(args: argparse.Namespace, sequence: list[int]) -> dict[str, Any]:
-    """One `Runtime`; all requests at once."""
+    """One `Runtime`; all requests are submitted at once."""
     from flashmem import Bundle, Runtime
     from flashmem.runtime.opencl.context import Context, find_device
 
@@ -76,7 +76,7 @@ def play_runtime(args: argparse.Namespace, sequence: list[int]) -> dict[str, Any
         models = [runtime.open(bundle) for bundle in bundles]
         answers = deque(runtime.submit(models[which], inputs[which]) for which in sequence)
         for which in sequence:
-            same.check(which, answers.popleft().result())  # and let it go
+            same.check(which, answers.popleft().result())  # frees the answer
         seconds = time.perf_counter() - begun
         if runtime.budget is not None and runtime.peak > runtime.budget:
             raise SystemExit(f"{runtime.peak} bytes were held, the budget is {runtime.budget}")
@@ -127,7 +127,7 @@ def play_onnxruntime(args: argparse.Namespace, sequence: list[int], *, keep: boo
 
 
 def worker(args: argparse.Namespace) -> None:
-    """One way, in this process."""
+    """Run one method in this process."""
     sequence = order(len(args.bundles), args.iterations)
     ways: dict[str, Callable[[], dict[str, Any]]] = {
         "runtime": lambda: play_runtime(args, sequence),
@@ -140,7 +140,7 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def compiled(args: argparse.Namespace, scratch: Path) -> list[Path]:
-    """A bundle of each model within the budget, in a process of its own; kernels are built."""
+    """A bundle of each model within the budget, compiled in a new process, with its kernels."""
     bundles = []
     for name in args.models:
         path = scratch / f"{name}.flashmem"
@@ -152,7 +152,7 @@ def compiled(args: argparse.Namespace, scratch: Path) -> list[Path]:
 
 
 def main() -> None:
-    """Compile, take turns, print."""
+    """Compile, measure alternately, print."""
     parser = Arguments(__doc__)
     parser.add_zoo(required=False)
     parser.add_argument("--models", nargs="*", default=list(MODELS))
@@ -203,7 +203,7 @@ def main() -> None:
 
 
 def limited(command: list[str], args: argparse.Namespace) -> str:
-    """How the runtime ends under a hard limit."""
+    """The outcome of the runtime under a hard limit."""
     from flashmem.base.units import parse_size
 
     why = why_no_limit()
@@ -224,7 +224,7 @@ def limited(command: list[str], args: argparse.Namespace) -> str:
 
 
 def show(rows: dict[str, list[dict[str, Any]]], hard: str) -> None:
-    """Medians, and each way's time over the runtime's."""
+    """Print medians, and each method's time over the runtime's."""
     middle = {way: statistics.median(row["seconds"] for row in rows[way]) for way in WAYS}
     print("way        seconds  runtime takes  peak above bare, MB  held at most, MB")
     for way in WAYS:

@@ -1,10 +1,10 @@
-"""Memory growth of a process that opens, runs and closes a model again and again.
+"""Memory growth of a process that opens, runs and closes a model repeatedly.
 
     python -m benchmarks.serving.reopening BUNDLE [--device pocl] [--mode map] [--times 1000] [--prepare]
 
-Printed are resident bytes, descriptors, threads and Python's objects after every tenth of the times, and at the end the growth
-for each time from the second tenth on: before that allocators and drivers fill pools that they keep. The command exits with 1
-where that is more than `GROWTH` bytes, or descriptors or threads are left.
+Prints resident bytes, descriptors, threads and Python's objects after every tenth of the times, and at the end the growth for
+each time from the second tenth on: before that, allocators and drivers fill pools that they keep. The command exits with 1 if
+the growth exceeds `GROWTH` bytes, or if descriptors or threads remain.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flashmem import Bundle, Runtime
 from flashmem.runtime.engine.inputs import complete_inputs
 
 GROWTH = 2 << 10
-"""Bytes for each time: a page of 4 KiB for every second one. What is held of a model is a hundred times that."""
+"""Bytes of growth for each time: a page of 4 KiB for every second one. The memory of a model is a hundred times that."""
 
 
 def main() -> None:

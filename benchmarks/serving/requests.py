@@ -1,10 +1,10 @@
-"""A thousand requests from eight threads, some cancelled: right answers, and no resource left behind.
+"""A thousand requests from eight threads, some cancelled: checks the answers, and that no resource leaks.
 
     python -m benchmarks.serving.requests BUNDLE... [--requests 1000] [--threads 8] [--rounds 3] [--budget SIZE] [--device pocl]
 
-Each round is a runtime of its own, with all requests; what the process has left after one is compared with what the round
-before it left, so that what drivers and allocators keep for good does not count: threads (the drivers' too), descriptors, and
-resident bytes. A round that takes longer than `--patience` seconds ends the process with the stack of every thread.
+Each round is a new runtime with all requests. The resources of the process after a round are compared with those after the
+previous round, so that the permanent pools of drivers and allocators do not count: threads (also the drivers'), descriptors,
+and resident bytes. A round longer than `--patience` seconds ends the process with the stack of every thread.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from flashmem import Bundle, Runtime, Session
 from flashmem.runtime.engine.inputs import complete_inputs
 
 GROWTH = 4 << 20
-"""Bytes by which the process may grow in a round: what allocators leave in other places. A leak of one small answer in each
-of a thousand requests is more."""
+"""Bytes by which the process may grow in a round: fragmentation in allocators. A leak of one small answer in each of a thousand
+requests is more.
+"""
 
 
 @dataclass(frozen=True)
 class State:
-    """What a process has: threads, file descriptors, resident bytes."""
+    """Resources of a process: threads, file descriptors, resident bytes."""
 
     threads: int
     descriptors: int
@@ -44,14 +45,14 @@ class State:
 
     @classmethod
     def now(cls) -> State:
-        """After everything that can be given back was."""
+        """The present resources, after a garbage collection."""
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         return cls(len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), vm("VmRSS"))  # noqa: PTH208
 
 
 def ask(runtime: Runtime, models: list[Any], inputs: list[Any], wanted: list[Any], count: int, seed: int) -> Counter[str]:
-    """`count` requests, submitted by one thread; what became of them."""
+    """Submit `count` requests from one thread; returns their outcomes."""
     rng, seen = random.Random(seed), Counter[str]()
     waiting: list[tuple[int, Any]] = []
     for _ in range(count):
@@ -72,7 +73,7 @@ def ask(runtime: Runtime, models: list[Any], inputs: list[Any], wanted: list[Any
 
 
 def play(args: argparse.Namespace, bundles: list[Bundle], inputs: list[Any], wanted: list[Any], number: int) -> Counter[str]:
-    """One round: what became of the requests."""
+    """Run one round; returns the outcomes of the requests."""
     counts, lock = Counter[str](), threading.Lock()
     shares = [len(range(thread, args.requests, args.threads)) for thread in range(args.threads)]
     with Runtime(args.budget, device=args.device, prepare=False) as runtime:  # every answer has the same bits
@@ -101,7 +102,7 @@ def play(args: argparse.Namespace, bundles: list[Bundle], inputs: list[Any], wan
 
 
 def main() -> None:
-    """Ask, compare, count."""
+    """Run all rounds, and compare resources and answers."""
     parser = Arguments(__doc__)
     parser.add_argument("bundles", type=Path, nargs="+")
     parser.add_argument("--requests", type=int, default=1000)

@@ -1,13 +1,13 @@
-"""Streaming against preloading and ONNX Runtime: latency, memory, and a hard memory limit.
+"""Streaming compared with preloading and ONNX Runtime: latency, memory, and a hard memory limit.
 
     python -m benchmarks.streaming.comparison --zoo DIR [--device pocl] [--runs 5] [--json results.json]
 
-DIR holds resnet50, vit-b16 and gptneo-125m as `flashmem zoo export` writes them (each in a folder of its own, with external
-data). Every number is the median of fresh processes that take turns; the kernels' program cache is filled first. "Cold" drops
-the file from the page cache (the host of a virtual machine may still hold it), and the disk's rate is measured the same way in
-the same run. ONNX Runtime runs as installed, and as the simplest rival of streaming: weights in one file of external data that
-it maps, nothing packed anew, no arena ("mapped"). The hard limit is a memory cgroup, which needs root; those rows are else
-left out. Needs the `bench` extra.
+DIR contains resnet50, vit-b16 and gptneo-125m from `flashmem zoo export`, each in its own folder, with external data. Every
+number is the median of fresh processes that alternate; the kernels' program cache is filled first. "Cold" drops the file from
+the page cache (the host of a virtual machine may still cache it). The disk's rate is measured in the same way in the same run.
+ONNX Runtime runs with default settings, and as the simplest rival of streaming ("mapped"): weights in one mapped file of
+external data, no prepacking, no arena. The hard limit is a memory cgroup, which needs root; otherwise those rows are missing.
+Needs the `bench` extra.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Bench:
         self.mapped = self._with_external_data()
 
     def _with_external_data(self) -> Path:
-        """The model with its weights in one file beside it, which ONNX Runtime maps instead of copying."""
+        """Write the model with its weights in one file beside it, which ONNX Runtime maps instead of copying."""
         path = self.folder / "external" / "model.onnx"
         path.parent.mkdir()
         onnx.save(onnx.load(self.model), path, save_as_external_data=True, location="model.onnx.data", size_threshold=1024)
         return path
 
     def compile(self) -> dict[str, float]:
-        """Compile in a process of its own: seconds and peak memory."""
+        """Compile in a new process: seconds and peak memory."""
         begun = time.perf_counter()
         code = (
             "import flashmem; from benchmarks.worker import vm; "
@@ -65,13 +65,13 @@ class Bench:
         return {"seconds": time.perf_counter() - begun, "peak": peak}
 
     def flashmem(self, *extra: str, cold: bool = False, limit: int | None = None) -> dict[str, Any]:
-        """One run of ours."""
+        """One run of flashmem."""
         files = [Bundle.open(self.bundle).weights_path] if cold else []
         command = ["flashmem", "--bundle", str(self.bundle), "--device", self.device, *extra]
         return self._worker([*command, *(["--cold", *map(str, files)] if cold else [])], limit)
 
     def onnxruntime(self, *extra: str, cold: bool = False) -> dict[str, Any]:
-        """One run of ONNX Runtime; with --mapped, on the copy with external data."""
+        """One run of ONNX Runtime; with --mapped, of the model with external data."""
         model = self.mapped if "--mapped" in extra else self.model
         files = [path for path in model.parent.iterdir() if path.is_file()] if cold else []
         command = ["onnxruntime", "--model", str(model), *extra]
@@ -90,7 +90,7 @@ class Bench:
         return result
 
     def measure(self, *, limited: bool) -> dict[str, Any]:
-        """All numbers of this model; `limited`: with the runs inside a hard limit."""
+        """All measurements of this model; `limited`: including the runs inside a hard limit."""
         compiled = self.compile()
         self.flashmem("--repeat", "2")  # fills the program cache of the streamed kernels
         self.flashmem("--strategy", "preload", "--repeat", "2")
@@ -140,7 +140,7 @@ class Bench:
         return result
 
     def compare(self) -> dict[str, Any]:
-        """Streamed against preloaded bit by bit, and against ONNX Runtime; or the run that failed."""
+        """Compare streamed with preloaded answers bit by bit, and with ONNX Runtime's; or return the failed run."""
         arrays = {}
         for key, run in (("streamed", self.flashmem), ("preloaded", self.flashmem), ("reference", self.onnxruntime)):
             path = self.folder / f"{key}.npz"
@@ -169,7 +169,7 @@ def gemm_rate() -> float:
 
 
 def _median(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of each number; a failed process is shown instead."""
+    """The median of each number; shows a failed process instead."""
     failed = [row for row in rows if "failed" in row]
     if failed:
         return failed[0]
@@ -177,7 +177,7 @@ def _median(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def report(name: str, result: dict[str, Any]) -> None:
-    """The model's table, for a reader."""
+    """Print the model's table."""
     print(f"\n### {name}, budget {result['budget'] / 1e6:.0f} MB\n")
     print("| run | integrated, s | above bare process, MiB |\n|---|---|---|")
     for key, row in result["variants"].items():
@@ -190,7 +190,7 @@ def report(name: str, result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Measure every model found."""
+    """Measure every model in the folder."""
     parser = Arguments(__doc__)
     parser.add_zoo()
     parser.add_device()

@@ -1,14 +1,15 @@
-"""Ways in which several threads can copy weights to a device: which OpenCL defines, and their speed.
+"""Ways to copy weights to a device with several threads: which are defined by OpenCL, and their speed.
 
     python -m benchmarks.streaming.copies --device nvidia [--piece 4MiB] [--threads 4] [--repeats 7]
 
-A file in the page cache is read in pieces into pinned memory, a part for each thread, and copied on to slices of 12 MiB,
-parts of one buffer, as mode `dma` does without gates and kernels. One process; medians, after one repeat that is not counted.
+A file in the page cache is read in pieces into pinned memory, a part for each thread. The pieces are copied to slices of 12 MiB
+in one buffer, as in mode `dma`, but without release times and kernels. One process; medians, after one repeat that is not
+counted.
 
-- *undefined*: a queue for each thread, which write one slice at once. It loses writes on some drivers.
-- *sub-buffers*: a queue for each thread, and each piece a sub-buffer of its own.
+- *undefined*: a queue for each thread, all writing one slice at once. It loses writes on some drivers.
+- *sub-buffers*: a queue for each thread, and a separate sub-buffer for each piece.
 - *lock*: the same queues and slices, but one copy at a time.
-- *one queue*: all threads feed one queue, each waits for the event of its copy. What flashmem does.
+- *one queue*: all threads use one queue, and each waits for the event of its copy. Flashmem uses this.
 - *two parts*: the same, but a thread reads into a second part meanwhile: twice the pinned memory.
 """
 
@@ -47,7 +48,7 @@ class Bench:
         self._staging = self.copiers[0].queue.map(pinned, 2 * threads * piece)
 
     def seconds(self, copier: Callable[[int], Copier], target: Callable[[int], tuple[Memory, int]], **ways: bool) -> float:
-        """All of the file, once. `copier` by thread, `target` by the first byte of a piece: a buffer, and the byte there."""
+        """Copy the whole file once. `copier` is by thread; `target` maps a piece's first byte to a buffer and a byte in it."""
         left, lock = iter(range(0, FILE, self.piece)), threading.Lock()
         alone: AbstractContextManager[object] = threading.Lock() if ways.get("lock") else nullcontext()
         parts = 2 if ways.get("two") else 1
@@ -84,13 +85,13 @@ class Bench:
         return time.perf_counter() - begun
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free everything."""
         self.copiers[0].queue.unmap(self._staging)
         self._ledger.close()
 
 
 def main() -> None:
-    """Measure every way, in turns."""
+    """Measure every way, alternately."""
     parser = Arguments(__doc__)
     parser.add_device()
     parser.add_argument("--piece", default="4MiB", help="a part of 12 MiB")

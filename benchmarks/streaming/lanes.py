@@ -1,14 +1,15 @@
-"""Cost of a byte that a kernel moves while it computes, and of one that a separate launch moves.
+"""Cost of a byte that a kernel copies while it computes, and of one that a separate launch copies.
 
     python -m benchmarks.streaming.lanes [--device D] [--path P] [--seconds S] [--json FILE] [--markdown FILE] [--fresh]
 
-For each kernel, on every memory path of a GPU (of a CPU on the first): a burst of launches alone, with an empty stream lane,
-with a lane that moves bytes, and with a launch between any two that moves the same bytes (`Session(lanes=False)`), in turn;
-medians over the bursts, seconds by the host's clock, so that what a launch costs counts. Bytes are chosen by the time that
-copying them alone takes: a fifth of the kernel's, all of it, three times it. A byte costs what it adds to the kernel alone.
+For each kernel, on every memory path of a GPU (of a CPU on the first), bursts of four kinds alternate: launches alone, with an
+empty stream lane, with a lane that copies bytes, and with a launch between any two that copies the same bytes
+(`Session(lanes=False)`). Medians over the bursts, in seconds by the host's clock, so that the cost of a launch counts. The
+number of bytes is chosen by the time of copying them alone: a fifth of the kernel's time, all of it, three times it. The cost
+of a byte is the time that it adds to the kernel alone.
 
-Rows that `--json` holds of the same device and driver are not measured again; each is written as soon as it is there, and
-`--seconds` is when no further one is begun.
+Rows of `--json` for the same device and driver are not measured again. Each row is written after its measurement. After
+`--seconds`, no further row begins.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ from flashmem.runtime.streaming.interleaved import CopyStream, LayerMoves, Move
 
 Row = dict[str, Any]
 SHARES = (0.2, 1.0, 3.0)
-"""Copying alone, over the kernel alone."""
+"""Time of copying alone, over the kernel alone."""
 
-_PLACE_BYTES, _WIDTH = 32 << 20, 2048  # of a place's staging and home, beyond any cache; texels of a row
+_PLACE_BYTES, _WIDTH = 32 << 20, 2048  # of staging and destination, larger than any cache; texels of a row
 _BURST, _ROUNDS, _MOST = 4e-3, 5, 200
-_TURNS = 16  # places in that memory which launches of a burst take in turn
+_TURNS = 16  # places in that memory that the launches of a burst use in turn
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel: its class in the paper's words, the template, and the graph whose program has it."""
+    """A kernel: its class in the paper's terms, the template, and a graph whose program contains it."""
 
     group: str
     family: str
@@ -60,7 +61,7 @@ class Case:
 
 
 def _activation(op: str, *shape: int, out: tuple[int, ...] = (), operands: int = 1, **attributes: Any) -> Callable[[], Graph]:
-    """One operator on activations, and a small product behind it: its program has textures where a model's would."""
+    """One operator on activations, followed by a small product: its program has textures where a model's would."""
 
     def graph() -> Graph:
         g = Sketch()
@@ -88,10 +89,10 @@ CASES = (
 
 
 class Bench:
-    """One device; its memory for moves is made once for each memory path."""
+    """One device; its memory for copies is allocated once for each memory path."""
 
     def __init__(self, device: str, paths: Sequence[MemoryPath] = ()) -> None:
-        """`paths`: those to measure; empty for all of a GPU, and the first of a CPU."""
+        """`paths`: the memory paths to measure. Empty: all of a GPU, and the first of a CPU."""
         self.device, self.descriptor = device_here(device), find_descriptor(device)
         every = self.descriptor.memory_paths
         self.paths = tuple(paths) or (every if self.device.kind == "gpu" else every[:1])
@@ -100,7 +101,7 @@ class Bench:
         self._memory: dict[LaneKind, tuple[list[Slice], dict[str, Any], dict[str, Any]]] = {}
 
     def about(self) -> Row:
-        """What rows hold for."""
+        """The device and versions of the rows."""
         return {
             "device": self.device.name,
             "kind": self.device.kind,
@@ -109,7 +110,7 @@ class Bench:
         }
 
     def rows(self, known: Sequence[Row], deadline: float) -> Iterator[Row]:
-        """The rows that are not known, until the deadline; what the device refuses says why."""
+        """The missing rows, until the deadline; a case that the device refuses has the error."""
         there = {(row["name"], row["path"]) for row in known}
         for case in CASES:
             for path in self.paths:
@@ -171,7 +172,7 @@ class Bench:
         return found
 
     def _with_room(self, resources: Resources, kind: LaneKind) -> Resources:
-        """The same with staging and homes for moves."""
+        """The resources with staging and destinations for copies."""
         if kind not in self._memory:
             context, parts = self.stand.context, []
             staged: dict[str, Any] = {}
@@ -191,7 +192,7 @@ class Bench:
         return replace(resources, weights={**resources.weights, **homes}, staged=staged)
 
     def _stream(self, kind: LaneKind, nbytes: int, turn: int) -> CopyStream:
-        """About `nbytes`, shared by all places but a buffer beside textures; other launches' are elsewhere."""
+        """Copies of about `nbytes`, shared by all places except a buffer beside textures; other launches use other memory."""
         parts = [part for part in self._memory[kind][0] if kind == "buffer" or part.is_image]
         moves = []
         for part in parts:
@@ -202,7 +203,7 @@ class Bench:
         return CopyStream(kind, tuple(moves))
 
     def _play(self, launches: Sequence[Sequence[Launch]], count: int) -> float:
-        """Seconds of one of `count` steps in a burst."""
+        """Seconds of one step in a burst of `count` steps."""
         begun = time.perf_counter()
         for number in range(count):
             self.queue.launch_all(launches[number % len(launches)])
@@ -210,13 +211,13 @@ class Bench:
         return (time.perf_counter() - begun) / count
 
     def _settled(self, launches: Sequence[Sequence[Launch]]) -> float:
-        """Seconds of a step, after the first ones."""
+        """Seconds of a step, without the first ones."""
         first = min(self._play(launches, 1) for _ in range(3))
         count = max(1, min(_MOST, math.ceil(_BURST / first)))
         return statistics.median(self._play(launches, count) for _ in range(3))
 
     def _compare(self, variants: dict[str, list[list[Launch]]]) -> dict[str, float]:
-        """Medians of bursts that take turns."""
+        """Medians of alternating bursts."""
         counts = {}
         for name, launches in variants.items():
             self._play(launches, len(launches))  # each once: some drivers compile then
@@ -229,7 +230,7 @@ class Bench:
 
 
 def markdown(data: Row) -> str:
-    """The page: by class and path, then every row."""
+    """The page: means by class and path, then every row."""
     about, rows = data["about"], [row for row in data["rows"] if row.get("ratio")]
     lines = [
         f"{about['device']} ({about['driver']}), {data['date']}. ns a KiB: interleaved, in a launch of its own; ratio.",
@@ -256,7 +257,7 @@ def markdown(data: Row) -> str:
 
 
 def measure(args: argparse.Namespace) -> Row:
-    """Everything, kept in `--json` as it comes."""
+    """Run all measurements; each result is written to `--json` at once."""
     deadline = time.monotonic() + args.seconds
     bench = Bench(args.device, args.path)
     data: Row = {"about": bench.about(), "date": datetime.now(UTC).isoformat(timespec="minutes"), "rows": []}
@@ -276,7 +277,7 @@ def measure(args: argparse.Namespace) -> Row:
 
 
 def main() -> None:
-    """Measure what is missing, and print the page."""
+    """Measure the missing rows, and print the page."""
     parser = Arguments(__doc__)
     parser.add_device()
     parser.add_argument("--path", action="append", default=[], choices=("buffer", "texture"), help="repeatable")

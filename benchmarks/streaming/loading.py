@@ -1,14 +1,15 @@
-"""Where sessions that stream spend their time: reads, copies and layers of first and later runs.
+"""Time of streaming sessions: reads, copies and launches of first and later runs.
 
     python -m benchmarks.streaming.loading --device nvidia [--models NAME ...] [--modes dma interleave] [--timeline]
 
-Models are made from their configurations, with random weights. The limit is a quarter of the weights: of what is in flight
-(`--limit m-peak`, the default with `--objective paper`), or of everything, with `--beside` for what is not weights. The file is
-in the page cache. One process; first answers are medians of three sessions after one that is not counted, later runs of 20.
+Models are generated from their configurations, with random weights. The limit is a quarter of the weights: on bytes in flight
+(`--limit m-peak`, the default with `--objective paper`), or on all memory, where `--beside` is the part that is not weights.
+The file is in the page cache. One process; first answers are medians of three sessions after one that is not counted, later
+runs of 20.
 
-*Read*, *copy*: for how long of the run at least one thread was at it; *compute*: the layers, on the device's clock, in a
-session that traces. *Opening* is what passes before the first layer starts. *Bound* is the larger of the bytes at the rate of
-one large copy out of pinned memory, and of a run with everything resident.
+*Read*, *copy*: the part of the run in which at least one thread did so; *compute*: the launches, on the device's clock, in a
+session that traces. *Opening* is the time before the first launch starts. *Bound* is the larger of two times: all bytes at the
+rate of one large copy from pinned memory, and a run with everything resident.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ MODELS = ("gptneo-125m", "vit-b16", "resnet50")
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds that lie in one span or several."""
+    """Seconds inside at least one span."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
@@ -55,7 +56,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def steps(loads: Sequence[TimedInterval], what: str) -> list[tuple[float, float]]:
-    """When loads read, waited for their gate ("gate"), or copied."""
+    """The intervals in which loads read, waited for their release ("gate"), or copied."""
     found = []
     for load in loads:
         since = load.start
@@ -67,7 +68,7 @@ def steps(loads: Sequence[TimedInterval], what: str) -> list[tuple[float, float]
 
 
 def pinned_rate(name: str, nbytes: int = 64 << 20) -> float:
-    """Bytes per second of large copies out of pinned memory, as loader threads make them."""
+    """Bytes per second of large copies from pinned memory, made like the loader threads' copies."""
     context = Context(device_here(name))
     ledger, copier = Ledger(context, None), Copier(context)
     source = ledger.buffer("staging", nbytes, "the source", host_visible=True)
@@ -95,7 +96,7 @@ class Bench:
         self.resident = float("inf")
 
     def options(self, mode: str, limits: dict[str, Any]) -> Any:
-        """The request."""
+        """The options of the compilation."""
         args = self.args
         made = resolve(
             read_limits(**limits), device=args.device, mode=mode, memory_path=args.memory_path, optimize=args.optimize
@@ -105,7 +106,7 @@ class Bench:
         return made
 
     def limits(self) -> dict[str, Any]:
-        """What may be held: a part of the weights, in flight or with all the rest."""
+        """The limits: a fraction of the weights, in flight or with all other memory."""
         part = int(self.weights / self.args.part)
         limits: dict[str, Any] = {"objective": self.args.objective}
         if self.args.limit == "m-peak":
@@ -124,12 +125,12 @@ class Bench:
         return made.program
 
     def inputs(self, program: Program) -> dict[str, Any]:
-        """Any that fit."""
+        """Any inputs with the right shapes."""
         generator = np.random.default_rng(0)
         return {port.name: generator.integers(0, 100, port.shape).astype(port.dtype) for port in program.inputs}
 
     def measure_resident(self) -> None:
-        """A run with everything resident."""
+        """Measure a run with everything resident."""
         inputs = self.inputs(self.compile("auto", {}))
         with flashmem.Session(self.path, device=self.args.device, strategy="preload") as session:
             for _ in range(3):
@@ -137,14 +138,14 @@ class Bench:
             self.resident = statistics.median(self.timed(session, inputs)[0] for _ in range(self.args.runs))
 
     def timed(self, session: flashmem.Session, inputs: dict[str, Any]) -> tuple[float, float, RunReport]:
-        """Seconds of a run, when it began, and its report."""
+        """Seconds of a run, its start, and its report."""
         begun = time.perf_counter()
         session.run(None, inputs)
         assert session.last_run is not None
         return time.perf_counter() - begun, begun, session.last_run
 
     def measure(self, mode: str, rate: float) -> None:
-        """One row, and what comes with it."""
+        """Print one row, and its details."""
         inputs, device = self.inputs(self.compile(mode, self.limits())), self.args.device
         firsts: list[tuple[float, float]] = []
         for number in range(4):
@@ -190,7 +191,7 @@ class Bench:
             return sorted((self.timed(session, inputs) for _ in range(5)), key=lambda run: run[0])[2]
 
     def threads(self, begun: float, seconds: float, report: RunReport) -> None:
-        """What each loader thread did in the median run, and how long single steps took."""
+        """Print each loader thread's times in the median run, and the times of single steps."""
         print("\n  thread: loads; ms reading, behind gates, copying, between loads; first load, last load end at ms")
         for thread in sorted({load.thread for load in report.loads}):
             loads = [load for load in report.loads if load.thread == thread]
@@ -211,7 +212,7 @@ class Bench:
         print(flush=True)
 
     def timeline(self, begun: float, seconds: float, report: RunReport, bundle: flashmem.Bundle) -> None:
-        """Each load of the traced run, and the layer that waits for it; ms since the run began."""
+        """Print each load of the traced run, and the launch that waits for it; ms since the run began."""
         program = bundle.program
         uses, gates = program.uses(), {w.name: w.read_layer for w in bundle.plan.later().weights}
         sizes = {part.name: part.nbytes for part in program.slices}

@@ -2,21 +2,21 @@
 
     python -m benchmarks.streaming.models --zoo DIR --device pocl [--models NAME...] [--missing] [--export PYTHON]
 
-DIR holds models as `flashmem zoo export` writes them, each in a folder of its name, with its inputs.npz and export.json. With
-`--export PYTHON` those that are not there are exported first, one at a time, by the interpreter PYTHON, which has the `zoo`
-extra. A model's row is written as soon as it is measured, into `--rows` (docs/models.json), from which the page `--page`
-(docs/models.md) is made anew; rows of other models and other devices stay. So a run can be interrupted; `--missing` goes on
-with the models that have no row for this device.
+DIR contains models that `flashmem zoo export` wrote, each in a folder of its name, with its inputs.npz and export.json. With
+`--export PYTHON` missing models are exported first, one at a time, by the interpreter PYTHON, which has the `zoo` extra. A
+model's row is written to `--rows` (docs/models.json) after its measurement, and the page `--page` (docs/models.md) is written
+from all rows; rows of other models and other devices stay. So a run can be interrupted; `--missing` continues with the models
+that have no row for this device.
 
 For each model:
 
-- what the file and its plan say: parameters, multiply-adds, layers (kernel launches), distinct kernels, weights;
-- the smallest budget that works: what the planner names when it refuses less, confirmed by planning at that budget and at one
-  byte less;
+- facts of the file and its plan: parameters, multiply-adds, layers (kernel launches), distinct kernels, weights;
+- the smallest budget that works: the planner names it when it refuses a smaller one, and planning at that budget and at one
+  byte less confirms it;
 - runs within a budget: `--budget-ratio` of the weights, at least the smallest that works; GPT-Neo-2.7B within 600 MB. Medians
-  of `--runs` fresh processes with the file's weights in the page cache and as many with them dropped from it, fewer where they
-  take longer than `--seconds` together. A run before these fills the program cache. Later runs are in the cached processes;
-- the largest error against ONNX Runtime, in a process of its own, as a fraction of the range of that output.
+  of `--runs` fresh processes with the weights in the page cache and as many without, fewer if they take longer than `--seconds`
+  together. A run before these fills the program cache. Later runs are in the processes with cached weights;
+- the largest error against ONNX Runtime, in a separate process, as a fraction of the range of that output.
 
 Needs the `bench` extra.
 """
@@ -54,14 +54,14 @@ from flashmem.tools.zoo.export import INPUTS, NOTES
 from flashmem.tools.zoo.models import names, tiny_names
 
 BUDGETS = {"gptneo-2.7b": 600_000_000}
-"""Instead of a share of the weights."""
+"""Budgets of single models, instead of a fraction of the weights."""
 
-_UNPACKED_BYTES = 4 << 30  # of weights: beyond that, ONNX Runtime reads them in place and keeps no second copy
+_UNPACKED_BYTES = 4 << 30  # of weights: above that, ONNX Runtime reads them in place without a second copy
 _FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE)
 
 
 class Measured:
-    """One model on one device; `scratch` is a folder for its bundle, which takes as much room as its weights."""
+    """One model on one device; `scratch` is a folder for its bundle, which is as large as its weights."""
 
     def __init__(self, name: str, model: Path, scratch: Path, args: argparse.Namespace) -> None:
         self.name, self.model, self.scratch, self.args = name, model, scratch, args
@@ -69,7 +69,7 @@ class Measured:
         self.inputs = ("--inputs", str(given)) if given.is_file() else ()
 
     def row(self) -> Row:
-        """Everything that the page says of the model."""
+        """The data of the model on the page."""
         smallest, weights = self.smallest_budget()
         budget = max(smallest, BUDGETS.get(self.name, int(self.args.budget_ratio * weights)))
         bundle = flashmem.compile(self.model, self.scratch / "model.flashmem", device=self.args.device, budget=budget)
@@ -89,7 +89,7 @@ class Measured:
         }
 
     def origin(self) -> Row:
-        """When, where, and what was exported with which packages."""
+        """When and where it was measured, and what was exported with which packages."""
         device = device_here(self.args.device)
         runtime = device.platform_version.partition(",")[0].split()
         runtime += [device.driver_version] if device.kind == "gpu" else []  # a platform of GPUs has its own version
@@ -106,7 +106,7 @@ class Measured:
         }
 
     def smallest_budget(self) -> tuple[int, int]:
-        """The budget, and the weights, in bytes; by planning alone: no weight is packed, nothing runs."""
+        """The smallest budget and the weights, in bytes; by planning alone: packs no weight and runs nothing."""
         graph = read_graph(self.model, resolve(read_limits(), device=self.args.device))
         weights = named = 0
 
@@ -123,7 +123,7 @@ class Measured:
         low, high = 0, 1
         while not works(high):
             low, high = high, max(named, high + 1)
-        probe = high - 1  # what was named is the smallest, so that this is the last question
+        probe = high - 1  # the named budget is the smallest, so this is the last question
         while high - low > 1:
             if works(probe):
                 high = probe
@@ -133,7 +133,7 @@ class Measured:
         return high, weights
 
     def timed(self, bundle: Bundle) -> Row:
-        """Medians, the most that was held, and the error."""
+        """Median times, the peak memory, and the error."""
         outputs = self.scratch / "outputs.npz"
         first = self.run(bundle, "--outputs", str(outputs))  # fills the program cache
         peak = first["ledger_peak"]
@@ -155,11 +155,11 @@ class Measured:
         }
 
     def run(self, bundle: Bundle, *extra: str, cold: bool = False) -> Row:
-        """One fresh process."""
+        """Run one fresh process."""
         return run_bundle(bundle.path, self.args.device, *self.inputs, *extra, cold=cold)
 
     def error(self, outputs: Path, bundle: Bundle) -> float | None:
-        """As `flashmem run --verify` computes it; None where it is not finite."""
+        """The error as `flashmem run --verify` computes it; None if it is not finite."""
         reference = self.scratch / "reference.npz"
         how = ("--mapped",) if weights_of(bundle) > _UNPACKED_BYTES else ()
         run_worker("onnxruntime", "--model", str(self.model), "--outputs", str(reference), *self.inputs, *how)
@@ -170,7 +170,7 @@ class Measured:
 
 
 def parameters(model: Path) -> int:
-    """Floating point numbers that the file holds: a head tied to a table counts once if the exporter stored it once."""
+    """The number of floating point values in the file; a head tied to a table counts once if it is stored once."""
     graph = onnx.load(model, load_external_data=False).graph
     constants = [attribute.t for node in graph.node if node.op_type == "Constant" for attribute in node.attribute]
     stored = [tensor for tensor in (*graph.initializer, *constants) if tensor.data_type in _FLOATS]
@@ -178,7 +178,7 @@ def parameters(model: Path) -> int:
 
 
 def export_missing(name: str, zoo: Path, python: str) -> None:
-    """Write `zoo/NAME` with the interpreter `python`, in a process of its own, whose memory is given back."""
+    """Write `zoo/NAME` with the interpreter `python`, in a new process, whose memory is freed at its end."""
     if not (zoo / name / "model.onnx").is_file():
         print(f"{name}: exporting", file=sys.stderr, flush=True)
         subprocess.run(
@@ -187,7 +187,7 @@ def export_missing(name: str, zoo: Path, python: str) -> None:
 
 
 def keep(row: Row, path: Path) -> list[Row]:
-    """`row` in place of the one of the same model and device, in the file `path`; returns all rows."""
+    """Replace the row of the same model and device in the file `path` by `row`; returns all rows."""
     rows: list[Row] = json.loads(path.read_text()) if path.is_file() else []
     same = [at for at, old in enumerate(rows) if (old["model"], old["device"]) == (row["model"], row["device"])]
     if same:
@@ -206,7 +206,7 @@ def show(rows: list[Row], path: Path) -> None:
 
 
 def main() -> None:
-    """Measure every model named that is there, or can be exported."""
+    """Measure every named model that exists or can be exported."""
     docs = Path(__file__).parents[2] / "docs"
     parser = Arguments(__doc__)
     parser.add_zoo()
@@ -225,7 +225,7 @@ def main() -> None:
     args = parser.parse_args()
     parser.check_device(args.device)
     if not args.export:
-        parser.models_in(args.zoo, args.models)  # one at least
+        parser.models_in(args.zoo, args.models)  # at least one
     known = json.loads(args.rows.read_text()) if args.rows.is_file() else []
     here = device_here(args.device).descriptor_name
     done = {row["model"] for row in known if row["device"] == here} if args.missing else set()
@@ -241,7 +241,7 @@ def main() -> None:
                 continue
             with tempfile.TemporaryDirectory(prefix="flashmem-models-", dir=args.scratch) as scratch:
                 row = Measured(name, model, Path(scratch), args).row()
-        except (UserError, SystemExit, subprocess.CalledProcessError) as error:  # of one model: the others go on
+        except (UserError, SystemExit, subprocess.CalledProcessError) as error:  # an error of one model; the others continue
             failed[name] = error
             print(f"{name}: {error}", file=sys.stderr, flush=True)
             continue

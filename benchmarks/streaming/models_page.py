@@ -1,4 +1,4 @@
-"""The text of docs/models.md, made from the rows in docs/models.json."""
+"""The text of docs/models.md, generated from the rows in docs/models.json."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _mark(row: Row, notes: list[str]) -> str:
 
 
 def _circumstances(row: Row) -> str:
-    """The machine and what made the file."""
+    """The machine, and the origin of the file."""
     versions = ", ".join(f"{name} {number}" for name, number in row["versions"].items())
     exported = f"exported ({row['exporter'] or 'exporter unknown'}) with {versions}" if versions else "exporter unknown"
     return f"{row['machine']}; flashmem {row['flashmem']}; {exported}."

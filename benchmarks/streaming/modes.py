@@ -1,9 +1,9 @@
-"""Every transfer mode of a device on one memory path against preloading: latency, memory, error.
+"""Every transfer mode of a device on one memory path, compared with preloading: latency, memory, error.
 
     python -m benchmarks.streaming.modes --zoo DIR --device nvidia --memory-path texture [--budget-ratio 0.5] [--runs 5]
 
-DIR holds models as `flashmem zoo export` writes them. The budget is `--budget-ratio` of the weights, at least what the
-plan needs. Medians of fresh processes; the first run of each kind, which compiles the kernels, is not counted. The answer is
+DIR contains models that `flashmem zoo export` wrote. The budget is `--budget-ratio` of the weights, at least the plan's
+minimum. Medians of fresh processes; the first run of each kind, which compiles the kernels, is not counted. The answer is
 compared with ONNX Runtime's, and the modes with each other bit by bit. Needs the `bench` extra.
 """
 
@@ -24,13 +24,13 @@ from benchmarks.zoo import within
 
 
 def arrays(path: Path) -> list[np.ndarray[Any, Any]]:
-    """The outputs a worker wrote."""
+    """The outputs in a worker's file."""
     with np.load(path) as file:
         return [file[name] for name in file.files]
 
 
 def measure(model: Path, folder: Path, args: argparse.Namespace) -> None:
-    """One model's table."""
+    """Print one model's table."""
     reference = folder / "reference.npz"
     run_worker("onnxruntime", "--model", str(model), "--outputs", str(reference))
     expected = arrays(reference)
@@ -61,7 +61,7 @@ def measure(model: Path, folder: Path, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measure every model found."""
+    """Measure every model in the folder."""
     parser = Arguments(__doc__)
     parser.add_zoo()
     parser.add_device()

@@ -1,16 +1,16 @@
-"""Delay loader threads at random, and compare each streamed answer with the resident one bit by bit.
+"""Stress test: delay loader threads at random, and compare each streamed answer with the resident one bit by bit.
 
     python -m benchmarks.streaming.stress --device D [--minutes 30] [--runs 5000] [--models gpt2 ...] [--bundles DIR] [--jobs N]
 
-Whole models with random weights (`flashmem.tools.zoo.graph_file`) are compiled for every memory path that the device has,
-with no budget, with half of what holds everything, and with the smallest that works. Then fresh sessions of all of them, in
-every transfer mode, take turns in an order that `--seed` draws: each makes `--each` runs, and its loader threads sleep for a
+Whole models with random weights (`flashmem.tools.zoo.graph_file`) are compiled for every memory path of the device: without a
+budget, with half of the memory for everything, and with the smallest budget that works. Then fresh sessions of all of them, in
+every transfer mode, alternate in an order drawn from `--seed`. Each makes `--each` runs, and its loader threads sleep for a
 random time between any two steps of a load. Inputs alternate; the reference is a session of the same bundle with every weight
-resident. Kernels are those of first answers, whose bits do not depend on what is resident.
+resident. Only kernels of first answers run, whose bits do not depend on which weights are resident.
 
-It ends after `--runs` answers, or before the first session that begins later than `--minutes`, with a line that counts wrong
-answers, and one of JSON. Exit code 1: an answer was wrong, or a session failed. A session that takes longer than `--patience`
-seconds ends the process with the stack of every thread.
+It ends after `--runs` answers, or before the first session that would begin after `--minutes`, and prints the number of wrong
+answers and a line of JSON. Exit code 1: an answer was wrong, or a session failed. A session longer than `--patience` seconds
+ends the process with the stack of every thread.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MODELS = ("gpt2", "opt-125m", "resnet50", "vit-b16", "mobilenetv2", "whisper-tin
 BUDGETS = ("none", "half", "smallest")
 
 LATE = 40
-"""Loads of a run that sleep, about."""
+"""Approximate number of loads in a run that sleep."""
 
 
 @dataclass(frozen=True)
@@ -73,21 +73,21 @@ class Case:
 
 
 class Delays:
-    """Random sleeps of loader threads between the steps of a load: of about LATE loads a run, however many there are."""
+    """Random sleeps of loader threads between the steps of a load: of about LATE loads in each run."""
 
     def __init__(self, seed: int, seconds: float) -> None:
-        """They take `seconds` on average."""
+        """The sleeps have a mean of `seconds`."""
         self._random, self._seconds, self._lock = random.Random(seed), seconds, threading.Lock()
 
     def draw(self, loads: int) -> list[float]:
-        """For how long one of so many loads sleeps after its first steps."""
+        """The sleep after the first steps of one load, in a run with `loads` loads."""
         with self._lock:
             late = self._random.random() < LATE / loads
             return [self._random.expovariate(1 / self._seconds) for _ in range(3)] if late else []
 
     @contextmanager
     def everywhere(self) -> Iterator[None]:
-        """While inside, loader threads sleep."""
+        """In the body, loader threads sleep."""
         delays, turn = self, loader._Turn
 
         class Late(turn):  # type: ignore[valid-type, misc]
@@ -108,7 +108,7 @@ class Delays:
 
 
 def drawn(program: Program, seed: int) -> dict[str, Array]:
-    """Inputs of a scale and an offset of their own, or indices below 1,000."""
+    """Inputs with a random scale and offset, or indices below 1,000."""
     generator, inputs = np.random.default_rng(seed), {}
     for port in program.inputs:
         if port.dtype.startswith("float"):
@@ -128,7 +128,7 @@ def open_session(bundle: Bundle, device: str, mode: TransferMode) -> flashmem.Se
 
 
 def without_steady(bundle: Bundle) -> Bundle:
-    """The bundle with the kernels of first answers alone."""
+    """The bundle without steady kernels."""
     variants = tuple(replace(each, program=replace(each.program, steady=())) for each in bundle.variants)
     return replace(bundle, variants=variants)
 
@@ -137,7 +137,7 @@ class Reference:
     """A bundle, two sets of inputs, and the answers with every weight resident."""
 
     def __init__(self, path: Path, device: str) -> None:
-        """Raises SystemExit: the answers would show nothing."""
+        """Raises SystemExit: the comparison could not show an error."""
         self.bundle = without_steady(Bundle.open(path))
         self.inputs = [drawn(self.bundle.program, seed) for seed in (1, 2)]
         with flashmem.Session(self.bundle, device=device, strategy="preload") as session:
@@ -153,7 +153,7 @@ def same(a: Sequence[Array], b: Sequence[Array]) -> bool:
 
 
 def source_of(model: str, folder: Path) -> Path:
-    """The ONNX file of a model; one of the zoo is made in `folder`."""
+    """The ONNX file of a model; a model of the zoo is written to `folder`."""
     if model.endswith(".onnx"):
         return Path(model)
     source = folder / f"{model}.onnx"
@@ -185,7 +185,7 @@ def compile_all(source: Path, path: MemoryPath, device: str, folder: Path) -> di
 
 
 def cases(args: argparse.Namespace, folder: Path) -> list[Case]:
-    """Everything that is played, compiled."""
+    """All cases, compiled."""
     device, paths = device_here(args.device), find_descriptor(args.device).memory_paths
     wanted = [(source_of(model, folder), path) for model in args.models for path in paths if path in (args.paths or [path])]
     if args.jobs > 1:
@@ -206,7 +206,7 @@ def cases(args: argparse.Namespace, folder: Path) -> list[Case]:
 
 
 def play(case: Case, reference: Reference, args: argparse.Namespace, first: int) -> Mapping[str, int]:
-    """Runs of one fresh session: how many answers were right, and wrong."""
+    """Run one fresh session; returns the numbers of right and wrong answers."""
     counts = Counter[str]()
     with open_session(reference.bundle, args.device, case.mode) as session:
         for number in range(first, first + args.each):
@@ -216,7 +216,7 @@ def play(case: Case, reference: Reference, args: argparse.Namespace, first: int)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Compile, play, count."""
+    """Compile, run, count."""
     parser = Arguments(__doc__)
     parser.add_device()
     parser.add_argument("--models", nargs="+", default=MODELS, help="names of the zoo's graphs, or ONNX files")
@@ -240,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def stress(args: argparse.Namespace, folder: Path) -> int:
-    """Play until there is an end; the exit code."""
+    """Run sessions until the limit; returns the exit code."""
     folder.mkdir(parents=True, exist_ok=True)
     device, rng, begun = device_here(args.device), random.Random(args.seed), time.monotonic()
     print(f"{device.name} ({device.platform}, driver {device.driver_version}), on {platform.machine()}", flush=True)

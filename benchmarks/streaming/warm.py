@@ -1,16 +1,17 @@
-"""Cold and warm: consecutive answers of one session, against steady kernels with all weights resident.
+"""Cold and warm: consecutive answers of one session, compared with steady kernels with all weights resident.
 
     python -m benchmarks.streaming.warm --zoo DIR [--device pocl] [--models NAME ...] [--shares 1.2 0.5] [--runs 5] [--plot PNG]
 
-DIR holds models as `flashmem zoo export` writes them. Each model is compiled without a budget, and for each share of what it
-holds with all weights resident. Each way is a process of its own, `--runs` times in turns; medians of each answer are printed:
+DIR contains models that `flashmem zoo export` wrote. Each model is compiled without a budget, and for each fraction
+(`--shares`) of its memory with all weights resident. Each kind of session runs in its own process, `--runs` times alternately;
+prints medians of each answer:
 
-- `prepared`: a session that prepares between its runs (the default), `--pause` seconds each;
+- `prepared`: a session that prepares between its runs (the default), with `--pause` seconds each;
 - `unprepared`: the same with `Session(prepare=False)`;
 - `resident`: compiled with `--optimize steady`, everything resident before the first answer.
 
-The bars: the first answer is as soon as without preparing; the fifth takes at most 1.1 times an answer with everything
-resident, where the budget has room (no budget, or a share above 1). Every answer is compared with the session's first one.
+Requirements: the first answer is as early as without preparing; the fifth takes at most 1.1 times an answer with everything
+resident, if the budget has room (no budget, or a share above 1). Every answer is compared with the session's first one.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ WAYS = ("prepared", "unprepared", "resident")
 
 
 def worker(args: argparse.Namespace) -> None:
-    """The answers of one session, in this process."""
+    """Print the answers of one session, in this process."""
     from flashmem import Bundle, Session
     from flashmem.runtime.opencl.context import Context, find_device
 
@@ -65,21 +66,21 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def difference(one: Any, other: Any) -> float:
-    """The largest difference, as a share of the range."""
+    """The largest difference, as a fraction of the range."""
     if np.array_equal(one, other, equal_nan=True):
         return 0.0
     return float(np.max(np.abs(one - other)) / max(np.ptp(one), 1e-30))
 
 
 def compiled(model: Path, output: Path, device: str, *options: str) -> Path:
-    """A bundle, made in a process of its own; kernels are built."""
+    """A bundle, compiled in a new process, with its kernels."""
     command = [sys.executable, "-m", "flashmem", "compile", str(model), "-o", str(output), "--device", device, *options]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return output
 
 
 def measured(args: argparse.Namespace, bundles: dict[str, Path], inputs: Path) -> dict[str, list[dict[str, Any]]]:
-    """Rows of each way, which take turns."""
+    """Rows of each kind of session, which alternate."""
     rows: dict[str, list[dict[str, Any]]] = {way: [] for way in bundles}
     shuffled = random.Random(0)
     for _ in range(args.runs):
@@ -97,7 +98,7 @@ def measured(args: argparse.Namespace, bundles: dict[str, Path], inputs: Path) -
 
 
 def model_rows(args: argparse.Namespace, model: Path, scratch: Path) -> dict[str, list[dict[str, Any]]]:
-    """Compile a model in all ways, and measure them."""
+    """Compile a model for all kinds of session, and measure them."""
     from flashmem import Bundle
     from flashmem.program.program import fixed_bytes
 
@@ -114,12 +115,12 @@ def model_rows(args: argparse.Namespace, model: Path, scratch: Path) -> dict[str
 
 
 def medians(rows: list[dict[str, Any]]) -> list[float]:
-    """Of each answer, seconds."""
+    """The median seconds of each answer."""
     return [statistics.median(each) for each in zip(*(row["seconds"] for row in rows), strict=True)]
 
 
 def show(name: str, rows: dict[str, list[dict[str, Any]]]) -> None:
-    """Milliseconds of a model's answers, and what the bars ask for."""
+    """Print the milliseconds of a model's answers, and the requirements."""
     resident = statistics.median(medians(rows["resident"])[1:])
     print(f"\n{name}: {1e3 * resident:.1f} ms an answer with everything resident")
     print("budget       first, ms  unprepared    second   fifth  fifth / resident  unprepared  switched  error / range")
@@ -138,7 +139,7 @@ def show(name: str, rows: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def draw(path: Path, found: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
-    """Milliseconds by answer, a panel for each model; dashed: everything resident."""
+    """Plot milliseconds by answer, one plot for each model; dashed: everything resident."""
     from flashmem.tools.plots.figure import COLOURS, MARKERS, figure, legend_below, plain_axes
 
     with figure(path, columns=len(found), size=(4.2 * len(found), 3.8), squeeze=False) as (drawn, axes):
@@ -158,7 +159,7 @@ def draw(path: Path, found: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
 
 
 def main() -> None:
-    """Compile, take turns, print."""
+    """Compile, measure alternately, print."""
     parser = Arguments(__doc__)
     parser.add_zoo(required=False)
     parser.add_argument("--models", nargs="*", default=MODELS)

@@ -18,10 +18,10 @@ A model compiled for several shapes has the first five files again for each furt
 variants share one weights.bin: a weight that two of them read is stored once. Their constants begin at the same offset; each
 variant reads as many bytes from there as it needs.
 
-A bundle is written beside its destination and moved into place by one rename (flashmem.bundle.writer). Opening a bundle checks
-everything but the content of weights.bin. A session checks the constants, and on request each weight when it is read.
-`verify_weights` reads the whole file. Compiled kernels that are damaged, or made for another device or driver, are ignored;
-the kernels are compiled again.
+The writer creates a bundle beside its destination and moves it into place by one rename (flashmem.bundle.writer). Opening a
+bundle checks everything but the content of weights.bin. A session checks the constants, and on request each weight when it is
+read. `verify_weights` reads the whole file. Compiled kernels that are damaged, or made for another device or driver, are
+ignored; the kernels are compiled again.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class Bundle:
         """Open and check the bundle in the folder `path`.
 
         Raises:
-            MissingFileError: there is no such folder.
-            BundleError: it is not a bundle, has another format version, is truncated or was tampered with.
+            MissingFileError: no such folder.
+            BundleError: the folder is not a bundle, has another format version, is truncated or was tampered with.
         """
         path = Path(path)
         if not path.exists():

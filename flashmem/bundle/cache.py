@@ -91,7 +91,7 @@ def find_or_make(name: str, make: Callable[[Path], Bundle]) -> Bundle:
 
 
 def forget(files: Path) -> None:
-    """Invalidate a damaged bundle if it is in the cache; the next `find_or_make` writes it again.
+    """Invalidate a damaged bundle of the cache; the next `find_or_make` writes it again.
 
     `files` is its version directory.
     """
@@ -154,7 +154,7 @@ def trim(keep: Path) -> None:
 
 
 def clear() -> tuple[list[Entry], list[Entry]]:
-    """Remove every bundle that no session has open; the removed entries and the kept ones."""
+    """Remove every bundle that no session has open. Returns the removed entries and the kept ones."""
     remove_leftovers(folder())
     removed: list[Entry] = []
     kept: list[Entry] = []
@@ -164,7 +164,7 @@ def clear() -> tuple[list[Entry], list[Entry]]:
 
 
 def remove(path: Path) -> bool:
-    """Remove one bundle of the cache unless a session has it open; whether it is gone."""
+    """Remove one bundle of the cache unless a session has it open; returns whether it was removed."""
     weights = _weights(path)
     if weights is not None and weights.exists():
         with held(weights) as unused:

@@ -1,7 +1,7 @@
 """Checksums of the weight file: one for every slice, one for the constants, one for every block of an embedding table.
 
-They are CRC-32: an accidental change goes unnoticed once in 2^32. They are computed faster than any disk reads, so that a
-session can check what it streams (docs/bundles.md has the measurement). The manifest has a SHA-256 of the whole file.
+They are CRC-32: an accidental change is missed once in 2^32. They are computed faster than any disk reads, so that a session
+can check streamed weights (docs/bundles.md has the measurement). The manifest has a SHA-256 of the whole file.
 
 `checksums.bin` holds four bytes for each, little endian: the constants, the slices in the program's order, the blocks of each
 host embedding table. The *content hashes* of the slices follow, 16 bytes of BLAKE2b each. Where two slices have the same
@@ -32,7 +32,7 @@ _CONTENT_HASH_BYTES = 16
 
 @dataclass(frozen=True)
 class ChecksummedRange:
-    """Bytes of the weight file that have a checksum of their own. `name` describes them in error messages."""
+    """A range of the weight file with its own checksum. `name` describes it in error messages."""
 
     name: str
     offset: int
@@ -57,7 +57,7 @@ class Checksums:
 
 
 def checksum(data: bytes | memoryview, before: Checksum = 0) -> Checksum:
-    """The CRC-32 of contiguous bytes. With `before`, the checksum of the bytes in front of them, that of both together."""
+    """The CRC-32 of contiguous bytes, or, given the checksum `before` of the preceding bytes, of both together."""
     return zlib.crc32(data, before)
 
 

@@ -1,6 +1,6 @@
-"""Bounds checking of kernel launches: the memory that a kernel states it accesses must be inside its arguments.
+"""Bounds checking of kernel launches: a kernel states which memory it accesses, and that must be inside its arguments.
 
-A kernel is preceded by comments that start with `//@`:
+Comments that start with `//@` precede a kernel:
 
     //@ items (rows + 3) / 4, panels      work-items in each direction; a launch rounds them up to whole work-groups
     //@ zero first_panel, x0              numbers that may be 0; all others are at least 1

@@ -1,6 +1,6 @@
 """Security checks of a bundle's kernel source: it must be complete OpenCL C that makes the compiler read no other file.
 
-A bundle can be from a stranger, and a compiler with the user's rights reads its source. `#include` and inline assembly
+A bundle can have an untrusted origin, and a compiler with the user's rights reads its source. `#include` and inline assembly
 (`.incbin`) would make it read other files and put them into an answer. So only the directives, pragmas and build options of
 flashmem's own kernels are allowed. Text that a compiler could take for the beginning of another construct is refused too:
 quotes, trigraphs, digraphs, and names joined by `##`.
@@ -34,8 +34,8 @@ _OPTION = re.compile(r"-cl-[a-z-]+(?:=CL[0-9.]+)?")
 
 
 def check_source(text: str) -> None:
-    """Raise BundleError if a kernel in `text` could make the compiler read another file, or has constructs of no flashmem
-    kernel.
+    """Raise BundleError if a kernel in `text` could make the compiler read another file, or has a construct that no flashmem
+    kernel uses.
     """
     for part in f"\n{text}".split(f"\n{KERNEL_MARK}"):  # each kernel is compiled alone: a comment ends with its section
         _check_part(part)
@@ -68,7 +68,7 @@ def _check_line(line: str) -> None:
             raise _refused(f"#{name} {rest}")
     if "##" in line:
         for paste in _PASTE.finditer(line):
-            # A name made with a digit, or with one of these beginnings that is no parameter, is none of the names above.
+            # A name that starts with a digit, or with one of these prefixes and no parameter, is none of the names above.
             if not paste[2].isdecimal() and not _OWN_BEGINNING.match(paste[1]):
                 raise _refused(paste[0])
 

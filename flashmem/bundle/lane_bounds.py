@@ -1,4 +1,4 @@
-"""Bounds checking of stream lanes: the copies that a plan may ask of a kernel must stay inside staging and slices.
+"""Bounds checking of interleaved copy streams: the copies that a plan may request must stay inside staging and slices.
 
 A bundle has no lane arguments; the runtime derives them from the plan and the slices (`runtime.streaming.interleaved`). So each
 lane is checked with the largest copy of every slice that it can have, the whole slice. The order of its arguments is checked
@@ -21,11 +21,11 @@ def check_lanes(program: Program, source: str) -> None:
     """Raise BundleError unless each kernel in the lane source has a lane's arguments last and stays inside the memory it
     copies.
 
-    Checked is every slice that a lane can copy, in its staging and in its destination.
+    Checks every slice that a lane can copy, in its staging and in its destination.
     """
     kind = lane_kind(program)
     shapes = {_shape(part): part for part in program.slices}
-    held: set[tuple[object, ...]] = set()  # checked already: lanes of one kind have the same text
+    held: set[tuple[object, ...]] = set()  # already checked: lanes of one kind have the same text
     for kernel in parsed_kernels(source).values():
         copied = kernel.name.removeprefix("lane_copy_")
         own: LaneKind = kind if copied == kernel.name else next((each for each in LANE_UNIT if each == copied), "buffer")
@@ -57,7 +57,7 @@ def _lane_of(kernel: Kernel, kind: LaneKind) -> tuple[object, ...]:
 
 
 def _check_place(kernel: Kernel, kind: LaneKind, part: Slice, place: int) -> None:
-    """Check the lane of `kernel` for a copy of all of `part` with the argument set `place`, and no copy with the others."""
+    """Check the lane of `kernel` for a copy of the whole `part` with argument set `place`, and no copy with the other sets."""
     room = -(-part.file_bytes // 16) * 16
     if part.is_image:
         unit = LANE_UNIT[kind]

@@ -1,4 +1,4 @@
-"""The manifest of a bundle and the names of its files; reading them with checks (the format: `bundle.bundle`)."""
+"""The manifest of a bundle and the names of its files, read with checks. `bundle.bundle` describes the format."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def port_shapes(ports: Sequence[Port]) -> dict[str, Shape]:
 
 
 def list_text(variants: Sequence[Sequence[Port]]) -> str:
-    """The shapes of variants for an error message: `ids=1x32; ids=1x128`. Inputs of one shape in all variants are left out."""
+    """Shapes of variants for an error message: `ids=1x32; ids=1x128`. Omits inputs with the same shape in all variants."""
     all_shapes = [port_shapes(ports) for ports in variants]
     same = {name for name, shape in all_shapes[0].items() if all(each.get(name) == shape for each in all_shapes)}
     if len(all_shapes) == 1 or len(same) == len(all_shapes[0]):
@@ -113,7 +113,7 @@ def which_fits(variants: Sequence[Sequence[Port]], given: Mapping[str, Any]) -> 
 
 
 def asked_for(variants: Sequence[Sequence[Port]], shapes: Shapes) -> int | None:
-    """The index of the first variant whose inputs have these `shapes`; None if there is none."""
+    """The index of the first variant whose inputs have these `shapes`; None if no variant has them."""
     for index, ports in enumerate(variants):
         own = port_shapes(ports)
         if all(own.get(name) == tuple(shape) for name, shape in shapes.items()):

@@ -241,7 +241,7 @@ def _check_joined(program: Program) -> None:
 
 
 def _check_steady(program: Program) -> None:
-    """Require that a steady launch reads the same slices and accesses the same tensors as the layers it replaces."""
+    """Require that a steady launch reads the same slices and accesses the same tensors as the launches it replaces."""
     parts = {joined.name: joined.parts for joined in program.joined}
     done = 0
     for each in program.steady:
@@ -297,7 +297,7 @@ class _Weight:
 
 
 @dataclass(frozen=True)
-class _HeldProblem:
+class _HeldInstance:
     """The part of the planner's problem that a bundle holds, for `check_rules`. The capacities are those in the plan."""
 
     layers: tuple[_Layer, ...]
@@ -313,9 +313,9 @@ def _check_plan(program: Program, plan: OverlapPlan) -> None:
     _require(plan.chunk_bytes > 0, "its plan has no chunk size")
     _require(len(plan.capacities) == len(program.launches), "its plan has another number of layers")
     weights = tuple(_Weight(name, sizes[name], first, last) for name, (first, last) in program.uses().items())
-    problem = _HeldProblem(tuple(map(_Layer, plan.capacities)), weights, plan.chunk_bytes, plan.m_peak, plan.mode)
+    instance = _HeldInstance(tuple(map(_Layer, plan.capacities)), weights, plan.chunk_bytes, plan.m_peak, plan.mode)
     try:
-        check_rules(plan, cast(Any, problem), program.slices)
+        check_rules(plan, cast(Any, instance), program.slices)
     except (PlanViolation, KeyError, IndexError) as error:
         raise BundleError(f"the bundle is damaged: its plan does not hold ({error}); compile the model again") from error
 

@@ -39,7 +39,7 @@ _FLAT = ("program.json", "plan.json", "kernels.cl", "kernels_lane.cl", "weights.
 
 
 def is_version_name(name: object) -> bool:
-    """Whether `name` is a valid name of a version directory."""
+    """Whether `name` is valid as the name of a version directory."""
     return isinstance(name, str) and _VERSION_NAME.fullmatch(name) is not None
 
 
@@ -76,7 +76,7 @@ class Draft:
         self.discard()
 
     def _becomes_first(self) -> bool:
-        """Rename the draft to the bundle's name if nothing has that name yet; whether it did."""
+        """Rename the draft to the bundle's name if that name is free; returns whether it did."""
         if self.path.exists():
             return False
         try:
@@ -143,14 +143,14 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _locked_folder(path: Path) -> tuple[Path, int]:
-    """Create a folder for a draft of `path`; the folder and the descriptor that holds its lock."""
+    """Create and lock a folder for a draft of `path`. Returns the folder and the descriptor that holds the lock."""
     while True:
         root = path.parent / f".{path.name}-{secrets.token_hex(8)}"
         root.mkdir()
         lock = os.open(root, os.O_RDONLY)
         if _lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB) is not False and _is(lock, root):
             return root, lock
-        os.close(lock)  # another process took it for abandoned before it was locked
+        os.close(lock)  # another process removed it as abandoned before the lock
         shutil.rmtree(root, ignore_errors=True)
 
 
@@ -172,7 +172,7 @@ def held(path: Path, *, wait: bool = False) -> Iterator[bool]:
 
 
 def hold_shared(descriptor: int) -> None:
-    """Take a shared lock that marks an open file as in use until it is closed. No effect without locks."""
+    """Take a shared lock that marks an open file as in use until it is closed. No effect on file systems without locks."""
     _lock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 

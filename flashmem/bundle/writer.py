@@ -45,7 +45,7 @@ class BundleWriter:
     """Writes a bundle: append weights, then commit. Leaving the context without a commit removes what was written."""
 
     def __init__(self, path: str | Path) -> None:
-        """Begin a bundle that becomes the folder `path`. An older bundle there stays until the new one is complete.
+        """Begin a bundle that becomes the folder `path`. An older bundle of that name stays until the new one is complete.
 
         Raises:
             UserError: `path` exists and is not a bundle, or cannot be written.
@@ -86,7 +86,7 @@ class BundleWriter:
             return offset
 
     def _hash(self, padding: bytes, data: memoryview, offset: int) -> None:
-        """Hash appended bytes, in a thread of its own: hashing takes about as long as writing, and neither holds the GIL."""
+        """Hash appended bytes in a separate thread: hashing takes about as long as writing, and neither holds the GIL."""
         self._sha256.update(padding)
         self._sha256.update(data)
         self._appended[offset, len(data)] = checksum(data), content_hash([data])
@@ -111,8 +111,8 @@ class BundleWriter:
     def commit_all(self, variants: Sequence[ShapeVariant], descriptor: DeviceDescriptor, meta: Mapping[str, Any]) -> None:
         """Check and write the other files, and move the bundle into place.
 
-        `meta` is metadata as JSON: where the model came from; `budget_bytes` is the default budget of a session. `variants` has
-        at least one; a session opens the first.
+        `meta` is metadata as JSON: the origin of the model; `budget_bytes` is the default budget of a session. `variants` must
+        not be empty; a session opens the first.
 
         Raises:
             UserError: the disk is full or fails; nothing of the bundle is kept.
@@ -190,11 +190,11 @@ class BundleWriter:
 def replace_plan(bundle: Bundle, plan: OverlapPlan, meta: Mapping[str, Any], path: Path | None = None) -> Bundle:
     """Replace the plan and the metadata of the selected shape variant on disk, and return the bundle opened again.
 
-    The result is written to `path`, by default over the bundle itself. The weight file is hard-linked where the file system
-    allows it, else copied.
+    The result is written to `path`, by default over the bundle itself. The weight file is hard-linked if the file system
+    permits it, else copied.
 
     Raises:
-        UserError: the disk is full or fails; the bundle stays as it was.
+        UserError: the disk is full or fails; the bundle is unchanged.
         BundleError: the plan does not fit the program, or another process replaced the bundle meanwhile.
     """
     return replace_plans(bundle, {bundle.index: plan}, {bundle.index: meta}, path)
@@ -203,7 +203,7 @@ def replace_plan(bundle: Bundle, plan: OverlapPlan, meta: Mapping[str, Any], pat
 def replace_plans(
     bundle: Bundle, plans: Mapping[int, OverlapPlan], metas: Mapping[int, Mapping[str, Any]], path: Path | None = None
 ) -> Bundle:
-    """Replace plans and metadata of several shape variants, by index. Entries of all variants are from the last of `metas`.
+    """Replace plans and metadata of several shape variants, by index. The last of `metas` provides the common entries.
 
     Raises:
         UserError, BundleError: as for `replace_plan`.
@@ -221,7 +221,7 @@ def replace_binaries(bundle: Bundle, binaries: bytes) -> Bundle:
     """Store the compiled kernels `binaries` in the bundle (`cache_files.packed_entries`), and return it opened again.
 
     Raises:
-        UserError: the disk is full or fails; the bundle stays as it was.
+        UserError: the disk is full or fails; the bundle is unchanged.
         BundleError: another process replaced the bundle meanwhile.
     """
     return bundle if bundle.binaries == binaries else _with_files(bundle, {BINARIES: binaries}, {}, bundle.path)

@@ -1,4 +1,4 @@
-"""Commands that examine devices or explore many models, as declared for typer: doctor, profile, tune, design, sweep, zoo.
+"""Typer commands that examine devices or explore many models: doctor, profile, tune, design, sweep, zoo.
 
 See `flashmem.cli.model_commands`.
 """
@@ -21,16 +21,16 @@ from flashmem.cli.commands.options import (
 
 
 def devices(json: Json = False) -> None:
-    """Show which devices are here, the memory path and transfer mode each would use, and why not others."""
+    """Show the devices of this machine, the memory path and transfer mode of each, and why other modes do not work."""
     from flashmem.cli.commands.devices import show_devices
 
     show_devices(as_json=json)
 
 
 def doctor(json: Json = False) -> None:
-    """Look for OpenCL from the linker up, say what to type where something is missing, and test each device for two seconds.
+    """Check OpenCL from the linker up, name the command that repairs a failure, and test each device for two seconds.
 
-    Exits with 1 unless there is a device on which every test went well.
+    Exits with 1 unless one device passes every test.
     """
     from flashmem.cli.commands.doctor import examine
 
@@ -40,31 +40,31 @@ def doctor(json: Json = False) -> None:
 
 def profile(
     device: Device = None,
-    minutes: Annotated[float, typer.Option(min=0.1, help="Time to measure, over all calls that resume.")] = 15.0,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Minutes to measure, over all resumed calls.")] = 15.0,
     output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="DIR", help="Where the descriptor, the model and the dataset go.")
+        Path, typer.Option("-o", "--output", metavar="DIR", help="Folder for the descriptor, the model and the dataset.")
     ] = Path(),
     name: Annotated[str, typer.Option(help="Name of the files.", show_default="the descriptor's")] = "",
     model: Annotated[
         list[Path] | None, typer.Option(metavar="model.onnx", help="Measure this model's launches too; repeatable.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume/--fresh", help="Go on with an interrupted profile, or begin anew.")] = True,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the kernels that are drawn.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume/--fresh", help="Continue an interrupted profile, or start again.")] = True,
+    seed: Annotated[int, typer.Option(min=0, help="Seed for drawing kernels.")] = 0,
     kit: Annotated[
         Path | None,
-        typer.Option(metavar="x.kit", help="Measure nothing: write what --device, which need not be here, measures."),
+        typer.Option(metavar="x.kit", help="Measure nothing: write a kit for measuring --device on another machine."),
     ] = None,
     measure: Annotated[
         Path | None, typer.Option(metavar="x.kit", help="Measure with a kit, without the compiler, and write the dataset only.")
     ] = None,
     dataset: Annotated[
-        Path | None, typer.Option(metavar="x.profile.csv.gz", help="Measure nothing: train anew on this dataset.")
+        Path | None, typer.Option(metavar="x.profile.csv.gz", help="Measure nothing: train again on this dataset.")
     ] = None,
     without: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="With --dataset: keep this model's launches out of training; repeatable."),
     ] = None,
-    report: Annotated[bool, typer.Option("--report", help="With --dataset: judge predictions, and train nothing.")] = False,
+    report: Annotated[bool, typer.Option("--report", help="With --dataset: evaluate predictions, train nothing.")] = False,
     figures: Annotated[Path | None, typer.Option(metavar="DIR", help="With --report: draw figures into this folder.")] = None,
     again: Annotated[
         Path | None,
@@ -96,7 +96,7 @@ def profile(
 
 def tune(
     device: Device = None,
-    minutes: Annotated[float, typer.Option(min=0.05, help="Time to measure, of this call.")] = 4.0,
+    minutes: Annotated[float, typer.Option(min=0.05, help="Minutes to measure, in this call.")] = 4.0,
     family: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Only kernels of this family: matmul, conv, matmul_dynamic, attention; repeatable."),
@@ -107,13 +107,13 @@ def tune(
             "-o",
             "--output",
             metavar="DIR",
-            help="Where the table and the descriptor that names it go.",
+            help="Folder for the tuning database and its descriptor.",
             show_default="beside a descriptor in a file, else here",
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume/--fresh", help="Measure what the table lacks, or begin anew.")] = True,
+    resume: Annotated[bool, typer.Option("--resume/--fresh", help="Measure missing configs, or start again.")] = True,
 ) -> None:
-    """Measure a device's kernel variants, most useful shapes first, and print the path of the descriptor to compile with."""
+    """Measure a device's kernel configs, most useful workloads first, and print the path of the descriptor to compile with."""
     from flashmem.cli.commands.tune import tune_device
 
     print(tune_device(device or "auto", output, minutes=minutes, families=tuple(family or ()), resume=resume))
@@ -122,15 +122,15 @@ def tune(
 def design(
     application: Annotated[Path, typer.Argument(metavar="app.toml", help="Tasks, models, objectives.", show_default=False)],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="DIR", help="Where the designs' bundles and design.json go.")
+        Path | None, typer.Option("-o", "--output", metavar="DIR", help="Folder for the designs' bundles and design.json.")
     ] = None,
-    runs: Annotated[int, typer.Option(min=2, help="Answers measured of each candidate, after the first.")] = 20,
+    runs: Annotated[int, typer.Option(min=2, help="Measured answers of each candidate, after the first.")] = 20,
     simulate: Annotated[bool, typer.Option("--simulate", help="Predict candidates from descriptors; measure nothing.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of the inputs.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs.")] = 0,
     json: Json = False,
 ) -> None:
-    """Choose models, devices and budgets for an application's objectives, and what it switches to when a processor or memory is
-    taken.
+    """Choose models, devices and budgets for an application's objectives, and the alternatives when a processor or memory is
+    occupied.
     """
     from flashmem.cli.commands.design import DesignOptions, design_application
 
@@ -142,11 +142,11 @@ def sweep(
         list[Path], typer.Argument(metavar="MODEL...", help=".onnx models, bundles, or zoo:NAME.", show_default=False)
     ],
     output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="sweep.csv", help="Rows are added here as they finish.")
+        Path, typer.Option("-o", "--output", metavar="sweep.csv", help="Results file; rows are added as they finish.")
     ] = Path("sweep.csv"),
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="sweep.png", help="Draws latency against memory here and, beside it, against preloading."),
+        typer.Option(metavar="sweep.png", help="Plot of latency against memory; a second one shows preloading."),
     ] = None,
     m_peak: Annotated[str | None, typer.Option(metavar="SIZE,...", help="Limits on weights in flight.")] = None,
     budget: Annotated[str | None, typer.Option(metavar="SIZE,...", help="Limits on all memory.")] = None,
@@ -156,20 +156,20 @@ def sweep(
     ] = None,
     mu: Annotated[str, typer.Option(metavar="NUMBER,...", help="Weights of loading distance in adaptive unfusion.")] = "0.1",
     precision: Annotated[
-        str, typer.Option(metavar="NAME,...", help="What weights and activations are stored in: fp32, fp16.")
+        str, typer.Option(metavar="NAME,...", help="Stored types of weights and activations: fp32, fp16.")
     ] = "fp32",
-    device: Annotated[str, typer.Option(metavar="NAME,...", help="Devices here, descriptors, or 'auto'.")] = "auto",
+    device: Annotated[str, typer.Option(metavar="NAME,...", help="Local devices, descriptors, or 'auto'.")] = "auto",
     chunk: Annotated[str, typer.Option(metavar="SIZE", help="Unit of transfer (S).")] = "auto",
     shape: Shape = None,
     objective: Annotated[
         Objective, typer.Option(help="The first answer (auto), later runs, or the paper's sum.")
     ] = Objective.AUTO,
-    mode: Annotated[Mode, typer.Option(help="How weights reach the kernels.")] = Mode.AUTO,
+    mode: Annotated[Mode, typer.Option(help="How weights are transferred.")] = Mode.AUTO,
     disk: Annotated[Disk, typer.Option(help="Whether the weight file is in the page cache.")] = Disk.CACHED,
     measured: Annotated[bool, typer.Option("--measured/--simulated", help="Run every point, or predict it.")] = False,
-    runs: Annotated[int, typer.Option(min=1, help="Fresh processes for each measured point; medians are kept.")] = 3,
+    runs: Annotated[int, typer.Option(min=1, help="Fresh processes for each measured point; the result is their median.")] = 3,
     executor: Annotated[str, typer.Option(metavar="local|dask|ray", help="Where points are simulated.")] = "local",
-    address: Annotated[str | None, typer.Option(help="Of the dask or ray cluster.", show_default="as configured")] = None,
+    address: Annotated[str | None, typer.Option(help="Address of the cluster.", show_default="as configured")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Local processes.", show_default="half the cores")] = None,
 ) -> None:
     """Plan, and simulate or measure, a grid of limits and parameters over models and devices; resumable."""
@@ -202,7 +202,7 @@ def sweep(
 
 
 def zoo_list() -> None:
-    """List the models and the input size each has by default."""
+    """List the models and the default input size of each."""
     from flashmem.cli.commands.zoo import list_models
 
     list_models()
@@ -213,13 +213,13 @@ def zoo_export(
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="DIR", help="Where model.onnx is written.", show_default=False)
     ],
-    size: Annotated[int | None, typer.Option(min=1, help="In what `zoo list` names.", show_default="the model's own")] = None,
+    size: Annotated[int | None, typer.Option(min=1, help="In the unit of `zoo list`.", show_default="the model's own")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the weights.")] = 0,
     exporter: Annotated[str, typer.Option(help="dynamo or legacy.")] = "dynamo",
 ) -> None:
     """Export one of the models with PyTorch (needs the zoo extra), and print the file's path.
 
-    inputs.npz beside it holds an example of every input, for `flashmem run --input`; export.json says what was exported.
+    Writes inputs.npz, an example of every input for `flashmem run --input`, and export.json, a record of the export.
     """
     from flashmem.cli.commands.zoo import export_model
 

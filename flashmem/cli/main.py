@@ -1,7 +1,7 @@
 """The command line: `flashmem doctor | compile | run | queue | plan | check | replan | cache | profile | tune | simulate ...`.
 
 `model_commands` and `device_commands` declare the commands, and `commands.options` the options that several of them share.
-Nothing heavier than typer is imported before a command is chosen, and `run` of a bundle imports the online half only.
+Before a command is chosen, typer is the heaviest import. `run` of a bundle imports the online half only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flashmem.cli import device_commands, model_commands
 
 
 class _Commands(TyperGroup):
-    """Reports the errors of commands, some of which typer would report with messages of its own."""
+    """Typer group that reports the errors of commands with flashmem's own messages."""
 
     def invoke(self, ctx: Any) -> Any:
         with exit_codes(), unwinding():
@@ -35,7 +35,7 @@ app = typer.Typer(
 )
 zoo = typer.Typer(help="Known models with random weights, exported to ONNX.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(zoo, name="zoo")
-cache = typer.Typer(help="List what is in the user's cache, or clear it.", rich_markup_mode=None)
+cache = typer.Typer(help="List the user's cache, or clear it.", rich_markup_mode=None)
 app.add_typer(cache, name="cache")
 
 

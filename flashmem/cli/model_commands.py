@@ -1,4 +1,4 @@
-"""Commands for one model, a bundle or several of them, as declared for typer: compile, run, plan, queue and others.
+"""Typer commands for one model or several bundles: compile, run, plan, queue and others.
 
 A function's parameters are the options of its command, and its docstring is the help text. The work is done in
 `flashmem.cli.commands`, which is imported when the command runs.
@@ -29,11 +29,11 @@ def compile_(
     options: CompileOptions,
     model: Annotated[Path, typer.Argument(help="An .onnx model.", show_default=False)],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="model.flashmem", help="The bundle; the user's cache without it.")
+        Path | None, typer.Option("-o", "--output", metavar="model.flashmem", help="The bundle; default: in the user's cache.")
     ] = None,
     build: Build = True,
     with_binaries: Annotated[
-        bool, typer.Option("--with-binaries", help="Keep the compiled kernels in the bundle, for devices exactly like this.")
+        bool, typer.Option("--with-binaries", help="Store the compiled kernels in the bundle, for equal devices only.")
     ] = False,
     dump_passes: Annotated[
         Path | None,
@@ -44,7 +44,7 @@ def compile_(
         typer.Option("--inspect", help="Show what the open compiler of --device, an Adreno or Mali, makes of the kernels."),
     ] = False,
 ) -> None:
-    """Compile a model into a bundle, and its kernels if the device is here, and print the bundle's path."""
+    """Compile a model into a bundle, compile its kernels if the device is local, and print the bundle's path."""
     from flashmem.cli.commands.compiling import compile_here
 
     gpu = None
@@ -67,7 +67,7 @@ def run(
     repeat: Annotated[int, typer.Option(min=1, help="Runs in one session; the first one is reported.")] = 1,
     verify: Annotated[bool, typer.Option("--verify", help="Compare with ONNX Runtime; exit with 1 if they differ.")] = False,
     reference: Annotated[
-        Path | None, typer.Option("--model", metavar="model.onnx", help="The original of a bundle, for --verify.")
+        Path | None, typer.Option("--model", metavar="model.onnx", help="The ONNX model of a bundle, for --verify.")
     ] = None,
     json: Json = False,
     strategy: RunStrategyOption = None,
@@ -109,7 +109,7 @@ def plan(
 def check(
     bundle: Annotated[Path, typer.Argument(metavar="model.flashmem", help="A bundle.", show_default=False)], json: Json = False
 ) -> None:
-    """Read all of a bundle, weights too, and say whether it is what was written."""
+    """Read all of a bundle, including the weights, and check that it is undamaged."""
     from flashmem.cli.commands.bundles import check_bundle
 
     check_bundle(bundle, as_json=json)
@@ -119,7 +119,7 @@ def replan(
     bundle: Annotated[Path, typer.Argument(metavar="model.flashmem", help="A bundle.", show_default=False)],
     budget: Annotated[str, typer.Option(metavar="SIZE", help="The new limit on all memory.", show_default=False)],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="other.flashmem", help="Another bundle, that shares its weights.")
+        Path | None, typer.Option("-o", "--output", metavar="other.flashmem", help="A new bundle that shares its weights.")
     ] = None,
 ) -> None:
     """Plan a bundle again for another budget, without its model and without a solver, and print the bundle's path."""
@@ -129,7 +129,7 @@ def replan(
 
 
 def cache_list(context: typer.Context, json: Json = False) -> None:
-    """List the bundles in the user's cache (model, size, when they were last used), and what compiled kernels take."""
+    """List the bundles in the user's cache (model, size, time of last use), and the size of the compiled kernels."""
     from flashmem.cli.commands.bundles import list_cache
 
     if context.invoked_subcommand is None:
@@ -137,7 +137,7 @@ def cache_list(context: typer.Context, json: Json = False) -> None:
 
 
 def cache_clear() -> None:
-    """Remove compiled kernels, and all bundles but those that a session has open."""
+    """Remove compiled kernels, and all bundles except those that a session has open."""
     from flashmem.cli.commands.bundles import clear_cache
 
     clear_cache()
@@ -148,18 +148,18 @@ def queue(
     budget: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit on the memory of all of them together.")] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="requests.json", help='Who asks when: [{"model": "a", "at": 0.5, "seed": 1}, ...].'),
+        typer.Option(metavar="requests.json", help='Requests: [{"model": "a", "at": 0.5, "seed": 1}, ...].'),
     ] = None,
     iterations: Annotated[int, typer.Option(min=1, help="Without --trace: runs of each, in random order.")] = 10,
-    seed: Annotated[int, typer.Option(min=0, help="Of that order, and of inputs.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of that order, and of inputs.")] = 0,
     device: Device = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="memory.png", help="Memory over time, beside sessions that preload each model (plots extra)."),
+        typer.Option(metavar="memory.png", help="Plot of memory over time, with preloading sessions (plots extra)."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Play requests to several models under one budget, in the order in which they come, and say how long each waited."""
+    """Run requests to several models under one budget, in their order in time, and print how long each waited."""
     from flashmem.cli.commands.queue import QueueOptions, play_queue
 
     play_queue(QueueOptions(tuple(bundles), budget, trace, iterations, seed, device or "auto", plot, json))
@@ -176,14 +176,14 @@ def simulate(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Predict latency and memory of a plan on a described device, which need not be here."""
+    """Predict latency and memory of a plan on a device from its descriptor; the device need not be present."""
     from flashmem.cli.commands.simulate import options_of, simulate_model
 
     simulate_model(model, options, options_of(disk.value, strategy and strategy.value, json, timeline))
 
 
 def demo(
-    image: Annotated[Path | None, typer.Argument(help="An image to read; a page drawn for it without one.")] = None,
+    image: Annotated[Path | None, typer.Argument(help="An image to read; default: a generated page.")] = None,
     budget: Annotated[str, typer.Option(metavar="SIZE", help="Memory limit for each of the two networks.")] = "50MB",
     device: Device = None,
 ) -> None:

@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--shape", action="append", metavar="NAME=1x128", help="the shape variant, if the bundle has several")
     run.add_argument("--repeat", type=int, default=1, help="runs in one session; the first one is reported")
     run.add_argument("--device", metavar="NAME", help="a device, or 'auto'")
-    run.add_argument("--mode", metavar="NAME", help="how weights reach the kernels")
+    run.add_argument("--mode", metavar="NAME", help="how weights are transferred")
     run.add_argument("--budget", metavar="SIZE", help="limit on all memory, for instance 256MB")
     run.add_argument("--strategy", metavar="NAME", help="when weights are loaded")
     run.add_argument("--learn", action="store_true", help="plan again with the times of these runs, and keep the plan")
@@ -62,18 +62,18 @@ def _parser() -> argparse.ArgumentParser:
     replan = add("replan", _replan, "Plan a bundle again for another budget.", json=False)
     bundle(replan)
     replan.add_argument("--budget", required=True, metavar="SIZE", help="the new limit on all memory")
-    replan.add_argument("-o", "--output", type=Path, metavar="other.flashmem", help="another bundle, that shares its weights")
+    replan.add_argument("-o", "--output", type=Path, metavar="other.flashmem", help="a new bundle that shares its weights")
     cache = add("cache", _cache, "List what is in the user's cache, or clear it.")
     cache.add_argument("action", nargs="?", choices=["clear"], help="remove kernels, and bundles that no session has open")
     profile = add("profile", _profile, "Measure a device with a kit, and print the path of the dataset.", json=False)
     profile.add_argument(
-        "--measure", type=Path, required=True, metavar="x.kit", help="what flashmem profile --kit made on a desk"
+        "--measure", type=Path, required=True, metavar="x.kit", help="a kit that flashmem profile --kit wrote elsewhere"
     )
-    profile.add_argument("-o", "--output", type=Path, default=Path(), metavar="DIR", help="where the dataset goes")
-    profile.add_argument("--minutes", type=float, default=15.0, help="time to measure, over all calls that resume")
+    profile.add_argument("-o", "--output", type=Path, default=Path(), metavar="DIR", help="folder for the dataset")
+    profile.add_argument("--minutes", type=float, default=15.0, help="minutes to measure, over all resumed calls")
     profile.add_argument("--device", default="auto", metavar="NAME", help="a device, or 'auto'")
     profile.add_argument("--name", default="", help="name of the files")
-    profile.add_argument("--fresh", action="store_true", help="begin anew instead of going on with an interrupted profile")
+    profile.add_argument("--fresh", action="store_true", help="start again instead of continuing a profile")
     return parser
 
 

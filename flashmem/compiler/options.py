@@ -1,4 +1,4 @@
-"""What shapes a program: the device as data, limits, precision, shapes of inputs."""
+"""Options of a compilation: the device as data, limits, precision, shapes of inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Precision = Literal["fp32", "fp16"]
 
 @dataclass(frozen=True)
 class Options:
-    """What shapes a bundle, resolved: the device as data, `mode` the one to plan for, sizes in bytes."""
+    """Resolved options of a bundle: the device as data, `mode` to plan for, sizes in bytes."""
 
     descriptor: DeviceDescriptor
     mode: TransferMode

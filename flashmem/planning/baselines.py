@@ -26,13 +26,14 @@ from itertools import accumulate
 import numpy as np
 
 from flashmem.base.errors import BudgetError
-from flashmem.planning.assemble import assemble
-from flashmem.planning.budget import Measure, largest_within, plan_within
-from flashmem.planning.latency.clock import Moves, play, unlimited_seconds
+from flashmem.planning.arithmetic.assemble import assemble
+from flashmem.planning.arithmetic.clock import Moves, play, unlimited_seconds
+from flashmem.planning.arithmetic.measure import Measure
+from flashmem.planning.arithmetic.release_times import held_bytes
+from flashmem.planning.budget import largest_within, plan_within
 from flashmem.planning.latency.first_answer import first_plan, forced_preload, late_moves, smallest_m_peak
-from flashmem.planning.latency.release_times import held_bytes
 from flashmem.program.program import Program
-from flashmem.schedule.instance import Problem, WeightSpec
+from flashmem.schedule.instance import Instance, WeightSpec
 from flashmem.schedule.plan import OverlapPlan, Strategy
 
 
@@ -72,29 +73,29 @@ class Baseline:
         """Whether weights may be loaded at the layer that uses them."""
         return self.strategy == "on-demand"
 
-    def least_preload(self, problem: Problem) -> frozenset[str]:
+    def least_preload(self, instance: Instance) -> frozenset[str]:
         """The least W."""
-        return self.asked if self.waits else forced_preload(problem, self.asked)
+        return self.asked if self.waits else forced_preload(instance, self.asked)
 
-    def smallest(self, problem: Problem, preload: Collection[str]) -> tuple[int, str]:
+    def smallest(self, instance: Instance, preload: Collection[str]) -> tuple[int, str]:
         """The smallest M_peak for W = `preload`, in bytes, and the layer that binds."""
         if not self.waits:
-            return smallest_m_peak(problem, preload)
-        copies = 2 if problem.mode == "interleave" else 1  # in staging, and at home
-        change = [0] * (len(problem.layers) + 2)
-        for w in problem.weights:
+            return smallest_m_peak(instance, preload)
+        copies = 2 if instance.mode == "interleave" else 1  # in staging, and at home
+        change = [0] * (len(instance.layers) + 2)
+        for w in instance.weights:
             if w.name not in preload:
                 change[w.first_use] += copies * w.nbytes
                 change[w.first_use + 1] -= (copies - 1) * w.nbytes
                 change[w.last_use + 1] -= w.nbytes
         needed = list(accumulate(change))[1:-1]
         layer = max(range(len(needed)), key=needed.__getitem__)
-        return needed[layer], problem.layers[layer].name
+        return needed[layer], instance.layers[layer].name
 
-    def opens(self, problem: Problem) -> dict[str, int]:
+    def opens(self, instance: Instance) -> dict[str, int]:
         """The first layer at which the strategy lets each slice be loaded."""
         if self.strategy == "always-next":
-            return {w.name: max(1, w.first_use - 1) for w in problem.weights}
+            return {w.name: max(1, w.first_use - 1) for w in instance.weights}
         opens: dict[str, int] = {}
         before, of_kind = 1, dict[str, int]()
         for operator in self.operators:
@@ -105,119 +106,121 @@ class Baseline:
             before = of_kind[operator.kind] = operator.first
         return opens
 
-    def gates(self, problem: Problem, preload: Collection[str], limit: int) -> dict[str, int]:
+    def releases(self, instance: Instance, preload: Collection[str], limit: int) -> dict[str, int]:
         """g_w of every weight (0 for W): in use order, each as early as the strategy and `limit` bytes for whole slices
         permit."""
-        opens = self.opens(problem)
-        gates = dict.fromkeys(preload, 0)
-        held = np.zeros(len(problem.layers) + 2, np.int64)  # bytes in flight, by layer
+        opens = self.opens(instance)
+        releases = dict.fromkeys(preload, 0)
+        held = np.zeros(len(instance.layers) + 2, np.int64)  # bytes in flight, by layer
         latest = 0 if self.waits else 1
-        for w in sorted((w for w in problem.weights if w.name not in preload), key=lambda w: w.first_use):
+        for w in sorted((w for w in instance.weights if w.name not in preload), key=lambda w: w.first_use):
             first = opens[w.name]
             full = np.flatnonzero(held[first : w.last_use + 1] + w.nbytes > limit)
             first = min(w.first_use - latest, first + (int(full[-1]) + 1 if full.size else 0))
-            gates[w.name] = first
+            releases[w.name] = first
             held[first : w.last_use + 1] += w.nbytes
-        return gates
+        return releases
 
-    def plan(self, problem: Problem, preload: frozenset[str] | None = None, note: str = "") -> OverlapPlan:
+    def plan(self, instance: Instance, preload: frozenset[str] | None = None, note: str = "") -> OverlapPlan:
         """The strategy's plan inside M_peak with W = `preload` (default: `least_preload`); nothing is proven of it.
 
         Raises:
             BudgetError: M_peak is too small for it.
         """
         begun = time.monotonic()
-        chosen = self.least_preload(problem) if preload is None else preload
-        smallest, binding = self.smallest(problem, chosen)
-        if problem.m_peak < smallest:
+        chosen = self.least_preload(instance) if preload is None else preload
+        smallest, binding = self.smallest(instance, chosen)
+        if instance.m_peak < smallest:
             raise BudgetError(
-                f"M_peak of {problem.m_peak} bytes is too small for strategy {self.strategy}: layer {binding!r} needs "
+                f"M_peak of {instance.m_peak} bytes is too small for strategy {self.strategy}: layer {binding!r} needs "
                 f"{smallest} bytes in flight; raise the limit to {smallest} bytes or more",
                 smallest_bytes=smallest,
                 binding=binding,
             )
-        gates, moves = self._read_and_move(problem, chosen)
-        seconds = play(problem, gates, moves).seconds
+        releases, moves = self._read_and_move(instance, chosen)
+        seconds = play(instance, releases, moves).seconds
         plan = assemble(
-            problem, chosen, gates, moves, kind="first", lambda_=self.lambda_, objective=seconds, bound=0.0,
-            bound_scope="resident-set", tier="greedy", started=begun, base=self.least_preload(problem), asked=self.asked,
+            instance, chosen, releases, moves, kind="first", lambda_=self.lambda_, objective=seconds, bound=0.0,
+            bound_scope="resident-set", tier="greedy", started=begun, base=self.least_preload(instance), asked=self.asked,
             notes=(f"reads as strategy {self.strategy} does{note}",),
         )  # fmt: skip
         return replace(plan, strategy=self.strategy)
 
-    def _read_and_move(self, problem: Problem, preload: frozenset[str]) -> tuple[dict[str, int], Moves]:
-        """Gates and moves; in mode `interleave` in as small a part of M_peak as leaves room for staging."""
+    def _read_and_move(self, instance: Instance, preload: frozenset[str]) -> tuple[dict[str, int], Moves]:
+        """Release times and moves; in mode `interleave` in as small a part of M_peak as leaves room for staging."""
         latest = 0 if self.waits else 1
-        streamed = [w for w in problem.weights if w.name not in preload]
-        at_the_last = {w.name: ((w.first_use - latest, problem.chunks(w)),) for w in streamed}
+        streamed = [w for w in instance.weights if w.name not in preload]
+        at_the_last = {w.name: ((w.first_use - latest, instance.chunks(w)),) for w in streamed}
         for part in _PARTS:
-            gates = self.gates(problem, preload, int(problem.m_peak * part))
-            moves: Moves = at_the_last if self.waits else late_moves(problem, gates, play(problem, gates), len(problem.layers))
-            if int(held_bytes(problem, gates, moves).max(initial=0)) <= problem.m_peak:
-                return gates, moves
-        gates = {w.name: 0 if w.name in preload else w.first_use - latest for w in problem.weights}
-        return gates, at_the_last
+            releases = self.releases(instance, preload, int(instance.m_peak * part))
+            moves: Moves = (
+                at_the_last if self.waits else late_moves(instance, releases, play(instance, releases), len(instance.layers))
+            )
+            if int(held_bytes(instance, releases, moves).max(initial=0)) <= instance.m_peak:
+                return releases, moves
+        releases = {w.name: 0 if w.name in preload else w.first_use - latest for w in instance.weights}
+        return releases, at_the_last
 
-    def within(self, problem: Problem, budget: int, measure: Measure) -> OverlapPlan:
+    def within(self, instance: Instance, budget: int, measure: Measure) -> OverlapPlan:
         """The strategy's plan whose every byte fits `budget`, as `measure` counts bytes.
 
         Raises:
             BudgetError: nothing fits; it names the smallest budget that works.
         """
         if self.strategy == "resident-first":
-            return self._resident_within(problem, budget, measure)
-        return self._stretched(problem, budget, measure, self.least_preload(problem), "")
+            return self._resident_within(instance, budget, measure)
+        return self._stretched(instance, budget, measure, self.least_preload(instance), "")
 
-    def _stretched(self, problem: Problem, budget: int, measure: Measure, preload: frozenset[str], note: str) -> OverlapPlan:
+    def _stretched(self, instance: Instance, budget: int, measure: Measure, preload: frozenset[str], note: str) -> OverlapPlan:
         """The plan with W = `preload` and the largest M_peak that fits."""
         return largest_within(
-            problem,
+            instance,
             budget,
             measure,
             lambda limited: self.plan(limited, preload, note),
-            self.smallest(problem, preload),
+            self.smallest(instance, preload),
             preload,
         )
 
-    def _resident_within(self, problem: Problem, budget: int, measure: Measure) -> OverlapPlan:
+    def _resident_within(self, instance: Instance, budget: int, measure: Measure) -> OverlapPlan:
         """W filled in each of a few orders; the plan that the clock says answers first, or the one with the fewest bytes."""
-        base = self.least_preload(problem)
-        rest = [w for w in problem.weights if w.name not in base]
+        base = self.least_preload(instance)
+        rest = [w for w in instance.weights if w.name not in base]
         plans = []
         for name, order in _ORDERS.items():
             names = [w.name for w in sorted(rest, key=order)]
-            preload = base | _most_that_fit(names, lambda added: measure(self._tight(problem, base | added)) <= budget)
+            preload = base | _most_that_fit(names, lambda added: measure(self._tight(instance, base | added)) <= budget)
             with suppress(BudgetError):
-                plans.append(self._stretched(problem, budget, measure, preload, f"; W filled {name}"))
+                plans.append(self._stretched(instance, budget, measure, preload, f"; W filled {name}"))
         if not plans:
-            plans.append(self._leanest_within(problem, budget, measure))
+            plans.append(self._leanest_within(instance, budget, measure))
         return min(plans, key=lambda plan: plan.objective)
 
-    def _leanest_within(self, problem: Problem, budget: int, measure: Measure) -> OverlapPlan:
+    def _leanest_within(self, instance: Instance, budget: int, measure: Measure) -> OverlapPlan:
         """The plan with the fewest bytes, whatever its W: where moving a weight takes staging beside its place, a larger W can
         take less than what it saves in flight.
 
         Raises:
             BudgetError: that is more than `budget`; it names how much.
         """
-        base = self.least_preload(problem)
-        rest = [w for w in problem.weights if w.name not in base]
+        base = self.least_preload(instance)
+        rest = [w for w in instance.weights if w.name not in base]
         sizes = {len(rest) * step // _LEAN_STEPS for step in range(_LEAN_STEPS + 1)}
         chosen = {frozenset(w.name for w in sorted(rest, key=order)[:size]) for order in _ORDERS.values() for size in sizes}
-        plans = [self._tight(problem, base | added) for added in sorted(chosen, key=lambda added: (len(added), sorted(added)))]
+        plans = [self._tight(instance, base | added) for added in sorted(chosen, key=lambda added: (len(added), sorted(added)))]
         needed, plan = min(((measure(plan), plan) for plan in plans), key=lambda pair: pair[0])
         if needed > budget:
             raise BudgetError(
                 f"budget of {budget} bytes is too small: {needed} bytes are needed, with {plan.preload_ratio:.0%} of the "
                 f"weights preloaded; raise the budget to {needed} bytes or more",
                 smallest_bytes=needed,
-                binding=self.smallest(problem, base)[1],
+                binding=self.smallest(instance, base)[1],
             )
         return plan
 
-    def _tight(self, problem: Problem, preload: frozenset[str]) -> OverlapPlan:
+    def _tight(self, instance: Instance, preload: frozenset[str]) -> OverlapPlan:
         """The plan with W = `preload` in the smallest M_peak."""
-        return self.plan(replace(problem, m_peak=max(1, self.smallest(problem, preload)[0])), preload)
+        return self.plan(replace(instance, m_peak=max(1, self.smallest(instance, preload)[0])), preload)
 
 
 _ORDERS: Mapping[str, Callable[[WeightSpec], tuple[int, ...]]] = {
@@ -246,22 +249,22 @@ def _most_that_fit(names: Sequence[str], fits: Callable[[frozenset[str]], bool])
     return frozenset(names[:low])
 
 
-def fastest(problem: Problem, operators: Sequence[Operator], preload: frozenset[str], lambda_: float) -> OverlapPlan:
+def fastest(instance: Instance, operators: Sequence[Operator], preload: frozenset[str], lambda_: float) -> OverlapPlan:
     """The plan for the first answer inside M_peak; or, should the clock say that a baseline answers sooner, what that one
     decides.
 
     The former is the fastest that reads whole slices in use order. Where a slice does not fit yet and a smaller one of a later
     layer would, leaving that order can gain a little. Baselines know no lambda, and are asked where it is 0.
     """
-    best = first_plan(problem, preload, lambda_=lambda_)
+    best = first_plan(instance, preload, lambda_=lambda_)
     if lambda_:
         return best
     asked = [Baseline(strategy, operators, preload, lambda_) for strategy in _RIVALS[:2]]
-    return _soonest(problem, best, [partial(baseline.plan, problem) for baseline in asked])
+    return _soonest(instance, best, [partial(baseline.plan, instance) for baseline in asked])
 
 
 def fastest_within(
-    problem: Problem,
+    instance: Instance,
     operators: Sequence[Operator],
     budget: int,
     measure: Measure,
@@ -280,9 +283,9 @@ def fastest_within(
         BudgetError: nothing fits; it names the smallest budget that works.
     """
     asked = [Baseline(strategy, operators, preload, lambda_) for strategy in (_RIVALS if counts_w else _RIVALS[:2])]
-    candidates = [partial(baseline.within, problem, budget, measure) for baseline in asked]
+    candidates = [partial(baseline.within, instance, budget, measure) for baseline in asked]
     try:
-        best, inside = plan_within(problem, budget, measure, preload=preload, lambda_=lambda_)
+        best, inside = plan_within(instance, budget, measure, preload=preload, lambda_=lambda_)
     except BudgetError as refused:
         return _of_those_that_fit(candidates, refused)
     return best if lambda_ else _soonest(inside, best, candidates)
@@ -308,8 +311,8 @@ def _of_those_that_fit(candidates: Iterable[Callable[[], OverlapPlan]], refused:
     return replace(best, strategy="stream", notes=(*best.notes, "which fits where the planner's own does not"))
 
 
-def _soonest(problem: Problem, best: OverlapPlan, candidates: Iterable[Callable[[], OverlapPlan]]) -> OverlapPlan:
-    if best.objective <= unlimited_seconds(problem, {w.name for w in best.weights if w.preload}) * (1 + _TIE):
+def _soonest(instance: Instance, best: OverlapPlan, candidates: Iterable[Callable[[], OverlapPlan]]) -> OverlapPlan:
+    if best.objective <= unlimited_seconds(instance, {w.name for w in best.weights if w.preload}) * (1 + _TIE):
         return best  # memory costs it nothing
     for candidate in candidates:
         try:

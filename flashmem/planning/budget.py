@@ -10,12 +10,11 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from flashmem.base.errors import BudgetError
+from flashmem.planning.arithmetic.measure import Measure
 from flashmem.planning.latency.first_answer import first_plan, forced_preload, smallest_m_peak
-from flashmem.schedule.instance import Problem, with_less_staging
+from flashmem.planning.pose import with_less_staging
+from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan
-
-Measure = Callable[[OverlapPlan], int]
-"""The bytes a plan takes in all, in the caller's meaning of a budget."""
 
 _STEPS = 8
 """Halvings of the range of M_peak, at the most."""
@@ -28,68 +27,68 @@ _GUESSES, _BELOW = 3, 0.995
 
 
 def plan_within(
-    problem: Problem,
+    instance: Instance,
     budget: int,
     measure: Measure,
     *,
     preload: Collection[str] = (),
     lambda_: float = 0.9,
     quick: bool = False,
-) -> tuple[OverlapPlan, Problem]:
+) -> tuple[OverlapPlan, Instance]:
     """The latency plan for the largest M_peak found with `measure(plan) <= budget`, and the problem with that M_peak.
 
-    `problem.m_peak` is ignored. `quick`: as `first_plan` has it.
+    `instance.m_peak` is ignored. `quick`: as `first_plan` has it.
 
     Raises:
         BudgetError: even the smallest M_peak measures more; it names a budget that works and the layer that binds.
     """
-    chosen = forced_preload(problem, preload)
+    chosen = forced_preload(instance, preload)
     plan = largest_within(
-        problem,
+        instance,
         budget,
         measure,
         lambda limited: first_plan(limited, preload, lambda_=lambda_, quick=quick),
-        smallest_m_peak(problem, preload),
+        smallest_m_peak(instance, preload),
         chosen,
     )
-    return plan, replace(problem, m_peak=plan.m_peak)
+    return plan, replace(instance, m_peak=plan.m_peak)
 
 
-def roomiest(problem: Problem, plan: OverlapPlan, room: int | None) -> Problem:
-    """`problem` with the most bytes in flight that any plan with the W of `plan` can have in `room` bytes for both (None: any).
+def roomiest(instance: Instance, plan: OverlapPlan, room: int | None) -> Instance:
+    """`instance` with the largest M_peak that any plan with the W of `plan` can use in `room` bytes (None: no limit).
 
-    A plan is made inside less, and what is proven there says nothing about plans that hold more.
+    `room` covers W and what is in flight. A bound that is proven in less does not hold for plans with more.
     """
-    everything = 2 * sum(w.nbytes for w in problem.weights)  # some modes hold a slice twice
+    everything = 2 * sum(w.nbytes for w in instance.weights)  # some modes hold a slice twice
     if room is None:
-        return replace(problem, m_peak=max(1, everything, plan.m_peak))
+        return replace(instance, m_peak=max(1, everything, plan.m_peak))
     resident = sum(w.nbytes for w in plan.weights if w.preload)
-    return replace(problem, m_peak=max(plan.m_peak, min(everything, room - resident)))
+    return replace(instance, m_peak=max(plan.m_peak, min(everything, room - resident)))
 
 
 def with_staging_that_fits(
-    problem: Problem, limit: int | None, make: Callable[[Problem], OverlapPlan]
-) -> tuple[Problem, OverlapPlan]:
-    """What `make` plans of `problem` with its staging, or with less where `limit` bytes have no room for that; and the problem.
+    instance: Instance, limit: int | None, make: Callable[[Instance], OverlapPlan]
+) -> tuple[Instance, OverlapPlan]:
+    """What `make` plans of `instance` with its staging, or with less where `limit` bytes have no room; and the instance.
 
     Raises:
         BudgetError: nothing fits beside the least staging; it names what works.
     """
     while True:
         try:
-            return problem, make(problem)
+            return instance, make(instance)
         except BudgetError as error:
-            less = with_less_staging(problem, error.smallest_bytes - (limit or 0))
+            less = with_less_staging(instance, error.smallest_bytes - (limit or 0))
             if less is None:
                 raise
-            problem = less
+            instance = less
 
 
 def largest_within(
-    problem: Problem,
+    instance: Instance,
     budget: int,
     measure: Measure,
-    make: Callable[[Problem], OverlapPlan],
+    make: Callable[[Instance], OverlapPlan],
     smallest: tuple[int, str],
     preload: Collection[str],
 ) -> OverlapPlan:
@@ -100,10 +99,10 @@ def largest_within(
     Raises:
         BudgetError: even the smallest M_peak measures more; it names a budget that works and the layer that binds.
     """
-    streamed = sum(w.nbytes for w in problem.weights if w.name not in preload)
+    streamed = sum(w.nbytes for w in instance.weights if w.name not in preload)
 
     def attempt(m_peak: int) -> tuple[OverlapPlan, int]:
-        plan = make(replace(problem, m_peak=m_peak))
+        plan = make(replace(instance, m_peak=m_peak))
         return plan, measure(plan)
 
     low, binding = smallest

@@ -11,8 +11,9 @@ from typing import Any
 
 from flashmem.base.errors import BundleError
 from flashmem.base.types import TransferMode
+from flashmem.planning.pose import pose
 from flashmem.program.program import Program
-from flashmem.schedule.instance import LayerSpec, Problem, posed
+from flashmem.schedule.instance import Instance, LayerSpec
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor
 
@@ -20,16 +21,16 @@ KEY = "layers"
 """Where a bundle's `meta` holds it."""
 
 
-def carried(problem: Problem) -> dict[str, Any]:
-    """The times of `problem` as JSON-able values."""
+def carried(instance: Instance) -> dict[str, Any]:
+    """The times of `instance` as JSON-able values."""
     numbers: dict[tuple[float, tuple[tuple[float, float], ...]], int] = {}
-    of = [numbers.setdefault((spec.seconds, spec.beside), len(numbers)) for spec in problem.layers]
+    of = [numbers.setdefault((spec.seconds, spec.beside), len(numbers)) for spec in instance.layers]
     return {"times": [[seconds, [list(point) for point in beside]] for seconds, beside in numbers], "of": of}
 
 
-def carried_problem(
+def carried_instance(
     program: Program, plan: OverlapPlan, descriptor: DeviceDescriptor, mode: TransferMode, meta: Mapping[str, Any]
-) -> Problem | None:
+) -> Instance | None:
     """The problem that a bundle's `program` poses on its device, without a limit on memory; None where its `meta` has no times.
 
     What `run --learn` measured in `mode` takes the place of what was predicted.
@@ -52,4 +53,4 @@ def carried_problem(
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise BundleError(f"the bundle's times of layers are damaged ({error}); compile the model again") from error
     total = sum(part.nbytes for part in program.slices)
-    return posed(program, layers, descriptor, mode, chunk_bytes=plan.chunk_bytes, m_peak=max(1, 2 * total))
+    return pose(program, layers, descriptor, mode, chunk_bytes=plan.chunk_bytes, m_peak=max(1, 2 * total))

@@ -12,23 +12,23 @@ from dataclasses import replace
 
 from flashmem.planning.latency.first_answer import forced_preload
 from flashmem.planning.opg.srpt import SrptPlan, srpt
-from flashmem.schedule.instance import Problem
+from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan
 
 
 class Penalties:
     """Penalties of the fused layers of one program under one plan. `asked`: weights that are in W whatever the capacities."""
 
-    def __init__(self, problem: Problem, plan: OverlapPlan, asked: frozenset[str], lambda_: float, mu: float) -> None:
-        self._problem = replace(problem, m_peak=plan.m_peak)
+    def __init__(self, instance: Instance, plan: OverlapPlan, asked: frozenset[str], lambda_: float, mu: float) -> None:
+        self._instance = replace(instance, m_peak=plan.m_peak)
         self._lambda, self._mu = lambda_, mu
         self._preload = {w.name for w in plan.weights if w.preload}
-        forced = forced_preload(problem, asked)
+        forced = forced_preload(instance, asked)
         # (first layer, last layer) of the window in which a weight without room could have been moved, and its chunks
         self._without_room = [(1, w.first_use - 1, w.chunks) for w in plan.weights if w.preload and w.name not in forced]
-        self._without_room += _above_capacity(problem, plan)
-        now = srpt(self._problem, self._preload) if mu else None
-        self._distance = now.distance(problem) if now is not None and now.feasible else None
+        self._without_room += _above_capacity(instance, plan)
+        now = srpt(self._instance, self._preload) if mu else None
+        self._distance = now.distance(instance) if now is not None and now.feasible else None
 
     @property
     def shortage(self) -> int:
@@ -43,15 +43,15 @@ class Penalties:
     def _distance_saved(self, layer: int, gain: int) -> int:
         if self._distance is None:
             return 0
-        layers = list(self._problem.layers)
+        layers = list(self._instance.layers)
         layers[layer - 1] = replace(layers[layer - 1], capacity=layers[layer - 1].capacity + gain)
-        roomier: SrptPlan = srpt(replace(self._problem, layers=tuple(layers)), self._preload)
-        return self._distance - roomier.distance(self._problem)
+        roomier: SrptPlan = srpt(replace(self._instance, layers=tuple(layers)), self._preload)
+        return self._distance - roomier.distance(self._instance)
 
 
-def _above_capacity(problem: Problem, plan: OverlapPlan) -> list[tuple[int, int, int]]:
+def _above_capacity(instance: Instance, plan: OverlapPlan) -> list[tuple[int, int, int]]:
     """Windows of the chunks moved above C_l; of a layer's chunks those of the latest uses are called the ones too many."""
-    left = [spec.capacity for spec in problem.layers]
+    left = [spec.capacity for spec in instance.layers]
     windows = []
     for w in sorted((w for w in plan.weights if not w.preload), key=lambda w: w.first_use):
         for layer, chunks in w.moves:

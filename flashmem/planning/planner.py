@@ -12,27 +12,31 @@ from dataclasses import replace
 
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.base.types import TransferMode
+from flashmem.planning.arithmetic.clock import Timing
+from flashmem.planning.arithmetic.measure import Measure
+from flashmem.planning.arithmetic.release_times import held_bytes, settled
 from flashmem.planning.baselines import Baseline, fastest, fastest_within, operators_of
-from flashmem.planning.budget import Measure, roomiest, with_staging_that_fits
-from flashmem.planning.latency.clock import Timing
+from flashmem.planning.budget import roomiest, with_staging_that_fits
+from flashmem.planning.instance import build_instance
 from flashmem.planning.latency.first_answer import first_plan, judged, smallest_m_peak
 from flashmem.planning.latency.later_runs import by_later_runs, later_seconds, leanest, with_kept
-from flashmem.planning.latency.release_times import held_bytes, settled
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory.layout import lay_out_pools
+from flashmem.planning.pose import staged_within
 from flashmem.program.program import Program, fixed_bytes
-from flashmem.schedule.instance import Problem, build_problem, staged_within
+from flashmem.schedule.check import check
+from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import BoundScope, OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor
 
 
-def planning_problem(program: Program, descriptor: DeviceDescriptor, mode: TransferMode, limits: Limits) -> Problem:
+def planning_instance(program: Program, descriptor: DeviceDescriptor, mode: TransferMode, limits: Limits) -> Instance:
     """The problem that `make_plan` solves; without an M_peak, all weights may be in flight."""
     total = sum(part.nbytes for part in program.slices)
     m_peak = limits.m_peak or max(2 * total, 1)  # of which one mode holds every byte twice
-    problem = build_problem(program, descriptor, chunk_bytes=limits.chunk, m_peak=m_peak, mode=mode)
+    instance = build_instance(program, descriptor, chunk_bytes=limits.chunk, m_peak=m_peak, mode=mode)
     limit = limits.m_peak or limits.budget
-    return problem if limit is None else staged_within(problem, limit)
+    return instance if limit is None else staged_within(instance, limit)
 
 
 def make_plan(program: Program, descriptor: DeviceDescriptor, mode: TransferMode, limits: Limits) -> OverlapPlan:
@@ -42,64 +46,64 @@ def make_plan(program: Program, descriptor: DeviceDescriptor, mode: TransferMode
         BudgetError: nothing fits; it names the smallest budget (or M_peak) that works, and what binds it.
         UserError: an unknown name to preload.
     """
-    problem = planning_problem(program, descriptor, mode, limits)
-    return plan_problem(replace(problem, w_may_grow=True), program, mode, limits)
+    instance = planning_instance(program, descriptor, mode, limits)
+    return plan_instance(replace(instance, w_may_grow=True), program, mode, limits)
 
 
-def plan_problem(
-    problem: Problem, program: Program, mode: TransferMode, limits: Limits, *, complete: bool = True
+def plan_instance(
+    instance: Instance, program: Program, mode: TransferMode, limits: Limits, *, complete: bool = True
 ) -> OverlapPlan:
-    """The plan of `problem`, which is `program`'s, as `make_plan` makes it. It has passed `OverlapPlan.check`.
+    """The plan of `instance`, which is `program`'s, as `make_plan` makes it. It has passed `schedule.check`.
 
     Not `complete`: what neither "first" nor "paper" asks is left to `completed`.
     """
     limit = limits.m_peak or limits.budget
-    problem, plan = with_staging_that_fits(problem, limit, lambda staged: _plan(staged, program, mode, limits))
+    instance, plan = with_staging_that_fits(instance, limit, lambda staged: _plan(staged, program, mode, limits))
     if complete or limits.resolved_objective == "steady":
-        return completed(problem, plan, program, mode, limits)
-    return _sealed(problem, plan, program, mode, limits)
+        return completed(instance, plan, program, mode, limits)
+    return _sealed(instance, plan, program, mode, limits)
 
 
-def completed(problem: Problem, plan: OverlapPlan, program: Program, mode: TransferMode, limits: Limits) -> OverlapPlan:
+def completed(instance: Instance, plan: OverlapPlan, program: Program, mode: TransferMode, limits: Limits) -> OverlapPlan:
     """A plan for the first answer with what stays for later runs, or the paper's with its reads running ahead. It has passed
-    `OverlapPlan.check`.
+    `schedule.check`.
     """
     objective, budget = limits.resolved_objective, limits.budget
-    problem = replace(problem, piece_bytes=plan.piece_bytes, loader_threads=plan.loader_threads)
+    instance = replace(instance, piece_bytes=plan.piece_bytes, loader_threads=plan.loader_threads)
     limit = limits.m_peak if budget is None else budget
     measure = _in_flight(program, mode) if budget is None else _in_all(program, mode)
     if plan.objective_kind == "paper":
         with _where_the_compiler_is():
-            from flashmem.planning.opg.limits import reading_ahead
-        plan = reading_ahead(problem, plan, program, limit, measure)
+            from flashmem.planning.paper_limits import reading_ahead
+        plan = reading_ahead(instance, plan, program, limit, measure)
     elif limits.strategy == "stream" and objective != "paper":
         proven = 0.0
         if objective == "first":
-            plan, proven = _searched(problem, plan, program, limits, measure)
+            plan, proven = _searched(instance, plan, program, limits, measure)
         if objective == "steady" or limits.m_peak is None:
-            plan = _for_later_runs(problem, plan, program, limits, measure)
-        return _sealed(problem, plan, program, mode, limits, proven)
-    return _sealed(problem, plan, program, mode, limits)
+            plan = _for_later_runs(instance, plan, program, limits, measure)
+        return _sealed(instance, plan, program, mode, limits, proven)
+    return _sealed(instance, plan, program, mode, limits)
 
 
-def _roomiest(problem: Problem, plan: OverlapPlan, program: Program, limits: Limits) -> Problem:
-    """`problem` with the most bytes in flight that any plan of the same W can have within the user's limits."""
+def _roomiest(instance: Instance, plan: OverlapPlan, program: Program, limits: Limits) -> Instance:
+    """`instance` with the most bytes in flight that any plan of the same W can have within the user's limits."""
     if limits.m_peak is not None:
-        return replace(problem, m_peak=max(limits.m_peak, plan.m_peak))
-    return roomiest(problem, plan, None if limits.budget is None else limits.budget - fixed_bytes(program))
+        return replace(instance, m_peak=max(limits.m_peak, plan.m_peak))
+    return roomiest(instance, plan, None if limits.budget is None else limits.budget - fixed_bytes(program))
 
 
 def _searched(
-    problem: Problem, plan: OverlapPlan, program: Program, limits: Limits, measure: Measure
+    instance: Instance, plan: OverlapPlan, program: Program, limits: Limits, measure: Measure
 ) -> tuple[OverlapPlan, float]:
     """`plan` for the first answer as CP-SAT makes it better, if that is installed and what is not proven is worth a search; and
     the bound that CP-SAT proves for this W within the user's limits (0: none).
 
     It holds no more at once than `plan` does, and `measure` of it is within the limits.
     """
-    roomy = _roomiest(problem, plan, program, limits)
+    roomy = _roomiest(instance, plan, program, limits)
     if limits.resolved_lambda:
-        roomy = replace(problem, m_peak=roomy.m_peak if plan.bound_within is None else plan.bound_within)
+        roomy = replace(instance, m_peak=roomy.m_peak if plan.bound_within is None else plan.bound_within)
     plan = judged(roomy, plan)
     unproven = plan.objective - plan.bound
     large = len(plan.weights) > _SEARCHED_BY_CP_SAT
@@ -111,11 +115,11 @@ def _searched(
         return plan, 0.0
     preload = frozenset(w.name for w in plan.weights if w.preload)
     moves = {w.name: w.moves for w in plan.weights if not w.preload}
-    gates = {w.name: w.read_layer for w in plan.weights}
-    held = int(held_bytes(problem, gates, moves).max(initial=0))
+    releases = {w.name: w.read_layer for w in plan.weights}
+    held = int(held_bytes(instance, releases, moves).max(initial=0))
     enough = plan.bound * (1 + 1e-9)
-    found = improve(problem, gates, moves, held, roomy.m_peak, seconds=_SEARCH_SECONDS, enough=enough)
-    better, clock = settled(Timing(problem, moves), preload, found.gates)
+    found = improve(instance, releases, moves, held, roomy.m_peak, seconds=_SEARCH_SECONDS, enough=enough)
+    better, clock = settled(Timing(instance, moves), preload, found.releases)
     note = f"searched by CP-SAT for {_SEARCH_SECONDS:.0f} s at the most"
     if found.bound > plan.bound:
         note += ", which proved the bound"
@@ -139,16 +143,16 @@ _WORTH_SECONDS, _WORTH_SHARE = 1e-3, 2e-3
 
 
 def _sealed(
-    problem: Problem, plan: OverlapPlan, program: Program, mode: TransferMode, limits: Limits, proven: float = 0.0
+    instance: Instance, plan: OverlapPlan, program: Program, mode: TransferMode, limits: Limits, proven: float = 0.0
 ) -> OverlapPlan:
     """`plan`, checked, with the M_peak that it keeps (the one that was asked for, or what its layout takes), and with a bound
     within the limits that were given, however little of them it was made in. `proven`: as `judged` has it.
     """
     if plan.objective_kind == "first" and not limits.resolved_lambda:  # else the bound is for what lambda leaves
-        plan = judged(_roomiest(problem, plan, program, limits), plan, proven)
+        plan = judged(_roomiest(instance, plan, program, limits), plan, proven)
     in_flight = _in_flight(program, mode)(plan)
     plan = replace(plan, m_peak=max(in_flight, limits.m_peak or plan.m_peak))
-    plan.check(replace(problem, m_peak=plan.m_peak))
+    check(plan, replace(instance, m_peak=plan.m_peak))
     return plan
 
 
@@ -163,21 +167,21 @@ def _in_flight(program: Program, mode: TransferMode) -> Measure:
     return lambda plan: lay_out_pools(program.slices, plan, [mode], page_bytes=program.page_bytes)[mode].in_flight_bytes
 
 
-def _plan(problem: Problem, program: Program, mode: TransferMode, limits: Limits) -> OverlapPlan:
+def _plan(instance: Instance, program: Program, mode: TransferMode, limits: Limits) -> OverlapPlan:
     preload = _slices_of(program, limits.preload)
     in_all, in_flight = _in_all(program, mode), _in_flight(program, mode)
     if limits.strategy != "stream":
-        return _baseline(problem, program, limits, preload, in_all)
+        return _baseline(instance, program, limits, preload, in_all)
     if limits.resolved_objective != "paper":
         measure = in_flight if limits.m_peak is not None else in_all
         limit = limits.m_peak if limits.m_peak is not None else limits.budget
-        return _first_plan(problem, program, limits, preload, limit, measure)
+        return _first_plan(instance, program, limits, preload, limit, measure)
     with _where_the_compiler_is():
-        from flashmem.planning.opg.limits import paper_plan_inside, paper_plan_within
+        from flashmem.planning.paper_limits import paper_plan_inside, paper_plan_within
     if limits.budget is not None:
-        return paper_plan_within(problem, program, limits, preload, in_all)
+        return paper_plan_within(instance, program, limits, preload, in_all)
     limited = limits.m_peak is not None
-    return paper_plan_inside(problem, preload, limits.resolved_lambda, limits.units, in_flight, limited=limited)
+    return paper_plan_inside(instance, preload, limits.resolved_lambda, limits.units, in_flight, limited=limited)
 
 
 @contextmanager
@@ -191,7 +195,7 @@ def _where_the_compiler_is() -> Iterator[None]:
 
 
 def _first_plan(
-    problem: Problem, program: Program, limits: Limits, preload: frozenset[str], limit: int | None, measure: Measure
+    instance: Instance, program: Program, limits: Limits, preload: frozenset[str], limit: int | None, measure: Measure
 ) -> OverlapPlan:
     """The plan that answers first. Where M_peak alone is limited, slices too large for it go to W.
 
@@ -200,17 +204,17 @@ def _first_plan(
     """
     operators, lambda_ = operators_of(program), limits.resolved_lambda
     if limit is None:
-        return fastest(problem, operators, preload, lambda_)
+        return fastest(instance, operators, preload, lambda_)
     if limits.m_peak is None:
-        return fastest_within(problem, operators, limit, measure, preload, lambda_)
+        return fastest_within(instance, operators, limit, measure, preload, lambda_)
     refused: BudgetError | None = None
     streamed: OverlapPlan | None = None  # with nothing of W that could be streamed
-    for part in (1, *(_TOO_LARGE if problem.w_may_grow else ())):
-        large = frozenset(w.name for w in problem.weights if part > 1 and w.nbytes > limit // part)
+    for part in (1, *(_TOO_LARGE if instance.w_may_grow else ())):
+        large = frozenset(w.name for w in instance.weights if part > 1 and w.nbytes > limit // part)
         if part > 1 and not large:
             continue
         try:
-            plan = fastest_within(problem, operators, limit, measure, preload | large, lambda_, counts_w=False)
+            plan = fastest_within(instance, operators, limit, measure, preload | large, lambda_, counts_w=False)
         except BudgetError as error:
             refused = refused or error
             continue
@@ -236,15 +240,15 @@ _TOO_LARGE = (2, 3, 4, 6, 8, 12, 16, 32, 64)
 """Of M_peak, the parts above which slices are put into W, should it be too small to stream everything."""
 
 
-def _for_later_runs(problem: Problem, plan: OverlapPlan, program: Program, limits: Limits, measure: Measure) -> OverlapPlan:
+def _for_later_runs(instance: Instance, plan: OverlapPlan, program: Program, limits: Limits, measure: Measure) -> OverlapPlan:
     """`plan` with weights kept for later runs; for "steady", the plan whose later runs are the fastest."""
     objective, limit = limits.resolved_objective, limits.m_peak if limits.budget is None else limits.budget
     if limit is None:
-        plan = with_kept(problem, plan, None, measure)
+        plan = with_kept(instance, plan, None, measure)
     else:
         chosen = frozenset(w.name for w in plan.weights if w.preload)
-        least = smallest_m_peak(problem, chosen)[0]
-        within = replace(problem, m_peak=plan.m_peak)
+        least = smallest_m_peak(instance, chosen)[0]
+        within = replace(instance, m_peak=plan.m_peak)
 
         def make(m_peak: int) -> OverlapPlan:
             return replace(first_plan(replace(within, m_peak=m_peak), chosen), asked=plan.asked)
@@ -254,31 +258,31 @@ def _for_later_runs(problem: Problem, plan: OverlapPlan, program: Program, limit
             rooms.append(leanest(plan, least, make, lambda each: each.objective))
             if objective == "steady":
                 rooms += [make(least + (plan.m_peak - least) * part // 8) for part in (0, 1, 2, 4)]
-        kept = [with_kept(problem, each, limit, measure) for each in rooms if measure(each) <= limit]
-        plan = min(kept, key=lambda each: by_later_runs(problem, each))
+        kept = [with_kept(instance, each, limit, measure) for each in rooms if measure(each) <= limit]
+        plan = min(kept, key=lambda each: by_later_runs(instance, each))
     if objective == "first":
         return plan
-    seconds = later_seconds(problem, plan)
+    seconds = later_seconds(instance, plan)
     note = f"a later run is predicted to take {seconds:.4g} s, the first answer {plan.objective:.4g} s"
-    bound, scope = _steady_bound(problem, plan, limits, fixed_bytes(program))
+    bound, scope = _steady_bound(instance, plan, limits, fixed_bytes(program))
     if seconds - bound <= 1e-9 * seconds:
         bound = seconds
     return replace(plan, objective_kind="steady", objective=seconds, bound=bound, bound_scope=scope, notes=(*plan.notes, note))
 
 
-def _steady_bound(problem: Problem, plan: OverlapPlan, limits: Limits, fixed: int) -> tuple[float, BoundScope]:
+def _steady_bound(instance: Instance, plan: OverlapPlan, limits: Limits, fixed: int) -> tuple[float, BoundScope]:
     """What no later run beats, in seconds: all layers one after the other, and reading what memory cannot keep.
 
     A budget limits all that stays, so it holds for every W; M_peak does not limit W, so it holds for this one.
     """
-    compute = sum(layer.seconds for layer in problem.layers)
+    compute = sum(layer.seconds for layer in instance.layers)
     if limits.budget is not None:
-        read = sum(w.nbytes for w in problem.weights) - (limits.budget - fixed)
+        read = sum(w.nbytes for w in instance.weights) - (limits.budget - fixed)
     elif limits.m_peak is not None:
         read = sum(w.nbytes for w in plan.weights if not w.preload) - limits.m_peak
     else:
         read = 0
-    bound = max(compute, read / problem.host_bandwidth)
+    bound = max(compute, read / instance.host_bandwidth)
     return bound, "problem" if limits.m_peak is None or bound == compute else "resident-set"
 
 
@@ -301,11 +305,11 @@ def _slices_of(program: Program, names: tuple[str, ...]) -> frozenset[str]:
     return frozenset(chosen)
 
 
-def _baseline(problem: Problem, program: Program, limits: Limits, preload: frozenset[str], measure: Measure) -> OverlapPlan:
+def _baseline(instance: Instance, program: Program, limits: Limits, preload: frozenset[str], measure: Measure) -> OverlapPlan:
     """The plan of a strategy that others use."""
     baseline = Baseline(limits.strategy, operators_of(program), preload, limits.resolved_lambda)
     if limits.budget is not None:
-        return baseline.within(problem, limits.budget, measure)
+        return baseline.within(instance, limits.budget, measure)
     if limits.strategy == "resident-first":
         raise UserError("strategy resident-first fills a budget; name one with --budget")
-    return baseline.plan(problem)
+    return baseline.plan(instance)

@@ -10,12 +10,15 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from flashmem.base.types import TransferMode
-from flashmem.planning.budget import Measure, plan_within, roomiest, with_staging_that_fits
+from flashmem.planning.arithmetic.measure import Measure
+from flashmem.planning.budget import plan_within, roomiest, with_staging_that_fits
 from flashmem.planning.latency.first_answer import first_plan, judged, smallest_m_peak
 from flashmem.planning.latency.later_runs import leanest, with_kept
 from flashmem.planning.memory.layout import lay_out_pools
+from flashmem.planning.pose import staged_least, staged_within
 from flashmem.program.program import Program, fixed_bytes
-from flashmem.schedule.instance import Problem, staged_least, staged_within
+from flashmem.schedule.check import check
+from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan
 
 _NEAR = 8
@@ -23,9 +26,9 @@ _NEAR = 8
 
 
 def plan_again(
-    program: Program, problem: Problem, mode: TransferMode, budget: int | None, preload: Collection[str], *, keep: bool
+    program: Program, instance: Instance, mode: TransferMode, budget: int | None, preload: Collection[str], *, keep: bool
 ) -> OverlapPlan:
-    """The checked plan of `problem` within `budget` bytes, with its layout for `mode`.
+    """The checked plan of `instance` within `budget` bytes, with its layout for `mode`.
 
     `preload`: weights that are of W whatever the budget. `keep`: what the budget has beside it holds weights for later runs.
 
@@ -33,32 +36,32 @@ def plan_again(
         BudgetError: nothing fits; it names the smallest budget that works.
     """
     if budget is None:
-        return _sealed(program, problem, mode, first_plan(problem, preload, quick=True), None)
+        return _sealed(program, instance, mode, first_plan(instance, preload, quick=True), None)
     measure = _measure(program, mode)
 
-    def within(staged: Problem) -> OverlapPlan:
+    def within(staged: Instance) -> OverlapPlan:
         return plan_within(staged, budget, measure, preload=preload, lambda_=0.0, quick=True)[0]
 
-    problem, plan = with_staging_that_fits(staged_within(problem, budget), budget, within)
-    least = smallest_m_peak(problem, preload)[0]
+    instance, plan = with_staging_that_fits(staged_within(instance, budget), budget, within)
+    least = smallest_m_peak(instance, preload)[0]
     if plan.m_peak > least:
 
         def make(m_peak: int) -> OverlapPlan:
-            return first_plan(replace(problem, m_peak=m_peak), preload, quick=True)
+            return first_plan(replace(instance, m_peak=m_peak), preload, quick=True)
 
         lean = leanest(plan, least, make, lambda each: each.objective, near=budget // _NEAR)
         if measure(lean) <= budget:
             plan = lean
     if keep:
-        plan = with_kept(problem, plan, budget, measure)
-    return _sealed(program, problem, mode, plan, budget)
+        plan = with_kept(instance, plan, budget, measure)
+    return _sealed(program, instance, mode, plan, budget)
 
 
-def smallest_budget(program: Program, problem: Problem, mode: TransferMode, preload: Collection[str]) -> int:
+def smallest_budget(program: Program, instance: Instance, mode: TransferMode, preload: Collection[str]) -> int:
     """The least budget, in bytes, that `plan_again` takes."""
-    problem = staged_least(problem)
-    problem = replace(problem, m_peak=max(1, smallest_m_peak(problem, preload)[0]))
-    return _measure(program, mode)(first_plan(problem, preload, quick=True))
+    instance = staged_least(instance)
+    instance = replace(instance, m_peak=max(1, smallest_m_peak(instance, preload)[0]))
+    return _measure(program, mode)(first_plan(instance, preload, quick=True))
 
 
 def _measure(program: Program, mode: TransferMode) -> Measure:
@@ -66,9 +69,9 @@ def _measure(program: Program, mode: TransferMode) -> Measure:
     return lambda plan: fixed + lay_out_pools(program.slices, plan, [mode], page_bytes=program.page_bytes)[mode].total_bytes
 
 
-def _sealed(program: Program, problem: Problem, mode: TransferMode, plan: OverlapPlan, budget: int | None) -> OverlapPlan:
-    plan = judged(roomiest(problem, plan, None if budget is None else budget - fixed_bytes(program)), plan)
+def _sealed(program: Program, instance: Instance, mode: TransferMode, plan: OverlapPlan, budget: int | None) -> OverlapPlan:
+    plan = judged(roomiest(instance, plan, None if budget is None else budget - fixed_bytes(program)), plan)
     layouts = lay_out_pools(program.slices, plan, [mode], page_bytes=program.page_bytes)
     plan = replace(plan, layouts=dict(layouts), m_peak=max(plan.m_peak, layouts[mode].in_flight_bytes))
-    plan.check(replace(problem, m_peak=plan.m_peak), program.slices)
+    check(plan, replace(instance, m_peak=plan.m_peak), program.slices)
     return plan

@@ -28,17 +28,17 @@ class Reason:
 
 
 def in_flight_bytes(plan: OverlapPlan, *, ahead: bool = True) -> list[int]:
-    """Bytes that C2 counts at each layer, index l - 1; not `ahead`: as if every read gate were at the first move."""
+    """Bytes that C2 counts at each layer, index l - 1; not `ahead`: as if every release time were at the first move."""
     layers = len(plan.capacities)
     change = [0] * (layers + 2)
     for w in plan.weights:
         if w.preload:
             continue
-        gate = w.read_layer if ahead else w.first_mover
-        home, last = gate, w.last_use
+        release = w.read_layer if ahead else w.first_mover
+        home, last = release, w.last_use
         if plan.mode == "interleave":
             home = w.first_mover
-            change[gate] += w.nbytes
+            change[release] += w.nbytes
             change[w.last_mover + 1] -= w.nbytes
         if w.keep:
             home, last = 1, layers

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 KERNEL_MARK = "//# "
-"""Marker at the start of a line that names a kernel. The text up to the next marker is all that the kernel needs."""
+"""Marker at the start of a line that names a kernel. The kernel's complete text extends to the next marker."""
 
 
 @dataclass(frozen=True)
 class Source:
     """OpenCL C of a program: `plain` for modes map, alias and dma; `lane` has the same kernels, each with a stream lane.
 
-    Each text has one section for each kernel (`kernel_texts`), and each section is compiled as a program of its own.
+    Each text has one section for each kernel (`kernel_texts`), and each section is compiled as a separate program.
     """
 
     plain: str
@@ -27,5 +27,5 @@ def kernel_texts(text: str) -> dict[str, str]:
 
 
 def kernel_source(parts: dict[str, str]) -> str:
-    """The text made of these sections; the inverse of `kernel_texts`."""
+    """The text composed of these sections; the inverse of `kernel_texts`."""
     return "".join(f"{KERNEL_MARK}{name}\n{part}\n" for name, part in parts.items())

@@ -1,4 +1,4 @@
-"""Stream lanes (interleaved copy streams): the units of memory that a program's kernels copy beside their own work."""
+"""Interleaved copy streams (stream lanes): the units of memory that a program's kernels copy while they compute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LaneKind = Channel | Literal["buffer"]
 
 
 LANE_UNIT: dict[LaneKind, int] = {"float": 16, "half": 8, "uint8": 4, "uint16": 8, "buffer": 16}
-"""Bytes of the unit that a lane of this kind copies: one texel, or as many bytes of a buffer."""
+"""Bytes of the unit that a lane of this kind copies: one texel, or the same number of bytes of a buffer."""
 
 
 def lane_places(kind: LaneKind) -> tuple[LaneKind, ...]:

@@ -11,7 +11,7 @@ from flashmem.base.types import OperatorClass
 
 @dataclass(frozen=True, slots=True)
 class Arg:
-    """One kernel argument: a tensor, a slice, a constant (its byte offset among the constants), or a number."""
+    """One kernel argument: a tensor, a slice, a constant (given by its byte offset among the constants), or a number."""
 
     kind: Literal["tensor", "slice", "constant", "int", "float"]
     value: str | int | float
@@ -95,9 +95,9 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class SteadyLaunch:
-    """A launch that later runs use instead of layers `first` to `last`: another kernel, one launch for several, or both.
+    """A launch that later runs use instead of launches `first` to `last`: another kernel, one launch for several, or both.
 
-    It reads and writes what those layers do. A launch for several layers runs in place of the last one. Before the first of
+    It reads and writes what those launches do. A launch for several others runs in place of the last one. Before the first of
     them, all its slices must be resident. `launch` may name an entry of `Program.joined` as a slice.
     """
 

@@ -38,7 +38,7 @@ class Program:
     order: LaunchOrder | None = None
     live_bytes: int = 0  # the most bytes of activations alive at once, at most `arena_bytes`
     page_bytes: int = DEFAULT_PAGE  # slices start at multiples of it, so that each can be mapped and dropped alone
-    steady: tuple[SteadyLaunch, ...] = ()  # ascending; each layer in at most one
+    steady: tuple[SteadyLaunch, ...] = ()  # ascending; each launch in at most one
     joined: tuple[Joined, ...] = ()
 
     def uses(self) -> dict[str, tuple[int, int]]:
@@ -60,7 +60,7 @@ class Program:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Program:
-        """The program that `to_json` wrote. Raises KeyError, TypeError or ValueError on anything else."""
+        """The program that `to_json` wrote. Raises KeyError, TypeError or ValueError on any other data."""
 
         def each(kind: type, rows: list[dict[str, Any]]) -> tuple[Any, ...]:
             return tuple(kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in rows)
@@ -68,7 +68,7 @@ class Program:
         made: dict[int, Any] = {}
 
         def shared(kind: type, row: dict[str, Any]) -> Any:
-            """One object for equal rows, which `parsed` returns as one object."""
+            """One object for equal rows."""
             if id(row) not in made:
                 made[id(row)] = kind(**row)
             return made[id(row)]
@@ -96,7 +96,7 @@ class Program:
 
 
 def fixed_bytes(program: Program) -> int:
-    """Bytes that a session needs under any plan: activations, constants, arrays of copied outputs, and host scratch."""
+    """Bytes that a session uses under any plan: activations, constants, arrays of copied outputs, and host scratch."""
     return program.arena_bytes + program.constants_bytes + output_bytes(program) + scratch_bytes(program)
 
 

@@ -1,7 +1,7 @@
-"""Compatibility of a bundle and a device: whether the bundle fits, and which transfer modes can run it.
+"""Compatibility of a bundle with a device: whether the device can run it, and in which transfer modes.
 
-A bundle is compiled for one device and may be copied to any. A driver would refuse it with an error code while a session is
-opened; here it is refused with a sentence.
+A bundle is compiled for one device and may be copied to any other. A driver would refuse it with an error code while a session
+opens. These checks refuse it earlier, with a sentence.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from flashmem.target.descriptor import DeviceDescriptor, descriptor_names
 
 
 def usable_modes(bundle: Bundle, device: Device, mode: str) -> DeviceDescriptor:
-    """The descriptor of `device`, with the transfer modes that can run `bundle`; `mode` is the one asked for, or "auto".
+    """The descriptor of `device`, with the transfer modes that can run `bundle`; `mode` is the requested one, or "auto".
 
-    Warns where the bundle was compiled for another device.
+    Warns if the bundle was compiled for another device.
 
     Raises:
-        UserError: the bundle does not fit the device, or not in that mode.
+        UserError: the device cannot run the bundle, or not in that mode.
     """
     programs, target = [variant.program for variant in bundle.variants], bundle.descriptor.name
     misfit = next(filter(None, (_misfit(program, device) for program in programs)), "")
@@ -50,10 +50,10 @@ def usable_modes(bundle: Bundle, device: Device, mode: str) -> DeviceDescriptor:
 
 
 def mode_for(bundle: Bundle, device: Device, mode: str, strategy: Strategy = "stream") -> TransferMode:
-    """The transfer mode of a session or a model: `mode`, or for "auto" the one that the bundle was planned for, if possible.
+    """The transfer mode of a session or a model: `mode`, or for "auto" the bundle's planned mode, if the device has it.
 
     Raises:
-        UserError: the bundle does not fit the device, or not in that mode.
+        UserError: the device cannot run the bundle, or not in that mode.
     """
     first, *others = (variant.plan.layouts for variant in bundle.variants)
     laid_out = [known for known in first if all(known in layouts for layouts in others)]
@@ -63,7 +63,7 @@ def mode_for(bundle: Bundle, device: Device, mode: str, strategy: Strategy = "st
 
 
 def _misfit(program: Program, device: Device) -> str:
-    """The memory object of the program that the device cannot allocate, for a message; "" if there is none."""
+    """The memory object of the program that the device cannot allocate, for a message; "" if it can allocate all."""
     most = device.max_alloc_bytes
     for what, nbytes in (("activations", program.arena_bytes), ("constants", program.constants_bytes)):
         if 0 < most < nbytes:
@@ -86,7 +86,7 @@ def _reasons(program: Program, device: Device) -> dict[TransferMode, str]:
         texels = device.image_pitch_alignment
         if any(part.row_pitch % (texels * TEXEL_BYTES[part.channel]) for part in program.slices if part.is_image):
             reason = (
-                f"its textures have rows that are not multiples of {texels} texels, as {device.name} wants them over a buffer"
+                f"its textures have rows that are not multiples of {texels} texels, as {device.name} requires over a buffer"
             )
             reasons |= {"map": reason, "alias": reason}
     return reasons

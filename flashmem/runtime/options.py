@@ -1,4 +1,4 @@
-"""What a user asks of a session, resolved: device, memory path, transfer mode, strategy and budget."""
+"""Options of a session, resolved: device, memory path, transfer mode, strategy and budget."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from flashmem.target.descriptor import DeviceDescriptor, descriptor_names, load_
 
 
 def device_here(name: str = "auto", *, prefer: str | None = None) -> Device:
-    """The device to run on; "auto" takes one with the descriptor `prefer`, if there is one.
+    """The device to run on; "auto" prefers one with the descriptor `prefer`.
 
-    A descriptor in a file (NAME.toml) says what to compile for and names no device that is here: it is taken as "auto".
+    A descriptor in a file (NAME.toml) is a compile target and names no local device: it means "auto".
 
     Raises:
-        NoDeviceError: there is none, or none of that name.
+        NoDeviceError: no device, or none of that name.
     """
     return find_device("auto" if _is_file(name) else name, prefer)
 
 
 def device_for(descriptor: str, name: str = "auto") -> Device | None:
-    """The device that is here and that `descriptor` is of, if there is one; `name` is what was asked to compile for."""
+    """The local device of `descriptor`, if present; `name` is the device requested for the compilation."""
     try:
         found = device_here(name, prefer=descriptor)
     except NoDeviceError:
@@ -39,12 +39,12 @@ def device_for(descriptor: str, name: str = "auto") -> Device | None:
 def find_descriptor(
     device: str = "auto", memory_path: str = "auto", *, own: DeviceDescriptor | None = None
 ) -> DeviceDescriptor:
-    """The descriptor of a device that is here, or one that was written down: shipped, by its name, or a file.
+    """The descriptor of a local device, or a stored one: shipped, by name, or from a file.
 
     Args:
-        device: "auto" or a name, as `runtime.opencl.devices.choose` understands them; a shipped descriptor's name; a TOML file.
-        memory_path: the one to take, as the descriptor's first; "auto" leaves their order.
-        own: what "auto" stands for, where that is known (a bundle's own).
+        device: "auto" or a name, as `runtime.opencl.devices.choose` accepts them; a shipped descriptor's name; a TOML file.
+        memory_path: moved to the front of the descriptor's paths; "auto" keeps their order.
+        own: the meaning of "auto", if known (a bundle's own descriptor).
 
     Raises:
         UserError: no such device, not a descriptor, or the device lacks the memory path.
@@ -79,15 +79,15 @@ def choose_mode(
     strategy: Strategy = "stream",
     layouts: Collection[str] | None = None,
 ) -> TransferMode:
-    """How weights travel on such a device.
+    """The transfer mode for weights on a device.
 
     Args:
         descriptor: the device.
-        mode: "auto" takes `planned`, or the device's first mode on the path; with strategy "preload", "dma".
+        mode: "auto" selects `planned`, or the device's first mode on the path; with strategy "preload", "dma".
         path: the memory path that a bundle was compiled for; None for the device's default.
         planned: the mode that a bundle was planned for, if any.
-        strategy: what is played.
-        layouts: modes that a bundle has layouts for; "auto" takes one of these. None: layouts are still to be made.
+        strategy: the strategy of the runs.
+        layouts: modes that a bundle has layouts for; "auto" selects one of these. None: no layouts exist yet.
 
     Raises:
         UserError: the device lacks the path, or the mode on it, or has no mode on it that the bundle has a layout for.
@@ -115,10 +115,10 @@ def choose_mode(
 
 
 def choose_strategy(plan: OverlapPlan, wanted: str) -> Strategy:
-    """The strategy of a session that was asked for `wanted`, "auto" being the plan's own.
+    """The strategy of a session, given the requested one; "auto" is the plan's own.
 
     Raises:
-        UserError: there is no such strategy, or the plan is of another one.
+        UserError: no such strategy, or the plan is of another one.
     """
     if wanted == "preload":
         return "preload"
@@ -134,12 +134,12 @@ def choose_strategy(plan: OverlapPlan, wanted: str) -> Strategy:
 def choose_budget(
     asked: int | str | None, planned: int | None, needed: int, *, mode: TransferMode, strategy: Strategy
 ) -> int | None:
-    """The bytes that a session may hold: what is `asked`, else what was `planned`; None for no limit, the default of "preload".
+    """The budget of a session in bytes: `asked`, else `planned`; None for no limit, the default of "preload".
 
-    `needed` is what it will hold in `mode`.
+    `needed` is the memory of a session in `mode`.
 
     Raises:
-        BudgetError: that is more.
+        BudgetError: `needed` exceeds the budget.
         UserError: `asked` is not a size.
     """
     limit = None if strategy == "preload" else planned

@@ -1,4 +1,4 @@
-"""A session: one model on a device, with a budget of its own."""
+"""Session: one model on a device, with its own budget."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ __all__ = ["RunReport", "Session", "Strategy"]
 class Session:
     """A bundle on a device. Use it as a context manager, or call `close`.
 
-    There is one run at a time: threads wait for each other. A run that fails closes the session; an input that is refused
-    does not. A forked child has to open sessions of its own.
+    It executes one run at a time: threads wait for each other. A failed run closes the session; a refused input does not. A
+    forked child must open its own sessions.
 
     A bundle with several shape variants has one of them bound at a time, at first its own (`Bundle.index`). Inputs of other
-    shapes have another one bound instead: memory is that of one variant, and weights of both stay resident (docs/shapes.md).
+    shapes bind another variant instead. Memory is that of one variant, and weights of both stay resident (docs/shapes.md).
     """
 
     def __init__(
@@ -55,28 +55,34 @@ class Session:
         build_apart: bool = True,
         prepare: bool = True,
     ) -> None:
-        """Make everything ready that is not weights (`strategy` "preload": weights too).
+        """Prepare everything but the weights (`strategy` "preload": weights too).
 
         Args:
             bundle: a bundle or its path.
-            device: "auto", or what `flashmem.runtime.options.device_here` understands.
-            mode: how weights are transferred; "auto" takes the one the bundle was planned for, else the device's first.
-            strategy: "auto" follows the plan, whatever strategy made it; "preload" makes everything resident first, as engines
-                do; any other name must be the strategy that the bundle was compiled with.
-            budget: most bytes to hold; the bundle's by default, and none with "preload".
-            lanes: in mode "interleave", whether kernels move weights while they compute; if not, launches between them do, to
-                compare with.
-            trace: record when each layer ran on the device.
-            verify_weights: compare every slice and table row that is read with its checksum; a damaged one fails the run.
-                Constants are compared always.
-            build_apart: kernels that no cache has are built in child processes, whose memory goes with them; if not, in this
-                one, which keeps a compiler's 200 to 400 MB. For those who open many sessions, or cannot start processes.
-            prepare: between two runs, begin the loads of the next one, and make the bundle's steady kernels ready for later
-                runs. A session that traces prepares nothing.
+            device: "auto", or a name that `flashmem.runtime.options.device_here` accepts.
+            mode: how weights are transferred; "auto" selects the mode of the bundle's plan, else the device's first.
+            strategy: "auto" follows the plan, whatever strategy made it; "preload" makes everything resident first, as other
+                engines do; any other name must be the strategy that the bundle was compiled with.
+            budget: most bytes to hold; the bundle's by default, and no limit with "preload".
+            lanes: in mode "interleave", whether kernels copy weights while they compute; if not, separate launches between them
+                copy, for comparison.
+            trace: record when each launch ran on the device.
+            verify_weights: compare every slice and table row that is read with its checksum; damage fails the run. Constants
+            are
+                always compared.
+            build_apart: build kernels that no cache has in child processes, whose memory is freed when they end; if not, in
+            this
+                process, which then keeps a compiler's 200 to 400 MB. False is for callers that open many sessions, or cannot
+                start
+                processes.
+            prepare: between two runs, begin the loads of the next one, and prepare the bundle's steady kernels for later runs.
+            A
+                session that traces prepares nothing.
 
         Raises:
-            UserError: a damaged bundle, no such device, a mode it lacks, a budget below what the layout needs, an argument of
-                another type.
+            UserError: a damaged bundle, no such device, a mode it lacks, a budget below the layout's minimum, or an argument of
+            a
+                wrong type.
             RunError: the device refuses, or (preload) the weights cannot be read.
         """
         begun = perf_counter()
@@ -117,7 +123,7 @@ class Session:
         self._engine.opening_seconds = perf_counter() - begun
 
     def _announce(self, opened: OpenedBundle) -> None:
-        """Have the disk read what is needed first: constants, then the loads that wait for no layer."""
+        """Announce to the disk what is read first: constants, then the loads that wait for no launch."""
         plan, layout, program = self._ready.plan, self._ready.layout, self._ready.program
         loads = planned_loads(plan, opened.slices, layout, self.mode, preload=True)
         first = read_while_opening(loads, program, self.bundle.descriptor.rates)
@@ -129,16 +135,17 @@ class Session:
 
         Args:
             output_names: which outputs, in this order; None for all, in the model's order.
-            inputs: an array for every input, of exactly its shape and dtype; of a bundle with several shape variants, of the
-                shapes of one of them, which then runs.
+            inputs: an array for every input, of exactly its shape and dtype. For a bundle with several shape variants: the
+            shapes
+                of one of them, which then runs.
 
         Returns:
-            The outputs, in the model's dtypes. `last_run` then reports how it went.
+            The outputs, in the model's dtypes. `last_run` then holds the report of the run.
 
         Raises:
-            ValueError: an input or an output name that does not fit; the session stays usable.
-            RunError: the run failed, and the session is closed; or it was closed before; or it is in a run of this very thread,
-                which a callback or a signal handler interrupted; or it was opened before this process was forked.
+            ValueError: an input or an output name is unknown, missing or of another shape or dtype; the session stays usable.
+            RunError: the run failed, and the session is closed; or it was closed before; or this very thread is inside a run,
+                interrupted by a callback or a signal handler; or the session was opened before a fork of this process.
         """
         with self._alone("run"):
             engine = self._engine
@@ -164,12 +171,12 @@ class Session:
 
     @property
     def bundle(self) -> Bundle:
-        """The bundle, as the shape variant that is bound: the one that ran last."""
+        """The bundle, as the bound shape variant: the one that ran last."""
         return self._ready.bundle
 
     @contextmanager
     def _alone(self, what: str) -> Iterator[None]:
-        """One thread at a time, and that one once."""
+        """Exclusive use of the session: one thread at a time, not reentrant."""
         if os.getpid() != self._process:
             raise RunError("the session was opened before this process was forked; open one in the child")
         with self._lock:
@@ -182,7 +189,7 @@ class Session:
                 self._busy = False
 
     def prepared(self) -> None:
-        """Return when the steady kernels of the next run are ready, if it has any: to measure with.
+        """Wait until the steady kernels of the next run are ready, if it has any. For measurements.
 
         Raises:
             RunError: called inside a run of the same thread.
@@ -191,7 +198,7 @@ class Session:
             self._engine.wait_prepared()
 
     def close(self) -> None:
-        """Give everything back. Closing again does nothing; nor does a forked child, where all is still its parent's.
+        """Free everything. Does nothing if closed, or in a forked child, where everything belongs to the parent.
 
         Raises:
             RunError: called inside a run of the same thread, by a callback or a signal handler.

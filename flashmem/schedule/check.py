@@ -1,6 +1,6 @@
-"""The checker of overlap plans: plain arithmetic that shares no code with the planners, so that a mistake in one is caught.
+"""Checker of overlap plans. It shares no code with the planners, so that it finds their mistakes.
 
-`OverlapPlan.check` is its door. The standard library is all it needs.
+`check` verifies a plan against its instance. It needs the standard library only.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
 from flashmem.program.tensors import Slice
+from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import (
     RELAXING_TIERS,
     OverlapPlan,
@@ -21,54 +21,58 @@ from flashmem.schedule.plan import (
     passing_bytes,
 )
 
-if TYPE_CHECKING:
-    from flashmem.schedule.instance import Problem
+
+def check(plan: OverlapPlan, instance: Instance, slices: Sequence[Slice] = ()) -> None:
+    """Verify `plan` against `instance`: C0-C3 (docs/planner.md; FlashMem section 3), the objective and the layouts.
+
+    With `slices` (those of the program), texture slots are also checked to be large enough for their contents.
+    Only the strategy "on-demand" may load and move a weight at layer i_w itself, which then waits for it.
+
+    Raises:
+        PlanViolation: the first rule found broken.
+    """
+    check_rules(plan, instance, slices)
+    _check_seconds(plan, instance)
 
 
-def check(plan: OverlapPlan, problem: Problem, slices: Sequence[Slice] = ()) -> None:
-    """See `OverlapPlan.check`."""
-    check_rules(plan, problem, slices)
-    _check_seconds(plan, problem)
-
-
-def check_rules(plan: OverlapPlan, problem: Problem, slices: Sequence[Slice] = ()) -> None:
+def check_rules(plan: OverlapPlan, instance: Instance, slices: Sequence[Slice] = ()) -> None:
     """The same but for an objective in seconds: what can be said where the rates of the problem are not known."""
-    _check_weights(plan, problem)
+    _check_weights(plan, instance)
     for w in plan.weights:
         _check_moves(w, w.first_use if plan.strategy == "on-demand" else w.first_use - 1)
-    _check_memory(plan, problem)
-    _check_capacities(plan, problem)
+    _check_memory(plan, instance)
+    _check_capacities(plan, instance)
     _check_objective(plan)
     dims = {s.name: s for s in slices}
     for mode, layout in plan.layouts.items():
         _check_layout(mode, layout, plan.weights, len(plan.capacities), dims)
 
 
-def _check_weights(plan: OverlapPlan, problem: Problem) -> None:
+def _check_weights(plan: OverlapPlan, instance: Instance) -> None:
     """Every weight of the problem once, as the problem describes it."""
-    if (plan.chunk_bytes, plan.m_peak, plan.mode) != (problem.chunk_bytes, problem.m_peak, problem.mode):
+    if (plan.chunk_bytes, plan.m_peak, plan.mode) != (instance.chunk_bytes, instance.m_peak, instance.mode):
         raise PlanViolation("problem", "the plan was made for another chunk size, another M_peak or another transfer mode")
     planned = {w.name: w for w in plan.weights}
-    if len(planned) != len(plan.weights) or planned.keys() != {w.name for w in problem.weights}:
+    if len(planned) != len(plan.weights) or planned.keys() != {w.name for w in instance.weights}:
         raise PlanViolation("problem", "the plan does not hold each weight of the problem once")
-    for spec in problem.weights:
+    for spec in instance.weights:
         w = planned[spec.name]
-        chunks = -(-spec.nbytes // problem.chunk_bytes)
+        chunks = -(-spec.nbytes // instance.chunk_bytes)
         if (w.nbytes, w.chunks, w.first_use, w.last_use) != (spec.nbytes, chunks, spec.first_use, spec.last_use):
             raise PlanViolation("problem", f"weight {w.name} differs from the problem's in size or use")
-        if not 1 <= w.first_use <= w.last_use <= len(problem.layers):
-            raise PlanViolation("problem", f"weight {w.name} is used outside layers 1 to {len(problem.layers)}")
+        if not 1 <= w.first_use <= w.last_use <= len(instance.layers):
+            raise PlanViolation("problem", f"weight {w.name} is used outside layers 1 to {len(instance.layers)}")
 
 
-def _check_memory(plan: OverlapPlan, problem: Problem) -> None:
+def _check_memory(plan: OverlapPlan, instance: Instance) -> None:
     """C2: what the runtime holds beside W in the plan's mode, at every layer, and what the layout of that mode takes."""
-    layers = len(problem.layers)
+    layers = len(instance.layers)
     change = [0] * (layers + 2)
     for w in plan.weights:
         if w.preload:
             continue
         home, last = w.read_layer, layers if w.keep else w.last_use
-        if plan.mode == "interleave":  # in staging from its gate to its last move, at home from its first
+        if plan.mode == "interleave":  # in staging from its release time to its last move, at home from its first
             change[w.read_layer] += w.nbytes
             change[w.moves[-1][0] + 1] -= w.nbytes
             home = w.moves[0][0]
@@ -84,15 +88,15 @@ def _check_memory(plan: OverlapPlan, problem: Problem) -> None:
         raise PlanViolation("C2", f"the layout takes {layout.in_flight_bytes} bytes beside W, M_peak is {plan.m_peak}")
 
 
-def _check_capacities(plan: OverlapPlan, problem: Problem) -> None:
+def _check_capacities(plan: OverlapPlan, instance: Instance) -> None:
     """The problem's capacities, and for the paper's objective C3, and that only a relaxing tier has raised one."""
-    if len(plan.capacities) != len(problem.layers):
-        raise PlanViolation("C3", f"{len(plan.capacities)} capacities for {len(problem.layers)} layers")
-    for layer, (stated, spec) in enumerate(zip(plan.capacities, problem.layers, strict=True), start=1):
+    if len(plan.capacities) != len(instance.layers):
+        raise PlanViolation("C3", f"{len(plan.capacities)} capacities for {len(instance.layers)} layers")
+    for layer, (stated, spec) in enumerate(zip(plan.capacities, instance.layers, strict=True), start=1):
         if stated != spec.capacity:
             raise PlanViolation("C3", f"layer {layer} has capacity {stated}, the problem says {spec.capacity}")
     allowed = list(plan.capacities)
-    if plan.objective_kind != "paper":  # C_l does not bind it: `_check_seconds` counts what is moved beside each layer
+    if plan.objective_kind != "paper":  # C_l does not limit it: `_check_seconds` counts the bytes moved beside each layer
         if plan.relaxed:
             raise PlanViolation("C3", f"a plan for {plan.objective_kind!r} relaxes C_l, which does not bind it")
         return
@@ -112,7 +116,7 @@ def _check_capacities(plan: OverlapPlan, problem: Problem) -> None:
 
 
 def _check_objective(plan: OverlapPlan) -> None:
-    """The paper's objective is recomputed; of others, that the claims agree with each other (`_check_seconds` has the rest)."""
+    """Recompute the paper's objective. For others, check that value, bound and gap agree; `_check_seconds` does the rest."""
     tolerance = 1e-6 * abs(plan.objective) + 1e-12
     if plan.objective_kind == "paper":
         preloaded = sum(w.chunks for w in plan.weights if w.preload)
@@ -127,24 +131,24 @@ def _check_objective(plan: OverlapPlan) -> None:
         raise PlanViolation("objective", f"bound {plan.bound} above objective {plan.objective}")
 
 
-def _check_seconds(plan: OverlapPlan, problem: Problem) -> None:
-    """An objective in seconds, recomputed from the gates and from what is moved beside each layer."""
+def _check_seconds(plan: OverlapPlan, instance: Instance) -> None:
+    """An objective in seconds, recomputed from the release times and from what is moved beside each layer."""
     if plan.objective_kind == "paper":
         return
     later = plan.objective_kind == "steady"
-    seconds = _seconds(plan, problem, later=later)
+    seconds = _seconds(plan, instance, later=later)
     if abs(seconds - plan.objective) > 1e-6 * abs(plan.objective) + 1e-12:
         raise PlanViolation("objective", f"the plan takes {seconds} s, its objective is {plan.objective}")
 
 
-def _seconds(plan: OverlapPlan, problem: Problem, *, later: bool) -> float:
+def _seconds(plan: OverlapPlan, instance: Instance, *, later: bool) -> float:
     """Latency of the first run, or of a `later` one, which finds W and what was kept, and the file in the page cache."""
-    opening = 0.0 if later else problem.opening_seconds
-    cached = later and problem.host_bandwidth < float("inf")
+    opening = 0.0 if later else instance.opening_seconds
+    cached = later and instance.host_bandwidth < float("inf")
     weights = [w for w in plan.weights if not (later and (w.preload or w.keep))]
     needs = {w.name: w.first_mover if plan.mode == "interleave" else w.first_use for w in weights}
-    beside = [0] * (len(problem.layers) + 1)
-    waiting: list[list[str]] = [[] for _ in range(len(problem.layers) + 1)]
+    beside = [0] * (len(instance.layers) + 1)
+    waiting: list[list[str]] = [[] for _ in range(len(instance.layers) + 1)]
     for w in weights:
         waiting[needs[w.name]].append(w.name)
         for layer, chunks in w.moves:
@@ -155,22 +159,22 @@ def _seconds(plan: OverlapPlan, problem: Problem, *, later: bool) -> float:
     def run(until: int) -> None:
         for layer in range(len(done), until + 1):
             begin = max([done[-1], *(loaded[name] for name in waiting[layer])])
-            done.append(begin + problem.layers[layer - 1].loaded_seconds(beside[layer] * plan.chunk_bytes))
+            done.append(begin + instance.layers[layer - 1].loaded_seconds(beside[layer] * plan.chunk_bytes))
 
     disk, host = 0.0, opening
     for w in sorted(weights, key=lambda w: (max(1, w.read_layer), needs[w.name], w.first_use)):
         if w.read_layer > 1:
             run(w.read_layer - 1)
             disk, host = max(disk, done[w.read_layer - 1]), max(host, done[w.read_layer - 1])
-        disk += 0.0 if cached else w.nbytes / problem.load_bandwidth
-        piece = min(w.nbytes, problem.piece_bytes) / problem.host_bandwidth
-        host = loaded[w.name] = max(host + w.nbytes / problem.host_bandwidth, disk + piece)
-    run(len(problem.layers))
-    return done[-1] if problem.layers else 0.0  # when the last layer is done
+        disk += 0.0 if cached else w.nbytes / instance.load_bandwidth
+        piece = min(w.nbytes, instance.piece_bytes) / instance.host_bandwidth
+        host = loaded[w.name] = max(host + w.nbytes / instance.host_bandwidth, disk + piece)
+    run(len(instance.layers))
+    return done[-1] if instance.layers else 0.0  # when the last layer is done
 
 
 def _check_moves(w: PlannedWeight, latest: int) -> None:
-    """C0 and C1 of one weight, which is read and moved at layer `latest` or before."""
+    """C0 and C1 of one weight, which is read and moved no later than layer `latest`."""
     if w.preload:
         if w.moves:
             raise PlanViolation("C0", f"preloaded weight {w.name} is streamed as well")
@@ -190,7 +194,7 @@ def _check_moves(w: PlannedWeight, latest: int) -> None:
 
 @dataclass(frozen=True)
 class _Placed:
-    """Bytes [offset, end) taken during layers first..last."""
+    """Bytes [offset, end), occupied during layers first..last."""
 
     name: str
     offset: int
@@ -202,12 +206,12 @@ class _Placed:
 def _check_layout(
     mode: str, layout: PoolLayout, weights: tuple[PlannedWeight, ...], layers: int, dims: dict[str, Slice]
 ) -> None:
-    """Each slice has the places its mode needs, and no two slices share one while both are alive."""
+    """Check that each slice has the places its mode requires, and that slices alive at the same time do not overlap."""
 
     def lives(w: PlannedWeight) -> tuple[int, int]:
         if w.preload:
             return 0, layers
-        if w.keep:  # later runs find it there from the start
+        if w.keep:  # it is resident from the start of later runs
             return 0, layers
         return w.moves[0][0] if mode == "interleave" else w.read_layer, w.last_use
 
@@ -242,7 +246,7 @@ def _check_layout(
 
 
 def _check_staging(mode: str, layout: PoolLayout, streamed: list[PlannedWeight]) -> None:
-    """Each streamed slice has a place in the one buffer, or a slot, for itself from its read gate to its last move."""
+    """Each streamed slice has a place in the one buffer, or a slot, for itself from its release time to its last move."""
     for w in streamed:
         places, other = layout.staging, layout.staging_slot_of
         if layout.staging_slots:
@@ -264,7 +268,7 @@ def _check_staging(mode: str, layout: PoolLayout, streamed: list[PlannedWeight])
 
 
 def _check_slots(mode: str, layout: PoolLayout, held: list[tuple[PlannedWeight, int, int]], dims: dict[str, Slice]) -> None:
-    """Texture slots: one slice at a time, and each slice fits."""
+    """Check texture slots: they hold one slice at a time, and each slice fits."""
     turns: dict[int, list[tuple[int, int, str]]] = {}
     for w, first, last in held:
         number = layout.slot_of[w.name]
@@ -278,7 +282,7 @@ def _check_slots(mode: str, layout: PoolLayout, held: list[tuple[PlannedWeight, 
 
 
 def _check_turns(mode: str, turns: dict[int, list[tuple[int, int, str]]], what: str) -> None:
-    """No two slices, each with its first and last layer, are in one slot at once."""
+    """Check that no slot holds two slices at once. Each slice has its first and last layer."""
     for taken in turns.values():
         taken.sort()
         for (_, last, name), (first, _, other) in pairwise(taken):
@@ -287,7 +291,11 @@ def _check_turns(mode: str, turns: dict[int, list[tuple[int, int, str]]], what: 
 
 
 def _check_disjoint(where: str, places: Iterable[_Placed], size: int) -> None:
-    """Sweep over the layers; the places alive at once are kept sorted by offset, so a new one has two neighbours to fear."""
+    """Check that places alive at the same time are disjoint.
+
+    It sweeps over the layers and keeps the live places sorted by offset, so that a new place is compared with two neighbours
+    only.
+    """
     events = sorted(
         [(p.first, 1, p) for p in places] + [(p.last + 1, 0, p) for p in places], key=lambda e: (e[0], e[1], e[2].offset)
     )

@@ -1,31 +1,22 @@
-"""The overlap-plan-generation problem (docs/planner.md; FlashMem §3.1): what is given, before anything is decided."""
+"""An instance of overlap-plan generation (docs/planner.md; FlashMem §3.1): what is given, before anything is decided."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
-from typing import TYPE_CHECKING
 
 from flashmem.base.types import OperatorClass, TransferMode
-from flashmem.program.launches import Launch
-from flashmem.program.program import Program
-from flashmem.schedule.plan import LOADER_THREADS, PASSING_BYTES
-from flashmem.target.descriptor import DeviceDescriptor, Rates
-
-if TYPE_CHECKING:
-    from flashmem.planning.capacity.model import CapacityModel
+from flashmem.schedule.plan import LOADER_THREADS
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Layer l. `capacity` is C_l in chunks; `seconds` its predicted latency with nothing streamed beside it.
+    """Layer l. `capacity` is C_l in chunks; `seconds` is its predicted latency while nothing is streamed.
 
-    `beside` is s_l as a polyline: (bytes, factor) with both ascending, from (0, 1) on, and on beyond its end at its last slope.
-    Empty: nothing that is moved beside the layer slows it down.
+    `beside` is the slowdown s_l as a polyline of (bytes moved beside it, factor), both ascending, from (0, 1). Beyond its end
+    the last slope continues. If it is empty, moved bytes do not slow the layer down.
     """
 
     name: str
@@ -35,7 +26,7 @@ class LayerSpec:
     beside: tuple[tuple[float, float], ...] = ()
 
     def loaded_seconds(self, nbytes: float) -> float:
-        """t_l * s_l(b_l): the latency with `nbytes` moved beside it."""
+        """t_l * s_l(b_l): the latency in seconds while `nbytes` bytes are moved beside the layer."""
         if not nbytes or len(self.beside) < 2:
             return self.seconds
         at = min(bisect_right(self.beside, (nbytes, 0.0), 1), len(self.beside) - 1)
@@ -43,7 +34,7 @@ class LayerSpec:
         return self.seconds * (slow + (slower - slow) * (nbytes - low) / (high - low))
 
     def bytes_within(self, seconds: float) -> float:
-        """The most bytes of the curve with which `loaded_seconds` is no more than `seconds`; 0 where nothing slows it down."""
+        """The most bytes on the curve for which `loaded_seconds` is at most `seconds`; 0 if nothing slows the layer down."""
         reached = 0.0
         for (low, slow), (high, slower) in pairwise(self.beside):
             if self.seconds * slower > seconds:
@@ -54,7 +45,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """Weight w (a slice counts as one). `first_use` is i_w, `last_use` the layer that frees it; 1-based."""
+    """Weight w: one slice. `first_use` is i_w, `last_use` the layer after which it is freed; layers count from 1."""
 
     name: str
     nbytes: int
@@ -63,14 +54,14 @@ class WeightSpec:
 
 
 @dataclass(frozen=True)
-class Problem:
+class Instance:
     """Layers 1..N, the weights they use, S (`chunk_bytes`) and M_peak (`m_peak`, bytes in flight beside W).
 
-    Resources: the disk brings `load_bandwidth` bytes per second into unified memory, from the moment a session is opened; from
-    `opening_seconds` on layers run, and the host hands on what was read at `host_bandwidth` (to where the transfer `mode` takes
-    it from). `piece_bytes` of a slice are handed on at a time, by each of `loader_threads`. `shares_memory`: host and
-    device do. `w_may_grow`:
-    slices too large for M_peak may go to W, also for the first answer: there will be no smaller slices.
+    Resources: the disk reads `load_bandwidth` bytes per second into unified memory, from the opening of the session on. Layers
+    run from `opening_seconds` on. The host forwards the bytes read at `host_bandwidth` bytes per second, to the source of
+    transfer `mode`. Each of `loader_threads` forwards `piece_bytes` of a slice at a time. `shares_memory`: host and device
+    share memory. `w_may_grow`: slices too large for M_peak may join W, also for the first answer, because slices will not get
+    smaller.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -78,7 +69,7 @@ class Problem:
     chunk_bytes: int
     m_peak: int
     load_bandwidth: float
-    notes: tuple[str, ...] = ()  # what its numbers rest on, for the plan
+    notes: tuple[str, ...] = ()  # the assumptions behind its numbers, for the plan
     mode: TransferMode = "map"
     host_bandwidth: float = math.inf
     opening_seconds: float = 0.0
@@ -88,153 +79,5 @@ class Problem:
     shares_memory: bool = True
 
     def chunks(self, weight: WeightSpec) -> int:
-        """T(w) = ceil(bytes(w) / S)."""
+        """Number of chunks of a weight: T(w) = ceil(bytes(w) / S)."""
         return -(-weight.nbytes // self.chunk_bytes)
-
-
-def build_problem(
-    program: Program,
-    descriptor: DeviceDescriptor,
-    *,
-    chunk_bytes: int | None,
-    m_peak: int,
-    mode: TransferMode | None = None,
-    model: CapacityModel | None = None,
-) -> Problem:
-    """The problem that `program` poses on a device: one layer a launch, one weight a slice that some launch reads.
-
-    `chunk_bytes` (S; None: `chosen_chunk`) and `m_peak` are bytes. `model` says what a layer can stream while it computes,
-    in transfer `mode`; by
-    default the descriptor's own, in its first mode.
-
-    Raises:
-        UserError: the descriptor does not say how transfers of that mode slow down what computes.
-    """
-    from flashmem.planning.capacity.model import (  # the offline half; the rest plans where it runs, too
-        default_model,
-        load_capacity,
-    )
-
-    model = model or default_model(descriptor, program.memory_path)
-    mode = mode or descriptor.modes[program.memory_path][0]
-    sizes = {s.name: s.nbytes for s in program.slices}
-    known: dict[tuple[object, ...], tuple[float, float, tuple[tuple[float, float], ...]]] = {}
-    priced = []
-    for launch in program.launches:
-        read = sum(sizes[str(arg.value)] for arg in launch.args if arg.kind == "slice")
-        key = (launch.kernel, launch.operator_class, launch.macs, launch.bytes, launch.global_size, launch.local_size, read)
-        if key not in known:
-            capacity = load_capacity(model, launch, read, mode)
-            known[key] = capacity, model.seconds(launch, read), slowdown_curve(model, launch, read, mode, descriptor.rates)
-        priced.append((launch, *known[key]))
-    if chunk_bytes is None:
-        chunk_bytes = chosen_chunk([nbytes for launch, nbytes, _, _ in priced if launch.operator_class == "reusable"])
-    layers = [
-        LayerSpec(launch.name, launch.operator_class, int(nbytes // chunk_bytes), seconds, beside)
-        for launch, nbytes, seconds, beside in priced
-    ]
-    return posed(program, layers, descriptor, mode, chunk_bytes=chunk_bytes, m_peak=m_peak, notes=(model.note,))
-
-
-def posed(
-    program: Program,
-    layers: Sequence[LayerSpec],
-    descriptor: DeviceDescriptor,
-    mode: TransferMode,
-    *,
-    chunk_bytes: int,
-    m_peak: int,
-    notes: tuple[str, ...] = (),
-) -> Problem:
-    """The problem of `program`'s weights and of `layers`, as they run on a device with the rates of `descriptor`."""
-    rates = descriptor.rates
-    sizes = {part.name: part.nbytes for part in program.slices}
-    weights = [WeightSpec(name, sizes[name], first, last) for name, (first, last) in program.uses().items()]
-    kernels = {launch.kernel for launch in program.launches}
-    opening = rates.session_seconds + rates.kernel_seconds * len(kernels) + rates.layer_seconds * len(program.launches)
-    host = {"map": rates.copy_bandwidth, "dma": min(rates.cached_bandwidth, rates.copy_bandwidth)}
-    return Problem(
-        tuple(layers), tuple(weights), chunk_bytes, m_peak, rates.disk_bandwidth, notes, mode,
-        host.get(mode, rates.cached_bandwidth), opening, PASSING_BYTES,
-        loader_threads=descriptor.loader_threads, shares_memory=descriptor.shares_memory,
-    )  # fmt: skip
-
-
-def staged_within(problem: Problem, limit: int) -> Problem:
-    """`problem` with as much staging as `limit` bytes of memory can spare."""
-    piece = max(1, min(PASSING_BYTES, limit // _PIECES))
-    threads = max(min(LOADER_THREADS, problem.loader_threads), min(problem.loader_threads, limit // (_RINGS * piece)))
-    return replace(problem, piece_bytes=piece, loader_threads=threads)
-
-
-def staged_least(problem: Problem) -> Problem:
-    """`problem` with as little staging as it can do with."""
-    return replace(problem, piece_bytes=1, loader_threads=min(LOADER_THREADS, problem.loader_threads))
-
-
-def with_less_staging(problem: Problem, lack: int) -> Problem | None:
-    """`problem` with smaller pieces in its staging, of `lack` bytes less in all if that leaves them large enough to be of use,
-    else as small as can be; None where they are, or nothing is staged.
-    """
-    least = staged_least(problem)
-    if problem.mode in _UNSTAGED or problem == least:
-        return None
-    room = (problem.loader_threads * problem.piece_bytes - lack) // least.loader_threads
-    piece = min(problem.piece_bytes // _LESS, room)
-    return replace(least, piece_bytes=piece) if piece >= _OF_USE else least
-
-
-_UNSTAGED: Collection[TransferMode] = ("map", "alias")
-
-_LESS = 4
-"""By how much pieces get smaller at least where a plan does not fit: what reads ahead needs room as well."""
-
-_OF_USE = 1 << 17
-"""Each piece is a call of the driver: in pieces of 8 KiB an H200 took 0.53 s for the first answer of ResNet-50, in large ones
-0.26 s. Smaller ones only save the last bytes of the smallest budget."""
-
-_RINGS = 8
-"""What all loader threads together have of staging is no more than this part of the limit; two threads there are always."""
-
-_PIECES = 32
-"""A piece that passes through staging is no more than this part of the limit: staging must not take the place of weights."""
-
-
-def chosen_chunk(capacities: Sequence[float]) -> int:
-    """S for layers that can carry `capacities` bytes: a power of two of which the median layer carries four at least.
-
-    Between 16 KiB, below which there are more chunks than a plan needs, and 1 MiB.
-    """
-    carried = [nbytes for nbytes in capacities if nbytes > 0]
-    wished = median(carried) / _CHUNKS_CARRIED if carried else _MOST_CHUNK
-    return int(2 ** math.floor(math.log2(min(max(wished, _LEAST_CHUNK), _MOST_CHUNK))))
-
-
-_CHUNKS_CARRIED = 4
-_LEAST_CHUNK, _MOST_CHUNK = 1 << 14, 1 << 20
-
-
-def slowdown_curve(
-    model: CapacityModel, launch: Launch, weight_bytes: int, mode: TransferMode, rates: Rates
-) -> tuple[tuple[float, float], ...]:
-    """s_l of `launch` as `LayerSpec.beside` has it, at a few amounts of bytes up to three times what it reads and writes.
-
-    A model's `loaded_seconds` end when the launch and the loads beside it are done. Where loader threads move bytes, the clock
-    has their time as a resource of its own, and here is only what they take from the launch: the mode's contention, for as long
-    as they are at work beside it.
-    """
-    alone = model.seconds(launch, weight_bytes)
-    own = max(1, launch.bytes + weight_bytes)
-    points = [(0.0, 1.0)]
-    for ratio in _RATIOS:
-        loaded = model.loaded_seconds(launch, weight_bytes, ratio * own, mode)
-        if mode != "interleave":
-            taken = rates.contention_of(mode)
-            always = alone / (1 - taken) if taken < 1 else math.inf
-            loaded = min(loaded, alone + taken * ratio * own / rates.transfer_bandwidth(mode), always)
-        points.append((ratio * own, max(points[-1][1], loaded / alone)))
-    return tuple(points)
-
-
-_RATIOS = (0.125, 0.25, 0.5, 1.0, 2.0, 3.0)
-"""Bytes beside a launch over its own at which s_l is asked for; between them it is a line."""

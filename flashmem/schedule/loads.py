@@ -1,6 +1,6 @@
-"""The schedule of a run: its loads and what each waits for, which slices are freed after which layer, and the bytes held.
+"""The schedule of a run: its loads and the layer each waits for, the slices freed after each layer, and the bytes held.
 
-Pure functions of a plan and the slices of a program, without OpenCL. Sessions, runtimes and the simulator share them.
+Pure functions of a plan and a program's slices, without OpenCL. Sessions, runtimes and the simulator share them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from flashmem.schedule.residency import free_from
 from flashmem.target.descriptor import Rates
 
 WORD = 16
-"""Bytes of the unit that a stream lane copies between buffers. Slices start at multiples of it in device memory."""
+"""Bytes of the unit that an interleaved copy stream copies between buffers. Slices start at multiples of it in device memory.
+"""
 
 
 def whole_words(nbytes: int) -> int:
@@ -50,13 +51,13 @@ def segments(part: Slice, mode: TransferMode) -> tuple[Segment, ...]:
 
 
 def whole(part: Slice) -> Segment:
-    """One segment with all of a slice."""
+    """One segment that covers a whole slice."""
     return Segment(0, part.file_bytes)
 
 
 @dataclass(frozen=True)
 class Load:
-    """A segment to load. `gate` is the layer that must be done first (0: none), `preload` whether the slice is in W."""
+    """A segment to load. `gate` is the layer that must be done first (0: none). `preload`: the slice is in W."""
 
     part: Slice
     segment: Segment
@@ -70,7 +71,7 @@ class Load:
 
 
 Step = Literal["read", "gate", "copy"]
-"""The steps of a load: read from disk, wait for the gate, copy to the device."""
+"""The steps of a load: read from disk, wait for its release, copy to the device."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class TimedInterval:
 
 
 LOOKED_AT = 64
-"""Loads at the head of the queue among which a loader thread searches for one with an open gate."""
+"""Number of loads at the head of the queue among which a loader thread searches for one that is released."""
 
 
 def planned_loads(
@@ -100,7 +101,7 @@ def planned_loads(
     preload: bool,
     segmented: bool = True,
 ) -> tuple[Load, ...]:
-    """The loads of a run, sorted by the first layer that needs each; with `preload` also those of W, as if for layer 1.
+    """The loads of a run, sorted by the first layer that needs each. With `preload` also those of W, as for layer 1.
 
     With `segmented`, each slice is divided into the segments of `mode`.
     """
@@ -118,9 +119,9 @@ def planned_loads(
 
 
 def read_while_opening(loads: Sequence[Load], program: Program, rates: Rates) -> tuple[Load, ...]:
-    """The first loads without a gate, as many as the disk reads while a session opens.
+    """The first loads that wait for no layer, as many as the disk reads while a session opens.
 
-    A longer queue would delay reads that cannot be announced: table rows, and those of the opening itself.
+    A longer queue would delay reads that cannot be announced to the disk: table rows, and those of the opening itself.
     """
     first = tuple(takewhile(lambda load: load.gate == 0, loads))
     kernels = {launch.kernel for launch in program.launches}
@@ -142,16 +143,16 @@ def planned_frees(
 
 
 def staying(plan: OverlapPlan) -> frozenset[str]:
-    """The names of the slices that stay resident for later runs under the plan: those in W, and those with `keep`."""
+    """Names of the slices that stay resident for later runs under the plan: those in W, and those with `keep`."""
     return frozenset(w.name for w in plan.weights if w.preload or w.keep)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The schedule of one run: its loads in order, its frees by layer, and the slices that are resident at its end.
+    """The schedule of one run: its loads in order, its frees by layer, and the slices resident at its end.
 
-    `held[l]` is the bytes of resident slices after layer l and before the next one is done, l = 0 to N, in pages as in mode
-    `map`.
+    `held[l]` is the bytes of resident slices from the end of layer l to the end of the next one, l = 0 to N. They are whole
+    pages, as in mode `map`.
     """
 
     loads: tuple[Load, ...]
@@ -204,14 +205,14 @@ def scheduled(
 
 
 def pages(part: Slice) -> int:
-    """Bytes of the pages that hold a slice in mode `map`."""
+    """Bytes of the pages of a slice in mode `map`."""
     return whole_pages(part.file_bytes)
 
 
 def kept_within(plan: OverlapPlan, slices: Mapping[str, Slice], resident: Collection[str], nbytes: float) -> frozenset[str]:
-    """The slices to keep resident after a run within `nbytes` bytes: those resident now first, then in the order of first use.
+    """The slices to keep resident after a run, within `nbytes` bytes: first those resident now, then by first use.
 
-    The next run would wait for the first slices it uses; later ones can be read while it computes.
+    The next run would wait for the first slices it uses; it can read later ones while it computes.
     """
     kept, left = set[str](), nbytes
     for w in sorted(plan.weights, key=lambda w: (w.name not in resident, w.first_use)):

@@ -1,46 +1,47 @@
-"""The overlap plan: plain data, written by the planner, stored in the bundle, played by the runtime.
+"""The overlap plan as data: the planner writes it, the bundle stores it, and the runtime executes it.
 
-Layers are 1..N, one kernel launch each. A weight here is a slice of the program. docs/planner.md has the formulation: read
-gates g_w, moves x_{w,l} with first mover z_w, load capacities C_l, and the memory that each transfer mode holds (C2). With its
+Layers are 1..N, one kernel launch each. A weight here is a slice of the program. docs/planner.md has the formulation: release
+times g_w, moves x_{w,l} with first mover z_w, load capacities C_l, and the memory that each transfer mode holds (C2). With its
 checker (`schedule.check`) this is what the runtime imports of planning, so it needs the standard library only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from flashmem.base.types import Channel, TransferMode
 from flashmem.program.tensors import Slice
 
-if TYPE_CHECKING:
-    from flashmem.schedule.instance import Problem
-
 Objective = Literal["first", "steady", "paper"]
-"""What is minimised: the first answer, later runs within the same memory, or the paper's weighted sum."""
+"""The objective to minimise: the first answer, later runs within the same memory, or the paper's weighted sum."""
 
 OBJECTIVE_NAMES: Mapping[Objective, str] = {
     "first": "the first answer",
     "steady": "later runs",
     "paper": "the paper's objective",
 }
-"""Objectives in words."""
+"""Descriptions of the objectives."""
 
 Units = Literal["share", "printed"]
-"""Of the paper's objective: shares of all chunks and of all layers, which do not depend on S, or chunks and layers as
-printed."""
+"""Units of the paper's objective. "share": shares of all chunks and of all layers, which do not depend on S. "printed": chunks
+and layers, as printed in the paper.
+"""
 
 Status = Literal["optimal", "optimal-for-resident-set", "bounded", "heuristic"]
-"""What is proven of a plan: no plan of its problem has a better objective; none with its resident set W has; none is better
-than `bound`; or nothing."""
+"""The proven quality of a plan.
+
+"optimal": no plan of its problem has a better objective. "optimal-for-resident-set": no plan with its resident set W has one.
+"bounded": none is better than `bound`. "heuristic": nothing is proven.
+"""
 
 BoundScope = Literal["problem", "resident-set"]
-"""Which plans a bound holds for, within the limits on memory that were given: all of them, or those with the same W."""
+"""The plans that a bound holds for, within the given limits on memory: all of them, or those with the same W."""
 
 Tier = Literal["dynamic-program", "cp-sat", "soft-threshold", "incremental-preload", "greedy"]
 Strategy = Literal["stream", "on-demand", "always-next", "next-operator", "same-op", "resident-first"]
-"""Who decided: "stream" is the planner, the others are baselines to compare it with (planning/baselines.py)."""
+"""Who made the plan: "stream" is the planner, the others are baselines for comparison (planning/baselines.py)."""
 
 
 RELAXING_TIERS: frozenset[Tier] = frozenset({"soft-threshold", "incremental-preload", "greedy"})
@@ -48,10 +49,10 @@ RELAXING_TIERS: frozenset[Tier] = frozenset({"soft-threshold", "incremental-prel
 
 
 class PlanViolation(ValueError):  # noqa: N818 - a finding, named as such in the design
-    """A plan that breaks `constraint`: one of C0-C3, "problem" (not a plan of this problem), "objective" or "layout"."""
+    """A plan violates `constraint`: one of C0-C3, "problem" (not a plan of this problem), "objective" or "layout"."""
 
     def __init__(self, constraint: str, message: str) -> None:
-        super().__init__(constraint, message)  # what pickle calls the class with again
+        super().__init__(constraint, message)  # pickle calls the class again with these arguments
         self.constraint = constraint
 
     def __str__(self) -> str:
@@ -60,11 +61,11 @@ class PlanViolation(ValueError):  # noqa: N818 - a finding, named as such in the
 
 @dataclass(frozen=True, slots=True)
 class PlannedWeight:
-    """What the plan decided for weight w.
+    """The plan's decisions for weight w.
 
     A preloaded weight (w in W) has no `moves`; its place is its own from before layer 1 to the end of the session. Weights are
-    read from disk behind their read gates `read_layer` (g_w): the loader may start once layer g_w - 1 is done. Of a weight of
-    W, which takes nothing from what is in flight, the gate only says which others are read before it; 0: none.
+    read from disk from their release time `read_layer` (g_w) on: the loader may start once layer g_w - 1 is done. For a
+    weight of W, which takes nothing from what is in flight, it only says which others are read before it; 0: none.
     `moves` holds (layer, chunks) with chunks > 0, ascending: x_{w,l}; the first of these layers is z_w. It is freed when layer
     `last_use` is done, unless it is to `keep`: then it stays for later runs, which find it resident. A move at layer
     `first_use`
@@ -83,25 +84,25 @@ class PlannedWeight:
 
     @property
     def first_mover(self) -> int:
-        """z_w: the first layer that moves a part of it; of a weight of W, which nothing moves, the first that uses it."""
+        """z_w: the first layer that moves a part of the weight; for a weight of W, which never moves, the first to use it."""
         return self.moves[0][0] if self.moves else self.first_use
 
     @property
     def last_mover(self) -> int:
-        """The last layer that moves a part of it; of a weight of W i_w."""
+        """The last layer that moves a part of the weight; for a weight of W i_w."""
         return self.moves[-1][0] if self.moves else self.first_use
 
     def home_life(self, first: int, layers: int) -> tuple[int, int]:
-        """First and last of `layers` layers at which its place is taken, if it is filled from `first` on; 0: before layer 1.
+        """First and last of `layers` layers during which its place is occupied, if it is filled from layer `first` on.
 
-        What is kept for later runs has a place of its own, which nothing may use before it either.
+        0 means before layer 1. A weight kept for later runs has its own place, which nothing else may use before it either.
         """
         return (0, layers) if self.preload or self.keep else (first, self.last_use)
 
 
 @dataclass(frozen=True, slots=True)
 class TextureSlot:
-    """A texture that several slices take turns in; large enough, in both directions, for each of them."""
+    """A texture that several slices occupy in turn; large enough in both directions for each of them."""
 
     width: int
     height: int
@@ -110,33 +111,37 @@ class TextureSlot:
 
 
 PASSING_BYTES = 4 << 20
-"""Bytes of a slice that pass through the host's memory at once on their way to where kernels read them: large reads keep a disk
-busy."""
+"""Bytes of a slice that pass through host memory at once on their way to device memory: large reads keep a disk busy."""
 
 
 LOADER_THREADS = 2
-"""Threads that load weights, unless a device wants more; layouts give each a part of the ring."""
+"""Default number of threads that load weights; layouts give each a part of the ring."""
 
 
 def passing_bytes(part: Slice, piece: int = PASSING_BYTES) -> int:
-    """Bytes of the ring that `part` passes through: all of it, or pieces of `piece` bytes, of an image a row at least."""
+    """Bytes of the ring that `part` passes through: the whole slice, or pieces of `piece` bytes, at least an image row."""
     return min(part.file_bytes, max(piece, part.row_pitch))
 
 
 @dataclass(frozen=True)
 class PoolLayout:
-    """Where streamed and preloaded slices live in one transfer mode, decided before the first layer runs.
+    """Places of streamed and preloaded slices in one transfer mode, decided before the first layer runs.
 
     `offsets`: slices placed in the one pool buffer of `pool_bytes` (buffer path; texture views in mode `alias`).
+
     `slots` and `slot_of`: textures, for modes that move into them (`dma`, `interleave` on the texture path).
-    Staging is where streamed slices wait to be moved home (`interleave`). Where host and device share memory it is one buffer
-    of `staging_bytes`, in which `staging` has the offset of each slice, and loads are read to there. Elsewhere it is a buffer
-    of so many bytes for each of `staging_slots`, and `staging_slot_of` names the one in which each slice takes a turn.
-    `ring_bytes`: memory of the host, in equal parts for the loader threads, through which loads pass in pieces of `piece_bytes`
-    at the most, or rows of an image: all of `dma`; in `interleave` those of W, and all where there are staging slots.
+
+    Staging holds streamed slices until kernels move them home (`interleave`). Where host and device share memory it is one
+    buffer of `staging_bytes`; `staging` has the offset of each slice, and loads read into it. Elsewhere each of `staging_slots`
+    is one buffer, of so many bytes, and `staging_slot_of` names the slot that a slice occupies in its turn.
+
+    `ring_bytes`: host memory, in equal parts for the loader threads. Loads pass through it in pieces of at most `piece_bytes`,
+    or rows of an image: all of `dma`; in `interleave` those of W, and all loads if the layout has staging slots.
+
     `threads`: the number of loader threads.
-    In mode `map` nothing is allocated: `mapped_peak_bytes` is the most that is resident at once. `resident_bytes` of all this
-    are the places of W; M_peak limits the rest.
+
+    Mode `map` allocates nothing: `mapped_peak_bytes` is the most that is resident at once. `resident_bytes` of the total belong
+    to W; M_peak limits the rest.
     """
 
     pool_bytes: int = 0
@@ -160,30 +165,31 @@ class PoolLayout:
 
     @property
     def all_staging_bytes(self) -> int:
-        """Bytes of staging, whichever kind it is."""
+        """Bytes of staging of either kind."""
         return self.staging_bytes + sum(self.staging_slots)
 
     @property
     def total_bytes(self) -> int:
-        """Everything the layout takes, in bytes."""
+        """All bytes of the layout."""
         return self.home_bytes + self.all_staging_bytes + self.ring_bytes + self.mapped_peak_bytes
 
     @property
     def in_flight_bytes(self) -> int:
-        """What it takes beside W: the bytes that M_peak limits."""
+        """Bytes beside W, which M_peak limits."""
         return self.total_bytes - self.resident_bytes
 
 
 @dataclass(frozen=True)
 class OverlapPlan:
-    """Decisions, and how good they are known to be.
+    """An overlap plan: its decisions, and bounds on their quality.
 
-    `capacities` are the problem's C_l in chunks. They bind the paper's objective; `relaxed` has (layer, chunks) where a tier
-    let a layer move more than that. The others count what moving costs instead.
-    M_peak holds in transfer `mode`; large slices pass through staging in pieces of `piece_bytes`. `objective` is the value
-    of `objective_kind`; `bound` is proven for the plans that `bound_scope` says, within the limits that were given (lambda is
-    one: `bound_within` bytes in flight, None for any), and `gap` = (objective - bound) / max(|objective|, 1e-9).
-    `expected_slowdown` is predicted latency over the latency with no memory limit, minus 1.
+    `capacities` are the problem's C_l in chunks. They limit plans for the paper's objective; `relaxed` has (layer, chunks)
+    where a tier let a layer move more. Plans for other objectives count the cost of moves instead.
+
+    M_peak holds in transfer `mode`; large slices pass through staging in pieces of `piece_bytes`. `objective` is the value of
+    `objective_kind`. `bound` is proven for the plans of `bound_scope`, within the given limits: lambda, and `bound_within`
+    bytes in flight, None for any. `gap` = (objective - bound) / max(|objective|, 1e-9). `expected_slowdown` is predicted
+    latency over the latency with no memory limit, minus 1.
     """
 
     objective_kind: Objective
@@ -199,7 +205,7 @@ class OverlapPlan:
     lambda_: float = 0.9
     expected_slowdown: float = 0.0
     notes: tuple[str, ...] = ()
-    asked: tuple[str, ...] = ()  # weights that the caller wanted in W
+    asked: tuple[str, ...] = ()  # weights that the caller requested in W
     layouts: dict[str, PoolLayout] = field(default_factory=dict)  # by transfer mode
     strategy: Strategy = "stream"
     mode: TransferMode = "map"
@@ -207,12 +213,12 @@ class OverlapPlan:
     piece_bytes: int = PASSING_BYTES
     units: Units = "printed"
     loader_threads: int = LOADER_THREADS
-    shares_memory: bool = True  # host and device, where the plan is for
+    shares_memory: bool = True  # host and device, of the plan's device
     bound_within: int | None = None
 
     @property
     def prices(self) -> tuple[float, float]:
-        """What the paper's objective charges for a chunk in W, and for a layer between z_w and i_w."""
+        """The paper's prices: of a chunk in W, and of a layer between z_w and i_w."""
         if self.units == "printed":
             return self.lambda_, 1 - self.lambda_
         chunks = sum(w.chunks for w in self.weights)
@@ -220,7 +226,7 @@ class OverlapPlan:
 
     @property
     def status(self) -> Status:
-        """What is proven. A plan that relaxes a C_l of the paper's problem is none of its plans, whatever bound it meets."""
+        """The proven quality. A plan that relaxes a C_l is not a plan of the paper's problem, for any bound."""
         if (self.objective_kind == "paper" and self.relaxed) or self.bound <= 0 < self.objective:
             return "heuristic"
         if self.objective - self.bound > 1e-9 * abs(self.objective):
@@ -229,18 +235,18 @@ class OverlapPlan:
 
     @property
     def proof(self) -> str:
-        """The same in words, with the objective that it is about, for people."""
+        """`status` and the objective in words, for people."""
         proven = f", gap {self.gap:.2%}" if not self.status.startswith("optimal") and self.bound > 0 else ""
         return f"{self.status} for {OBJECTIVE_NAMES[self.objective_kind]}{proven}"
 
     @property
     def gap(self) -> float:
-        """How far the objective may be from the best one, as a fraction."""
+        """The largest possible distance of the objective from the best one, as a fraction."""
         return max(0.0, self.objective - self.bound) / max(abs(self.objective), 1e-9)
 
     @property
     def kept_capacities(self) -> tuple[int, ...]:
-        """The C_l that the plan keeps to, those that were relaxed among them."""
+        """The C_l that the plan respects, with relaxed ones in place of the problem's."""
         raised = dict(self.relaxed)
         return tuple(raised.get(layer, chunks) for layer, chunks in enumerate(self.capacities, start=1))
 
@@ -252,29 +258,16 @@ class OverlapPlan:
 
     @property
     def distance_ratio(self) -> float:
-        """What the paper's objective counts as distance, the layers between z_w and i_w, as a share of N for every weight."""
+        """The distance term of the paper's objective, layers between z_w and i_w, as a share of N for every weight."""
         layers = sum(w.first_use - w.moves[0][0] for w in self.weights if w.moves and not w.preload)
         return layers / max(1, len(self.weights) * len(self.capacities))
 
     def later(self) -> OverlapPlan:
-        """The plan of later runs: what is to keep is resident, as W is."""
+        """The plan of later runs: kept slices are resident, like W."""
         if not any(w.keep for w in self.weights):
             return self
         weights = tuple(replace(w, preload=True, read_layer=0, moves=(), keep=False) if w.keep else w for w in self.weights)
         return replace(self, weights=weights)
-
-    def check(self, problem: Problem, slices: Sequence[Slice] = ()) -> None:
-        """Verify the plan against `problem`: C0-C3 (docs/planner.md; FlashMem section 3), the objective, the layouts.
-
-        With `slices` (the program's) the texture slots are also checked to be large enough for what they hold. Only the
-        strategy "on-demand" may load and move at layer i_w itself, which then waits for it.
-
-        Raises:
-            PlanViolation: the first thing found wrong.
-        """
-        from flashmem.schedule.check import check
-
-        check(self, problem, slices)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values."""

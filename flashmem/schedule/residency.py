@@ -42,9 +42,9 @@ def streamed_layout(program: Program, plan: OverlapPlan, mode: TransferMode, *, 
 def free_from(plan: OverlapPlan, slices: Mapping[str, Slice], layout: PoolLayout, mode: TransferMode) -> dict[str, int]:
     """By streamed weight, the layer that must be done before the weight can be loaded into its place in `layout`; 0: none.
 
-    The plan's read gate can be later than the place is free. Memory is allocated when a session opens, so an earlier read needs
+    The release time can be later than the place is free. Memory is allocated when a session opens, so an earlier read needs
     no more of it. Exceptions are mode `map`, where reading allocates memory, and the baseline strategies, which keep their own
-    gates.
+    release times.
     """
     streamed = sorted((w for w in plan.weights if not w.preload), key=lambda w: w.read_layer)
     if mode == "map" or plan.strategy != "stream":
@@ -91,7 +91,7 @@ def preloaded(plan: OverlapPlan) -> OverlapPlan:
 
 
 def preloaded_layout(program: Program, mode: TransferMode, threads: int) -> PoolLayout:
-    """A layout in which every slice has memory of its own, with the staging that loads of `mode` need."""
+    """A layout in which every slice has its own memory, with the staging that loads of `mode` need."""
     unit = program.page_bytes if mode == "map" else POOL_ALIGNMENT
     sizes = {part.name: -(-part.file_bytes // unit) * unit for part in program.slices}
     if mode == "map":

@@ -1,7 +1,7 @@
-"""Device descriptor: what the compiler and the planner know about a device, as data (devices/*.toml).
+"""Device descriptor: the properties of a device for the compiler and the planner, as data (devices/*.toml).
 
-It lists a device's memory paths and transfer modes, the configs of its kernels, its limits and its rates. `measured` says
-whether the rates were measured or are published figures, `measured_on` names the processor, and `sources` the source of each.
+It lists a device's memory paths and transfer modes, the configs of its kernels, its limits and its rates. `measured` tells
+measured rates from published figures, `measured_on` names the processor, and `sources` the source of each rate.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ MOST_LOADER_THREADS = 64
 
 @dataclass(frozen=True)
 class PlainTile:
-    """Outputs one work-item computes: up to `rows` rows of `columns` channels, held in vectors of `vector` floats.
+    """The plain tile: outputs of one work-item, up to `rows` rows of `columns` channels, in vectors of `vector` floats.
 
-    `columns` is also the width of a packed panel; `local_size` the work-group (columns first), `lanes` the work-items that
-    share one row of a reduction (1 on CPUs, where a work-item is a thread's vector loop).
+    `columns` is also the width of a packed panel. `local_size` is the work-group (columns first). `lanes` work-items share one
+    row of a reduction (1 on CPUs, where a work-item is a thread's vector loop).
     """
 
     rows: int = 8
@@ -59,33 +59,33 @@ class CodeStyle:
 
 
 SHUFFLES = ("cl_khr_subgroup_shuffle", "cl_qcom_subgroup_shuffle")
-"""OpenCL C extensions with which the work-items of a subgroup exchange registers."""
+"""OpenCL C extensions by which work-items of a subgroup exchange registers."""
 
 JOINED = 16
-"""Channels of an attention output that work-items sharing its keys combine at a time."""
+"""Channels of an attention output that are combined at a time, by work-items that share its keys."""
 
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """One way to compute a kernel: what a work-item computes, and how a work-group shares what it reads.
+    """A kernel config: the tile of a work-item, and how a work-group shares the operands it reads.
 
     Contractions: a work-item sums `rows` x `columns` outputs in vectors of `vector`; a work-group has `local_size` (down,
-    across) work-items. With `k_block` the group copies a block of that many steps of depth of both operands into local memory
-    at a time. With `two_stage` it reads the next block while it multiplies one, which takes twice the local memory. The group
-    has `slice_k` parts, each of which multiplies its share of every block; their sums are added in a fixed order. With
+    across) work-items. With `k_block` the group copies a K-block of both operands, of that many steps of depth, into local
+    memory at a time. With `two_stage` it reads the next K-block while it multiplies one, which needs twice the local memory.
+    The group has `slice_k` parts. Each part multiplies its share of every K-block; their sums are added in a fixed order. With
     `half`, products of that many steps of depth are summed in half where operands are stored in half, and the sums are added
     in float; the device needs cl_khr_fp16.
 
     `winograd`: the config computes 3x3 convolutions of stride 1 by F(2x2, 3x3), and nothing else. `rows` are tiles of 2 x 2
-    pixels, and `winograd` channels are transformed at a time, a multiple of `vector`. `k_block`, if it is not 0, is the same
-    number, and `slice_k` is 16: one part for each product. `steady`: for `--optimize steady` only.
+    pixels. `winograd` channels are transformed at a time, a multiple of `vector`. A nonzero `k_block` is the same number, and
+    `slice_k` is 16: one part for each product. `steady`: for `--optimize steady` only.
 
-    Attention: `rows` are queries and `columns` keys. With `k_block` a group computes blocks of keys, `columns` of them a
-    work-item, and `k_block` channels are in local memory at a time. Without, vectors are along the queries, `columns` keys are
-    summed side by side, and `slice_k` work-items share the keys of at most `rows` queries.
+    Attention: `rows` are queries and `columns` keys. With `k_block` a group computes blocks of keys, `columns` of them for
+    each work-item, and `k_block` channels are in local memory at a time. Without it, vectors run along the queries, `columns`
+    keys are summed side by side, and `slice_k` work-items share the keys of at most `rows` queries.
 
     Reductions, softmax and normalizations ("reduce_rows"): `slice_k` work-items share a row and read vectors of `vector`. With
-    `subgroups` the work-items of a subgroup join their numbers by shuffles, in the same order, without local memory and
+    `subgroups` the work-items of a subgroup combine their numbers by shuffles, in the same order, without local memory and
     barriers; the device needs one of SHUFFLES.
     """
 
@@ -105,7 +105,7 @@ class KernelConfig:
 
     @property
     def code(self) -> str:
-        """Its numbers as one word, which identifies it in the tuning database whatever its name is."""
+        """Its numbers as one word: the key of the config in the tuning database, which does not depend on its name."""
         numbers = "-".join(_word(getattr(self, name)) for name in _CODED)
         more = (f"-{self.half}" if self.half else "") + (f"-w{self.winograd}" if self.winograd else "")
         return numbers + more + ("-subgroups" if self.subgroups else "")
@@ -117,33 +117,33 @@ class KernelConfig:
 
     @property
     def items(self) -> int:
-        """Work-items of a work-group."""
+        """Number of work-items of a work-group."""
         return self.local_size[0] * self.local_size[1] * self.slice_k
 
     @property
     def left_pitch(self) -> int:
-        """From one step to the next in the left operand's stage, in elements."""
+        """Distance from one step of depth to the next in the left operand's stage, in elements."""
         return -(-self.block[0] // 4) * 4 + 4
 
     @property
     def stage_bytes(self) -> int:
-        """Local memory of one stage of both operands."""
+        """Bytes of local memory for one stage of both operands."""
         return (
             self.k_block * (self.left_pitch + self.block[1]) * (2 if self.half else 4) * (self.slice_k if self.winograd else 1)
         )
 
     @property
     def local_bytes(self) -> int:
-        """Local memory of a work-group: its stages, or where the parts hand over their sums, if that is more."""
+        """Bytes of local memory of a work-group: its stages, or the sums that its parts exchange, whichever is larger."""
         if "reduce_rows" in self.families:
             return 4 * self.slice_k if self.slice_k > 1 else 0
         if not self.k_block:
             return 4 * self.vector * self.slice_k * JOINED if self.slice_k > 1 else 0
-        if "attention" in self.families:  # queries, weights, keys or values, and a number of each work-item for each query
+        if "attention" in self.families:  # queries, weights, keys or values, and one number of each work-item for each query
             queries, keys = self.block
             return 4 * ((self.k_block + keys) * (queries + 4) + self.k_block * keys + queries * self.local_size[1])
         sums = 4 * math.prod(self.block) if self.slice_k > 1 else 0
-        if self.winograd:  # of all products, a vector of each item's columns at a time
+        if self.winograd:  # the sums of all products, one vector of each item's columns at a time
             sums = sums * self.slice_k * self.vector // self.columns
         return max(self.stage_bytes * (2 if self.two_stage else 1), sums)
 
@@ -152,7 +152,7 @@ _CODED = ("rows", "columns", "vector", "local_size", "k_block", "two_stage", "sl
 
 
 def _word(value: object) -> str:
-    """A number, a flag or a pair, as `KernelConfig.code` has it."""
+    """A number, a flag or a pair as text, for `KernelConfig.code`."""
     if isinstance(value, tuple):
         return "x".join(map(str, value))
     return str(int(value)) if isinstance(value, bool) else str(value)
@@ -163,8 +163,8 @@ class Rates:
     """Measured rates of a device, from which the planner computes times. Bytes per second, FLOP per second, seconds.
 
     `contention`, by transfer mode, is the share of a transfer's time by which it delays simultaneous kernels: 0 with a free
-    copy engine, 1 where kernels stop until the transfer is done. The defaults are those of a plain CPU. A table that is given
-    must name every mode in use.
+    copy engine, 1 where kernels stop until the transfer is done. The defaults are those of a plain CPU. A given table must
+    name every mode in use.
     """
 
     gemm_flops: float = 100e9
@@ -176,11 +176,11 @@ class Rates:
     load_seconds: float = 50e-6  # fixed cost of one slice
     session_seconds: float = 50e-3  # fixed cost of opening a session, without kernels and weights; the driver is loaded
     kernel_seconds: float = 1e-3  # loading one kernel from the program cache
-    layer_seconds: float = 1e-4  # opening one layer: reading it from the bundle, setting its arguments
+    layer_seconds: float = 1e-4  # fixed cost of one layer: reading it from the bundle, setting its arguments
     contention: dict[TransferMode, float] = field(
         default_factory=lambda: {"map": 0.7, "alias": 0.9, "dma": 0.8, "interleave": 1.6}
     )
-    conv_flops: float = 0.0  # of depthwise convolutions and those with more than one tap; 0: as gemm_flops
+    conv_flops: float = 0.0  # of depthwise convolutions and those with more than one tap; 0: the same as gemm_flops
 
     def contention_of(self, mode: TransferMode) -> float:
         """The contention of `mode`.
@@ -206,7 +206,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class DeviceDescriptor:
-    """One device. The defaults are those of a plain CPU, so that an unknown device still runs."""
+    """A device as data. The defaults are those of a plain CPU, so that an unknown device still runs."""
 
     name: str
     kind: Literal["cpu", "gpu"] = "cpu"
@@ -218,17 +218,17 @@ class DeviceDescriptor:
     image_max_height: int = 8192
     image_pitch_alignment: int = 0  # texels; 0: no image2d from buffer
     max_alloc_bytes: int = 1 << 30
-    cores: int = 0  # to which `parallelism` and `gemm_flops` refer, if devices of this name differ in cores; 0: they do not
+    cores: int = 0  # the cores of `parallelism` and `gemm_flops`, if devices of this name differ in cores; 0: they do not
     page_bytes: int = DEFAULT_PAGE  # page size of the system, or a multiple: weight files for the device are laid out for it
     parallelism: int = 8  # work-items that keep it busy; few on a CPU, where a work-item is a thread's vector loop
     local_bytes: int = 32768  # local memory of a work-group that leaves a core enough groups; attention's plain form fits it
     loader_threads: int = 2  # threads that read and copy weights; fewer where a limit is too small for their staging
     tile: PlainTile = field(default_factory=PlainTile)
-    configs: tuple[KernelConfig, ...] = ()  # worth trying for contractions, beside `tile`
+    configs: tuple[KernelConfig, ...] = ()  # for contractions, to choose from in addition to `tile`
     code: CodeStyle = field(default_factory=CodeStyle)  # how kernels are written for the device's compiler
-    only: str = ""  # the one config to use where it can be, by its name: for measurements
-    tuned: str = ""  # the table of measured configs beside the descriptor, without .tuned.csv; "": none
-    command_buffers: bool = False  # whether recorded launches were measured to be faster (flashmem profile)
+    only: str = ""  # name of the one config to use wherever it is possible, for measurements
+    tuned: str = ""  # the tuning database beside the descriptor, without .tuned.csv; "": none
+    command_buffers: bool = False  # whether recorded launches were faster in measurements (flashmem profile)
     rates: Rates = field(default_factory=Rates)
     capacity_model: str = ""  # the trained predictor beside the descriptor, without .seconds.ubj; "": the roofline
     measured: bool = False
@@ -237,7 +237,7 @@ class DeviceDescriptor:
 
     @property
     def uses_host_memory(self) -> bool:
-        """Whether kernels access the host's own memory in place, which mode `map` requires."""
+        """Whether kernels access host memory in place, which mode `map` requires."""
         return any("map" in modes for modes in self.modes.values())
 
     @property
@@ -251,7 +251,7 @@ class DeviceDescriptor:
 
     @property
     def portable(self) -> DeviceDescriptor:
-        """The same descriptor without folders of this machine: files beside a descriptor file are named without a path."""
+        """The same descriptor without this machine's folders: files beside a descriptor file are named without a path."""
         return replace(self, capacity_model=Path(self.capacity_model).name, tuned=Path(self.tuned).name)
 
     def with_cores(self, cores: int) -> DeviceDescriptor:
@@ -308,8 +308,10 @@ class DeviceDescriptor:
                 )
 
     def plain(self, family: str) -> tuple[KernelConfig, ...]:
-        """What computes contractions, or attention, that the listed configs cannot: the tile, and of attention on a GPU what
-        every GPU has local memory for, and work-items that share the keys of few queries.
+        """The configs for contractions, or attention, that the listed ones cannot compute.
+
+        They are the plain tile and, for attention on a GPU, two configs: one fits every GPU's local memory, and in the other,
+        work-items share the keys of few queries.
         """
         tile = self.tile
         if family == "reduce_rows":
@@ -325,7 +327,7 @@ class DeviceDescriptor:
         )
 
     def configs_of(self, family: str) -> tuple[KernelConfig, ...]:
-        """The ways to compute contractions of `family`; the first is the plain one."""
+        """The kernel configs of `family`; the first is the plain one."""
         listed = (*self.plain(family), *(each for each in self.configs if family in each.families))
         return tuple(each for each in listed if each.name == self.only) or listed
 
@@ -341,7 +343,7 @@ class DeviceDescriptor:
 
 
 def descriptor_names() -> tuple[str, ...]:
-    """Names of the descriptors in the package."""
+    """Names of the package's descriptors."""
     return names("devices", ".toml")
 
 

@@ -21,9 +21,9 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.writer import replace_plan, replace_plans
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory.layout import lay_out_pools
-from flashmem.planning.planner import plan_problem, planning_problem
+from flashmem.planning.planner import plan_instance, planning_instance
 from flashmem.runtime.engine.report import RunReport
-from flashmem.schedule.instance import Problem
+from flashmem.schedule.instance import Instance
 from flashmem.schedule.loads import TimedInterval
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor
@@ -35,12 +35,12 @@ _MEMORY = 8
 """A new run weighs at least one part in this many, because devices warm up and drivers change."""
 
 _MOST_SCALED = 4.0
-"""The largest factor by which C_l follows measured latency: one interrupted run must not give a layer all capacity."""
+"""The largest factor by which C_l follows measured latency: an interrupted run must not give one launch all capacity."""
 
 
 @dataclass(frozen=True)
 class Learned:
-    """Means over `runs` runs in transfer `mode`: each layer's seconds without simultaneous copies, and bytes loaded per
+    """Means over `runs` runs in transfer `mode`: each launch's seconds without simultaneous copies, and bytes loaded per
     second.
     """
 
@@ -49,13 +49,13 @@ class Learned:
     seconds: tuple[float, ...]
     load_bandwidth: float
 
-    def applied_to(self, problem: Problem) -> Problem:
-        """`problem` with measured latencies, the capacities that follow from them, and the measured load rate."""
+    def applied_to(self, instance: Instance) -> Instance:
+        """`instance` with measured latencies, the capacities that follow from them, and the measured load rate."""
         layers = []
-        for spec, seconds in zip(problem.layers, self.seconds, strict=True):
+        for spec, seconds in zip(instance.layers, self.seconds, strict=True):
             scale = min(_MOST_SCALED, seconds / spec.seconds) if spec.seconds > 0 else 1.0
             layers.append(replace(spec, seconds=seconds, capacity=floor(spec.capacity * scale)))
-        return replace(problem, layers=tuple(layers), load_bandwidth=self.load_bandwidth)
+        return replace(instance, layers=tuple(layers), load_bandwidth=self.load_bandwidth)
 
     def joined_to(self, earlier: Learned | None) -> Learned:
         """The weighted mean of both by their runs. Measurements of another mode or another program are dropped."""
@@ -79,8 +79,8 @@ def learn(bundle: Bundle, mode: TransferMode, reports: Sequence[RunReport]) -> B
     limits = limits_of(bundle)
     earlier = _learned_from(bundle)
     learned = observed(bundle, mode, reports).joined_to(earlier)
-    problem = learned.applied_to(planning_problem(bundle.program, bundle.descriptor, mode, limits))
-    plan = plan_problem(replace(problem, w_may_grow=True), bundle.program, mode, limits)
+    instance = learned.applied_to(planning_instance(bundle.program, bundle.descriptor, mode, limits))
+    plan = plan_instance(replace(instance, w_may_grow=True), bundle.program, mode, limits)
     program = bundle.program
     modes = bundle.descriptor.modes[program.memory_path]
     layouts = lay_out_pools(program.slices, plan, modes, page_bytes=program.page_bytes)
@@ -106,20 +106,20 @@ def replan(bundle: Bundle, budget: int, path: Path | None = None) -> Bundle:
 
 
 def _replanned(bundle: Bundle, budget: int) -> tuple[OverlapPlan, dict[str, Any]]:
-    """A plan for the selected variant, and the new metadata. Raises as `replan`."""
+    """A plan for the selected variant, and the new metadata. Raises like `replan`."""
     program, modes = bundle.program, bundle.descriptor.modes[bundle.program.memory_path]
     limits = replace(limits_of(bundle), budget=budget, m_peak=None)
     mode = next((each for each in modes if each == bundle.meta.get("mode")), modes[0])
-    problem, learned = planning_problem(program, bundle.descriptor, mode, limits), _learned_from(bundle)
+    instance, learned = planning_instance(program, bundle.descriptor, mode, limits), _learned_from(bundle)
     if learned is not None and learned.mode == mode:
-        problem = learned.applied_to(problem)
-    plan = plan_problem(replace(problem, w_may_grow=True), program, mode, limits)
+        instance = learned.applied_to(instance)
+    plan = plan_instance(replace(instance, w_may_grow=True), program, mode, limits)
     plan = replace(plan, layouts=dict(lay_out_pools(program.slices, plan, modes, page_bytes=program.page_bytes)))
     return plan, {**bundle.meta, "mode": mode, "budget_bytes": budget, "limits": asdict(limits)}
 
 
 def observed(bundle: Bundle, mode: TransferMode, reports: Sequence[RunReport]) -> Learned:
-    """The measurements of runs: medians over the runs for layers, without the known cost of simultaneous copies in this
+    """The measurements of runs: medians of launch times over the runs, minus the known cost of simultaneous copies in this
     mode.
     """
     moved = _moved_bytes(bundle.plan) if mode == "interleave" else [0] * len(bundle.program.launches)
@@ -167,7 +167,7 @@ def limits_of(bundle: Bundle) -> Limits:
 
 
 def _learned_from(bundle: Bundle) -> Learned | None:
-    """The measurements of earlier runs; None if there are none that can be used."""
+    """The measurements of earlier runs; None without usable ones."""
     written: Any = bundle.meta.get(KEY)
     try:
         learned = Learned(

@@ -1,4 +1,4 @@
-"""flashmem behind ONNX's backend interface (`onnx.backend.base`): prepare a model, then run it on arrays.
+"""ONNX backend interface (`onnx.backend.base`): prepare a model, then run it on arrays.
 
     import flashmem.tools.onnx_backend as backend
     outputs = backend.prepare(model, device="CPU").run([x])
@@ -8,7 +8,7 @@ of Reshape, the pads of Pad, the weights of Conv. So the first `run` compiles fo
 model unchanged if possible. If flashmem refuses it, inputs become constants step by step: integers and booleans of rank 0 and
 1, then also floats of rank 0 and 1, then everything but the first input. At least one input is never a constant, so that no
 answer is folded away. A later run compiles again if it has other shapes, or other data in an input that became a constant. This
-is made for tests and comparisons; for speed, use `flashmem.compile` and `flashmem.Session`.
+is for tests and comparisons; for speed, use `flashmem.compile` and `flashmem.Session`.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Backend(onnx.backend.base.Backend):
             kwargs: none is known; ONNX's interface passes them.
 
         Raises:
-            NoDeviceError: there is no such device.
+            NoDeviceError: no such device.
             UserError: the model is not valid ONNX, or an option is unknown.
         """
         if kwargs:
@@ -262,7 +262,7 @@ def _same_bits(one: Array, other: Array) -> bool:
 
 
 def _ways(names: Sequence[str], arrays: Mapping[str, Array]) -> Iterator[list[str]]:
-    """The sets of inputs to try as constants, smallest first; never all of them."""
+    """The sets of inputs to try as constants, smallest first; never all inputs."""
     flat = [name for name in names if arrays[name].ndim <= 1]
     integers = [name for name in flat if arrays[name].dtype.kind in "iub"]
     yield []
@@ -296,7 +296,7 @@ def _in_known_opset(model: onnx.ModelProto) -> onnx.ModelProto:
     """Declare `model` for the nearest operator set that flashmem reads, if none of its operators differs between the two.
 
     An operator of a newer set may have more element types, but no other inputs, outputs or attributes. A model with an operator
-    that changed otherwise is not changed, and its compilation is refused.
+    that changed in another way stays unchanged, and its compilation fails.
     """
     if model.functions or any(attribute.HasField("g") for node in model.graph.node for attribute in node.attribute):
         return model

@@ -1,6 +1,6 @@
 """Metrics of models that share a device (CARIn, section 4.1.2, after Eyerman and Eeckhout, 2008).
 
-T_i is the average latency of model i in seconds, from request to answer: alone (single) or beside the others (multi).
+T_i is the average latency of model i in seconds, from request to answer: alone (single) or together with the others (multi).
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 
 def normalised_turnaround(single: float, multi: float) -> float:
-    """Normalised turnaround time, NTT_i = T_i,multi / T_i,single: the slowdown beside other models.
+    """Normalised turnaround time, NTT_i = T_i,multi / T_i,single: the slowdown caused by other models.
 
-    It is 1 where other models cost nothing, and less where loading ahead saves more time than waiting costs.
+    It is 1 if other models cost nothing, and less if loading ahead saves more time than waiting costs.
     """
     return multi / single
 

@@ -14,11 +14,11 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 COMMANDS = (
     "flashmem.__main__", "flashmem.cli.plain", "flashmem.runtime.session", "flashmem.runtime.serving.runtime",
-    "flashmem.runtime.application.manager", "flashmem.planning.replanning", "flashmem.planning.capacity.model",
+    "flashmem.runtime.application.manager", "flashmem.planning.replanning",
     "flashmem.runtime.kernels.build_worker", "flashmem.tools.learn", "flashmem.cli.commands.bundles",
     "flashmem.cli.commands.devices", "flashmem.cli.commands.doctor", "flashmem.cli.commands.profile",
     "flashmem.cli.commands.run", "flashmem.tools.doctor.selftest", "flashmem.profiler.kit", "flashmem.profiler.measure",
-    "flashmem.profiler.opening", "flashmem.schedule.check",
+    "flashmem.profiler.opening",
 )  # fmt: skip
 """Where it is entered. What these import as they are imported comes along; what they import later is listed, or left out."""
 

@@ -58,13 +58,13 @@ STARTS: dict[str, Callable[[Path], object]] = {
 def test_nothing_is_imported_from_the_current_folder(
     start: str, model: MiniModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For instance a numpy.py that lies beside a model."""
+    """For instance a numpy.py beside a model."""
     told = tmp_path / "told"
     for name in ("numpy", "ctypes", "json", "typer", "pyopencl"):
         (tmp_path / f"{name}.py").write_text(f"open({str(told)!r}, 'w')\nraise SystemExit(3)\n")
     (tmp_path / "none.onnx").write_bytes(b"")
     monkeypatch.chdir(tmp_path)
-    with suppress(RunError, SystemExit):  # most find nothing to work on; that is after they have imported numpy
+    with suppress(RunError, SystemExit):  # most find nothing to work on, but only after importing numpy
         STARTS[start](tmp_path)
     assert not told.exists()
 
@@ -90,13 +90,13 @@ time.sleep(60)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
 def test_a_child_whose_build_does_not_end_ends_with_its_parent(tmp_path: Path) -> None:
-    """Stopped, it reads no end of its stdin, as in a build that spins."""
+    """The parent is stopped, so that it does not see the end of its stdin, as in a build that does not end."""
     command = [sys.executable, "-c", _BUILD.replace('"cpu"', repr(CPUS[0]))]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
-        while "kernel_worker" not in Path(f"/proc/{child}/cmdline").read_text() or not _has_opencl(child):
+        while "build_worker" not in Path(f"/proc/{child}/cmdline").read_text() or not _has_opencl(child):
             time.sleep(0.02)  # it has only just been forked; it asks to be ended before it starts a driver
         os.kill(child, signal.SIGSTOP)
         parent.kill()
@@ -139,7 +139,7 @@ def _wait_for(condition: Callable[[], bool]) -> None:
 def _build(
     monkeypatch: pytest.MonkeyPatch, program: str, keep: Callable[[str, bytes], None] = lambda key, binary: None
 ) -> list[subprocess.Popen[bytes]]:
-    """Has a child that runs `program` build a kernel; returns the children."""
+    """Let a child that runs `program` build a kernel; returns the children."""
     children: list[subprocess.Popen[bytes]] = []
 
     def start(device: Any, folder: str, errors: Path) -> subprocess.Popen[bytes]:
@@ -175,7 +175,7 @@ def test_what_a_driver_said_as_it_ended_the_process_is_told(monkeypatch: pytest.
 
 
 def test_whatever_goes_wrong_beside_a_child_is_told_to_who_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A UserError, or a warning that the user has made an error, in the thread that feeds a child."""
+    """A UserError, or a warning that is an error for the user, in the thread that feeds a child."""
     (tmp_path / "binary").write_bytes(b"binary")
     answer = f'input()\nprint(\'{{"error": null, "file": "{tmp_path / "binary"}"}}\', flush=True)\ninput()'
 
@@ -217,7 +217,7 @@ with Session(sys.argv[1], device=sys.argv[2], build_apart=sys.argv[4] == "apart"
 @pytest.mark.parametrize("device", CPUS)
 @pytest.mark.parametrize("where", ["here", "apart"])
 def test_what_the_compiler_counts_reaches_nobody(device: str, where: str, tmp_path: Path) -> None:
-    """As in `3 warnings generated.`, on descriptor 2, at the first run of a model."""
+    """A line such as `3 warnings generated.`, on descriptor 2, at the first run of a model."""
     model = write_mini_bundle(tmp_path / "w.flashmem", warned=True)
     np.savez(tmp_path / "inputs.npz", **model.inputs())
     (tmp_path / "pocl").mkdir()

@@ -27,7 +27,7 @@ for words in json.loads(sys.argv[1]):
     except SystemExit as left:
         print(left.code, file=sys.stderr)
 """
-"""Runs commands, one after the other, and says how each ended."""
+"""Runs commands in sequence, and prints the exit code of each."""
 
 _COMPILING = [
     ["compile", MODEL, "-o", "m.flashmem"],
@@ -58,11 +58,11 @@ COMMANDS = {
     "PIL": [["demo"]],
     "torch": [["zoo", "export", "resnet-tiny", "-o", "z"]],
 }
-"""What needs each module. The zoo's other modules are imported behind PyTorch, which the tests have not got."""
+"""The extra that each module belongs to. The zoo imports its other modules after PyTorch, which the tests do not have."""
 
 
 def without(module: str, commands: list[list[str]], folder: Path) -> subprocess.CompletedProcess[str]:
-    """The commands in an interpreter, and in children of it, that find no `module`; they may write into `folder`/here."""
+    """Run commands in an interpreter, and in its children, that cannot import `module`; they may write to `folder`/here."""
     site, here = folder / "site", folder / "here"
     for each in (site, here):
         each.mkdir()

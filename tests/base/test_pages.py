@@ -55,7 +55,7 @@ def test_a_phone_s_weights_lie_on_pages_of_16_kib(tmp_path: Path) -> None:
 
 
 def test_rows_of_a_table_are_not_torn_apart_by_larger_pages(tmp_path: Path) -> None:
-    """Rows of 3 bytes: 4,096 of them are whole pages of 4 KiB, and not of 16."""
+    """Rows of 3 bytes: 4,096 of them fill whole pages of 4 KiB, but not of 16 KiB."""
     import onnx
     from onnx import TensorProto, helper, numpy_helper
 

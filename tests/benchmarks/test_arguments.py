@@ -1,4 +1,4 @@
-"""Benchmark commands: a wrong argument is one sentence and exit code 2, before anything is measured."""
+"""Benchmark commands: a wrong argument gives one sentence and exit code 2, before any measurement."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ MORE = {
     "serving.reopening": ["absent.flashmem"],
     "serving.requests": ["absent.flashmem"],
 }
-"""Arguments that a benchmark needs beside those under test."""
+"""Required arguments of a benchmark, besides those under test."""
 
 
 def refused(name: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> str:
-    """The sentence that `python -m benchmarks.NAME WORDS` ends with."""
+    """The last line of stderr of `python -m benchmarks.NAME WORDS`."""
     monkeypatch.setattr(sys, "argv", [name, *MORE.get(name, []), *words])
-    monkeypatch.delitem(sys.modules, f"benchmarks.{name}", raising=False)  # runpy warns of a module that is there
+    monkeypatch.delitem(sys.modules, f"benchmarks.{name}", raising=False)  # runpy warns about a module that is already imported
     with pytest.raises(SystemExit) as ended:
         runpy.run_module(f"benchmarks.{name}", run_name="__main__")
     printed = capfd.readouterr()
@@ -44,7 +44,7 @@ def refused(name: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capfd:
 
 
 def test_every_command_has_the_shared_arguments() -> None:
-    """No benchmark parses a folder or a device on its own, but for the workers that others start."""
+    """No benchmark parses a folder or a device itself, except the workers that other benchmarks start."""
     assert those_with("argparse.ArgumentParser(") == ["serving.design_pressure", "worker"]
     assert len(OF_ZOO) > 12 and len(OF_DEVICE) > 12
 

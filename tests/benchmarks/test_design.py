@@ -1,4 +1,4 @@
-"""The benchmark of designs: RASS against an independent exhaustive search, and the whole command on tiny models."""
+"""The benchmark of designs: RASS compared with an independent exhaustive search, and the whole command on tiny models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.paths import DATA
 
 
 def drawn(seed: int) -> tuple[Application, list[Candidate]]:
-    """An application of one to three tasks on one to four processors, and what its candidates take."""
+    """An application of one to three tasks on one to four processors, and profiles of its candidates."""
     rng = random.Random(seed)
     tasks = [Task(f"t{number}", ()) for number in range(rng.randint(1, 3))]
     processors = [Processor(name, name) for name in ("cpu", "gpu", "npu", "dsp")[: rng.randint(1, 4)]]

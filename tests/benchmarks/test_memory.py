@@ -1,4 +1,4 @@
-"""The benchmarks of memory on tiny models: kept rows, plots, and the message where no limit can be set."""
+"""The memory benchmarks on tiny models: saved rows, plots, and the message where no limit can be set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks of the paper's tables: fitted rates, claims against rivals, and copies outside kernels."""
+"""The benchmarks of the paper's tables: fitted rates, claims compared with rivals, and copies outside kernels."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from flashmem.compile import read_graph
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import fuse
-from flashmem.planning.capacity.classes import predict_seconds
+from flashmem.planning.capacity.roofline import predict_seconds
 from flashmem.planning.limits import Limits
-from flashmem.planning.planner import planning_problem
+from flashmem.planning.planner import planning_instance
 from flashmem.program.launches import KernelShape, Launch
 from flashmem.program.program import fixed_bytes
 from flashmem.runtime.options import choose_mode
@@ -33,7 +33,7 @@ BASE = DeviceDescriptor("made-up", rates=Rates(gemm_flops=100e9, disk_bandwidth=
 
 
 def test_rates_that_the_rows_say_something_of_are_found() -> None:
-    """Rows of so many operations, bytes and launches, on a device of other rates than are assumed."""
+    """Rows with given operations, bytes and launches, on a device whose rates differ from the assumed ones."""
     rows = [(40e9, 0.5e9, 300), (5e9, 3e9, 100), (400e9, 1e9, 500), (1e9, 0.01e9, 20000)]
 
     def seconds(factors: Mapping[str, float]) -> list[float]:
@@ -44,13 +44,13 @@ def test_rates_that_the_rows_say_something_of_are_found() -> None:
     found = fitted([*true, "session_seconds"], lambda factors: seconds(factors), seconds(true))
     for name, factor in true.items():
         assert found[name] == pytest.approx(factor, rel=0.25)
-    assert found["session_seconds"] == pytest.approx(1.0)  # of which they say nothing
+    assert found["session_seconds"] == pytest.approx(1.0)  # the rows do not depend on it
     assert off_by(list(zip(seconds(found), seconds(true), strict=True))) < 1.05
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_figures_are_those_of_numpy(seed: int) -> None:
-    """Spearman's is Pearson's of the ranks; off by 2 is the same above and below; within counts both sides."""
+    """Spearman's correlation is Pearson's of the ranks; a factor of 2 up or down counts the same; within counts both sides."""
     ours, theirs = np.exp(np.random.default_rng(seed).normal(size=(2, 9)))
     pairs = list(zip(ours.tolist(), theirs.tolist(), strict=True))
     ranks = [np.argsort(np.argsort(column)) for column in (ours, theirs)]
@@ -60,7 +60,7 @@ def test_figures_are_those_of_numpy(seed: int) -> None:
 
 
 def row_of(model: str, weights_mb: float, ms: float, mb: float, *, fitted: bool = False) -> Judged:
-    """A row whose published latency is 100 ms and 2 ms a MB of weights, and whose published memory is half of the weights."""
+    """A row with a published latency of 100 ms plus 2 ms a MB of weights, and half of the weights as published memory."""
     return Judged(model, fitted, ms, 100 + 2 * weights_mb, mb, weights_mb / 2, 10.0, None, weights_mb, 1.0)
 
 
@@ -82,7 +82,7 @@ def test_the_rival_by_bytes_is_fitted_to_what_is_published() -> None:
 
 
 def test_rows_that_the_descriptor_is_fitted_to_judge_nothing() -> None:
-    """Each is named by the sources of the rates, and none of them is among the rows held out."""
+    """The sources of the rates name each of these rows, and none of them is among the evaluated rows."""
     titles = {"gptneo-1.3b": "GPT-Neo-1.3B", "vit-103m": "ViT", "resnet50": "ResNet-50", "depthanything-l": "DepthAnything-L"}
     for rate in ("gemm_flops", "disk_bandwidth", "session_seconds"):
         assert all(titles[name] in load_descriptor("adreno750").sources[rate] for name in SHIPPED_FIT)
@@ -117,7 +117,7 @@ def test_moves_that_no_kernel_takes_along_are_launches_that_take_their_time(tmp_
 
 
 def test_ours_held_to_its_gates_is_played_beside_the_strategies() -> None:
-    """Later than ours where that reads as soon as places are free, and the same where pages are mapped."""
+    """Later than flashmem's own plan, which reads as soon as places are free; equal where pages are mapped."""
     model, found = DATA / "vit-tiny.onnx", {}
     for device in ("adreno750", "pocl"):
         descriptor = load_descriptor(device)
@@ -126,8 +126,8 @@ def test_ours_held_to_its_gates_is_played_beside_the_strategies() -> None:
         whole = generate(graph, fuse(graph), descriptor).program
         budget = sum(part.nbytes for part in whole.slices) // 2 + fixed_bytes(whole)
         program, options = overlap.within(graph, replace(options, limits=replace(options.limits, budget=budget)))
-        problem = planning_problem(program, descriptor, options.mode, options.limits)
-        slow = sum(part.nbytes for part in program.slices) / sum(layer.seconds for layer in problem.layers)
+        instance = planning_instance(program, descriptor, options.mode, options.limits)
+        slow = sum(part.nbytes for part in program.slices) / sum(layer.seconds for layer in instance.layers)
         found[options.mode] = overlap.seconds(program, overlap.with_disk(options, slow), opening=False)
     assert found["map"][overlap.HELD] == found["map"]["stream"]
     assert found["alias"][overlap.HELD] > 1.01 * found["alias"]["stream"]
@@ -135,7 +135,7 @@ def test_ours_held_to_its_gates_is_played_beside_the_strategies() -> None:
 
 
 def test_the_simulations_rival_knows_bytes_alone() -> None:
-    """Where latency is a line of the bytes for each state of the file, the rival is right; budgets make no difference to it."""
+    """If latency is a line of the bytes for each state of the file, the rival is right; budgets do not change it."""
 
     def row(disk: simulation.Disk, weights: int, seconds: float) -> simulation.Comparison:
         return simulation.Comparison("m", "map", 1, disk, seconds, 1.0, 1.0, 1.0, 1, weights)

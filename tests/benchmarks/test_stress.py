@@ -1,4 +1,4 @@
-"""The stress command on a small model: every mode and budget gives the resident answer, and it counts a wrong one."""
+"""The stress command on a small model: every mode and budget gives the resident answer, and it counts wrong answers."""
 
 from __future__ import annotations
 

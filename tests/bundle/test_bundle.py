@@ -1,4 +1,4 @@
-"""Bundles: atomic writes; tampered or truncated ones are refused before any read out of bounds."""
+"""Bundles: atomic writes; a tampered or truncated bundle is refused before any read out of bounds."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_a_bundle_replaced_while_it_is_read_is_read_anew(model: MiniModel, monke
 
 
 def _set(*keys: Any) -> Callable[[Any], None]:
-    """Put the last of `keys` at the place that the others lead to."""
+    """Set the entry at the path `keys`, whose last element is the value."""
 
     def change(data: Any) -> None:
         for key in keys[:-2]:
@@ -247,7 +247,7 @@ def _set(*keys: Any) -> Callable[[Any], None]:
 
 
 def _grow(*keys: Any) -> Callable[[Any], None]:
-    """Add more than the file has to the number that `keys` lead to, and keep its alignment."""
+    """Increase the number at the path `keys` beyond the size of the file, and keep its alignment."""
 
     def change(data: Any) -> None:
         for key in keys[:-1]:

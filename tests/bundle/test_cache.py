@@ -1,4 +1,4 @@
-"""The bundle cache: repaired, bounded, and never a reason that a run fails. Also `flashmem cache` and `flashmem check`."""
+"""The bundle cache: it repairs entries, keeps its limit, and never fails a run. Also `flashmem cache` and `flashmem check`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
 
 
 def entry(cache: Path, name: str, used: float) -> Path:
-    """A small bundle in the cache, asked for at `used`."""
+    """A small bundle in the cache, last used at `used`."""
     path = write_mini_bundle(cache / f"{name}.flashmem").path
     os.utime(path / "manifest.json", (used, used))
     return path
@@ -103,7 +103,7 @@ def test_what_was_used_longest_ago_goes_first(cache: Path, monkeypatch: pytest.M
         entry(cache, name, 1000.0 + number)
     size = bundle_cache.entries()[0].nbytes
     monkeypatch.setenv("FLASHMEM_CACHE_LIMIT", str(3 * size + 10))
-    bundle_cache.find_or_make("a", made)  # found: it is now the one used last
+    bundle_cache.find_or_make("a", made)  # found: it is now the most recently used
     bundle_cache.find_or_make("e", made)
     assert names() == ["e", "a", "d"]
 

@@ -1,4 +1,4 @@
-"""Files of foreign bundles and of caches: regular, bounded, of one bundle, of one user."""
+"""Files of foreign bundles and of caches: only regular files of bounded size, of one bundle, of one user."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def no_waiting() -> Iterator[None]:
-    """What waits for ever, as who opens a pipe that nobody writes, fails."""
+    """Fail instead of waiting for ever, as when opening a pipe without a writer."""
 
     def stop(*_: object) -> None:
         raise AssertionError("it waits")
@@ -77,14 +77,14 @@ def test_a_file_that_is_none_is_refused_at_once(kind: str, name: str, model: Min
         file.symlink_to("/dev/zero")
         if os.geteuid() == 0:
             file.unlink()
-            os.mknod(file, 0o600 | stat.S_IFCHR, os.makedev(1, 5))  # /dev/zero, which never ends
+            os.mknod(file, 0o600 | stat.S_IFCHR, os.makedev(1, 5))  # /dev/zero, which is endless
     with pytest.raises(BundleError, match=rf"{name}.*(is no regular file|is a link).*; compile the model again"):
         check_bundle(model.path, as_json=False)
     assert name != "manifest.json" or kind == "link" or current_version(model.path) is None
 
 
 def test_a_file_that_is_too_large_is_not_read(model: MiniModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sparse, so that whoever sends it need not have it."""
+    """A sparse file, which needs no space at the sender."""
     with (model.path / "manifest.json").open("ab") as file:
         file.truncate(1 << 40)
     with pytest.raises(BundleError, match=r"manifest\.json cannot be read \(it is larger than 67108864 bytes\)"):
@@ -136,12 +136,12 @@ def test_binaries_that_are_no_file_are_left_out(model: MiniModel, no_waiting: No
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077, 0o177])
 def test_caches_are_their_users_alone_whatever_the_umask_is(umask: int, cache: Path, model: MiniModel) -> None:
-    if umask == 0o022:  # as an older version left them
+    if umask == 0o022:  # as an older version wrote them
         (cache / "programs").mkdir(parents=True, mode=0o755)
     before = os.umask(umask)
     try:
         ProgramCache().write("ab" * 32, b"binary")
-        if umask != 0o177:  # a bundle is written with folders that nobody could enter
+        if umask != 0o177:  # a bundle is written with folders that nobody may enter
             bundle_cache.find_or_make("kept", lambda path: write_mini_bundle(path).open())
     finally:
         os.umask(before)
@@ -191,7 +191,7 @@ def test_the_program_cache_keeps_what_was_used_last(cache: Path, monkeypatch: py
         programs.write(key, bytes(1000))
         used = time.time() - 86400 * (10 - age)
         os.utime(programs.folder / f"{key}.bin", (used, used))
-    assert programs.read(keys[0]) is not None  # it was written first, and is used now
+    assert programs.read(keys[0]) is not None  # it was written first, and is now the most recently used
     left = programs.folder / ".abcdef-left"
     left.write_bytes(b"of a killed process")
     programs.trim()
@@ -225,7 +225,7 @@ def test_clearing_the_cache_removes_compiled_kernels(capsys: pytest.CaptureFixtu
 
 
 def test_entries_of_a_bundle_are_read_in_one_pass() -> None:
-    """Five thousand of them take a tenth of a second, not minutes."""
+    """Five thousand entries take a tenth of a second, not minutes."""
     entries = {f"{number:064x}": bytes(10_000) for number in range(5000)}
     content = packed_entries(entries)
     begun = time.process_time()

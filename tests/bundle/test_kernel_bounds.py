@@ -1,4 +1,4 @@
-"""Bounds of kernels: arguments are checked against the memory that the kernel text says it accesses."""
+"""Bounds of kernels: arguments are compared with the memory that the kernel text says it accesses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ void k(__global float* restrict y, __global const float* restrict e0, __global c
 
 
 def program(rows: int, columns: int, first: int, size: tuple[int, ...], y: int, e0: int, e1: int) -> Program:
-    """One launch of KERNEL on memories of so many floats."""
+    """One launch of KERNEL with buffers of the given numbers of floats."""
     sizes = {"y": y, "e0": e0, "e1": e1}
     tensors = tuple(Tensor(name, (n,), "float32", i << 20, 4 * n) for i, (name, n) in enumerate(sizes.items()))
     args = (*(Arg("tensor", tensor.name) for tensor in tensors), *(Arg("int", n) for n in (rows, columns, first)))
@@ -97,7 +97,7 @@ def test_a_kernel_says_all_of_it(old: str, new: str, message: str) -> None:
 
 
 def _moved(whole: Program, offset: int) -> Program:
-    """`whole` with e0 at `offset`: y takes the bytes from 0 to 320."""
+    """`whole` with e0 at `offset`: y uses the bytes from 0 to 320."""
     y, e0, e1 = whole.tensors
     return replace(whole, tensors=(y, replace(e0, offset=offset, nbytes=448), e1))
 
@@ -125,7 +125,7 @@ def test_a_kernel_says_what_it_writes_over() -> None:
         check_bounds(twice, KERNEL)
     states = KERNEL.replace("//@ zero first", "//@ zero first\n//@ over e0")
     check_bounds(twice, states)
-    with pytest.raises(BundleError, match="writes 'y' over 'e0'"):  # it may be the same tensor, not one beside it
+    with pytest.raises(BundleError, match="writes 'y' over 'e0'"):  # it may be the same tensor, not an overlapping one
         check_bounds(_moved(whole, 0), states)
     with pytest.raises(BundleError, match="writes 'y' over 'e1'"):
         check_bounds(replace(whole, launches=(replace(launch, args=(y, e0, y, *numbers[1:])),)), states)
@@ -166,7 +166,7 @@ def test_numbers_of_real_kernels_cannot_grow(name: str, compiled: dict[tuple[str
                     check_bounds(_alone(bundle.program, launch, at, other), _kernel_text(bundle.source.plain, launch.kernel))
                 except BundleError:
                     grown += 1
-                else:  # what only says where inside the memory something is looked for
+                else:  # a number that only selects a position inside the memory
                     assert _is_harmless(bundle, launch, at), (launch, at, other)
     assert grown > 3 * len(bundle.program.launches)
 
@@ -175,23 +175,23 @@ HARMLESS = {
     "stride_d", "stride_h", "stride_w", "dilation_d", "dilation_h", "dilation_w", "pad_front", "pad_top", "pad_left",
     "pad_back", "pad_bottom", "pad_right", "fold_rows", "fold_texels",
 }  # fmt: skip
-"""Taps outside the image are not read, wherever they fall, nor texels outside a texture."""
+"""Taps outside the image are not read, wherever they are, nor texels outside a texture."""
 
 
 def _is_harmless(bundle: Bundle, launch: Launch, at: int) -> bool:
-    """Whether argument `at` only says where inside the memory something is looked for, or is not used."""
+    """Whether argument `at` only selects a position inside the memory, or is not used."""
     names = _parameters(bundle, launch.kernel)
     name, text = names[at], _kernel_text(bundle.source.plain, launch.kernel)
-    if name in HARMLESS or re.search(rf"[/%] {name}\b", text):  # what is divided by more is less
+    if name in HARMLESS or re.search(rf"[/%] {name}\b", text):  # a larger divisor gives a smaller result
         return True
-    if re.fullmatch(r"[st]\d", name):  # the step of a dimension of one place
+    if re.fullmatch(r"[st]\d", name):  # the stride of a dimension of size 1
         return launch.args[names.index(f"n{name[1]}")].value == 1
     return name == "m0" and "m1" not in names  # the size of the only dimension of stacks
 
 
 @cache
 def _kernel_text(plain: str, kernel: str) -> str:
-    """The text of one kernel, what it states and its tail."""
+    """The text of one kernel: its statements, its body and its tail."""
     start = plain.rfind("\n}", 0, plain.find(f"{kernel}"))
     return plain[max(start, 0) : plain.find("\n}\n", plain.find(f"void {kernel}(")) + 3]
 
@@ -203,7 +203,7 @@ def _parameters(bundle: Bundle, kernel: str) -> list[str]:
 
 
 def _alone(program: Program, launch: Launch, at: int, value: int) -> Program:
-    """Only this launch, with another number."""
+    """The program with this launch only, and another number in it."""
     args = (*launch.args[:at], Arg("int", value), *launch.args[at + 1 :])
     return replace(program, launches=(replace(launch, args=args),))
 

@@ -1,4 +1,4 @@
-"""Kernel source of a bundle: includes and text beyond OpenCL C are refused; flashmem's own kernels are not."""
+"""Kernel source of a bundle: includes and text beyond OpenCL C are refused; flashmem's own kernels are accepted."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ PIECES = st.sampled_from(["%:", "#", "??=", "??/", "\\", "\n", "\n", "/*", "*/",
 @settings(deadline=None, max_examples=50)
 @given(before=st.lists(PIECES, max_size=6), after=st.lists(PIECES, max_size=4))
 def test_whatever_a_preprocessor_includes_is_refused(before: list[str], after: list[str]) -> None:
-    """With trigraphs as without."""
+    """With and without trigraphs."""
     text = "".join([*before, "#include <nowhere>\n", *after, "\n"])
     for options in ((), ("-trigraphs",)):
         done = subprocess.run(["cpp", "-w", *options, "-"], input=text.encode(), capture_output=True, check=False)

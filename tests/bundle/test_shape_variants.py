@@ -1,4 +1,4 @@
-"""Shape variants: one bundle for several shapes, over the same weights."""
+"""Shape variants: one bundle for several shapes, with common weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Arrays = dict[str, NDArray[Any]]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two products of weights over rows of any number; the second weight is transposed, a constant that is computed."""
+    """Two products of weights with any number of rows; the second weight is transposed, a constant that is folded."""
     rng = np.random.default_rng(0)
     weights = {
         "w1": rng.standard_normal((64, 96)), "w2": rng.standard_normal((40, 96)), "b": rng.standard_normal(96),
@@ -86,7 +86,7 @@ def holds(answer: Sequence[NDArray[Any]], reference: NDArray[Any]) -> bool:
     return answer[0].shape == reference.shape and bool(np.abs(answer[0] - reference).max() <= 1e-4 * np.ptp(reference))
 
 
-# What is asked for.
+# Requested shapes.
 
 
 def test_a_name_that_comes_again_begins_the_next_variant() -> None:
@@ -104,11 +104,11 @@ def test_a_name_that_comes_again_begins_the_next_variant() -> None:
 def test_the_variant_that_fits_exactly_is_found(bundles: dict[str, Bundle]) -> None:
     inputs = [variant.program.inputs for variant in bundles[IDS[0]].variants]
     assert [fitting(inputs, drawn(shapes, 0)) for shapes in (SMALL, LARGE, ODD)] == [0, 1, None]
-    assert fitting(inputs, {"x": np.zeros((32, 64))}) == 1  # the rest is drawn, or found missing
+    assert fitting(inputs, {"x": np.zeros((32, 64))}) == 1  # other inputs are drawn, or reported as missing
     assert list_text(inputs) == "x=4x64 y=4x40; x=32x64 y=32x40" and list_text(inputs[:1]) == "x=4x64 y=4x40"
 
 
-# Answers, and what a session holds.
+# Answers, and the memory of a session.
 
 
 @pytest.mark.parametrize(("device", "path"), PLACES, ids=IDS)
@@ -124,7 +124,7 @@ def test_every_variant_gives_onnxruntimes_answer(device: Any, path: str, model: 
                 assert program.inputs[0].shape == inputs["x"].shape
                 by_category = session.last_run.memory.by_category
                 assert by_category["arena"] == program.arena_bytes and by_category["constants"] == program.constants_bytes
-            # All weights were resident from the first run on, in places that both variants have.
+            # All weights were resident from the first run on, in places common to both variants.
             assert not session.last_run.loads, mode
 
 
@@ -143,17 +143,17 @@ def test_a_session_holds_one_variant_and_keeps_to_the_budget(strategy: str, mode
 
 
 def _smallest(bundle: Bundle, index: int) -> int:
-    from flashmem.planning.carried_instance import carried_problem
+    from flashmem.planning.carried_instance import carried_instance
     from flashmem.planning.replanning import smallest_budget
 
     one = bundle.variant(index)
-    problem = carried_problem(one.program, one.plan, one.descriptor, one.meta["mode"], one.meta)
-    assert problem is not None
-    return smallest_budget(one.program, problem, one.meta["mode"], one.plan.asked)
+    instance = carried_instance(one.program, one.plan, one.descriptor, one.meta["mode"], one.meta)
+    assert instance is not None
+    return smallest_budget(one.program, instance, one.meta["mode"], one.plan.asked)
 
 
 def test_later_runs_of_every_variant_have_steady_launches_over_the_same_weights(tmp_path: Path) -> None:
-    """A weight of two slices, which both variants join; going on to the other one lets go what was prepared."""
+    """A weight of two slices, which both variants join; a change of variant frees the prepared kernels."""
     weight = np.random.default_rng(4).standard_normal((512, 4096)).astype(np.float32)
     ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", size]) for name, size in (("x", 512), ("z", 4096))]
     nodes = [helper.make_node("MatMul", ["x", "w"], ["z"])]
@@ -216,7 +216,7 @@ def test_a_runtime_takes_the_variant_that_fits(model: Path, bundles: dict[str, B
     assert runtime.held == 0
 
 
-# Weights, which lie in the file once.
+# Weights, which are stored once in the file.
 
 
 def test_weights_are_not_repeated(model: Path, bundles: dict[str, Bundle], tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_weights_are_not_repeated(model: Path, bundles: dict[str, Bundle], tmp_p
 
 @pytest.mark.parametrize(("device", "optimize"), [("nvidia", "cold"), ("adreno740", "steady")])
 def test_kernels_of_all_variants_read_the_packing_of_the_largest(device: str, optimize: Any, tmp_path: Path) -> None:
-    """Convolutions and products whose best kernels differ with the number of rows; textures."""
+    """Convolutions and products whose best kernels depend on the number of rows; textures."""
     rng = np.random.default_rng(1)
     shapes = {"k1": (64, 3, 3, 3), "k2": (128, 64, 3, 3), "k3": (256, 128, 1, 1)}
     nodes = [
@@ -253,7 +253,7 @@ def test_kernels_of_all_variants_read_the_packing_of_the_largest(device: str, op
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_tables_and_quantised_weights_are_not_repeated(precision: Any, tmp_path: Path) -> None:
-    """A table that the host picks rows from, another that is a head too, and integers that are dequantised in registers."""
+    """A table for host lookups, another that is also a head, and integers that are dequantised in registers."""
     rng = np.random.default_rng(3)
     tables = rng.standard_normal((2, 2100, 128)).astype(np.float32)
     held = {
@@ -287,7 +287,7 @@ def test_tables_and_quantised_weights_are_not_repeated(precision: Any, tmp_path:
     ]
     assert len(few.host_embeddings) == 2 and many.weights_bytes == alone.program.weights_bytes
     with Session(bundle, verify_weights=True) as session:
-        for size in (32, 4) if precision == "fp32" else (4,):  # each variant has kernels to be built
+        for size in (32, 4) if precision == "fp32" else (4,):  # each variant has kernels to build
             inputs = {"ids": rng.integers(0, 2100, size)}
             rows = tables[:, inputs["ids"]].sum(axis=0)
             reference = rows @ ((held["codes"].astype(np.int32) - held["zero"]) * np.float32(0.01)) @ tables[0].T
@@ -296,7 +296,7 @@ def test_tables_and_quantised_weights_are_not_repeated(precision: Any, tmp_path:
 
 
 def test_what_depends_on_shapes_is_stored_for_each_and_said(tmp_path: Path, flashmem_command: Command) -> None:
-    """Positions cut to the length of the input: more than a resident constant, and another slice for each length."""
+    """Positions cut to the length of the input: larger than a resident constant, and a different slice for each length."""
     table = np.random.default_rng(2).standard_normal((4000, 128)).astype(np.float32)
     nodes = [
         helper.make_node("Shape", ["x"], ["shape"], start=0, end=1),

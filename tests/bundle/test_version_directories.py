@@ -1,4 +1,4 @@
-"""Atomic replacement of a bundle: after a kill at any step the old or the new one is there, and no leftovers."""
+"""Atomic replacement of a bundle: after a kill at any step, the old or the new one exists, without leftovers."""
 
 from __future__ import annotations
 
@@ -129,4 +129,4 @@ def test_where_there_are_no_locks_bundles_are_written_all_the_same(tmp_path: Pat
     for budget in (1, 2):
         write_mini_bundle(tmp_path / "m.flashmem", budget=budget)
         assert Bundle.open(tmp_path / "m.flashmem").budget_bytes == budget
-    assert (tmp_path / ".m.flashmem-0123456789abcdef").exists()  # whose it is cannot be known
+    assert (tmp_path / ".m.flashmem-0123456789abcdef").exists()  # its owner cannot be known

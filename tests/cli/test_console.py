@@ -65,9 +65,9 @@ def test_progress_without_a_terminal_is_a_line_for_each_stage(capsys: pytest.Cap
 
 
 def _all_of(master: int) -> bytes:
-    """What was written to a pseudo-terminal that is closed by now. One read may return a part of it."""
+    """The output in a pseudo-terminal that is already closed. One read may return a part of it."""
     seen = b""
-    with suppress(OSError):  # EIO: nothing is left
+    with suppress(OSError):  # EIO: no more data
         while part := os.read(master, 65536):
             seen += part
     os.close(master)
@@ -75,7 +75,7 @@ def _all_of(master: int) -> bytes:
 
 
 def test_progress_on_a_terminal_is_a_bar_on_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through a pseudo-terminal, as a person sees it."""
+    """Through a pseudo-terminal, like a user's terminal."""
     master, slave = os.openpty()
     with os.fdopen(slave, "w") as terminal:
         monkeypatch.setattr("sys.stderr", terminal)

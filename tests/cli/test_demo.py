@@ -1,4 +1,4 @@
-"""The demo's two networks on the page that it draws: every device against ONNX Runtime."""
+"""The demo's two networks on its generated page: every device compared with ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUDGET = 50_000_000
 
 
 class Reference:
-    """A network in ONNX Runtime; keeps the inputs it was given."""
+    """A network in ONNX Runtime; records its inputs."""
 
     def __init__(self, model: Path) -> None:
         self.session = onnxruntime.InferenceSession(str(model), providers=["CPUExecutionProvider"])
@@ -60,7 +60,7 @@ def test_the_page_is_read_by_the_reference(page: ocr.Image, models: ocr.Models, 
 
 
 def test_a_page_of_another_size_lying_askew(models: ocr.Models, references: dict[str, Reference]) -> None:
-    """What is read depends on the image alone: lines are found where they are, turned upright, and in reading order."""
+    """The result depends on the image alone: lines are found at their places, turned upright, and in reading order."""
     tilted = draw_page().rotate(5, expand=True, fillcolor="white", resample=3).resize((1400, 1000), resample=3)
     wanted = [text for _, text in PAGE]
     read = text_on(np.asarray(tilted), references, models)
@@ -71,7 +71,7 @@ def test_a_page_of_another_size_lying_askew(models: ocr.Models, references: dict
 
 def test_lines_lie_where_they_were_drawn(page: ocr.Image, references: dict[str, Reference]) -> None:
     ink = np.flatnonzero((page.min(axis=2) < 128).any(axis=1))
-    rows = np.split(ink, np.flatnonzero(np.diff(ink) > 1) + 1)  # the rows of pixels of each line
+    rows = np.split(ink, np.flatnonzero(np.diff(ink) > 1) + 1)  # the pixel rows of each line
     tall = [row for row in rows if len(row) > 3]
     found = ocr.find_lines(page, references["detector"])
     assert len(found) == len(tall) == len(PAGE)
@@ -124,10 +124,10 @@ def test_greedy_ctc() -> None:
 
 def test_boxes_in_reading_order() -> None:
     probability = np.zeros((200, 300), np.float32)
-    places = [(20, 150), (24, 20), (100, 20), (160, 200)]  # top, left: the first two share a row
+    places = [(20, 150), (24, 20), (100, 20), (160, 200)]  # top, left: the first two have the same row
     for top, left in places:
         probability[top : top + 20, left : left + 80] = 0.9
-    probability[80:84, 280:284] = 0.31  # too unsure to count
+    probability[80:84, 280:284] = 0.31  # below the threshold
     found = ocr.boxes(probability, scale=0.5)
     centres = [box.mean(axis=0) for box in found]
     np.testing.assert_allclose(centres, [(119, 67), (379, 59), (119, 219), (479, 339)], atol=2)
@@ -150,7 +150,7 @@ def test_a_photograph_is_turned_upright(tmp_path: Path) -> None:
 
     picture = Image.new("L", (40, 20), 255)
     exif = Image.Exif()
-    exif[0x0112] = 6  # orientation: turned by a quarter
+    exif[0x0112] = 6  # orientation: rotated by 90 degrees
     picture.save(tmp_path / "turned.jpg", exif=exif)
     opened = open_image(tmp_path / "turned.jpg")
     assert (opened.size, opened.mode) == ((20, 40), "RGB")

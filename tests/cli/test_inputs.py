@@ -1,4 +1,4 @@
-"""Random and given inputs, written outputs, compared answers: the parts of `flashmem run` that need no device."""
+"""Drawn and given inputs, written outputs, compared answers: the parts of `flashmem run` that need no device."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_an_unknown_input_is_named_with_those_there_are() -> None:
 
 def test_inputs_are_read_by_name(tmp_path: Path) -> None:
     arrays = {
-        "image": np.asfortranarray(np.random.default_rng(0).standard_normal((3, 700, 800)), np.float32),  # more than a piece
+        "image": np.asfortranarray(np.random.default_rng(0).standard_normal((3, 700, 800)), np.float32),  # larger than a piece
         "mask": np.array([[1, -2], [3, 4]])[:, ::-1],
         "empty": np.zeros((0, 4), bool),
         "scalar": np.array(2.5),
@@ -103,7 +103,7 @@ def test_files_that_are_not_inputs(tmp_path: Path) -> None:
 def _claims(
     path: Path, header: str, content: bytes, *, version: bytes = b"\x01\x00", method: int = zipfile.ZIP_DEFLATED
 ) -> None:
-    """An .npz file whose one array `x` says `header` of itself."""
+    """Write an .npz file whose array `x` has the header `header`."""
     length = len(header).to_bytes(2 if version == b"\x01\x00" else 4, "little")
     with zipfile.ZipFile(path, "w", method) as archive:
         archive.writestr("x.npy", b"\x93NUMPY" + version + length + header.encode() + content)
@@ -140,7 +140,7 @@ def test_what_a_header_says_is_not_believed(header: str, content: bytes, sentenc
 
 
 def test_small_files_of_large_arrays_take_no_memory(tmp_path: Path) -> None:
-    """64 MB of zeros, and a header of as many bytes, are 64 KB of file each."""
+    """64 MB of zeros, and a header of as many bytes: each is a file of 64 KB."""
     port, large = Port("x", (4,), "float32", None), 64 << 20
     shape, longer, header = (tmp_path / name for name in ("shape.npz", "longer.npz", "header.npz"))
     _claims(shape, _header(f"({large // 4},)"), bytes(large))

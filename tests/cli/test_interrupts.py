@@ -1,4 +1,4 @@
-"""Ctrl-C on the command line at any moment: exit code 130, at most one line, no partial files."""
+"""Ctrl-C on the command line at any time: exit code 130, at most one line, no partial files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from ortools.sat.python import cp_model
 
-from flashmem.planning.opg.cp_models import cp_solver
+from flashmem.planning.arithmetic.solver import cp_solver
 from tests.support.paths import DATA
 
 pytestmark = pytest.mark.build_apart
@@ -26,7 +26,7 @@ ONE_LINE = (130, "flashmem: interrupted\n")
 
 @pytest.fixture(autouse=True)
 def sigint_is_not_ignored() -> Iterator[None]:
-    """A shell starts what it runs in the background with SIGINT ignored, and children inherit that."""
+    """Reset SIGINT: a shell starts background processes with SIGINT ignored, and children inherit that."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -53,7 +53,7 @@ main()
 
 
 def command(interrupted_at: str = "", before: str = "") -> tuple[int, str]:
-    """Exit code and stderr of `flashmem devices`, interrupted when it imports a module, or as the code in `before` does."""
+    """Exit code and stderr of `flashmem devices`, interrupted at the import of a module, or by the code in `before`."""
     code = [sys.executable, "-c", _COMMAND.replace("{before}", before), interrupted_at]
     done = subprocess.run(code, capture_output=True, text=True, check=False, timeout=60)
     return done.returncode, done.stderr
@@ -113,7 +113,7 @@ devices.show_devices = show
 
 
 def test_an_interrupt_during_the_last_import_does_not_outlive_the_command() -> None:
-    """It is tried again when the import is over, and the command may be over by then."""
+    """The command may end during the import, before the interrupt is retried after it."""
     code, said = command("this", before=WHILE_THE_LAST_MODULE_LOADS)
     assert (code, said) in ((0, ""), ONE_LINE)
 
@@ -134,7 +134,7 @@ def test_a_command_that_has_ended_keeps_its_exit_code() -> None:
 @pytest.mark.parametrize("whole_group", [True, False], ids=["as a terminal does", "this process alone"])
 @pytest.mark.parametrize("stage", ["", "import"])
 def test_an_interrupt_while_run_compiles_ends_its_child_too(stage: str, whole_group: bool, tmp_path: Path) -> None:
-    """Before the child has said anything (it imports), and after; what it had begun to write is gone."""
+    """Before the child's first output (during imports), and after it; the partial output is removed."""
     words = [sys.executable, "-m", "flashmem", "run", str(MODEL)]
     environment = {**os.environ, "FLASHMEM_CACHE_DIR": str(tmp_path)}
     process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -157,7 +157,7 @@ def _children(pid: int) -> list[str]:
 
 
 def test_an_interrupt_ends_a_search_of_the_solver() -> None:
-    """A knapsack in many dimensions: a minute would not do. CP-SAT's own handler would end the search and nothing else."""
+    """A knapsack in many dimensions that takes longer than a minute. CP-SAT's own handler would end only the search."""
     model = cp_model.CpModel()
     chosen = [model.new_bool_var(str(index)) for index in range(300)]
     for row in range(200):

@@ -106,7 +106,7 @@ def test_the_smallest_budget_of_a_model_is_printed_and_works(flashmem: Command, 
 
 
 def test_the_plan_of_a_bundle_takes_no_options(flashmem: Command, tmp_path: Path) -> None:
-    """It was made with them: to show another plan under their name, or to ignore them, would mislead."""
+    """The plan was made with options: showing another plan for new options, or ignoring them, would mislead."""
     bundle = tmp_path / "m.flashmem"
     assert flashmem("compile", GPTNEO, "-o", bundle, "--device", "pocl")[0] == 0
     for flag, value in (("--budget", "64MB"), ("--budget", "lots"), ("--device", "nvidia"), ("--mode", "dma")):

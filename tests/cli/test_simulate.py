@@ -11,6 +11,7 @@ from typing import get_args
 
 import pytest
 
+from flashmem.base.paths import VARIABLE
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.schedule.plan import Status
 from tests.support.caches import empty_bundle_cache
@@ -26,6 +27,14 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def flashmem(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
     empty_bundle_cache(tmp_path / "cache", monkeypatch)
     return command_line(monkeypatch, capfd)
+
+
+@pytest.fixture
+def absent_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache, which nothing has made yet."""
+    folder = tmp_path / "absent"
+    monkeypatch.setenv(VARIABLE, str(folder))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +115,7 @@ def test_a_known_architecture_is_played_as_it_is_planned(options: tuple[str, ...
     assert played["memory_path"] == planned["memory_path"]
     kept = set(played["plan"]) - {"solve_seconds"}
     statuses = (planned["plan"]["status"], played["plan"]["status"])
-    if not all(status.startswith("optimal") for status in statuses):  # the clock stops a solver elsewhere each time
+    if not all(status.startswith("optimal") for status in statuses):  # a time limit stops the solver anywhere
         kept = {"objective_kind", "checked"}
         assert played["plan"]["objective"] == pytest.approx(planned["plan"]["objective"], rel=0.01)
     assert {k: played["plan"][k] for k in kept} == {k: planned["plan"][k] for k in kept}
@@ -124,7 +133,7 @@ def test_strategies_and_disks_of_a_known_architecture(flashmem: Command, tmp_pat
     }
     assert [each["strategy"] for each in played.values()] == list(played)
     assert played["stream"]["latency_ms"]["integrated"] <= played["on-demand"]["latency_ms"]["integrated"]
-    weights = 490_000_000  # all of them are there at once
+    weights = 490_000_000  # all of them are resident at once
     assert played["stream"]["memory"]["peak_bytes"] <= 128_000_000 < weights < played["preload"]["memory"]["peak_bytes"]
     cached = flashmem("simulate", *ZOO, "--budget", "128MB", "--timeline", tmp_path / "t.png")
     assert cached.code == 0 and "first answer" in cached.out
@@ -152,7 +161,7 @@ def test_a_sweep_fills_its_grid_and_starts_where_it_stopped(
         assert row["tier"] and float(row["bound"]) <= float(row["objective"]) + 1e-9
     for name in ("s.png", "s-figure8.png"):
         assert Path(name).read_bytes().startswith(PNG)
-    # As after a crash: the last line was cut short. That point alone is done again, the rest is left as it is.
+    # As after a crash, which truncated the last line. Only that point is computed again; the other rows stay unchanged.
     whole = Path("s.csv").read_bytes()
     lines = whole.splitlines(keepends=True)
     Path("s.csv").write_bytes(whole[:-7])
@@ -330,21 +339,21 @@ def test_what_the_user_has_to_change(
     ],
 )
 def test_a_sweep_refuses_before_its_first_point(
-    words: tuple[str, ...], message: str, flashmem: Command, bundle: Path, tmp_path: Path
+    words: tuple[str, ...], message: str, flashmem: Command, absent_cache: Path, bundle: Path, tmp_path: Path
 ) -> None:
     device = () if "--device" in words else ("--device", DEVICE)
     words = tuple(str(bundle) if word == "BUNDLE" else word for word in words)
     outcome = flashmem("sweep", RESNET, *words, *device, "--m-peak", "1MB", "-o", tmp_path / "s.csv")
     assert outcome.code == 2 and message in outcome.err and len(outcome.err.strip().splitlines()) == 1
-    assert rows_of(tmp_path / "s.csv") == [] and not (tmp_path / "cache").exists()
+    assert rows_of(tmp_path / "s.csv") == [] and not absent_cache.exists()
 
 
 def test_a_timeline_that_cannot_be_drawn_is_refused_before_the_model_is_compiled(
-    flashmem: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flashmem: Command, absent_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     outcome = flashmem("simulate", RESNET, "--timeline", tmp_path / "t.png")
-    assert outcome.code == 2 and "matplotlib" in outcome.err and not (tmp_path / "cache").exists()
+    assert outcome.code == 2 and "matplotlib" in outcome.err and not absent_cache.exists()
 
 
 @pytest.mark.parametrize("engine", ["distributed", "ray", "matplotlib"])

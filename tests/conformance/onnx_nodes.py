@@ -1,6 +1,6 @@
-"""The node tests of the onnx package, and the checked-in list of their results here.
+"""The node tests of the onnx package, and the checked-in list of flashmem's results.
 
-`onnx_nodes.txt` names every test once: those that pass, then those that do not run, under the reason why. Every line is an
+`onnx_nodes.txt` names every test once: first those that pass, then those that do not run, under the reason. Every line is an
 operator and a test. Commands:
 
     python -m tests.conformance.onnx_nodes --write      runs every test on every OpenCL device, on one memory path (minutes)
@@ -28,7 +28,7 @@ from flashmem.base.types import DType
 
 try:
     from tests.support.isolated import call_isolated
-except ImportError:  # pytest puts this folder on the path, not the one above
+except ImportError:  # pytest adds this folder to the path, not its parent
     from tests.support.isolated import call_isolated  # type: ignore[no-redef]
 
 LIST = Path(__file__).with_suffix(".txt")
@@ -45,7 +45,7 @@ DIFFERS = {
     "test_resize_downsample_scales_cubic_align_corners": _DOWNSAMPLED,
     "test_resize_downsample_scales_linear_align_corners": _DOWNSAMPLED,
 }
-"""Tests whose expected answer is not ours, and why."""
+"""Tests whose expected answer differs from flashmem's, with the reason."""
 
 _COMPUTED = {*get_args(DType), "float16", "bfloat16", "float64"}
 
@@ -66,7 +66,7 @@ def cases() -> Mapping[str, Any]:
 
 
 def operator(case: Any) -> str:
-    """The operator that `case` tests; that of the original where it is written out in simpler ones."""
+    """The operator that `case` tests; for an expanded form, the original operator."""
     original = cases().get(case.name.split("_expanded")[0], case)
     node = original.model.graph.node[-1]
     return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
@@ -85,7 +85,7 @@ def read_list() -> dict[str, list[tuple[str, str]]]:
 
 
 def counts() -> dict[str, tuple[int, int]]:
-    """(passed, total) of the node tests of each operator, as the checked-in list has them."""
+    """(passed, total) of the node tests of each operator, from the checked-in list."""
     passed: defaultdict[str, int] = defaultdict(int)
     total: defaultdict[str, int] = defaultdict(int)
     for reason, tests in read_list().items():
@@ -96,14 +96,14 @@ def counts() -> dict[str, tuple[int, int]]:
 
 
 def is_plain(case: Any) -> bool:
-    """Whether every input and output of `case` is a tensor that has elements, of a type that flashmem computes with."""
+    """Whether every input and output of `case` is a tensor with elements, of a type that flashmem supports."""
     given = (each for inputs, expected in case.data_sets or () for each in (*inputs, *expected))
     arrays = [numpy_helper.to_array(each) if isinstance(each, onnx.TensorProto) else each for each in given]
     return all(isinstance(each, np.ndarray | np.generic) and each.size and each.dtype.name in _COMPUTED for each in arrays)
 
 
 def check(case: Any, answers: Sequence[Any], expected: Sequence[Any]) -> None:
-    """AssertionError unless `answers` are as the onnx package's own runner wants them: types, shapes, its tolerances."""
+    """Raise AssertionError unless `answers` satisfy the onnx package's own runner: types, shapes, its tolerances."""
     from onnx.backend.test.runner import Runner
 
     arrays = [numpy_helper.to_array(each) if isinstance(each, onnx.TensorProto) else each for each in expected]
@@ -112,10 +112,10 @@ def check(case: Any, answers: Sequence[Any], expected: Sequence[Any]) -> None:
 
 
 def outcome(case: Any, device: str, path: str) -> str:
-    """`PASSES`, or the sentence that says why `case` cannot be run on `device`.
+    """`PASSES`, or the reason why `case` cannot run on `device`.
 
     Raises:
-        AssertionError: it runs and gives something else than it should.
+        AssertionError: it runs with a wrong result.
     """
     import flashmem.tools.onnx_backend as backend
     from flashmem.base.errors import UnsupportedModelError, UserError
@@ -140,12 +140,12 @@ def _line(error: Exception) -> str:
 
 
 def _everywhere(task: tuple[str, tuple[tuple[str, str], ...]]) -> str:
-    """What a test does on devices and paths. Whatever is wrong starts with "WRONG", which the tests do not accept."""
+    """The outcome of a test on devices and paths. An error starts with "WRONG", which the tests do not accept."""
     name, places = task
     for device, path in places:
         try:
             reason = outcome(cases()[name], device, path)
-        except Exception as error:  # a finding, whatever it is
+        except Exception as error:  # any exception is a finding
             return f"WRONG ({device}, {path}): {type(error).__name__}: {_line(error)[:200]}"
         if reason != PASSES:
             return reason
@@ -184,7 +184,7 @@ def totals_summary() -> str:
 
 
 def main() -> None:
-    """The command line above."""
+    """The command line; see the module docstring."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.conformance.onnx_nodes", description="The node tests of the onnx package."
     )

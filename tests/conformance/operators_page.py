@@ -13,7 +13,7 @@ from tests.support.paths import ROOT
 
 try:
     from tests.conformance.onnx_nodes import counts
-except ImportError:  # pytest puts this folder on the path, not the one above
+except ImportError:  # pytest adds this folder to the path, not its parent
     from tests.conformance.onnx_nodes import counts  # type: ignore[no-redef]
 
 PAGE = ROOT / "docs" / "operators.md"

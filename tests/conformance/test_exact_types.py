@@ -1,4 +1,4 @@
-"""Exact element types: nodes that once gave wrong answers silently, each against ONNX Runtime on every device.
+"""Exact element types: nodes that once silently gave wrong answers, each compared with ONNX Runtime on every device.
 
 All nodes are outputs of one model, so that each device compiles once.
 """
@@ -27,7 +27,7 @@ Array = NDArray[Any]
 
 @dataclass
 class Model:
-    """Nodes under construction. Each is an output; inputs are run-time data, constants initializers."""
+    """Nodes of a model under construction. Each is an output; inputs are run-time data, constants initializers."""
 
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     feeds: dict[str, Array] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Model:
         return name
 
     def node(self, title: str, op: str, *inputs: str, dtype: str = "", inner: bool = False, **attributes: Any) -> str:
-        """A node called `title`, whose output has `dtype`; no output of the model if it is `inner`."""
+        """A node called `title`, with output type `dtype`; not an output of the model if it is `inner`."""
         self.nodes.append(helper.make_node(op, list(inputs), [title], name=title, **attributes))
         if not inner:
             self.outputs.append(helper.make_tensor_value_info(title, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), None))
@@ -119,7 +119,7 @@ def _movement(m: Model) -> None:
 
 
 def _placed_operands(m: Model) -> None:
-    """Operands that no epilogue can read where they lie, or that come at run time where a layout changes."""
+    """Operands in layouts that no epilogue can read, or computed at run time where a layout changes."""
     random = np.random.default_rng(0)
 
     def draw(*shape: int) -> Array:
@@ -147,7 +147,7 @@ TITLES = [output.name for output in MODEL.outputs]
 def expected() -> dict[str, Array]:
     session = onnxruntime.InferenceSession(MODEL.proto().SerializeToString(), providers=["CPUExecutionProvider"])
     answers = dict(zip(TITLES, session.run(TITLES, MODEL.feeds), strict=True))
-    # ONNX Runtime sums int64 in float64 and drops some NaN; numpy says what ONNX does.
+    # ONNX Runtime sums int64 in float64 and drops some NaN; numpy computes what ONNX specifies.
     wide, numbers = MODEL.feeds["x1"], next(data for data in MODEL.feeds.values() if np.isnan(data.astype(float)).any())
     return answers | {"sum of int64": wide.sum(keepdims=True), "largest": numbers.max(1, keepdims=True)}
 

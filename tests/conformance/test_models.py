@@ -19,13 +19,13 @@ from tests.support.compared import require_right
 from tests.support.inputs import floats
 from tests.support.zoo_data import DATA, EXPORTS, examples
 
-OPEN_SIZE = 12  # tokens, of the models whose sequence is open
+OPEN_SIZE = 12  # tokens, for models with an open sequence length
 MODELS = sorted(EXPORTS)
 PLACES = [(device, path) for device in list_devices() for path in descriptor_for(device).memory_paths]
 IDS = [f"{device.descriptor_name}-{path}" for device, path in PLACES]
 ARCHITECTURES = ("gptneo-tiny", "mobilenet-tiny", "regnet-tiny", "resnet-tiny", "vit-tiny")
 
-# Networks of fifty and more kernels, which PoCL takes long to build: once, on the device that builds them fastest.
+# Networks of fifty and more kernels, which PoCL builds slowly: run once, on the device with the fastest builds.
 MANY_KERNELS = ("deepvit", "depthanything", "sam2", "sd", "whisper")
 QUICK_PLACES = [place for place in PLACES if place[0].descriptor_name == "intel-cpu"] or PLACES[:1]
 
@@ -35,7 +35,7 @@ def _places_for(number: int, name: str) -> list[tuple[Any, str]]:
         return PLACES
     if name.startswith(MANY_KERNELS):
         return [] if name.endswith("-legacy") else QUICK_PLACES[number % len(QUICK_PLACES) :][:1]
-    # Other exports of an architecture try the importer: their kernels are the same, so one place each is enough.
+    # Other exports of an architecture test the importer: their kernels are the same, so one place for each is enough.
     return PLACES[number % len(PLACES) :][:1]
 
 
@@ -60,7 +60,7 @@ def _reference(model: Path, inputs: dict[str, NDArray[Any]]) -> list[NDArray[Any
 
 
 def _error(outputs: list[NDArray[Any]], expected: list[NDArray[Any]]) -> float:
-    """Of the range of each output; of its magnitude, where it is one number."""
+    """The error as a fraction of the range of each output, or of its magnitude for a single number."""
     return max(float(np.abs(a - b).max() / (np.ptp(b) or np.abs(b).max())) for a, b in zip(outputs, expected, strict=True))
 
 
@@ -73,7 +73,7 @@ def test_streamed_answer_is_onnxruntimes(name: str, device: Any, path: str, tmp_
     with flashmem.Session(bundle, device=device.descriptor_name) as session:
         first = session.run(None, inputs)
         others = [session.run(None, inputs) for _ in range(4)]
-    if name.endswith("-legacy"):  # of which the reference evaluator cannot follow some
+    if name.endswith("-legacy"):  # the reference evaluator cannot run some of these
         assert _error(first, _reference(model, inputs)) <= 1e-3
     else:
         require_right(onnx.load(model), inputs, first)
@@ -87,7 +87,7 @@ def test_streamed_answer_is_onnxruntimes(name: str, device: Any, path: str, tmp_
      ("whisper-tiny-encoder", "around 1e3")],
 )  # fmt: skip
 def test_numbers_of_other_kinds(name: str, kind: str, tmp_path: Path) -> None:
-    """Pixels from 0 on, spectra far from 0: activations that all have one sign, or much in common."""
+    """Pixels from 0 on, spectra far from 0: activations that all have one sign, or little variation."""
     (device, path), model = QUICK_PLACES[0], onnx.load(DATA / f"{name}.onnx")
     inputs = {key: floats(*array.shape, kind=kind) for key, array in examples(name).items()}
     bundle = flashmem.compile(DATA / f"{name}.onnx", tmp_path / "m.flashmem", device=device.descriptor_name, memory_path=path)
@@ -134,7 +134,7 @@ def test_the_smallest_budget_works_and_one_byte_less_does_not(mode: str, tmp_pat
 
 
 def test_a_tied_table_is_stored_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The embedding of the tied export feeds the head and the row gather: the gather reads the head's panels."""
+    """The embedding of the tied export is used by the head and the row gather: the gather reads the head's panels."""
     monkeypatch.setattr("flashmem.compiler.memory.constants.RESIDENT_CONSTANT_BYTES", 1 << 10)  # as for a table of full size
     model = DATA / "gptneo-tiny-tied.onnx"
     inputs = examples(model.stem)

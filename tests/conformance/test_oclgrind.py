@@ -1,6 +1,6 @@
 """Kernels under Oclgrind, which simulates a device and reports races between work-items and accesses outside a buffer.
 
-With the tiles of a GPU (work-groups, local memory) and the stream lane, which no CPU runtime would show to be racy.
+With the tiles of a GPU (work-groups, local memory) and the interleaved copy stream, whose races no CPU runtime would show.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ queue.finish()
 
 
 def _run(script: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`script` in a process that sees Oclgrind's device alone.
+    """Run `script` in a process with Oclgrind's device only.
 
-    Oclgrind keeps no locks, and a loader thread writes while kernels run: about one process in 150 dies by a signal inside it.
-    Such a process is started again, a few times at most; one that answers or complains is believed.
+    Oclgrind has no locks, and a loader thread writes while kernels run: about one process in 150 dies of a signal inside it.
+    Such a process is started again, a few times at most. The result of a process that answers or complains is final.
     """
     vendors = folder / "vendors"
     vendors.mkdir()
@@ -108,7 +108,7 @@ def test_what_is_written_over_an_operand_is_no_race(path: str, tmp_path: Path) -
 
 
 def _overwriting() -> onnx.ModelProto:
-    """A model in which wide activations die where others are made, which are all that is large."""
+    """A model in which wide activations die when others are created; nothing else in it is large."""
     generator = np.random.default_rng(0)
     weights = {f"w{i}": generator.standard_normal(shape) for i, shape in enumerate([(64, 4), (4, 64), (4, 64), (64, 4)])}
     nodes = [
@@ -167,7 +167,7 @@ def test_attention_of_few_and_of_many_queries(device: str, precision: str, tmp_p
 @needs_oclgrind
 @pytest.mark.parametrize("path", ["buffer", "texture"])
 def test_convolutions_by_winograd(path: str, tmp_path: Path) -> None:
-    """Two of them, one for the other: of odd sizes, channels that fill no vector, tiles that fill no work-item or group."""
+    """Two convolutions in sequence: odd sizes, channels that fill no vector, tiles that fill no work-item or group."""
     random = np.random.default_rng(0)
     weights = {f"w{i}": random.standard_normal(shape) for i, shape in enumerate([(10, 5, 3, 3), (7, 10, 3, 3)])}
     graph = onnx.helper.make_graph(

@@ -1,7 +1,7 @@
 """The node tests of the onnx package, against `flashmem.tools.onnx_backend` and the checked-in list (`onnx_nodes.py`).
 
-Every test meets every device, on one memory path on the first and on the other on the next. On the first device each test is
-a model of its own; on the others those of a batch are merged into one model: on PoCL, building a program costs most.
+Every test runs on every device, alternating between memory paths. On the first device each test is a separate model. On the
+others the tests of a batch are merged into one model, because on PoCL, building a program costs most.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BATCH = 16
 
 
 def _batches() -> list[list[str]]:
-    """The passing tests, those of one operator set together: they can be one model."""
+    """The passing tests, grouped by operator set, so that each group can be one model."""
     alike: defaultdict[str, list[str]] = defaultdict(list)
     for _, name in LISTED[PASSES]:
         if name in cases():
@@ -66,7 +66,7 @@ def test_passes(index: int) -> None:
             for inputs, expected in case.data_sets:
                 check(case, prepared.run(inputs), expected)
             constants[name] = prepared.constants
-    # onnx's own merging leaves names inside branches and loops as they are.
+    # onnx's own merging does not rename values inside branches and loops.
     alone = [name for name in BATCHES[index] if _has_subgraph(cases()[name].model)]
     for device in DEVICES[1:]:
         _check_merged([name for name in BATCHES[index] if name not in alone], constants, device.descriptor_name, other)
@@ -80,7 +80,7 @@ def _has_subgraph(model: onnx.ModelProto) -> bool:
 
 
 def _check_merged(names: Sequence[str], constants: dict[str, tuple[str, ...]], device: str, path: str) -> None:
-    """The tests `names` as one model, with the inputs as constants that they need."""
+    """Run the tests `names` as one model, with the inputs that must be constants."""
     if not names:
         return
     merged = onnx.ModelProto()

@@ -1,6 +1,6 @@
-"""Operators as the old operator sets have them, 7 to 12: one model for each set, against ONNX Runtime.
+"""Operators in the forms of the old operator sets 7 to 12: one model for each set, compared with ONNX Runtime.
 
-The same model, converted by onnx to a set of today, is a second reference for what is read.
+The same model, converted by onnx to a current set, is a second reference for the importer.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def answers_of(model: onnx.ModelProto, feeds: dict[str, Array], folder: Path) ->
 
 @pytest.mark.parametrize("opset", [7, 9, 10, 12])
 def test_a_set_is_read_as_onnx_runtime_reads_it(opset: int, tmp_path: Path) -> None:
-    """onnx converts all nodes, but rounds the size of an Upsample by a fraction otherwise."""
+    """onnx converts all nodes, but rounds the size of an Upsample by a fraction differently."""
     model, feeds = drawn(opset)
     converted = version_converter.convert_version(model, 21)
     expected, again = (

@@ -1,4 +1,4 @@
-"""Random graphs against ONNX Runtime; `python -m tests.conformance.random_graphs` draws more."""
+"""Random graphs compared with ONNX Runtime; `python -m tests.conformance.random_graphs` draws more."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ from flashmem.runtime.serving.loaded_model import LoadedModel
 from flashmem.schedule import loads as schedule
 from flashmem.schedule.plan import passing_bytes
 from flashmem.tools.doctor import selftest
+from tests.support.caches import kernels_built_by_runs
 from tests.support.mini_bundle import write_mini_bundle
 from tests.support.strict_device import PROFILES, Profile, StrictOpenCL
 from tests.support.strict_device.door import strict
@@ -48,15 +49,21 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*was compiled for")  # one bund
 
 @pytest.fixture(scope="module", autouse=True)
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache of kernels of their own: a strict device's binaries are nobody else's."""
+    """A separate kernel cache: only the strict device can use its binaries."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         yield
 
 
+@pytest.fixture(autouse=True)
+def _nothing_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under every strict device is PoCL: see `kernels_built_by_runs`."""
+    kernels_built_by_runs(monkeypatch, saved=False)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _segments() -> Iterator[None]:
-    """Slices in segments of a page, so that threads share those of small models, too."""
+    """Slices in segments of one page, so that threads share those of small models too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule, "passing_bytes", partial(passing_bytes, piece=4096))
         yield
@@ -64,7 +71,7 @@ def _segments() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Bundle]:
-    """Each model for each memory path, compiled once for all profiles; within so little that slices take turns in places."""
+    """Each model for each memory path, compiled once for all profiles, with a budget so small that slices share places."""
     folder = tmp_path_factory.mktemp("bundles")
     with strict(PROFILES[1]):
         name = list_devices()[0].descriptor_name
@@ -118,7 +125,7 @@ def test_models_break_no_rule(
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("mode", ["alias", "interleave"])
 def test_each_load_maps_its_own_bytes_and_nothing_else(path: str, mode: str, bundles: dict[tuple[str, str], Bundle]) -> None:
-    """Two commands a load, of a thread that reads megabytes meanwhile; constants are mapped once, as the session opens."""
+    """Two commands a load, from a thread that reads megabytes meanwhile; constants are mapped once, when the session opens."""
     with strict(PROFILES[1]) as device, flashmem.Session(bundles["gptneo-tiny", path], mode=mode) as session:  # type: ignore[arg-type]
         for _ in range(3):
             before = dict(device.rules.counts)
@@ -131,7 +138,7 @@ def test_each_load_maps_its_own_bytes_and_nothing_else(path: str, mode: str, bun
 
 
 def test_a_kernel_that_writes_over_an_operand_takes_one_memory_object_twice() -> None:
-    """Two that share bytes, one of them written, are undefined, in one kernel as in two."""
+    """Two memory objects that share bytes, one of them written, are undefined, in one kernel as in two."""
     tensors = tuple(Tensor(name, (256,), "float32", 512, 1024) for name in ("operand", "output"))
     with strict(PROFILES[1]):
         context = Context(list_devices()[0])
@@ -147,7 +154,7 @@ def test_a_kernel_that_writes_over_an_operand_takes_one_memory_object_twice() ->
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("mode", MODES)
 def test_several_models_under_one_budget_break_no_rule(path: MemoryPath, mode: str, share: float, tmp_path: Path) -> None:
-    """While one computes the next one loads, and weights of both come and go, or it is opened, where both have room."""
+    """While one model computes, the next one loads, and weights of both are loaded and freed; or it opens, if both fit."""
     models = [write_mini_bundle(tmp_path / f"m{seed}.flashmem", path, seed=seed) for seed in range(2)]
     with strict(PROFILES[1]) as device:
         needed = [fixed_bytes(m.open().program) + m.open().plan.layouts[mode].total_bytes for m in models]
@@ -165,7 +172,7 @@ def test_several_models_under_one_budget_break_no_rule(path: MemoryPath, mode: s
 def test_constants_of_a_model_that_is_opened_beside_another_are_waited_for(
     path: MemoryPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are written on another queue than kernels read them on."""
+    """They are written on another queue than the one on which kernels read them."""
     bind = LoadedModel.try_bind
     monkeypatch.setattr(LoadedModel, "try_bind", lambda loaded, plan, queue: bind(loaded, plan, loaded.device.beside))
     model = write_mini_bundle(tmp_path / "m.flashmem", path)
@@ -190,6 +197,6 @@ def test_constants_that_are_damaged_are_not_released_while_they_are_mapped(tmp_p
 
 def test_the_doctor_breaks_no_rule(tmp_path: Path) -> None:
     with strict(PROFILES[3]) as device:
-        for result in islice(selftest.tests(0, tmp_path), 4):  # the fifth takes times
+        for result in islice(selftest.tests(0, tmp_path), 4):  # the fifth measures times
             assert result.ok, result
     assert device.rules.broken == []

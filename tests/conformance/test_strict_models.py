@@ -35,7 +35,7 @@ def _family(export: str) -> str:
 
 _FAMILIES = sorted({_family(export) for export in EXPORTS})
 MODELS = [(export, "buffer" if _FAMILIES.index(_family(export)) % 2 else "texture") for export in sorted(EXPORTS)]
-"""Each on one path, as the others of its family, whose kernels it shares: building those takes most of the time."""
+"""Each on one path, like the others of its family, whose kernels it shares: building those takes most of the time."""
 
 KINDS: list[tuple[Profile, MemoryPath, TransferMode]] = [
     (profile, path, mode)
@@ -48,7 +48,7 @@ KINDS: list[tuple[Profile, MemoryPath, TransferMode]] = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_segments_and_a_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Slices in small segments, so that threads share those of small models, too. A strict device's binaries are its own."""
+    """Slices in small segments, so that threads share those of small models too; and a separate kernel cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(schedule, "passing_bytes", partial(passing_bytes, piece=BAND))
@@ -57,9 +57,9 @@ def _small_segments_and_a_cache(tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.mark.parametrize(("model", "path"), MODELS)
 def test_every_model_breaks_no_rule(model: str, path: MemoryPath, tmp_path: Path) -> None:
-    """`interleave` is a model's second export's, where it has one, and `dma` and `alias` the first one's.
+    """A model's second export, if it has one, runs in `interleave`, the first one in `dma` and `alias`.
 
-    Moves are launches of their own: kernels with lanes are those of `test_strict_device.py`, and take as long again to build.
+    Copies are launches of the copy kernel: `test_strict_device.py` tests kernels with lanes, which take as long again to build.
     """
     shapes = SHAPES.get(model, {})
     inputs = examples(model)
@@ -81,7 +81,7 @@ def test_every_model_breaks_no_rule(model: str, path: MemoryPath, tmp_path: Path
         for mode in modes:
             with flashmem.Session(bundle, mode=mode, lanes=False) as session:
                 answers = [session.run(None, inputs) for _ in range(2)]
-            for answer in answers:  # the second may be the steady kernels'
+            for answer in answers:  # the second may be from the steady kernels
                 for got, right in zip(answer, wanted, strict=True):
                     assert np.abs(got - right).max() <= 1e-3 * (np.ptp(right) or np.abs(right).max())
             assert device.rules.broken == [] and device.rules.mapped == []
@@ -94,7 +94,7 @@ def test_every_model_breaks_no_rule(model: str, path: MemoryPath, tmp_path: Path
 def test_loads_of_small_bundles_break_no_rule(
     profile: Profile, path: MemoryPath, mode: TransferMode, preload: int, tmp_path: Path
 ) -> None:
-    """Several threads bring in segments of each slice, for W and in a run, just in time and ahead."""
+    """Several threads load segments of each slice, for W and in a run, just in time and ahead."""
     for distance in (1, 4):
         model = write_mini_bundle(tmp_path / f"{distance}.flashmem", path, preload=preload, distance=distance)
         inputs = model.inputs()

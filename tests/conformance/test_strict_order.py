@@ -24,7 +24,7 @@ def small() -> Small:
     return Small(StrictOpenCL(profile("adreno7xx"), base_device()))
 
 
-# -- nothing orders them
+# -- no order
 
 
 def two_queues_write_one_buffer(p: Small) -> None:
@@ -210,7 +210,7 @@ def wait_list_without_events(p: Small) -> None:
     Raw(p).library.clWaitForEvents(1, None)
 
 
-# -- the host's memory
+# -- host memory
 
 
 def staging_is_written_again_before_its_copy_is_done(p: Small) -> None:
@@ -261,7 +261,7 @@ def test_events_and_the_hosts_memory(rule: str, program: Callable[[Small], None]
     assert caught.value.rule == rule, caught.value
 
 
-# -- something orders them
+# -- ordered by something
 
 
 def by_an_event(p: Small, place: Any, data: Any) -> None:
@@ -361,7 +361,7 @@ def test_what_is_ordered_is_right(program: Callable[[Small, Any, Any], None], sm
     assert small.cl.rules.broken == []
 
 
-# -- by event: the host's wait is not enough
+# -- order by an event: the host's wait is not enough
 
 
 ONLY_THE_HOST_WAITS = (by_finish, by_a_wait_of_the_host, by_a_blocking_call, by_a_wait_of_another_thread, by_a_raw_wait)
@@ -383,7 +383,7 @@ def test_where_events_are_asked_for_a_wait_of_the_host_is_not_enough(program: Ca
 
 
 def test_an_event_of_bytes_that_were_written_over_is_not_asked_for() -> None:
-    """Only of what is read; and what the reading queue wrote itself since needs none."""
+    """Required only for the bytes that are read; bytes that the reading queue itself has overwritten need none."""
     p = Small(StrictOpenCL(profile("adreno7xx"), base_device(), by_event=True))
     p.write(p.part(0), queue=p.other)
     p.write(p.part(2), queue=p.other)
@@ -394,11 +394,11 @@ def test_an_event_of_bytes_that_were_written_over_is_not_asked_for() -> None:
         p.copy(p.part(2), p.part(1))
 
 
-# -- nothing to order
+# -- no order needed
 
 
 def test_other_memory_objects_need_no_order(small: Small) -> None:
-    """Parts that do not overlap, images, and objects that both queues read."""
+    """Disjoint sub-buffers, images, and objects that both queues read."""
     parts = [small.part(number) for number in range(4)]
     images = [small.image(8, 2) for _ in range(2)]
     ones = np.ones(FLOATS, np.float32)
@@ -439,7 +439,7 @@ def _copy_in_two_threads(p: Small, queues: tuple[Any, Any], place: Any, seconds:
                 with lock or nullcontext():
                     raw.write(place, queues[number], data, offset=number * PART)
                     raw.finish(queues[number])
-        except BrokenRuleError:  # which is noted
+        except BrokenRuleError:  # the strict device has recorded it
             return
 
     p.cl.world.overlap.seconds = seconds
@@ -451,7 +451,7 @@ def _copy_in_two_threads(p: Small, queues: tuple[Any, Any], place: Any, seconds:
 
 
 def test_threads_that_wait_for_their_own_copies_are_caught_though_none_overlaps(small: Small) -> None:
-    """Each copy takes microseconds, and is over before the other thread is there: the strict device keeps it in flight."""
+    """Each copy takes microseconds, and ends before the other thread starts: the strict device keeps it in flight."""
     place = small.keep(small.buffer.get_sub_region(0, 2 * PART))
     _copy_in_two_threads(small, (small.queue, small.other), place, 0.4)
     assert {each.rule for each in small.cl.rules.broken} == {"order"}

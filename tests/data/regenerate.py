@@ -1,6 +1,6 @@
-"""Writes the tiny models beside this file anew: `python tests/data/regenerate.py [NAME...]` (needs the `zoo` extra).
+"""Writes the tiny models beside this file again: `python tests/data/regenerate.py [NAME...]` (needs the `zoo` extra).
 
-What the exporters write, less the stack traces they attach to every node, which would be most of each file.
+The files are the exporters' output without the stack traces of every node, which would be most of each file.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ EXPORTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def strip(path: Path) -> None:
-    """Remove metadata from every level of the model; external data stays where it is."""
+    """Remove metadata from every level of the model; external data stays in its file."""
     model = onnx.load(path, load_external_data=False)
     graph = model.graph
     for message in (model, graph, *graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
@@ -56,7 +56,7 @@ def strip(path: Path) -> None:
 
 
 def main() -> None:
-    """Write every export, or those that are named."""
+    """Write every export, or the named ones."""
     for target in sys.argv[1:] or EXPORTS:
         name, options = EXPORTS[target]
         with tempfile.TemporaryDirectory(dir=HERE) as scratch:

@@ -1,9 +1,9 @@
-"""Changed bundles, opened and run: `python -m tests.fuzz.bundles --count 10000 --seed 1 [--jobs 2]`.
+"""Fuzzing of bundles: changed bundles, opened and run: `python -m tests.fuzz.bundles --count 10000 --seed 1 [--jobs 2]`.
 
-A *damaged* bundle has bytes changed in any file. It must end in one sentence or in the right answer. A *rewritten* one has
-values changed in a JSON file, every hash made to fit: it may be a program of its own, so any answer will do, but no crash and
-no hang. Workers are processes that open, run and report; one that ends, or says nothing for 10 s, is a finding, and so is a
-traceback.
+A *damaged* bundle has changed bytes in any file. It must end in one sentence or in the right answer. A *rewritten* one has
+changed values in a JSON file, with every hash corrected. It may be a valid program, so any answer is accepted, but no crash and
+no hang. Workers are processes that open, run and report. A worker that ends, or reports nothing for 10 s, is a finding, and so
+is a traceback.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MODELS = ("resnet-tiny", "gptneo-tiny-tied", "mobilenet-tiny")
 
 @dataclass(frozen=True)
 class Base:
-    """A bundle that is changed, never in place; its inputs and right answers lie beside it."""
+    """A bundle whose copies are changed; its inputs and right answers are files beside it."""
 
     name: str
     path: Path
@@ -54,7 +54,7 @@ class Base:
 
 @dataclass(frozen=True)
 class Job:
-    """A changed bundle to run, and what to compare its answer with."""
+    """A changed bundle to run, and the expected answer."""
 
     path: str
     inputs: str
@@ -65,7 +65,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a changed bundle ended: `right`, `different`, `sentence`; or, all findings: `traceback`, `crash`, `hang`."""
+    """The outcome of a changed bundle: `right`, `different`, `sentence`; or, all findings: `traceback`, `crash`, `hang`."""
 
     kind: str
     text: str = ""
@@ -75,7 +75,7 @@ class Outcome:
 
 
 def make_bases(folder: Path, *, compiled: bool) -> list[Base]:
-    """Bundles with hand-written kernels on both memory paths; with `compiled`, also of three small models."""
+    """Bundles with hand-written kernels on both memory paths; with `compiled`, also bundles of three small models."""
     import flashmem
     from flashmem.bundle.bundle import Bundle
     from flashmem.runtime.engine.inputs import complete_inputs
@@ -96,7 +96,7 @@ def make_bases(folder: Path, *, compiled: bool) -> list[Base]:
 
 
 def cases(base: Base) -> list[tuple[int, str]]:
-    """(device, mode) of everything here that runs the bundle; its answers are written down."""
+    """(device, mode) of everything on this machine that runs the bundle; writes its answers to files."""
     from flashmem.bundle.bundle import Bundle
     from flashmem.runtime.opencl.context import list_devices
     from flashmem.runtime.opencl.devices import descriptor_for
@@ -116,7 +116,7 @@ def cases(base: Base) -> list[tuple[int, str]]:
 
 
 def change(path: Path, rng: random.Random) -> tuple[str, str]:
-    """Change one thing about a bundle; returns "damaged" or "rewritten", and what was done."""
+    """Change one thing in a bundle; returns "damaged" or "rewritten", and a description of the change."""
     if rng.random() < 0.5:
         return "damaged", _damage(path, rng)
     return "rewritten", _rewrite(path, rng)
@@ -183,7 +183,7 @@ def _rewrite(path: Path, rng: random.Random) -> str:
 
 
 def _places(data: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to every value in JSON data."""
+    """The path to every value in JSON data."""
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     for key, value in items:
         yield (*way, key)
@@ -191,13 +191,13 @@ def _places(data: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def _another(value: Any, data: Any, places: list[tuple[Any, ...]], rng: random.Random) -> Any:
-    """Something else than `value`: near it, extreme, of another type, or what stands elsewhere."""
+    """Another value than `value`: near it, extreme, of another type, or from another place."""
     if rng.random() < 0.25:
         other = data
         for step in rng.choice(places):
             try:
                 other = other[step]
-            except (KeyError, IndexError, TypeError):  # a change before this one removed it
+            except (KeyError, IndexError, TypeError):  # an earlier change removed it
                 return None
         return copy.deepcopy(other)
     if isinstance(value, bool) or value is None:
@@ -218,13 +218,13 @@ def _another(value: Any, data: Any, places: list[tuple[Any, ...]], rng: random.R
 
 
 def work() -> None:
-    """The worker: a job a line comes in, an outcome a line goes out."""
+    """The worker: reads a job a line, and writes an outcome a line."""
     from flashmem.base.errors import RunError, UserError
     from flashmem.runtime.session import Session
 
     resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
     reports = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a driver prints is no report
+    os.dup2(2, 1)  # a driver's output is not a report
     for line in sys.stdin:
         job = Job(**json.loads(line))
         try:
@@ -247,7 +247,7 @@ def work() -> None:
 
 
 class Worker:
-    """A process that runs changed bundles, started anew when one ends it."""
+    """A process that runs changed bundles, started again when a bundle ends it."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0
@@ -261,7 +261,7 @@ class Worker:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=DATA.parent.parent
             )
         assert self._process.stdin is not None and self._process.stdout is not None
-        with suppress(BrokenPipeError):  # it ended; what is read says so
+        with suppress(BrokenPipeError):  # it ended; the read reports that
             self._process.stdin.write(json.dumps(asdict(job)).encode() + b"\n")
             self._process.stdin.flush()
         ready, _, _ = select.select([self._process.stdout], [], [], patience + 60 * fresh)
@@ -286,7 +286,7 @@ class Worker:
 
 @dataclass
 class Result:
-    """What a series of changed bundles gave: how often each (change, outcome), and every finding."""
+    """The result of a series of changed bundles: the number of each (change, outcome), and every finding."""
 
     counts: Counter[tuple[str, str]]
     findings: list[str]
@@ -312,7 +312,7 @@ def fuzz(bases: list[Base], count: int, seed: int, folder: Path, jobs: int = 1) 
                 if outcome.kind in ("crash", "hang", "traceback") or (how, outcome.kind) == ("damaged", "different"):
                     where = f"{base.name}, device {device}, mode {mode}"
                     result.findings.append(f"{index}: {outcome.kind} {outcome.text} after {what} ({where})")
-                    print(result.findings[-1], file=sys.stderr, flush=True)  # now: a long series may be ended before its end
+                    print(result.findings[-1], file=sys.stderr, flush=True)  # now: a long series may be stopped
                 shutil.rmtree(path)
 
     with ThreadPoolExecutor(jobs) as pool:
@@ -332,7 +332,7 @@ def _worker(result: Result) -> Iterator[Worker]:
 
 
 def main() -> int:
-    """The command: prints how often each outcome came, and the findings; 1 if there are any."""
+    """The command: prints the number of each outcome, and the findings; returns 1 if it has any."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)

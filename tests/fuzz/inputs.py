@@ -1,8 +1,8 @@
-"""Damaged .npz files: each is read as it was, or refused with one sentence, in little memory.
+"""Fuzzing of .npz files: a damaged file is read correctly, or refused with one sentence, in little memory.
 
     python -m tests.fuzz.inputs --count 10000 --seed 1
 
-Half of the files have changed bytes, half are whole archives around changed members, which checksums do not give away.
+Half of the files have changed bytes. Half are valid archives with changed members, which checksums do not reveal.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _WORDS = (
 
 
 def fuzz(count: int, seed: int, folder: Path) -> Counter[str]:
-    """Reads `count` files drawn from `seed`; how many were "read" and how many "refused".
+    """Read `count` files drawn from `seed`; returns how many were "read" and how many "refused".
 
     Raises:
-        AssertionError: a file was read wrongly, or told in more than one line, or took too much memory.
-        Exception: whatever else a file made `read_inputs` raise; a note names the file's number.
+        AssertionError: a file was read wrongly, or refused in more than one line, or used too much memory.
+        Exception: any other error of `read_inputs`; a note names the file's number.
     """
     results: Counter[str] = Counter()
     path = folder / "fuzzed.npz"
@@ -75,7 +75,7 @@ def _read(path: Path, *, exactly: bool) -> str:
 
 
 def _changed_bytes(generator: np.random.Generator) -> bytes:
-    """An archive with bytes changed, cut out, doubled, or put in; what is still read has to be what was written."""
+    """An archive with bytes changed, removed, repeated, or inserted; arrays that are read must equal the originals."""
     content = bytearray(_archive({name: _npy(array) for name, array in _ARRAYS.items()}, generator))
     for _ in range(generator.integers(1, 5)):
         at, length = int(generator.integers(len(content))), int(generator.choice([1, 1, 2, 4, 8, 64]))
@@ -93,14 +93,14 @@ def _changed_bytes(generator: np.random.Generator) -> bytes:
 
 
 def _changed_members(generator: np.random.Generator) -> bytes:
-    """A whole archive around arrays whose headers were changed."""
+    """A valid archive of arrays with changed headers."""
     members = {name: bytearray(_npy(array)) for name, array in _ARRAYS.items()}
     for _ in range(generator.integers(1, 4)):
         member = members[str(generator.choice(list(members)))]
         at = int(generator.integers(min(len(member), 140) + 1))
         word = bytes(generator.choice(np.array(_WORDS, object))) if generator.random() < 0.6 else generator.bytes(2)
         member[at : at + int(generator.integers(20))] = word
-        if generator.random() < 0.5 and len(member) > 10:  # a length that fits again
+        if generator.random() < 0.5 and len(member) > 10:  # a length that matches again
             end = member.find(b"\n", 10)
             member[8:10] = max(end + 1 - 10, 0).to_bytes(8, "little")[:2]
         if generator.random() < 0.2:
@@ -125,7 +125,7 @@ def _archive(members: dict[str, bytes], generator: np.random.Generator) -> bytes
 
 
 def main() -> None:
-    """Fuzzes, and prints how many files were read and how many refused."""
+    """Fuzz, and print how many files were read and how many refused."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)

@@ -35,7 +35,7 @@ from onnx import numpy_helper
 from flashmem.compiler.frontend.importer import is_native
 from tests.support.paths import DATA, ROOT
 
-DESCRIPTOR = ROOT / "devices" / "generic-cpu.toml"  # as a file: no OpenCL is asked
+DESCRIPTOR = ROOT / "devices" / "generic-cpu.toml"  # as a file: no OpenCL is queried
 SECONDS = 10
 SPARE = 2 << 30
 PER_BYTE = 128
@@ -47,7 +47,7 @@ REALS = [0.0, -0.0, 1e9, -1e9, 1e38, float("inf"), float("-inf"), float("nan"), 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one file: "compiled", "refused", or what went wrong; and the bytes of memory it took."""
+    """The outcome of one file: "compiled", "refused", or a description of the error; and the bytes of memory used."""
 
     kind: str
     text: str = ""
@@ -56,7 +56,7 @@ class Outcome:
 
 @dataclass
 class Findings:
-    """What many files came to."""
+    """The outcomes of many files."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     sentences: Counter[str] = field(default_factory=Counter)
@@ -65,7 +65,7 @@ class Findings:
 
 
 def run(count: int, seed: int, keep: Path | None = None) -> Findings:
-    """Change and compile `count` files; those with findings go to `keep`."""
+    """Change and compile `count` files; those with findings are saved to `keep`."""
     findings = Findings()
     with tempfile.TemporaryDirectory() as folder:
         for number, content in enumerate(mutants(count, seed)):
@@ -110,7 +110,7 @@ def _compile(path: Path, output: Path) -> Outcome:
     from flashmem.base.errors import UserError
     from flashmem.compile import compile
 
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of computing; other processes may keep it waiting
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of computing time; other processes may delay it
     signal.alarm(12 * SECONDS)
     before = _status("VmRSS")
     limit = _status("VmSize") + SPARE + PER_BYTE * path.stat().st_size
@@ -133,13 +133,13 @@ def _compile(path: Path, output: Path) -> Outcome:
 
 
 def _status(key: str) -> int:
-    """A size of this process that Linux keeps, in bytes."""
+    """A size of this process that Linux reports, in bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
     return int(line.split()[1]) << 10
 
 
 def _place(error: BaseException) -> str:
-    """The innermost function of flashmem that the error went through."""
+    """The innermost function of flashmem in the traceback of the error."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "flashmem" in frame.filename]
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno} {frames[-1].name}" if frames else "?"
 
@@ -161,7 +161,7 @@ def mutants(count: int, seed: int) -> Iterator[bytes]:
         for _ in range(draw.choice((1, 1, 1, 2, 3))):
             try:
                 draw.choice(CHANGES)(model, draw)
-            except Exception:  # nothing to change there, no such value, or beyond onnx since the change before
+            except Exception:  # nothing to change, no such value, or invalid in onnx after an earlier change
                 continue
         yield model.SerializeToString()
 
@@ -219,7 +219,7 @@ def _nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
 
 
 def _attribute(model: onnx.ModelProto, draw: random.Random) -> None:
-    """Another value or type of an attribute, one more, or one less."""
+    """Change the value or type of an attribute, add one, or remove one."""
     node = draw.choice(_nodes(model))
     if not node.attribute or draw.random() < 0.15:
         known = onnx.defs.get_schema(node.op_type).attributes if onnx.defs.has(node.op_type) else {"axis": None}
@@ -250,7 +250,7 @@ def _value(draw: random.Random) -> object:
 
 
 def _dimension(model: onnx.ModelProto, draw: random.Random) -> None:
-    """Another size, one more dimension, one less, or none known; of an input, an output or a weight."""
+    """Change the size of a dimension, add one, remove one, or make all unknown; of an input, an output or a weight."""
     if model.graph.initializer and draw.random() < 0.4:
         dims = draw.choice(model.graph.initializer).dims
         match draw.randrange(3):
@@ -275,7 +275,7 @@ def _dimension(model: onnx.ModelProto, draw: random.Random) -> None:
 
 
 def _type(model: onnx.ModelProto, draw: random.Random) -> None:
-    """Another element type, a sequence, or none."""
+    """Change the element type, to another, a sequence, or none."""
     types = onnx.TensorProto.DataType.values()
     if model.graph.initializer and draw.random() < 0.4:
         draw.choice(model.graph.initializer).data_type = draw.choice(types)
@@ -290,7 +290,7 @@ def _type(model: onnx.ModelProto, draw: random.Random) -> None:
 
 
 def _edge(model: onnx.ModelProto, draw: random.Random) -> None:
-    """An input or an output of a node renamed to another name of the model, dropped or doubled."""
+    """Rename an input or an output of a node to another name of the model, remove or repeat it."""
     node = draw.choice(_nodes(model))
     names = [name for other in _nodes(model) for name in (*other.input, *other.output)]
     names += [value.name for value in (*model.graph.input, *model.graph.output, *model.graph.initializer)]
@@ -307,7 +307,7 @@ def _edge(model: onnx.ModelProto, draw: random.Random) -> None:
 
 
 def _node(model: onnx.ModelProto, draw: random.Random) -> None:
-    """A node doubled, removed, moved, given another operator or domain."""
+    """Repeat, remove or move a node, or change its operator or domain."""
     nodes = model.graph.node
     index = draw.randrange(len(nodes))
     match draw.randrange(6):
@@ -329,7 +329,7 @@ def _node(model: onnx.ModelProto, draw: random.Random) -> None:
 
 
 def _port(model: onnx.ModelProto, draw: random.Random) -> None:
-    """An input or output of the model doubled, removed or renamed."""
+    """Repeat, remove or rename an input or output of the model."""
     ports = draw.choice((model.graph.input, model.graph.output, model.graph.initializer))
     index = draw.randrange(len(ports))
     match draw.randrange(4):
@@ -344,7 +344,7 @@ def _port(model: onnx.ModelProto, draw: random.Random) -> None:
 
 
 def _data(model: onnx.ModelProto, draw: random.Random) -> None:
-    """The data of a weight cut, lengthened, moved to another file, or other numbers in it."""
+    """Truncate or lengthen the data of a weight, move it to another file, or change its numbers."""
     tensor = draw.choice(model.graph.initializer)
     match draw.randrange(4):
         case 0:
@@ -373,7 +373,7 @@ CHANGES: list[Callable[[onnx.ModelProto, random.Random], None]] = [
 
 
 def main() -> None:
-    """The command."""
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)

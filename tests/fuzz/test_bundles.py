@@ -28,7 +28,7 @@ def test_a_worker_that_hangs_or_ends_is_seen(
     np.savez(tmp_path / "inputs.npz", **model.inputs())
     job = fuzz_bundles.Job(str(model.path), str(tmp_path / "inputs.npz"), str(tmp_path / "none.npz"), 0, "map")
     worker = fuzz_bundles.Worker()
-    assert worker.run(job).kind == "traceback"  # there is no file of answers
+    assert worker.run(job).kind == "traceback"  # the file of answers is missing
     assert worker._process is not None
     if how == "crash":
         worker._process.kill()

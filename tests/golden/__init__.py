@@ -1,7 +1,7 @@
-"""Golden files: how many kernels a model launches, by family, and how many bytes they read and write.
+"""Golden files: the number of kernel launches of a model, by family, and the bytes that they read and write.
 
-One JSON file for each model, for a CPU and a GPU. A lost fusion or an added copy changes a number here, whatever a clock shows.
-`test_golden.py` compares. After an intended change, write the files anew and read the difference:
+One JSON file for each model, for a CPU and a GPU. A lost fusion or an added copy changes a number here, without a time
+measurement. `test_golden.py` compares. After an intended change, write the files again and read the difference:
 
     python -m tests.golden [NAME...]
 """
@@ -57,7 +57,7 @@ def _generated(graph: Graph, device: str) -> dict[str, Any]:
 
 
 Make = Callable[[Path], Graph]
-"""Gives a model's graph, whose weights may be in files of a folder."""
+"""Makes a model's graph; files with its weights may be in the folder."""
 
 
 def _exported(name: str) -> Make:
@@ -69,7 +69,7 @@ def _known(name: str) -> Make:
 
 
 def _quantised(name: str, kind: str) -> Make:
-    """An exported model as ONNX Runtime's tools quantise it: "dynamic", "QDQ" or "QOperator"."""
+    """An exported model, quantised by ONNX Runtime's tools: "dynamic", "QDQ" or "QOperator"."""
 
     def made(folder: Path) -> Graph:
         source, target = folder / "float.onnx", folder / "quantised.onnx"
@@ -87,7 +87,7 @@ def _quantised(name: str, kind: str) -> Make:
 
 
 class _Examples(quantization.CalibrationDataReader):  # type: ignore[misc]  # onnxruntime has no types
-    """One example of a model's float inputs. Scales depend on it, and nothing in a golden file depends on scales."""
+    """One example of a model's float inputs. Scales depend on it, but no golden file depends on scales."""
 
     def __init__(self, model: Path) -> None:
         random = np.random.default_rng(4)

@@ -1,4 +1,4 @@
-"""Writes golden files anew: `python -m tests.golden [NAME...]`, all of them without a name."""
+"""Writes golden files again: `python -m tests.golden [NAME...]`, all of them without a name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.golden import HERE, MODELS, summary
 
 
 def main() -> None:
-    """Write the golden files of the models that are named, or of all."""
+    """Write the golden files of the named models, or of all."""
     names = sys.argv[1:] or list(MODELS)
     unknown = [name for name in names if name not in MODELS]
     if unknown:

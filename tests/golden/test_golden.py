@@ -1,4 +1,4 @@
-"""Launches and bytes of whole models are those of the golden files, and every golden file is of a model."""
+"""Launches and bytes of whole models equal those of the golden files, and every golden file has a model."""
 
 from __future__ import annotations
 

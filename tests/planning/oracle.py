@@ -1,16 +1,16 @@
-"""Exhaustive search over the plans of small problems: no planner may claim more than it finds.
+"""Exhaustive search over the plans of small problems: no planner may claim more than this search finds.
 
     python -m tests.planning.oracle --instances 20000 --seed 0
 
-Every instance is planned for the paper's objective or for the first answer, with every option that changes which plans there
-are: weights that must be in W, a limit on W, M_peak, transfer modes with and without lanes (which hold a moved weight twice),
-the widths of the search, CP-SAT or none, and little time. A finding is a plan called optimal that is not, a bound above the
-optimum, a plan that breaks a rule, or a refusal where a plan exists (in `interleave`, where planners move a weight in the
-layer before its use when memory is short, and with a limit on W only if CP-SAT was asked: without it no W may be found).
-Findings are printed; with one the exit code is 1.
+Every instance is planned for the paper's objective or for the first answer, with every option that changes the set of plans:
+weights that must be in W, a limit on W, M_peak, transfer modes with and without lanes (which hold a copied weight twice), the
+widths of the search, CP-SAT or none, and little time. A finding is a plan wrongly called optimal, a bound above the optimum, a
+plan that breaks a rule, or a refusal although a plan exists. One refusal is accepted: in `interleave`, planners copy a weight
+in the layer before its use when memory is short. With a limit on W and without CP-SAT, they may then find no W. Findings are
+printed; with a finding the exit code is 1.
 
 The oracle shares no code with the planner: it walks the layers forwards with what is left of every weight (`best_cost`), and
-tries every gate with every move under a clock of its own (`fastest`).
+tries every release time with every move under a clock of its own (`fastest`).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from flashmem.planning.latency.cp_sat import improve
 from flashmem.planning.latency.first_answer import first_plan
 from flashmem.planning.opg import preload_dp
 from flashmem.planning.opg.lc_opg import solve
-from flashmem.schedule.instance import LayerSpec, Problem, WeightSpec
+from flashmem.schedule.instance import Instance, LayerSpec, WeightSpec
 from flashmem.schedule.plan import OverlapPlan, Units
 
 Option = TypeVar("Option")
 Pick = Callable[[Sequence[Option]], Option]
-"""One of several: `random.Random.choice`, or a draw of hypothesis."""
+"""Selects one of several: `random.Random.choice`, or a draw of hypothesis."""
 
 Moves = dict[str, tuple[tuple[int, int], ...]]
 
@@ -48,10 +48,10 @@ CURVE = ((0.0, 1.0), (4.0, 1.25), (16.0, 2.0), (64.0, 2.5))
 
 
 @dataclass(frozen=True)
-class PaperInstance:
-    """A problem for the paper's objective, with what is asked of the planner."""
+class PaperCase:
+    """A problem for the paper's objective, with the options of the planner."""
 
-    problem: Problem
+    instance: Instance
     lambda_: float
     units: Units
     preload: frozenset[str]
@@ -62,17 +62,17 @@ class PaperInstance:
 
 
 @dataclass(frozen=True)
-class FirstInstance:
-    """A problem for the first answer, with what is asked of the planner. `proof`: seconds for CP-SAT."""
+class FirstCase:
+    """A problem for the first answer, with the options of the planner. `proof`: seconds for CP-SAT."""
 
-    problem: Problem
+    instance: Instance
     lambda_: float
     preload: frozenset[str]
     proof: float
 
 
-def paper_instance(pick: Pick) -> PaperInstance:
-    """Up to seven layers and six weights of up to three chunks; in every third much is used late, and W is short of room."""
+def paper_case(pick: Pick) -> PaperCase:
+    """Up to seven layers and six weights of up to three chunks; in every third much is used late, and W has little room."""
     short_of_room = pick((False, False, True))
     layers = pick((5, 6, 7)) if short_of_room else pick(range(2, 8))
     chunk = 1 if short_of_room else pick((1, 4, 7))
@@ -84,7 +84,7 @@ def paper_instance(pick: Pick) -> PaperInstance:
         weights.append(WeightSpec(f"w{n}", nbytes, first, last))
     total = sum(w.nbytes for w in weights)
     capacities = (0, 1, 2, 2) if short_of_room else (0, 1, 1, 2, 2, 3)
-    problem = Problem(
+    instance = Instance(
         tuple(LayerSpec(f"layer{n}", pick(("reusable", "hierarchical")), pick(capacities), 1.0) for n in range(layers)),
         tuple(weights),
         chunk,
@@ -92,8 +92,8 @@ def paper_instance(pick: Pick) -> PaperInstance:
         1.0,
         mode=pick(("map", "interleave")),
     )
-    return PaperInstance(
-        problem,
+    return PaperCase(
+        instance,
         pick((0.05, 0.1, 0.3)) if short_of_room else pick((0.0, 0.05, 0.1, 0.3, 0.5, 0.9, 1.0)),
         pick(("printed", "share")),
         frozenset(pick(weights).name for _ in range(pick((0, 0, 0, 1, 2)))),
@@ -104,7 +104,7 @@ def paper_instance(pick: Pick) -> PaperInstance:
     )
 
 
-def first_instance(pick: Pick) -> FirstInstance:
+def first_case(pick: Pick) -> FirstCase:
     """Up to four layers and three weights of up to two chunks, on every kind of machine."""
     layers = pick(range(1, 5))
     chunk = pick((1, 4))
@@ -115,7 +115,7 @@ def first_instance(pick: Pick) -> FirstInstance:
         last = pick(range(first, layers + 1)) if pick((False, True)) else first
         weights.append(WeightSpec(f"w{n}", pick((1, 2)) * chunk - pick((0, *range(chunk))), first, last))
     total = sum(w.nbytes for w in weights)
-    problem = Problem(
+    instance = Instance(
         tuple(LayerSpec(f"layer{n}", "reusable", pick(range(4)), pick((1, 3, 8)) / 8, beside) for n in range(layers)),
         tuple(weights),
         chunk,
@@ -127,58 +127,58 @@ def first_instance(pick: Pick) -> FirstInstance:
         piece_bytes=pick((0, 3)),
     )
     asked = frozenset(pick(weights).name for _ in range(pick((0, 0, 1)))) if weights else frozenset()
-    return FirstInstance(problem, pick((0.0, 0.0, 0.5, 1.0)), asked, pick((0.0, 0.0, 1.0)))
+    return FirstCase(instance, pick((0.0, 0.0, 0.5, 1.0)), asked, pick((0.0, 0.0, 1.0)))
 
 
 # The paper's objective: every W, every x.
 
 
-def must_be_resident(problem: Problem, preload: Collection[str]) -> frozenset[str]:
-    """Weights of every W: those of layer 1, and those asked for."""
-    return frozenset(preload) | {w.name for w in problem.weights if w.first_use == 1}
+def must_be_resident(instance: Instance, preload: Collection[str]) -> frozenset[str]:
+    """Weights of every W: those of layer 1, and the requested ones."""
+    return frozenset(preload) | {w.name for w in instance.weights if w.first_use == 1}
 
 
-def resident_sets(instance: PaperInstance) -> Iterator[frozenset[str]]:
-    """Every W that the instance admits."""
-    least = must_be_resident(instance.problem, instance.preload)
-    free = [w for w in instance.problem.weights if w.name not in least]
+def resident_sets(case: PaperCase) -> Iterator[frozenset[str]]:
+    """Every W that the instance permits."""
+    least = must_be_resident(case.instance, case.preload)
+    free = [w for w in case.instance.weights if w.name not in least]
     for size in range(len(free) + 1):
         for chosen in combinations(free, size):
-            if instance.preload_limit is None or sum(w.nbytes for w in chosen) <= instance.preload_limit:
+            if case.preload_limit is None or sum(w.nbytes for w in chosen) <= case.preload_limit:
                 yield least | {w.name for w in chosen}
 
 
-def best_cost(instance: PaperInstance, *, capacities: bool = True) -> float | None:
-    """The least objective of any plan; None if there is none. Without `capacities` no C_l limits what is moved."""
-    problem, lambda_ = instance.problem, instance.lambda_
+def best_cost(case: PaperCase, *, capacities: bool = True) -> float | None:
+    """The least objective of any plan; None if no plan exists. Without `capacities`, C_l does not limit moves."""
+    instance, lambda_ = case.instance, case.lambda_
     a_chunk, a_layer = lambda_, 1 - lambda_
-    if instance.units == "share":
-        a_chunk /= max(1, sum(-(-w.nbytes // problem.chunk_bytes) for w in problem.weights))
-        a_layer /= max(1, len(problem.layers) * len(problem.weights))
+    if case.units == "share":
+        a_chunk /= max(1, sum(-(-w.nbytes // instance.chunk_bytes) for w in instance.weights))
+        a_layer /= max(1, len(instance.layers) * len(instance.weights))
     best: float | None = None
-    for chosen in resident_sets(instance):
-        inside = a_chunk * sum(-(-w.nbytes // problem.chunk_bytes) for w in problem.weights if w.name in chosen)
+    for chosen in resident_sets(case):
+        inside = a_chunk * sum(-(-w.nbytes // instance.chunk_bytes) for w in instance.weights if w.name in chosen)
         if best is None or inside < best:
-            distance = least_distance(problem, chosen, capacities=capacities)
+            distance = least_distance(instance, chosen, capacities=capacities)
             if distance is not None and (best is None or inside + a_layer * distance < best):
                 best = inside + a_layer * distance
     return best
 
 
-def least_distance(problem: Problem, preload: Collection[str], *, capacities: bool = True) -> int | None:
-    """The least sum of i_w - z_w for W = `preload` by trying every move at every layer; None if no moves are allowed."""
-    streamed = [w for w in problem.weights if w.name not in preload]
-    total = tuple(-(-w.nbytes // problem.chunk_bytes) for w in streamed)
-    staged = problem.mode == "interleave"
+def least_distance(instance: Instance, preload: Collection[str], *, capacities: bool = True) -> int | None:
+    """The least sum of i_w - z_w for W = `preload`, by trying every move at every layer; None if no moves are possible."""
+    streamed = [w for w in instance.weights if w.name not in preload]
+    total = tuple(-(-w.nbytes // instance.chunk_bytes) for w in streamed)
+    staged = instance.mode == "interleave"
 
     @cache
     def walk(layer: int, left: tuple[int, ...]) -> int | None:
-        """The least distance still to come where `left` chunks of each weight are to be moved at `layer` or later."""
+        """The least distance from `layer` on, where `left` chunks of each weight are still to be moved."""
         if any(n and w.first_use <= layer for n, w in zip(left, streamed, strict=True)):
             return None
-        if layer > len(problem.layers):
+        if layer > len(instance.layers):
             return 0
-        room = problem.layers[layer - 1].capacity if capacities else sum(total)
+        room = instance.layers[layer - 1].capacity if capacities else sum(total)
         best: int | None = None
         for moved in product(*(range(min(n, room) + 1) for n in left)):
             if sum(moved) > room:
@@ -189,7 +189,7 @@ def least_distance(problem: Problem, preload: Collection[str], *, capacities: bo
                 held += w.nbytes * (begun and layer <= w.last_use)
                 held += w.nbytes * (staged and begun and before > 0)
                 waiting += begun and layer < w.first_use
-            if held > problem.m_peak:
+            if held > instance.m_peak:
                 continue
             rest = walk(layer + 1, tuple(n - m for n, m in zip(left, moved, strict=True)))
             if rest is not None and (best is None or rest + waiting < best):
@@ -199,48 +199,48 @@ def least_distance(problem: Problem, preload: Collection[str], *, capacities: bo
     return walk(1, total)
 
 
-# The first answer: every gate and every move, under a clock of its own.
+# The first answer: every release time and every move, under its own clock.
 
 
-def seconds_of(problem: Problem, resident: Collection[str], gates: dict[str, int], moves: Moves) -> float:
-    """Integrated latency by the definition in docs/planner.md: when each load and each layer ends, by recursion."""
-    beside = [0] * (len(problem.layers) + 1)
-    needs = {w.name: w.first_use for w in problem.weights}
-    for w in problem.weights:
+def seconds_of(instance: Instance, resident: Collection[str], releases: dict[str, int], moves: Moves) -> float:
+    """Integrated latency by the definition in docs/planner.md: the end of each load and each layer, by recursion."""
+    beside = [0] * (len(instance.layers) + 1)
+    needs = {w.name: w.first_use for w in instance.weights}
+    for w in instance.weights:
         for layer, chunks in moves.get(w.name, ()):
             beside[layer] += chunks
-        if problem.mode == "interleave" and w.name in moves:
+        if instance.mode == "interleave" and w.name in moves:
             needs[w.name] = moves[w.name][0][0]
-    order = sorted(problem.weights, key=lambda w: (max(1, gates[w.name]), needs[w.name], w.first_use))
+    order = sorted(instance.weights, key=lambda w: (max(1, releases[w.name]), needs[w.name], w.first_use))
 
     @cache
     def read(number: int) -> float:
         before = read(number - 1) if number else 0.0
-        return max(before, opened(number)) + order[number].nbytes / problem.load_bandwidth
+        return max(before, opened(number)) + order[number].nbytes / instance.load_bandwidth
 
     @cache
     def loaded(number: int) -> float:
-        before = loaded(number - 1) if number else problem.opening_seconds
+        before = loaded(number - 1) if number else instance.opening_seconds
         w = order[number]
-        piece = min(w.nbytes, problem.piece_bytes) / problem.host_bandwidth
-        return max(max(before, opened(number)) + w.nbytes / problem.host_bandwidth, read(number) + piece)
+        piece = min(w.nbytes, instance.piece_bytes) / instance.host_bandwidth
+        return max(max(before, opened(number)) + w.nbytes / instance.host_bandwidth, read(number) + piece)
 
     def opened(number: int) -> float:
-        gate = gates[order[number].name]
-        return done(gate - 1) if gate > 1 else 0.0
+        release = releases[order[number].name]
+        return done(release - 1) if release > 1 else 0.0
 
     @cache
     def done(layer: int) -> float:
         if layer == 0:
-            return problem.opening_seconds
+            return instance.opening_seconds
         begin = max([done(layer - 1), *(loaded(n) for n, w in enumerate(order) if needs[w.name] == layer)])
-        return begin + slowed(problem.layers[layer - 1], beside[layer] * problem.chunk_bytes)
+        return begin + slowed(instance.layers[layer - 1], beside[layer] * instance.chunk_bytes)
 
-    return done(len(problem.layers))
+    return done(len(instance.layers))
 
 
 def slowed(layer: LayerSpec, nbytes: int) -> float:
-    """Seconds of a layer with `nbytes` moved beside it, along the polyline and on at its last slope."""
+    """Seconds of a layer with `nbytes` moved during it, along the polyline and beyond it at its last slope."""
     points = list(layer.beside)
     if len(points) < 2:
         return layer.seconds
@@ -250,84 +250,84 @@ def slowed(layer: LayerSpec, nbytes: int) -> float:
     raise AssertionError
 
 
-def ways(problem: Problem, w: WeightSpec) -> list[tuple[int, tuple[tuple[int, int], ...]]]:
-    """Every gate of a weight with every way to move its chunks."""
-    chunks = -(-w.nbytes // problem.chunk_bytes)
+def ways(instance: Instance, w: WeightSpec) -> list[tuple[int, tuple[tuple[int, int], ...]]]:
+    """Every release time of a weight with every way to move its chunks."""
+    chunks = -(-w.nbytes // instance.chunk_bytes)
     found = []
     for parts in product(range(chunks + 1), repeat=w.first_use - 1):
         if sum(parts) == chunks:
             moves = tuple((layer, n) for layer, n in enumerate(parts, start=1) if n)
-            found += [(gate, moves) for gate in range(1, moves[0][0] + 1)]
+            found += [(release, moves) for release in range(1, moves[0][0] + 1)]
     return found
 
 
-def fastest(problem: Problem, resident: frozenset[str]) -> float | None:
-    """The least latency of any plan with W = `resident` inside M_peak; None if there is none."""
-    streamed = [w for w in problem.weights if w.name not in resident]
+def fastest(instance: Instance, resident: frozenset[str]) -> float | None:
+    """The least latency of any plan with W = `resident` inside M_peak; None if no plan exists."""
+    streamed = [w for w in instance.weights if w.name not in resident]
     best: float | None = None
-    for choice in product(*(ways(problem, w) for w in streamed)):
-        held = [0] * (len(problem.layers) + 1)
-        for w, (gate, moves) in zip(streamed, choice, strict=True):
-            home = moves[0][0] if problem.mode == "interleave" else gate
+    for choice in product(*(ways(instance, w) for w in streamed)):
+        held = [0] * (len(instance.layers) + 1)
+        for w, (release, moves) in zip(streamed, choice, strict=True):
+            home = moves[0][0] if instance.mode == "interleave" else release
             for layer in range(home, w.last_use + 1):
                 held[layer] += w.nbytes
-            if problem.mode == "interleave":
-                for layer in range(gate, moves[-1][0] + 1):
+            if instance.mode == "interleave":
+                for layer in range(release, moves[-1][0] + 1):
                     held[layer] += w.nbytes
-        if max(held) > problem.m_peak:
+        if max(held) > instance.m_peak:
             continue
-        gates = dict.fromkeys(resident, 0) | {w.name: gate for w, (gate, _) in zip(streamed, choice, strict=True)}
-        # Weights of W may be read whenever it suits: all first, or all behind the streamed ones they are used after.
+        releases = dict.fromkeys(resident, 0) | {w.name: release for w, (release, _) in zip(streamed, choice, strict=True)}
+        # Weights of W may be read at any time: all first, or all after the streamed ones used before them.
         moves = {w.name: moves for w, (_, moves) in zip(streamed, choice, strict=True)}
-        late = [w for w in problem.weights if w.name in resident and w.first_use > 1]
+        late = [w for w in instance.weights if w.name in resident and w.first_use > 1]
         for turns in product(*((0, *range(1, w.first_use + 1)) for w in late)):
-            seconds = seconds_of(problem, resident, gates | {w.name: g for w, g in zip(late, turns, strict=True)}, moves)
+            seconds = seconds_of(instance, resident, releases | {w.name: g for w, g in zip(late, turns, strict=True)}, moves)
             if best is None or seconds < best:
                 best = seconds
     return best
 
 
-# What the planner says, held against that.
+# Comparison with the planner.
 
 
-def keeps_m_peak(problem: Problem, plan: OverlapPlan) -> bool:
-    """C2 layer by layer: whole slices, twice where lanes move them."""
-    for layer in range(1, len(problem.layers) + 1):
+def keeps_m_peak(instance: Instance, plan: OverlapPlan) -> bool:
+    """C2 layer by layer: whole slices, counted twice where lanes copy them."""
+    for layer in range(1, len(instance.layers) + 1):
         held = 0
         for w in plan.weights:
             if w.preload:
                 continue
-            if problem.mode == "interleave":
+            if instance.mode == "interleave":
                 held += w.nbytes * (w.read_layer <= layer <= w.moves[-1][0])
                 held += w.nbytes * (w.moves[0][0] <= layer <= w.last_use)
             else:
                 held += w.nbytes * (w.read_layer <= layer <= w.last_use)
-        if held > problem.m_peak:
+        if held > instance.m_peak:
             return False
     return True
 
 
-def paper_findings(instance: PaperInstance) -> tuple[str, list[str]]:
-    """What the planner says of an instance, in a word, and what of it is not so."""
-    problem = instance.problem
-    best = best_cost(instance)
-    with mock.patch.object(preload_dp, "_FIRST_WIDTH", instance.width):
+def paper_findings(case: PaperCase) -> tuple[str, list[str]]:
+    """The planner's result for an instance, in a word, and the findings."""
+    instance = case.instance
+    best = best_cost(case)
+    with mock.patch.object(preload_dp, "_FIRST_WIDTH", case.width):
         try:
             plan = solve(
-                problem, lambda_=instance.lambda_, preload=instance.preload, preload_limit=instance.preload_limit,
-                units=instance.units, workers=instance.workers, time_limit=instance.seconds,
+                instance, lambda_=case.lambda_, preload=case.preload, preload_limit=case.preload_limit,
+                units=case.units, workers=case.workers, time_limit=case.seconds,
             )  # fmt: skip
         except BudgetError as refusal:
-            return "refused", _false_refusal(instance, best, refusal)
+            return "refused", _false_refusal(case, best, refusal)
     found = []
-    if not keeps_m_peak(problem, plan):
+    if not keeps_m_peak(instance, plan):
         found.append("it passes M_peak")
-    taken = sum(w.nbytes for w in plan.weights if w.preload and w.name not in must_be_resident(problem, instance.preload))
-    if instance.preload_limit is not None and taken > instance.preload_limit:
-        found.append(f"W takes {taken} bytes of {instance.preload_limit}")
-    if not must_be_resident(problem, instance.preload) <= {w.name for w in plan.weights if w.preload}:
+    taken = sum(w.nbytes for w in plan.weights if w.preload and w.name not in must_be_resident(instance, case.preload))
+    if case.preload_limit is not None and taken > case.preload_limit:
+        found.append(f"W takes {taken} bytes of {case.preload_limit}")
+    if not must_be_resident(instance, case.preload) <= {w.name for w in plan.weights if w.preload}:
         found.append("a weight that must be in W is not")
-    least = best_cost(instance, capacities=False) if plan.relaxed else best
+    least = best_cost(case, capacities=False) if plan.relaxed else best
     if least is None:
         found.append("no plan exists")
         return plan.status, found
@@ -335,46 +335,46 @@ def paper_findings(instance: PaperInstance) -> tuple[str, list[str]]:
         found.append(f"bound {plan.bound:.9g} above the optimum {least:.9g}")
     if plan.status.startswith("optimal") and (plan.relaxed or plan.objective > least + EPSILON):
         found.append(f"{plan.status} at {plan.objective:.9g}, the optimum is {least:.9g}")
-    if plan.relaxed and best is not None and instance.seconds > 1 and instance.workers:
+    if plan.relaxed and best is not None and case.seconds > 1 and case.workers:
         found.append(f"C_l relaxed although a plan of {best:.9g} keeps it")
     return plan.status, found
 
 
-def _false_refusal(instance: PaperInstance, best: float | None, refusal: BudgetError) -> list[str]:
+def _false_refusal(case: PaperCase, best: float | None, refusal: BudgetError) -> list[str]:
     found = []
-    heuristic = instance.problem.mode == "interleave" or instance.preload_limit is not None
-    if best is not None and (not heuristic or (instance.workers and instance.seconds > 1)):
+    heuristic = case.instance.mode == "interleave" or case.preload_limit is not None
+    if best is not None and (not heuristic or (case.workers and case.seconds > 1)):
         found.append(f"refused although a plan of {best:.9g} exists: {refusal}")
-    enough = replace(instance, problem=replace(instance.problem, m_peak=refusal.smallest_bytes))
+    enough = replace(case, instance=replace(case.instance, m_peak=refusal.smallest_bytes))
     if best_cost(enough, capacities=False) is None:
         found.append(f"no plan exists at the M_peak that it names: {refusal}")
     return found
 
 
-def first_findings(instance: FirstInstance) -> tuple[str, list[str]]:
-    """The same for the first answer, and for what CP-SAT makes of it."""
-    problem = instance.problem
-    least = must_be_resident(problem, instance.preload)
-    best = fastest(problem, least)  # at lambda 0; else within what lambda leaves
+def first_findings(case: FirstCase) -> tuple[str, list[str]]:
+    """The same for the first answer, and for its improvement by CP-SAT."""
+    instance = case.instance
+    least = must_be_resident(instance, case.preload)
+    best = fastest(instance, least)  # at lambda 0; else within what lambda leaves
     try:
-        plan = first_plan(problem, instance.preload, lambda_=instance.lambda_)
+        plan = first_plan(instance, case.preload, lambda_=case.lambda_)
     except BudgetError as refusal:
-        exists = best is not None and problem.mode != "interleave"
+        exists = best is not None and instance.mode != "interleave"
         found = [f"refused although a plan of {best:.9g} s exists: {refusal}"] if exists else []
-        if fastest(replace(problem, m_peak=refusal.smallest_bytes), least) is None:
+        if fastest(replace(instance, m_peak=refusal.smallest_bytes), least) is None:
             found.append(f"no plan exists at the M_peak that it names: {refusal}")
         return "refused", found
-    found = [] if keeps_m_peak(problem, plan) else ["it passes M_peak"]
+    found = [] if keeps_m_peak(instance, plan) else ["it passes M_peak"]
     resident = frozenset(w.name for w in plan.weights if w.preload)
     moves: Moves = {w.name: w.moves for w in plan.weights if not w.preload}
-    gates = {w.name: w.read_layer for w in plan.weights}
-    played = seconds_of(problem, resident, gates, moves)
+    releases = {w.name: w.read_layer for w in plan.weights}
+    played = seconds_of(instance, resident, releases, moves)
     if abs(played - plan.objective) > EPSILON:
         found.append(f"{plan.objective:.9g} s is {played:.9g} s by the definition")
     if plan.bound_within is not None:
-        problem = replace(problem, m_peak=plan.bound_within)
-        best = fastest(problem, least)
-    if instance.lambda_ == 0 and plan.bound_within not in (None, instance.problem.m_peak):
+        instance = replace(instance, m_peak=plan.bound_within)
+        best = fastest(instance, least)
+    if case.lambda_ == 0 and plan.bound_within not in (None, case.instance.m_peak):
         found.append(f"the bound is for {plan.bound_within} bytes in flight")
     if best is None:
         return plan.status, [*found, "no plan exists"]
@@ -383,21 +383,23 @@ def first_findings(instance: FirstInstance) -> tuple[str, list[str]]:
     if plan.status.startswith("optimal") and plan.objective > best + EPSILON:
         found.append(f"{plan.status} at {plan.objective:.9g} s, the optimum of this W is {best:.9g} s")
     if plan.status == "optimal" and plan.bound_within is None:
-        free = sorted({w.name for w in problem.weights} - least)
+        free = sorted({w.name for w in instance.weights} - least)
         for size in range(1, len(free) + 1):
             for more in combinations(free, size):
-                other = fastest(problem, least | set(more))
+                other = fastest(instance, least | set(more))
                 if other is not None and plan.objective > other + EPSILON:
                     found.append(f"optimal at {plan.objective:.9g} s, with {more} in W it is {other:.9g} s")
-    if instance.proof:
-        proven = improve(problem, gates, moves, problem.m_peak, problem.m_peak, seconds=instance.proof, enough=plan.bound).bound
+    if case.proof:
+        proven = improve(
+            instance, releases, moves, instance.m_peak, instance.m_peak, seconds=case.proof, enough=plan.bound
+        ).bound
         if proven > best + 1e-5:  # the model's times are whole ticks, rounded down
             found.append(f"CP-SAT proves {proven:.9g} s, the optimum of this W is {best:.9g} s")
     return plan.status, found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; its exit code."""
+    """The command line; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.planning.oracle", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--instances", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
@@ -406,9 +408,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wrong, begun = 0, time.monotonic()
     for number in range(options.instances):
         draw = random.Random(f"{options.seed} {number}")
-        made = first_instance(draw.choice) if number % 4 == 3 else paper_instance(draw.choice)
-        status, found = first_findings(made) if isinstance(made, FirstInstance) else paper_findings(made)
-        said[f"{'first' if isinstance(made, FirstInstance) else 'paper'} {status}"] += 1
+        made = first_case(draw.choice) if number % 4 == 3 else paper_case(draw.choice)
+        status, found = first_findings(made) if isinstance(made, FirstCase) else paper_findings(made)
+        said[f"{'first' if isinstance(made, FirstCase) else 'paper'} {status}"] += 1
         wrong += bool(found)
         for finding in found:
             print(f"instance {number} of seed {options.seed}: {finding}\n    {made}", flush=True)

@@ -1,4 +1,4 @@
-"""The simpler strategies: allowed load layers, M_peak and budgets, and never sooner than the planner's own."""
+"""The simpler strategies: permitted load layers, M_peak and budgets, and never earlier than the planner's own plan."""
 
 from __future__ import annotations
 
@@ -12,156 +12,157 @@ from flashmem.base.types import TransferMode
 from flashmem.planning.baselines import Baseline, Operator, fastest_within
 from flashmem.planning.latency.first_answer import first_plan
 from flashmem.planning.memory.layout import lay_out_pools
-from flashmem.schedule.instance import Problem, WeightSpec
+from flashmem.schedule.check import check
+from flashmem.schedule.instance import Instance, WeightSpec
 from flashmem.schedule.plan import OverlapPlan, PlannedWeight, PlanViolation, Strategy
-from tests.support.planning_problems import layers_of, problems, slices_for
+from tests.support.planning_instances import instances, layers_of, slices_for
 
 STRATEGIES: tuple[Strategy, ...] = ("on-demand", "always-next", "next-operator", "same-op", "resident-first")
 
 # Layers 1..9; operators with weights at 2 (type a), 4 (b, two slices), 6 (a), 9 (b).
 USES = {"p": 2, "q.0": 4, "q.1": 5, "r": 6, "s": 9}
 OPERATORS = (Operator(2, "a", ("p",)), Operator(4, "b", ("q.0", "q.1")), Operator(6, "a", ("r",)), Operator(9, "b", ("s",)))
-PROBLEM = Problem(layers_of([2] * 9), tuple(WeightSpec(name, 4, at, at) for name, at in USES.items()), 1, 100, 2.0)
+INSTANCE = Instance(layers_of([2] * 9), tuple(WeightSpec(name, 4, at, at) for name, at in USES.items()), 1, 100, 2.0)
 
 
 def held(plan: OverlapPlan) -> int:
-    """Bytes of W and the most that whole slices take from z_w to their last use."""
+    """Bytes of W plus the peak of whole slices from z_w to their last use."""
     resident = sum(w.nbytes for w in plan.weights if w.preload)
     layers = range(1, len(plan.capacities) + 1)
     streamed = [w for w in plan.weights if not w.preload]
     return resident + max((sum(w.nbytes for w in streamed if w.read_layer <= at <= w.last_use) for at in layers), default=0)
 
 
-def gates(strategy: Strategy, m_peak: int = 100) -> dict[str, int]:
-    plan = Baseline(strategy, OPERATORS).plan(replace(PROBLEM, m_peak=m_peak))
-    plan.check(replace(PROBLEM, m_peak=m_peak))
+def releases(strategy: Strategy, m_peak: int = 100) -> dict[str, int]:
+    plan = Baseline(strategy, OPERATORS).plan(replace(INSTANCE, m_peak=m_peak))
+    check(plan, replace(INSTANCE, m_peak=m_peak))
     assert plan.strategy == strategy
     return {w.name: w.read_layer for w in plan.weights}
 
 
 def test_on_demand_waits_for_the_operator_itself() -> None:
-    assert gates("on-demand") == {"p": 2, "q.0": 4, "q.1": 4, "r": 6, "s": 9}
+    assert releases("on-demand") == {"p": 2, "q.0": 4, "q.1": 4, "r": 6, "s": 9}
 
 
 def test_on_demand_moves_before_the_layer_with_nothing_beside_it() -> None:
-    plan = Baseline("on-demand", OPERATORS).plan(PROBLEM)
+    plan = Baseline("on-demand", OPERATORS).plan(INSTANCE)
     assert all(w.moves == ((w.first_use, w.chunks),) for w in plan.weights)
-    # Loads (2 s each) and layers (1 s each) take turns; only q.1 comes in while q.0's layer computes.
+    # Loads (2 s each) and layers (1 s each) alternate; only q.1 loads while q.0's layer computes.
     assert plan.objective == pytest.approx(9 + 2 * 5 - 1)
     with pytest.raises(PlanViolation, match="C0"):
-        replace(plan, strategy="stream").check(PROBLEM)
+        check(replace(plan, strategy="stream"), INSTANCE)
 
 
 def test_always_next_begins_with_the_layer_before() -> None:
-    assert gates("always-next") == {"p": 1, "q.0": 3, "q.1": 4, "r": 5, "s": 8}
+    assert releases("always-next") == {"p": 1, "q.0": 3, "q.1": 4, "r": 5, "s": 8}
 
 
 def test_next_operator_begins_with_the_operator_before() -> None:
-    assert gates("next-operator") == {"p": 1, "q.0": 2, "q.1": 2, "r": 4, "s": 6}
+    assert releases("next-operator") == {"p": 1, "q.0": 2, "q.1": 2, "r": 4, "s": 6}
 
 
 def test_same_op_begins_with_the_operator_of_its_type() -> None:
-    assert gates("same-op") == {"p": 1, "q.0": 2, "q.1": 2, "r": 2, "s": 4}
+    assert releases("same-op") == {"p": 1, "q.0": 2, "q.1": 2, "r": 2, "s": 4}
 
 
 def test_m_peak_delays_loads_in_use_order() -> None:
-    assert gates("next-operator", 8) == {"p": 1, "q.0": 2, "q.1": 3, "r": 5, "s": 6}
-    assert gates("on-demand", 4) == {"p": 2, "q.0": 4, "q.1": 5, "r": 6, "s": 9}
+    assert releases("next-operator", 8) == {"p": 1, "q.0": 2, "q.1": 3, "r": 5, "s": 6}
+    assert releases("on-demand", 4) == {"p": 2, "q.0": 4, "q.1": 5, "r": 6, "s": 9}
 
 
 @pytest.mark.parametrize(("strategy", "smallest", "binding"), [("on-demand", 4, "layer2"), ("always-next", 8, "layer4")])
 def test_an_m_peak_too_small_names_the_smallest(strategy: Strategy, smallest: int, binding: str) -> None:
     with pytest.raises(BudgetError) as refused:
-        Baseline(strategy, OPERATORS).plan(replace(PROBLEM, m_peak=smallest - 1))
+        Baseline(strategy, OPERATORS).plan(replace(INSTANCE, m_peak=smallest - 1))
     assert (refused.value.smallest_bytes, refused.value.binding) == (smallest, binding)
-    Baseline(strategy, OPERATORS).plan(replace(PROBLEM, m_peak=smallest))
+    Baseline(strategy, OPERATORS).plan(replace(INSTANCE, m_peak=smallest))
 
 
 def test_resident_first_fills_the_budget_with_w() -> None:
-    plan = Baseline("resident-first", OPERATORS).within(PROBLEM, 13, held)
+    plan = Baseline("resident-first", OPERATORS).within(INSTANCE, 13, held)
     assert held(plan) <= 13
     assert sum(w.preload for w in plan.weights) >= 1
-    everything = Baseline("resident-first", OPERATORS).within(PROBLEM, 20, held)
+    everything = Baseline("resident-first", OPERATORS).within(INSTANCE, 20, held)
     assert all(w.preload for w in everything.weights)
 
 
-def _operators(problem: Problem) -> list[Operator]:
+def _operators(instance: Instance) -> list[Operator]:
     """One for each first use; every third of the same type."""
     slices: dict[int, list[str]] = {}
-    for w in problem.weights:
+    for w in instance.weights:
         slices.setdefault(w.first_use, []).append(w.name)
     return [Operator(first, str(first % 3), tuple(slices[first])) for first in sorted(slices)]
 
 
-@given(problems())
+@given(instances())
 @settings(max_examples=150, deadline=None)
-def test_every_strategy_keeps_the_rules_and_answers_no_sooner_than_ours(problem: Problem) -> None:
-    operators = _operators(problem)
+def test_every_strategy_keeps_the_rules_and_answers_no_sooner_than_ours(instance: Instance) -> None:
+    operators = _operators(instance)
     for strategy in STRATEGIES[:4]:
         baseline = Baseline(strategy, operators)
-        limited = replace(problem, m_peak=max(1, baseline.smallest(problem, baseline.least_preload(problem))[0]))
-        for m_peak in (limited.m_peak, limited.m_peak + problem.m_peak):
-            inside = replace(problem, m_peak=m_peak)
+        limited = replace(instance, m_peak=max(1, baseline.smallest(instance, baseline.least_preload(instance))[0]))
+        for m_peak in (limited.m_peak, limited.m_peak + instance.m_peak):
+            inside = replace(instance, m_peak=m_peak)
             plan = baseline.plan(inside)
-            plan.check(inside)
+            check(plan, inside)
             assert plan.bound <= plan.objective + 1e-9
-            if strategy != "on-demand":  # which also streams the weights of layer 1, and so may do with less
-                assert first_plan(inside).objective <= plan.objective * (1 + 1e-9)  # by itself: `fastest` would take theirs
+            if strategy != "on-demand":  # which also streams the weights of layer 1, and so may need less
+                assert first_plan(inside).objective <= plan.objective * (1 + 1e-9)  # on its own: `fastest` would use theirs
                 assert held(plan) - sum(w.nbytes for w in plan.weights if w.preload) <= m_peak
 
 
-@given(problems(whole_chunks=True))
+@given(instances(whole_chunks=True))
 @settings(max_examples=60, deadline=None)
-def test_budgets_hold_and_the_smallest_is_exact(problem: Problem) -> None:
+def test_budgets_hold_and_the_smallest_is_exact(instance: Instance) -> None:
     for strategy in STRATEGIES:
-        baseline = Baseline(strategy, _operators(problem))
+        baseline = Baseline(strategy, _operators(instance))
         try:
-            plan = baseline.within(problem, problem.m_peak, held)
+            plan = baseline.within(instance, instance.m_peak, held)
         except BudgetError as refused:
-            assert refused.smallest_bytes > problem.m_peak
-            plan = baseline.within(problem, refused.smallest_bytes, held)
+            assert refused.smallest_bytes > instance.m_peak
+            plan = baseline.within(instance, refused.smallest_bytes, held)
             assert held(plan) <= refused.smallest_bytes
             continue
-        assert held(plan) <= problem.m_peak
-        plan.check(replace(problem, m_peak=plan.m_peak))
+        assert held(plan) <= instance.m_peak
+        check(plan, replace(instance, m_peak=plan.m_peak))
         if strategy != "on-demand":
-            ours = fastest_within(problem, _operators(problem), problem.m_peak, held, frozenset(), 0.0)
+            ours = fastest_within(instance, _operators(instance), instance.m_peak, held, frozenset(), 0.0)
             assert ours.objective <= plan.objective * (1 + 2e-6)
 
 
 def test_a_weight_used_again_stays() -> None:
-    tied = Problem(layers_of([2] * 4), (WeightSpec("t", 2, 2, 4), WeightSpec("u", 2, 3, 3)), 1, 4, 1.0)
+    tied = Instance(layers_of([2] * 4), (WeightSpec("t", 2, 2, 4), WeightSpec("u", 2, 3, 3)), 1, 4, 1.0)
     plan = Baseline("on-demand", (Operator(2, "a", ("t",)), Operator(3, "a", ("u",)))).plan(tied)
     assert plan.weights[0] == PlannedWeight("t", 2, 2, 2, 4, False, 2, ((2, 2),))
-    plan.check(tied)
+    check(plan, tied)
 
 
 def test_where_the_layout_of_the_first_plan_does_not_fit_another_is_taken() -> None:
     def measure(plan: OverlapPlan) -> int:  # a layout that wastes as much again for a plan of the latency planner
         return held(plan) * (2 if "in use order" in plan.notes[0] else 1)
 
-    plan = fastest_within(PROBLEM, OPERATORS, 12, measure, frozenset(), 0.0)
+    plan = fastest_within(INSTANCE, OPERATORS, 12, measure, frozenset(), 0.0)
     assert measure(plan) <= 12 and plan.strategy == "stream"
-    plan.check(replace(PROBLEM, m_peak=plan.m_peak))
+    check(plan, replace(INSTANCE, m_peak=plan.m_peak))
     with pytest.raises(BudgetError) as refused:
-        fastest_within(PROBLEM, OPERATORS, 7, measure, frozenset(), 0.0)
+        fastest_within(INSTANCE, OPERATORS, 7, measure, frozenset(), 0.0)
     assert refused.value.smallest_bytes == 8
-    assert measure(fastest_within(PROBLEM, OPERATORS, 8, measure, frozenset(), 0.0)) == 8
+    assert measure(fastest_within(INSTANCE, OPERATORS, 8, measure, frozenset(), 0.0)) == 8
 
 
 @pytest.mark.parametrize("mode", ["map", "alias", "dma", "interleave"])
 @pytest.mark.parametrize("images", [False, True])
-@given(problem=problems(most_layers=4, most_weights=5))
-@example(problem=Problem(layers_of([1, 1]), tuple(WeightSpec(f"w{n}", 16, 2, 2) for n in range(6)), 16, 1, 1.0))
+@given(instance=instances(most_layers=4, most_weights=5))
+@example(instance=Instance(layers_of([1, 1]), tuple(WeightSpec(f"w{n}", 16, 2, 2) for n in range(6)), 16, 1, 1.0))
 @settings(max_examples=4, deadline=None)
-def test_no_budget_below_the_named_one_works(problem: Problem, mode: TransferMode, images: bool) -> None:
-    """Every budget in steps of a chunk; in interleave the six weights of the example take less preloaded than in flight."""
-    problem = replace(problem, weights=tuple(replace(w, nbytes=256 * w.nbytes) for w in problem.weights), chunk_bytes=4096)
-    slices = slices_for(problem, images=images)
-    operators = [Operator(w.first_use, "a", (w.name,)) for w in sorted(problem.weights, key=lambda w: w.first_use)]
+def test_no_budget_below_the_named_one_works(instance: Instance, mode: TransferMode, images: bool) -> None:
+    """Every budget in steps of a chunk; in interleave the six weights of the example need less preloaded than in flight."""
+    instance = replace(instance, weights=tuple(replace(w, nbytes=256 * w.nbytes) for w in instance.weights), chunk_bytes=4096)
+    slices = slices_for(instance, images=images)
+    operators = [Operator(w.first_use, "a", (w.name,)) for w in sorted(instance.weights, key=lambda w: w.first_use)]
 
     def within(budget: int) -> OverlapPlan:
-        return fastest_within(problem, operators, budget, measure, frozenset(), 0.0)
+        return fastest_within(instance, operators, budget, measure, frozenset(), 0.0)
 
     def measure(plan: OverlapPlan) -> int:
         return 1 + lay_out_pools(slices, plan, [mode])[mode].total_bytes
@@ -170,7 +171,7 @@ def test_no_budget_below_the_named_one_works(problem: Problem, mode: TransferMod
         within(0)
     smallest = refusal.value.smallest_bytes
     assert measure(within(smallest)) <= smallest
-    for budget in range(1, smallest - 1, problem.chunk_bytes):
+    for budget in range(1, smallest - 1, instance.chunk_bytes):
         with pytest.raises(BudgetError) as refusal:
             within(budget)
         assert refusal.value.smallest_bytes == smallest

@@ -1,4 +1,4 @@
-"""Planners against exhaustive search; `python -m tests.planning.oracle` tries more problems."""
+"""Planners compared with exhaustive search; `python -m tests.planning.oracle` tries more problems."""
 
 from __future__ import annotations
 
@@ -9,71 +9,71 @@ from hypothesis import strategies as st
 
 from flashmem.planning.latency.first_answer import first_plan, judged
 from flashmem.planning.opg.lc_opg import solve
-from flashmem.planning.opg.objective import PaperProblem
+from flashmem.planning.opg.objective import PaperInstance
 from flashmem.planning.opg.relaxation import relaxed
-from flashmem.schedule.instance import Problem, WeightSpec
+from flashmem.schedule.instance import Instance, WeightSpec
 from tests.planning.oracle import (
-    FirstInstance,
-    PaperInstance,
+    FirstCase,
+    PaperCase,
     best_cost,
     fastest,
+    first_case,
     first_findings,
-    first_instance,
+    paper_case,
     paper_findings,
-    paper_instance,
 )
-from tests.support.planning_problems import layers_of
+from tests.support.planning_instances import layers_of
 
 
 @st.composite
-def paper_instances(draw: st.DrawFn) -> PaperInstance:
-    return paper_instance(lambda options: draw(st.sampled_from(options)))
+def paper_cases(draw: st.DrawFn) -> PaperCase:
+    return paper_case(lambda options: draw(st.sampled_from(options)))
 
 
 @st.composite
-def first_instances(draw: st.DrawFn) -> FirstInstance:
-    return first_instance(lambda options: draw(st.sampled_from(options)))
+def first_cases(draw: st.DrawFn) -> FirstCase:
+    return first_case(lambda options: draw(st.sampled_from(options)))
 
 
-@given(paper_instances())
+@given(paper_cases())
 @settings(max_examples=60, deadline=None)
-def test_nothing_false_is_said_of_the_papers_objective(instance: PaperInstance) -> None:
-    assert not paper_findings(instance)[1]
+def test_nothing_false_is_said_of_the_papers_objective(case: PaperCase) -> None:
+    assert not paper_findings(case)[1]
 
 
-@given(first_instances())
+@given(first_cases())
 @settings(max_examples=60, deadline=None)
-def test_nothing_false_is_said_of_the_first_answer(instance: FirstInstance) -> None:
-    assert not first_findings(instance)[1]
+def test_nothing_false_is_said_of_the_first_answer(case: FirstCase) -> None:
+    assert not first_findings(case)[1]
 
 
-def short_of_room() -> PaperInstance:
+def short_of_room() -> PaperCase:
     """W has room for five chunks of 13, so weights wait longer than W would have cost."""
     sizes = ((3, 6), (1, 4), (1, 3), (3, 3), (1, 3), (2, 5))
     weights = tuple(WeightSpec(f"w{n}", chunks, first, first) for n, (chunks, first) in enumerate(sizes))
-    problem = Problem(layers_of([2, 0, 2, 2, 1, 0]), weights, 1, 100, 1.0)
-    return PaperInstance(problem, 0.3, "printed", frozenset(), 5, 16, 1, 5.0)
+    instance = Instance(layers_of([2, 0, 2, 2, 1, 0]), weights, 1, 100, 1.0)
+    return PaperCase(instance, 0.3, "printed", frozenset(), 5, 16, 1, 5.0)
 
 
 def test_a_limit_on_w_opens_the_window_in_which_weights_wait() -> None:
-    instance = short_of_room()
-    best = best_cost(instance)
+    case = short_of_room()
+    best = best_cost(case)
     assert best is not None and abs(best - 5.7) < 1e-9
-    paper = PaperProblem(instance.problem, frozenset(), 0.3, 5)
+    paper = PaperInstance(case.instance, frozenset(), 0.3, 5)
     found = relaxed(paper, paper.distances_alone(), 5.0)
     assert found is not None and found.bound / paper.scale <= best + 1e-9
-    plan = solve(instance.problem, lambda_=0.3, preload_limit=5)
+    plan = solve(case.instance, lambda_=0.3, preload_limit=5)
     assert abs(plan.objective - best) < 1e-9 and plan.status == "optimal"
 
 
 def test_a_bound_for_the_first_answer_holds_for_plans_that_hold_more_than_this_one() -> None:
-    """At lambda 1 the plan was made in the least memory; what it says is proven within all that lambda leaves."""
+    """At lambda 1 the plan uses the least memory; its bound is proven for all memory that lambda permits."""
     weights = (WeightSpec("a", 5, 4, 4), WeightSpec("b", 5, 4, 4), WeightSpec("c", 7, 2, 2))
     layers = tuple(replace(layer, seconds=each) for layer, each in zip(layers_of([0, 0, 2, 1]), (1, 8, 1, 3), strict=True))
-    problem = Problem(layers, weights, 4, 34, 1.0, mode="dma", host_bandwidth=2.0, piece_bytes=3)
+    instance = Instance(layers, weights, 4, 34, 1.0, mode="dma", host_bandwidth=2.0, piece_bytes=3)
     for step in range(5):
-        plan = first_plan(problem, lambda_=step / 4)
-        best = fastest(problem if plan.bound_within is None else replace(problem, m_peak=plan.bound_within), frozenset())
+        plan = first_plan(instance, lambda_=step / 4)
+        best = fastest(instance if plan.bound_within is None else replace(instance, m_peak=plan.bound_within), frozenset())
         assert best is not None and plan.bound <= best + 1e-9
         assert plan.status == "bounded" or plan.objective <= best + 1e-9
         assert step or plan.bound_within in (None, 34)
@@ -83,17 +83,17 @@ def test_a_plan_made_in_less_memory_is_judged_in_what_was_given() -> None:
     """Within 9 bytes all is read while layer 1 runs, within 6 the last read waits: the best plan there is not the best here."""
     weights = tuple(WeightSpec(f"w{n}", 3, n, n) for n in (2, 3, 4))
     layers = tuple(replace(layer, seconds=each) for layer, each in zip(layers_of([9] * 4), (4.0, 1.0, 1.0, 1.0), strict=True))
-    problem = Problem(layers, weights, 3, 9, 1.5)
-    small = first_plan(replace(problem, m_peak=6))
+    instance = Instance(layers, weights, 3, 9, 1.5)
+    small = first_plan(replace(instance, m_peak=6))
     assert small.status.startswith("optimal")
-    again = judged(problem, small)
-    best = fastest(problem, frozenset())
+    again = judged(instance, small)
+    best = fastest(instance, frozenset())
     assert best is not None and again.bound <= best + 1e-9 < small.objective and again.status == "bounded"
 
 
 def test_a_plan_that_relaxes_a_capacity_is_not_called_optimal() -> None:
-    """It meets the bound of the problem without C_l, and is no plan of the problem with it."""
-    problem = Problem(layers_of([0, 0]), (WeightSpec("w", 1, 2, 2),), 1, 9, 1.0)
-    plan = solve(problem, preload_limit=0)
+    """It reaches the bound of the problem without C_l, but is not a plan of the problem with it."""
+    instance = Instance(layers_of([0, 0]), (WeightSpec("w", 1, 2, 2),), 1, 9, 1.0)
+    plan = solve(instance, preload_limit=0)
     assert plan.relaxed == ((1, 1),) and plan.objective == plan.bound
     assert plan.status == "heuristic"

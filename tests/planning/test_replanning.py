@@ -11,11 +11,11 @@ import flashmem
 from flashmem import Bundle
 from flashmem.base.errors import BudgetError, BundleError
 from flashmem.bundle.writer import replace_plan
-from flashmem.planning.carried_instance import KEY, carried_problem
-from flashmem.planning.planner import planning_problem
+from flashmem.planning.carried_instance import KEY, carried_instance
+from flashmem.planning.planner import planning_instance
 from flashmem.planning.replanning import plan_again, smallest_budget
 from flashmem.program.program import fixed_bytes
-from flashmem.schedule.instance import Problem
+from flashmem.schedule.instance import Instance
 from flashmem.tools.learn import limits_of
 from tests.support.paths import DATA
 
@@ -29,32 +29,32 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return flashmem.compile(model, path, device="generic-gpu", memory_path="buffer", build=False)
 
 
-def problem_of(bundle: Bundle, mode: str) -> Problem:
-    problem = carried_problem(bundle.program, bundle.plan, bundle.descriptor, mode, bundle.meta)  # type: ignore[arg-type]
-    assert problem is not None
-    return problem
+def instance_of(bundle: Bundle, mode: str) -> Instance:
+    instance = carried_instance(bundle.program, bundle.plan, bundle.descriptor, mode, bundle.meta)  # type: ignore[arg-type]
+    assert instance is not None
+    return instance
 
 
-def test_a_bundle_carries_the_problem_that_it_was_planned_for(bundle: Bundle) -> None:
+def test_a_bundle_carries_the_instance_that_it_was_planned_for(bundle: Bundle) -> None:
     mode = bundle.meta["mode"]
     limits = replace(limits_of(bundle), chunk=bundle.plan.chunk_bytes)
-    posed = planning_problem(bundle.program, bundle.descriptor, mode, limits)
-    assert replace(problem_of(bundle, mode), notes=posed.notes) == posed
+    posed = planning_instance(bundle.program, bundle.descriptor, mode, limits)
+    assert replace(instance_of(bundle, mode), notes=posed.notes) == posed
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_budget_from_the_smallest_on_is_kept(bundle: Bundle, mode: str) -> None:
-    problem = problem_of(bundle, mode)
-    smallest = smallest_budget(bundle.program, problem, mode, ())  # type: ignore[arg-type]
+    instance = instance_of(bundle, mode)
+    smallest = smallest_budget(bundle.program, instance, mode, ())  # type: ignore[arg-type]
     for part in (1.0, 1.05, 1.3, 2.0, 5.0):
         for keep in (False, True):
-            plan = plan_again(bundle.program, problem, mode, int(smallest * part), (), keep=keep)  # type: ignore[arg-type]
+            plan = plan_again(bundle.program, instance, mode, int(smallest * part), (), keep=keep)  # type: ignore[arg-type]
             assert fixed_bytes(bundle.program) + plan.layouts[mode].total_bytes <= int(smallest * part)
     with pytest.raises(BudgetError) as refused:
-        plan_again(bundle.program, problem, mode, smallest - 1, (), keep=False)  # type: ignore[arg-type]
+        plan_again(bundle.program, instance, mode, smallest - 1, (), keep=False)  # type: ignore[arg-type]
     assert refused.value.smallest_bytes == smallest
     preload = (bundle.plan.weights[-1].name,)
-    unlimited = plan_again(bundle.program, problem, mode, None, preload, keep=False)  # type: ignore[arg-type]
+    unlimited = plan_again(bundle.program, instance, mode, None, preload, keep=False)  # type: ignore[arg-type]
     assert {w.name for w in unlimited.weights if w.preload} >= set(preload)
 
 
@@ -63,12 +63,12 @@ def test_what_runs_measured_takes_the_place_of_what_was_predicted(bundle: Bundle
     seconds = [0.5 + layer for layer in range(len(bundle.program.launches))]
     meta = {**bundle.meta, "learned": {"mode": mode, "runs": 1, "seconds": seconds, "load_bandwidth": 1e9}}
     learned = replace_plan(bundle, bundle.plan, meta, tmp_path / "learned.flashmem")
-    assert [layer.seconds for layer in problem_of(learned, mode).layers] == seconds
+    assert [layer.seconds for layer in instance_of(learned, mode).layers] == seconds
 
 
 def test_times_that_are_damaged_are_one_sentence_and_none_are_none(bundle: Bundle) -> None:
     mode = bundle.meta["mode"]
     for times in ({"times": []}, {"times": [[1.0, []]], "of": [0]}, 7, {"times": [["x", []]], "of": [0]}):
         with pytest.raises(BundleError, match="times of layers are damaged"):
-            carried_problem(bundle.program, bundle.plan, bundle.descriptor, mode, {KEY: times})
-    assert carried_problem(bundle.program, bundle.plan, bundle.descriptor, mode, {}) is None
+            carried_instance(bundle.program, bundle.plan, bundle.descriptor, mode, {KEY: times})
+    assert carried_instance(bundle.program, bundle.plan, bundle.descriptor, mode, {}) is None

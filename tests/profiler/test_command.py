@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flashmem.planning.capacity.model import default_model
+from flashmem.planning.capacity.choice import default_model
 from flashmem.planning.capacity.predictor import Predictor
 from flashmem.profiler import bench, measure, openings, sessions, train
 from flashmem.profiler.dataset import Growing, read_dataset
@@ -33,7 +33,7 @@ def flashmem(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
 def test_a_profile_killed_and_resumed_to_its_figures(
     flashmem: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    # Good medians and models take long; whether it works, few and small ones tell.
+    # Precise medians and models take long; few and small ones show whether it works.
     few = ((sessions, "_ROUNDS", 1), (openings, "_KERNELS", 4), (openings, "_LAYERS", 16), (bench, "_DELAYS", 3))
     ratios = ((measure, "_MODEL_RATIOS", (0.5, 2.0)), (measure, "_SAMPLE_RATIOS", (0.4, 2.0)))
     for module, name, value in (*few, *ratios, (train, "_SECONDS_ROUNDS", 20), (train, "_SLOWDOWN_ROUNDS", 20)):
@@ -44,7 +44,7 @@ def test_a_profile_killed_and_resumed_to_its_figures(
 
     assert killed_at(0, flashmem, *words).code == 130
     rates = partial.with_suffix(".rates.json")
-    rates.write_text(json.dumps({**json.loads(rates.read_text()), "spent": 60.0}))  # whatever it was on this machine
+    rates.write_text(json.dumps({**json.loads(rates.read_text()), "spent": 60.0}))  # any value, independent of this machine
     early = flashmem(*words, "--minutes", "0.1")
     assert early.code == 2 and "0 launches are too few to learn from" in early.err
 
@@ -57,7 +57,7 @@ def test_a_profile_killed_and_resumed_to_its_figures(
         code = done.code
     assert code == 0, done.err
     tuned = load_descriptor(list_devices()[int(DEVICE)].descriptor_name).tuned
-    tables = {f"{tuned}.tuned.csv"} if tuned else set()  # it is used on
+    tables = {f"{tuned}.tuned.csv"} if tuned else set()  # the tuning database in use
     written = {"mine.profile.csv.gz", "mine.seconds.ubj", "mine.slowdown.ubj", "mine.toml"}
     assert {path.name for path in folder.iterdir()} == written | tables
     assert done.out.strip() == str(folder / "mine.toml")

@@ -184,8 +184,8 @@ def test_launches_that_differ_in_their_weights_alone_count_once() -> None:
     [
         (["a/x.onnx", "b/x.onnx"], "would both be called 'x'"),
         (["x/model.onnx", "x.onnx"], "would both be called 'x'"),
-        (["sample.onnx"], "'sample' is what the dataset calls kernels that are drawn"),
-        (["matmul-7.onnx"], "'matmul-7' is what the dataset calls kernels that are drawn"),
+        (["sample.onnx"], "'sample' is the dataset's name for sampled kernels"),
+        (["matmul-7.onnx"], "'matmul-7' is the dataset's name for sampled kernels"),
         (["good.onnx", "NonZero.onnx"], "NonZero.onnx: the model has 1 node that flashmem cannot run"),
         (["good.onnx", "RandomNormalLike.onnx"], "RandomNormalLike.onnx: the model has 1 node that flashmem cannot run"),
         (["good.onnx", "dynamic"], "leaves sizes of its inputs open"),

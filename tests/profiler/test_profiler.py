@@ -15,11 +15,14 @@ from typer.testing import CliRunner
 
 from flashmem.base.errors import UserError
 from flashmem.cli.main import app
+from flashmem.compiler.operators import REGISTRY
 from flashmem.planning.capacity.basis import Basis
+from flashmem.planning.capacity.choice import default_model
 from flashmem.planning.capacity.features import FAMILIES, KERNEL_FEATURES, MAX_RATIO, kernel_features, launch_features
-from flashmem.planning.capacity.model import Roofline, default_model, load_capacity
+from flashmem.planning.capacity.model import load_capacity
 from flashmem.planning.capacity.predictor import Predictor, ratio_within
 from flashmem.planning.capacity.response import learn_classes
+from flashmem.planning.capacity.roofline import Roofline
 from flashmem.profiler.bench import Bench
 from flashmem.profiler.cases import FAMILIES as DRAWN
 from flashmem.profiler.cases import Target, sampled, sampled_family
@@ -61,7 +64,7 @@ def test_every_family_is_drawn_and_says_what_it_does() -> None:
         made = launch_features(launch, weights, "buffer")
         seen.add(family)
         steps = made.macs / (made.rows * made.columns * made.depth)
-        winograd = launch.shape.family == "conv" and steps != 1  # 16 multiplications for 36
+        winograd = launch.shape.family == "conv" and steps != 1  # 16 multiplications instead of 36
         products = {"matmul": 1, "matmul_dynamic": 1, "depthwise": 1, "conv": 16 / 36 if winograd else 1, "attention": 2}
         assert steps == pytest.approx(products.get(family, 0)), (index, family)
         if len(target.program.launches) == 1:  # it writes the outputs, and reads the rest
@@ -149,7 +152,7 @@ def test_without_a_model_the_note_says_so() -> None:
 
 @pytest.mark.parametrize("name", descriptor_names())
 def test_a_capacity_is_the_most_that_keeps_a_launch_within_its_class(name: str) -> None:
-    """Beside every amount up to C_l a launch stays within its threshold; beside a little more it does not, or that could not be
+    """With any amount up to C_l a launch stays within its threshold. With a little more it does not, or the amount could not be
     transferred while it runs (roofline), or was not profiled (predictor).
     """
     descriptor = load_descriptor(name)
@@ -179,7 +182,7 @@ def test_a_capacity_is_the_most_that_keeps_a_launch_within_its_class(name: str) 
 
 @pytest.mark.parametrize("name", [name for name in descriptor_names() if load_descriptor(name).capacity_model])
 def test_shipped_models_predict_what_was_measured(name: str) -> None:
-    """The launches they were trained on, at the usual pace: half of them within a tenth, the roofline is off by more."""
+    """For their training launches, at the usual pace: half of them within a tenth; the roofline has larger errors."""
     about, rows = read_dataset(ROOT / f"devices/{name}.profile.csv.gz")
     basis = Basis(**about["basis"])
     alone = [row for row in at_usual_pace(rows, basis) if row.mode == "none"][::30]
@@ -230,7 +233,7 @@ def test_a_dataset_survives_the_disk(tmp_path: Path) -> None:
 
 def test_latencies_are_those_of_the_usual_pace() -> None:
     plain = law(60)
-    slow = 1.5  # every other launch was measured while the machine took half as much time again for anything
+    slow = 1.5  # every other launch was measured while the machine was slower by half
     names = sorted({row.case for row in plain})[::2]
     paced = [
         replace(row, seconds=row.seconds * slow, gemm_pace=slow, traffic_pace=slow) if row.case in names else row
@@ -243,13 +246,13 @@ def test_latencies_are_those_of_the_usual_pace() -> None:
 
 
 def spread(true: list[Row], found: list[Row]) -> float:
-    """Between the ratios of latencies to the true ones: largest over smallest, less one."""
+    """The spread of the ratios of latencies to the true ones: largest over smallest, minus one."""
     ratios = [b.seconds / a.seconds for a, b in zip(true, found, strict=True)]
     return max(ratios) / min(ratios) - 1
 
 
 def test_two_profiles_of_one_device_are_compared(tmp_path: Path) -> None:
-    """Twice as slow altogether is another day, not a difference; every fourth launch a tenth slower than the rest is one."""
+    """Twice as slow altogether is the machine's pace, not a difference; every fourth launch a tenth slower is a difference."""
     about = {"source": "s", "basis": vars(BASIS)}
     first, second = tmp_path / "a.profile.csv.gz", tmp_path / "b.profile.csv.gz"
     plain = law(60)
@@ -268,13 +271,13 @@ def test_two_profiles_of_one_device_are_compared(tmp_path: Path) -> None:
 def test_nothing_found_where_nothing_is_is_no_hit() -> None:
     chunk = 1 << 20
     pairs = [(0.0, 0.0), (0.9 * chunk, 0.5 * chunk), (8.0 * chunk, 7.5 * chunk), (0.0, 3.0 * chunk)]
-    assert agreement(pairs, None) == pytest.approx(1 / 3)  # the first has nothing to hit, the second and the last are missed
+    assert agreement(pairs, None) == pytest.approx(1 / 3)  # the first has nothing to predict, two are missed
     assert agreement(pairs, chunk) == 0.5
     assert np.isnan(agreement(pairs[:2], chunk))
 
 
 def test_what_is_held_out_was_not_seen_and_is_judged_as_measured(tmp_path: Path) -> None:
-    """A model's launches that were also drawn are no test of what was learned from the others."""
+    """A model's launches that were also drawn for training do not test what was learned from the others."""
     dataset = tmp_path / "x.profile.csv.gz"
     rows = law(100)
     first = [row for row in rows if row.case in {f"case0-{i}" for i in range(30)}]
@@ -285,7 +288,7 @@ def test_what_is_held_out_was_not_seen_and_is_judged_as_measured(tmp_path: Path)
     assert part.what == "net" and part.alike == 30 and len(part.predictions) == len(model)
     for found, row in zip(part.predictions, model, strict=True):
         assert found.raw == pytest.approx(row.seconds * row.slowdown, rel=1e-4)
-        assert found.measured <= found.raw * (1 + 1e-9)  # the machine was slower than usual, where that matters
+        assert found.measured <= found.raw * (1 + 1e-9)  # the machine was slower than usual, which lowers the result
 
 
 def test_too_little_teaches_nothing() -> None:
@@ -304,7 +307,8 @@ def test_lane_contention_is_the_share_by_which_a_transfer_delays() -> None:
 
 
 def test_classes_are_cut_where_tolerance_leaves_gaps() -> None:
-    learned = learn_classes({"Conv": [2.0, 2.2], "MatMul": [1.9], "Relu": [0.5, 0.4], "Softmax": [0.02], "Add": [0.6]})
+    tolerances = {"Conv": [2.0, 2.2], "MatMul": [1.9], "Relu": [0.5, 0.4], "Softmax": [0.02], "Add": [0.6]}
+    learned = learn_classes(tolerances, {operator: REGISTRY[operator].operator_class for operator in tolerances})
     found = {entry.operator: entry.learned for entry in learned}
     assert found == {
         "Conv": "reusable", "MatMul": "reusable", "Relu": "elemental", "Add": "elemental", "Softmax": "hierarchical",

@@ -1,4 +1,4 @@
-"""`flashmem tune`: the table that it writes, resumption, and the kernel configs selected by it."""
+"""`flashmem tune`: its tuning database, resumption, and the kernel configs selected from it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CASES = (Case(Matmul(9, 12, 20), "buffer"), Case(Convolution(4, 5, 5, 8, (3, 3))
 
 
 def tuned(folder: Path, timings: list[Timing], descriptor: DeviceDescriptor = POCL) -> DeviceDescriptor:
-    """The descriptor with a table of these timings."""
+    """The descriptor with a tuning database of these timings."""
     (folder / f"mine{SUFFIX}").write_text(TuningDatabase(ABOUT, timings).text())
     return replace(descriptor, tuned=str(folder / "mine"))
 
@@ -100,10 +100,10 @@ def test_the_nearest_product_counts_scaled_by_its_work(tmp_path: Path) -> None:
     assert choose(descriptor, replace(small, rows=9)) == tile and choose(descriptor, near_large) == wide
     assert seconds(descriptor, near_large)[wide] == pytest.approx(4e-3 * 300 / 512)
     far = replace(large, rows=512 * 2 ** (NEAR + 1), columns=1 << 20)
-    assert len(seconds(descriptor, far)) == len(POCL.configs_of("matmul"))  # nothing near: all are estimated
+    assert len(seconds(descriptor, far)) == len(POCL.configs_of("matmul"))  # no similar workload: all are estimated
     assert len(seconds(descriptor, replace(large, path="texture"))) == len(POCL.configs_of("matmul"))
     changed = replace(POCL, configs=(replace(wide, rows=8),), tuned=descriptor.tuned)
-    assert list(seconds(changed, large)) == [tile]  # what was measured under this name is another config
+    assert list(seconds(changed, large)) == [tile]  # the config measured under this name was another one
 
 
 def test_the_key_of_a_bundle_changes_with_the_table(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_naming_a_table_keeps_what_a_descriptor_says(tmp_path: Path) -> None:
 
 
 def run(folder: Path, every: tuple[Case, ...] = CASES, **request: object) -> tuple[Result, list[str]]:
-    """Tune PoCL's cases in a folder that holds its descriptor."""
+    """Tune PoCL's cases in a folder with its descriptor."""
     if not (folder / "pocl.toml").exists():
         write_descriptor(folder, POCL, "a test", "cpu")
     said: list[str] = []
@@ -280,7 +280,7 @@ def test_shapes_of_models() -> None:
     assert len({case for case in cases(("texture", "buffer"))}) == len(cases(("texture", "buffer")))
 
 
-# -- choosing for a whole model
+# -- selection for a whole model
 
 
 def test_few_kernels_are_part_of_the_cost() -> None:
@@ -289,7 +289,7 @@ def test_few_kernels_are_part_of_the_cost() -> None:
     assert fewest(costs, 0.0) == [a, b, c]
     assert fewest(costs, 0.3) == [a, a, c]
     assert fewest(costs, 5.0) == [a, a, a]
-    assert fewest([{a: 1.0}, {b: 1.0}], 5.0) == [a, b]  # each is the only one that can
+    assert fewest([{a: 1.0}, {b: 1.0}], 5.0) == [a, b]  # each is the only possible one
 
 
 def test_cold_and_steady_choose_otherwise(tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_cold_and_steady_choose_otherwise(tmp_path: Path) -> None:
         assert [selector.config(one), selector.config(two)] == [tile, wide]
         assert selector.select() == (optimize == "cold") and not selector.select()
         assert [selector.config(one), selector.config(two)] == wanted
-    assert selector.config(replace(one, rows=9)) == wide  # asked later: the kernel that is there
+    assert selector.config(replace(one, rows=9)) == wide  # a later request: the existing kernel
 
 
 def test_the_predictor_is_told_the_config_and_older_ones_do_without(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 @cache
 def _files() -> tuple[Path, ...]:
-    """All files of the repository but those of tools and caches."""
+    """All files of the repository except those of tools and caches."""
     files: list[Path] = []
     for folder, folders, names in os.walk(ROOT, followlinks=False):
         folders[:] = [name for name in folders if not name.startswith((".", "__")) or name == ".ci"]
@@ -47,7 +47,7 @@ def _is_file(name: str) -> bool:
 
 
 def missing_files(text: str) -> list[str]:
-    """Names in backticks that look like files of the repository, and are none."""
+    """Names in backticks that look like files of the repository, but do not exist."""
     blocks = "\n".join(re.findall(r"```.*?```", text, flags=re.DOTALL))
     drawn = re.findall(r"(?<![\w/.-])[a-z_]+/[\w/-]+\.(?:py|j2)\b", blocks)
     named = drawn + [name for name in _quoted(text) if re.fullmatch(r"\.?[a-z][\w.*-]*(/[\w.*-]+)*/?", name)]
@@ -84,7 +84,7 @@ def missing_names(text: str) -> list[str]:
 
 
 def missing_commands(text: str) -> list[str]:
-    """Modules behind `python -m` that do not exist."""
+    """Modules in `python -m` commands that do not exist."""
     named = set(re.findall(r"python -m ((?:benchmarks|tests|flashmem|profiler)(?:\.\w+)*)", text))
     return sorted(name for name in named if importlib.util.find_spec(name) is None)
 
@@ -103,7 +103,7 @@ def test_names_and_modules_on_a_page_exist(page: Path) -> None:
 
 @cache
 def _anchors(page: Path) -> frozenset[str]:
-    """Anchors of a page's headings, as GitHub makes them."""
+    """Anchors of a page's headings, as GitHub generates them."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
     plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings)

@@ -20,7 +20,7 @@ from tests.support.trained_inputs import NAME, PAIRS, ROOT, line, path_of, playe
 
 
 class Reference:
-    """ONNX Runtime in the place of a session, so that nothing is compiled."""
+    """ONNX Runtime in place of a session, so that nothing is compiled."""
 
     def __init__(self, network: Trained) -> None:
         self.run = onnxruntime.InferenceSession(str(path_of(network)), providers=["CPUExecutionProvider"]).run
@@ -42,9 +42,9 @@ def printed(
 
 
 def run_program(program: str, arguments: Sequence[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python -m examples.PROGRAM ARGUMENTS`, in this process."""
+    """Run `python -m examples.PROGRAM ARGUMENTS` in this process."""
     monkeypatch.setattr(sys, "argv", [program, *map(str, arguments)])
-    monkeypatch.delitem(sys.modules, f"examples.{program}", raising=False)  # runpy warns of a module that is there
+    monkeypatch.delitem(sys.modules, f"examples.{program}", raising=False)  # runpy warns about imported modules
     runpy.run_module(f"examples.{program}", run_name="__main__")
 
 
@@ -124,7 +124,7 @@ def test_a_network_that_is_not_installed_is_one_sentence(
 def test_a_file_beside_a_network_that_is_missing_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The letters of names lie beside two networks that are there."""
+    """The alphabet of names is a file beside two networks, which exist."""
     real = Path.glob
     monkeypatch.setattr(Path, "glob", lambda path, file: iter(()) if "vocab" in str(file) else real(path, file))
     with pytest.raises(SystemExit) as ended:

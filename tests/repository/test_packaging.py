@@ -1,4 +1,4 @@
-"""The checkout, the source distribution and the wheel: each holds the whole package; the wheel is installed and used."""
+"""The checkout, the source distribution and the wheel: each contains the whole package; the wheel is installed and used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(*command: str | Path, cwd: Path, **variables: str) -> str:
 
 
 def build(target: str, source: Path, folder: Path) -> Path:
-    """What hatchling makes of the tree in `source`, in the empty `folder`."""
+    """The archive that hatchling builds from the tree in `source`, in the empty `folder`."""
     run(sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", folder, cwd=source)
     (built,) = folder.iterdir()
     return built
@@ -42,7 +42,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As pip makes it where there is no wheel: from the source distribution."""
+    """As pip builds it without a wheel: from the source distribution."""
     return build("wheel", sdist, tmp_path_factory.mktemp("wheel"))
 
 
@@ -50,8 +50,8 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A new environment with the wheel, and with this environment's other packages; returns its Python.
 
-    The others come in by a .pth file after the new environment's own, and a checkout installed there in editable mode
-    stays out: .pth files are not followed from .pth files.
+    A .pth file after the new environment's own adds the other packages. A checkout installed there in editable mode is not
+    visible: .pth files are not followed from .pth files.
     """
     folder = tmp_path_factory.mktemp("clean")
     venv.create(folder, with_pip=False)

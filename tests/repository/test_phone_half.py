@@ -1,4 +1,4 @@
-"""The on-device half with nothing but numpy and pyopencl: run, learn, plan again, profile, find the driver."""
+"""The on-device half with only numpy and pyopencl: run, learn, plan again, profile, find the driver."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODEL = ROOT / "tests/data/resnet-tiny.onnx"
 DEVICE = next(device for device in list_devices() if device.kind == "cpu" and device.descriptor_name in ("pocl", "intel-cpu"))
 NUMBER = str(list_devices().index(DEVICE))
 ALLOWED = ("numpy", "pyopencl", "pytools", "platformdirs", "typing_extensions", "importlib_resources", "siphash24", "mako")
-"""And what pyopencl needs itself."""
+"""Also the dependencies of pyopencl."""
 
 _ONLY = """
 import importlib.util, os, sys
@@ -80,7 +80,7 @@ main()
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel for phones, built with what is installed here."""
+    """The wheel for phones, built with the packages of this environment."""
     return build("wheel", ROOT / "packaging/runtime", tmp_path_factory.mktemp("runtime"))
 
 

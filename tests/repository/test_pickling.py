@@ -28,7 +28,7 @@ from tests.support.mini_bundle import write_mini_bundle
 from tests.support.refused_budget import refused
 
 UNIMPORTED = {"flashmem.__main__", "flashmem.tools.zoo.__main__"}
-"""Modules that do something as they are imported."""
+"""Modules with side effects at import."""
 
 NEEDED = {"torch", "dask", "distributed", "ray", "matplotlib", "onnxruntime", "transformers", "diffusers"}
 """Packages that only some modules need."""
@@ -46,7 +46,7 @@ EXAMPLES: dict[type, Example] = {
     SrptPlan: lambda *_: SrptPlan({"w": ((1, 2),)}, feasible=True),
     ZooPlan: lambda bundle, _: ZooPlan("mini", bundle.descriptor, "map", bundle.program, bundle.plan, None, {"total": 1.0}),
 }
-"""Of all that are not made of one sentence."""
+"""Arguments of the errors that are not created from one sentence."""
 
 
 def public() -> list[type]:
@@ -118,7 +118,7 @@ def test_each_survives_pickle_and_copy(kind: type, way: str, made: tuple[Bundle,
 
 @pytest.mark.parametrize("kind", [MissingFileError, BudgetError, UnsupportedModelError])
 def test_errors_survive_a_library_that_pickles_tracebacks(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dask's workers have it: it makes errors of two bases in a way of its own, where they do not say how."""
+    """Dask's workers use it. It creates errors with two bases in its own way, unless they define how."""
     support = pytest.importorskip("tblib.pickling_support")
     monkeypatch.setitem(copyreg.dispatch_table, kind, support.pickle_exception)
     value: Any = EXAMPLES[kind](None, None)  # type: ignore[arg-type]
@@ -127,7 +127,7 @@ def test_errors_survive_a_library_that_pickles_tracebacks(kind: type, monkeypatc
 
 
 def test_errors_are_what_their_words_are() -> None:
-    """As they were before they could be pickled."""
+    """As before they could be pickled."""
     assert str(PlanViolation("C2", "3 chunks in flight")) == "C2: 3 chunks in flight"
     assert repr(BudgetError("too small", smallest_bytes=7, binding="layer 3")) == "BudgetError('too small')"
 

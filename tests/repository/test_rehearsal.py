@@ -26,7 +26,7 @@ def rehearsal() -> ModuleType:
     spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[loader.name] = module  # which dataclasses look into
+    sys.modules[loader.name] = module  # dataclasses look into it
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [*sys.path])
         loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""What flashmem uses of other packages that they do not document: it exists, in one module each, and versions are bounded."""
+"""Undocumented parts of other packages that flashmem uses: they exist, one module uses each, and versions are bounded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ADAPTERS = {
     "flashmem/runtime/opencl/undocumented.py": r"\b(cl|pyopencl)\._|pyopencl\.invoker|\b_(set_arg|enqueue)_",
     "flashmem/compiler/frontend/onnxscript_folding.py": r"onnxscript\.\w*\.?_\w+|_constant_folding",
 }
-"""The one module that uses private names of a package, and what such a use looks like."""
+"""The one module that uses private names of a package, and a pattern of such a use."""
 
 
 @pytest.mark.parametrize("adapter", sorted(_ADAPTERS))
@@ -48,7 +48,7 @@ def _gone(package: str, what: str, adapter: str) -> str:
 
 @pytest.mark.parametrize("name", ["_enqueue_write_buffer", "_enqueue_read_buffer", "_enqueue_write_image"])
 def test_pyopencl_has_the_copies_without_checks(name: str) -> None:
-    """`_cl` is compiled: its functions have no signature but the one in their docstring."""
+    """`_cl` is compiled: its functions have a signature only in their docstring."""
     function = getattr(pyopencl._cl, name, None)
     assert callable(function), _gone("pyopencl", f"_cl.{name}", _OPENCL)
     assert "is_blocking" in (function.__doc__ or ""), _gone(
@@ -63,7 +63,7 @@ def test_pyopencl_names_its_compiled_module_and_its_switches() -> None:
 
 
 def test_pyopencl_writes_no_python_function_for_a_kernel_made_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pyopencl looks the function up in its module for every kernel object, and takes a pair in place of what it writes."""
+    """pyopencl looks up the function in its module for every kernel object, and accepts a pair in place of its own result."""
     what = _gone("pyopencl", "invoker.generate_enqueue_and_set_args", _OPENCL)
     assert hasattr(pyopencl.invoker, "generate_enqueue_and_set_args"), what
     written: list[int] = []
@@ -95,7 +95,7 @@ def test_onnxscript_folds_as_the_importer_needs_it() -> None:
 
 
 def test_onnxscript_walks_in_order_and_folds_what_it_is_allowed_to() -> None:
-    """Each node is processed once, after what it reads; `should_fold` decides; what `process_node` gives replaces the node."""
+    """Each node is processed once, after its inputs; `should_fold` decides; the result of `process_node` replaces the node."""
     seen: list[str | None] = []
 
     class Walk(folding.FoldConstantsPass):
@@ -128,7 +128,7 @@ def test_onnxscript_walks_in_order_and_folds_what_it_is_allowed_to() -> None:
     ],
 )
 def test_versions_stop_before_the_next_series(package: str, file: str, extra: str | None) -> None:
-    """A new series may be without the private names: it is let in when these tests passed with it."""
+    """A new series may lack the private names: it is permitted after these tests pass with it."""
     project = tomllib.loads((ROOT / file).read_text(encoding="utf-8"))["project"]
     needed = map(Requirement, project["dependencies"] if extra is None else project["optional-dependencies"][extra])
     (bounds,) = (each.specifier for each in needed if each.name == package)

@@ -18,9 +18,8 @@ from flashmem.base.types import TransferMode
 from flashmem.bundle.writer import replace_plan
 from flashmem.compile import plan_program
 from flashmem.compiler.options import Options
-from flashmem.planning import planner
+from flashmem.planning import paper_limits, planner
 from flashmem.planning.limits import Limits
-from flashmem.planning.opg import limits as paper_limits
 from flashmem.planning.why import reasons
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
@@ -50,7 +49,7 @@ def _smallest(make: Callable[..., object], *arguments: Any, **options: Any) -> i
 
 
 def _planned(whole: flashmem.Bundle, *, mode: TransferMode, budget: int, strategy: Strategy) -> flashmem.Bundle:
-    """The bundle `whole` with the plan of `strategy`, as `flashmem.compile` makes it of the same program."""
+    """The bundle `whole` with the plan of `strategy`, as `flashmem.compile` makes it for the same program."""
     limits = Limits(budget=budget, chunk=4096, strategy=strategy)
     plan = plan_program(whole.program, Options(whole.descriptor, mode, limits))
     return replace_plan(whole, plan, {**whole.meta, "mode": mode, "budget_bytes": budget}, whole.path.with_name("m.flashmem"))
@@ -67,14 +66,14 @@ def test_all_strategies_give_the_same_bits_inside_one_budget(name: str, device: 
     first: list[NDArray[Any]] | None = None
     common: dict[str, Any] = {"device": device.descriptor_name, "memory_path": path, "chunk": "4KiB"}
     whole = flashmem.compile(model, tmp_path / "whole.flashmem", unfusion=False, **common)
-    # In `interleave` the plan decides which kernels carry chunks, and every strategy builds a program of its own: one of them
-    # beside ours, another one for each place and model.
+    # In `interleave` the plan determines which kernels copy chunks, so each strategy builds its own program: here one of them
+    # besides flashmem's own, a different one for each place and model.
     another = STRATEGIES[1 + (2 * PLACES.index((device, path)) + MODELS.index(name)) % (len(STRATEGIES) - 1)]
     for mode in descriptor_for(device).modes[path]:
         smallest = [_smallest(_planned, whole, mode=mode, strategy=strategy) for strategy in STRATEGIES]
         budget = int(1.2 * max(smallest))
         for strategy in STRATEGIES if mode != "interleave" else ("stream", another):
-            if strategy == "stream":  # whose layers may be split
+            if strategy == "stream":  # whose fusion groups may be split
                 bundle = flashmem.compile(model, tmp_path / "m.flashmem", budget=budget, mode=mode, **common)
             else:
                 bundle = _planned(whole, mode=mode, budget=budget, strategy=strategy)
@@ -146,7 +145,7 @@ def test_strategies_that_cannot_be_compiled(tmp_path: Path) -> None:
 def test_no_plan_leaves_the_planner_unchecked(
     module: Any, planned_by: str, options: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """Whoever makes a plan: one that moves a weight after its use does not get out."""
+    """For every way to make a plan: one that moves a weight after its use is rejected."""
     make = getattr(module, planned_by)
 
     def broken(*given: Any, **named: Any) -> OverlapPlan:

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.build_apart
 
 CPUS = [device.descriptor_name for device in list_devices() if device.kind == "cpu"]
 CACHES = ("HOME", "XDG_CACHE_HOME", "POCL_CACHE_DIR", "FLASHMEM_CACHE_DIR")
-NOWHERE = {"HOME": "/dev/null"}  # no folder can be made under a file, not by root either
+NOWHERE = {"HOME": "/dev/null"}  # no folder can be made under a file, even by root
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def session(model: MiniModel) -> Iterator[Session]:
 
 
 def flashmem(*words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process whose caches are where `variables` says, and nowhere else."""
+    """The command in a process whose caches are the folders in `variables` only."""
     environment = {name: value for name, value in os.environ.items() if name not in CACHES} | variables
     command = [sys.executable, "-m", "flashmem", *map(str, words)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -121,7 +121,7 @@ def test_no_temporary_folder_is_one_sentence(tmp_path: Path, monkeypatch: pytest
 
 
 def in_a_fork(function: Callable[[], object], seconds: float = 30) -> str:
-    """What `function` gives, or the error it raises, in a forked child."""
+    """The result of `function`, or the error that it raises, in a forked child."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -167,7 +167,7 @@ def test_a_session_opened_in_a_forked_child_works_or_says_why_not(device: str, m
 
 
 class Calling(Mapping[str, NDArray[Any]]):
-    """Inputs that call something as they are read."""
+    """Inputs that call a function when they are read."""
 
     def __init__(self, inputs: Mapping[str, NDArray[Any]], call: Callable[[], object]) -> None:
         self._inputs, self._call = inputs, call

@@ -1,4 +1,4 @@
-"""The plan checker: plans that it must accept and plans that it must refuse."""
+"""The plan checker: plans that it must accept, and plans that it must refuse."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from flashmem.planning.latency.first_answer import first_plan, smallest_m_peak
 from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.opg.lc_opg import solve
 from flashmem.program.tensors import Slice
-from flashmem.schedule.check import check_rules
-from flashmem.schedule.instance import Problem, WeightSpec
+from flashmem.schedule.check import check, check_rules
+from flashmem.schedule.instance import Instance, WeightSpec
 from flashmem.schedule.plan import OverlapPlan, PlanViolation, PoolLayout, TextureSlot
 from tests.support.mini_bundle import write_mini_bundle
-from tests.support.planning_problems import keeps_the_rules, layers_of, problems
+from tests.support.planning_instances import instances, keeps_the_rules, layers_of
 
 WEIGHTS = (WeightSpec("head", 100, 1, 1), WeightSpec("a", 25, 3, 3), WeightSpec("b", 40, 4, 5), WeightSpec("c", 10, 5, 5))
-PROBLEM = Problem(layers_of([2, 3, 4, 3, 0]), WEIGHTS, 10, 80, 1.0)
+INSTANCE = Instance(layers_of([2, 3, 4, 3, 0]), WEIGHTS, 10, 80, 1.0)
 SLICES = (
     Slice("head", "head", 0, 100),
     Slice("a", "a", 0, 25),
@@ -35,8 +35,8 @@ MODES = ("map", "alias", "dma", "interleave")
 
 
 def good_plan() -> OverlapPlan:
-    plan = solve(PROBLEM)
-    plan.check(PROBLEM)
+    plan = solve(INSTANCE)
+    check(plan, INSTANCE)
     # 9 = 0.9 * 10 chunks of head; a, b and c are moved in the layer before their use
     assert plan.status == "optimal" and plan.objective == pytest.approx(9 + 0.1 * 3)
     return plan
@@ -85,37 +85,37 @@ def test_the_plan_that_is_spoilt_below() -> None:
 )
 def test_spoilt_plans_are_caught(constraint: str, spoil: Callable[[OverlapPlan], OverlapPlan]) -> None:
     with pytest.raises(PlanViolation) as violation:
-        spoil(good_plan()).check(PROBLEM)
+        check(spoil(good_plan()), INSTANCE)
     assert violation.value.constraint == constraint
 
 
 def test_memory_is_counted_from_the_read_gate_to_the_last_use() -> None:
-    assert smallest_m_peak(PROBLEM) == (65, "layer3")  # a (25) and, for the next layer, b (40)
-    tight = replace(PROBLEM, m_peak=64)
+    assert smallest_m_peak(INSTANCE) == (65, "layer3")  # a (25) and, for the next layer, b (40)
+    tight = replace(INSTANCE, m_peak=64)
     with pytest.raises(PlanViolation, match="65 bytes in flight at layer 3") as violation:
-        replace(good_plan(), m_peak=64).check(tight)
+        check(replace(good_plan(), m_peak=64), tight)
     assert violation.value.constraint == "C2"
 
 
 def test_a_partly_filled_chunk_counts_what_it_holds() -> None:
-    problem = Problem(layers_of([9, 9]), (WeightSpec("w", 11, 2, 2),), 10, 11, 1.0)
-    solve(problem).check(problem)
+    instance = Instance(layers_of([9, 9]), (WeightSpec("w", 11, 2, 2),), 10, 11, 1.0)
+    check(solve(instance), instance)
 
 
-@given(problems(most_layers=6, most_weights=5, most_chunks=3), st.data())
+@given(instances(most_layers=6, most_weights=5, most_chunks=3), st.data())
 @settings(max_examples=300, deadline=None)
-def test_the_checker_agrees_with_the_rules_on_random_changes(problem: Problem, data: st.DataObject) -> None:
-    limit = max(smallest_m_peak(problem)[0], problem.m_peak)
-    inside = replace(problem, m_peak=limit)
+def test_the_checker_agrees_with_the_rules_on_random_changes(instance: Instance, data: st.DataObject) -> None:
+    limit = max(smallest_m_peak(instance)[0], instance.m_peak)
+    inside = replace(instance, m_peak=limit)
     plan = solve(inside, time_limit=0.0) if data.draw(st.booleans()) else first_plan(inside)
     streamed = [w for w in plan.weights if not w.preload]
     for _ in range(data.draw(st.integers(1, 2)) if streamed else 0):
         w = data.draw(st.sampled_from(streamed))
-        layers = st.integers(0, len(problem.layers))
+        layers = st.integers(0, len(instance.layers))
         moves = data.draw(st.dictionaries(layers, st.integers(1, 3), max_size=3))
         plan = with_weight(plan, w.name, moves=tuple(sorted(moves.items())), read_layer=data.draw(layers))
     try:
-        plan.check(inside)
+        check(plan, inside)
     except PlanViolation as violation:  # the objective comes after the rules
         assert (violation.constraint == "objective") == keeps_the_rules(plan, inside)
     else:
@@ -124,12 +124,12 @@ def test_the_checker_agrees_with_the_rules_on_random_changes(problem: Problem, d
 
 def laid_out(*, shares_memory: bool = True) -> OverlapPlan:
     weights = tuple(replace(w, nbytes=s.nbytes) for w, s in zip(WEIGHTS, SLICES, strict=True))
-    problem = replace(PROBLEM, weights=weights, m_peak=100_000)
-    plan = first_plan(replace(problem, shares_memory=shares_memory))
+    instance = replace(INSTANCE, weights=weights, m_peak=100_000)
+    plan = first_plan(replace(instance, shares_memory=shares_memory))
     early = tuple(replace(w, read_layer=1) if w.name == "b" else w for w in plan.weights)  # so that it waits beside a
     plan = replace(plan, weights=early)
     plan = replace(plan, layouts=lay_out_pools(SLICES, plan, MODES))  # type: ignore[arg-type]
-    check_rules(plan, problem, SLICES)  # not the objective, which reads in another order change
+    check_rules(plan, instance, SLICES)  # not the objective, which reads in another order change
     return plan
 
 
@@ -180,26 +180,26 @@ def test_spoilt_staging_slots_are_caught(spoil: Callable[[PoolLayout], PoolLayou
 
 
 def _catches(plan: OverlapPlan, mode: str, spoil: Callable[[PoolLayout], PoolLayout]) -> None:
-    problem = replace(
-        PROBLEM, weights=tuple(WeightSpec(w.name, w.nbytes, w.first_use, w.last_use) for w in plan.weights), m_peak=100_000
+    instance = replace(
+        INSTANCE, weights=tuple(WeightSpec(w.name, w.nbytes, w.first_use, w.last_use) for w in plan.weights), m_peak=100_000
     )
     spoilt = replace(plan, layouts={**plan.layouts, mode: spoil(plan.layouts[mode])})
     with pytest.raises(PlanViolation) as violation:
-        spoilt.check(problem, SLICES)
+        check(spoilt, instance, SLICES)
     assert violation.value.constraint == "layout"
 
 
 def test_a_slot_may_be_taken_again_once_it_is_free() -> None:
-    problem = Problem(layers_of([0] * 5), (WeightSpec("x", 16, 2, 2), WeightSpec("y", 16, 4, 4)), 16, 16, 1.0)
+    instance = Instance(layers_of([0] * 5), (WeightSpec("x", 16, 2, 2), WeightSpec("y", 16, 4, 4)), 16, 16, 1.0)
     slices = (Slice("x", "x", 0, 16, 1, 1, 16), Slice("y", "y", 0, 16, 1, 1, 16))
-    plan = first_plan(problem)
+    plan = first_plan(instance)
     layout = PoolLayout(slots=(TextureSlot(1, 1, "float", 16),), slot_of={"x": 0, "y": 0}, ring_bytes=32)
-    replace(plan, layouts={"dma": layout}).check(problem, slices)
+    check(replace(plan, layouts={"dma": layout}), instance, slices)
     assert lay_out_pools(slices, plan, ["dma"])["dma"].slots == layout.slots
 
 
 def test_checked_is_what_the_checker_says_of_the_plan_that_is_shown(tmp_path: Path) -> None:
-    """It knows each layer's own C_l and what was relaxed: the same moves pass with one and not without."""
+    """It knows each launch's own C_l and which ones were relaxed: the same moves pass with one and not without."""
     bundle = Bundle.open(write_mini_bundle(tmp_path / "mini").path)
     plan, program = bundle.plan, bundle.program
     assert summary(plan, program)["checked"] is True

@@ -1,4 +1,4 @@
-"""Forms of attention as exporters and people write it, each a small graph inside one model."""
+"""Forms of attention that exporters and people write, each a small graph inside one model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOWEST = float(np.finfo(np.float32).min)
 
 @dataclass
 class Model:
-    """A model under construction. `answers` are its outputs, `kind` that of its numbers (`inputs.KINDS`)."""
+    """A model under construction. `answers` are its outputs; `kind` is the range of its numbers (`inputs.KINDS`)."""
 
     opset: int = 23
     nodes: list[onnx.NodeProto] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Model:
         return self.given(KINDS[self.kind](self.generator, shape).astype(np.float32))
 
     def given(self, data: Array) -> str:
-        """The name of run-time data."""
+        """The name of given run-time data."""
         name = f"x{len(self.feeds)}"
         self.feeds[name] = data
         return name
@@ -51,7 +51,7 @@ class Model:
         return self.constant(shape, np.int64)
 
     def op(self, op: str, *inputs: str, outputs: int = 1, domain: str = "", **attributes: Any) -> Any:
-        """The name, or the names, of what a node computes."""
+        """The name, or the names, of the results of a node."""
         names = [f"{op}{len(self.nodes)}.{i}" for i in range(outputs)]
         self.nodes.append(helper.make_node(op, list(inputs), names, name=names[0], domain=domain, **attributes))
         return names[0] if outputs == 1 else names
@@ -66,7 +66,7 @@ class Model:
         return str(self.op("Transpose", self.op("Reshape", given, self.shape(batch, length, heads, size)), perm=(0, 2, 1, 3)))
 
     def turned(self, value: str) -> str:
-        """The last two of four dimensions exchanged."""
+        """Swap the last two of four dimensions."""
         return str(self.op("Transpose", value, perm=(0, 1, 3, 2)))
 
     def merged(self, value: str, batch: int, length: int, width: int) -> str:
@@ -86,7 +86,7 @@ class Model:
 
 
 def plain(m: Model, batch: int, heads: int, rows: int, keys: int, size: int, value_size: int = 0) -> None:
-    """Heads cut from projections, scores scaled."""
+    """Heads sliced from projections, scores scaled."""
     value_size = value_size or size
     q, k, v = m.heads(batch, rows, heads, size), m.heads(batch, keys, heads, size), m.heads(batch, keys, heads, value_size)
     scores = m.op("Mul", m.op("MatMul", q, m.turned(k)), m.constant(1 / math.sqrt(size)))
@@ -95,7 +95,7 @@ def plain(m: Model, batch: int, heads: int, rows: int, keys: int, size: int, val
 
 
 def scaled_before(m: Model) -> None:
-    """Both factors scaled by the root of the scale, as PyTorch writes it, the scores divided once more."""
+    """Both factors scaled by the root of the scale, as PyTorch exports it, and the scores divided again."""
     q, k, v = (m.heads(2, 13, 3, 8) for _ in range(3))
     root = m.constant(8**-0.25)
     scores = m.op("MatMul", m.op("Mul", q, root), m.op("Mul", root, m.turned(k)))
@@ -104,7 +104,7 @@ def scaled_before(m: Model) -> None:
 
 
 def masked(m: Model, *, guarded: bool) -> None:
-    """A mask with rows of -inf alone, first keys of -inf, and a row that sees one key far behind."""
+    """A mask with rows of only -inf, first keys of -inf, and a row that sees one distant key."""
     q, k, v = m.heads(2, 21, 2, 8), m.heads(2, 150, 2, 8), m.heads(2, 150, 2, 8)
     mask = np.zeros((2, 1, 21, 150), np.float32)
     mask[:, :, 3:7, :140] = -np.inf
@@ -118,7 +118,7 @@ def masked(m: Model, *, guarded: bool) -> None:
 
 
 def causal(m: Model) -> None:
-    """A triangle by Where, a bias of each head given at run time, a padding mask of keys."""
+    """A triangle by Where, a run-time bias for each head, a padding mask of keys."""
     q, k, v = (m.heads(2, 35, 3, 16) for _ in range(3))
     scores = m.op("Where", m.constant(np.tri(35)[None, None], np.bool_), m.op("MatMul", q, m.turned(k)), m.constant(LOWEST))
     scores = m.op("Add", m.input(3, 35, 35), scores)
@@ -127,7 +127,7 @@ def causal(m: Model) -> None:
 
 
 def capped(m: Model) -> None:
-    """A soft cap: the score is read twice on its way, once for its sign."""
+    """A soft cap: the score is read twice, once for its sign."""
     q, k, v = (m.heads(1, 17, 2, 8) for _ in range(3))
     scores = m.op("MatMul", q, m.turned(k))
     scores = m.op("Mul", m.op("Tanh", m.op("Div", scores, m.constant(3))), m.constant(3))
@@ -151,7 +151,7 @@ def windowed(m: Model) -> None:
 
 
 def repeated(m: Model) -> None:
-    """Grouped heads, each key and value repeated by Expand, as dynamo writes it."""
+    """Grouped heads, each key and value repeated by Expand, as dynamo exports it."""
     q = m.heads(2, 6, 6, 8)
 
     def repeat(given: str) -> str:
@@ -164,7 +164,7 @@ def repeated(m: Model) -> None:
 
 
 def in_rows(m: Model) -> None:
-    """Grouped heads, the queries that share a key as rows of one product, which are masked as heads."""
+    """Grouped heads: the queries that share a key are rows of one product, masked as heads."""
     q, k, v = m.heads(2, 6, 6, 8), m.heads(2, 11, 2, 8), m.heads(2, 11, 2, 8)
     scores = m.op("MatMul", m.op("Reshape", q, m.shape(2, 2, 18, 8)), m.turned(k))
     scores = m.op("Reshape", m.op("Mul", scores, m.constant(0.3)), m.shape(2, 6, 6, 11))
@@ -175,7 +175,7 @@ def in_rows(m: Model) -> None:
 
 
 def strided(m: Model) -> None:
-    """Matrices alone, channels far apart in keys and values, queries shared by a batch."""
+    """Single matrices, channels far apart in keys and values, queries shared by a batch."""
     q, k, v = m.input(12, 10), m.input(3, 10, 37), m.input(3, 6, 37)
     scores = m.op("MatMul", q, k)
     m.answer(m.op("MatMul", m.op("Softmax", scores, axis=-1), m.op("Transpose", v, perm=(0, 2, 1))))
@@ -198,14 +198,14 @@ def standard(m: Model) -> None:
 
 
 def standard_masked(m: Model) -> None:
-    """ONNX's own operator with a mask of booleans, in which one query sees nothing: its answer is 0."""
+    """ONNX's own operator with a boolean mask, in which one query sees nothing: its answer is 0."""
     mask = m.generator.random((19, 12)) < 0.6
     mask[4] = False
     m.answer(m.op("Attention", m.input(2, 4, 19, 8), m.input(2, 2, 12, 8), m.input(2, 2, 12, 8), m.given(mask)))
 
 
 def few_masked(m: Model) -> None:
-    """The same of two queries."""
+    """The same with two queries."""
     mask = np.array([[False] * 9, [True] * 9])
     m.answer(m.op("Attention", m.input(2, 4, 2, 8), m.input(2, 4, 9, 8), m.input(2, 4, 9, 8), m.given(mask)))
 
@@ -247,7 +247,7 @@ FORMS: dict[str, Callable[[Model], None]] = {
 
 
 def read_elsewhere() -> Iterator[tuple[str, Model]]:
-    """Forms that have to stay as they are: somebody else reads scores or weights, or another axis is summed."""
+    """Forms that must not be fused: another node reads scores or weights, or another axis is summed."""
     m = Model()
     q, k, v = (m.heads(1, 9, 2, 8) for _ in range(3))
     scores = m.op("MatMul", q, m.turned(k))

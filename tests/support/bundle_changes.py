@@ -15,7 +15,7 @@ def files_of(bundle: Path) -> Path:
 
 
 def rewrite(bundle: Path, name: str, change: Callable[[Any], None]) -> None:
-    """Change a JSON file of a bundle, every hash and digest made to fit, as someone would who wants to be believed."""
+    """Change a JSON file of a bundle and correct every hash and digest, as an attacker would."""
     path = bundle / name if name == "manifest.json" else files_of(bundle) / name
     data = json.loads(path.read_text())
     change(data)
@@ -29,7 +29,7 @@ def rewrite(bundle: Path, name: str, change: Callable[[Any], None]) -> None:
 
 
 def fit(bundle: Path, name: str) -> None:
-    """Make the manifest say what a small file holds."""
+    """Correct the manifest's entry for a small file."""
     content = (files_of(bundle) / name).read_bytes()
     entry = {"nbytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     rewrite(bundle, "manifest.json", lambda manifest: manifest["files"].update({name: entry}))

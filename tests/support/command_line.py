@@ -16,7 +16,7 @@ from flashmem.cli.main import main
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command left behind."""
+    """The result of a command."""
 
     code: int
     out: str
@@ -24,7 +24,7 @@ class Outcome:
 
     @property
     def json(self) -> Any:
-        """Fails unless stdout is exactly one JSON object."""
+        """The JSON object on stdout; fails unless stdout is exactly one object."""
         return json.loads(self.out)
 
 
@@ -32,7 +32,7 @@ Command = Callable[..., Outcome]
 
 
 def command_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    """`command("run", path)`, in this process; a traceback fails."""
+    """Returns a function that runs `command("run", path)` in this process; a traceback is a failure."""
 
     def command(*words: str | Path) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["flashmem", *map(str, words)])

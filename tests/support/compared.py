@@ -30,7 +30,7 @@ DEVICES = [(name, ("buffer", "texture")[index % 2]) for index, name in enumerate
 """Every device once, for nodes that read no weights."""
 
 OF_A_GPU = [(*place, "nvidia") for place in DEVICES if place[0] != "pocl"][:1]
-"""A device that runs the kernels of a GPU, whose work-items share rows: PoCL takes a minute to build those with barriers."""
+"""A device for the kernels of a GPU, whose work-items share rows: PoCL takes a minute to build those with barriers."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Nodes:
         return name
 
     def node(self, op: str, *inputs: str, dtypes: Sequence[str] = ("float32",), **attributes: Any) -> list[str]:
-        """A node whose outputs, of these types, are outputs of the model; their names."""
+        """Add a node whose outputs, of these types, are outputs of the model; returns their names."""
         names = [f"{op}{len(self.nodes)}.{i}" for i in range(len(dtypes))]
         self.nodes.append(helper.make_node(op, list(inputs), names, **attributes))
         for name, dtype in zip(names, dtypes, strict=True):
@@ -74,7 +74,7 @@ class Nodes:
 
 
 def by_runtime(model: onnx.ModelProto, feeds: Mapping[str, Array]) -> list[Array]:
-    """What ONNX Runtime answers."""
+    """ONNX Runtime's answers."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     answers: list[Array] = onnxruntime.InferenceSession(model.SerializeToString(), options).run(None, dict(feeds))
@@ -84,7 +84,7 @@ def by_runtime(model: onnx.ModelProto, feeds: Mapping[str, Array]) -> list[Array
 def answers_of(
     model: onnx.ModelProto, feeds: Mapping[str, Array], place: tuple[str, str], folder: Path, compiled_for: str = ""
 ) -> list[Array]:
-    """What flashmem answers on a device and a memory path, with the kernels of that device or of the one named."""
+    """Flashmem's answers on a device and a memory path, with the kernels of that device or of `compiled_for`."""
     device, path = place
     onnx.save(model, folder / "model.onnx")
     wanted: Any = {"device": compiled_for or device, "memory_path": path}
@@ -101,7 +101,7 @@ def compare(
     against_runtime: bool = True,
     compiled_for: str = "",
 ) -> None:
-    """AssertionError unless every output is right, as `require_right` has it."""
+    """Raise AssertionError unless every output is right, by the criterion of `require_right`."""
     model = nodes.proto()
     answers = answers_of(model, nodes.feeds, place, folder, compiled_for)
     require_right(model, nodes.feeds, answers, exact, against_runtime)
@@ -114,11 +114,11 @@ def require_right(
     exact: Sequence[Array] | None = None,
     against_runtime: bool = True,
 ) -> None:
-    """AssertionError unless `answers` are the model's: integers exactly, floats as near to float64 as float32 allows.
+    """Raise AssertionError unless `answers` are right: integers exactly, floats as close to float64 as float32 permits.
 
-    An element may be off by 4 units in the last place, by what rounding moves its row (`rounding`), and by twice what ONNX
-    Runtime is off in its row. `exact`: what is right of the first outputs, in float64, by another reference than onnx's own.
-    `against_runtime`: whether ONNX Runtime has these operators and is right.
+    An element may differ by 4 units in the last place, plus the effect of rounding in its row (`rounding`), plus twice ONNX
+    Runtime's error in its row. `exact`: float64 references for the first outputs, in place of onnx's own. `against_runtime`:
+    whether ONNX Runtime supports these operators correctly.
     """
     known = _known(model, feeds)
     if exact is not None:
@@ -139,7 +139,7 @@ def require_right(
 
 
 def _known(model: onnx.ModelProto, feeds: Mapping[str, Array]) -> list[Answer]:
-    """`evaluated`, once for all devices."""
+    """`evaluated`, computed once for all devices."""
     data = [name.encode() + array.tobytes() for name, array in feeds.items()]
     key = hashlib.sha256(b"".join([model.SerializeToString(), *data])).digest()
     if key not in _evaluated:
@@ -152,7 +152,7 @@ _evaluated: dict[bytes, list[Answer]] = {}
 
 
 def apart(answer: Array, right: Answer, other: Array | None = None) -> NDArray[np.bool_]:
-    """The elements of `answer` that are farther from what is `right` than `require_right` allows."""
+    """The elements of `answer` that differ from `right` by more than `require_right` permits."""
     given, exact = answer.astype(np.float64), beyond(right.exact, answer.dtype)
     finite = np.isfinite(exact)
     with np.errstate(invalid="ignore"):
@@ -165,17 +165,17 @@ def apart(answer: Array, right: Answer, other: Array | None = None) -> NDArray[n
 
 
 def beyond(exact: Array, dtype: Any) -> Array:
-    """`exact`, infinite where a number of `dtype` is."""
+    """`exact`, infinite where a number of type `dtype` would be."""
     top = float(np.finfo(dtype).max)
     return np.where(np.abs(exact) > top, np.copysign(np.inf, exact), exact.astype(np.float64))
 
 
 ROUNDINGS = 6.0
-"""How often the largest of a few random roundings may be passed."""
+"""Factor by which an error may exceed the largest of a few random roundings."""
 
 
 def refusal(nodes: Nodes, folder: Path) -> str:
-    """The sentence with which the model is refused."""
+    """The message with which the model is refused."""
     onnx.save(nodes.proto(), folder / "refused.onnx")
     with pytest.raises(UnsupportedModelError) as refused:
         flashmem.compile(folder / "refused.onnx", folder / "refused.flashmem", device="generic-cpu")

@@ -25,7 +25,7 @@ def run(model: onnx.ModelProto, feeds: Mapping[str, Array]) -> list[Array]:
 
 
 class Case:
-    """A model of one node: inputs that are given in a run, and constants; None where one is left out."""
+    """A model of one node: run-time inputs, and constants; None for an omitted one."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Case:
         rows: Sequence[slice] | None = None,
         **attributes: Any,
     ) -> None:
-        """`expected` gives the answer, or ONNX Runtime; `rows` are the parts of the first output that mean something."""
+        """`expected` computes the answer (default: ONNX Runtime); `rows` are the defined parts of the first output."""
         self.op, self.expected, self.opset, self.rows = op, expected, model_opset, rows
         inputs = {f"x{i}": np.asarray(array) for i, array in enumerate(run_time) if array is not None}
         constants_ = {f"c{i}": np.asarray(array) for i, array in enumerate(constants) if array is not None}

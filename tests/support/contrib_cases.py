@@ -1,6 +1,6 @@
-"""Nodes of ONNX Runtime's contrib operators.
+"""Test cases of ONNX Runtime's contrib operators.
 
-Where ONNX Runtime has no kernel for the CPU, a case says what the answer is, by ONNX Runtime's other operators or by numpy.
+If ONNX Runtime has no CPU kernel, the case computes the answer by ONNX Runtime's other operators or by numpy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def softmax(x: Array, axis: int | tuple[int, ...]) -> Array:
 
 
 def group_norm(x: Array, groups: int, gamma: Array, beta: Array, swish: bool) -> Array:
-    """[N, H, W, C]."""
+    """Group normalization of [N, H, W, C]."""
     rows = x.reshape(len(x), -1, groups, x.shape[-1] // groups)
     rows = (rows - rows.mean((1, 3), keepdims=True)) / np.sqrt(rows.var((1, 3), keepdims=True) + 1e-5)
     y = rows.reshape(x.shape) * gamma + beta
@@ -309,7 +309,7 @@ def _others() -> list[Case]:
 
 
 FLOAT_CASES = [*_fused(), *_normalizations(), *_attention(), *_multi_head(), *_rotary(), *_grouped(), *_others()]
-"""Whose expansion holds no quantised operator."""
+"""Cases whose expansion contains no quantised operator."""
 
 SAMPLED_CASES = [
     Case("GridSample", [floats(1, 2, 4, 5), floats(1, 3, 3, 2)], mode="bilinear", padding_mode="border"),
@@ -326,4 +326,4 @@ DEVICE_CASES = [
     next(case for case in FLOAT_CASES if case.op == "SkipLayerNormalization" and len(case.outputs) == 4),
     next(case for case in FLOAT_CASES if case.op == "LayerNormalization"),
 ]
-"""A few that take runs of many kernels."""
+"""A few cases that use runs of many kernels."""

@@ -1,6 +1,6 @@
-"""Nodes of ONNX Runtime's quantised contrib operators.
+"""Test cases of ONNX Runtime's quantised contrib operators.
 
-Where ONNX Runtime has no kernel for the CPU, a case says what the answer is, by ONNX Runtime's other operators or by numpy.
+If ONNX Runtime has no CPU kernel, the case computes the answer by ONNX Runtime's other operators or by numpy.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _integer_products() -> list[Case]:
 
 
 def nbits(columns: int, inner: int, block: int, bits: int = 4, zeros: str = "", bias: bool = False, opset: int = 21) -> Case:
-    """A MatMulNBits with zero points that are "packed", "float" or left out."""
+    """A MatMulNBits with zero points that are "packed", "float" or omitted."""
     blocks = -(-inner // block)
     weight, scales = u8(columns, blocks, block * bits // 8), scale(columns, blocks)
     points = {
@@ -123,4 +123,4 @@ def _blocks() -> list[Case]:
 
 
 QUANTIZED_CASES = [*_quantized(u8), *_quantized(i8), *_integer_products(), *_blocks()]
-"""Whose expansion holds quantised operators."""
+"""Cases whose expansion contains quantised operators."""

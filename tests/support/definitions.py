@@ -1,6 +1,6 @@
 """Reference definitions of operators: as functions of simpler operators (`DEFINITIONS`), and by numpy (`NUMPY`).
 
-They are those that ONNX does not define by others, or defines so that they overflow or cancel.
+ONNX does not define these by other operators, or its definitions overflow or cancel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _constant(name: str, array: Any) -> onnx.NodeProto:
 
 
 def _lp_normalization(node: onnx.NodeProto, operands: Sequence[Array | None]) -> onnx.FunctionProto:
-    """x / norm, of the numbers divided by the largest one, whose squares float32 holds."""
+    """x / norm, computed from the numbers over the largest one, whose squares are in float32's range."""
     given = attributes_of(node)
     squares = given.get("p", 2) == 2
     nodes = [
@@ -46,8 +46,8 @@ def _lp_normalization(node: onnx.NodeProto, operands: Sequence[Array | None]) ->
 
 
 def _normalization(node: onnx.NodeProto, operands: Sequence[Array | None]) -> onnx.FunctionProto:
-    """Distances from the mean over their root of mean square. ONNX's own definitions subtract the mean's square from that of
-    squares, which loses what a large mean has in common with all numbers.
+    """Distances from the mean over their root mean square. ONNX's own definitions subtract the square of the mean from the mean
+    of squares, which cancels if the mean is large.
     """
     given, x = attributes_of(node), operands[0]
     assert x is not None
@@ -96,7 +96,7 @@ def _body(inputs: Sequence[str], outputs: Sequence[str], nodes: Sequence[onnx.No
 
 
 def _batch_normalization(node: onnx.NodeProto, operands: Sequence[Array | None]) -> onnx.FunctionProto:
-    """By statistics that are given, or with `training_mode` by the batch's own, which move those."""
+    """With given statistics, or with `training_mode` with the batch's own, which update the running ones."""
     given, x = attributes_of(node), operands[0]
     assert x is not None
     momentum, rank = given.get("momentum", 0.9), x.ndim
@@ -137,7 +137,7 @@ def _batch_normalization(node: onnx.NodeProto, operands: Sequence[Array | None])
 
 
 def _log_sum_exp(node: onnx.NodeProto, operands: Sequence[Array | None]) -> onnx.FunctionProto:
-    """Of what is left above the largest number: ONNX's own definition overflows."""
+    """Computed from differences to the largest number: ONNX's own definition overflows."""
     keep, axes = attributes_of(node).get("keepdims", 1), len(operands) > 1 and operands[1] is not None
     nodes = [
         helper.make_node("ReduceMax", ["x", "axes"] if axes else ["x"], ["top"]),
@@ -152,7 +152,7 @@ def _log_sum_exp(node: onnx.NodeProto, operands: Sequence[Array | None]) -> onnx
 
 
 def _heads(node: onnx.NodeProto, operands: Sequence[Array | None]) -> onnx.FunctionProto:
-    """ONNX Runtime's MultiHeadAttention of queries, keys and values alone."""
+    """ONNX Runtime's MultiHeadAttention with queries, keys and values only."""
     heads, q = attributes_of(node)["num_heads"], operands[0]
     assert q is not None and len(operands) == 3
     nodes = [_constant("shape", [0, 0, heads, -1]), _constant("merged", [0, 0, -1])]
@@ -181,11 +181,11 @@ DEFINITIONS: dict[str, Callable[[onnx.NodeProto, Sequence[Array | None]], onnx.F
         ("GroupNormalization", "InstanceNormalization", "LayerNormalization", "MeanVarianceNormalization"), _normalization
     ),
 }
-"""Definitions that ONNX lacks, or whose reference evaluator errs."""
+"""Definitions that ONNX lacks, or whose reference evaluator is wrong."""
 
 
 def by_numpy(node: onnx.NodeProto) -> bool:
-    """Whether `NUMPY` computes `node`; Gelu by erf cancels, as ONNX defines it, and so do those who compute it."""
+    """Whether `NUMPY` computes `node`. ONNX's definition of Gelu by erf cancels, and so do implementations of it."""
     return node.op_type in NUMPY and (node.op_type != "Gelu" or attributes_of(node).get("approximate") == b"tanh")
 
 
@@ -219,7 +219,7 @@ def _gelu(node: onnx.NodeProto, x: Array) -> Array:
 
 
 def _conv_transpose(node: onnx.NodeProto, x: Array, weight: Array, bias: Array | None = None) -> Array:
-    """Each element of the input spreads the weights of its group."""
+    """Each element of the input adds the weights of its group to the output."""
     given, kernel = attributes_of(node), weight.shape[2:]
     rank, groups = len(kernel), given.get("group", 1)
     strides, dilations = given.get("strides", [1] * rank), given.get("dilations", [1] * rank)
@@ -255,4 +255,4 @@ NUMPY: dict[str, Callable[..., Array]] = {
     "Sigmoid": lambda node, x: np.where(x < 0, np.exp(np.minimum(x, 0)), 1) / (1 + np.exp(-np.abs(x))),
     "Softplus": lambda node, x: np.logaddexp(0, x),
 }
-"""Operators that the reference evaluator of onnx 1.23 lacks or errs in, or whose definitions overflow or cancel."""
+"""Operators that the reference evaluator of onnx 1.23 lacks or computes wrongly, or whose definitions overflow or cancel."""

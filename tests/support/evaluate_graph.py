@@ -1,4 +1,4 @@
-"""Evaluates a `Graph` in normal form by numpy in float64, to compare graphs before and after a pass without kernels."""
+"""Evaluates a decomposed `Graph` by numpy in float64, to compare graphs before and after a pass without kernels."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ELEMENTWISE: dict[str, Callable[..., Array]] = {
 
 
 def evaluate(graph: Graph, feeds: Mapping[str, Array]) -> list[Array]:
-    """The outputs of `graph`. KeyError for an operator that is not here."""
+    """The outputs of `graph`. Raises KeyError for an operator that is not implemented here."""
     known: dict[Value, Array] = {port.value: np.asarray(feeds[port.name], np.float64) for port in graph.inputs}
 
     def read(value: Value | None) -> Array:
@@ -73,13 +73,13 @@ def _computed(node: Node, x: list[Array]) -> Array:
         return np.asarray(e / e.sum(given["axes"], keepdims=True))
     if node.op in ("ReduceSum", "ReduceMean"):
         return np.asarray((np.sum if node.op == "ReduceSum" else np.mean)(x[0], axis=given["axes"], keepdims=True))
-    if node.op in ("MaxPool", "AveragePool"):  # windows side by side, channels last
+    if node.op in ("MaxPool", "AveragePool"):  # disjoint windows, channels-last
         (down, across), (n, height, width, channels) = given["kernel"], x[0].shape
         assert given["strides"] == given["kernel"] and not any(given["pads"])
         image = x[0][:, : height // down * down, : width // across * across]
         windows = image.reshape(n, height // down, down, width // across, across, channels)
         return np.asarray((np.max if node.op == "MaxPool" else np.mean)(windows, axis=(2, 4)))
-    if node.op == "Conv":  # 1x1, channels last
+    if node.op == "Conv":  # 1x1, channels-last
         return np.asarray(x[0] @ x[1].reshape(x[1].shape[:2]).T)
     if node.op == "FusedAttention":
         return _attention(node, x)
@@ -87,7 +87,7 @@ def _computed(node: Node, x: list[Array]) -> Array:
 
 
 def _attention(node: Node, x: list[Array]) -> Array:
-    """softmax(steps(Q K^T)) V, each element read from where its access says it is."""
+    """softmax(steps(Q K^T)) V, with each element read through its access."""
     given, scores = node.attributes, node.attributes["scores"]
     assert not given["dropped"] and not scores.guarded
     query, key, value = (each.reshape(-1)[_places(given[n])] for each, n in zip(x, ("query", "key", "value"), strict=False))

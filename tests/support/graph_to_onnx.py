@@ -13,7 +13,7 @@ from flashmem.compiler.ir.graph import Graph
 
 
 def run(model: onnx.ModelProto | str, feeds: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Outputs by name, computed by ONNX Runtime as the model is written (no optimisation)."""
+    """Outputs by name, computed by ONNX Runtime without optimisation."""
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 3

@@ -1,4 +1,4 @@
-"""Random inputs for operators: also large, tiny, offset and positive ones, where rounding errors do not cancel."""
+"""Random inputs for operators, including large, tiny, offset and positive ones, where rounding errors do not cancel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], NDArray[Any]]]
     "positive": lambda random, shape: random.uniform(0.1, 1.0, shape),
     "of many sizes": lambda random, shape: random.standard_normal(shape) * 10.0 ** random.uniform(-6, 6, shape),
 }
-"""How numbers of each kind are drawn."""
+"""The distribution of each kind of numbers."""
 
 
 def floats(*shape: int, kind: str = "normal", seed: int = 7) -> NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""Calls a function in worker processes that may crash or hang: one item is lost, and the rest goes on."""
+"""Calls a function in worker processes that may crash or hang: one item is lost, and the others continue."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _FRESH = 200
-"""Items after which a worker is replaced, so that what a driver leaks is given back."""
+"""Items after which a worker is replaced, to free what drivers leak."""
 
 
 def call_isolated(
     function: Callable[[Item], Result], items: Iterable[Item], *, jobs: int, timeout: float
 ) -> Iterator[tuple[Item, Result | str]]:
-    """(item, result) for all `items`, in the order in which they are done; the result is "crash" or "hang" for those lost.
+    """(item, result) for all `items`, in the order of completion; the result is "crash" or "hang" for lost ones.
 
     Args:
-        function: called in a worker; like items and results it has to be picklable.
-        items: what to call it with.
+        function: called in a worker; like items and results it must be picklable.
+        items: its arguments.
         jobs: worker processes.
-        timeout: seconds after which an item hangs.
+        timeout: seconds after which an item counts as hanging.
     """
     context = multiprocessing.get_context("spawn")  # OpenCL drivers do not survive a fork
     waiting = iter(items)

@@ -20,7 +20,7 @@ def features(rows: int, columns: int, depth: int) -> LaunchFeatures:
 
 
 def law(count: int, seed: int = 0) -> list[Row]:
-    """Kernels at 1.5 times their roofline, delayed by half the time that what is streamed takes alone."""
+    """Kernels at 1.5 times their roofline, delayed by half the time of the streamed bytes alone."""
     generator = np.random.default_rng(seed)
     rows = []
     for i in range(count):

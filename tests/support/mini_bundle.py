@@ -1,7 +1,7 @@
 """A small bundle with hand-written kernels, for the tests of the online half: no compiler, no ONNX.
 
-The model: rows of a table picked by `tokens` are averaged and added to `x`; then layers of y = tanh(W y + b), each weight cut
-into slices that are a launch each; outputs are y, y as float16, and how many of its elements are positive, as int64.
+The model: rows of a table, selected by `tokens`, are averaged and added to `x`; then layers of y = tanh(W y + b), each weight
+cut into slices with one launch each; outputs are y, y as float16, and the number of its positive elements, as int64.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ LAYERS = 12
 SLICES = 2  # of a weight
 TOKENS, VOCABULARY, PANEL = 5, 70, 32
 CHUNK = 4096
-PITCH_ALIGNMENT = 1024  # bytes: 64 RGBA float texels, as Intel's CPU runtime asks
+PITCH_ALIGNMENT = 1024  # bytes: 64 RGBA float texels, as Intel's CPU runtime requires
 
 
 def _lane(lane: LaneKind) -> tuple[str, str, str]:
-    """Parameters of a lane, a loop for each of its moves, and what that touches; written apart from the compiler's."""
+    """Parameters of a lane, a loop for each of its copies, and its bounds; written independently of the compiler's."""
     parameters, body, stated = [], "", ""
     for m, kind in enumerate(lane_places(lane)):
         words, element = (2, "uint2") if lane == "half" else (4, "uint4")
@@ -145,7 +145,7 @@ def _source(path: str, channel: Literal["float", "half"]) -> Source:
 
 @dataclass(frozen=True)
 class MiniModel:
-    """A bundle, and what it should compute."""
+    """A bundle, and its expected results."""
 
     path: Path
     table: NDArray[Any] = field(repr=False)
@@ -158,7 +158,7 @@ class MiniModel:
         return {"tokens": tokens, "x": rng.standard_normal((WIDTH,), np.float32)}
 
     def reference(self, inputs: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
-        """float64 throughout: shares nothing with the kernels."""
+        """The expected outputs, computed in float64: shares nothing with the kernels."""
         y = inputs["x"].astype(np.float64) + self.table.astype(np.float64)[inputs["tokens"][0]].mean(axis=0)
         for weight, bias in zip(self.weights, self.biases, strict=True):
             y = np.tanh(weight.astype(np.float64) @ y + bias)
@@ -179,8 +179,8 @@ def write_mini_bundle(
     seed: int = 7,
     warned: bool = False,
 ) -> MiniModel:
-    """Write the bundle. `preload`: how many slices are of W; `distance`: i_w - z_w of the others; `seed`: of its weights;
-    `warned`: compilers warn of its kernels.
+    """Write the bundle. `preload`: the number of slices in W; `distance`: i_w - z_w of the others; `seed`: for its weights;
+    `warned`: compilers warn about its kernels.
     """
     rng = np.random.default_rng(seed)
     dtype = np.float16 if channel == "half" else np.float32
@@ -235,7 +235,7 @@ def write_mini_bundle(
 
 
 def _append_table(writer: BundleWriter, table: NDArray[Any]) -> HostEmbeddingLookup:
-    """Packed in panels, as a table shared with a matmul is."""
+    """Packed in panels, like a table shared with a matmul."""
     panels = -(-VOCABULARY // PANEL)
     packed = np.zeros((panels * PANEL, WIDTH), table.dtype)
     packed[:VOCABULARY] = table
@@ -287,7 +287,7 @@ def _launches(slices: list[Slice], places: list[tuple[int, int, int]], stride: i
 
 
 def _plan(program: Program, preload: int, distance: int) -> OverlapPlan:
-    """Slices stream `distance` layers ahead, a chunk a layer and the rest at the end; every (12th or so) slice is of W."""
+    """Slices stream `distance` layers ahead, a chunk a layer and the rest at the end; every (12th or so) slice is in W."""
     uses = program.uses()
     every = -(-len(uses) // preload) if preload else len(uses) + 1
     planned = []

@@ -1,14 +1,15 @@
 """Error bounds of float32 answers: every node in float64, and again with random rounding of each step.
 
-`evaluated` gives for each output of a model its exact value and `spread`, how far rounding moves it. A node with a definition
-in simpler ones (LogSoftmax, LayerNormalization) is computed by those, so that each step inside it is rounded. A step is rounded
+`evaluated` gives for each output of a model its exact value and `spread`, the effect of rounding. A node with a definition by
+simpler operators (LogSoftmax, LayerNormalization) is computed by those, so that each step inside it is rounded. A step is
+rounded
 
-- relative to its result, where that is computed from few numbers (Exp, Sub);
-- relative to the same sum of absolute values, where it is a sum of many (MatMul, Conv, ReduceMean);
-- by its operands, where what is inside is not known (LSTM, Resize).
+- relative to its result, if that is computed from few numbers (Exp, Sub);
+- relative to the same sum of absolute values, if it is a sum of many (MatMul, Conv, ReduceMean);
+- by its operands, if its steps are unknown (LSTM, Resize).
 
-So subtracting nearly equal numbers is not an error, as they are exact, and adding a large number to a small one before it is
-subtracted again is one.
+So the difference of nearly equal numbers has no error, because they are exact. Adding a large number to a small one before
+subtracting it again has one.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from onnx.reference import ReferenceEvaluator
 
 try:
     from tests.support.definitions import DEFINITIONS, NUMPY, by_numpy
-except ImportError:  # pytest puts this folder on the path, not the one above
+except ImportError:  # pytest adds this folder to the path, not its parent
     from tests.support.definitions import DEFINITIONS, NUMPY, by_numpy  # type: ignore[no-redef]
 
 
 Array = NDArray[Any]
 
 EPS = 2.0**-22
-"""Largest relative rounding of a step: four units in the last place of float32, as OpenCL allows its functions."""
+"""Largest relative rounding of a step: four units in the last place of float32, as OpenCL permits for its functions."""
 
 SAMPLES = 6
-"""Times that a model is computed with random rounding."""
+"""Number of evaluations with random rounding."""
 
 SUMS = frozenset({
     "AveragePool", "Conv", "ConvTranspose", "CumSum", "Einsum", "Gemm", "GlobalAveragePool", "MatMul", "Mean", "ReduceMean",
     "ReduceSum", "Sum",
 })  # fmt: skip
-"""Operators that add up products of their operands, or the operands."""
+"""Operators that sum products of their operands, or the operands."""
 
 OPAQUE = frozenset({
     "AffineGrid", "Col2Im", "DFT", "DeformConv", "Det", "GRU", "GlobalLpPool", "GridSample", "LRN", "LSTM", "LpPool",
@@ -58,23 +59,23 @@ EXACT = frozenset({
     "Relu", "Reshape", "ReverseSequence", "Round", "Sign", "Slice", "SpaceToDepth", "Split", "Squeeze", "Tile", "TopK",
     "Transpose", "Trilu", "Unsqueeze", "Where",
 })  # fmt: skip
-"""Operators that do no rounding."""
+"""Operators that do not round."""
 
 _PLACES = frozenset({"Col2Im", "DFT", "Resize", "STFT", "Upsample"})
-"""Those of `OPAQUE` whose first operand is data, and the others say where things are."""
+"""Those of `OPAQUE` whose first operand is data, and whose other operands are positions."""
 
 _WHOLE = frozenset({
     "AffineGrid", "BlackmanWindow", "CastLike", "Clip", "Einsum", "HammingWindow", "HannWindow", "Mean", "Range", "ReduceMean",
     "ReduceSum", "Relu",
 })  # fmt: skip
-"""Operators that are one step, though ONNX has a definition of them."""
+"""Operators of one step, though ONNX has a definition for them."""
 
 
 @dataclass(frozen=True)
 class Answer:
     """A tensor computed in float64 (integers and booleans in their own type), and computed again with random rounding.
 
-    `alone`: each element is computed from those at its own place.
+    `alone`: each element is computed from those at its own position.
     """
 
     exact: Array
@@ -83,7 +84,7 @@ class Answer:
 
     @property
     def spread(self) -> Array:
-        """How far rounding moves each element, in any sample; the most of its row, where elements are not alone."""
+        """The largest effect of rounding on each element in any sample; the maximum of its row, unless elements are `alone`."""
         if self.alone:
             return spread_of(self.exact[..., None], [each[..., None] for each in self.noisy])[..., 0]
         return spread_of(self.exact, self.noisy)
@@ -94,7 +95,7 @@ class Answer:
 
 
 def spread_of(exact: Array, noisy: Sequence[Array]) -> Array:
-    """The largest distance of `noisy` from `exact`, for each row of elements along the last axis, finite ones counted."""
+    """The largest distance of `noisy` from `exact`, for each row of elements along the last axis; ignores infinite elements."""
     finite = np.isfinite(exact)
     apart = np.zeros(exact.shape)
     for other in noisy:
@@ -111,7 +112,7 @@ ALONE = frozenset({
     "Reciprocal", "Relu", "Round", "Selu", "Shrink", "Sigmoid", "Sign", "Sin", "Sinh", "Softplus", "Softsign", "Sqrt", "Sub",
     "Sum", "Tan", "Tanh", "ThresholdedRelu", "Where",
 })  # fmt: skip
-"""Operators that compute each element from those at its own place."""
+"""Operators that compute each element from those at its own position."""
 
 
 def evaluated(model: onnx.ModelProto, feeds: Mapping[str, Array], seed: int = 0) -> list[Answer]:
@@ -129,7 +130,7 @@ def evaluated(model: onnx.ModelProto, feeds: Mapping[str, Array], seed: int = 0)
 def computed(
     node: onnx.NodeProto, operands: Sequence[Answer | None], opset: int, random: np.random.Generator, eps: float = EPS
 ) -> dict[str, Answer]:
-    """The outputs of one node that have names, whose steps are rounded by up to `eps` of what they add up."""
+    """The named outputs of one node, whose steps are rounded by up to `eps` relative to their sums."""
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
         steps = _definition(node, operands, opset)
@@ -151,7 +152,7 @@ def _given(array: Array) -> Answer:
 
 
 def _definition(node: onnx.NodeProto, operands: Sequence[Answer | None], opset: int) -> onnx.FunctionProto | None:
-    """ONNX's definition of a node by simpler ones, or ours where it has none."""
+    """ONNX's definition of a node by simpler ones, or the one here if ONNX has none."""
     if node.op_type in _WHOLE | SUMS | EXACT or by_numpy(node):
         return None
     if node.op_type in DEFINITIONS:
@@ -174,7 +175,7 @@ def _definition(node: onnx.NodeProto, operands: Sequence[Answer | None], opset: 
 
 
 def _with_attributes(body: onnx.FunctionProto, node: onnx.NodeProto, opset: int) -> list[onnx.NodeProto]:
-    """The nodes of a definition, with the attributes of the node that it defines."""
+    """The nodes of a definition, with the attributes of the defined node."""
     given: dict[str, onnx.AttributeProto] = {}
     if node.op_type not in DEFINITIONS:
         known = onnx.defs.get_schema(node.op_type, opset).attributes
@@ -230,7 +231,7 @@ def _moved(array: Array, reach: Array, random: np.random.Generator) -> Array:
 def _function(
     node: onnx.NodeProto, operands: Sequence[Answer | None], opset: int
 ) -> Callable[[Sequence[Array | None]], list[Array]]:
-    """One node by the reference evaluator of the onnx package, where floats are float64."""
+    """One node by the reference evaluator of the onnx package, with floats as float64."""
     if node.op_type in ("Cast", "CastLike") and _to_float(node, operands):
         return lambda arrays: [np.asarray(arrays[0], np.float64)]
     if node.op_type == "Constant":
@@ -253,12 +254,12 @@ def _function(
 
 
 _BY_RUNTIME = frozenset({"MaxPool", "Pad", "QLinearConv"})
-"""Operators that ONNX Runtime computes in float64 or in integers, and the reference evaluator wrong or not at all."""
+"""Operators that ONNX Runtime computes in float64 or in integers, and the reference evaluator wrongly or not at all."""
 
 
 def _by_runtime(node: onnx.NodeProto, arrays: Sequence[Array | None], opset: int) -> list[Array]:
     given = {name: x for name, x in zip(node.input, arrays, strict=True) if x is not None}
-    if node.op_type == "QLinearConv":  # whose scales are float32
+    if node.op_type == "QLinearConv":  # its scales are float32
         given = {name: x.astype(np.float32) if x.dtype == np.float64 else x for name, x in given.items()}
     ports = [helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(x.dtype), x.shape) for n, x in given.items()]
     graph = helper.make_graph([node], "node", ports, [onnx.ValueInfoProto(name=name) for name in node.output])

@@ -32,7 +32,7 @@ __kernel void shared(__global float* y, __constant float* z)
 
 
 class Small:
-    """A program on the strict device `profile`, in pyopencl's words."""
+    """A program on the strict device `profile`, by pyopencl's interface."""
 
     def __init__(self, cl: Any, profiling: bool = False) -> None:
         self.cl = cl
@@ -88,7 +88,7 @@ class Small:
         )
 
     def write_rows(self, image: Any, row: int, queue: Any = None, rows: int = 1) -> Any:
-        """Write rows of an image whose texels are four floats; nobody waits."""
+        """Write rows of an image whose texels are four floats, without a wait."""
         data = np.zeros((rows, image.width * 4), np.float32)
         self.kept.append(data)
         return self.cl._cl._enqueue_write_image(
@@ -117,14 +117,14 @@ class Small:
 
 
 class Raw:
-    """The same program's calls by ctypes: handles are numbers, and events come out through pointers."""
+    """The same program's calls by ctypes: handles are numbers, and events are returned through pointers."""
 
     def __init__(self, program: Small) -> None:
         self.library = StrictLibrary(program.cl)
         self.zeros = program.zeros
 
     def write(self, buffer: Any, queue: Any, data: Any = None, waits: Sequence[Any] = (), *, offset: int = 0) -> Any:
-        """Write without waiting; the event."""
+        """Write without waiting; returns the event."""
         data, event = self.zeros if data is None else data, ctypes.c_void_p()
         code = self.library.clEnqueueWriteBuffer(
             ctypes.c_void_p(queue.int_ptr), ctypes.c_void_p(buffer.int_ptr), ctypes.c_uint(0), ctypes.c_size_t(offset),
@@ -134,7 +134,7 @@ class Raw:
         return event
 
     def launch(self, kernel: Any, queue: Any, waits: Sequence[Any] = ()) -> Any:
-        """Launch a kernel; the event."""
+        """Launch a kernel; returns the event."""
         event, sizes = ctypes.c_void_p(), (ctypes.c_size_t * 1)(FLOATS)
         code = self.library.clEnqueueNDRangeKernel(
             ctypes.c_void_p(queue.int_ptr), ctypes.c_void_p(kernel.int_ptr), ctypes.c_uint(1), None, sizes, None,
@@ -144,17 +144,17 @@ class Raw:
         return event
 
     def marker(self, queue: Any, waits: Sequence[Any] = ()) -> Any:
-        """A marker; the event."""
+        """Enqueue a marker; returns the event."""
         event = ctypes.c_void_p()
         self.library.clEnqueueMarkerWithWaitList(ctypes.c_void_p(queue.int_ptr), *_list(waits), ctypes.byref(event))
         return event
 
     def barrier(self, queue: Any, waits: Sequence[Any] = ()) -> None:
-        """A barrier."""
+        """Enqueue a barrier."""
         self.library.clEnqueueBarrierWithWaitList(ctypes.c_void_p(queue.int_ptr), *_list(waits), None)
 
     def wait(self, *events: Any) -> None:
-        """Wait for them."""
+        """Wait for these events."""
         assert self.library.clWaitForEvents(*_list(events)) == 0
 
     def flush(self, queue: Any) -> None:
@@ -166,7 +166,7 @@ class Raw:
         assert self.library.clFinish(ctypes.c_void_p(queue.int_ptr)) == 0
 
     def part(self, buffer: Any, origin: int, nbytes: int) -> Any:
-        """The handle of a sub-buffer, as an object that has one."""
+        """A new sub-buffer, as an object with its handle."""
         region, error = (ctypes.c_size_t * 2)(origin, nbytes), ctypes.c_int(-1)
         handle = self.library.clCreateSubBuffer(
             ctypes.c_void_p(buffer.int_ptr), ctypes.c_ulonglong(0), ctypes.c_uint(0x1220), region, ctypes.byref(error)
@@ -176,7 +176,7 @@ class Raw:
 
 
 def _list(events: Sequence[Any]) -> tuple[Any, Any]:
-    """A wait list, as C takes it."""
+    """A wait list as C arguments."""
     count = len(events)
     return ctypes.c_uint(count), (ctypes.c_void_p * count)(*(each.value for each in events)) if count else None
 

@@ -32,14 +32,14 @@ SPELT = {None: "Abderrahmane", "EG": "Abdel Rahman", "SY": "Abdulrahman"}
 
 
 def missing(what: str) -> NoReturn:
-    """Skips the test for want of `what`; in CI fails."""
+    """Skip the test because `what` is missing; fail in CI."""
     if os.environ.get("CI"):
         pytest.fail(what)
     pytest.skip(what)
 
 
 def path_of(network: Trained) -> Path:
-    """Where it lies."""
+    """The path of the network's file."""
     try:
         return network.path()
     except FileNotFoundError as error:
@@ -47,7 +47,7 @@ def path_of(network: Trained) -> Path:
 
 
 def files() -> dict[str, bytes]:
-    """Files of known types, made here or lying here."""
+    """Files of known types, generated here or in the repository."""
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as file:
         file.writestr("readme.txt", "hello")
@@ -74,7 +74,7 @@ def line(text: str) -> NDArray[np.uint8]:
 
 
 def played(starts: Mapping[int, list[float]], seconds: float = 1.9) -> NDArray[np.float32]:
-    """A plucked string for each MIDI number, at each time: five partials that die away."""
+    """A plucked string for each MIDI number, at each time: five partials that decay."""
     times, samples = np.arange(round(seconds * notes.RATE)) / notes.RATE, np.zeros(round(seconds * notes.RATE))
     for midi, moments in starts.items():
         pitch = 440 * 2 ** ((midi - 69) / 12)

@@ -14,14 +14,14 @@ from flashmem.target.descriptor import KernelConfig
 from tests.support.compared import Nodes
 
 Wide = tuple[Path, dict[str, Any], list[Any]]
-"""A model, its inputs, and what is right."""
+"""A model, its inputs, and the expected answers."""
 
 PARTED = KernelConfig("parted", ("matmul",), 4, 8, 4, (2, 4), k_block=16, two_stage=True, slice_k=4)
 """Its panels are as wide as those of a CPU's plain tile, 32 columns, and it sums the depth in four parts."""
 
 
 def wide_model(folder: Path) -> Wide:
-    """Two products: the weights of the first take two slices, those of the second one. Its inputs, and what is right."""
+    """Two products: the first has weights of two slices, the second of one. Also returns inputs and expected answers."""
     nodes, random = Nodes(), np.random.default_rng(3)
     weight = random.standard_normal((512, 4096), np.float32) / 16
     [wide] = nodes.node("MatMul", nodes.input(random.standard_normal((19, 512), np.float32)), nodes.constant(weight))
@@ -33,7 +33,7 @@ def wide_model(folder: Path) -> Wide:
 
 
 def with_parted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on later runs have that kernel for the second product, where its panels are as wide."""
+    """From now on later runs use that kernel for the second product, if its panels have the same width."""
 
     def sooner(selector: KernelSelector, request: KernelRequest, first: KernelConfig) -> KernelConfig:
         return PARTED if request.product.depth == 4096 else first

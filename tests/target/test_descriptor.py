@@ -46,7 +46,7 @@ _PART = re.compile(r"(?:up to|about) (\d+) MB/s")
 
 
 def shares(name: str) -> tuple[float, float, float]:
-    """Of a phone's descriptor: `gemm_flops` over the peak and `disk_bandwidth` over the part's rate that its sources state, and
+    """Ratios of a phone's descriptor: `gemm_flops` over the peak and `disk_bandwidth` over the part's rate in its sources, and
     the seconds of opening.
     """
     descriptor = load_descriptor(name)
@@ -59,7 +59,7 @@ def shares(name: str) -> tuple[float, float, float]:
 
 @pytest.mark.parametrize("name", PHONES)
 def test_phones_reach_the_same_shares_of_what_is_published(name: str) -> None:
-    """Those that were fitted for one of them: an older phone beside it is not predicted to be quicker."""
+    """The ratios fitted for one of them apply to all: an older phone is not predicted to be faster."""
     assert shares(name) == pytest.approx(shares("adreno750"), rel=0.01)
     assert "adreno750.toml" in load_descriptor(name).sources["gemm_flops"] or name == "adreno750"
 

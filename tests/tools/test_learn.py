@@ -1,4 +1,4 @@
-"""`run --learn`: measured seconds enter the plan, the plan stays valid, and the bundle is replaced atomically."""
+"""`run --learn`: measured seconds change the plan, the plan stays valid, and the bundle is replaced atomically."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from flashmem.bundle.writer import replace_plan
 from flashmem.cli.commands.compiling import CompileOptions
 from flashmem.cli.commands.run import RunOptions, run_model
 from flashmem.runtime.engine.report import Latency, MemoryUse, RunReport
-from flashmem.schedule.instance import Problem
+from flashmem.schedule.instance import Instance
 from flashmem.schedule.loads import TimedInterval
 from flashmem.tools.learn import KEY, Learned, learn, observed
 from tests.support.paths import DATA
-from tests.support.planning_problems import layers_of
+from tests.support.planning_instances import layers_of
 
 MODEL = DATA / "resnet-tiny.onnx"
 
@@ -30,7 +30,7 @@ def _inputs(bundle: flashmem.Bundle) -> dict[str, NDArray[Any]]:
 
 
 def _report(bundle: flashmem.Bundle, seconds: float, rate: float) -> RunReport:
-    """A run in which every layer took `seconds`, and loads came one after the other at `rate` bytes per second."""
+    """A run in which every layer took `seconds`, and loads ran in sequence at `rate` bytes per second."""
     layers = [TimedInterval(x.name, n * seconds, (n + 1) * seconds) for n, x in enumerate(bundle.program.launches)]
     loads, at = [], 0.0
     for part in bundle.program.slices:
@@ -47,11 +47,11 @@ def bundle(tmp_path: Path) -> flashmem.Bundle:
 def test_the_plan_expects_what_was_measured(bundle: flashmem.Bundle) -> None:
     weights = sum(part.nbytes for part in bundle.program.slices)
     layers = len(bundle.program.launches)
-    slow = learn(bundle, "map", [_report(bundle, 1.0, 1e9)] * 3)  # loads are free: the layers' seconds add up
+    slow = learn(bundle, "map", [_report(bundle, 1.0, 1e9)] * 3)  # loads cost nothing: the sum of the layers' seconds
     assert slow.plan.objective == pytest.approx(layers, rel=1e-2)
     fast = learn(flashmem.compile(MODEL, bundle.path, budget="400KB", chunk="4KiB", mode="map"), "map",
                  [_report(bundle, 1e-9, weights / 7.0)])  # fmt: skip
-    assert fast.plan.objective >= 7.0 * 0.99  # layers are free: the disk's time
+    assert fast.plan.objective >= 7.0 * 0.99  # layers cost nothing: the disk's time
     assert any("learned from 1 runs" in note for note in fast.plan.notes)
 
 
@@ -61,13 +61,13 @@ def test_what_was_learned_is_kept_and_added_to(bundle: flashmem.Bundle) -> None:
     assert twice.meta[KEY]["runs"] == 2
     assert twice.meta[KEY]["seconds"] == pytest.approx([2.0] * len(bundle.program.launches))
     assert twice.meta[KEY]["load_bandwidth"] == pytest.approx(2e6)
-    other = learn(twice, "dma", [_report(bundle, 5.0, 1e6)])  # another mode: what was learned does not hold
+    other = learn(twice, "dma", [_report(bundle, 5.0, 1e6)])  # another mode: the learned values do not apply
     assert other.meta[KEY]["runs"] == 1 and other.meta["mode"] == "dma"
 
 
 def test_capacities_follow_measured_latency() -> None:
-    problem = Problem(layers_of([4, 4, 4], seconds=2.0), (), 1, 10, 1.0)
-    learned = Learned("map", 1, (1.0, 2.0, 100.0), 5.0).applied_to(problem)
+    instance = Instance(layers_of([4, 4, 4], seconds=2.0), (), 1, 10, 1.0)
+    learned = Learned("map", 1, (1.0, 2.0, 100.0), 5.0).applied_to(instance)
     assert [spec.capacity for spec in learned.layers] == [2, 4, 16]
     assert [spec.seconds for spec in learned.layers] == [1.0, 2.0, 100.0]
     assert learned.load_bandwidth == 5.0

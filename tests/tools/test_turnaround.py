@@ -67,7 +67,7 @@ def test_who_loads_ahead_takes_nothing_from_turns_before() -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_turns_find_their_peaks_whatever_was_loaded_ahead(data: st.DataObject) -> None:
-    """Random models and queues: the limit is kept, and nobody has to give up what he has loaded before his turn."""
+    """Random models and queues: the limit is kept, and no model must free before its turn what it has loaded ahead."""
     sizes = st.integers(0, 50)
     needs = {model: Need(data.draw(sizes), data.draw(sizes)) for model in range(4)}
     fixed = {model: need.fixed for model, need in needs.items()}

@@ -21,7 +21,7 @@ def check_bundle(path: Path, *, as_json: bool) -> None:
     """Read all of a bundle and compare every checksum.
 
     Raises:
-        UserError: there is no bundle, or it is damaged.
+        UserError: no bundle, or a damaged one.
     """
     begun = time.perf_counter()
     bundle = Bundle.open(path)
@@ -45,7 +45,7 @@ def check_bundle(path: Path, *, as_json: bool) -> None:
 
 
 def replan_bundle(path: Path, budget: str, output: Path | None) -> Path:
-    """Plan a bundle again for another budget; the path of the bundle with the new plan.
+    """Plan a bundle again for another budget. Returns the path of the bundle with the new plan.
 
     Raises:
         UserError: no bundle, or no plan fits the budget; the message names the smallest budget that works.

@@ -1,7 +1,6 @@
-"""Compilation for commands: in this process for `compile`, in a child process for `run`, and the options for it.
+"""Compilation for commands: in this process for `compile`, in a child process for `run`; and the options of both.
 
-With a child process, the process that runs the model never loads the offline half. The memory that it reports is then that of
-the run.
+With a child process, the process that runs the model never loads the offline half. So its reported memory is that of the run.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ def compile_here(
     `dump_passes`: a folder for the graph as text, before and after each pass.
 
     Raises:
-        UserError: there is no output and no cache; and the errors of `flashmem.compile`.
+        UserError: no output and no cache; and the errors of `flashmem.compile`.
     """
     options.check()
     if output is None and (reason := why_unusable(folder := bundle_cache.folder())) is not None:
@@ -127,12 +126,12 @@ def compile_here(
 
 
 def compile_apart(model: Path, options: CompileOptions, *, build: bool = True) -> Path:
-    """Compile in a child process into the user's cache, or find the bundle there; its path. `build`: kernels too.
+    """Compile in a child process into the user's cache, or find the bundle there; returns its path. `build`: kernels too.
 
     The child prints its progress and its errors to the same stderr.
 
     Raises:
-        SystemExit: the child failed and has printed why; with its exit code.
+        SystemExit: the child failed and has printed the reason; with its exit code.
         KeyboardInterrupt: this process or the child was interrupted.
     """
     options.check()
@@ -213,7 +212,7 @@ _TARGET = ("device", "memory_path", "mode", "precision", "optimize")
 _LIMITS = ("budget", "m_peak", "chunk", "lambda_", "objective", "preload", "strategy", "unfusion", "mu", "alpha", "units")
 _LAST_SECONDS = 10
 RUN_TIME = ("--device", "--budget", "--mode")
-"""Flags that a session or a simulation of a bundle can choose again."""
+"""Flags that also apply to a bundle: a session or a simulation can choose them again."""
 
 
 def _flag(name: str) -> str:

@@ -1,4 +1,4 @@
-"""`flashmem devices`: the devices of this machine, how flashmem would use each, and why not otherwise."""
+"""`flashmem devices`: the devices of this machine, their memory path and transfer mode, and why other modes do not work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def show_devices(*, as_json: bool) -> None:
     """Print the devices, with a mark at the choice of `auto`.
 
     Raises:
-        NoDeviceError: there is no device.
+        NoDeviceError: no device.
     """
     found = list_devices()
     if not found:

@@ -1,4 +1,4 @@
-"""`flashmem doctor`: from the dynamic linker to a kernel's answer, what works here, and what to type next."""
+"""`flashmem doctor`: checks OpenCL from the dynamic linker to a kernel's result, and prints the next commands to run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def examine(*, as_json: bool) -> bool:
-    """Prints what there is to say; whether there is a device on which every test went well."""
+    """Print the findings. Returns whether a device passed every test."""
     around = look()
     devices, failure = _devices()
     found = steps(around, [f"{device.platform}: {device.name}" for device in devices])
@@ -41,7 +41,7 @@ def examine(*, as_json: bool) -> bool:
 
 
 def _devices() -> tuple[tuple[Device, ...], str]:
-    """The devices, and why they cannot be listed, or ""."""
+    """The devices, and the reason why they cannot be listed, or ""."""
     try:
         from flashmem.runtime.opencl.context import list_devices
 
@@ -72,7 +72,7 @@ def _report(
 
 
 def _facts(device: Device) -> dict[str, Any]:
-    """A device's limits, and the transfer modes that it has or has not."""
+    """A device's limits, its transfer modes, and the modes that it lacks."""
     from flashmem.runtime.opencl.devices import descriptor_for, why_not
 
     values = {name: value for name, value in vars(device).items() if name != "handle"}
@@ -104,7 +104,7 @@ def _print_device(number: int, device: Device, results: Iterable[Result]) -> Non
 
     descriptor = descriptor_for(device)
     print(f"\n{number}  {device.platform}: {device.name}, driver {device.driver_version}")
-    shared = "shared with the host" if device.unified_memory else "of its own"
+    shared = "shared with the host" if device.unified_memory else "not shared"
     whole, most = format_size(device.global_memory_bytes), format_size(device.max_alloc_bytes)
     print(f"     {'memory':<22} {whole} {shared}, {most} at a time")
     if device.has_images:
@@ -132,4 +132,4 @@ def _print_next(found: Iterable[Step], failure: str) -> None:
     elif failure:
         print(f"\n{failure}")
     elif any(step.ok is False for step in found):
-        print("\nNo line to type is known for this; please report what flashmem doctor --json prints.")
+        print("\nNo known command repairs this; please report the output of flashmem doctor --json.")

@@ -1,4 +1,4 @@
-"""Options as typer reads them: what several commands share, and the group that shapes a bundle."""
+"""Command line options for typer: those that several commands share, and the group that determines a bundle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Precision(StrEnum):
 
 
 class MemoryPath(StrEnum):
-    """What holds weights on the device."""
+    """The memory objects that hold weights on the device."""
 
     AUTO = "auto"
     BUFFER = "buffer"
@@ -30,7 +30,7 @@ class MemoryPath(StrEnum):
 
 
 class Mode(StrEnum):
-    """How weights reach the kernels."""
+    """How weights are transferred to the kernels."""
 
     AUTO = "auto"
     MAP = "map"
@@ -40,7 +40,7 @@ class Mode(StrEnum):
 
 
 class Objective(StrEnum):
-    """What the planner minimises."""
+    """The quantity that the planner minimises."""
 
     AUTO = "auto"
     FIRST = "first"
@@ -49,14 +49,14 @@ class Objective(StrEnum):
 
 
 class Units(StrEnum):
-    """What the paper's objective counts in."""
+    """The units of the paper's objective."""
 
     SHARE = "share"
     PRINTED = "printed"
 
 
 class Strategy(StrEnum):
-    """When weights are loaded: as planned, or as a simpler strategy would."""
+    """When weights are loaded: as planned, or by a simpler strategy."""
 
     STREAM = "stream"
     ON_DEMAND = "on-demand"
@@ -67,7 +67,7 @@ class Strategy(StrEnum):
 
 
 class RunStrategy(StrEnum):
-    """The same, and everything before the first layer."""
+    """As `Strategy`, and loading everything before the first launch."""
 
     STREAM = "stream"
     ON_DEMAND = "on-demand"
@@ -79,14 +79,14 @@ class RunStrategy(StrEnum):
 
 
 class Optimize(StrEnum):
-    """Which answer kernels are chosen for."""
+    """The answer for which kernels are selected: the first, or later ones."""
 
     COLD = "cold"
     STEADY = "steady"
 
 
 class Disk(StrEnum):
-    """Where the weight file is before a simulated run."""
+    """Whether the weight file is in the page cache before a simulated run."""
 
     COLD = "cold"
     CACHED = "cached"
@@ -100,7 +100,7 @@ Device = Annotated[str | None, typer.Option(metavar="NAME", help="A device, or '
 Shape = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="NAME=1x128", help="Binds an input's open dimensions; repeatable. A name given again begins another variant."
+        metavar="NAME=1x128", help="Sizes of an input's open dimensions; repeatable. A repeated name begins a new variant."
     ),
 ]
 RunStrategyOption = Annotated[
@@ -108,7 +108,7 @@ RunStrategyOption = Annotated[
 ]
 Build = Annotated[
     bool,
-    typer.Option("--build/--no-build", help="Compile the kernels ahead, if the device is here; else they are at first use."),
+    typer.Option("--build/--no-build", help="Compile kernels now, if the device is local; if not, in the first run."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of a report.")]
 
@@ -118,7 +118,7 @@ BUNDLE_OPTIONS: dict[str, Any] = {
         str | None,
         typer.Option(metavar="SIZE", help="Limit on all memory: weights, activations and staging; for instance 256MB."),
     ],
-    "m_peak": Annotated[str | None, typer.Option(metavar="SIZE", help="Limit on weights in flight only, as the paper has it.")],
+    "m_peak": Annotated[str | None, typer.Option(metavar="SIZE", help="Limit on weights in flight only, as in the paper.")],
     "lambda_": Annotated[
         float | None,
         typer.Option("--lambda", min=0.0, max=1.0, help="Latency (0) against memory (1).", show_default="0; paper: 0.9"),
@@ -129,8 +129,8 @@ BUNDLE_OPTIONS: dict[str, Any] = {
     ],
     "shape": Shape,
     "preload": Annotated[list[str] | None, typer.Option(metavar="WEIGHT", help="A weight to keep resident; repeatable.")],
-    "memory_path": Annotated[MemoryPath | None, typer.Option(help="What holds weights on the device.", show_default="auto")],
-    "mode": Annotated[Mode | None, typer.Option(help="How weights reach the kernels.", show_default="auto")],
+    "memory_path": Annotated[MemoryPath | None, typer.Option(help="Memory objects for weights.", show_default="auto")],
+    "mode": Annotated[Mode | None, typer.Option(help="How weights are transferred.", show_default="auto")],
     "objective": Annotated[
         Objective | None,
         typer.Option(help="The first answer, later runs, or the paper's weighted sum.", show_default="first"),
@@ -140,7 +140,7 @@ BUNDLE_OPTIONS: dict[str, Any] = {
     ],
     "unfusion": Annotated[
         bool | None,
-        typer.Option("--unfusion/--no-unfusion", help="Split fused layers where the plan gains.", show_default="on"),
+        typer.Option("--unfusion/--no-unfusion", help="Split fusion groups if the plan gains.", show_default="on"),
     ],
     "mu": Annotated[float | None, typer.Option(min=0.0, help="Weight of distance in ranking splits.", show_default="0.1")],
     "alpha": Annotated[float | None, typer.Option(min=0.0, help="Least gain in capacity for a split.", show_default="0.1")],
@@ -152,13 +152,13 @@ BUNDLE_OPTIONS: dict[str, Any] = {
         Optimize | None, typer.Option(help="Kernels for the first answer, or for later ones.", show_default="cold")
     ],
 }
-"""The options that shape a bundle, by field of `CompileOptions`, in the order of --help."""
+"""The options that determine a bundle, by field of `CompileOptions`, in the order of --help."""
 
 
 def with_bundle_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add an option for each field of `CompileOptions` to `command`, which receives them together as `options`.
 
-    An option that the command declares itself (`run` has its own `strategy`) is not added.
+    Does not add an option that the command itself declares (`run` has its own `strategy`).
     """
     signature = inspect.signature(command, eval_str=True)
     own = [parameter for parameter in signature.parameters.values() if parameter.name != "options"]

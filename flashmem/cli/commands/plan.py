@@ -1,4 +1,4 @@
-"""`flashmem plan`: the work, loads and memory of each layer, and the reason for each weight in W."""
+"""`flashmem plan`: the work, loads and memory of each launch, and the reason for each weight in W."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ROWS_SHOWN = 60
 """Rows of a table without --all."""
 
 _LAYERS_IN_JSON = 5000
-"""The most layers for which the JSON lists layers and slices without --all; more have a hundred megabytes."""
+"""The most launches for which the JSON lists launches and slices without --all; a larger list would have 100 MB."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Shown:
     program: Program
     plan: OverlapPlan
     seconds: dict[str, float] = field(default_factory=dict)
-    smallest: SmallestBudget | None = None  # only for a model, not for a bundle
+    smallest: SmallestBudget | None = None  # for a model; None for a bundle
 
 
 @dataclass(frozen=True)
 class LayerRow:
-    """The row of layer ℓ. `in_flight_bytes` is the amount that C2 limits: streamed weights, staged or resident.
+    """The row of launch ℓ. `in_flight_bytes` is the amount that C2 limits: streamed weights, staged or resident.
 
     `capacity_chunks` is C_ℓ of the problem, `allowed_chunks` the plan's limit (higher where a tier relaxed it).
     """
@@ -62,7 +62,7 @@ class LayerRow:
     allowed_chunks: int
     moved_chunks: int
     in_flight_bytes: int
-    loads: tuple[str, ...]  # weights with their read gate g_w here
+    loads: tuple[str, ...]  # weights released here: g_w is this layer
     frees: tuple[str, ...]  # weights freed after it
 
 
@@ -137,7 +137,7 @@ def _smallest(model: Path, options: CompileOptions) -> list[SmallestBudget]:
 
 
 def layer_rows(plan: OverlapPlan, program: Program) -> list[LayerRow]:
-    """One row for each layer. A slice is in flight from its read gate to its last use, or to the end if it is kept."""
+    """One row for each launch. A slice is in flight from its release time to its last use, or to the end if it is kept."""
     loads: dict[int, list[str]] = {}
     frees: dict[int, list[str]] = {}
     for w in plan.weights:
@@ -174,7 +174,7 @@ def why(plan: OverlapPlan, program: Program) -> list[Because]:
 
 
 def several_launches(program: Program) -> dict[str, int]:
-    """The weights whose slices have a launch each, with the number of slices: too large for one launch, or for the limits."""
+    """Weights with a separate launch for each slice, and the number of slices: too large for a launch, or for the limits."""
     weight_of = {part.name: part.weight for part in program.slices}
     launches = Counter[tuple[str, tuple[str, ...]]]()
     for launch in program.launches:
@@ -185,7 +185,7 @@ def several_launches(program: Program) -> dict[str, int]:
 
 def _kept(plan: OverlapPlan) -> dict[str, str]:
     kept = [w.nbytes for w in plan.weights if w.keep]
-    return {"later runs": f"find {format_size(sum(kept))} more resident, in {len(kept)} slices"} if kept else {}
+    return {"later runs": f"start with {format_size(sum(kept))} more resident, in {len(kept)} slices"} if kept else {}
 
 
 def _launches(program: Program) -> dict[str, str]:
@@ -211,7 +211,7 @@ def _order(program: Program) -> dict[str, str]:
 
 
 def _activations(program: Program) -> str:
-    """The size of the arena, and the most bytes that any layer needs, a lower bound for every layout."""
+    """The size of the arena, and the peak bytes needed by any launch, a lower bound for every layout."""
     return f"{format_size(program.arena_bytes)}, of which {format_size(program.live_bytes)} are needed at once"
 
 
@@ -310,14 +310,14 @@ def _print(shown: Shown, show_all: bool) -> None:
     for note in plan.notes:
         print_facts({"note": note})
     print()
-    headers = ("layer", "computes", "class", "C_ℓ", "moved", "in flight", "read gate of")
+    headers = ("layer", "computes", "class", "C_ℓ", "moved", "in flight", "releases")
     _print_shortened(headers, _layer_cells(rows, grouped=not show_all and len(rows) > _ROWS_SHOWN), show_all)
     if because:
         print("\nwhy they are preloaded")
         cells = [(each.weight, f"{each.slices} of {each.of}", format_size(each.nbytes), _for_many(each)) for each in because]
         _print_shortened(("weight", "slices", "bytes", "why"), cells, show_all)
     if steady:
-        print("\nwhat later runs play instead")
+        print("\nreplaced launches of later runs")
         decisions = [(f"{row.first}-{row.last}" if row.last > row.first else row.first, row.name, row.why) for row in steady]
         _print_shortened(("layer", "computes", "why"), decisions, show_all)
 

@@ -1,4 +1,4 @@
-"""The part of `flashmem plan` about later runs: which launches they replace, and why."""
+"""Steady launches in `flashmem plan`: which launches they replace in later runs, and why."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from flashmem.schedule.plan import OverlapPlan
 
 @dataclass(frozen=True)
 class SteadyRow:
-    """A launch of later runs in place of layers `first` to `last`. `resident`: whether the plan keeps the slices that it
-    needs.
-    """
+    """A launch of later runs in place of launches `first` to `last`. `resident`: whether the plan keeps the slices it needs."""
 
     first: int
     last: int

@@ -1,4 +1,4 @@
-"""The summary of a plan for `plan`, `run` and `simulate`, in its own module because a phone does not plan."""
+"""The summary of a plan for `plan`, `run` and `simulate`. A separate module, because a phone does not plan."""
 
 from __future__ import annotations
 

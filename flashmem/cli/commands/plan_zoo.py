@@ -37,7 +37,7 @@ def plan_architecture(name: str, options: CompileOptions) -> ZooPlan:
     """Plan the architecture `name`. The planner checks the plan before it returns it.
 
     Raises:
-        UserError: no such architecture, or options that do not fit it.
+        UserError: no such architecture, or options that do not apply to it.
     """
     options.check()
     if options.shape:
@@ -71,7 +71,7 @@ def plan_architecture(name: str, options: CompileOptions) -> ZooPlan:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Disable the collection of reference cycles, which would visit 10^6 live objects repeatedly."""
+    """Disable Python's collection of reference cycles, which would visit 10^6 live objects repeatedly."""
     before = gc.isenabled()
     gc.disable()
     try:

@@ -13,7 +13,7 @@ from flashmem.cli.output.console import progress
 def profile_device(
     device: str, output: Path, *, minutes: float, name: str, models: tuple[Path, ...], resume: bool, seed: int
 ) -> Path:
-    """Profile a device with a progress bar; the descriptor's path.
+    """Profile a device with a progress bar; returns the descriptor's path.
 
     Raises:
         UserError: see `profiler.run.profile`.
@@ -40,10 +40,10 @@ def _check_output(output: Path, name: str) -> None:
 
 
 def measure_device(kit: Path, device: str, output: Path, *, minutes: float, name: str, resume: bool) -> Path:
-    """Measure a device with the launches of a kit, without a compiler; the dataset's path.
+    """Measure a device with the launches of a kit, without a compiler; returns the dataset's path.
 
     Raises:
-        UserError: not a kit for this device, too little time, or an interrupted profile of something else is in the way.
+        UserError: not a kit for this device, too little time, or an interrupted profile of another device or kit exists.
         RunError: the device fails.
     """
     from flashmem.profiler.kit import Kit
@@ -71,7 +71,7 @@ def measure_device(kit: Path, device: str, output: Path, *, minutes: float, name
 
 
 def write_kit(path: Path, device: str, models: tuple[Path, ...], seed: int) -> Path:
-    """Write a kit for measuring a device on another machine; the kit's path.
+    """Write a kit for measuring a device on another machine; returns the kit's path.
 
     Raises:
         UserError: no such device or descriptor, or a model cannot be run.
@@ -89,7 +89,7 @@ def write_kit(path: Path, device: str, models: tuple[Path, ...], seed: int) -> P
 
 
 def retrain_model(dataset: Path, without: tuple[str, ...]) -> Path:
-    """Train on a dataset again, `without` the launches of some models; the path of the model, without its suffixes."""
+    """Train on a dataset again, `without` the launches of some models. Returns the path of the model, without its suffixes."""
     _need_extra()
     from flashmem.profiler.run import retrain
 

@@ -70,7 +70,7 @@ def play_queue(options: QueueOptions) -> None:
         requests = [Request(number, 0.0, options.seed) for number in order]
     else:
         requests = read_trace(options.trace, names, options.seed)
-    _alone(bundles[0], options, 1)  # the first answer of a process includes the driver's setup
+    _alone(bundles[0], options, 1)  # a process's first answer includes the driver's setup
     alone = [
         _alone(bundle, options, min(_ALONE, sum(request.model == number for request in requests)))
         for number, bundle in enumerate(bundles)
@@ -104,7 +104,7 @@ def read_trace(path: Path, names: Sequence[str], seed: int) -> list[Request]:
     """Read the requests in a JSON file, sorted by time. A model is named by its bundle or by its index from 0.
 
     Raises:
-        MissingFileError: there is no such file.
+        MissingFileError: no such file.
         UserError: not a list of requests, or an unknown model.
     """
     if not path.is_file():
@@ -135,7 +135,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _alone(bundle: Bundle, options: QueueOptions, runs: int) -> float:
-    """The average latency in seconds of a model that has the budget to itself."""
+    """The average latency in seconds of a model that uses the whole budget."""
     with Runtime(options.budget, device=options.device) as runtime:
         model, seconds = runtime.open(bundle), []
         for number in range(runs):
@@ -205,7 +205,7 @@ def _report(
 
 
 def _preloaded(bundles: Sequence[Bundle], requests: Sequence[Request], device: str) -> list[tuple[float, int]]:
-    """Memory over time if each model is loaded whole for its request, and freed for the next one."""
+    """Memory over time if each model is fully loaded for its request, and freed before the next request."""
     begun, over_time = time.perf_counter(), list[tuple[float, int]]()
     session: Session | None = None
     last = -1

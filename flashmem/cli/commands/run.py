@@ -69,7 +69,7 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
     """Run `model`, a bundle or an ONNX file, and print the report.
 
     Raises:
-        UserError: a file or an option is wrong.
+        UserError: a file or an option is invalid.
         RunError: the run failed, or `--verify` found a difference (after the report is printed).
     """
     for path, flag in ((options.output, "--output"), (options.trace, "--trace")):
@@ -124,7 +124,7 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
 
 
 def _fitting(bundle: Bundle, path: Path) -> Bundle:
-    """The bundle with the shape variant selected that fits the arrays in the file. Raises UserError if none fits."""
+    """The bundle with the shape variant for the arrays in the file selected. Raises UserError if no variant fits."""
     if len(bundle.variants) == 1:
         return bundle
     try:
@@ -134,7 +134,7 @@ def _fitting(bundle: Bundle, path: Path) -> Bundle:
 
 
 class HandedOver(Mapping[str, NDArray[Any]]):
-    """Inputs that a run can take over, so that they are not held while layers run. They are created again for the next run."""
+    """Inputs that a run can take over, to free them while launches run. They are created again for the next run."""
 
     def __init__(self, make: Callable[[], dict[str, NDArray[Any]]]) -> None:
         self._make, self._arrays = make, make()
@@ -190,7 +190,7 @@ def _run(
 
 
 def _learn(outcome: Outcome) -> None:
-    """Plan again with the measurements of the runs. It loads the offline half, so it follows the session and its report.
+    """Plan again with the measurements of the runs. It loads the offline half, so it runs after the session and its report.
 
     Raises:
         UserError: the offline half is not installed, or the bundle cannot be planned again.
@@ -204,7 +204,7 @@ def _learn(outcome: Outcome) -> None:
 
 
 def report_json(outcome: Outcome, options: RunOptions, verification: Verification | None) -> dict[str, Any]:
-    """The JSON object of the report. `latency_ms` is that of the first run, `warm` the median over the others."""
+    """The JSON object of the report. `latency_ms` is for the first run, `warm` the median over the others."""
     first, *later = outcome.reports
     memory = first.memory
     latency = {"integrated": first.latency.integrated, "init": first.latency.init, "exec": first.latency.exec}

@@ -73,14 +73,14 @@ def simulate_model(model: Path, compiling: CompileOptions, options: SimulateOpti
     """Simulate `model`, a bundle, an ONNX file or `zoo:NAME`, on a descriptor, and print the prediction.
 
     Raises:
-        UserError: a file or an option is wrong.
+        UserError: a file or an option is invalid.
     """
     if options.timeline is not None:
         check_target(options.timeline, "--timeline")
         require_matplotlib()
     subject = _subject(model, compiling, options)
     strategy = choose_strategy(subject.plan, options.strategy)
-    # A model planned now has its budget in the plan; an existing bundle is simulated with the budget.
+    # A plan made now already has the budget; an existing bundle is simulated with this one.
     budget = compiling.budget if model.is_dir() else None
     simulated = _simulate(subject, compiling.mode or "auto", budget, strategy, options.disk)
     if options.timeline is not None:
@@ -94,7 +94,7 @@ def simulate_model(model: Path, compiling: CompileOptions, options: SimulateOpti
 
 
 def _subject(model: Path, compiling: CompileOptions, options: SimulateOptions) -> _Subject:
-    """The subject of the simulation: a bundle on any device, or a plan made now for the requested device and strategy."""
+    """The subject of the simulation: a bundle on any device, or a new plan for the requested device and strategy."""
     if model.is_dir():
         return _Subject.of_bundle(open_bundle(model, compiling, still_open=RUN_TIME), compiling.device)
     if options.strategy not in ("auto", "preload"):
@@ -170,5 +170,5 @@ def _print(simulated: _Simulated, options: SimulateOptions) -> None:
 
 
 def options_of(disk: str, strategy: str | None, json: bool, timeline: Path | None) -> SimulateOptions:
-    """The options from the command line's text, whose enumerations were checked there."""
+    """The options from the text of the command line, which has been checked there."""
     return SimulateOptions(cast(Disk, disk), cast(Strategy | Literal["auto"], strategy or "auto"), json, timeline)

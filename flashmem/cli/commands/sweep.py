@@ -83,7 +83,7 @@ def sweep(options: SweepOptions) -> None:
     """Compute the points that the file lacks, append a row for each, and draw the plots.
 
     Raises:
-        UserError: a file or an option is wrong.
+        UserError: a file or an option is invalid.
         RunError: some points could not be measured; all others are in the file.
     """
     points = options.grid().points()
@@ -106,7 +106,7 @@ def sweep(options: SweepOptions) -> None:
 
 
 def _do(pending: list[Point], file: ResultFile, options: SweepOptions) -> list[str]:
-    """Compute the points; why some could not be measured."""
+    """Compute the points; returns the reasons why some could not be measured."""
     with progress("sweeping") as report:
         work = _Work(pending, file, report)
         _refuse_early(work)
@@ -176,7 +176,7 @@ def _simulate(work: _Work, options: SweepOptions) -> None:
 
 
 def _measure(work: _Work, runs: int) -> list[str]:
-    """Measure one point at a time, so that none disturbs another; why points failed."""
+    """Measure one point at a time, so that measurements do not disturb each other; returns the reasons of failures."""
     from flashmem.tools.sweep.points import measured
     from flashmem.tools.sweep.subjects import subject_of
 

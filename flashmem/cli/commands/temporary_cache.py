@@ -1,4 +1,4 @@
-"""A temporary cache for commands that compile a model only as a step."""
+"""Temporary cache for commands whose result is not the compiled model itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flashmem.base.streams import say
 
 
 def have_cache() -> None:
-    """Use a temporary cache until this process ends if the user's cache cannot be written, and print a line about it.
+    """If the user's cache cannot be written, use a temporary one until this process ends, and print a line about it.
 
     Child processes use the same one.
 

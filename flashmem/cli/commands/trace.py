@@ -1,4 +1,4 @@
-"""`--trace`: layers, loads and memory over time, in the format of Chrome's about:tracing and Perfetto."""
+"""`--trace`: launches, loads and memory over time, in the format of Chrome's about:tracing and Perfetto."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TRACKS = {"layer": 1, "load": 2}
 
 
 def trace_events(report: RunReport) -> list[dict[str, Any]]:
-    """Complete events (`ph` X) of layers and loads, a counter of the bytes held, and the tracks' names; microseconds."""
+    """Complete events (`ph` X) of launches and loads, a counter of the bytes in use, and the tracks' names; microseconds."""
     intervals = {"layer": report.layers, "load": report.loads}
     starts = [interval.start for track in intervals.values() for interval in track] + [
         when for when, _ in report.memory.over_time

@@ -13,7 +13,7 @@ FAMILIES = ("matmul", "conv", "matmul_dynamic", "attention", "reduce_rows")
 
 
 def tune_device(device: str, output: Path | None, *, minutes: float, families: tuple[str, ...], resume: bool) -> Path:
-    """Tune a device with a progress bar; the path of the descriptor that names the tuning database.
+    """Tune a device with a progress bar. Returns the path of the descriptor that names the tuning database.
 
     Raises:
         UserError: see `profiler.tuning.tune`; an unknown family.

@@ -46,7 +46,7 @@ def reference(model: Path, inputs: Mapping[str, NDArray[Any]], outputs: Sequence
     """The outputs of ONNX Runtime on the CPU.
 
     Raises:
-        MissingFileError: the model is not where it was when the bundle was written.
+        MissingFileError: the model is no longer at the path recorded in the bundle.
         UserError: ONNX Runtime cannot run this model on these inputs.
     """
     if not model.is_file():
@@ -90,7 +90,7 @@ def complaint(verification: Verification, precision: Literal["fp32", "fp16"]) ->
 
 
 def _errors(answer: NDArray[Any], expected: NDArray[Any]) -> tuple[float, float]:
-    """The max abs error, and the same relative to the range of `expected` (to its magnitude where it is constant)."""
+    """The max abs error, and the same relative to the range of `expected` (to its magnitude if it is constant)."""
     if answer.shape != expected.shape:
         return np.inf, np.inf
     got, want = answer.astype(np.float64), expected.astype(np.float64)

@@ -1,1 +1,1 @@
-"""`flashmem demo`: text in an image, read by two trained networks."""
+"""`flashmem demo`: two trained networks read the text in an image."""

@@ -1,4 +1,4 @@
-"""Optical character recognition with two networks: the steps before, between and after them.
+"""Optical character recognition (OCR) with two networks: preprocessing, and decoding of their outputs.
 
 The networks are PP-OCR's (PaddleOCR, Apache-2.0), as shipped in the `rapidocr` package: a detector that marks text in an image
 (differentiable binarisation, Liao et al., AAAI 2020) and a recogniser that reads one line (a CTC head). A network is passed as
@@ -91,7 +91,7 @@ def find_lines(image: Image, detector: Network) -> list[NDArray[np.float32]]:
 def read_lines(
     image: Image, found: Sequence[NDArray[np.float32]], recogniser: Network, alphabet: tuple[str, ...]
 ) -> list[Line]:
-    """Read the lines between the corners in `found`; lines without readable text are left out.
+    """Read the lines between the corners in `found`; lines without readable text are omitted.
 
     `recogniser` maps `LINE_SHAPE` to class probabilities (1, steps, classes) for steps along the line.
     """

@@ -1,6 +1,6 @@
 """The demo: two trained networks find and read the text in an image, with weights streamed inside a memory budget.
 
-Without an image it draws a page first, so that the text that was read can be compared with the text that was drawn.
+Without an image it draws a page first, so that it can compare the recognised text with the drawn text.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def open_image(path: Path) -> Image:
     """Open an image file, upright and in RGB.
 
     Raises:
-        MissingFileError: there is no such file.
+        MissingFileError: no such file.
         UserError: not an image.
     """
     from PIL import Image, ImageOps
@@ -93,11 +93,11 @@ def open_image(path: Path) -> Image:
 
 
 def run_demo(image: Path | None, *, budget: str, device: str) -> None:
-    """Read `image`, or a page drawn for it, and print the text, the time and the memory.
+    """Read `image`, or a generated page, and print the text, the time and the memory.
 
     Raises:
         UserError: the `demo` extra is missing, `image` cannot be read, or `budget` is too small.
-        RunError: the drawn page was not read correctly.
+        RunError: the generated page was not read correctly.
     """
     need("the demo", "rapidocr", "PIL", "cv2")
     models = ocr.find_models()

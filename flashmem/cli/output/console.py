@@ -20,7 +20,7 @@ def emit_json(data: dict[str, Any]) -> None:
 
 
 class _Plain:
-    """A substitute for rich's console where rich is not installed, as on a phone."""
+    """A substitute for rich's console if rich is not installed, as on a phone."""
 
     def print(self, *text: object, **ignored: Any) -> None:
         """Print a line."""
@@ -41,7 +41,7 @@ def _has_rich() -> bool:
 
 
 def print_table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table; cells may have any characters."""
+    """Print a table; cells may contain any characters."""
     if not _has_rich():
         lines = [[str(cell) for cell in row] for row in (headers, *rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -25,7 +25,7 @@ from flashmem.profiler.report import (
 
 
 def print_repeats(dataset: Path, again: Path) -> None:
-    """Print how well two profiles of one device agree."""
+    """Print the agreement of two profiles of one device."""
     found = repeats(dataset, again)
     apart = f"{mean(found.differences):.1%} in the mean, {median(found.differences):.1%} in the median"
     within = ", ".join(
@@ -56,7 +56,7 @@ def print_report(dataset: Path, parts: Sequence[HeldOut]) -> None:
 
 
 def _print_parts(parts: Sequence[HeldOut]) -> list[str]:
-    """Print the tables of C_l and of latencies; the requirements that were missed."""
+    """Print the tables of C_l and of latencies; returns the failed requirements."""
     verdicts = _print_capacities(parts)
     lines = []
     for part in parts:
@@ -81,7 +81,7 @@ def _print_parts(parts: Sequence[HeldOut]) -> list[str]:
 
 
 def _print_capacities(parts: Sequence[HeldOut]) -> list[str]:
-    """Print how many C_l are within 25 % of the measured ones; the requirements that were missed."""
+    """Print the share of C_l within 25 % of the measured ones; returns the failed requirements."""
     lines, verdicts = [], []
     for part in parts:
         pairs = [[(c.measured, getattr(c, which)) for c in part.capacities] for which in ("predicted", "roofline")]

@@ -1,1 +1,1 @@
-"""Adaptive search: what a program is compiled again for, once its plan shows what memory or capacity lacks."""
+"""Adaptive search: compiles a program again in another form if its plan lacks memory or load capacity."""

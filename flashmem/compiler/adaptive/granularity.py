@@ -1,37 +1,36 @@
-"""Slice granularity under a memory limit: sizes of slices are tried from coarse to fine.
+"""Slice granularity under a memory limit: tries sizes of slices from coarse to fine.
 
-Where nothing limits memory, slices are as large as the device likes (`compiler/weights/slicing.py`). Under a limit, a slice
-is in flight as a whole: large ones leave no room to load ahead of them, and the largest decide the smallest budget that
-works. A program is planned with slices of any size, then with smaller ones while that answers sooner, or until one fits at
-all.
+Without a memory limit, slices are as large as the device prefers (`compiler/weights/slicing.py`). Under a limit, a slice is in
+flight as a whole. Large slices leave no room to load ahead, and the largest ones determine the smallest budget that works. So a
+program is planned with slices of any size, then with smaller ones while the objective improves, or until the plan fits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from flashmem.base.errors import BudgetError
-from flashmem.compiler.adaptive.unfusion import Attempt, Pipeline
+from flashmem.compiler.adaptive.pipeline import Attempt, Pipeline
 from flashmem.compiler.weights.slicing import FINEST, LEAST_BYTES, Slicing
 from flashmem.planning.limits import Limits
 from flashmem.program.program import Program
 
 STEP = 4
-"""The next smaller size is this part of the one before."""
+"""Each size is 1 / STEP of the size before."""
 
 UNPROVEN = 0.02
-"""The gap above which larger slices are tried in W."""
+"""The gap above which W may have larger slices."""
 
 WORTH = 0.01
 """The least relative improvement of the objective for which smaller slices are used."""
 
 
-def first_attempt(pipeline_for: Callable[[Slicing], Pipeline], limits: Limits) -> tuple[Pipeline, Attempt]:
-    """The pipeline with the best sizes of slices under `limits`, and its attempt with no group split.
+def first_attempt(pipeline: Pipeline, limits: Limits) -> tuple[Pipeline, Attempt]:
+    """`pipeline` with the best sizes of slices under `limits`, and its attempt with no group split.
 
     Raises:
-        BudgetError: even the smallest slices do not fit; it names the smallest budget of all that were tried.
+        BudgetError: even the smallest slices do not fit; it names the smallest budget of all attempts.
     """
     best: tuple[Pipeline, Attempt] | None = None
     worse = 0
@@ -41,7 +40,7 @@ def first_attempt(pipeline_for: Callable[[Slicing], Pipeline], limits: Limits) -
         if largest and _is_same(slicing, before, largest):
             continue
         before = slicing
-        pipeline = pipeline_for(slicing)
+        pipeline = replace(pipeline, slicing=slicing)
         generated = pipeline.generate(frozenset())
         largest = _largest(generated.program)
         try:
@@ -61,23 +60,23 @@ def first_attempt(pipeline_for: Callable[[Slicing], Pipeline], limits: Limits) -
     assert refused is not None
     if limits.m_peak is None:
         raise refused
-    pipeline = pipeline_for(FINEST)  # M_peak does not limit W
+    pipeline = replace(pipeline, slicing=FINEST)  # M_peak does not limit W
     generated = pipeline.generate(frozenset())
-    problem = replace(pipeline.problem(generated.program), w_may_grow=True)
-    return pipeline, Attempt(generated, problem, pipeline.plan(problem, generated.program))
+    instance = replace(pipeline.instance(generated.program), w_may_grow=True)
+    return pipeline, Attempt(generated, instance, pipeline.plan(instance, generated.program))
 
 
 def _with_w_larger(pipeline: Pipeline, made: Attempt, limits: Limits) -> tuple[Pipeline, Attempt]:
-    """`made`, with large slices in W where that answers much sooner: M_peak does not limit W."""
+    """`made`, with large slices in W if that is much faster: M_peak does not limit W."""
     if limits.m_peak is None or limits.resolved_objective != "first" or made.plan.gap <= UNPROVEN:
         return pipeline, made
-    problem = replace(made.problem, w_may_grow=True)
-    plan = pipeline.plan(problem, made.generated.program)
-    return pipeline, Attempt(made.generated, problem, plan) if plan.objective < made.plan.objective else made
+    instance = replace(made.instance, w_may_grow=True)
+    plan = pipeline.plan(instance, made.generated.program)
+    return pipeline, Attempt(made.generated, instance, plan) if plan.objective < made.plan.objective else made
 
 
 def _is_same(slicing: Slicing, before: Slicing, largest: int) -> bool:
-    """Whether `slicing` gives the program that `before` gave, whose largest slice has `largest` bytes."""
+    """Whether `slicing` gives the same program as `before`, whose largest slice has `largest` bytes."""
     if largest <= slicing.least:
         return True
     return before.most is not None and slicing.most is not None and largest <= slicing.most
@@ -89,7 +88,7 @@ def _sizes(limits: Limits) -> Iterator[Slicing]:
         yield Slicing(most=None)
     if limit is None:
         return
-    most = limit if limits.resolved_objective != "paper" else limit // STEP  # what does not fit M_peak becomes part of W
+    most = limit if limits.resolved_objective != "paper" else limit // STEP  # slices that do not fit M_peak become part of W
     while most > LEAST_BYTES:
         yield Slicing(most=most)
         most //= STEP
@@ -97,17 +96,17 @@ def _sizes(limits: Limits) -> Iterator[Slicing]:
 
 
 def _is_better(tried: Attempt, best: Attempt) -> bool:
-    """Whether the plan of smaller slices is worth their launches: by seconds, or by the paper's objective."""
-    if tried.plan.objective_kind != best.plan.objective_kind:  # under a budget the paper's may have given way to latency
+    """Whether the plan of smaller slices is worth their launches: in seconds, or by the paper's objective."""
+    if tried.plan.objective_kind != best.plan.objective_kind:  # under a budget, latency may have replaced the paper's objective
         return tried.plan.objective_kind == "paper"
     return tried.plan.objective < (1 - WORTH) * best.plan.objective
 
 
 def _patience(limits: Limits) -> int:
-    """How many sizes in a row may be no better: the paper's W changes by whole slices, so it stands still and then falls."""
+    """How many sizes in a row may fail to improve: the paper's W changes by whole slices, so it is constant and then falls."""
     return 1 if limits.resolved_objective == "paper" else 0
 
 
 def _largest(program: Program) -> int:
-    """Bytes of the largest slice that a smaller `Slicing` may cut."""
+    """Bytes of the largest slice, which a smaller `Slicing` may divide."""
     return max((part.nbytes for part in program.slices), default=0)

@@ -1,9 +1,9 @@
-"""Plans for budgets that are too small for a graph: chains of operators are computed in patches (`compiler.tiling.patches`).
+"""Patch-based tiling for budgets that are too small for a graph: computes chains in patches (`compiler.tiling.patches`).
 
-How little the activations may take follows from what is missing. Patches for exactly that are tried, then those for a few fixed
-limits below it, the last of which is the least there can be. Of the lowest of these (`NEAR`) all are tried before a budget is
-refused, and nothing but them where a budget asks for as little. So the smallest budget is the same whatever was asked for: it
-is found again, and none below it works.
+The limit on activations follows from the missing bytes. Patches for exactly that limit are tried, then those for a few fixed
+limits below it. The last of these is the least possible. All limits near the least (`NEAR`) are tried before a budget is
+refused, and only these if a budget requires so little. So the smallest budget does not depend on the requested one: it is found
+again, and none below it works.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ from flashmem.compiler.weights.slicing import LEAST_BYTES
 from flashmem.target.descriptor import DeviceDescriptor
 
 STEPS = (4.0, 3.0, 2.25, 1.75, 1.4, 1.2, 1.1, 1.0)
-"""The fixed limits, in the least that is alive."""
+"""The fixed limits, as multiples of the least live bytes."""
 
 NEAR = 1.25
-"""Fixed limits of no more than this, in the least that is alive, may give the smallest budget: what is alive is estimated, and
-what an arena and the slices beside it take is known when a program is planned.
+"""Fixed limits up to this multiple of the least live bytes may give the smallest budget.
+
+Live bytes are estimated. Planning a program determines the size of the arena and of the slices beside it.
 """
 
 NAMED = 6
-"""Chains that a plan's note names one by one."""
+"""The most chains that a plan's note names one by one."""
 
 LEAST_PATCH_BYTES = {"cpu": 1 << 20, "gpu": 4 << 20}
-"""The largest result inside a patch is no smaller: a launch of less leaves a device idle."""
+"""The least size of the largest result inside a patch, because a smaller launch leaves a device idle."""
 
 
 class Patches:
-    """What chains a graph may have in patches, on a device and in a precision."""
+    """The chains of a graph that may run in patches, on a device and in a precision."""
 
     def __init__(self, graph: Graph, descriptor: DeviceDescriptor, precision: Literal["fp32", "fp16"]) -> None:
         self.graph, self.layers, self.aliases = graph, fuse(graph), AliasAnalysis(graph, half=precision == "fp16")
@@ -54,7 +55,7 @@ class Patches:
 
     @property
     def alive(self) -> int:
-        """The bytes of activations that are needed at once without patches."""
+        """The most bytes of activations that are live at once without patches."""
         return max(self.memory.alive, default=0)
 
     def choose(self, limit: int) -> tuple[tuple[Chain, ...], int]:
@@ -63,7 +64,7 @@ class Patches:
         return tuple(chains), alive
 
     def described(self, chains: Sequence[Chain], without: int) -> str:
-        """`chains`, for the notes of a plan; `without` them it would take a budget of so many bytes."""
+        """`chains` as text, for the notes of a plan; `without` is the budget in bytes that works without them."""
         texts = []
         for chain in chains:
             end = self.layers[chain.last].output
@@ -82,7 +83,7 @@ def fitting_patches(
     attempt: Callable[[Graph], object],
     watch: Callable[[str], AbstractContextManager[None]],
 ) -> tuple[Graph, str]:
-    """`graph` with chains in patches, in as few as fit the budget that was `refused` without; and a note for its plan.
+    """`graph` with chains in patches, in as few as fit the budget that was `refused` without them; and a note for its plan.
 
     `attempt` plans a graph, and raises a BudgetError if that does not fit.
 
@@ -115,8 +116,9 @@ def fitting_patches(
 
 
 def _limits(wanted: int, least: int, alive: int) -> list[int]:
-    """The limits to try, in bytes, where `wanted` would do, no more than `alive` helps and nothing below `least` can be; 0: as
-    little as can be.
+    """The limits to try, in bytes; 0 means as few as possible.
+
+    `wanted` bytes are enough, `alive` or more do not help, and fewer than `least` are impossible.
     """
     fixed = [limit for step in STEPS if (limit := int(least * step)) < alive]
     near = [limit for limit in fixed if limit <= NEAR * least]

@@ -1,18 +1,19 @@
-"""Adaptive unfusion: fusion groups are split where the plan lacks load capacity (FlashMem section 4.3).
+"""Adaptive unfusion: splits fusion groups if the plan lacks load capacity (FlashMem section 4.3).
 
-Planning shows what found no room. Fused layers are ranked by their penalty (`planning.penalty`); those whose parts stream more
-than the whole, C_v1 + C_v2 >= (1 + alpha) C_v, are split, worst first, and the program is generated and planned again. A split
-stays only if the objective improves. Hierarchical groups stay whole.
+The plan shows which weights found no capacity. Fused layers are ranked by their penalty (`planning.penalty`). Layers whose
+parts stream more than the whole, C_v1 + C_v2 >= (1 + alpha) C_v, are split, worst first, and the program is generated and
+planned again. A split stays only if the objective improves. Hierarchical groups are never split.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
+from flashmem.compiler.adaptive.pipeline import Attempt, Cuts, Pipeline
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.lowering.program import Generated
@@ -20,48 +21,23 @@ from flashmem.compiler.passes.fusion import fuse
 from flashmem.planning.limits import Limits
 from flashmem.planning.penalty import Penalties
 from flashmem.program.program import Program
-from flashmem.schedule.instance import Problem
+from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan
 
 BATCH = 8
-"""Layers split at first; twice as many when that improves the objective, half as many when it does not."""
+"""Layers split in the first round; twice as many after an improvement, half as many after none."""
 
 SECONDS = 12.0
-"""No further split is tried after this long."""
+"""Time in seconds after which no further split is tried."""
 
 LAUNCHES = 12_000
-"""Of programs that are generated to try splits: a try makes two, the second to see what parts could stream."""
-
-Cuts = frozenset[Node]
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """How a program with given cuts is made, the problem it poses, and that problem's plan: the middle of the offline half."""
-
-    generate: Callable[[Cuts], Generated]
-    problem: Callable[[Program], Problem]
-    plan: Callable[[Problem, Program], OverlapPlan]
-
-    def attempt(self, cuts: Cuts, generated: Generated | None = None) -> Attempt:
-        """The program with `cuts` (or `generated`, which was made with them), and its plan."""
-        generated = generated or self.generate(cuts)
-        problem = self.problem(generated.program)
-        return Attempt(generated, problem, self.plan(problem, generated.program))
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """A program for some cuts, and its plan."""
-
-    generated: Generated
-    problem: Problem
-    plan: OverlapPlan
+"""The most launches of programs that are generated to try splits. A try makes two programs, the second for its parts' capacity.
+"""
 
 
 @dataclass(frozen=True)
 class Split:
-    """A fused layer that may be cut before `node`. `layer`: its first launch (1-based); `gain`: chunks its parts move more."""
+    """A fused layer that may be cut before `node`. `layer`: its first launch (1-based); `gain`: chunks that its parts add."""
 
     name: str
     node: Node
@@ -72,9 +48,10 @@ class Split:
 def refine(
     graph: Graph, pipeline: Pipeline, first: Attempt, limits: Limits, mode: TransferMode
 ) -> tuple[Generated, OverlapPlan]:
-    """The program of `graph` and its plan, with those fused layers split that made the plan better; its notes say which.
+    """The program of `graph` and its plan, with the splits that improved the plan; its notes name them.
 
-    `first`: what `pipeline` made with nothing split. Every objective counts what moving costs a layer, in every transfer mode.
+    `first`: the attempt of `pipeline` without splits. Every objective counts the cost of moves to a layer, in every transfer
+    mode.
     """
 
     def cost(tried: Attempt) -> float:
@@ -94,9 +71,9 @@ def refine(
         chosen = ranked[:batch]
         try:
             tried: Attempt | None = pipeline.attempt(cuts | {split.node for split in chosen})
-        except BudgetError:  # the parts need more activations than the whole, and the budget has no room for them
+        except BudgetError:  # the parts need more activations than the whole, and exceed the budget
             tried = None
-        # Under a budget the paper's objective may have given way to latency: chunks and seconds are not compared.
+        # Under a budget, latency may have replaced the paper's objective; chunks and seconds cannot be compared.
         same_kind = tried is not None and tried.plan.objective_kind == best.plan.objective_kind
         if tried is not None and same_kind and cost(tried) < cost(best) * (1 - 1e-6):
             best, cuts = tried, cuts | {split.node for split in chosen}
@@ -114,8 +91,9 @@ def refine(
 
 
 def may_refine(limits: Limits, mode: TransferMode) -> bool:
-    """Whether `refine` splits anything under such limits, whatever the plan: where nothing is limited, only kernels that move
-    weights themselves, and the paper's objective, ask for capacity.
+    """Whether `refine` can split anything under these limits, for any plan.
+
+    Without a limit on memory, only kernels that move weights, and the paper's objective, need capacity.
     """
     limited = limits.budget is not None or limits.m_peak is not None
     matters = limited or limits.resolved_objective == "paper" or mode == "interleave"
@@ -123,9 +101,9 @@ def may_refine(limits: Limits, mode: TransferMode) -> bool:
 
 
 def _ranked(graph: Graph, best: Attempt, cuts: Cuts, pipeline: Pipeline, limits: Limits) -> list[Split]:
-    """The splits worth trying on top of `cuts`, highest penalty first; none when nothing lacks capacity."""
+    """The splits worth trying in addition to `cuts`, highest penalty first; none if nothing lacks capacity."""
     asked = {part.name for part in best.generated.program.slices if {part.name, part.weight} & set(limits.preload)}
-    penalties = Penalties(best.problem, best.plan, frozenset(asked), limits.resolved_lambda, limits.mu)
+    penalties = Penalties(best.instance, best.plan, frozenset(asked), limits.resolved_lambda, limits.mu)
     if not penalties.shortage and not (limits.mu and best.plan.objective_kind == "paper"):
         return []
     found = splits(graph, best, cuts, pipeline, limits.alpha)
@@ -134,7 +112,7 @@ def _ranked(graph: Graph, best: Attempt, cuts: Cuts, pipeline: Pipeline, limits:
 
 
 def splits(graph: Graph, best: Attempt, cuts: Cuts, pipeline: Pipeline, alpha: float) -> list[Split]:
-    """The fused layers of a program (made with `cuts`) that can be split, and by what their capacity would grow.
+    """The fused layers of a program (made with `cuts`) that can be split, and the growth of their capacity.
 
     Capacities of the parts are those of a program in which all of them are split at once.
     """
@@ -143,7 +121,7 @@ def splits(graph: Graph, best: Attempt, cuts: Cuts, pipeline: Pipeline, alpha: f
     if not candidates:
         return []
     program, apart = best.generated.program, pipeline.generate(cuts | candidates.keys()).program
-    whole, parts = _capacities(program, best.problem), _capacities(apart, pipeline.problem(apart))
+    whole, parts = _capacities(program, best.instance), _capacities(apart, pipeline.instance(apart))
     first = {launch.operators: at for at, launch in reversed(list(enumerate(program.launches, start=1)))}
     found = []
     for cut, layer in candidates.items():
@@ -155,17 +133,17 @@ def splits(graph: Graph, best: Attempt, cuts: Cuts, pipeline: Pipeline, alpha: f
             continue
         before = whole[names]
         after = sum(nbytes for operators, nbytes in parts.items() if set(operators) <= set(names))
-        gain = (after - before) // best.problem.chunk_bytes
+        gain = (after - before) // best.instance.chunk_bytes
         if gain > 0 and after >= (1 + alpha) * before:
             found.append(Split(program.launches[at - 1].name, cut, at, gain))
     return found
 
 
 def cut_point(layer: FusionGroup, consumers: Mapping[Value, Sequence[Node]], outputs: Collection[Value]) -> Node | None:
-    """Where a fused layer is cut: after its first elementwise operator (a bias), or before its only one; None if it cannot be.
+    """The node before which a fused layer is cut: after its first elementwise operator (a bias), or before its only one.
 
-    What comes before the cut must leave a single value, as every layer does. A layer that stores what it moves stays whole:
-    its parts would need the memory of an output of the model twice.
+    None if it cannot be cut. The part before the cut must leave a single value, like every layer. A layer with a stored
+    Transpose is not cut: its parts would need the memory of an output of the model twice.
     """
     if layer.moved is not None:
         return None
@@ -178,13 +156,13 @@ def cut_point(layer: FusionGroup, consumers: Mapping[Value, Sequence[Node]], out
     return None
 
 
-def _capacities(program: Program, problem: Problem) -> dict[tuple[str, ...], int]:
+def _capacities(program: Program, instance: Instance) -> dict[tuple[str, ...], int]:
     """C_v in bytes by the operators of each group, its slices together."""
     total: dict[tuple[str, ...], int] = {}
-    for launch, spec in zip(program.launches, problem.layers, strict=True):
-        total[launch.operators] = total.get(launch.operators, 0) + spec.capacity * problem.chunk_bytes
+    for launch, spec in zip(program.launches, instance.layers, strict=True):
+        total[launch.operators] = total.get(launch.operators, 0) + spec.capacity * instance.chunk_bytes
     return total
 
 
 _NAMED = 6
-"""Splits that a plan's note names one by one."""
+"""The most splits that a plan's note names one by one."""

@@ -1,4 +1,4 @@
-"""Cleaning a model up, with onnx-ir and onnxscript's optimiser: functions inlined, constants folded, shapes inferred."""
+"""Model cleanup with onnx-ir and onnxscript's optimiser: functions inlined, constants folded, shapes inferred."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from flashmem.compiler.frontend.scaled_weights import RecogniseDequantizePass
 from flashmem.compiler.frontend.sequences import SequencePass
 from flashmem.compiler.ir.limits import DEPTH
 
-_ROUNDS = 8 + DEPTH  # a branch whose condition is constant is taken in one round, what lies inside it is seen in the next
+_ROUNDS = 8 + DEPTH  # one round resolves a branch with a constant condition, the next sees the nodes inside it
 
-# Of data computed at run time these have no size, and their definitions are loops without an end.
+# For data computed at run time these have no static size, and their definitions are endless loops.
 _UNSIZED = {"Range"}
 
-# Rules that move no weight: fusing normalisation or padding into a convolution would copy its weights, and is done
-# where they are packed. None of them changes a value, NaN included.
+# Rules that move no weight. Fusing normalisation or padding into a convolution would copy its weights; that happens when they
+# are packed. No rule changes a value, including NaN.
 _REWRITES = rewriter.RewriteRuleSet(
     [
         rules.no_op_cast_rule,
@@ -51,7 +51,7 @@ _REWRITES = rewriter.RewriteRuleSet(
 
 
 def clean_up(proto: onnx.ModelProto, is_native: Callable[[str], bool]) -> ir.Model:
-    """The model `proto`, whose inputs have static shapes, in its simplest form; constants all initializers.
+    """The model `proto`, whose inputs have static shapes, in its simplest form; all constants are initializers.
 
     Operators that ONNX defines by other operators (Attention, RotaryEmbedding, ...) are replaced by their definition unless
     `is_native`.
@@ -70,7 +70,7 @@ def clean_up(proto: onnx.ModelProto, is_native: Callable[[str], bool]) -> ir.Mod
             count = len(proto.graph.node)
             proto = write_out(proto, defined)
             if len(proto.graph.node) == count:
-                break  # none that holds in this operator set
+                break  # no definition for this operator set
             model = ir.from_proto(proto)
             _simplify(model, is_native)
         passes.CommonSubexpressionEliminationPass()(model)
@@ -80,17 +80,17 @@ def clean_up(proto: onnx.ModelProto, is_native: Callable[[str], bool]) -> ir.Mod
         _name_outputs(model.graph, names)
         passes.TopologicalSortPass()(model)
         passes.NameFixPass()(model)
-        _name_outputs(model.graph, names)  # once more: an output may have the name of an input
+        _name_outputs(model.graph, names)  # again: an output may have the name of an input
     return model
 
 
 def _simplify(model: ir.Model, is_native: Callable[[str], bool]) -> None:
-    """Fold, rewrite and resolve control flow until nothing changes. Rounds in which a loop goes on are bounded by its limit."""
+    """Fold, rewrite and resolve control flow until nothing changes. The limit on unrolled nodes bounds the rounds of a loop."""
     control, sequences, rounds = ControlFlowPass(), SequencePass(), 0
     while rounds < _ROUNDS:
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
         if is_native("DequantizeLinear"):
-            RecogniseDequantizePass()(model)  # first: the integers are constants
+            RecogniseDequantizePass()(model)  # before folding, while the integers are constants
         changed = FoldPass(is_native)(model).modified
         unrolled = control(model).modified | sequences(model).modified
         changed |= unrolled
@@ -98,17 +98,17 @@ def _simplify(model: ir.Model, is_native: Callable[[str], bool]) -> None:
         changed |= rewriter.RewritePass(_REWRITES)(model).modified
         changed |= RemoveNeutralPass()(model).modified
         nested = next(model.graph.subgraphs(), None) is not None
-        if not nested:  # the pass cannot let a branch give a value from outside
+        if not nested:  # the pass cannot handle a branch that returns a value from outside
             changed |= passes.IdentityEliminationPass()(model).modified
         passes.RemoveUnusedNodesPass()(model)
         if not changed and (control.choose or not nested):
             return
-        control.choose = not changed  # last of all: the condition may still turn out to be constant
+        control.choose = not changed  # last, because folding may still make the condition constant
 
 
 def _separate_outputs(graph: ir.Graph) -> None:
-    """Make every output of `graph` a value of its own, which a node computes: inputs, constants and repeated ones too."""
-    for node in graph:  # what was an output could not become an initializer, and others may read it too
+    """Make every output of `graph` a separate value that a node computes, also for inputs, constants and repeated outputs."""
+    for node in graph:  # an output cannot become an initializer, and other nodes may read it too
         if node.op_type == "Constant" and node.outputs[0].const_value is not None:
             node.attributes.clear()
             node.attributes.add(ir.AttrTensor("value", node.outputs[0].const_value))
@@ -129,7 +129,7 @@ def _separate_outputs(graph: ir.Graph) -> None:
 
 
 def _constant(value: ir.Value) -> ir.TensorProtocol | None:
-    """What `value` is, if it is constant; equal ones have become copies of one."""
+    """The constant data of `value`, through the copies (Identity) that replace equal constants; None if it is not constant."""
     producer = value.producer()
     while producer is not None and producer.op_type == "Identity" and producer.inputs[0] is not None:
         value = producer.inputs[0]
@@ -148,7 +148,7 @@ def _is_onnx(node: ir.Node) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The optimiser warns of everything it leaves alone; what matters is reported by the importer."""
+    """Silence the optimiser's warnings about everything it skips; the importer reports real problems."""
     loggers = [logging.getLogger(name) for name in ("onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,9 +1,10 @@
-"""Control flow that is decided when compiling.
+"""Control flow that is resolved at compile time.
 
-A `Loop` whose number of iterations and condition are constants by the time it is looked at, and every `Scan`, becomes as many
-copies of its body. A condition that an iteration computes is looked at after that iteration has been folded: the loop is
-peeled, one iteration at a time. An `If` on a constant takes its branch (onnxscript's folding does that); one on a condition
-computed at run time computes both branches and chooses, if they are small, cannot fail, and have outputs of equal shapes.
+A `Loop` with a constant number of iterations and a constant condition, and every `Scan`, becomes copies of its body. A
+condition that an iteration computes is evaluated after that iteration has been folded: the loop is peeled, one iteration at a
+time. An `If` with a constant condition becomes its branch (onnxscript's folding does that). If the condition is known at run
+time only, both branches are computed and one result is selected. For this the branches must be small, must not fail, and must
+have outputs of equal shapes.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ import onnx_ir as ir
 from flashmem.compiler.frontend.editing import EditingPass, at, fit, graph_of, sizes
 from flashmem.compiler.ir.limits import CHOSEN
 
-# Random ones differ from call to call; indices computed at run time may be wrong in the branch that is not taken.
+# Random results differ from call to call; indices computed at run time may be wrong in the branch that is not selected.
 _IMPURE = {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
 _INDEXED = {"Gather", "GatherElements", "GatherND", "OneHot", "Scatter", "ScatterElements", "ScatterND", "TensorScatter"}
 
 
 class ControlFlowPass(EditingPass):
-    """Unrolls loops; if `choose`, also replaces an If on a condition computed at run time by both its branches and a choice."""
+    """Unrolls loops. With `choose`, also replaces an If on a run-time condition by both branches and a Where."""
 
     def __init__(self) -> None:
         super().__init__()
         self.choose = False
 
     def resolvers(self) -> dict[str, Callable[[ir.Node], str | None]]:
-        """By operator."""
+        """Resolvers by operator."""
         return {"If": self._if, "Loop": self._loop, "Scan": self._scan}
 
     # -- loops
@@ -74,7 +75,7 @@ class ControlFlowPass(EditingPass):
         return None
 
     def _rest(self, node: ir.Node, body: ir.Graph, inputs: Sequence[ir.Value | None], done: int) -> ir.Node:
-        """The iterations from `done` on, which count from there."""
+        """The iterations from `done` on; their counter starts there."""
         first = body.inputs[0]
         shift = ir.Node("", "Add", [first, self.constant(node, np.array(done, np.int64))])
         first.replace_all_uses_with(shift.outputs[0])
@@ -104,7 +105,7 @@ class ControlFlowPass(EditingPass):
         self.lift(body, node)
         if self.opset >= 9:
             results = self._scanned(node, body, states, scanned)
-        else:  # each row of a batch on its own
+        else:  # each row of a batch separately
             rows = []
             for row in range(sizes(scanned[0])[0]):
                 one = [self.taken(node, value, row, 0) for value in values]
@@ -121,7 +122,7 @@ class ControlFlowPass(EditingPass):
     def _scanned(
         self, node: ir.Node, body: ir.Graph, states: list[ir.Value], scanned: Sequence[ir.Value], dropped: int = 0
     ) -> list[ir.Value | None]:
-        """States after all steps, and what the steps made; `dropped` leading dimensions of the node's inputs are gone."""
+        """States after all steps, and outputs of the steps; `dropped` leading dimensions of the node's inputs are removed."""
         outputs = len(body.outputs) - len(states)
         old = dropped > 0
         axes = [0] * len(scanned) if old else _listed(node, "scan_input_axes", len(scanned))
@@ -150,7 +151,7 @@ class ControlFlowPass(EditingPass):
                 scan.reverse()
         return [*states, *(self.joined(node, scan, axis, None) for scan, axis in zip(scans, out_axes, strict=True))]
 
-    # -- choices
+    # -- branches
 
     def _if(self, node: ir.Node) -> str | None:
         reason = "If whose condition is computed at run time"
@@ -186,11 +187,11 @@ class ControlFlowPass(EditingPass):
 
 
 def _listed(node: ir.Node, name: str, count: int) -> list[int]:
-    """An attribute with one number for each of `count`; zeros where it is left out."""
+    """An attribute with `count` numbers; zeros if it is omitted."""
     given = list(node.attributes.get_ints(name) or [0] * count)
     fit(node, len(given) == count)
     return given
 
 
 def _shown(value: ir.Value) -> str:
-    return f"{value.dtype} {value.shape}" if isinstance(value.type, ir.TensorType) else "what is not a tensor"
+    return f"{value.dtype} {value.shape}" if isinstance(value.type, ir.TensorType) else "a value that is not a tensor"

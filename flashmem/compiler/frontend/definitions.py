@@ -1,8 +1,8 @@
-"""Operators written out as ONNX defines them, in simpler operators.
+"""Function bodies of ONNX operators: their definitions in simpler operators.
 
-ONNX's schemas hold function bodies, some of them made for the types of a node's inputs. Each node gets its own as a function of
-the model, which onnx then inlines. (Its inliner can take bodies from schemas itself, but ends with an assertion where a node
-leaves an optional input out.)
+ONNX's schemas contain function bodies, some of them specific to the types of a node's inputs. Each node gets its body as a
+function of the model, which onnx then inlines. (Its inliner can also read bodies from schemas, but fails with an assertion if a
+node omits an optional input.)
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def write_out(proto: onnx.ModelProto, ops: Collection[str]) -> onnx.ModelProto:
 
 
 def _definition(node: onnx.NodeProto, opset: int, types: Mapping[str, onnx.TypeProto]) -> onnx.FunctionProto | None:
-    """The definition of `node`, said in operators of `opset`; None if ONNX has none, or none that holds there."""
+    """The definition of `node` in operators of `opset`; None if ONNX has none, or none for that operator set."""
     schema = onnx.defs.get_schema(node.op_type, opset)
     if schema.has_function:  # type: ignore[attr-defined]
         versions = [v for v in schema.function_opset_versions if v <= opset]  # type: ignore[attr-defined]
@@ -93,7 +93,7 @@ def _holds(node: onnx.NodeProto, opset: int, other: int) -> bool:
 
 
 def _write_out_defaults(node: onnx.NodeProto, opset: int) -> None:
-    """Give `node` the attributes that it leaves to its schema: bodies refer to them."""
+    """Add the default attributes of the schema to `node`, because bodies refer to them."""
     given = {attribute.name for attribute in node.attribute}
     for name, attribute in onnx.defs.get_schema(node.op_type, opset).attributes.items():
         if name not in given and attribute.default_value.type:

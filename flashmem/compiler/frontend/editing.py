@@ -1,4 +1,4 @@
-"""What passes over an onnx-ir model share that resolve nodes when compiling: known numbers, new nodes, copies of bodies."""
+"""Base of passes that resolve nodes of an onnx-ir model at compile time: known numbers, new nodes, copies of bodies."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from flashmem.compiler.frontend.validation import printable
 from flashmem.compiler.ir.limits import UNROLLED
 
 REASON = "flashmem.reason"
-"""Where a node's `meta` says why it was left; the importer refuses it with that sentence."""
+"""The key of a node's `meta` for the reason why it was not resolved; the importer refuses the node with that sentence."""
 
-_SMALL = 1 << 10  # elements of constants that are looked at
+_SMALL = 1 << 10  # the most elements of a constant that is evaluated
 
-# What a condition is computed by, besides shapes, which folding knows.
+# Operators that compute conditions. Folding knows shapes already.
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "Add": np.add, "And": np.logical_and, "Equal": np.equal, "Greater": np.greater, "GreaterOrEqual": np.greater_equal,
     "Identity": lambda x: x, "Less": np.less, "LessOrEqual": np.less_equal, "Not": np.logical_not, "Or": np.logical_or,
@@ -28,21 +28,21 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
 
 
 class EditingPass(ir.passes.InPlacePass):
-    """Resolves nodes of some operators in the main graph and in the branches of its choices.
+    """Resolves nodes of some operators, in the main graph and in the branches of its Ifs.
 
-    A subclass says how in `resolvers`: a function that replaces the node, or gives the reason why it cannot. Raises UserError
-    for loops that make more nodes than `UNROLLED`, and for bodies that do not fit their node.
+    A subclass defines `resolvers`: a function that replaces the node, or returns the reason why it cannot. Raises UserError for
+    loops that make more nodes than `UNROLLED`, and for bodies that do not fit their node.
     """
 
     def __init__(self) -> None:
         self.made = 0
 
     def resolvers(self) -> dict[str, Callable[[ir.Node], str | None]]:
-        """By operator."""
+        """Resolvers by operator."""
         raise NotImplementedError
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        """One walk over the nodes there are; what is made is met by the next."""
+        """One walk over the existing nodes; the next walk visits the new ones."""
         self.opset = model.opset_imports.get("", 0)
         self.modified = False
         self.known: dict[ir.Value, NDArray[Any] | None] = {}
@@ -65,14 +65,14 @@ class EditingPass(ir.passes.InPlacePass):
                     self._walk(graph_of(node, name))
 
     def array(self, value: ir.Value) -> NDArray[Any] | None:
-        """The elements of `value` where they are known, or follow by a little arithmetic."""
+        """The elements of `value`, if they are known or follow by a little arithmetic."""
         if value.const_value is not None:
             return value.const_value.numpy() if value.const_value.size <= _SMALL else None
         node = value.producer()
         if node is None or node.domain or node.op_type not in _ARITHMETIC or not node.inputs:
             return None
         if value not in self.known:
-            self.known[value] = None  # a graph without order ends here
+            self.known[value] = None  # ends the recursion in a graph with a cycle
             given = [None if each is None else self.array(each) for each in node.inputs]
             if all(each is not None for each in given):
                 with np.errstate(all="ignore"):
@@ -80,7 +80,7 @@ class EditingPass(ir.passes.InPlacePass):
         return self.known[value]
 
     def number(self, value: ir.Value | None) -> Any:
-        """The one element of `value`, or None where it is not known."""
+        """The single element of `value`, or None if it is unknown."""
         data = None if value is None else self.array(value)
         return data.reshape(-1)[0].item() if data is not None and data.size == 1 else None
 
@@ -100,7 +100,7 @@ class EditingPass(ir.passes.InPlacePass):
         return made.outputs[0]
 
     def with_axis(self, node: ir.Node, op: str, value: ir.Value, axis: int) -> ir.Value:
-        """Unsqueeze or Squeeze, as the operator set has it."""
+        """Unsqueeze or Squeeze, in the form of the operator set."""
         if self.opset < 13:
             return self.emit(node, op, [value], axes=[axis])
         return self.emit(node, op, [value, self.constant(node, np.array([axis], np.int64))])
@@ -110,7 +110,7 @@ class EditingPass(ir.passes.InPlacePass):
         return self.emit(node, "Gather", [value, self.constant(node, np.array(place, np.int64))], axis=axis)
 
     def joined(self, node: ir.Node, parts: Sequence[ir.Value], axis: int, element: ir.Value | None) -> ir.Value | None:
-        """`parts` one after the other; if there are none, nothing in the shape of `element`, where that is known."""
+        """Concatenate `parts`; if they are empty, an empty constant in the shape of `element`, if that is known."""
         if parts:
             return self.emit(node, "Concat", list(parts), axis=axis)
         if element is None or element.shape is None or not element.shape.is_static() or element.dtype is None:
@@ -118,7 +118,7 @@ class EditingPass(ir.passes.InPlacePass):
         return self.constant(node, np.zeros((0, *sizes(element)), element.dtype.numpy()))
 
     def lift(self, body: ir.Graph, node: ir.Node) -> None:
-        """Move the constants of `body` into the graph of `node`, so that they are there once however often the body is."""
+        """Move the constants of `body` into the graph of `node`, so that copies of the body share them."""
         graph = at(node)
         for name, value in list(body.initializers.items()):
             body.initializers.pop(name)
@@ -128,7 +128,7 @@ class EditingPass(ir.passes.InPlacePass):
             graph.register_initializer(value)
 
     def inline(self, body: ir.Graph, actual: Sequence[ir.Value | None], node: ir.Node) -> list[ir.Value]:
-        """A copy of `body` before `node`, given `actual` inputs; its outputs."""
+        """Insert a copy of `body` before `node`, with `actual` inputs; returns its outputs."""
         self.count(sum(1 for _ in body.all_nodes()))
         copy = body.clone(allow_outer_scope_values=True)
         given = {formal: value for formal, value in zip(copy.inputs, actual, strict=True) if value is not None}
@@ -146,13 +146,13 @@ class EditingPass(ir.passes.InPlacePass):
         return outputs
 
     def count(self, nodes: int) -> None:
-        """Note that so many nodes are made. Raises UserError for too many."""
+        """Count new nodes. Raises UserError for too many."""
         self.made += nodes
         if self.made > UNROLLED:
             raise UserError(f"the loops of the model unroll to more than {UNROLLED} nodes, the most that are made")
 
     def replace(self, node: ir.Node, values: Sequence[ir.Value]) -> None:
-        """Let all who read the outputs of `node` read `values`."""
+        """Replace the outputs of `node` by `values` in all their users."""
         for old, new in zip(node.outputs, values, strict=True):
             if old.is_graph_output():
                 new = self.emit(node, "Identity", [new])
@@ -164,7 +164,7 @@ class EditingPass(ir.passes.InPlacePass):
 
 
 def at(node: ir.Node) -> ir.Graph:
-    """The graph that `node` is in."""
+    """The graph that contains `node`."""
     assert isinstance(node.graph, ir.Graph)
     return node.graph
 

@@ -1,7 +1,7 @@
-"""Where the bytes of tensors lie: every location and size checked before anything is read.
+"""External data of tensors: every location and size is checked before anything is read.
 
-A model is a stranger's file. Its external data may name only regular files inside the model's own folder (links followed), and
-only bytes that those files have.
+A model file is untrusted. Its external data may name only regular files inside the model's own folder (after links are
+resolved), and only bytes that those files have.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def check_embedded_data(model: onnx.ModelProto, path: Path) -> None:
 
 
 def resolve_external_data(model: onnx.ModelProto, path: Path) -> None:
-    """Make the location of every external tensor of `model`, loaded from `path`, an absolute checked file, in place.
+    """Resolve the location of every external tensor of `model`, loaded from `path`, to an absolute, checked file, in place.
 
-    Afterwards each has offset and length as well, and the length is what its shape and type need. Raises UserError for
-    a location that leaves the folder or bytes outside the file, MissingFileError for a file that is not there.
+    Afterwards each tensor has offset and length as well, and the length fits its shape and type. Raises UserError for a
+    location outside the folder or bytes outside the file, MissingFileError for a missing file.
     """
     sizes: dict[str, tuple[Path, int]] = {}
     for tensor in tensors(model):
@@ -68,7 +68,7 @@ def resolve_external_data(model: onnx.ModelProto, path: Path) -> None:
 
 
 def model_files(model: onnx.ModelProto, path: Path) -> list[Path]:
-    """`path` and the data files of `model`, resolved as `resolve_external_data` leaves them; each once."""
+    """`path` and the data files of `model`, resolved by `resolve_external_data`, without duplicates."""
     resolve_external_data(model, path)
     found = {path.resolve(): None}
     for tensor in tensors(model):
@@ -77,7 +77,7 @@ def model_files(model: onnx.ModelProto, path: Path) -> list[Path]:
 
 
 def tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Every tensor in `model`: initializers and attributes, in subgraphs and functions too."""
+    """Yield every tensor in `model`: initializers and attributes, also in subgraphs and functions."""
     yield from _in_graph(model.graph)
     for function in model.functions:
         yield from _in_nodes(function.node)
@@ -99,9 +99,9 @@ def _in_nodes(nodes: object) -> Iterator[onnx.TensorProto]:
 
 
 def _inside(model_path: Path, location: str, tensor: str) -> Path:
-    """The file `location` names, which must lie in the folder of the model."""
+    """The file of `location`, which must be inside the model's folder."""
     folder = model_path.parent.resolve()
-    if location == model_path.name:  # the model's own bytes, also where the model itself is a link
+    if location == model_path.name:  # the model's own bytes, even if the model is a link
         return model_path.resolve()
     if not location or "\0" in location:
         raise UserError(f"{model_path}: weight {tensor!r} is external but names no file")

@@ -1,12 +1,12 @@
-"""Types and shapes inferred strictly, and constants folded within limits, in one walk over the model.
+"""Strict type and shape inference, and constant folding within limits, in one walk over the model.
 
-The walk is onnxscript's, which meets every node after what it reads. Before a node is folded its types and shape are inferred
-by ONNX's own rules, from what is known by then, small constants among it: what contradicts those rules is refused, and so is
-a tensor beyond the limits, before anything of that size is made.
+The walk is onnxscript's, which visits every node after its inputs. Before a node is folded, ONNX's own rules infer its types
+and shape from everything known so far, including small constants. A contradiction of those rules is refused, and so is a tensor
+beyond the limits, before anything of that size is made.
 
-What is folded is decided by one rule: a result is computed now if keeping it is cheap. Masks and shape arithmetic disappear, a
-slice of a large table shrinks to the part that is used; but no transposed, converted or otherwise plain copy of a weight is
-ever made, since a weight must stay where it can be streamed from.
+One rule decides which results are folded: a result is computed now if it is cheap to keep. Masks and shape arithmetic
+disappear, and a slice of a large table shrinks to the used part. But a weight is never transposed, converted or otherwise
+copied, since it must stay in its file to be streamed.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from flashmem.compiler.frontend.validation import printable
 from flashmem.compiler.ir.limits import CONSTANTS, ELEMENTS, FOLDED, RANK, TABLE
 
 DERIVED_LIMIT = 16 << 20
-"""What is computed from weights (a part of one, arithmetic on one) is kept in memory if it has at most this many bytes."""
+"""A result computed from weights (a part of one, arithmetic on one) is kept in memory if it has at most this many bytes."""
 
 COMPUTED_LIMIT = 64 << 20
-"""A folded result of at most this many bytes is kept if nothing it was computed from lies in a file: masks, position tables."""
+"""A folded result of at most this many bytes is kept if none of its inputs is in a file: masks, position tables."""
 
 _COPIES = {"Cast", "Concat", "Expand", "Flatten", "Identity", "Pad", "Reshape", "Squeeze", "Tile", "Transpose", "Unsqueeze"}
 
@@ -50,22 +50,22 @@ _LOOP_LIMIT = 1 << 16
 _CONTRACTIONS = {"Einsum", "Gemm", "MatMul", "MatMulInteger"}
 _PRODUCTS_LIMIT = 1 << 32
 
-# Random ones, quantisation, and what the reference computes with other sizes and ties than runtimes.
+# Random operators, quantisation, and operators whose reference computes other sizes and ties than runtimes do.
 _NEVER = {"Bernoulli", "DequantizeLinear", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "QuantizeLinear", "Resize"}
 _NEVER |= {"Upsample"}
 
 # Lengths that depend on data, never larger than the input.
 _SELECTIONS = {"Compress", "NonZero", "Unique"}
 
-# What onnxscript follows the numbers of shapes through, and the most numbers it may have to follow.
+# Operators through which onnxscript follows the numbers of shapes, and the most numbers that it may have to follow.
 _FOLLOWED = {"Abs", "Add", "Cast", "Gather", "Identity", "Reshape", "Squeeze", "Unsqueeze"}
 _JOINED = 1 << 20
 
-# Which input is a shape: its length is the rank of the output.
+# The index of the input that is a shape: its length is the rank of the output.
 _SHAPE_INPUT = {"AffineGrid": 1, "CenterCropPad": 1, "ConstantOfShape": 0, "Expand": 1, "MaxUnpool": 2, "Reshape": 1}
 _SHAPE_INPUT |= {"Resize": 3, "Tile": 1}
 
-_KNOWN_INTEGERS, _KNOWN_OTHERS = 1024, 20  # elements of constants that inference is given
+_KNOWN_INTEGERS, _KNOWN_OTHERS = 1024, 20  # the most elements of a constant that inference reads
 
 _NARROW = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 _EXACT = _COPIES | {"Abs", "Equal", "Gather", "Greater", "Less", "Neg", "Not", "Shape", "Size", "Slice", "Split", "Where"}
@@ -74,10 +74,10 @@ _GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 
 
 class FoldPass(FoldConstantsPass):
-    """Infers every node strictly, then folds it if all its inputs are constants, it is cheap to keep and quick to compute.
+    """Infers every node strictly, then folds it if all its inputs are constants, it is cheap to keep and fast to compute.
 
     Raises UserError (possibly as the cause of another error) for a node that contradicts ONNX's rules or exceeds a limit; its
-    text does not say which file.
+    text does not name the file.
     """
 
     def __init__(self, is_native: Callable[[str], bool]) -> None:
@@ -87,12 +87,12 @@ class FoldPass(FoldConstantsPass):
         self.counted = 0
 
     def call(self, model: ir.Model) -> FoldConstantsResult:
-        """One walk."""
+        """Walk over the model once."""
         self.model = model
         self.opset_imports = dict(model.opset_imports)
         self.made = self.counted = 0
         for value in (value for graph in model.graphs() for value in graph.initializers.values()):
-            if value.const_value is not None:  # its declaration as an output may have said something else
+            if value.const_value is not None:  # its declaration as an output may contradict this
                 value.shape, value.type = ir.Shape(value.const_value.shape.numpy()), ir.TensorType(value.const_value.dtype)
                 check_size(value)
         for value in model.graph.inputs:
@@ -101,11 +101,11 @@ class FoldPass(FoldConstantsPass):
         return super().call(model)
 
     def process_node(self, node: ir.Node, is_function: bool) -> Replacement | None:
-        """What replaces `node`, if something does."""
+        """The replacement of `node`, or None."""
         expansion = contrib.expand(node, self.opset_imports.get("", 0))
-        if expansion is not None:  # what it adds is walked next
+        if expansion is not None:  # the walk visits the new nodes next
             return Replacement(*expansion)
-        if node.op_type == "Constant":  # those that onnxscript makes may be of a newer operator set
+        if node.op_type == "Constant":  # Constants that onnxscript makes may be of a newer operator set
             if len(node.attributes) != 1:
                 raise UserError(f"{describe(node)} needs one value, but has {len(node.attributes)}")
         elif not any(attribute.type in _GRAPHS for attribute in node.attributes.values()):
@@ -114,11 +114,11 @@ class FoldPass(FoldConstantsPass):
             except UserError:
                 if node.graph is self.model.graph:
                     raise
-                return None  # a branch that fits another shape is not taken; one that is comes up again in the main graph
+                return None  # an If does not select a branch for another shape; a selected branch returns in the main graph
         if node.op_type == "If":
             for name in ("then_branch", "else_branch"):
                 fit(node, len(graph_of(node, name).outputs) == len(node.outputs))
-        if node.op_type in SEQUENCES:  # onnxscript says them in operators of a newer set
+        if node.op_type in SEQUENCES:  # onnxscript rewrites them in operators of a newer set
             return None
         replacement = super().process_node(node, is_function)
         if replacement is None and len(node.outputs) > 1:
@@ -126,7 +126,7 @@ class FoldPass(FoldConstantsPass):
         return None if replacement is None or _contradicts(node, replacement) else replacement
 
     def _several(self, node: ir.Node) -> Replacement | None:
-        """The constants that a Split of a constant makes; onnxscript folds operators with one output only."""
+        """The constants of a Split of a constant; onnxscript folds only operators with one output."""
         known = [value.const_value for value in node.inputs if value is not None]
         if node.op_type != "Split" or None in known or not self._folds(node) or node.graph is None:
             return None
@@ -141,7 +141,7 @@ class FoldPass(FoldConstantsPass):
         return Replacement([inner.outputs[0] for inner in nodes], nodes)
 
     def _folds(self, node: ir.Node) -> bool:
-        """Whether the outputs of `node`, all of whose inputs are constants, are to be computed now."""
+        """Whether to compute the outputs of `node` now; all its inputs are constants."""
         if node.op_type in _NEVER or not _is_quick(node) or (self.is_native(node.op_type) and _is_inexact(node)):
             return False
         made = sum(map(_nbytes, node.outputs))
@@ -162,7 +162,7 @@ class FoldPass(FoldConstantsPass):
         return folds
 
     def _count(self, made: int) -> None:
-        """Note that `made` bytes of constants are being computed; refuse when too many are kept, or were computed in all."""
+        """Count `made` bytes of computed constants. Raises UserError if too many are kept, or were computed in all."""
         self.made += made
         if self.made > FOLDED:
             raise UserError(f"the model computes more than {FOLDED} bytes of constants, the most that are folded")
@@ -176,7 +176,7 @@ class FoldPass(FoldConstantsPass):
 
 
 def _contradicts(node: ir.Node, replacement: Replacement) -> bool:
-    """Whether a constant that was computed for an output has not its type and shape: ONNX's reference errs there."""
+    """Whether a computed constant has another type or shape than its output: an error of ONNX's reference."""
     for old, new in zip(node.outputs, replacement.new_outputs, strict=False):
         tensor = new.const_value
         if tensor is None or old.shape is None or not old.shape.is_static():
@@ -187,13 +187,13 @@ def _contradicts(node: ir.Node, replacement: Replacement) -> bool:
 
 
 def _is_inexact(node: ir.Node) -> bool:
-    """Whether ONNX's reference computes something else than runtimes do: flashmem's own kernel is better."""
+    """Whether ONNX's reference computes other numbers than runtimes: flashmem's own kernel is better."""
     first = node.inputs[0] if node.inputs else None
     if first is not None and first.dtype in _NARROW and node.op_type not in _EXACT:
-        return True  # the reference rounds after every step, where kernels compute in float32
+        return True  # the reference rounds after every step; kernels compute in float32
     if node.op_type.startswith("Reduce") and node.op_type not in ("ReduceMax", "ReduceMin"):
         return first is None or first.dtype is None or first.dtype.is_floating_point()
-    if node.op_type in ("ArgMax", "ArgMin", "TopK"):  # NaN is the largest number to the reference
+    if node.op_type in ("ArgMax", "ArgMin", "TopK"):  # in the reference, NaN is the largest number
         return first is None or first.dtype is None or first.dtype.is_floating_point()
     if node.op_type == "Slice":
         return _starts_before_the_first(node)
@@ -203,7 +203,7 @@ def _is_inexact(node: ir.Node) -> bool:
 
 
 def _starts_before_the_first(node: ir.Node) -> bool:
-    """Whether a Slice walks backwards from before the first element: ONNX clamps to that one, its reference takes nothing."""
+    """Whether a Slice walks backwards from before the first element: ONNX clamps to it, its reference returns nothing."""
     data, starts, _, axes, steps = [*node.inputs, None, None][:5]
     if data is None or data.shape is None or starts is None or steps is None:
         return False
@@ -216,7 +216,7 @@ def _data(value: ir.Value) -> NDArray[Any]:
 
 
 def infer(node: ir.Node, opset_imports: dict[str, int]) -> None:
-    """Give the outputs of `node` the types and shapes that ONNX's rules say, as far as its inputs are known.
+    """Set the types and shapes of the outputs of `node` by ONNX's rules, as far as its inputs are known.
 
     Raises UserError for a node that contradicts them, and for tensors beyond the limits.
     """
@@ -244,7 +244,7 @@ def infer(node: ir.Node, opset_imports: dict[str, int]) -> None:
 
 
 def check_size(value: ir.Value) -> None:
-    """Raise UserError if `value` has more dimensions or, unless it is a weight, more elements than are supported."""
+    """Raise UserError if `value` has too many dimensions or, unless it is a weight, too many elements."""
     if value.shape is None:
         return
     if any(isinstance(size, int) and size < 0 for size in value.shape):
@@ -256,7 +256,7 @@ def check_size(value: ir.Value) -> None:
 
 
 def check_concatenations(graph: ir.Graph) -> None:
-    """Raise UserError where shape arithmetic joins more numbers than any shape has: the walk follows every one of them."""
+    """Raise UserError if shape arithmetic joins more numbers than any shape has, because the walk follows each of them."""
     lengths: dict[ir.Value, int] = {}
     for node in graph.all_nodes():
         known = [lengths.get(value, _known_length(value)) for value in node.inputs if value is not None]
@@ -277,16 +277,16 @@ def _known_length(value: ir.Value) -> int:
 
 
 def describe(node: ir.Node) -> str:
-    """`node` as it is named in errors."""
+    """The name of `node` in errors."""
     return f"{printable(node.op_type)} node {(node.name or '')!r}"
 
 
 def _inferred(node: ir.Node, opset_imports: dict[str, int]) -> dict[str, onnx.TypeProto]:
-    """The types of the outputs of `node` by name."""
+    """The types of the outputs of `node`, by name."""
     schema = _schema(node, opset_imports[node.domain])
     proto = ir.serde.serialize_node(node)
     types = {str(value.name): _type_proto(value) for value in node.inputs if value is not None}
-    if node.op_type == "Range":  # runtimes take a tensor of one element for a number, and so do ONNX's own definitions
+    if node.op_type == "Range":  # runtimes accept a tensor of one element as a number, and ONNX's own definitions use it
         for kind in types.values():
             if [dim.dim_value for dim in kind.tensor_type.shape.dim] == [1]:
                 del kind.tensor_type.shape.dim[:]
@@ -302,7 +302,7 @@ def _inferred(node: ir.Node, opset_imports: dict[str, int]) -> dict[str, onnx.Ty
 
 
 def _schema(node: ir.Node, opset: int) -> onnx.defs.OpSchema:
-    """The rules for `node`. What replaces operators of ONNX Runtime's may be newer than the model: the first that fit it."""
+    """The schema of `node`. Replacements of ONNX Runtime's operators may be newer than the model: the first that fits."""
     for version in range(opset, onnx.defs.onnx_opset_version() + 1):
         try:
             schema = onnx.defs.get_schema(node.op_type, version, node.domain)
@@ -316,7 +316,7 @@ def _schema(node: ir.Node, opset: int) -> onnx.defs.OpSchema:
 def _by_definition(
     node: onnx.NodeProto, types: dict[str, onnx.TypeProto], imports: list[onnx.OperatorSetIdProto]
 ) -> dict[str, onnx.TypeProto]:
-    """The same for an operator that ONNX says all about by other operators (GroupNormalization, MeanVarianceNormalization)."""
+    """Output types of an operator that ONNX defines by other operators (GroupNormalization, MeanVarianceNormalization)."""
     inputs = [onnx.helper.make_value_info(name, kind) for name, kind in types.items()]
     outputs = [onnx.helper.make_empty_tensor_value_info(name) for name in node.output if name]
     proto = onnx.helper.make_model(onnx.helper.make_graph([node], "g", inputs, outputs), opset_imports=imports)
@@ -334,7 +334,7 @@ def _type_proto(value: ir.Value) -> onnx.TypeProto:
 
 
 def _known_data(value: ir.Value) -> onnx.TensorProto | None:
-    """The data of a constant that may say what a shape is."""
+    """The data of a small constant, which may determine a shape."""
     tensor = value.const_value
     if tensor is None or tensor.dtype == ir.DataType.STRING:
         return None
@@ -343,7 +343,7 @@ def _known_data(value: ir.Value) -> onnx.TensorProto | None:
 
 
 def _refine(value: ir.Value, inferred: onnx.TypeProto, node: ir.Node) -> None:
-    """Give `value`, an output of `node`, the type that was inferred, and the shape as far as it was."""
+    """Set the inferred type of `value`, an output of `node`, and its shape as far as it is known."""
     kind = ir.serde.deserialize_type_proto_for_type(inferred)
     if kind is None:
         return
@@ -372,14 +372,14 @@ def _check_shape_input(node: ir.Node) -> None:
 
 
 def _check_split(node: ir.Node) -> None:
-    """Inference believes `num_outputs`, and makes as many."""
+    """Check `num_outputs` of a Split, because inference trusts it."""
     parts = node.attributes.get("num_outputs")
     if node.op_type == "Split" and parts is not None and parts.value != len(node.outputs):
         raise UserError(f"{describe(node)} has {len(node.outputs)} outputs, but its num_outputs is {parts.value}")
 
 
 def _check_axes(node: ir.Node) -> None:
-    """Inference counts with axes before it looks at them, and onnx ends the process where they lead outside."""
+    """Check axes, because inference uses them before it checks them, and onnx aborts the process if they are out of range."""
     value = node.inputs[0] if node.inputs else None
     rank = RANK if value is None or value.shape is None else len(value.shape)
     for name in ("axis", "axes"):
@@ -395,7 +395,7 @@ def _check_axes(node: ir.Node) -> None:
 
 
 def _check_table(node: ir.Node) -> None:
-    """Raise UserError for an axis whose positions are too many to be looked up."""
+    """Raise UserError for an axis that is too long for a table of its positions."""
     shape = node.outputs[0].shape
     largest = max((size for size in shape or () if isinstance(size, int)), default=0)
     if largest > TABLE:
@@ -403,7 +403,7 @@ def _check_table(node: ir.Node) -> None:
 
 
 def _is_quick(node: ir.Node) -> bool:
-    """Whether the reference implementation of `node` answers in a moment."""
+    """Whether the reference implementation of `node` is fast enough."""
     read = [_size(value) for value in node.inputs if value is not None]
     made = [_size(value) for value in node.outputs]
     if node.op_type in _CONTRACTIONS:
@@ -418,7 +418,7 @@ def _is_weight(value: ir.Value) -> bool:
 
 
 def _size(value: ir.Value) -> int:
-    """Elements of `value`, 0 where they are unknown."""
+    """Number of elements of `value`, or 0 if it is unknown."""
     if value.shape is None or not value.shape.is_static():
         return 0
     return math.prod(value.shape.numpy())
@@ -429,5 +429,5 @@ def _nbytes(value: ir.Value) -> int:
 
 
 def _reason(error: Exception) -> str:
-    """What onnx found wrong, in one line."""
+    """onnx's error message, in one line."""
     return re.sub(r"\[(Type|Shape)InferenceError\] |Inference error\(s\): ", "", " ".join(str(error).split()))

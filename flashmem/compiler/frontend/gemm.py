@@ -1,6 +1,6 @@
-"""Gemm before a change of shape, which is how optimizers write a product of more dimensions: said as a MatMul and an Add.
+"""Rewrites Gemm before a Reshape, an optimizer's form of a product with more dimensions, as MatMul and Add.
 
-Without the change of shape, what follows the product can be fused into it.
+Without the Reshape, operators after the product can be fused with it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from onnxscript.rewriter import MatchResult, RewriteRuleClassBase
 
 
 class ReshapedGemm(RewriteRuleClassBase):
-    """Reshape(Gemm(x, w, c)) -> Reshape(x) @ w + c, where the rows of the result get more dimensions and its columns stay."""
+    """Reshape(Gemm(x, w, c)) -> Reshape(x) @ w + c, if the rows of the result get more dimensions and its columns stay."""
 
     def pattern(self, op: Any, x: ir.Value, w: ir.Value, c: ir.Value, shape: ir.Value) -> Any:
-        """The shape may be given in any way: what counts is what it makes."""
+        """The pattern. The shape may have any source; only the resulting shape counts."""
         product = op.Gemm(x, w, c, _allow_other_attributes=True, _outputs=["product"])
         return op.Reshape(product, shape, _allow_other_attributes=True, _outputs=["result"])
 
     def check(self, op: Any, *args: Any, **kwargs: Any) -> MatchResult:
-        """Whether columns stay columns, and the node only multiplies and adds something that every row has."""
+        """Whether columns stay columns, and the node only multiplies and adds the same to every row."""
         outcome = MatchResult()
         product = kwargs["product"]
         shapes = [kwargs[name].shape for name in ("x", "product", "result", "c")]
@@ -35,7 +35,7 @@ class ReshapedGemm(RewriteRuleClassBase):
         return outcome
 
     def rewrite(self, op: Any, x: ir.Value, w: ir.Value, c: ir.Value, product: ir.Value, result: ir.Value, **_: Any) -> Any:
-        """The second operand keeps its place: a transposed constant is read as it is stored."""
+        """The replacement. The second operand keeps its place: a transposed constant is read in its stored order."""
         node = product.producer()
         assert node is not None and x.shape is not None and result.shape is not None
         if _flag(node, "transB"):

@@ -1,4 +1,4 @@
-"""From an ONNX file to a `Graph`: opened without reading weights, shapes bound, constants folded, types made the device's."""
+"""Import of an ONNX file as a `Graph`: opened without reading weights, shapes bound, constants folded, types converted."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from flashmem.compiler.operators.registry import NEWEST_OPSET
 from flashmem.compiler.operators.selection import SHAPED_BY_DATA
 
 OPSETS = range(7, min(NEWEST_OPSET, onnx.defs.onnx_opset_version()) + 1)
-"""Versions of the ONNX operator set that are understood; none that the installed onnx does not know."""
+"""Supported versions of the ONNX operator set, limited to those of the installed onnx."""
 
 Supported = Callable[[Node], str | None]
-"""Tells why a node cannot run, or None if it can."""
+"""Returns the reason why a node cannot run, or None if it can."""
 
 _DTYPES: dict[ir.DataType, DType] = {
     ir.DataType.FLOAT: "float32",
@@ -51,18 +51,17 @@ _DTYPES: dict[ir.DataType, DType] = {
 }
 
 _NIBBLES: dict[ir.DataType, DType] = {ir.DataType.INT4: "int8", ir.DataType.UINT4: "uint8"}
-"""Element types of constants only, and what they are read as."""
+"""Element types of constants only, and the types they are read as."""
 
 
 def import_model(
     path: str | Path, shapes: Mapping[str, tuple[int, ...]] | None = None, supported: Supported | None = None
 ) -> Graph:
-    """The model at `path` with every shape static, in execution order; weights stay in their files.
+    """Import the model at `path` with every shape static, in execution order; weights stay in their files.
 
-    `shapes` gives sizes to open dimensions: input name to shape. Where a model cannot be imported because of its
-    operators, `supported` is asked about the others, so that one error lists them all. Raises MissingFileError for a missing
-    model or data file, UnsupportedModelError for operators, UserError for everything else that is wrong with the file or
-    the shapes.
+    `shapes` gives sizes to open dimensions: input name to shape. If some operators prevent the import, `supported` checks the
+    others too, so that one error lists them all. Raises MissingFileError for a missing model or data file,
+    UnsupportedModelError for operators, UserError for every other problem of the file or the shapes.
     """
     path = Path(path)
     proto = load_mapped(path)
@@ -80,13 +79,13 @@ def import_model(
         model = clean_up(proto, is_native)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    except Exception as error:  # the libraries raise whatever an invalid model makes them trip over
+    except Exception as error:  # for an invalid model, the libraries raise any kind of error
         raise UserError(f"{path} is not a valid ONNX model: {_innermost(error)}") from error
     return _Importer(model, path, supported).graph()
 
 
 def collect_unsupported(graph: Graph, supported: Supported) -> None:
-    """Raise one UnsupportedModelError that lists all nodes of `graph` for which `supported` gives a reason."""
+    """Raise one UnsupportedModelError that lists all nodes of `graph` for which `supported` returns a reason."""
     _refuse([(node.name, reason) for node in graph.nodes if (reason := supported(node)) is not None])
 
 
@@ -102,7 +101,7 @@ def _refuse(offenders: list[tuple[str, str]]) -> None:
 
 
 def _check_opset(model: onnx.ModelProto, path: Path) -> None:
-    """Raise UserError for operator sets that are not understood; a model that only calls functions gets their newest."""
+    """Raise UserError for unsupported operator sets. A model that only calls functions gets the newest set of these."""
     versions = {opset.version for opset in model.opset_import if opset.domain == ""}
     inner = {opset.version for function in model.functions for opset in function.opset_import if opset.domain == ""}
     if not versions:
@@ -120,7 +119,7 @@ def _check_opset(model: onnx.ModelProto, path: Path) -> None:
 
 
 def _innermost(error: BaseException) -> str:
-    """The error that started it all, in one line."""
+    """The original error, in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = printable(" ".join(str(error).split()))
@@ -128,7 +127,7 @@ def _innermost(error: BaseException) -> str:
 
 
 class _Importer:
-    """Turns a cleaned-up onnx-ir model into a `Graph`."""
+    """Converts a cleaned-up onnx-ir model to a `Graph`."""
 
     def __init__(self, model: ir.Model, path: Path, supported: Supported | None) -> None:
         self.model = model
@@ -156,7 +155,7 @@ class _Importer:
                 self._constant(output)
                 continue
             made, reason, is_shaped = self._node(node)
-            # Of a node whose inputs have no shape nothing can be said but that its operator is unknown.
+            # If the inputs of a node have no shape, only an unknown operator can be reported.
             if reason is None and self.supported is not None and (is_shaped or not is_native(made.op)):
                 reason = self.supported(made)
             if reason is None and node.inputs and (folded := linear_constant(made, self._bits(node))) is not None:
@@ -189,14 +188,14 @@ class _Importer:
         shape: tuple[int, ...] = ()
         if value.shape is not None and value.shape.is_static():
             shape = tuple(value.shape.numpy())
-        elif value.name:  # without a name it is an optional output that nobody asked for
+        elif value.name:  # without a name it is an unused optional output
             self.shapeless.add(value)
         made = self.values[value] = Value(value.name or "", shape, self._dtype(value) if value.name else "float32")
         return made
 
     def _dtype(self, value: ir.Value) -> DType:
         if value.dtype is None:
-            return "float32"  # shapeless as well, and refused for that
+            return "float32"  # it has no shape either, and is refused for that
         if value.dtype not in _DTYPES:
             raise UserError(
                 f"{self.path}: {value.name!r} has element type {value.dtype.name.lower()}, which is not supported: "
@@ -213,7 +212,7 @@ class _Importer:
         shape = tuple(tensor.shape.numpy())
         dtype = _NIBBLES[value.dtype] if value.dtype in _NIBBLES else self._dtype(value)
         made = Value(value.name, shape, dtype, self._data(tensor, shape))
-        if isinstance(made.constant, ArrayConstant):  # every layer of a transformer brings the same mask
+        if isinstance(made.constant, ArrayConstant):  # the layers of a transformer contain equal masks
             data = made.constant.data
             made = self.arrays.setdefault((data.dtype.str, shape, sha256(data.tobytes()).digest()), made)
         self.values[value] = made
@@ -225,7 +224,7 @@ class _Importer:
                 packed = FileConstant(str(tensor.path), tensor.offset or 0, (-(-tensor.size // 2),), np.dtype(np.uint8))
                 return NibbleConstant(packed, shape, np.dtype(narrow))
             return FileConstant(str(tensor.path), tensor.offset or 0, shape, np.dtype(tensor.dtype.numpy()).newbyteorder("<"))
-        # A copy: what was folded may be a view of a whole mapped table.
+        # A copy, because a folded result may be a view of a whole mapped table.
         return ArrayConstant(np.array(tensor.numpy(), narrow))
 
     def _bits(self, node: ir.Node) -> int:
@@ -236,7 +235,7 @@ class _Importer:
         return 4 if first.dtype in _NIBBLES else int(8 * first.dtype.itemsize)
 
     def _node(self, node: ir.Node) -> tuple[Node, str | None, bool]:
-        """The node, why it cannot run, and whether the shapes of its inputs are known."""
+        """The node, the reason why it cannot run, and whether the shapes of its inputs are known."""
         inputs = [None if value is None else self._read(value, node) for value in node.inputs]
         blameless = all(value not in self.shapeless for value in node.inputs if value is not None)
         named = list(node.outputs)
@@ -259,7 +258,7 @@ class _Importer:
         return self._value(value)
 
     def _unshaped(self, value: ir.Value) -> Value:
-        """The output of a node that is refused anyway, of whatever type."""
+        """The output of a node that is refused anyway, of any type."""
         self.shapeless.add(value)
         return self.values.setdefault(value, Value(value.name or "", (), "float32"))
 
@@ -278,7 +277,7 @@ def _op(node: ir.Node) -> str:
 
 
 def _never(node: ir.Node) -> str | None:
-    """Why `node` is beyond what a `Graph` can say, if it is."""
+    """Why a `Graph` cannot express `node`, or None."""
     if node.domain not in ("", "ai.onnx") or not onnx.defs.has(node.op_type):
         return contrib.why_not(node) or f"{_op(node)} is not an ONNX operator"
     if REASON in node.meta:

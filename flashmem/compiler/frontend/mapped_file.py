@@ -1,9 +1,9 @@
 """Opens an ONNX file without reading its weights: a walk over the protobuf wire format.
 
-An ONNX file is one protobuf message, weights and all; to parse it is to copy every weight into memory. This module walks
-the file instead, and hands protobuf a copy in which each large tensor is an *external* one (ONNX's external data) that points
-back into the same file, from where it can be mapped. The walk reads small windows: to map the file here as well would bring in
-megabytes around every byte it looks at.
+An ONNX file is one protobuf message, weights included; parsing it copies every weight into memory. This module walks the file
+instead. It gives protobuf a copy in which each large tensor is an *external* one (ONNX's external data). Such a tensor points
+back into the same file, from which it can be mapped. The walk reads small windows: mapping the file here as well would load
+megabytes around every byte it reads.
 
 The wire format (protobuf.dev/programming-guides/encoding), as far as it is needed: a message is a sequence of fields; a field
 is a key, a varint `number << 3 | type`, and a payload. Type 0 is a varint (7 bits a byte, low first, high bit set on all but
@@ -15,8 +15,8 @@ and 4 do not occur in ONNX. Only the numbers of the fields on the way to tensors
     FunctionProto   7 node                         TensorProto     2 data_type, 4 float_data, 9 raw_data, 10 double_data,
                                                                    13 external_data, 14 data_location
 
-All other fields, and every submessage too small to hold a large tensor, are copied as they are. `float_data` and `double_data`
-in one packed run are the same bytes as `raw_data`; split or unpacked, and the varints of integer data, they are left alone.
+All other fields, and every submessage too small for a large tensor, are copied unchanged. `float_data` and `double_data` in one
+packed run are the same bytes as `raw_data`. Split or unpacked data, and the varints of integer data, are not changed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _INWARD: dict[str, dict[int, str]] = {
 
 
 def load_mapped(path: Path) -> onnx.ModelProto:
-    """The model at `path`; its tensors of `LARGE` bytes and more point into the file, by its name, as external data.
+    """Load the model at `path`; its tensors of `LARGE` bytes and more refer to the file, by its name, as external data.
 
     Raises MissingFileError, and UserError for a file that is empty, truncated or not ONNX.
     """
@@ -81,7 +81,7 @@ def load_mapped(path: Path) -> onnx.ModelProto:
 
 
 def _is_text(message: Message) -> bool:
-    """Whether every string in `message` is valid UTF-8; protobuf lets others through, as bytes."""
+    """Whether every string in `message` is valid UTF-8; protobuf accepts others, as bytes."""
     for field, value in message.ListFields():
         if field.type == field.TYPE_STRING:
             texts = [value] if isinstance(value, str | bytes) else value
@@ -95,7 +95,7 @@ def _is_text(message: Message) -> bool:
 
 
 class _Window:
-    """Random access to a file through the last few KiB read."""
+    """Random access to a file through a buffer of the last few KiB read."""
 
     SIZE = 16 << 10
 
@@ -112,7 +112,7 @@ class _Window:
         return self.data[at - self.start]
 
     def read(self, start: int, end: int) -> bytes:
-        """Bytes `start` to `end`, all of them."""
+        """Read bytes `start` to `end`; raises if the file has fewer."""
         if self.start <= start and end <= self.start + len(self.data):
             return self.data[start - self.start : end - self.start]
         data = os.pread(self.descriptor, end - start, start)
@@ -127,7 +127,7 @@ class _MalformedError(ValueError):
 
 @dataclass(frozen=True)
 class _Field:
-    """One field: bytes `start` to `end` with its key, the payload from `payload`."""
+    """One field: bytes `start` to `end` with its key; the payload starts at `payload`."""
 
     number: int
     type: int
@@ -170,7 +170,7 @@ class _Walk:
         return b"".join(pieces)
 
     def _data(self, fields: list[_Field]) -> _Field | None:
-        """The field that holds the tensor's bytes, if they are large, in one piece and not external already."""
+        """The field with the tensor's bytes, if they are large, in one piece and not already external."""
         data_type = next((field.value for field in fields if field.number == _DATA_TYPE), 0)
         holders = {_RAW_DATA}
         if data_type == onnx.TensorProto.FLOAT:

@@ -1,7 +1,7 @@
-"""Dropping operators that change nothing: x + 0, x * 1, a choice that is always the same, a change to the same shape.
+"""Removal of operators without effect: x + 0, x * 1, a Where with a constant condition, a change to the same shape.
 
-Exporters leave few of these, but ONNX's own definitions of larger operators are full of them: Attention adds a mask of zeros
-and clears rows that nothing masks. The result keeps its bits, except that -0 + 0 is written as -0.
+Exporters write few of these, but ONNX's own definitions of larger operators contain many: Attention adds a mask of zeros and
+clears rows that nothing masks. The result keeps its bits, except that -0 + 0 becomes -0.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 _LARGEST = 1 << 20
-"""Elements of a constant that is looked at. Weights in files are never read."""
+"""The most elements of a constant that is checked. Weights in files are never read."""
 
 _NEUTRAL_RIGHT = {"Add": 0, "Sub": 0, "Mul": 1, "Div": 1}
 _NEUTRAL_LEFT = {"Add": 0, "Mul": 1}
@@ -19,10 +19,10 @@ _SHAPE_ONLY = {"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand"}
 
 
 class RemoveNeutralPass(ir.passes.InPlacePass):
-    """Replaces the output of an operator that does nothing by its input, where type and shape are the same."""
+    """Replaces the output of an operator without effect by its input, if type and shape are equal."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        """One walk over the graph in order, so that chains disappear at once."""
+        """Walk over the graph in order, so that one walk removes chains."""
         modified = False
         for node in model.graph:
             if node.domain not in ("", "ai.onnx") or len(node.outputs) != 1 or node.outputs[0].is_graph_output():
@@ -36,7 +36,7 @@ class RemoveNeutralPass(ir.passes.InPlacePass):
 
 
 def _same_as(node: ir.Node) -> ir.Value | None:
-    """The input whose elements the output of `node` has, if there is one."""
+    """The input that has the same elements as the output of `node`, or None."""
     inputs = node.inputs
     if node.op_type in _SHAPE_ONLY:
         return inputs[0]
@@ -53,7 +53,7 @@ def _same_as(node: ir.Node) -> ir.Value | None:
 
 
 def _is_all(value: ir.Value | None, element: int) -> bool:
-    """Whether `value` is a constant, all of whose elements are `element`."""
+    """Whether `value` is a constant whose elements are all `element`."""
     tensor = None if value is None else value.const_value
     if tensor is None or isinstance(tensor, ir.ExternalTensor) or not 0 < tensor.size <= _LARGEST:
         return False

@@ -1,7 +1,9 @@
-"""onnxscript's constant folding, a private module. Only this module imports it, and tests/test_undocumented.py checks it.
+"""onnxscript's constant folding, a private module.
 
-flashmem needs the walk of `FoldConstantsPass` and its partial evaluators of operators. Public functions of onnxscript run
-the pass as a whole, and have no call for each node.
+Only this module imports it, and `tests/repository/test_undocumented.py` checks that it still exists.
+
+flashmem needs the walk of `FoldConstantsPass` and its partial evaluators of operators. The public functions of onnxscript run
+the pass as a whole, without a hook for each node.
 """
 
 from onnxscript.optimizer._constant_folding import FoldConstantsPass as FoldConstantsPass

@@ -1,8 +1,8 @@
-"""Recognising weights that a model dequantises by hand: integers, cast and multiplied by a scale, are a DequantizeLinear.
+"""Recognition of manually dequantised weights: integers, cast and multiplied by a scale, become a DequantizeLinear.
 
-Files whose weights were stored in 8 bits without quantised operators look like this. Left alone, the integers would be folded
-into floats and those multiplied in every run: four times the file on disk, and a whole weight among the activations. The result
-keeps its bits, since DequantizeLinear without a zero point is the same product.
+Files with 8-bit weights and without quantised operators have this form. Otherwise folding would convert the integers to floats,
+and every run would multiply them: four times the file on disk, and a whole weight among the activations. The result keeps its
+bits, since DequantizeLinear without a zero point is the same product.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _NONE = -1
 
 
 class RecogniseDequantizePass(ir.passes.InPlacePass):
-    """Replaces Mul(Cast(weight), scale), where the weight lies in a file and the scale has one element or one along an axis."""
+    """Replaces Mul(Cast(weight), scale), if the weight is in a file and the scale has one element, or varies along one axis."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        """One walk over the graph."""
+        """Walk over the graph once."""
         opset, modified = model.opset_imports.get("", 0), False
         for node in model.graph:
             if node.op_type != "Mul" or node.domain not in ("", "ai.onnx") or node.outputs[0].is_graph_output():
@@ -38,7 +38,7 @@ class RecogniseDequantizePass(ir.passes.InPlacePass):
 
 
 def _codes(value: ir.Value | None) -> ir.Value | None:
-    """The weight that `value` is a cast of, if it is one."""
+    """The weight of which `value` is a cast, or None."""
     cast = None if value is None else value.producer()
     if cast is None or cast.op_type != "Cast" or cast.attributes.get_int("to", 0) != ir.DataType.FLOAT:
         return None
@@ -48,7 +48,7 @@ def _codes(value: ir.Value | None) -> ir.Value | None:
 
 
 def _axis(codes: ir.Value, scale: ir.Value) -> int | None:
-    """The axis of `codes` along which `scale` has its elements, `_NONE` for a single one; None if it is no scale of `codes`."""
+    """The axis of `codes` along which `scale` varies, `_NONE` for a single element; None if it is no scale of `codes`."""
     if codes.const_value is None or scale.const_value is None or scale.const_value.dtype != ir.DataType.FLOAT:
         return None
     shape, given = codes.const_value.shape.numpy(), scale.const_value.shape.numpy()
@@ -62,7 +62,7 @@ def _axis(codes: ir.Value, scale: ir.Value) -> int | None:
 
 
 def _replace(graph: ir.Graph, node: ir.Node, codes: ir.Value, scale: ir.Value, axis: int) -> None:
-    """Put a DequantizeLinear in the place of `node`, a Mul, and drop the Cast before it if nothing else reads it."""
+    """Replace `node`, a Mul, by a DequantizeLinear, and drop the Cast before it if nothing else reads it."""
     assert codes.const_value is not None and scale.const_value is not None
     elements = np.array(scale.const_value.numpy(), np.float32).reshape(() if axis == _NONE else -1)
     flat = _initializer(graph, f"{scale.name}_{codes.name}", elements)

@@ -1,4 +1,4 @@
-"""Sequences and optional values, followed when compiling: a sequence is a list of known values, and none is left."""
+"""Sequences and optional values, resolved at compile time: a sequence is a list of known values, and none remains."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ SEQUENCES = frozenset(
         "SequenceLength", "SplitToSequence",
     }
 )  # fmt: skip
-"""The operators on sequences. SequenceMap is a Loop by ONNX's definition of it."""
+"""The operators on sequences. SequenceMap is a Loop by ONNX's definition."""
 
 
 class SequencePass(EditingPass):
-    """Notes what each sequence and optional value holds, and replaces what is asked of it where the position is known."""
+    """Tracks the elements of each sequence and optional value, and replaces reads of them if the position is known."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        """One walk."""
+        """Walk over the model once."""
         self.sequences: dict[ir.Value, list[ir.Value]] = {}
         self.optionals: dict[ir.Value, ir.Value | None] = {}
         return super().call(model)
 
     def resolvers(self) -> dict[str, Callable[[ir.Node], str | None]]:
-        """By operator."""
+        """Resolvers by operator."""
         optional = dict.fromkeys(("Optional", "OptionalGetElement", "OptionalHasElement"), self._optional)
         return {"Identity": self._identity, **optional, **dict.fromkeys(SEQUENCES, self._sequence)}
 
     def _sequence(self, node: ir.Node) -> str | None:
-        """Note which values a sequence has, or replace what is taken from one."""
+        """Record the values of a sequence, or replace a read of one."""
         op, inputs = node.op_type, node.inputs
         late = f"{op} of a sequence that depends on data is not supported"
         if op in ("SequenceConstruct", "SequenceEmpty"):
@@ -77,7 +77,7 @@ class SequencePass(EditingPass):
         return None
 
     def _split(self, node: ir.Node) -> list[ir.Value] | None:
-        """What a SplitToSequence makes, by a Split; None where the shape, or the split, is not known."""
+        """The results of a SplitToSequence, by a Split; None if the shape, or the split, is unknown."""
         x, given = node.inputs[0], node.inputs[1] if len(node.inputs) > 1 else None
         axis = node.attributes.get_int("axis", 0) or 0
         if x is None or x.shape is None or not x.shape.is_static():
@@ -119,7 +119,7 @@ class SequencePass(EditingPass):
         return None
 
     def _optional(self, node: ir.Node) -> str | None:
-        """Note what an optional value has, or replace what is asked of one."""
+        """Record the value of an optional, or replace a read of one."""
         late = f"{node.op_type} of a value that depends on data is not supported"
         x = node.inputs[0] if node.inputs else None
         if node.op_type == "Optional":

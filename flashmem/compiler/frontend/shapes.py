@@ -1,7 +1,7 @@
-"""Binding the model's open dimensions to sizes.
+"""Binding of the model's open dimensions to sizes.
 
-A dimension is open when the file gives it a name, or nothing, or (PaddlePaddle's way) the number -1. Nothing is guessed,
-not even the batch: every open dimension needs a size from the caller. A name stands for one size wherever it appears.
+A dimension is open when the file gives it a name, or nothing, or (in PaddlePaddle's files) the number -1. No size is guessed,
+not even the batch: the caller must give a size for every open dimension. A name means the same size wherever it appears.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ class OpenShapeError(UserError):
 
 
 def bind_shapes(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
-    """Give every input of `model` a static shape, in place; other shapes are forgotten, to be inferred anew.
+    """Give every input of `model` a static shape, in place; other shapes are removed, to be inferred again.
 
     Raises UserError for an input that does not exist and a rank or a size that contradicts the file, OpenShapeError for
     dimensions left open.
     """
     graph = model.graph
     weights = {tensor.name for tensor in graph.initializer}
-    # Before IR version 4 weights were listed as inputs too. They are constants here.
+    # Before IR version 4 files listed weights as inputs too. They are constants here.
     inputs = [value for value in graph.input if value.name not in weights]
     del graph.input[:]
     graph.input.extend(inputs)
-    for value in graph.input:  # every input is given, an optional one too
+    for value in graph.input:  # the caller gives every input, an optional one too
         if value.type.HasField("optional_type") and value.type.optional_type.elem_type.HasField("tensor_type"):
             value.type.CopyFrom(onnx.TypeProto.FromString(value.type.optional_type.elem_type.SerializeToString()))
     by_name = {value.name: value for value in graph.input}
@@ -54,13 +54,13 @@ def bind_shapes(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]], p
 
 
 def _forget(graph: onnx.GraphProto, path: Path) -> None:
-    """Drop what `graph` says of shapes that follow from others, in its subgraphs too: it may be of an older version."""
+    """Remove declared shapes of computed values in `graph` and its subgraphs: they may come from an older version."""
     for inner in (graph, *(inner for node in nodes_of(graph.node, path) for inner in subgraphs(node))):
         del inner.value_info[:]
         for value in (
             *inner.output,
             *(() if inner is graph else inner.input),
-        ):  # those of a loop may change with each iteration
+        ):  # the shapes of a loop's inputs may change with each iteration
             if value.type.HasField("tensor_type"):
                 value.type.tensor_type.ClearField("shape")
 
@@ -88,11 +88,11 @@ def _bind(value: onnx.ValueInfoProto, shape: tuple[int, ...], symbols: dict[str,
 
 
 def _bind_symbols(graph: onnx.GraphProto, symbols: Mapping[str, tuple[int, str]], path: Path) -> None:
-    """Spread sizes bound in one input to the others, then insist that nothing is left open."""
+    """Apply the sizes bound in one input to the others, then check that no dimension is open."""
     missing: list[str] = []
     for value in graph.input:
         if not value.type.HasField("tensor_type"):
-            continue  # a sequence or a map: refused later, by type
+            continue  # a sequence or a map: refused later, for its type
         tensor = value.type.tensor_type
         if not tensor.HasField("shape"):
             missing.append(f"input {value.name!r} has no declared shape (--shape {value.name}=1x...)")
@@ -114,7 +114,7 @@ def _bind_symbols(graph: onnx.GraphProto, symbols: Mapping[str, tuple[int, str]]
 
 
 def _written(value: onnx.ValueInfoProto) -> str:
-    """The declared shape as a person would type it, open dimensions in brackets to replace: <batch>x3x224x224."""
+    """The declared shape in the form that a user types, open dimensions in brackets to replace: <batch>x3x224x224."""
     return "x".join(map(_size_or_name, value.type.tensor_type.shape.dim))
 
 
@@ -124,5 +124,5 @@ def _size_or_name(dim: onnx.TensorShapeProto.Dimension) -> str:
 
 
 def _is_name(symbol: str) -> bool:
-    """Whether `symbol` stands for one size: some exporters write `?` or `None` into every open dimension."""
+    """Whether `symbol` means one size: some exporters write `?` or `None` into every open dimension."""
     return any(letter.isalpha() for letter in symbol) and symbol.lower() not in ("none", "unknown")

@@ -1,11 +1,11 @@
-"""Output sizes that onnx's shape inference gets wrong; what runtimes compute is set instead.
+"""Output sizes that onnx's shape inference gets wrong, corrected to the sizes that runtimes compute.
 
 - Resize by scales: floor(size * scale) in float32, where the inference multiplies in higher precision: 10 * 0.7 is 7, not 6.
-- Pooling with `ceil_mode`: the last window is left out where it would start in the padding after the input.
+- Pooling with `ceil_mode`: the last window is omitted if it would start in the padding after the input.
 - Compress by a constant condition, and GatherND of one element: for these the inference gives no shape.
-- MaxUnpool: `output_shape` is taken as it is.
-- STFT: it is one-sided unless it says otherwise.
-- ConvTranspose with `auto_pad`: `output_padding` makes none larger than size * stride; `output_shape` is taken as it is.
+- MaxUnpool: `output_shape` is used unchanged.
+- STFT: it is one-sided by default.
+- ConvTranspose with `auto_pad`: `output_padding` makes none larger than size * stride; `output_shape` is used unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 
 def set_size(node: ir.Node) -> None:
-    """Set the type and shape of what `node` makes, if it is one of these and all that they follow from is known."""
+    """Set the type and shape of the outputs of `node`, if it is one of these operators and its shape is determined."""
     if node.domain not in ("", "ai.onnx") or not node.inputs or node.inputs[0] is None:
         return
     rule, x = _RULES.get(node.op_type), node.inputs[0]
@@ -27,7 +27,7 @@ def set_size(node: ir.Node) -> None:
     sizes = rule(node, x.shape.numpy())
     if sizes is not None:
         node.outputs[0].type = x.type
-        for output in node.outputs:  # a second one, of pooling, holds indices
+        for output in node.outputs:  # the second output of pooling contains indices
             output.shape = ir.Shape(sizes)
 
 
@@ -37,7 +37,7 @@ def _resized(node: ir.Node, shape: tuple[int, ...]) -> list[int] | None:
         return None
     scales = given.const_value.numpy().reshape(-1).astype(np.float32)
     axes = node.attributes.get_ints("axes") or range(len(shape))
-    if len(scales) != len(axes):  # none, where sizes are given; or wrong, which is said elsewhere
+    if len(scales) != len(axes):  # none, if sizes are given; or wrong, which is reported elsewhere
         return None
     sizes = list(shape)
     for axis, scale in zip(axes, scales, strict=True):
@@ -52,7 +52,7 @@ def _pooled(node: ir.Node, shape: tuple[int, ...]) -> list[int] | None:
         return None
     rank = len(kernel)
     strides = node.attributes.get_ints("strides") or [1] * rank
-    if automatic not in ("NOTSET", "VALID"):  # SAME: one window a stride
+    if automatic not in ("NOTSET", "VALID"):  # SAME: one window for each stride
         return [*shape[:2], *(-(-size // stride) for size, stride in zip(shape[2:], strides, strict=True))]
     dilations = node.attributes.get_ints("dilations") or [1] * rank
     pads = node.attributes.get_ints("pads") if automatic == "NOTSET" else None

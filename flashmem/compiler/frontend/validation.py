@@ -1,7 +1,7 @@
-"""The model held against ONNX's own rules, before anything else trusts it.
+"""Validation of the model against ONNX's own rules, before any other step trusts it.
 
-onnx's checker sees to names, order, attributes and numbers of inputs; types and shapes are inferred strictly, node by node,
-while constants are folded (compiler/frontend/folding.py). No data is read: the checker gets a copy without any.
+onnx's checker verifies names, order, attributes and numbers of inputs. Types and shapes are inferred strictly, node by node,
+while constants are folded (compiler/frontend/folding.py). No data is read: the checker gets a copy without data.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def tidy(model: onnx.ModelProto, path: Path) -> None:
 
 
 def check_structure(model: onnx.ModelProto, path: Path) -> None:
-    """Raise UserError for a tidy model that ONNX's checker refuses; nodes out of order are put in order, in place.
+    """Raise UserError for a tidy model that ONNX's checker refuses; sort nodes that are out of order, in place.
 
-    Operators that ONNX does not have are left to whoever asks whether they can run.
+    This function accepts operators that ONNX does not have; callers check later whether they can run.
     """
     try:
         try:
@@ -55,7 +55,7 @@ def check_structure(model: onnx.ModelProto, path: Path) -> None:
 
 
 def printable(name: str) -> str:
-    """`name` as it can stand in a sentence."""
+    """`name` in a form that can be printed in a message."""
     return name if name.isprintable() else repr(name)
 
 
@@ -68,7 +68,7 @@ def _check(model: onnx.ModelProto) -> None:
     graph = light.graph
     graph.name = graph.name or "graph"
     for value in (*graph.input, *graph.output):
-        # Shapes are the caller's to give, and the types of outputs are inferred where a file leaves them out.
+        # The caller gives shapes, and missing types of outputs are inferred.
         if value.type.HasField("tensor_type"):
             value.type.tensor_type.shape.SetInParent()
     for value in graph.output:
@@ -80,14 +80,14 @@ def _check(model: onnx.ModelProto) -> None:
 
 
 def _context(model: onnx.ModelProto, owner: onnx.ModelProto | onnx.FunctionProto) -> checker.C.CheckerContext:
-    """What `owner`, `model` or a function of it, is checked against; operators nobody knows get a domain of their own."""
+    """The checker's context for `owner`, `model` or one of its functions; unknown operators get a separate domain."""
     domains = {entry.domain: entry.version for entry in owner.opset_import}
     for node in nodes_of(owner.graph.node if isinstance(owner, onnx.ModelProto) else owner.node, Path()):
         if node.domain == "" and not onnx.defs.has(node.op_type):
             node.domain = "unknown"
         if node.domain not in domains:
             domains[node.domain] = 1
-            owner.opset_import.append(onnx.helper.make_opsetid(node.domain, 1))  # which the checker asks a function for
+            owner.opset_import.append(onnx.helper.make_opsetid(node.domain, 1))  # the checker requires it of a function
     context = checker.C.CheckerContext()
     # Before version 4 weights had to be inputs as well. They are constants here.
     context.ir_version = min(max(model.ir_version, 4), onnx.IR_VERSION)
@@ -96,14 +96,14 @@ def _context(model: onnx.ModelProto, owner: onnx.ModelProto | onnx.FunctionProto
 
 
 def _sort(graph: onnx.GraphProto) -> None:
-    """Put the nodes of `graph` in order, if they have one; those of subgraphs stay as they are."""
+    """Sort the nodes of `graph` topologically if possible; those of subgraphs keep their order."""
     try:
         model = ir.serde.deserialize_graph(graph)
         for index, node in enumerate(model):
             node.metadata_props["index"] = str(index)
         model.sort()
     except (ValueError, ir.serde.SerdeError):
-        return  # a cycle, or something else that is wrong: the checker names a node of it
+        return  # a cycle, or another error: the checker names a node of it
     order = [graph.node[int(node.metadata_props["index"])] for node in model]
     nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in order]
     del graph.node[:]
@@ -111,7 +111,7 @@ def _sort(graph: onnx.GraphProto) -> None:
 
 
 def _sentence(error: Exception) -> str:
-    """What onnx's checker found, in one line, the node first."""
+    """The error of onnx's checker in one line, which begins with the node."""
     text = " ".join(str(error).split())
     if found := _UNSORTED.search(text):
         return f"{printable(found['op'])} node {found['name']!r} reads {found['input']!r}, which nothing computes before it"

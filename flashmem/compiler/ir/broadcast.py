@@ -1,6 +1,6 @@
-"""Index expressions of broadcast operands in a kernel, whose outputs are a matrix of rows and columns.
+"""Index expressions of broadcast operands, in kernels whose output is a matrix of rows and columns.
 
-A kernel computes vectors of neighbouring columns. It can read an operand whose columns are neighbours too, or all the same.
+A kernel computes vectors of neighbouring columns. An operand's columns must be contiguous too, or all be one element.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def matrix_of(shape: Sequence[int], split: int | None = None) -> tuple[int, int]
 
 
 Number = Callable[[int], str]
-"""How an expression writes a number: its digits, or the name of an argument that holds it."""
+"""Writes a number in an expression: its digits, or the name of an argument."""
 
 
 def affine(shape: Sequence[int], strides: Sequence[int], index: str, *, size_as: Number = str, stride_as: Number = str) -> str:
@@ -39,7 +39,7 @@ def affine(shape: Sequence[int], strides: Sequence[int], index: str, *, size_as:
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor the expression reads: `index` is the offset of a vector's first element; `spread` if one element fills it."""
+    """A tensor that the expression reads: `index` is the offset of a vector's first element; `spread`: one element fills it."""
 
     value: Value
     index: str
@@ -59,7 +59,7 @@ def place(value: Value, domain: Sequence[int], split: int, *, size_as: Number = 
 
 
 def best_split(domain: Sequence[int], values: Sequence[Value]) -> int:
-    """The first dimension of the longest column that all `values` allow; len(domain) (scalar columns) if none do."""
+    """The first dimension of the longest column that all `values` allow; len(domain) (scalar columns) if they allow none."""
     for split in range(len(domain)):
         if all(place(value, domain, split) is not None for value in values):
             return split

@@ -1,4 +1,4 @@
-"""Rewriting a graph: passes read nodes and emit others."""
+"""Graph rewriting: passes read nodes and emit others."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class DerivedConstant:
-    """A constant computed from others when it is read, so that a permuted or reshaped weight costs no memory until then."""
+    """A constant computed from others when it is read. Until then, a permuted or reshaped weight needs no memory."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     compute: Callable[[], NDArray[Any]]
 
     def array(self) -> NDArray[Any]:
-        """The data, computed anew."""
+        """Compute the data."""
         return self.compute()
 
 
 def dtype_of(data: NDArray[Any]) -> DType:
-    """The element type of `data` on the device: its own, float32 for all floating point types."""
+    """The element type of `data` on the device: unchanged, except that all floating point types become float32."""
     name = data.dtype.name
     return next((dtype for dtype in get_args(DType) if dtype == name), "float32")
 
@@ -71,8 +71,9 @@ def transposed_constant(value: Value, name: str, perm: tuple[int, ...]) -> Value
 
 
 def sliced_constant(value: Value, axis: int, first: int, end: int) -> Value | None:
-    """Elements `first` to `end` of the constant `value` along `axis`, by its name; a quantised one stays quantised, or gives
-    None where a block would be cut.
+    """Elements `first` to `end` of the constant `value` along `axis`, under its name.
+
+    A quantised constant stays quantised; None if the cut is inside a block.
     """
     shape = (*value.shape[:axis], end - first, *value.shape[axis + 1 :])
     if isinstance(value.constant, QuantizedConstant):
@@ -84,11 +85,11 @@ def sliced_constant(value: Value, axis: int, first: int, end: int) -> Value | No
 
 @dataclass
 class Rewriter:
-    """Collects the nodes of the new graph.
+    """Builds the new graph from appended nodes.
 
-    `replaced` maps a value of the old graph to its place in the new one; `transposed` a transposed constant matrix to the
-    matrix as it is stored, and `reshaped` a constant and a shape to the constant in that shape, so that a weight is streamed
-    once however it is used.
+    `replaced` maps a value of the old graph to its replacement in the new one. `transposed` maps a transposed constant matrix
+    to the stored matrix. `reshaped` maps a constant and a shape to the constant in that shape. So a weight is streamed once,
+    for all forms in which nodes read it.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -97,7 +98,7 @@ class Rewriter:
     reshaped: dict[tuple[Value, tuple[int, ...]], Value] = field(default_factory=dict)
 
     def now(self, value: Value | None) -> Value | None:
-        """The value that stands for `value` in the new graph."""
+        """The value that replaces `value` in the new graph."""
         return None if value is None else self.replaced.get(value, value)
 
     def add(
@@ -121,7 +122,7 @@ class Rewriter:
         return self.add(op, inputs, Value(name, tuple(shape), dtype), name, **attributes)
 
     def graph(self, old: Graph) -> Graph:
-        """The new graph, with `old`'s inputs and outputs, and without nodes that nobody reads."""
+        """The new graph, with `old`'s inputs and outputs, and without unused nodes."""
         outputs = [replace(port, value=self.replaced.get(port.value, port.value)) for port in old.outputs]
         live = {port.value for port in outputs}
         kept: list[Node] = []
@@ -133,7 +134,7 @@ class Rewriter:
 
 
 def replaced(graph: Graph, found: Mapping[Node, Found], write: Callable[[Rewriter, Found], object]) -> Graph:
-    """`graph` with what `write` appends for each of `found` in place of its node."""
+    """`graph`, in which `write` replaces each node of `found` by the nodes it appends."""
     if not found:
         return graph
     rewriter = Rewriter()

@@ -9,9 +9,10 @@ from flashmem.compiler.ir.graph import Node, Value
 
 @dataclass(eq=False)
 class FusionGroup:
-    """One main operator and the elementwise operators that its kernel computes after it, its `tail` (the epilogue).
+    """A main operator and its epilogue, the `tail`: elementwise operators that its kernel computes after it.
 
-    `moved` is a Transpose of the result that the kernel makes as it stores: columns of matrices of `places` rows become rows.
+    `moved` is a Transpose of the result that the kernel applies when it stores: columns of matrices of `places` rows become
+    rows.
     """
 
     main: Node
@@ -21,7 +22,7 @@ class FusionGroup:
 
     @property
     def output(self) -> Value:
-        """The one value that the group writes to memory."""
+        """The only value that the group writes to memory."""
         return (self.moved or self.nodes[-1]).outputs[0]
 
     @property
@@ -30,7 +31,7 @@ class FusionGroup:
         return (self.main, *self.tail)
 
     def operands(self) -> list[Value]:
-        """Values from outside the group that the tail reads, each once."""
+        """Values from outside the group that the tail reads, without duplicates."""
         inside = {node.outputs[0] for node in self.nodes}
         found: dict[Value, None] = {}
         for node in self.tail:

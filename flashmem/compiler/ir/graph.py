@@ -1,4 +1,4 @@
-"""The graph: values, nodes and constants, after import.
+"""Graph of a model: values, nodes and constants.
 
 Node types and attributes are ONNX's. All shapes are static. Integers and booleans keep ONNX's element type; float16, bfloat16
 and float64 are `float32` on the device.
@@ -18,7 +18,7 @@ from flashmem.base.types import DType
 
 
 class Constant(Protocol):
-    """Constant data that stays on disk until read. `array()` maps or copies it anew: hold the result briefly."""
+    """Constant data that stays on disk until it is read. Each `array()` maps or copies it again: hold the result briefly."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -27,11 +27,11 @@ class Constant(Protocol):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The element type it is stored in."""
+        """Its element type in the file."""
         ...
 
     def array(self) -> NDArray[Any]:
-        """The data, mapped or computed anew."""
+        """Map or compute the data."""
         ...
 
 
@@ -48,7 +48,7 @@ class ArrayConstant:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The element type it is stored in."""
+        """Its element type."""
         return self.data.dtype
 
     def array(self) -> NDArray[Any]:
@@ -58,7 +58,7 @@ class ArrayConstant:
 
 @dataclass(frozen=True)
 class FileConstant:
-    """A constant in a file, read through a mapping that lives no longer than the array."""
+    """A constant in a file, read through a mapping that ends with the array."""
 
     path: str
     offset: int
@@ -66,7 +66,7 @@ class FileConstant:
     dtype: np.dtype[Any]
 
     def array(self) -> NDArray[Any]:
-        """A fresh mapping of the data."""
+        """Map the data."""
         if 0 in self.shape:
             return np.zeros(self.shape, self.dtype)
         return np.asarray(np.memmap(self.path, self.dtype, "r", self.offset, self.shape))
@@ -74,19 +74,19 @@ class FileConstant:
 
 @dataclass(frozen=True)
 class NibbleConstant:
-    """Integers of 4 bits in a file, two a byte, the first in the low nibble. They are read as `dtype`, int8 or uint8."""
+    """Integers of 4 bits in a file, two in a byte, the first in the low nibble. They are read as `dtype`, int8 or uint8."""
 
     packed: FileConstant
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
     def array(self) -> NDArray[Any]:
-        """The data, unpacked anew."""
+        """Read and unpack the data."""
         return unpack_nibbles(self.packed.array(), self.shape, self.dtype)
 
 
 def unpack_nibbles(packed: NDArray[np.uint8], shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Integers of 4 bits, low nibble first, as int8 (with their sign) or uint8."""
+    """Unpack integers of 4 bits, low nibble first, to int8 (sign-extended) or uint8."""
     both = np.stack((packed & 15, packed >> 4), axis=-1).reshape(-1)[: math.prod(shape)].reshape(shape)
     if dtype == np.uint8:
         return both
@@ -95,7 +95,7 @@ def unpack_nibbles(packed: NDArray[np.uint8], shape: tuple[int, ...], dtype: np.
 
 
 def pack_nibbles(array: NDArray[Any]) -> NDArray[np.uint8]:
-    """Rows of integers of 4 bits, given as int8 or uint8, two a byte, low nibble first; each row starts on a byte."""
+    """Pack rows of integers of 4 bits, given as int8 or uint8, two in a byte, low nibble first; each row starts on a byte."""
     whole = np.pad(array.view(np.uint8), [(0, 0)] * (array.ndim - 1) + [(0, array.shape[-1] % 2)])
     packed: NDArray[np.uint8] = (whole[..., ::2] & np.uint8(15)) | (whole[..., 1::2] << np.uint8(4))
     return packed
@@ -103,20 +103,20 @@ def pack_nibbles(array: NDArray[Any]) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True)
 class Placeholder:
-    """A weight of which only the shape is known: every element is `fill`, without memory for more than one."""
+    """A weight whose shape alone is known: every element is `fill`, and only one is in memory."""
 
     shape: tuple[int, ...]
     fill: float
     dtype: np.dtype[Any]
 
     def array(self) -> NDArray[Any]:
-        """The one element, seen as the whole array."""
+        """The one element, broadcast to the whole array."""
         return np.broadcast_to(np.asarray(self.fill, self.dtype), self.shape)
 
 
 @dataclass(eq=False)
 class Value:
-    """One tensor of the graph. `constant` is set for weights; identity, not name, is what makes two values the same."""
+    """A tensor of the graph. `constant` is set for weights. Values are compared by identity, not by name."""
 
     name: str
     shape: tuple[int, ...]
@@ -132,7 +132,7 @@ class Value:
 
 @dataclass(eq=False)
 class Node:
-    """One operator. `inputs` holds None where ONNX leaves an optional input out."""
+    """An operator. `inputs` has None for an omitted optional input."""
 
     op: str
     name: str
@@ -141,19 +141,19 @@ class Node:
     attributes: dict[str, Any] = field(default_factory=dict)
 
     def input(self, index: int) -> Value:
-        """The input at `index`, which must be there."""
+        """The input at `index`, which must exist."""
         value = self.inputs[index]
         assert value is not None, f"{self.op} {self.name} lacks input {index}"
         return value
 
     def optional(self, index: int) -> Value | None:
-        """The input at `index`, or None where ONNX leaves it out."""
+        """The input at `index`, or None if it is omitted."""
         return self.inputs[index] if index < len(self.inputs) else None
 
 
 @dataclass(frozen=True)
 class GraphPort:
-    """An input or output of the model: the ONNX name and dtype beside the value."""
+    """An input or output of the model: ONNX name and dtype, and its value."""
 
     name: str
     dtype: str
@@ -162,7 +162,7 @@ class GraphPort:
 
 @dataclass
 class Graph:
-    """A model: nodes in topological order. `widened`: the floating point types in it that the device computes as float32."""
+    """A model: nodes in topological order. `widened`: its floating point types that the device computes as float32."""
 
     name: str
     inputs: list[GraphPort]
@@ -172,7 +172,7 @@ class Graph:
     widened: tuple[str, ...] = ()
 
     def consumers(self) -> dict[Value, list[Node]]:
-        """The nodes that read each value, in execution order; a node that reads it twice is listed once."""
+        """The nodes that read each value, in execution order, without duplicates."""
         readers: dict[Value, list[Node]] = {}
         for node in self.nodes:
             for value in dict.fromkeys(node.inputs):
@@ -181,7 +181,7 @@ class Graph:
         return readers
 
     def constants(self) -> Iterator[Value]:
-        """Each constant value once, in order of first use."""
+        """Constant values in order of first use, without duplicates."""
         seen: dict[Value, None] = {}
         for node in self.nodes:
             for value in node.inputs:

@@ -1,7 +1,7 @@
-"""How large a model may be, checked before anything is built from it.
+"""Limits on the size of a model, checked before anything is built from it.
 
-A small file can ask for much: functions that call functions double with each level, `Range` and `Tile` make tensors of any
-size. Each limit is far above what real models need, and each error says what it is.
+A small file can request much: functions that call functions double with each level, and `Range` and `Tile` make tensors of any
+size. Each limit is far above the needs of real models, and each error names its limit.
 """
 
 from __future__ import annotations
@@ -14,32 +14,33 @@ import onnx
 from flashmem.base.errors import UserError
 
 NODES = 50_000
-"""Nodes of a model, those of its functions counted wherever they are called."""
+"""The most nodes of a model. The nodes of a function count for each call."""
 
 DEPTH = 16
-"""Subgraphs inside each other, and functions that call each other."""
+"""The deepest nesting of subgraphs, and of functions that call each other."""
 
 UNROLLED = 20_000
-"""Nodes of all copies of the bodies of loops."""
+"""The most nodes in all copies of the bodies of loops."""
 
 CHOSEN = 128
-"""Nodes in the branches of an If that are all computed, where which of them counts is known at run time only."""
+"""The most nodes in the branches of an If that are all computed, because the condition is known at run time only."""
 
 RANK = 16
-"""Dimensions of a tensor."""
+"""The most dimensions of a tensor."""
 
 ELEMENTS = 2**31 - 1
-"""Elements of one activation: kernels index them with 32 bits."""
+"""The most elements of one activation: kernels index them with 32 bits."""
 
 TABLE = 1 << 20
-"""Size of an axis that Resize makes, or Pad other than by a constant, and of those along which Trilu, OneHot and others compare
-positions: each is listed in a table."""
+"""The largest axis that is listed in a table: of Resize, of Pad other than by a constant, and of operators that compare
+positions, such as Trilu and OneHot.
+"""
 
 FOLDED = 4 << 30
-"""Bytes of all constants that are computed at import, those that others are computed from included."""
+"""The most bytes of all constants that are computed at import, including intermediate ones."""
 
 CONSTANTS = 1 << 30
-"""Bytes of all constants that are computed at import and kept."""
+"""The most bytes of all constants that are computed at import and kept."""
 
 
 def check_size(model: onnx.ModelProto, path: Path) -> None:
@@ -48,7 +49,7 @@ def check_size(model: onnx.ModelProto, path: Path) -> None:
     counted: dict[tuple[str, str, str], tuple[int, int]] = {}
 
     def size(key: tuple[str, str, str], callers: tuple[tuple[str, str, str], ...]) -> tuple[int, int]:
-        """Nodes of a function with those it calls, and how deep they call each other."""
+        """Nodes of a function with those it calls, and the depth of its calls."""
         if key in callers:
             raise UserError(f"{path}: function {key[1]!r} calls itself, which no ONNX model may")
         if len(callers) >= DEPTH:
@@ -74,7 +75,7 @@ def check_size(model: onnx.ModelProto, path: Path) -> None:
 
 
 def nodes_of(nodes: Iterable[onnx.NodeProto], path: Path, depth: int = 0) -> Iterator[onnx.NodeProto]:
-    """`nodes` and those in their subgraphs. Raises UserError where subgraphs are nested too deeply."""
+    """Yield `nodes` and those in their subgraphs. Raises UserError if subgraphs are nested too deeply."""
     for node in nodes:
         yield node
         for graph in subgraphs(node):

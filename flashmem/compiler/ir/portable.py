@@ -1,6 +1,7 @@
-"""A graph as flat data, for another process: all that planning asks of it, without the weights and without the model's file.
+"""A graph as flat data for another process: everything that planning needs, without the weights and the model's file.
 
-Values point at the nodes that make them, and those at their inputs, so pickling a graph itself would go as deep as the model.
+Values refer to the nodes that compute them, and nodes to their inputs, so pickling a graph itself would recurse as deep as the
+model.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class _Value:
 
 @dataclass(frozen=True)
 class _Node:
-    """Inputs and outputs are indices of values; None where an optional input is left out."""
+    """A node as flat data. Inputs and outputs are indices of values; None for an omitted optional input."""
 
     op: str
     name: str
@@ -38,7 +39,7 @@ class _Node:
 
 @dataclass(frozen=True)
 class PortableGraph:
-    """What `portable` makes of a graph. Pickles are read by the same version of flashmem."""
+    """A graph as flat data; see `portable`. Only the same version of flashmem reads its pickles."""
 
     name: str
     opset: int
@@ -48,7 +49,7 @@ class PortableGraph:
     outputs: tuple[tuple[str, str, int], ...]
 
     def graph(self) -> Graph:
-        """The graph, made anew."""
+        """Build the graph."""
         values = [Value(v.name, v.shape, v.dtype, v.constant) for v in self.values]
         nodes = []
         for each in self.nodes:
@@ -65,10 +66,10 @@ class PortableGraph:
 
 
 def portable(graph: Graph, kept_bytes: int) -> PortableGraph:
-    """`graph` as flat data. Constants of up to `kept_bytes` on the device come along; of larger ones only the shape does.
+    """`graph` as flat data. Constants of up to `kept_bytes` on the device are included; larger ones keep only their shape.
 
-    A program that is generated from it is the graph's own as long as no larger constant is read, which generating does not do
-    beyond `compiler.memory.constants.RESIDENT_CONSTANT_BYTES`; its weights cannot be written.
+    A program generated from it equals the graph's own as long as generation reads no larger constant. It reads none above
+    `compiler.memory.constants.RESIDENT_CONSTANT_BYTES`. Its weights cannot be written.
     """
     index: dict[Value, int] = {}
     values: list[_Value] = []
@@ -97,7 +98,7 @@ def portable(graph: Graph, kept_bytes: int) -> PortableGraph:
 
 
 def _light(constant: Constant, nbytes: int, kept_bytes: int) -> Constant:
-    """`constant` without what it keeps in files, nor more than `kept_bytes` of data if it has `nbytes`."""
+    """`constant` without data in files, and without its data if it has `nbytes` above `kept_bytes`."""
     if isinstance(constant, Placeholder):
         return constant
     if isinstance(constant, QuantizedConstant):

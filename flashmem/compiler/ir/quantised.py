@@ -1,6 +1,6 @@
-"""Constants that stay quantised: integers, with a scale and a zero point for each tensor, channel or block.
+"""Quantised constants: integers, with a scale and a zero point for each tensor, channel or block.
 
-What ONNX says by a DequantizeLinear of a constant is one constant here, of float32 elements computed when they are read.
+A DequantizeLinear of a constant in ONNX is one constant here. Its elements are float32, computed when they are read.
 Contractions do not read them: they pack the integers, and dequantise them in registers.
 """
 
@@ -20,15 +20,15 @@ from flashmem.compiler.ir.graph import ArrayConstant, Constant
 class QuantizedConstant:
     """(codes - zero) * scale, in float32.
 
-    `scale` and `zero` have the rank of `codes`. Element i of `codes` along an axis belongs to their element i // block, where
-    each axis has its block. What holds for a whole axis has one element along it.
+    `scale` and `zero` have the rank of `codes`. Along each axis, element i of `codes` uses their element i // block, where each
+    axis has its own block. A value for a whole axis has size 1 along it.
 
     Attributes:
         codes: integers of 8, 16 or 32 bits; those of 4 bits are read as 8.
         scale: float32.
         zero: integers of the type of `codes`; None for zeros.
         block: of each axis.
-        bits: of one of `codes`, as it is stored.
+        bits: stored bits of one element of `codes`.
     """
 
     codes: Constant
@@ -44,16 +44,16 @@ class QuantizedConstant:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """That of the elements."""
+        """The type of the elements."""
         return np.dtype(np.float32)
 
     @property
     def storage(self) -> str:
-        """The type of the codes as they are stored: int8, uint4 ..."""
+        """The type of the stored codes: int8, uint4 ..."""
         return f"{'u' if self.codes.dtype.kind == 'u' else ''}int{self.bits}"
 
     def array(self) -> NDArray[np.float32]:
-        """The elements, computed anew."""
+        """Compute the elements."""
         codes, scale = self.codes.array(), self.spread(self.scale.array())
         if self.zero is not None:
             codes = codes.astype(np.int32) - self.spread(self.zero.array()).astype(np.int32)
@@ -61,7 +61,7 @@ class QuantizedConstant:
         return elements
 
     def spread(self, array: NDArray[Any], axes: Sequence[int] | None = None) -> NDArray[Any]:
-        """A scale or zero point with one element for each of `codes` along `axes` (all, if None), or one for a whole axis."""
+        """Expand a scale or zero point to one element for each of `codes` along `axes` (all, if None). Axes of size 1 stay."""
         for axis in range(array.ndim) if axes is None else axes:
             if array.shape[axis] > 1 and self.block[axis] > 1:
                 array = array.take(np.arange(self.shape[axis]) // self.block[axis], axis)
@@ -78,7 +78,7 @@ class QuantizedConstant:
         )
 
     def sliced(self, axis: int, first: int, end: int) -> QuantizedConstant | None:
-        """Elements `first` to `end` along `axis`; None where they begin or end inside a block."""
+        """Elements `first` to `end` along `axis`; None if they begin or end inside a block."""
         block = self.block[axis]
         varies = self.scale.shape[axis] > 1 or (self.zero is not None and self.zero.shape[axis] > 1)
         if varies and (first % block or end % block):
@@ -97,10 +97,10 @@ class QuantizedConstant:
         )
 
     def reshaped(self, shape: tuple[int, ...]) -> QuantizedConstant | None:
-        """The constant in another shape; None where an element's scale could not be said along the new axes."""
+        """The constant in another shape; None if scales and blocks cannot be expressed along the new axes."""
         if 0 in shape:
             return None
-        sizes: list[tuple[int, int]] = []  # of each new axis: what its scale has along it, and its block
+        sizes: list[tuple[int, int]] = []  # of each new axis: the size of the scale along it, and its block
         old = iter(zip(self.shape, self.scale.shape, self.block, strict=True))
         new = iter(shape)
         for group in _groups(self.shape, shape):
@@ -126,7 +126,7 @@ class QuantizedConstant:
 
 @dataclass(frozen=True)
 class _Part:
-    """Elements `first` to `end` of a constant along an axis, when it is read."""
+    """Elements `first` to `end` of a constant along an axis, computed when read."""
 
     source: Constant
     axis: int
@@ -135,22 +135,22 @@ class _Part:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The source's, but for the axis."""
+        """The source's shape, cut along the axis."""
         return (*self.source.shape[: self.axis], self.end - self.first, *self.source.shape[self.axis + 1 :])
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The source's."""
+        """The source's type."""
         return self.source.dtype
 
     def array(self) -> NDArray[Any]:
-        """The part, read anew."""
+        """Read the part."""
         return self.source.array()[(*[slice(None)] * self.axis, slice(self.first, self.end))]
 
 
 @dataclass(frozen=True)
 class _Moved:
-    """A constant permuted, or in another shape where `perm` is None, when it is read."""
+    """A constant permuted, or reshaped if `perm` is None, computed when read."""
 
     source: Constant
     shape: tuple[int, ...]
@@ -158,17 +158,17 @@ class _Moved:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The source's."""
+        """The source's type."""
         return self.source.dtype
 
     def array(self) -> NDArray[Any]:
-        """The data, moved anew."""
+        """Read and permute the data."""
         array = self.source.array()
         return array.reshape(self.shape) if self.perm is None else array.transpose(self.perm)
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[int, int]]:
-    """How many axes of `old` and of `new` belong together: the shortest runs of both with the same number of elements."""
+    """Group axes of `old` with axes of `new`: the shortest runs of both with equal numbers of elements, as pairs of counts."""
     groups, i, j = [], 0, 0
     while i < len(old) or j < len(new):
         first, second = i, j

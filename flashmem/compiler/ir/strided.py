@@ -1,7 +1,7 @@
 """Strided views: a tensor as a start and strides in the memory of another tensor, and the algebra of such views.
 
-A view is what Reshape, Transpose, Slice and Expand of a tensor give without a copy. `compiler.ir.view_nodes` turns nodes into
-views and views into nodes.
+Reshape, Transpose, Slice and Expand of a tensor give a view without a copy. `compiler.ir.view_nodes` converts nodes to views
+and views to nodes.
 """
 
 from __future__ import annotations
@@ -17,24 +17,22 @@ Factor = tuple[int, int]
 """(size, stride in elements) of a part of a dimension; stride 0 repeats one element."""
 
 Dimension = tuple[Factor, ...]
-"""One dimension as factors, the slowest first: a merged dimension needs several where no one stride covers them."""
+"""One dimension as factors, the slowest first: a merged dimension needs several if no single stride covers them."""
 
 
 def row_major(shape: Sequence[int]) -> list[int]:
-    """The strides, in elements, of a tensor of `shape` in its own memory."""
+    """The row-major strides, in elements, of a contiguous tensor of `shape`."""
     return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
 def broadcast_strides(shape: Sequence[int], domain: Sequence[int]) -> list[int]:
-    """The strides of a row-major tensor of `shape` that broadcasts to `domain`, one for each dimension of that; 0 where it is
-    repeated.
-    """
+    """Strides of a row-major tensor of `shape` for each dimension of `domain`, to which it broadcasts; 0 if it is repeated."""
     padded = [1] * (len(domain) - len(shape)) + list(shape)
     return [0 if size == 1 else stride for size, stride in zip(padded, row_major(padded), strict=True)]
 
 
 def merged(factors: Sequence[Factor]) -> Dimension:
-    """The same factors without those of size 1, neighbours joined where one stride covers both."""
+    """Factors in canonical form: without those of size 1, neighbours joined if one stride covers both."""
     made: list[Factor] = []
     for size, stride in factors:
         if size == 1:
@@ -57,7 +55,7 @@ class StridedView:
 
     @classmethod
     def of(cls, value: Value) -> StridedView:
-        """The view of all of `value` in its own memory, row-major."""
+        """The view of all of `value`, contiguous and row-major."""
         factors = zip(value.shape, row_major(value.shape), strict=True)
         return cls(value, 0, tuple(merged([factor]) for factor in factors))
 
@@ -73,17 +71,17 @@ class StridedView:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the elements, in order, are neighbours in memory: a Reshape of a range of the root."""
+        """Whether the elements, in order, are contiguous in memory: a Reshape of a range of the root."""
         flat = merged(self.factors)
         return not flat or (len(flat) == 1 and flat[0][1] == 1)
 
     def has_rows(self, axis: int) -> bool:
-        """Whether the dimensions from `axis` on are, in order, neighbours in memory, more than one element of them."""
+        """Whether the dimensions from `axis` on are, in order, contiguous in memory and have more than one element."""
         columns = math.prod(self.shape[axis:])
         return columns > 1 and merged([factor for each in self.dimensions[axis:] for factor in each]) == ((columns, 1),)
 
     def groups(self, axes: Sequence[int]) -> tuple[int, ...] | None:
-        """(outer, depth, groups, columns) if the memory is ordered so and `axes` are its depth and columns; else None."""
+        """(outer, depth, groups, columns) if memory has this order and `axes` are its depth and columns; else None."""
         flat = ((stride, size, axis in axes) for axis, each in enumerate(self.dimensions) for size, stride in each)
         runs: list[tuple[bool, int]] = []
         for _, size, is_inside in sorted(flat, reverse=True):
@@ -97,15 +95,15 @@ class StridedView:
         return tuple(size for _, size in runs) if are_groups else None
 
     def transposed(self, perm: Sequence[int]) -> StridedView:
-        """Dimension i of the result is dimension `perm[i]` of this view."""
+        """Permute dimensions: dimension i of the result is dimension `perm[i]` of this view."""
         return replace(self, dimensions=tuple(self.dimensions[axis] for axis in perm))
 
     def untransposed(self, perm: Sequence[int]) -> StridedView:
-        """The tensor that `transposed(perm)` turns into this view."""
+        """The inverse of `transposed(perm)`."""
         return self.transposed([list(perm).index(axis) for axis in range(len(perm))])
 
     def reshaped(self, shape: Sequence[int]) -> StridedView | None:
-        """The same elements in the same order; None if a dimension of `shape` begins or ends inside a factor."""
+        """Reshape: the same elements in the same order; None if a dimension of `shape` begins or ends inside a factor."""
         factors = list(self.factors)
         made: list[Dimension] = []
         for size in shape:
@@ -123,7 +121,7 @@ class StridedView:
         return replace(self, dimensions=tuple(made))
 
     def sliced(self, shape: Sequence[int], starts: Sequence[int], steps: Sequence[int]) -> StridedView | None:
-        """Every `steps`-th element from `starts`; None if a dimension is cut that has no stride of its own."""
+        """Slice: every `steps`-th element from `starts`; None if a cut dimension has no single stride."""
         start, made = self.start, []
         for dimension, whole, size, first, step in zip(self.dimensions, self.shape, shape, starts, steps, strict=True):
             if (first, step, size) == (0, 1, whole):
@@ -147,11 +145,11 @@ class StridedView:
 
 @dataclass(frozen=True)
 class ElementOrder:
-    """An order of a tensor's elements in memory.
+    """The order of a tensor's elements in memory.
 
     Attributes:
-        split: the sizes of the factors of each of its dimensions.
-        perm: for each place in memory, outermost first, the number of a factor, all of them counted in order.
+        split: for each of its dimensions, the sizes of the factors.
+        perm: for each place in memory, outermost first, the number of a factor, counted over all dimensions.
         shape: the shape in which that memory is read.
     """
 
@@ -161,7 +159,7 @@ class ElementOrder:
 
     @classmethod
     def of(cls, view: StridedView) -> ElementOrder:
-        """The order of the elements of `view` in memory, in the shape of its root if that is possible."""
+        """The memory order of the elements of `view`, in the shape of its root if possible."""
         split = [tuple(_cut(dimension, view.root.shape)) for dimension in view.dimensions]
         flat = [each for dimension in split for each in dimension]
         perm = tuple(sorted(range(len(flat)), key=lambda i: -flat[i][1]))
@@ -174,7 +172,7 @@ class ElementOrder:
         return tuple(flat[i] for i in self.perm)
 
     def parts_of(self, value: Value) -> tuple[int, ...]:
-        """The shape of `value`, which broadcasts, with each dimension as factors."""
+        """The shape of `value`, which broadcasts, with each dimension split into factors."""
         padded = (1,) * (len(self.split) - len(value.shape)) + value.shape
         found: list[int] = []
         for size, factors in zip(padded, self.split, strict=True):
@@ -182,7 +180,7 @@ class ElementOrder:
         return tuple(found)
 
     def operand_shape(self, parts: Sequence[int]) -> tuple[int, ...] | None:
-        """The shape of an operand whose factors are `parts`, as it broadcasts to `shape`; None if there is none."""
+        """The shape of an operand with factors `parts`, so that it broadcasts to `shape`; None if no such shape exists."""
         sizes, own = list(self.sizes), [parts[i] for i in self.perm]
         found = []
         for size in self.shape:
@@ -197,7 +195,7 @@ class ElementOrder:
         return tuple(found)
 
     def view(self, value: Value) -> StridedView:
-        """The tensor in its own order, as a view of `value`, whose memory has this order."""
+        """The tensor in its logical order, as a view of `value`, whose memory has this order."""
         strides = [0] * len(self.perm)
         for i, stride in zip(self.perm, row_major(self.sizes), strict=True):
             strides[i] = stride
@@ -206,7 +204,7 @@ class ElementOrder:
 
 
 def _cut(dimension: Dimension, shape: Sequence[int]) -> list[Factor]:
-    """The factors of a dimension, cut where two dimensions of its root's `shape` meet inside one, if that is possible."""
+    """The factors of a dimension, cut at borders between dimensions of its root's `shape` where possible."""
     ends = list(accumulate(reversed(shape), lambda a, b: a * b))
     found: list[Factor] = []
     for size, stride in dimension:

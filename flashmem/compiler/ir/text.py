@@ -1,4 +1,4 @@
-"""A graph as text, one line a node, to read and to compare with `diff`."""
+"""Text form of a graph, one line for each node, to read and to compare with `diff`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flashmem.compiler.ir.graph import Graph, Node, Value
 
 
 def graph_text(graph: Graph) -> str:
-    """`graph` as lines: inputs, nodes in order with types and shapes, outputs. Of constants, no elements are written."""
+    """`graph` as lines: inputs, nodes in order with types and shapes, outputs. Elements of constants are omitted."""
     return "".join(f"{line}\n" for line in _lines(graph))
 
 

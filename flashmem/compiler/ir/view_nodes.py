@@ -1,4 +1,4 @@
-"""Strided views and nodes: the view that a chain of nodes computes, and the nodes that compute a view."""
+"""Conversion between strided views and nodes: the view that a chain of nodes computes, and nodes that compute a view."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashmem.compiler.ir.strided import StridedView, merged
 def emit_view(rewriter: Rewriter, view: StridedView, output: Value, moved: dict[object, Value] | None = None) -> Value:
     """Append the nodes that compute `output` from `view`, which has each element of its root once: at most one Transpose.
 
-    `moved`: the Transposes that exist, by root and order.
+    `moved`: the existing Transposes, by root and order.
     """
     moved = {} if moved is None else moved
     factors, root = merged(view.factors), view.root
@@ -34,11 +34,11 @@ def emit_view(rewriter: Rewriter, view: StridedView, output: Value, moved: dict[
 
 
 KEPT = 4
-"""A Slice of less than one part in so many of its source is copied: a view would keep all of the source in memory."""
+"""A Slice of less than 1 / KEPT of its source is copied: a view would keep the whole source in memory."""
 
 
 def view_of(value: Value) -> StridedView:
-    """`value` as a view of the farthest tensor from which only data movement, and products with one constant, lead to it."""
+    """`value` as a view of its farthest ancestor through data movement and products with one constant."""
     node = value.producer
     if value.constant is not None or node is None:
         return StridedView.of(value)

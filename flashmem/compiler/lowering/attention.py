@@ -1,4 +1,4 @@
-"""Attention as one launch."""
+"""Lowering of attention: one launch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashmem.program.launches import Arg, KernelShape
 
 
 def lower_attention(context: LoweringContext, layer: FusionGroup) -> None:
-    """FusedAttention: one launch."""
+    """Lower FusedAttention to one launch."""
     node, given = layer.main, layer.main.attributes
     query, key, value, answer = (given[name] for name in ("query", "key", "value", "answer"))
     batches, rows, keys = given["batches"], given["rows"], given["keys"]
@@ -78,10 +78,10 @@ def lower_attention(context: LoweringContext, layer: FusionGroup) -> None:
 
 
 def _template_values(access: Access, row: str, stored: str, strides: list[int]) -> dict[str, object]:
-    """Where a matrix and a row are, as expressions in `batch` and in `row`, and how far channels are apart.
+    """Template values of a matrix operand: offsets as expressions of `batch` and of `row`, and the stride between channels.
 
-    `stored` is what an element is in memory. Strides that the expressions name are added to `strides`: they are arguments, so
-    that kernels differ in little but heads.
+    `stored` is the element type in memory. Strides that the expressions name are appended to `strides`. They become kernel
+    arguments, so that models share kernels that differ in such sizes only.
     """
 
     def argument(stride: int) -> str:

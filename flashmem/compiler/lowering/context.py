@@ -1,4 +1,4 @@
-"""The state of a lowering: the tensors, constants, weight slices and launches of one program as they are added."""
+"""Lowering context: the tensors, constants, weight slices and launches of one program while it is generated."""
 
 from __future__ import annotations
 
@@ -33,16 +33,17 @@ from flashmem.program.tensors import Slice
 from flashmem.target.descriptor import DeviceDescriptor, KernelConfig
 
 WORK_GROUP = 64
-"""Work-items of a work-group where a kernel has no tile of its own."""
+"""Work-items of a work-group for kernels without a tile."""
 
 
 Cuts = Mapping[tuple[Value, Packing], Sequence[PackedSlice]]
-"""The slices of packed weights."""
+"""The slices of packed weights, by weight and packing."""
 
 
 def joinable(parts: Sequence[PackedSlice], descriptor: DeviceDescriptor) -> list[PackedSlice]:
-    """Slices for a single launch: joined into one if the file has them without gaps, as plain buffers, and their sum is no
-    larger than a slice may be.
+    """Join slices for a single launch into one slice where that is possible.
+
+    They must follow one another in the file without gaps, as plain buffers, and their sum may not exceed the largest slice.
     """
     total, raw = sum(part.nbytes for part in parts), sum(part.raw for part in parts)
     gaps = any(part.nbytes % descriptor.page_bytes for part in parts[:-1])
@@ -67,10 +68,10 @@ class StoredTensor:
 
 @dataclass
 class LoweringContext:
-    """A program under construction, which lowerings add to. Values with the same place and size in memory share a tensor.
+    """A program under construction, to which lowerings add. Values with the same place and size in memory share a tensor.
 
     `half`: float weights are packed in half. `earlier`: weights that programs for other shapes have placed in the file. `cuts`:
-    the slices of weights that the file has already.
+    the slices of weights that the file already has.
     """
 
     descriptor: DeviceDescriptor
@@ -123,7 +124,7 @@ class LoweringContext:
         """The tensor of an activation.
 
         Raises:
-            UserError: it has more elements than kernels count. Those of the model's own tensors are known to be fewer.
+            UserError: it has more elements than kernels can count. The model's own tensors were checked before.
         """
         key = self.buffers.of(value), self.nbytes(value)
         if key not in self._names:
@@ -140,7 +141,7 @@ class LoweringContext:
         return Arg("tensor", self._names[key])
 
     def known(self, value: Value) -> str | None:
-        """The name of the tensor of `value` if any launch has asked for it, or for a range of it."""
+        """The name of the tensor of `value` if a launch uses it or a range of it, else None."""
         return str(self.tensor(value).value) if self.buffers.aliases.base(value) in self._asked else None
 
     def operand(self, value: Value) -> Arg:
@@ -149,7 +150,7 @@ class LoweringContext:
         return self.tensor(value) if base.constant is None else self.constant(base)
 
     def constant(self, value: Value) -> Arg:
-        """A constant in row-major order: resident if it is small, else a slice of its own."""
+        """A constant in row-major order: resident if it is small, else a separate slice."""
         if value not in self._placed:
             assert value.constant is not None
             read, dtype = value.constant.array, np.dtype(value.dtype)
@@ -158,7 +159,7 @@ class LoweringContext:
         return self._placed[value]
 
     def data(self, name: str, nbytes: int, make: Callable[[], NDArray[Any]]) -> Arg:
-        """The unpacked array of `nbytes` bytes that `make` returns. Small arrays are resident, and equal ones stored once."""
+        """The unpacked array of `nbytes` bytes that `make` returns. Small arrays are resident; equal ones are stored once."""
         if nbytes <= RESIDENT_CONSTANT_BYTES:
             content, small = make().tobytes(), self.placements.small
             if content not in small:
@@ -177,20 +178,21 @@ class LoweringContext:
         return Arg("slice", part.name)
 
     def _read_slices(self, slices: Sequence[Slice]) -> None:
-        """Add slices to the program, except those that it has already under another name of the weight."""
+        """Add slices to the program, except those it already has under another name of the weight."""
         self.slices += [part for part in slices if part.name not in self._slice_names]
         self._slice_names |= {part.name for part in slices}
 
     def free_name(self, name: str, form: str = "{}") -> str:
-        """`name`, or one like it, that no slice has in `form`, of this program or of another one of the model."""
+        """`name`, or a similar name, for which no slice of the model's programs has the name `form.format(name)`."""
         free, number = name, len(self.packed)
         while form.format(free) in self._slice_names or form.format(free) in self.earlier.names:
             free, number = f"{name}#{number}", number + 1
         return free
 
     def parts(self, node: Node, packing: Packing, row_items: int) -> list[PackedSlice]:
-        """The slices of the packed weights of `node`: those in the file, or the best for a first launch with `row_items`
-        work-items for each panel.
+        """The slices of the packed weights of `node`.
+
+        They are those in the file, or the best ones for a first launch with `row_items` work-items for each panel.
         """
         weight = node.input(1)
         if (weight, packing) in self.packed:
@@ -203,7 +205,7 @@ class LoweringContext:
     def place_packed(
         self, node: Node, packing: Packing, parts: Sequence[PackedSlice], pieces: Pieces
     ) -> list[tuple[str, PackedSlice]]:
-        """The named slices of the packed weights of `node`, or of their scales, stored once. `pieces` makes them."""
+        """Place the packed weights of `node`, or their scales, once, and return the named slices. `pieces` makes the data."""
         weight = node.input(1)
         key = (weight, packing)
         if key not in self.packed:
@@ -229,7 +231,7 @@ class LoweringContext:
         return self.data("zeros", 4 * count, lambda: np.zeros(count, np.float32))
 
     def status(self) -> Arg:
-        """The tensor to which a kernel writes the number of its layer when it reads an index that is out of range."""
+        """The tensor to which a kernel writes the number of its layer when it reads an index out of range."""
         if self.status_value is None:
             self.status_value = Value("status", (1,), "int32")
         return self.tensor(self.status_value)
@@ -249,7 +251,7 @@ class LoweringContext:
         nbytes: int = 0,
         part: str = "",
     ) -> None:
-        """One layer of the program: `items` work-items in each direction, rounded up to whole work-groups."""
+        """Append one launch (a layer of the program): `items` work-items in each direction, rounded up to whole work-groups."""
         finishing = [node for node in layer.nodes if is_elementwise(node)]
         special = sum(REGISTRY[node.op].special for node in finishing)
         family = kernel.rsplit("_", 1)[0]
@@ -269,12 +271,12 @@ class LoweringContext:
         )
 
     def attributes(self, local: Sequence[int]) -> str:
-        """The attribute that fixes a kernel's work-group, so that it is compiled once and for that size."""
+        """The attribute that fixes a kernel's work-group size, so that the driver compiles it once, for that size."""
         sizes = [*local, 1, 1][:3]
         return f"__attribute__((reqd_work_group_size({sizes[0]}, {sizes[1]}, {sizes[2]})))"
 
     def work_group(self, items: Sequence[int]) -> tuple[int, ...]:
-        """A work-group of WORK_GROUP items: the widest that leaves few idle of a few shapes: fewer kernels differ."""
+        """A work-group of WORK_GROUP items: the widest of a few shapes that leaves few idle. Few shapes mean few kernels."""
         if len(items) == 1:
             return (WORK_GROUP,)
         columns, rows, *others = items
@@ -290,7 +292,7 @@ class LoweringContext:
         return min(self.descriptor.tile.vector, 1 << (columns.bit_length() - 1))
 
     def tail(self, layer: FusionGroup, vector: int) -> PointwiseBody:
-        """The pointwise body of the tail of `layer`; its seed is the main operator's output."""
+        """The pointwise body of the epilogue of `layer`; its seed is the main operator's output."""
         seed, columns = layer.main.outputs[0], REGISTRY[layer.main.op].columns
         return PointwiseBody(
             tuple(layer.tail),
@@ -303,8 +305,9 @@ class LoweringContext:
         )
 
     def tail_values(self, body: PointwiseBody, seed: str = "v") -> dict[str, Any]:
-        """Template variables of a pointwise body: its function, its parameters, the call that finishes `seed`, and the operand
-        that the kernel writes over, or "".
+        """Template variables of a pointwise body.
+
+        They are its function, its parameters, the call that finishes `seed`, and the operand that the kernel overwrites, or "".
         """
         names = ([seed] if body.seed is not None else []) + [*body.places(), *body.names()]
         parameters = "".join(f", {parameter}" for parameter in body.parameters())
@@ -320,7 +323,7 @@ class LoweringContext:
         }
 
     def vectors(self, vector: int) -> dict[str, Any]:
-        """Template variables that name the types of a vector."""
+        """Template variables for the types of a vector of `vector` elements."""
         kinds = Vector(vector)
         return {"vector": vector, "vec": kinds.named("float"), "ivec": kinds.named("int")}
 

@@ -1,4 +1,7 @@
-"""MatMul and convolutions: packed weights in slices, one launch for each; products of two activations as one."""
+"""Lowering of contractions: MatMul and convolutions with one launch for each slice of their packed weights.
+
+A product of two activations is one launch.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ _TEMPLATES = {
 """Templates of products with packed weights, by kernel family."""
 
 DEPTH_BLOCK = 64
-"""Steps of depth between two of the stream lane, at most: those up to the end of a fold where a texture is folded."""
+"""The most steps of depth between two steps of the copy stream. A folded texture also ends a step at the end of a fold."""
 
 
 def _tile(
@@ -46,8 +49,9 @@ def _tile(
     plain: bool = False,
     winograd: bool = False,
 ) -> ContractionTile:
-    """The config for `workload`, or the plain one, cut to the matrix, and its types. `run`: steps of depth without a seek.
-    `winograd`: as in `compiler.selection.selector.KernelRequest`.
+    """The contraction tile: the config for `workload`, or the plain one, cut to the matrix, with the types of its operands.
+
+    `run`: steps of depth that are read contiguously. `winograd`: as in `compiler.selection.selector.KernelRequest`.
     """
     node, weights = layer.main, workload.storage
     scalar, activation = REGISTER[node.outputs[0].dtype], context.stored(node.input(0))
@@ -71,7 +75,7 @@ def _tile(
 def choice(
     context: LoweringContext, layer: FusionGroup, workload: Workload, *, packed: bool = True, winograd: bool = False
 ) -> KernelConfig:
-    """The config for `workload`, selected once for each weight, which all patches read in one packing."""
+    """The config for `workload`, selected once for each weight, because all patches read the weight in one packing."""
     key = (layer.main.input(1), replace(workload, rows=0), winograd)
     if not packed or key not in context.configs:
         widest = context.slicing.widest(workload.depth * (2 if workload.storage == "float16" else 4)) if packed else None
@@ -93,7 +97,7 @@ def _with(tile: ContractionTile, binding: WeightBinding) -> ContractionTile:
 
 
 def lower_matmul(context: LoweringContext, layer: FusionGroup) -> None:
-    """MatMul: with constant weights packed in slices, otherwise as a product of two activations."""
+    """Lower MatMul: constant weights are packed in slices; other operands are a product of two activations."""
     weight = layer.main.input(1)
     is_packed = weight.constant is not None and weight.dtype in ("float32", "int8", "uint8")
     if not is_packed or math.prod(weight.shape[:-2]) != 1:
@@ -106,7 +110,7 @@ def lower_matmul(context: LoweringContext, layer: FusionGroup) -> None:
 
 
 def lower_deform_convolution(context: LoweringContext, layer: FusionGroup) -> None:
-    """DeformConv: an implicit product whose taps are sampled."""
+    """Lower DeformConv: an implicit product whose taps are sampled."""
     node = layer.main
     x, weight, y = node.input(0), node.input(1), node.outputs[0]
     _, height, width, channels = x.shape
@@ -140,10 +144,10 @@ def lower_packed(
 ) -> None:
     """Pack the weights and launch a kernel of `family` once for each slice.
 
-    `run`: steps of depth read without a seek. `sampled`: pointers to what moves the taps. `stageable`: whether configs that
-    share what they read can compute it. `winograd`: see `compiler.selection.selector.KernelRequest`; another config was
-    chosen. `row`: elements of a row of taps, where they lie side by side in the image and taps are short; 0 elsewhere.
-    `values`: what else it takes.
+    `run`: steps of depth that are read contiguously. `sampled`: pointers to the offsets and the mask of the taps. `stageable`:
+    whether configs with a K-block can compute it. `winograd`: see `compiler.selection.selector.KernelRequest`; another config
+    was chosen. `row`: elements of a row of taps, if they are contiguous in the image and taps are short; otherwise 0. `values`:
+    further template values.
     """
     node = layer.main
     depth, columns = weight_matrix(node)
@@ -156,7 +160,7 @@ def lower_packed(
     tile = _with(
         _tile(context, layer, workload, run, packed=binding.codes is not None, plain=only_plain, winograd=winograd), binding
     )
-    # Zero points and scales of a block are loaded between steps of the loop, none of which spans two blocks.
+    # Zero points and scales of a block are loaded between steps of the loop, so no step may span two blocks.
     step = max(n for n in range(1, DEPTH_BLOCK + 1) if binding.block % n == 0) if binding.block else DEPTH_BLOCK
     packing = Packing(
         depth, columns // groups, groups, tile.panel, binding.storage, context.memory_path,
@@ -220,9 +224,9 @@ def lower_packed(
 
 
 def _fold_unit(family: str, tile: ContractionTile, run: int, step: int) -> int:
-    """Rows of which a texture may be folded after any whole number, without a change of what the kernel computes.
+    """The unit of folding: a texture may be folded after any multiple of that many rows, with the same results.
 
-    Where products of several steps are summed in half, their number is one of a sum that nothing splits.
+    Where products of several steps are summed in half, the unit is the length of such a sum, which no fold may split.
     """
     if family == "deform_conv":
         return run
@@ -234,7 +238,7 @@ def _fold_unit(family: str, tile: ContractionTile, run: int, step: int) -> int:
 
 
 def _packed_at_run_time(context: LoweringContext, layer: FusionGroup, groups: int, panel: int) -> Arg:
-    """Weights of a convolution that are computed at run time, moved into panels: [groups, panels, taps, channels, panel]."""
+    """Weights of a convolution that are computed at run time, copied into panels: [groups, panels, taps, channels, panel]."""
     node = layer.main
     weight = node.input(1)
     outer, inner, *kernel = weight.shape
@@ -264,7 +268,7 @@ def _packed_at_run_time(context: LoweringContext, layer: FusionGroup, groups: in
 def placed(
     context: LoweringContext, node: Node, packing: Packing, parts: Sequence[PackedSlice], read: Callable[[], NDArray[Any]]
 ) -> list[str]:
-    """The slices of a weight, or of its scales or zero points: what `read` gives, placed once however many layers use it."""
+    """The slices of a weight, or of its scales or zero points: the array that `read` returns, placed once for all layers."""
 
     def pieces() -> Iterator[NDArray[Any]]:
         columns = weight_columns(node, read())
@@ -274,7 +278,7 @@ def placed(
 
 
 def lower_depthwise(context: LoweringContext, layer: FusionGroup) -> None:
-    """A convolution of each channel by itself."""
+    """Lower a depthwise convolution: each channel by itself."""
     node = layer.main
     x, weight, y = node.input(0), node.input(1), node.outputs[0]
     batch, height, width, columns = x.shape
@@ -316,7 +320,7 @@ def lower_depthwise(context: LoweringContext, layer: FusionGroup) -> None:
 
 
 def _lower_dynamic(context: LoweringContext, layer: FusionGroup) -> None:
-    """Both operands are tensors (or a stack of constant matrices): attention's two products."""
+    """Lower a product of two tensors (or of a tensor and a stack of constant matrices), such as attention's two products."""
     a, b, y = layer.main.input(0), layer.main.input(1), layer.main.outputs[0]
     batch, (rows, columns), depth = y.shape[:-2], y.shape[-2:], a.shape[-1]
     batches = math.prod(batch)
@@ -353,8 +357,10 @@ def _lower_dynamic(context: LoweringContext, layer: FusionGroup) -> None:
 
 
 def _batch_levels(batch: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """Of each dimension of `batch`, innermost first: its size, and how far apart matrices of `a` and of `b` lie, 0 where one is
-    broadcast. Neighbours that one distance covers in both are one dimension; there is at least one.
+    """Size and strides of each dimension of `batch`, innermost first: (size, stride of `a`, stride of `b`) of matrices.
+
+    A stride is 0 where the operand is broadcast. Neighbours that one stride covers in both operands are merged; at least one
+    dimension remains.
     """
     steps = [[stride * shape[-2] * shape[-1] for stride in reversed(broadcast_strides(shape[:-2], batch))] for shape in (a, b)]
     levels: list[tuple[int, int, int]] = []

@@ -1,4 +1,4 @@
-"""Convolutions: as implicit products, or by Winograd's F(2x2, 3x3), whichever of the device's configs is chosen."""
+"""Lowering of convolutions: implicit products, or Winograd's F(2x2, 3x3), as the kernel selector chooses."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.descriptor import KernelConfig
 
 FEW_CHANNELS = 16
-"""A CPU copies taps of fewer channels before it multiplies them."""
+"""With fewer channels, a CPU copies taps before it multiplies them."""
 
 _WEIGHTS = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]])
-"""G of F(2, 3): a filter of three taps as the four numbers that four inputs, transformed, are multiplied by."""
+"""G of F(2, 3): transforms a filter of three taps to four numbers, which the four transformed inputs are multiplied by."""
 
 
 def lower_convolution(context: LoweringContext, layer: FusionGroup) -> None:
-    """Conv and ConvTranspose as implicit products, by Winograd's where that is chosen; a 1x1 convolution is a MatMul, a
-    depthwise one has its own kernel.
+    """Lower Conv and ConvTranspose as implicit products, or by Winograd's algorithm if it is chosen.
+
+    A 1x1 convolution is a MatMul; a depthwise convolution has its own kernel.
     """
     node = layer.main
     x, weight, y = node.input(0), node.input(1), node.outputs[0]
@@ -69,7 +70,7 @@ def lower_convolution(context: LoweringContext, layer: FusionGroup) -> None:
 
 
 def can_be_winograd(context: LoweringContext, node: Node) -> bool:
-    """Whether F(2x2, 3x3) computes `node`: floats with constant weights, 3x3 taps one apart, in steps of one, one group."""
+    """Whether F(2x2, 3x3) can compute `node`: floats, constant weights, 3x3 taps, dilation and stride 1, one group."""
     x, weight, attributes = node.input(0), node.input(1), node.attributes
     return (
         node.op == "Conv"
@@ -89,7 +90,7 @@ def _tiles(y: Value) -> int:
 
 
 def transformed_weights(weight: NDArray[Any]) -> NDArray[np.float32]:
-    """[columns, channels, 3, 3] as [columns, channels, 4, 4]: G g G' for each, computed in double."""
+    """Winograd's weights: [columns, channels, 3, 3] as [columns, channels, 4, 4], G g G' for each, computed in double."""
     made = np.empty((*weight.shape[:2], 4, 4), np.float32)
     for i, filters in enumerate(weight):  # one by one: weights are large
         made[i] = _WEIGHTS @ filters.astype(np.float64) @ _WEIGHTS.T
@@ -97,7 +98,7 @@ def transformed_weights(weight: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def _lower_winograd(context: LoweringContext, layer: FusionGroup, config: KernelConfig) -> None:
-    """One launch for each slice of the transformed weights. `config` is cut to the tiles."""
+    """Launch Winograd's kernel once for each slice of the transformed weights. `config` is cut to the tiles."""
     node = layer.main
     x, weight, y = node.input(0), node.input(1), node.outputs[0]
     images, height, width, channels = x.shape

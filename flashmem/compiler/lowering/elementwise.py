@@ -1,4 +1,4 @@
-"""Elementwise groups: the whole group is one pointwise body."""
+"""Lowering of elementwise groups: the whole group is one pointwise body."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashmem.program.launches import Arg, KernelShape
 
 
 def lower_elementwise(context: LoweringContext, layer: FusionGroup) -> None:
-    """One launch of the whole pointwise body."""
+    """Lower an elementwise group to one launch of its pointwise body."""
     domain = layer.output.shape or (1,)
     inside = {node.outputs[0] for node in layer.nodes}
     values = [v for node in layer.nodes for v in node.inputs if v is not None and v not in inside]

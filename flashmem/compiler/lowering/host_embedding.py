@@ -1,4 +1,4 @@
-"""Host embedding lookup: the host copies rows of a table, so that a table of any size costs only the rows that are read.
+"""Host embedding lookup: the host copies the rows of a table that a run needs, so that memory does not depend on the table.
 
 A table that is also the weight of a matmul (a tied head) is in the bundle once: rows are read from the matmul's panels.
 """
@@ -18,11 +18,12 @@ from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.program.tensors import HostEmbeddingLookup
 
 ROWS_AT_ONCE = 4096
-"""Rows copied at a time while the table is written, to bound the compiler's memory; whole pages, so that no gap is left."""
+"""Rows copied at a time while the table is written, which bounds the compiler's memory. Pieces are whole pages, without gaps.
+"""
 
 
 def place_rows(context: LoweringContext, node: Node, indices: str, tensor: str) -> HostEmbeddingLookup:
-    """The table's place in the weight file: inside a matmul's panels if they hold it whole, else written row by row."""
+    """The table's place in the weight file: inside a matmul's panels if they contain all of it, else written row by row."""
     table = node.input(0)
     rows, columns = table.shape
     for (weight, packing), parts in context.packed.items():
@@ -46,7 +47,7 @@ def place_rows(context: LoweringContext, node: Node, indices: str, tensor: str) 
     read, kind = table.constant.array, _kind(context, table)
     dtype = np.dtype(kind.replace("int4", "int8"))
     row_bytes = -(-columns // 2) if kind.endswith("int4") else columns * dtype.itemsize
-    page = context.weights.page_bytes  # pieces start on pages, and rows may not be torn apart
+    page = context.weights.page_bytes  # pieces start on pages, and no row may be split between pieces
     step = max(ROWS_AT_ONCE, page // math.gcd(page, row_bytes))
     starts = range(0, rows, step)
 
@@ -65,7 +66,7 @@ def place_rows(context: LoweringContext, node: Node, indices: str, tensor: str) 
 
 
 def _kind(context: LoweringContext, table: Value) -> TableType:
-    """What the elements of a table are in the weight file."""
+    """The element type of a table in the weight file."""
     if table.dtype == "float32":
         return "float16" if context.half else "float32"
     unsigned = table.dtype == "uint8"

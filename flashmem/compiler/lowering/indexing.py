@@ -1,4 +1,4 @@
-"""Gather and scatter by index tensors (see `compiler.operators.indexing` for the attributes)."""
+"""Lowering of gathers and scatters by index tensors (see `compiler.operators.indexing` for the attributes)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashmem.compiler.operators.vector import REGISTER, STORED, Vector, scalar_
 from flashmem.program.launches import KernelShape
 
 _PARALLEL = {"cpu": 64, "gpu": 8192}
-"""Work-items that keep a device busy, where cutting the work into more makes more of it."""
+"""Work-items that keep a device busy, for kernels whose total work grows with the number of work-items."""
 
 
 def _parts(node: Node) -> list[tuple[int, int]]:
@@ -24,7 +24,7 @@ def _parts(node: Node) -> list[tuple[int, int]]:
 
 
 def lower_gather_at(context: LoweringContext, layer: FusionGroup) -> None:
-    """A run of elements for each position."""
+    """Lower a gather: copy a run of elements for each position."""
     node = layer.main
     x, indices, positions, run = node.input(0), node.input(1), node.attributes["positions"], node.attributes["run"]
     count = math.prod(positions)
@@ -60,7 +60,7 @@ def _copy(context: LoweringContext, layer: FusionGroup) -> None:
 
 
 def lower_place(context: LoweringContext, layer: FusionGroup) -> None:
-    """A copy of the data, and one of the updates into its region."""
+    """Lower a copy of the data and a copy of the updates into a region of it."""
     _copy(context, layer)
     given, updates = layer.main.attributes, layer.main.input(1)
     start = given["start"]
@@ -71,7 +71,7 @@ def lower_place(context: LoweringContext, layer: FusionGroup) -> None:
 
 
 def _joined(dtype: DType, reduction: str) -> str:
-    """The C expression for element `a` after the update `b`, in the type in which it is stored."""
+    """The C expression for element `a` after update `b`, in the stored type."""
     if reduction == "none":
         return ""
     if dtype == "bool":
@@ -85,13 +85,13 @@ def _joined(dtype: DType, reduction: str) -> str:
 
 
 def lower_scatter(context: LoweringContext, layer: FusionGroup) -> None:
-    """A copy of the data, into which the updates are written: each by itself, or in order if two may reach the same element."""
+    """Lower a scatter: a copy of the data, then the updates, in order if two of them may reach the same element."""
     _copy(context, layer)
     node, y = layer.main, layer.output
     given, indices, updates = node.attributes, node.input(1), node.input(2)
     count, steps, places = math.prod(given["items"]), given["steps"], given["places"]
     is_ordered = given["ordered"] and steps > 1
-    # A span of places costs a walk through all indices: no more of them than it takes to be busy.
+    # Each span of places reads all indices, so there are only as many spans as keep the device busy.
     spans = min(places, max(1, _PARALLEL[context.descriptor.kind] // count))
     items = (count, spans if is_ordered else steps)
     local = context.work_group(items)

@@ -1,4 +1,4 @@
-"""Data movement (Transpose, Slice, Pad, Concat, ...): a region with an affine source and an affine target."""
+"""Lowering of data movement (Transpose, Slice, Pad, Concat, ...): a region with an affine source and an affine target."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _inner_run(region: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def _jump(region: Sequence[int], strides: Sequence[int]) -> int:
-    """The stride of the innermost dimension that does not continue the run (see `_inner_run`); 1 if all of it is one run."""
+    """The stride of the innermost dimension that does not continue the run (see `_inner_run`); 1 if everything is one run."""
     run = 1
     for size, stride in zip(reversed(region), reversed(strides), strict=True):
         if size != 1:
@@ -59,7 +59,7 @@ def move(
     fill: str = "",
     part: str = "",
 ) -> None:
-    """Launch the copy of `region` (or its fill, if `source` is None). Strides and starts in elements."""
+    """Launch the copy of `region`, or its fill if `source` is None. Strides and starts are in elements."""
     if 0 in region:
         return
     source_strides = target_strides if source is None else source_strides
@@ -104,11 +104,11 @@ def move(
 
 
 Dimension = tuple[int, int, int]
-"""Its size, and what it steps over in the source and in the target."""
+"""(size, stride in the source, stride in the target) of a dimension of a copy."""
 
 
 def _grid(region: Sequence[int], source: Sequence[int], target: Sequence[int]) -> list[Dimension]:
-    """The dimensions of a movement, innermost first, at least three. Neighbours that one step covers on both sides are one."""
+    """The dimensions of a copy, innermost first, at least three. Neighbours that one stride covers on both sides are merged."""
     merged: list[Dimension] = []
     for size, near, far in zip(reversed(region), reversed(source), reversed(target), strict=True):
         if size == 1:
@@ -121,9 +121,10 @@ def _grid(region: Sequence[int], source: Sequence[int], target: Sequence[int]) -
 
 
 def _in_blocks(grid: list[Dimension], widest: int) -> tuple[list[Dimension], int, int, bool]:
-    """For a movement that transposes: the second dimension in blocks that are neighbours on one side, so that whole vectors are
-    read, or written, where steps are long. Returns the dimensions, the size of a block, its step on the other side, and whether
-    it is neighbours in the source (which are scattered) or in the target.
+    """Block a copy that transposes, so that whole vectors are read, or written, on the side with long strides.
+
+    The second dimension becomes blocks that are contiguous on one side. Returns the dimensions, the size of a block, its stride
+    on the other side, and whether a block is contiguous in the source. If it is, its elements are scattered in the target.
     """
     read = next((i for i, (size, near, _) in enumerate(grid) if near == 1 and size > 1), None)
     written = next((i for i, (size, _, far) in enumerate(grid) if far == 1 and size > 1), None)
@@ -145,14 +146,14 @@ _LEAST_BLOCK = 4
 
 
 def lower_transpose(context: LoweringContext, layer: FusionGroup) -> None:
-    """Transpose: the source is read with permuted strides."""
+    """Lower Transpose: the source is read with permuted strides."""
     x, y, perm = layer.main.input(0), layer.output, layer.main.attributes["perm"]
     strides = _strides(x.shape)
     move(context, layer, x, y, y.shape, [strides[axis] for axis in perm], _strides(y.shape))
 
 
 def lower_slice(context: LoweringContext, layer: FusionGroup) -> None:
-    """Slice: a start and a step in each dimension, which may be negative."""
+    """Lower Slice: a start and a step in each dimension, which may be negative."""
     x, y = layer.main.input(0), layer.output
     strides = _strides(x.shape)
     start = _dot(strides, layer.main.attributes["starts"])
@@ -161,13 +162,13 @@ def lower_slice(context: LoweringContext, layer: FusionGroup) -> None:
 
 
 def lower_expand(context: LoweringContext, layer: FusionGroup) -> None:
-    """Expand: broadcast dimensions have stride 0."""
+    """Lower Expand: broadcast dimensions have stride 0."""
     x, y = layer.main.input(0), layer.output
     move(context, layer, x, y, y.shape, broadcast_strides(x.shape, y.shape), _strides(y.shape))
 
 
 def lower_tile(context: LoweringContext, layer: FusionGroup) -> None:
-    """Each dimension becomes (repeats, size), the first of which the source does not move along."""
+    """Lower Tile: each dimension becomes (repeats, size); the source has stride 0 along the repeats."""
     x, y = layer.main.input(0), layer.output
     region, source = [], []
     for size, stride, repeat in zip(x.shape, _strides(x.shape), layer.main.attributes["repeats"], strict=True):
@@ -177,7 +178,7 @@ def lower_tile(context: LoweringContext, layer: FusionGroup) -> None:
 
 
 def lower_concat(context: LoweringContext, layer: FusionGroup) -> None:
-    """Concat: one copy for each input that does not lie there already."""
+    """Lower Concat: one copy for each input that is not already in its place in the output."""
     y, axis = layer.output, layer.main.attributes["axis"]
     target, start = _strides(y.shape), 0
     there = {i for i, (x, at) in enumerate(parts_in_place(layer.main)) if context.buffers.holds(y, x, at)}
@@ -188,7 +189,7 @@ def lower_concat(context: LoweringContext, layer: FusionGroup) -> None:
 
 
 def lower_pad(context: LoweringContext, layer: FusionGroup) -> None:
-    """Pad with a number: fill, then copy."""
+    """Lower Pad with a constant: fill, then copy."""
     x, y, before = layer.main.input(0), layer.output, layer.main.attributes["before"]
     fill = scalar_literal(y.dtype, layer.main.attributes["value"])
     move(context, layer, None, y, y.shape, _strides(y.shape), _strides(y.shape), fill=fill, part="[fill]")
@@ -206,7 +207,7 @@ def lower_pad(context: LoweringContext, layer: FusionGroup) -> None:
 
 
 def lower_frames(context: LoweringContext, layer: FusionGroup) -> None:
-    """Frames of a signal, which overlap: in the source, the next frame is `step` elements on."""
+    """Lower the frames of a signal, which overlap: in the source, the next frame starts `step` elements later."""
     x, y, step = layer.main.input(0), layer.output, layer.main.attributes["step"]
     _, length, components = x.shape
     batch, frames, size, _ = y.shape
@@ -215,7 +216,7 @@ def lower_frames(context: LoweringContext, layer: FusionGroup) -> None:
 
 
 def lower_gather(context: LoweringContext, layer: FusionGroup) -> None:
-    """Gather. An index out of range leaves the layer's number in the status tensor, and nothing outside the table is read."""
+    """Lower Gather. An index out of range writes the layer's number to the status tensor; no read leaves the table."""
     data, indices, axis = layer.main.input(0), layer.main.input(1), layer.main.attributes["axis"]
     outer, inner, count = math.prod(data.shape[:axis]), math.prod(data.shape[axis + 1 :]), indices.size
     items = (inner, outer * count)

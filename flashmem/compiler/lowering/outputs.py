@@ -1,9 +1,8 @@
-"""When outputs are copied to the host.
+"""The layer after which each output is copied to the host.
 
 Where the arena is host memory, the run returns an output in place (`Program.hands_over`). Elsewhere an output is read as soon
-as the last layer that uses it has run, and its memory in the arena is free from then on. Outputs that the host converts
-(float16 of the model, stored as float32) are read after the last layer, one at a time: the host then holds one extra array at
-most.
+as the last layer that uses it has run; then its memory in the arena is free. The host converts some outputs (float16 in the
+model, stored as float32). These are read after the last layer, one at a time, so that the host holds at most one extra array.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ def read_early(
     outputs: Sequence[Port],
     gathers: Sequence[HostEmbeddingLookup],
 ) -> list[Port]:
-    """`outputs`, each with the layer after which it is read, where it can be before the end.
+    """`outputs`, each with the layer after which it is read, if that can be before the end.
 
-    `touched`: the first and the last layer that has each of `tensors`.
+    `touched`: the first and the last layer that uses each of `tensors`.
     """
     by_host = {gather.tensor for gather in gathers}
     ready: dict[str, int] = {}
@@ -32,7 +31,7 @@ def read_early(
             continue
         same = [name for name in touched if _overlap(tensors[name], tensors[port.tensor])]
         if by_host.isdisjoint(same):
-            ready[port.name] = max(touched[name][1] for name in same)  # a part of it may be written as a tensor of its own
+            ready[port.name] = max(touched[name][1] for name in same)  # a part of it may be written as a separate tensor
     return [replace(port, ready=ready.get(port.name)) for port in outputs]
 
 

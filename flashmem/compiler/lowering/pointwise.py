@@ -1,12 +1,13 @@
 """Pointwise bodies: the elementwise operators of a layer as one OpenCL function.
 
-A kernel computes its outputs in vectors of `vector` elements at places (row, col) of its output seen as a matrix. The function
-made here takes such a vector through the layer's tail: it loads what else the tail reads, at the places that broadcasting
-gives, and returns the finished vector. Loads may run past the last column by less than a vector; tensors have that slack.
-A vector may also be one column of several rows: then every element is loaded by itself, of rows behind the last that one's.
+A kernel computes its outputs in vectors of `vector` elements at positions (row, col) of its output as a matrix. The function
+applies the layer's epilogue to such a vector. It loads the epilogue's other operands, at the offsets that broadcasting gives,
+and returns the finished vector. Loads may pass the last column by less than a vector; tensors have that slack. A vector may
+also be one column of several rows. Then each element is loaded separately; rows behind the last one load the last row's
+element.
 
-Kernels of networks differ most in sizes, so those are arguments: steps of operands from row to row, and, where an element of a
-vector does not feel a division, the sizes that rows are divided by.
+Kernels of networks differ most in sizes, so sizes are arguments: strides of operands from row to row, and the divisors of rows
+where a vector is so wide that a division costs little.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ from flashmem.compiler.operators.vector import STORED, Vector
 
 _COMMUTATIVE = ("Add", "Mul")
 _DIVIDED = 4
-"""Elements of a vector from which on a division by an argument costs little; by a constant it is a multiplication. A vector of
-rows divides for each of its elements."""
+"""Elements of a vector from which a division by an argument costs little; a division by a constant is a multiplication. A
+vector of rows divides once for each of its elements.
+"""
 
 
 @dataclass(frozen=True)
 class PointwiseBody:
-    """The nodes of a layer that run elementwise, as a function of (seed, row, col).
+    """The elementwise nodes of a layer as a function of (seed, row, col).
 
-    `seed` is the value that arrives in registers (None if everything is loaded). `storage` says what each value is stored in.
-    `overwritten`: the operand whose memory the kernel's output overwrites.
-    `down`: a vector is of rows `row`, `row` + 1 ... at one column, and the function takes the number of `rows` too.
+    `seed` is the value that is already in registers (None if everything is loaded). `storage` gives the stored type of a value.
+    `overwritten`: the operand whose memory the kernel's output overwrites. `down`: a vector holds rows `row`, `row` + 1 ... of
+    one column, and the function has the number of `rows` as a further parameter.
     """
 
     nodes: tuple[Node, ...]
@@ -48,12 +50,12 @@ class PointwiseBody:
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """Tensors the body reads, in order of first use, each with its place. Fusion took in none without."""
+        """Tensors the body reads, in order of first use, each with its index. Fusion admits only tensors that have one."""
         return self._placed[0]
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The sizes and steps that the places refer to, as f0, f1 ..."""
+        """The sizes and strides that the index expressions name f0, f1 ..."""
         return self._placed[1]
 
     @cached_property
@@ -71,7 +73,7 @@ class PointwiseBody:
         return tuple(operand for operand in placed if operand is not None), tuple(numbers)
 
     def _inputs(self, node: Node) -> list[Value]:
-        """The operands of a node, in an order of their own if it commutes: equal sums are then one kernel."""
+        """The operands of a node, sorted if it commutes, so that equal sums are one kernel."""
         values = [value for value in node.inputs if value is not None]
         if node.op not in _COMMUTATIVE:
             return values
@@ -113,10 +115,10 @@ class PointwiseBody:
         return f"({vector.of(dtype)})({load})" if spread else load
 
     def function(self, name: str) -> str:
-        """The function `name(seed, row, col, operands...)`, which returns the result in the type in which it is stored."""
+        """The function `name(seed, row, col, operands...)`, which returns the result in its stored type."""
         vector = Vector(self.vector)
         variables: dict[Value, str] = {}
-        # No `restrict` here: inlined, it becomes scopes that simulators of devices do not know. The kernel has it.
+        # No `restrict` here: inlined, it becomes scopes that device simulators do not support. The kernel has it.
         pointers = [parameter.replace(" restrict", "") for parameter in self.parameters()]
         parameters = [*(f"const int {place}" for place in self.places()), *pointers]
         if self.seed is not None:

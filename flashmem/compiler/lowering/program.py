@@ -1,4 +1,4 @@
-"""Program generation: fusion groups are lowered to kernels, packed weights and launches, and activations get an arena."""
+"""Program generation: lower fusion groups to kernels, packed weights and launches, and allocate activations in an arena."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from flashmem.target.descriptor import DeviceDescriptor
 
 @dataclass(frozen=True)
 class Generated:
-    """A program, the OpenCL C of its kernels, its weights, not yet read, and (in memory, as bytes) its resident constants.
+    """A generated program: the OpenCL C of its kernels, its weights (not yet read) and its resident constants (in memory).
 
-    `weights` are those that it places itself; `placements` has those that it found, too.
+    `weights` are those that it places itself; `placements` also has those that it found in the file.
     """
 
     program: Program
@@ -50,12 +50,12 @@ class Generated:
     again: Callable[[], Generated | None] | None = field(default=None, repr=False)  # for later runs, over the same weights
 
     def write(self, sink: WeightSink, on_piece: OnPiece = lambda name, nbytes: None) -> None:
-        """The weight file of this program alone: see `PackingList.write`."""
+        """Write the weight file of this program alone: see `PackingList.write`."""
         write_weights([self], sink, on_piece)
 
 
 def write_weights(programs: Sequence[Generated], sink: WeightSink, on_piece: OnPiece = lambda name, nbytes: None) -> None:
-    """The weight file of programs that were made one after the other, each with those before it as `earlier`."""
+    """Write the weight file of programs that were generated in sequence, each with those before it as `earlier`."""
     for made in programs:
         made.weights.write(sink, on_piece)
     last = programs[-1]
@@ -64,18 +64,18 @@ def write_weights(programs: Sequence[Generated], sink: WeightSink, on_piece: OnP
 
 
 def sharing_weights(programs: Sequence[Generated]) -> list[Generated]:
-    """The programs with the final offsets in the weight file: constants are stored after the weights of all programs."""
+    """The programs with their final offsets in the weight file: constants follow the weights of all programs."""
     offset, end = _constants_place(programs[-1].weights, programs[-1].constants.nbytes)
     return [replace(made, program=replace(made.program, constants_offset=offset, weights_bytes=end)) for made in programs]
 
 
 def stored_by(made: Generated, before: StoredWeights) -> StoredWeights:
-    """The stored weights that the next program can read: `before`, and those that `made` has placed."""
+    """The stored weights that the next program can read: those of `before`, and those that `made` has placed."""
     return before.followed_by(made.placements, made.weights.size, made.constants.tobytes())
 
 
 def _constants_place(weights: PackingList, nbytes: int) -> tuple[int, int]:
-    """Where the constants begin, and where the file ends."""
+    """The offsets at which the constants begin and the file ends."""
     offset = -(-weights.size // weights.page_bytes) * weights.page_bytes
     return offset, offset + nbytes
 
@@ -91,11 +91,11 @@ def generate(
     earlier: StoredWeights = NOTHING_STORED,
     cuts: Cuts | None = None,
 ) -> Generated:
-    """Generate the program of `layers` for the default memory path of `descriptor`. No weight is read: `Generated.write` does.
+    """Generate the program of `layers` for the default memory path of `descriptor`. `Generated.write` reads the weights later.
 
-    `selector` selects the config of each contraction; without it the fastest config is taken. `earlier`: weights that are in
-    the file already, of programs for other shapes; those are read to be compared. `cuts`: the slices that its own weights have
-    already; those that lie side by side become one.
+    `selector` selects the config of each contraction; by default it is the fastest config. `earlier`: weights already in the
+    file, of programs for other shapes; they are read for comparison. `cuts`: existing slices of its own weights; contiguous
+    ones are joined.
     """
     path = descriptor.memory_paths[0]
     half = precision == "fp16"
@@ -136,7 +136,7 @@ def generate(
     gathers = [
         place_rows(context, node, indices, str(context.tensor(value).value)) for value, (node, indices) in gathered.items()
     ]
-    # An input that no kernel reads (it only picks rows, or nothing) has no tensor.
+    # An input that no kernel reads (it only selects rows, or is unused) has no tensor.
     inputs = [Port(port.name, port.value.shape, port.dtype, context.known(port.value)) for port in graph.inputs]
     outputs = [
         Port(port.name, port.value.shape, port.dtype, str(context.tensor(port.value).value) if port.value.size else None)
@@ -173,7 +173,7 @@ def generate(
 
 
 def _results(graph: Graph, aliases: AliasAnalysis) -> tuple[list[GraphPort], list[FusionGroup]]:
-    """The outputs, each with a tensor of its own: one that is an input or a constant as it stands is copied, by a layer."""
+    """The outputs, each with its own tensor: an output that is an input or a constant is copied by an extra layer."""
     results, copies, seen = [], [], set()
     inputs = {port.value for port in graph.inputs}
     for port in graph.outputs:
@@ -196,14 +196,14 @@ def _arena(
     outputs: Sequence[Port],
     gathers: Sequence[HostEmbeddingLookup],
 ) -> tuple[tuple[Tensor, ...], int, int]:
-    """The activations in the arena, its bytes, and how many of them are needed at once.
+    """The activations in the arena, its bytes, and the most bytes that are needed at once.
 
-    A tensor is needed from the layer that writes it first to the last that reads it: `touched`, but for what is there before
-    the first layer, or after the last one.
+    A tensor is needed from the layer that first writes it to the last that reads it (`touched`). Inputs are needed from before
+    the first layer, and outputs after the last one.
     """
     last = len(context.launches) + 1
     lifetimes = dict(touched)
-    status = None if context.status_value is None else str(context.status().value)  # holds from before the run to after it
+    status = None if context.status_value is None else str(context.status().value)  # in use from before the run to after it
     early = [*(port.tensor for port in inputs), *(gather.tensor for gather in gathers), status]
     for name in early:
         if name is not None:
@@ -211,7 +211,7 @@ def _arena(
     for name, end in (*((port.tensor, port.ready) for port in outputs), (status, None)):
         if name is not None:
             end = last if end is None else end
-            lifetimes[name] = (lifetimes.get(name, (end, end))[0], end)  # its parts are tensors if no launch has it
+            lifetimes[name] = (lifetimes.get(name, (end, end))[0], end)  # if no launch uses it, its parts are tensors
     held = {name: context.tensors[name] for name in lifetimes}
     blocks: dict[Value, str] = {}
     for name, tensor in held.items():
@@ -225,4 +225,4 @@ def _arena(
         Tensor(name, t.shape, t.dtype, starts[blocks[t.place.root]] + t.place.offset, t.nbytes + SLACK)
         for name, t in held.items()
     )
-    return tensors, max(total, TENSOR_ALIGNMENT), bound  # a device has no buffers without bytes
+    return tensors, max(total, TENSOR_ALIGNMENT), bound  # a device has no empty buffers

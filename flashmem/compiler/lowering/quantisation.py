@@ -1,4 +1,4 @@
-"""Quantisation of a contraction's operands: where its kernel reads zero points and scales (contraction/mac.cl.j2)."""
+"""Quantisation parameters of a contraction: the zero points and scales that its kernel reads (contraction/mac.cl.j2)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from flashmem.compiler.weights.packing import Storage, weight_columns
 from flashmem.program.launches import Arg
 
 LEAST_BLOCK = 2
-"""Steps of depth that share a column's scale, at least, for weights to stay quantised: below, floats take fewer bytes."""
+"""The least steps of depth that share a column's scale for weights to stay quantised; with fewer, floats need fewer bytes."""
 
 
 @dataclass(frozen=True)
 class QuantisationParameters:
-    """Zero points or scales as the templates read them: of `type`; the one for (row, col) of the output is at `index`.
+    """Zero points or scales for the templates: elements of `type`; the one for (row, col) of the output is at `index`.
 
-    `spread`: one of them holds for all columns of a vector. Those of blocks have no index: they are packed like the weights, or
+    `spread`: one element holds for all columns of a vector. Those of blocks have no index: they are packed like the weights, or
     in the order of depth if they hold for all columns.
     """
 
@@ -39,7 +39,7 @@ class QuantisationParameters:
 
 @dataclass(frozen=True)
 class ByBlock:
-    """Zero points or scales by block, packed in panels as the weights are; `array` makes them, axes in the weights' order."""
+    """Zero points or scales by block, packed in panels like the weights; `array` makes them, axes in the weights' order."""
 
     storage: Storage
     array: Callable[[], NDArray[Any]]
@@ -47,7 +47,7 @@ class ByBlock:
 
 @dataclass(frozen=True)
 class WeightBinding:
-    """Constant weights as they are stored, and the zero points and scales of a product; `args` in the order of the kernel's.
+    """The stored type of constant weights, and the zero points and scales of a product; `args` in the order of the kernel's.
 
     `codes` is None for weights that are computed at run time.
     """
@@ -66,7 +66,7 @@ class WeightBinding:
 def zero_points(
     context: LoweringContext, node: Node
 ) -> tuple[QuantisationParameters | None, QuantisationParameters | None, list[Arg]]:
-    """Those of both operands of an integer product (its third and fourth input), and the arguments that hold them."""
+    """Zero points of both operands of an integer product (its third and fourth input), and the arguments that hold them."""
     found: list[QuantisationParameters | None] = []
     args = []
     output = node.outputs[0]
@@ -83,12 +83,12 @@ def zero_points(
 
 
 def read_weights(context: LoweringContext, node: Node, *, blocks: bool = True) -> WeightBinding:
-    """The weights of `node` in the fewest bits. `blocks`: whether its kernel takes scales by block."""
+    """Bind the weights of `node` in the fewest bits. `blocks`: whether its kernel supports scales by block."""
     weight = node.input(1)
     if weight.constant is None:
         return WeightBinding("float32")
     read = weight.constant.array
-    if node.op == "DeformConv":  # its further inputs move the taps
+    if node.op == "DeformConv":  # its further inputs are offsets of the taps
         return WeightBinding("float16" if context.half else "float32", read)
     if weight.dtype != "float32":
         zero, weight_zero, args = zero_points(context, node)
@@ -145,7 +145,7 @@ def read_weights(context: LoweringContext, node: Node, *, blocks: bool = True) -
 def read_activation(
     context: LoweringContext, node: Node
 ) -> tuple[QuantisationParameters | None, QuantisationParameters | None, list[Arg]]:
-    """Zero point and scale of a left operand of integers that is dequantised as it is read (`compiler.passes.qdq_fusion`)."""
+    """Zero point and scale of a left operand of integers that the kernel dequantises (`compiler.passes.qdq_fusion`)."""
     return _single(context, node, 2, 4)
 
 
@@ -159,13 +159,13 @@ def _single(
 
 
 def quantized_block(node: Node, weight: QuantizedConstant) -> int | None:
-    """Steps of depth that share a scale: 0 if all do, None if too few, or if blocks do not follow one another."""
+    """Steps of depth that share a scale: 0 if all do; None if too few do, or if blocks are not consecutive."""
     if weight.bits > 16:
         return None
     column, channel, taps = _axes(node)
     counts = weight.scale.shape
     if node.op == "ConvTranspose" and node.attributes["group"] > 1 and math.prod(counts) > 1:
-        return None  # channels of all groups lie along one axis, and the groups share the columns' scales
+        return None  # the channels of all groups are one axis, and the groups share the columns' scales
     if counts[channel] == 1 and all(counts[axis] == 1 for axis in taps):
         return 0
     channels = weight.shape[channel]
@@ -176,9 +176,9 @@ def quantized_block(node: Node, weight: QuantizedConstant) -> int | None:
 
 
 def read_both(context: LoweringContext, node: Node) -> tuple[Arg, WeightBinding]:
-    """The right operand of a product whose kernel packs nothing, and the zero points and scales of both.
+    """The right operand of a product with unpacked operands, and the zero points and scales of both.
 
-    A stack of constant matrices stays integers, of 8 or 16 bits, where no two steps of depth differ in scale.
+    A stack of constant matrices stays integers of 8 or 16 bits if all steps of depth share a scale.
     """
     right, output = node.input(1), node.outputs[0]
     quantized = right.constant
@@ -210,11 +210,11 @@ def read_both(context: LoweringContext, node: Node) -> tuple[Arg, WeightBinding]
 
 
 _nothing = np.zeros(0)
-"""The packed data of an operand that is not packed: nothing."""
+"""The packed data of an operand that is not packed: an empty array."""
 
 
 def _axes(node: Node) -> tuple[int, int, list[int]]:
-    """The axes of a contraction's weights: output columns, what is summed over, and the taps of a window."""
+    """The axes of a contraction's weights: output columns, the axis that is summed over, and the taps of a window."""
     rank = len(node.input(1).shape)
     if node.op.startswith("MatMul"):
         return (rank - 2, rank - 1, []) if node.attributes["transposed"] else (rank - 1, rank - 2, [])

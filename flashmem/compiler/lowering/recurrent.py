@@ -1,7 +1,8 @@
-"""LSTM, GRU and RNN: for each step a MatMul of the hidden state, from packed weights as any other, and a launch for the gates.
+"""Lowering of LSTM, GRU and RNN: each step is a MatMul of the hidden state by packed weights, and a launch for the gates.
 
-A step needs the whole hidden state of the one before, and a device has no barrier across work-groups but the end of a launch.
-Every step runs the same kernels with other numbers. The weights of the recurrence are streamed once and stay to the last step.
+A step needs the whole hidden state of the step before, and a device has no barrier across work-groups except the end of a
+launch. Every step runs the same kernels with other arguments. The recurrent weights are streamed once and stay until the last
+step.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ _ACTIVATIONS = {
 
 
 def _activation(name: str, alpha: float, beta: float) -> str:
-    """An activation of the variable `$` as an expression."""
+    """An activation of the variable `$` as a C expression."""
     literals = {"A": scalar_literal("float32", alpha), "B": scalar_literal("float32", beta)}
     return "".join(literals.get(letter, letter) for letter in _ACTIVATIONS[name])
 
 
 def lower_recurrent(context: LoweringContext, layer: FusionGroup) -> None:
-    """All steps of one direction, one after the other."""
+    """Lower all steps of one direction, in order."""
     node = layer.main
     a = node.attributes
     steps, batch, hidden = a["steps"], a["batch"], a["hidden"]
@@ -76,7 +77,7 @@ def lower_recurrent(context: LoweringContext, layer: FusionGroup) -> None:
     for step in range(steps):
         before = first_h if step == 0 else state
         parts = [context.operand(projected)]
-        if before is None:  # of a state of zeros
+        if before is None:  # the products of a zero state are zeros
             parts += [zeros, zeros] if candidate is not None else [zeros]
         else:
             multiply(step, before, recurrence, products)

@@ -1,4 +1,4 @@
-"""Reductions, softmax and normalization over a run of neighbouring axes; windows of channels; determinants."""
+"""Lowering of reductions, softmax and normalization over a run of neighbouring axes, of LRN, and of determinants."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ _JOINED: dict[str, tuple[float, str, str, str]] = {
     "ReduceSum": (0, "v", "$a + $b", "$"),
     "ReduceSumSquare": (0, "v * v", "$a + $b", "$"),
 }
-"""Neutral element, contribution of an element v, how two join, and the result from the total `$` over `columns` elements."""
+"""Neutral element, contribution of an element v, how two are combined, and the result from the total `$` of `columns` elements.
+"""
 
 _LIMITS = {"int": (-(2**31), 2**31 - 1), "uint": (0, 2**32 - 1), "long": (-(2**63), 2**63 - 1), "ulong": (0, 2**64 - 1)}
 
 
 _SUMMED: dict[DType, DType] = {"int32": "int64", "uint32": "uint64"}
-"""The type in which a mean of integers sums, so that it does not overflow on the way."""
+"""The type in which a mean of integers is summed, so that the sum does not overflow."""
 
 
 def _template_values(context: LoweringContext, layer: FusionGroup) -> dict[str, Any]:
-    """The pieces of the template that depend on the reduction and on the element type."""
+    """Template values that depend on the reduction and on the element type."""
     op, dtype, epsilon = layer.main.op, layer.main.input(0).dtype, layer.main.attributes.get("epsilon", 0.0)
     computed = _SUMMED.get(dtype, dtype) if op == "ReduceMean" else dtype
     kind = REGISTER[computed]
@@ -61,7 +62,7 @@ def _template_values(context: LoweringContext, layer: FusionGroup) -> dict[str, 
 
 
 def _typed(values: dict[str, Any], dtype: DType, vector: int) -> dict[str, Any]:
-    """`values` with what depends on the width of vectors: their types, and how one is read and written."""
+    """`values` with those that depend on the vector width: types, and how a vector is read and written."""
     kinds, computed = Vector(vector), values["computed"]
     absolute = {"float": "fabs(v)", "int": f"convert_{kinds.of(dtype)}(abs(v))", "long": f"convert_{kinds.of(dtype)}(abs(v))"}
     return {
@@ -77,13 +78,13 @@ def _typed(values: dict[str, Any], dtype: DType, vector: int) -> dict[str, Any]:
 
 
 def _over(context: LoweringContext, layer: FusionGroup, tail: PointwiseBody) -> dict[str, Any]:
-    """The values of the tail; what is written over may be the input itself, `a`."""
+    """Template values of the epilogue; the operand that the kernel overwrites may be the input itself, `a`."""
     values = context.tail_values(tail)
     return {**values, "over": "a"} if context.buffers.overwritten.get(layer.main) is layer.main.input(0) else values
 
 
 def lower_reduction(context: LoweringContext, layer: FusionGroup) -> None:
-    """Rows if the reduced axes are the last ones, columns otherwise."""
+    """Lower a reduction: by rows if the reduced axes are the last ones, otherwise by columns."""
     node = layer.main
     x, axes = node.input(0), node.attributes["axes"]
     outer, depth = math.prod(x.shape[: axes[0]]), math.prod(x.shape[axes[0] : axes[-1] + 1])
@@ -96,7 +97,7 @@ def lower_reduction(context: LoweringContext, layer: FusionGroup) -> None:
 
 
 def _variant(context: LoweringContext, layer: FusionGroup, rows: int, depth: int) -> KernelConfig:
-    """How work-items share a row, or a group."""
+    """The config of a reduction: how work-items share a row, or a group."""
     return context.selector.config(Workload("reduce_rows", "buffer", rows, depth, 1), [node.op for node in layer.nodes])
 
 
@@ -145,7 +146,7 @@ def _lower_columns(
 
 
 def lower_group_normalization(context: LoweringContext, layer: FusionGroup) -> None:
-    """NormalizeGroups: a group is a run of columns in each of `depth` rows."""
+    """Lower NormalizeGroups: a group is a run of columns in each of `depth` rows."""
     x = layer.main.input(0)
     outer, depth, groups, columns = x.shape
     config = _variant(context, layer, outer * groups, depth * columns)
@@ -176,11 +177,11 @@ def lower_group_normalization(context: LoweringContext, layer: FusionGroup) -> N
 
 
 _LEAST_EVEN = 4
-"""The narrowest vector that is preferred for dividing a run of columns, so that no vector is masked."""
+"""The narrowest vector that is preferred for a divisor of a run of columns, so that no vector is masked."""
 
 
 def lower_lrn(context: LoweringContext, layer: FusionGroup) -> None:
-    """LRN over windows of channels, for any position of the channel axis."""
+    """Lower LRN over windows of channels, for any position of the channel axis."""
     node = layer.main
     x, axis, size = node.input(0), node.attributes["axis"], node.attributes["size"]
     rows, channels, columns = math.prod(x.shape[: axis + 1]), x.shape[axis], math.prod(x.shape[axis + 1 :])
@@ -204,7 +205,7 @@ def lower_lrn(context: LoweringContext, layer: FusionGroup) -> None:
 
 
 def lower_determinant(context: LoweringContext, layer: FusionGroup) -> None:
-    """Det: each matrix is eliminated by one work-item, in a copy."""
+    """Lower Det: one work-item eliminates each matrix, in a copy."""
     x, y = layer.main.input(0), layer.output
     size, count = x.shape[-1], y.size
     work = context.tensor(Value(f"{x.name}.eliminated", x.shape, x.dtype))

@@ -1,4 +1,4 @@
-"""Lowerings by kernel name: each turns a layer into launches."""
+"""Registry of lowerings by kernel name: each turns a layer into launches."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ LOWERINGS: dict[str, Callable[[LoweringContext, FusionGroup], None]] = {
     "transpose": lower_transpose,
     "unpool": lower_unpool,
 }
-"""By the name that declarations use (`compiler.operators.registry.Operator.kernel`)."""
+"""Lowerings by the kernel name in operator declarations (`compiler.operators.registry.Operator.kernel`)."""
 
 
 def lower(context: LoweringContext, layer: FusionGroup) -> None:

@@ -1,4 +1,4 @@
-"""GridSample and RoiAlign, channels-last."""
+"""Lowering of GridSample and RoiAlign, channels-last."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashmem.program.launches import Arg, KernelShape
 
 
 def lower_grid_sample(context: LoweringContext, layer: FusionGroup) -> None:
-    """GridSample in two or three dimensions; images are volumes of depth 1."""
+    """Lower GridSample in two or three dimensions; images are volumes of depth 1."""
     node = layer.main
     x, grid, y = node.input(0), node.input(1), node.outputs[0]
     _, *sizes, columns = x.shape
@@ -38,7 +38,7 @@ def lower_grid_sample(context: LoweringContext, layer: FusionGroup) -> None:
 
 
 def lower_roi_align(context: LoweringContext, layer: FusionGroup) -> None:
-    """RoiAlign by mean or maximum. Where the number of samples depends on the rectangles, its cost is that of two by two."""
+    """Lower RoiAlign by mean or maximum. If the number of samples depends on the rectangles, its cost is that of 2 x 2."""
     node = layer.main
     x, rois, batch, y = node.input(0), node.input(1), node.input(2), node.outputs[0]
     images, height, width, columns = x.shape

@@ -1,4 +1,4 @@
-"""ArgMax, TopK and cumulative sums along an axis: every tensor is treated as x[outer, depth, inner]."""
+"""Lowering of ArgMax, TopK, CumSum and CumProd along an axis: every tensor is treated as x[outer, depth, inner]."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from flashmem.compiler.operators.vector import REGISTER, STORED, Vector
 from flashmem.program.launches import Arg, KernelShape
 
 _RUN = 32
-"""Elements of the runs with which a sort begins; each is compared with all of its run."""
+"""Elements of the initial runs of a sort; each element is compared with all of its run."""
 
 _BUSY = {"cpu": 16, "gpu": 4096}
-"""Columns from which a device is busy with one work-item for each."""
+"""Number of columns from which one work-item for each keeps a device busy."""
 
 _CHUNK, _CHUNKS = 256, 256
-"""The fewest elements of a chunk of a cumulative sum, and the most chunks of a column; each chunk sums those before it."""
+"""The fewest elements of a chunk of a cumulative sum, and the most chunks of a column; each chunk adds up those before it."""
 
 
 def _cut(node: Node) -> tuple[int, int, int]:
@@ -27,7 +27,7 @@ def _cut(node: Node) -> tuple[int, int, int]:
 
 
 def lower_extreme(context: LoweringContext, layer: FusionGroup) -> None:
-    """One column for each output; several work-items share a column where there are few."""
+    """Lower ArgMax and ArgMin: one column for each output; several work-items share a column where columns are few."""
     node = layer.main
     x, (outer, depth, inner) = node.input(0), _cut(node)
     columns = outer * inner
@@ -47,7 +47,7 @@ def lower_extreme(context: LoweringContext, layer: FusionGroup) -> None:
 
 
 def lower_top(context: LoweringContext, layer: FusionGroup) -> None:
-    """Merge sort of positions: short sorted runs, then merges, which keep no more than `k` positions of a run."""
+    """Lower TopK as a merge sort of positions: short sorted runs, then merges that keep at most `k` positions of a run."""
     node = layer.main
     x, (outer, depth, inner), k = node.input(0), _cut(node), node.attributes["k"]
     columns = outer * inner
@@ -74,7 +74,10 @@ def lower_top(context: LoweringContext, layer: FusionGroup) -> None:
     shape = KernelShape(rows=outer * depth, columns=inner, depth=min(_RUN, depth), stride=inner)
     context.launch(layer, kernel, args, items, local, shape, nbytes=context.nbytes(x) + context.nbytes(target), part="[runs]")
     while runs > 1:
-        source, left = target, stored - (runs - 1) // 2 * 2 * kept  # what the last pair of runs holds, or the last one alone
+        source, left = (
+            target,
+            stored - (runs - 1) // 2 * 2 * kept,
+        )  # elements of the last pair of runs, or of a single last run
         runs, before, had = -(-runs // 2), kept, stored
         kept = min(2 * kept, k)
         stored = (runs - 1) * kept + min(kept, left)
@@ -92,10 +95,10 @@ def lower_top(context: LoweringContext, layer: FusionGroup) -> None:
 
 
 def lower_scan(context: LoweringContext, layer: FusionGroup) -> None:
-    """A work-item for each column, or, of few long columns, for each chunk of one."""
+    """Lower CumSum or CumProd: a work-item for each column, or for each chunk of a column if columns are few and long."""
     node = layer.main
     x, (outer, depth, inner) = node.input(0), _cut(node)
-    # Neighbouring columns as one vector, as long as enough of those are left.
+    # Neighbouring columns form one vector, as long as enough vectors remain.
     vector = context.vector_for(inner)
     while vector > 1 and (inner % vector or outer * inner // vector < _BUSY[context.descriptor.kind]):
         vector //= 2

@@ -1,4 +1,4 @@
-"""Pooling, its inverse, and resizing, channels-last."""
+"""Lowering of pooling, its inverse, and resizing, channels-last."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashmem.program.launches import Arg, KernelShape
 
 
 def lower_pool(context: LoweringContext, layer: FusionGroup) -> None:
-    """MaxPool with the places of its maxima, AveragePool and LpPool. Images are volumes of depth 1."""
+    """Lower MaxPool with the positions of its maxima, AveragePool and LpPool. Images are volumes of depth 1."""
     node = layer.main
     x, y = node.input(0), node.outputs[0]
     _, *sizes, columns = x.shape
@@ -29,7 +29,7 @@ def lower_pool(context: LoweringContext, layer: FusionGroup) -> None:
     vector = context.vector_for(columns)
     kinds = Vector(vector)
     places = node.op == "MaxPoolAt"
-    # A maximum needs no wider registers than its elements; beside places, which are 32 bits wide, it takes those.
+    # A maximum needs registers as wide as its elements; with positions, which are 32 bits wide, it needs those.
     vec, load = kinds.named(STORED[x.dtype]), "at[0]" if vector == 1 else f"vload{vector}(0, at)"
     if places or context.storage(x) == "float16":
         vec, load = kinds.of(x.dtype), kinds.load(context.storage(x), "at", "0")
@@ -70,9 +70,9 @@ def lower_pool(context: LoweringContext, layer: FusionGroup) -> None:
 
 
 def lower_unpool(context: LoweringContext, layer: FusionGroup) -> None:
-    """MaxUnpool: zeros, then each element where its index says; where several go, the last of them, as if they went in order.
+    """Lower MaxUnpool: zeros, then each element at its index. Where several have one index, the last one counts, as in order.
 
-    Indices count in the shape before any that was asked for.
+    Indices count in the shape without the requested output shape.
     """
     node = layer.main
     x, indices, y = node.input(0), node.input(1), node.outputs[0]
@@ -105,7 +105,7 @@ def lower_unpool(context: LoweringContext, layer: FusionGroup) -> None:
 
 
 def _meets_no_place_twice(indices: Value) -> bool:
-    """Whether `indices` are the places of the maxima of windows that do not overlap."""
+    """Whether `indices` are the positions of the maxima of windows that do not overlap."""
     pool = indices.producer
     while pool is not None and pool.op in ("Reshape", "Transpose"):
         pool = pool.input(0).producer
@@ -117,7 +117,7 @@ def _meets_no_place_twice(indices: Value) -> bool:
 
 
 def lower_resize(context: LoweringContext, layer: FusionGroup) -> None:
-    """Resize over height and width, from tables of taps made here."""
+    """Lower Resize over height and width, with tables of taps that are computed here."""
     node = layer.main
     x, y = node.input(0), node.outputs[0]
     _, height, width, columns = x.shape

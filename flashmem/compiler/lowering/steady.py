@@ -1,8 +1,8 @@
-"""Steady launches: in later runs they replace layers by faster kernels, or several layers by one launch.
+"""Steady launches: faster kernels, or one launch in place of several layers, for later runs.
 
 NNV12 (MobiSys '23, section 3.5) switches from the kernels of a first answer to those of later ones. Here the program is
-generated once more, for later runs and over the weights in the file (`Generated.again`), and compared launch by
-launch. What does the same in the same memory, but by another kernel or in fewer launches, goes into the bundle beside it.
+generated again for later runs, over the weights in the file (`Generated.again`), and compared launch by launch. A launch that
+computes the same in the same memory, by another kernel or in place of several, is added to the bundle.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _PART = re.compile(r"\[\d+\]$")
 
 
 def with_steady(first: Generated) -> Generated:
-    """`first` with its steady launches: none where nothing would be gained."""
+    """`first` with its steady launches: none where they would gain nothing."""
     later = first.again() if first.again is not None else None
-    if later is None or later.cuts.keys() != first.cuts.keys():  # it would want them packed in another way
+    if later is None or later.cuts.keys() != first.cuts.keys():  # it would need them in another packing
         return first
     matched = _Matched(first, later)
     found = tuple(
@@ -42,13 +42,13 @@ def with_steady(first: Generated) -> Generated:
 
 
 def _pairs(first: Sequence[Launch], later: Sequence[Launch]) -> Iterator[tuple[int, Sequence[Launch], Launch]]:
-    """Launches of later runs, each with what it stands for and the number of the first layer of that; until they disagree."""
+    """Launches of later runs, each with the launches it replaces and their first layer's number, until the programs differ."""
     start = 0
     for launch in later:
         end = start + 1
         if start == len(first) or _PART.sub("", first[start].name) != _PART.sub("", launch.name):
             return
-        if first[start].name != launch.name:  # several launches, NAME[0] on, are one
+        if first[start].name != launch.name:  # several launches, from NAME[0] on, become one
             if first[start].name != f"{launch.name}[0]":
                 return
             while end < len(first) and first[end].name == f"{launch.name}[{end - start}]":
@@ -63,7 +63,7 @@ def _read(launch: Launch) -> list[str]:
 
 @dataclass
 class _Matched:
-    """Two programs over the same weights: what of the second one's launches can be said in the memory of the first."""
+    """Two programs over the same weights: translates launches of the second to the memory of the first."""
 
     first: Generated
     later: Generated
@@ -76,7 +76,7 @@ class _Matched:
         self.joined: dict[str, Joined] = {}
 
     def launch(self, cold: Sequence[Launch], made: Launch) -> Launch | None:
-        """`made` with the first program's arguments; None if it gains nothing, or would touch other memory than `cold` does."""
+        """`made` with the first program's arguments; None if it gains nothing, or would access other memory than `cold`."""
         same = (made.kernel, made.global_size, made.local_size)
         if len(cold) == 1 and same == (cold[0].kernel, cold[0].global_size, cold[0].local_size):
             return None
@@ -90,7 +90,7 @@ class _Matched:
         return replace(made, args=tuple(here)) if fits else None
 
     def _argument(self, arg: Arg, read: Sequence[str], touched: Collection[str]) -> Arg | None:
-        """An argument of the second program as the first one names that memory; None if it has nothing of the kind."""
+        """The first program's argument for an argument of the second; None if it has no such argument."""
         if arg.kind == "slice":
             name = self._slice(str(arg.value), read)
             return None if name is None else Arg("slice", name)
@@ -111,7 +111,7 @@ class _Matched:
         return one.tobytes() == other.tobytes()
 
     def _slice(self, name: str, read: Sequence[str]) -> str | None:
-        """The slice that `name` of the second program is in the first one: one of `read`, or all of a weight that are."""
+        """The first program's slice for slice `name` of the second: one of `read`, or all of `read` of one weight, joined."""
         made = self._wanted[name]
         here = self._slices.get(name)
         if here is not None and replace(here, offset=0) == replace(made, offset=0):

@@ -1,7 +1,7 @@
-"""Kernel rendering: OpenCL C from kernels/templates. Equal text is one kernel; each begins with what it uses of the prelude.
+"""Kernel rendering: OpenCL C from kernels/templates. Kernels with equal text are one; each begins with the prelude it uses.
 
-Every kernel is rendered twice: plain, and with a stream lane for transfer mode `interleave`. Both have the same name, which is
-the file name of the template and a hash of the plain text, so that the twelve equal layers of a transformer share one kernel.
+Every kernel is rendered twice: plain, and with an interleaved copy stream for transfer mode `interleave`. Both have the same
+name, the file name of the template and a hash of the plain text. So the twelve equal layers of a transformer share one kernel.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ DEFAULT_STYLE = CodeStyle()
 """The code style of CPUs and of GPUs that no descriptor says more about."""
 
 _LANE_UNITS, _STAGED_UNITS, _COPY_UNITS = 2, 1, 4
-"""Units of a stream lane that a work-item carries at a time: while it computes; in a staged contraction, whose registers are
-full of its sums and of the next stage; and in a kernel that does nothing else, as so many reads are under way at once."""
+"""Units of the copy stream that a work-item copies at a time: in a kernel that computes; in a staged contraction, whose sums
+and next stage fill the registers; and in a kernel that only copies, so that many reads are in flight.
+"""
 
 
 @cache
 def _environment(style: CodeStyle) -> Environment:
-    """One for all programs for devices of one code style, which templates see as `style`: a template is compiled once."""
+    """The template environment for one code style, which templates see as `style`: a process compiles each template once."""
     environment = Environment(
         loader=FunctionLoader(lambda name: read_text("kernels", f"templates/{name}")),
         undefined=StrictUndefined,
@@ -56,12 +57,12 @@ class Lane:
 
     @property
     def places(self) -> tuple[LaneKind, ...]:
-        """What each of its moves writes."""
+        """The kind of memory that each of its moves writes."""
         return lane_places(self.kind)
 
 
 class _TemplateValues:
-    """Variables of a template. Equal ones, with values of the same types, render to equal text."""
+    """Variables of a template. Equal variables, with values of the same types, render to equal text."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
@@ -75,7 +76,7 @@ class _TemplateValues:
 
 
 def _typed(value: Any) -> tuple[object, ...]:
-    """`value` with its type, because 1, 1.0 and True are equal and read differently."""
+    """`value` with its type, because 1, 1.0 and True are equal and render differently."""
     if isinstance(value, dict):
         return (dict, *((key, _typed(each)) for key, each in sorted(value.items())))
     if isinstance(value, list | tuple):
@@ -95,7 +96,7 @@ def _rendered(template: str, lane: Lane | None, given: _TemplateValues, style: C
 
 
 class KernelLibrary:
-    """Renders kernels and keeps each once. `style`: as in the device's descriptor."""
+    """Library of rendered kernels: stores each once. `style`: as in the device's descriptor."""
 
     def __init__(self, style: CodeStyle = DEFAULT_STYLE) -> None:
         self._style = style
@@ -103,7 +104,7 @@ class KernelLibrary:
         self._given: dict[str, tuple[str, _TemplateValues]] = {}
 
     def kernel(self, template: str, **values: Any) -> str:
-        """Render the template `template` (a path in kernels/templates without .cl.j2) for `values`; the name of the kernel."""
+        """Render the template `template` (a path in kernels/templates without .cl.j2) for `values`; returns its name."""
         given = _TemplateValues(values)
         plain = _rendered(template, None, given, self._style)
         name = f"{PurePosixPath(template).name}_{hashlib.sha256(plain.encode()).hexdigest()[:10]}"
@@ -113,8 +114,9 @@ class KernelLibrary:
         return name
 
     def source(self, lane: LaneKind, channels: Collection[Channel]) -> Source:
-        """OpenCL C of all kernels so far. `lane` is what their stream lanes write (`program.lane_kind`); into buffers and
-        textures of `channels` data are moved by kernels that do nothing else, too.
+        """OpenCL C of all kernels so far. `lane` is the memory that their copy streams write (`program.lane_kind`).
+
+        Kernels that only copy are added, for buffers and for textures of `channels`.
         """
         laned = {
             name: _rendered(template, Lane(lane, _units(given.values)), given, self._style).replace(_PLACEHOLDER, name)
@@ -132,12 +134,12 @@ class KernelLibrary:
 
 
 def _units(given: dict[str, Any]) -> int:
-    """Units of its stream lane that a work-item of such a kernel carries."""
+    """Units of the copy stream that a work-item of such a kernel copies at a time."""
     return _STAGED_UNITS if "t" in given and given["t"].k_block else _LANE_UNITS
 
 
 def _prelude(text: str) -> str:
-    """What `text` uses of the prelude, comments left out: a driver reads it once for each kernel."""
+    """The part of the prelude that `text` uses, without comments, because a driver reads it for each kernel."""
     lines: list[str] = _environment(DEFAULT_STYLE).get_template("common/prelude.cl.j2").render(text=text).splitlines()
     defined = {match[1]: line for line in lines if (match := _DEFINES.match(line))}
     used, new = set[str](), set(_WORD.findall(text)) & defined.keys()
@@ -149,7 +151,7 @@ def _prelude(text: str) -> str:
 
 
 def _name_of(line: str) -> str | None:
-    """What a line of the prelude defines; None for one that every kernel needs, or that is rendered only where it is used."""
+    """The name that a line of the prelude defines; None if every kernel needs the line, or it is rendered only on use."""
     match = _DEFINES.match(line)
     return match[1] if match else None
 

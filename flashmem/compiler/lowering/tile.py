@@ -13,18 +13,20 @@ from flashmem.program.launches import KernelShape
 from flashmem.target.descriptor import KernelConfig
 
 _ELEMENT = {"float32": "float", "float16": "half", "int4": "uchar", "uint4": "uchar"}
-"""OpenCL C's names of packed elements that differ from those of tensors; two of 4 bits are one."""
+"""OpenCL C types of packed elements that differ from those of tensors; two integers of 4 bits are one element."""
 
 
 @dataclass(frozen=True)
 class ContractionTile(KernelConfig):
-    """A config cut to one contraction, as the templates see it (`t`), and the types of what it reads, sums up and writes, and
-    where zero points and scales are. `block_depth`: steps of depth that share a zero point and a scale; 0 if all of them do.
-    `aligned`: rows of the left operand start at a multiple of 16 bytes; `aligned_columns`: so do those of the right one.
-    `looped`: one copy of the fused tail finishes all sums, for compilers that are slow and processors whose stack is in cache.
-    `whole`: a stage never passes the end of the depth, nor of the channels of a tap. `folded`: the weights' texture is folded.
-    `scattered`: the result is stored with columns first. `depth_vector`: steps of depth of the left operand that a plain
-    config reads by one load; a row has a multiple of them.
+    """A config cut to one contraction, as the templates use it (`t`), with the types of its operands, sums and results.
+
+    It also has the places of zero points and scales.
+
+    `block_depth`: steps of depth that share a zero point and a scale; 0 if all of them do. `aligned`: rows of the left operand
+    start at a multiple of 16 bytes; `aligned_columns`: the same for the right one. `looped`: one copy of the epilogue finishes
+    all sums, for slow compilers and processors whose stack is in cache. `whole`: a stage never passes the end of the depth, nor
+    of the channels of a tap. `folded`: the weights' texture is folded. `scattered`: the result is stored with columns first.
+    `depth_vector`: steps of depth of the left operand that a plain config reads by one load; a row has a multiple of them.
     """
 
     texture: bool = False
@@ -47,26 +49,26 @@ class ContractionTile(KernelConfig):
 
     @classmethod
     def of(cls, config: KernelConfig, **types: Any) -> ContractionTile:
-        """`config`, and the fields that a tile has beside."""
+        """The tile of `config`, with the further fields of a tile."""
         return cls(**{each.name: getattr(config, each.name) for each in fields(KernelConfig)}, **types)
 
     @property
     def vectors(self) -> int:
-        """Vectors across a work-item's outputs."""
+        """Number of vectors across a work-item's outputs."""
         return self.columns // self.vector
 
     @property
     def vec(self) -> str:
-        """The type of one of them."""
+        """The type of a vector of sums."""
         return self.vec_of(self.scalar)
 
     def vec_of(self, scalar: str) -> str:
-        """A vector of as many of `scalar`."""
+        """The type of a vector of `scalar`, with as many elements."""
         return Vector(self.vector).named(scalar)
 
     @property
     def element(self) -> str:
-        """What a packed weight is."""
+        """The type of a packed weight."""
         return _ELEMENT.get(self.weights) or STORED[cast(DType, self.weights)]
 
     @property
@@ -81,7 +83,7 @@ class ContractionTile(KernelConfig):
 
     @property
     def panel(self) -> int:
-        """Columns of a panel of packed weights: those of a work-item, or of a work-group that shares what it reads."""
+        """Columns of a panel of packed weights: those of a work-item, or of a work-group that shares its operands."""
         return panel(self)
 
     @property
@@ -95,15 +97,15 @@ class ContractionTile(KernelConfig):
         return self.panel_elements // 4
 
     def row_offset(self, i: int) -> int:
-        """From the first of its rows to the i-th."""
+        """Distance in rows from a work-item's first row to its i-th."""
         return i % self.row_run + i // self.row_run * self.row_run * self.down if self.k_block else i
 
     def column_offset(self, j: int) -> int:
-        """From the first of its columns to the first of the j-th vector."""
+        """Distance in columns from a work-item's first column to the first of its j-th vector."""
         return j * self.vector * (self.across if self.k_block else 1)
 
     def row_items(self, rows: str) -> str:
-        """Work-items in the first direction, as an expression of C."""
+        """Work-items in the first direction, as a C expression."""
         if not self.k_block:
             return f"({rows} + {self.rows - 1}) / {self.rows}"
         return f"({rows} + {self.block_rows - 1}) / {self.block_rows} * {self.items}"
@@ -125,7 +127,7 @@ class ContractionTile(KernelConfig):
 
     @property
     def group(self) -> tuple[int, int]:
-        """The work-group in both directions: flat where its work-items share what they read."""
+        """The work-group in both directions: flat where its work-items share operands."""
         return (self.items, 1) if self.k_block else self.local_size
 
     @property
@@ -145,27 +147,27 @@ class ContractionTile(KernelConfig):
 
     @property
     def block_rows(self) -> int:
-        """Rows of a group's outputs."""
+        """Rows of a work-group's outputs."""
         return self.block[0]
 
     @property
     def block_columns(self) -> int:
-        """Columns of a group's outputs."""
+        """Columns of a work-group's outputs."""
         return self.block[1]
 
     @property
     def right_pitch(self) -> int:
-        """From one step to the next in the right operand's stage, in elements."""
+        """Distance from one step of depth to the next in the right operand's stage, in elements."""
         return self.block_columns
 
     @property
     def row_run(self) -> int:
-        """Neighbouring rows of a work-item, which it reads at once."""
+        """Neighbouring rows that a work-item reads at once."""
         return next(run for run in (4, 2, 1) if self.rows % run == 0)
 
     @property
     def staged(self) -> str:
-        """What operands are in local memory."""
+        """The element type of operands in local memory."""
         return "half" if self.half else "float"
 
     @property

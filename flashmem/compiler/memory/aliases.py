@@ -1,7 +1,7 @@
-"""Alias analysis: values that are contiguous ranges of others, where a Reshape or a Slice moves no data.
+"""Alias analysis: values that are contiguous ranges of others, because a Reshape or a Slice moves no data.
 
-A Reshape's elements are its source's. A Slice's are a range of its source if it takes neighbours only: whole dimensions behind
-the first one that it cuts, and one index in each before that. The range is a tensor of its own kernels' taking if it starts
+The elements of a Reshape are its source's. The elements of a Slice are a range of its source if they are contiguous: whole
+dimensions after the first one that it cuts, and one index in each before it. Kernels can use the range as a tensor if it starts
 where a buffer may start, at a multiple of TENSOR_ALIGNMENT bytes.
 """
 
@@ -16,17 +16,17 @@ from flashmem.compiler.ir.strided import StridedView
 
 @dataclass(frozen=True)
 class Alias:
-    """`value`'s elements are those of `base` from element `start` on."""
+    """The elements of a value: those of `base` from element `start` on."""
 
     base: Value
     start: int
 
 
 class AliasAnalysis:
-    """Alias analysis: for each value the value whose memory it is a range of (computed, copied, an input or a constant).
+    """Alias analysis: maps each value to the value (computed, copied, an input or a constant) whose memory contains it.
 
-    `half`: where `--precision fp16` may store float32 in half, so that a Slice has to start at a multiple of the alignment in
-    either. Results of the model have memory of their own: a Slice that is one, but for Reshapes, is copied.
+    `half`: `--precision fp16` may store float32 in half, so a Slice must start at a multiple of the alignment in both. Results
+    of the model have separate memory: a Slice that is a result, possibly reshaped, is copied.
     """
 
     def __init__(self, graph: Graph, *, half: bool) -> None:
@@ -38,7 +38,7 @@ class AliasAnalysis:
                 self.of(node.outputs[0])
 
     def of(self, value: Value) -> Alias:
-        """Where the elements of `value` are."""
+        """The memory of the elements of `value`."""
         way = []
         while value not in self._found:
             source = self._source(value)
@@ -53,7 +53,7 @@ class AliasAnalysis:
         return found
 
     def base(self, value: Value) -> Value:
-        """The value whose memory holds `value`."""
+        """The value whose memory contains `value`."""
         return self.of(value).base
 
     def moves_nothing(self, node: Node) -> bool:
@@ -61,7 +61,7 @@ class AliasAnalysis:
         return self.base(node.outputs[0]) is not node.outputs[0]
 
     def _source(self, value: Value) -> tuple[Value, int] | None:
-        """The value that `value` is a range of, and from which element on."""
+        """The value of which `value` is a range, and the first element of that range."""
         node = value.producer
         if node is None or node.op not in ("Reshape", "Slice"):
             return None
@@ -71,19 +71,19 @@ class AliasAnalysis:
         itemsize = 2 if self._half and value.dtype == "float32" else ITEMSIZE[value.dtype]
         if start is None or value in self._results or unreshaped(node.input(0)).constant is not None:
             return None
-        # Where the source starts at a multiple too, the sum does.
+        # The sum is a multiple if the source starts at a multiple.
         return (node.input(0), start) if start * itemsize % TENSOR_ALIGNMENT == 0 else None
 
 
 def unreshaped(value: Value) -> Value:
-    """The value that `value` is but for its shape."""
+    """The value before all Reshapes that lead to `value`."""
     while value.producer is not None and value.producer.op == "Reshape":
         value = value.producer.input(0)
     return value
 
 
 def _first_of_range(node: Node) -> int | None:
-    """The element of its source at which a Slice starts, if it takes neighbours; None if it does not, or takes nothing."""
+    """The first element of a Slice in its source, if its elements are contiguous; None if they are not, or it is empty."""
     taken = node.outputs[0].shape
     if 0 in taken:
         return None

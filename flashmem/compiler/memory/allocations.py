@@ -1,7 +1,7 @@
 """Allocation limits: each buffer and texture of a bundle must fit one allocation (CL_DEVICE_MAX_MEM_ALLOC_SIZE).
 
-Weights are cut into slices below that limit (compiler/weights/packing.py). What holds many of them, or all activations, is
-one buffer.
+Weights are divided into slices below that limit (compiler/weights/packing.py). A pool of many slices is one buffer, and so are
+all activations.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from flashmem.target.descriptor import DeviceDescriptor
 
 
 def within_allocations(program: Program, plan: OverlapPlan, descriptor: DeviceDescriptor, mode: TransferMode) -> OverlapPlan:
-    """`plan` without the layouts of modes in which the device could not allocate them; `mode` is the one it was made for.
+    """`plan` without the layouts of modes that the device cannot allocate; `mode` is the plan's own.
 
     Raises:
-        UserError: that is one of them, or the program itself asks for too much at a time.
+        UserError: `mode` is one of them, or the program itself exceeds the limit.
     """
     most = descriptor.max_alloc_bytes
     fixed = (("activations take", program.arena_bytes), ("constants take", program.constants_bytes))
@@ -45,7 +45,7 @@ def within_allocations(program: Program, plan: OverlapPlan, descriptor: DeviceDe
 def _allocations(layout: PoolLayout) -> Iterator[tuple[str, int]]:
     yield "resident and streamed weights take", layout.pool_bytes
     yield "staged weights take", max(layout.staging_bytes, *layout.staging_slots, 0)
-    yield "what weights pass through takes", layout.ring_bytes
+    yield "the staging ring takes", layout.ring_bytes
     for slot in layout.slots:
         yield "a texture takes", slot.nbytes
 

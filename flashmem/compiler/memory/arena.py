@@ -1,8 +1,8 @@
 """Arena layout: offsets for all activations, so that bytes with disjoint lifetimes share memory.
 
-Tensors that share memory (`compiler.memory.buffers`) form one block, in which each has its fixed place. Of a block only some
-bytes may be needed at a time: a part of a Concat before the others are written, a Slice after the rest has been read. What is
-not needed is room for other blocks.
+Tensors that share memory (`compiler.memory.buffers`) form one block, in which each has a fixed place. Only some bytes of a
+block may be needed at a time: a part of a Concat before the others are written, a Slice after the rest has been read. The other
+bytes are free for other blocks.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from flashmem.base.types import SLACK, TENSOR_ALIGNMENT
 from flashmem.planning.memory.layout import Interval, lay_out
 
 _ENOUGH = 1.005
-"""A layout of whole blocks that is this close to the bound is taken; otherwise their parts are placed one by one."""
+"""A layout of whole blocks within this factor of the bound is accepted; otherwise their parts are placed one by one."""
 
 _REPAIRS, _MOVES, _PARTS_PLACED = 12, 100, 30_000
-"""How often everything is placed, by each order with its repairs and by moves; and how many parts, at 10 microseconds each."""
+"""Limits on layouts: repairs of each order, random moves, and parts placed in all, at 10 microseconds each."""
 
 _NEAR = 1.03
-"""How close to the bound is close enough for moves."""
+"""The factor of the bound within which random moves are tried."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class LiveBytes:
 
 
 Rectangle = tuple[int, int, int, int]
-"""Where bytes of a block start, where they end, and the first and the last layer that needs them."""
+"""(first byte, end, first layer, last layer) of bytes of a block that are needed together."""
 
 
 def shapes(uses: Iterable[LiveBytes], *, slack: int = SLACK) -> dict[str, list[Rectangle]]:
-    """Which bytes of each block are needed when. Bytes are counted in whole TENSOR_ALIGNMENT, `slack` behind the last one.
+    """The lifetimes of the bytes of each block, in units of TENSOR_ALIGNMENT, with `slack` after the last byte.
 
-    A block's bytes are needed from their first use to their last: what is written is read later.
+    A block's bytes are needed from their first use to their last: they are written first and read later.
     """
     by_block: dict[str, list[LiveBytes]] = {}
     for use in uses:
@@ -85,7 +85,7 @@ def alive(blocks: Mapping[str, Sequence[Rectangle]], layers: int) -> list[int]:
 
 
 def place_blocks(blocks: Mapping[str, Sequence[Rectangle]], layers: int) -> tuple[dict[str, int], int, int]:
-    """Where each block starts, the bytes that hold all of them, and how many are needed at once: no layout is smaller."""
+    """The offset of each block, the total bytes, and the most bytes needed at once, below which no layout exists."""
     needed = alive(blocks, layers)
     bound = max(needed, default=0)
     whole = [Interval(name, _end(shape), _first(shape), _last(shape)) for name, shape in blocks.items()]
@@ -93,11 +93,11 @@ def place_blocks(blocks: Mapping[str, Sequence[Rectangle]], layers: int) -> tupl
     levels = np.array(needed)
     tight = {name: int(levels[_first(shape) : _last(shape) + 1].max()) for name, shape in blocks.items()}
     orders: tuple[Callable[[str, Sequence[Rectangle]], tuple[int, ...]], ...] = (
-        lambda name, shape: (-tight[name], _first(shape), -_end(shape)),  # those alive where most is, in the order of time
-        lambda name, shape: (-tight[name], _first(shape) - _last(shape)),  # the same, those that are needed for long first
+        lambda name, shape: (-tight[name], _first(shape), -_end(shape)),  # blocks alive at the peak first, by time
+        lambda name, shape: (-tight[name], _first(shape) - _last(shape)),  # the same, with long lifetimes first
         lambda name, shape: (-_end(shape), _first(shape)),  # large ones first
-        lambda name, shape: (-_area(shape), _first(shape)),  # those that are large for long
-        lambda name, shape: (_first(shape), -_end(shape)),  # in the order of time
+        lambda name, shape: (-_area(shape), _first(shape)),  # largest product of bytes and layers first
+        lambda name, shape: (_first(shape), -_end(shape)),  # by time
     )
     times = max(1, _PARTS_PLACED // max(1, sum(map(len, blocks.values()))))
     found: list[tuple[int, list[str]]] = []
@@ -117,7 +117,7 @@ def place_blocks(blocks: Mapping[str, Sequence[Rectangle]], layers: int) -> tupl
 def _moved(
     names: Sequence[str], blocks: Mapping[str, Sequence[Rectangle]], enough: int, moves: int
 ) -> tuple[dict[str, int], int]:
-    """A layout by an order in which blocks that end highest come earlier than in `names`: the best of so many drawn moves."""
+    """Improve a layout by random moves: blocks that end highest are placed earlier than in `names`. Returns the best layout."""
     draw = random.Random(0)
     best = _place_parts(names, blocks)
     for _ in range(moves):
@@ -154,15 +154,13 @@ def _area(shape: Sequence[Rectangle]) -> int:
 
 
 def _place_parts(names: Sequence[str], blocks: Mapping[str, Sequence[Rectangle]]) -> tuple[dict[str, int], int]:
-    """Where blocks start that are placed in the order of `names`, each as low as its parts fit beside those placed; and the
-    bytes that hold all of them.
-    """
+    """Place blocks in the order of `names`, each at the lowest offset that fits; returns the offsets and the total bytes."""
     offsets: dict[str, int] = {}
     placed = np.zeros((sum(map(len, blocks.values())), 4), np.int64)
     count = top = 0
     for name in names:
         shape = blocks[name]
-        taken: list[tuple[int, int]] = []  # a block that starts above the one and below the other overlaps something
+        taken: list[tuple[int, int]] = []  # a block with an offset between these two would overlap a placed part
         for start, end, first, last in shape:
             there = placed[:count]
             there = there[(there[:, 2] <= last) & (there[:, 3] >= first)]

@@ -1,12 +1,12 @@
-"""Buffer assignment: each activation gets memory of its own, or a range of another's. Lifetimes are counted in layers.
+"""Buffer assignment: each activation gets separate memory, or a range of another's. Lifetimes are counted in layers.
 
-- What is a contiguous range of another value lies inside it (`compiler.memory.aliases`).
-- Parts of a Concat that are contiguous ranges of its result are written there by the layers that compute them; only what lies
-  elsewhere is copied. A part that is an input, a result of the model, or in another Concat lies elsewhere.
-- A layer whose kernel can (`Operator.overwrites`) writes its output over an operand that nobody reads later: one of the
-  output's shape and storage, of which each element is read only by the work-item that then writes that place. Kernels that do
-  so are others than those that do not (their pointers are no `restrict` ones), so this is done only in layers that need it:
-  where, without it, more would be alive than is anywhere else.
+- A contiguous range of another value is inside that value's memory (`compiler.memory.aliases`).
+- Parts of a Concat that are contiguous in its result are written there by the layers that compute them; only other parts are
+  copied. A part that is an input, a result of the model, or in another Concat is copied.
+- A layer whose kernel supports it (`Operator.overwrites`) writes its output over an operand that is not read later. The operand
+  has the output's shape and storage, and only the work-item that writes an element reads the operand there. Such kernels differ
+  from others (their pointers are not `restrict`), so only layers that need it do so: those at which, without overwriting, more
+  bytes would be alive than at the peak with overwriting.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Storage = Callable[[Value], StoredType]
 
 @dataclass(frozen=True)
 class BufferRange:
-    """The memory of a value: it starts `offset` bytes behind the start of `root`, which has a tensor of its own."""
+    """The memory of a value: it starts `offset` bytes after the start of `root`, which has a separate tensor."""
 
     root: Value
     offset: int
@@ -42,8 +42,8 @@ class BufferAssignment:
     """Buffer assignment: the memory of each activation of a graph.
 
     Attributes:
-        moved: of values that have no tensor of their own though layers compute them, where they lie.
-        overwritten: by a layer's main operator, the operand whose memory its output takes.
+        moved: the memory of values that layers compute, but that have no separate tensor.
+        overwritten: by a layer's main operator, the operand whose memory its output overwrites.
     """
 
     aliases: AliasAnalysis
@@ -71,9 +71,10 @@ def assign_buffers(
     aliases: AliasAnalysis,
     storage: Storage,
 ) -> BufferAssignment:
-    """Assign memory to all that `layers` read and write, in the order in which they run.
+    """Assign memory to all values that `layers` read and write, in the order in which they run.
 
-    `early`: inputs, and what else the host writes before the first layer. `results`: what it reads after the last one.
+    `early`: values that exist before the first layer: inputs, and values that the host writes. `results`: values that the host
+    reads after the last one.
     """
     trees = _Trees(layers, early, results, aliases, storage)
     trees.join_parts(layers)
@@ -97,10 +98,10 @@ def held_by(
     aliases: AliasAnalysis,
     storage: Storage,
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """The pieces of memory that layers share, where nothing is overwritten: the bytes of each, and the layers that touch it.
+    """The pieces of memory that layers share, without overwriting: the bytes of each, and the layers that use it.
 
-    Arguments as in `assign_buffers`. Layers count from 1; 0 stands for what is before them, one more than their number for
-    what is after. A piece is needed from the first of its layers to the last, in whatever order they run.
+    Arguments as in `assign_buffers`. Layers count from 1; 0 is before all of them, and their number plus one is after. A piece
+    is needed from the first of its layers to the last, in any order of execution.
     """
     trees = _Trees(layers, early, results, aliases, storage)
     trees.join_parts(layers)
@@ -114,7 +115,7 @@ def least_alive(
     aliases: AliasAnalysis,
     storage: Storage,
 ) -> list[int]:
-    """The bytes that are needed at each of `layers`, where every operand is overwritten that can be."""
+    """The bytes that are needed at each of `layers`, if every operand that can be overwritten is."""
     trees = _Trees(layers, early, results, aliases, storage)
     trees.join_parts(layers)
     trees.overwrite(layers, range(len(layers) + 2))
@@ -122,19 +123,20 @@ def least_alive(
 
 
 def where_needed(apart: Sequence[int], least: int) -> set[int]:
-    """The layers at which more than `least` bytes are alive. `apart`: those that are, where nothing is overwritten."""
+    """The layers at which more than `least` bytes are alive. `apart`: the live bytes without overwriting."""
     return {at for at, nbytes in enumerate(apart) if nbytes > least}
 
 
 def read_by(layer: FusionGroup) -> list[Value]:
-    """The operands of a layer: those of its main operator, repeated ones too, and those of its tail."""
+    """The operands of a layer: those of its main operator, with repetitions, and those of its tail."""
     return [*(value for value in layer.main.inputs if value is not None), *layer.operands()]
 
 
 @dataclass
 class _Item:
-    """A value that is computed, `at` bytes behind the start of its root. It is written by layer `first` and read as `reads`
-    says: (first byte, the byte behind the last, layer), counted from its own start.
+    """A computed value, `at` bytes after the start of its root.
+
+    Layer `first` writes it. `reads` are (first byte, end, layer), relative to its start.
     """
 
     base: Value
@@ -144,13 +146,13 @@ class _Item:
     reads: list[tuple[int, int, int]]
 
     def last(self, start: int, end: int, *, spared: int = -1) -> int:
-        """The last layer that needs bytes `start` to `end` of the root; that layer `spared` reads them does not count."""
+        """The last layer that needs bytes `start` to `end` of the root; reads by layer `spared` do not count."""
         reads = (layer for low, high, layer in self.reads if self.at + low < end and start < self.at + high and layer != spared)
         return max(reads, default=self.first)
 
 
 class _Trees:
-    """Values by the root that their memory belongs to, and when they are needed. Layers count from 1."""
+    """Values grouped by the root of their memory, with their lifetimes. Layers count from 1."""
 
     def __init__(
         self,
@@ -174,7 +176,7 @@ class _Trees:
         self._item_of, self._root_of = items, {base: base for base in items}
 
     def copy(self) -> _Trees:
-        """The same trees, to be changed apart."""
+        """A copy that can be changed independently."""
         made = object.__new__(_Trees)
         made.__dict__.update(self.__dict__)
         made._item_of = {base: _Item(i.base, i.nbytes, i.at, i.first, i.reads) for base, i in self._item_of.items()}
@@ -187,7 +189,7 @@ class _Trees:
         return _Item(base, ITEMSIZE[self._storage(base)] * base.size, 0, first, [])
 
     def _span(self, value: Value) -> tuple[Value, int, int]:
-        """The value that `value` is a range of, and its bytes there."""
+        """The value of which `value` is a range, and its bytes in it."""
         found = self._aliases.of(value)
         itemsize = ITEMSIZE[self._storage(found.base)]
         return found.base, found.start * itemsize, (found.start + value.size) * itemsize
@@ -198,7 +200,7 @@ class _Trees:
             items[base].reads.append((start, end, layer))
 
     def alive(self) -> list[int]:
-        """The bytes that are needed at each layer, the first of them before the first layer."""
+        """The live bytes at each layer; the first entry is before the first layer."""
         uses = [
             LiveBytes(str(number), item.at + low, high - low, item.first, layer)
             for number, items in enumerate(self.members.values())
@@ -208,7 +210,7 @@ class _Trees:
         return alive(shapes(uses), self._layers)
 
     def pieces(self) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Bytes that the same layers touch, and those layers; see `held_by`."""
+        """Bytes that the same layers use, and those layers; see `held_by`."""
         for items in self.members.values():
             spans = [
                 (item.at + low, item.at + high, item.first, layer)
@@ -227,13 +229,13 @@ class _Trees:
     # -- parts of a Concat
 
     def join_parts(self, layers: Sequence[FusionGroup]) -> None:
-        """Let parts of Concats be written where they are needed."""
+        """Store parts of Concats inside their results if possible."""
         for layer in layers:
             if layer.main.op == "Concat":
                 parts = list(parts_in_place(layer.main))
                 for i, (part, start) in enumerate(parts):
                     others = {self._aliases.base(other) for other, _ in parts[:i] + parts[i + 1 :]}
-                    # A part that is copied must not be read from where the copy is written.
+                    # A copied part must not share memory with the place that the copy is written to.
                     if not any(self._root_of.get(other) is self._aliases.base(part) for other in others):
                         self._join_part(layer.output, part, start)
 
@@ -254,10 +256,10 @@ class _Trees:
             self._root_of[item.base] = into
             self.members[into].append(item)
 
-    # -- outputs in the place of operands
+    # -- in-place operands
 
     def overwrite(self, layers: Sequence[FusionGroup], where: Collection[int]) -> None:
-        """Let the layers that are numbered in `where` overwrite an operand, if they can."""
+        """Let the layers with the numbers `where` overwrite an operand, if they can."""
         for at, layer in enumerate(layers, start=1):
             if at in where:
                 for operand in self._candidates(layer):
@@ -266,9 +268,9 @@ class _Trees:
                         break
 
     def _candidates(self, layer: FusionGroup) -> Iterator[Value]:
-        """The operands that the layer's kernel reads element by element, of the shape and the storage of what it writes."""
+        """The operands that the layer's kernel reads element by element, with the shape and storage of its output."""
         operator, output = REGISTRY[layer.main.op], layer.output
-        if layer.moved is not None:  # it writes elsewhere than it reads
+        if layer.moved is not None:  # it does not write where it reads
             return
         if operator.expression is not None:
             read = dict.fromkeys(read_by(layer))
@@ -299,13 +301,13 @@ class _Trees:
         return low + shift < end and start < high + shift
 
     def _give(self, operand: Value, layer: FusionGroup, at: int) -> bool:
-        """Give the memory of `operand` to the output of layer `at`, if nobody needs it any more."""
+        """Give the memory of `operand` to the output of layer `at`, if nothing else needs it later."""
         base, start, _ = self._span(operand)
         read, made = self._item_of[base], self._item_of[layer.output]
         old, new = self._root_of[base], self._root_of[layer.output]
         if old is new:
             return False
-        shift = read.at + start - made.at  # from the new root's start to the old one's
+        shift = read.at + start - made.at  # distance from the new root's start to the old one's
         for one in self.members[old]:
             for other in self.members[new]:
                 low, high = max(one.at, other.at + shift), min(one.at + one.nbytes, other.at + shift + other.nbytes)
@@ -327,7 +329,7 @@ class _Trees:
 
 
 def _fills_vectors(layer: FusionGroup, read: Iterable[Value]) -> bool:
-    """Whether the last vector of a row ends with the row: otherwise it has elements of the next one, which others write."""
+    """Whether vectors end with the rows; otherwise the last one reaches into the next row, which other work-items write."""
     shape, columns = layer.output.shape, REGISTRY[layer.main.op].columns
     if columns is not None:
         groups = int(layer.main.attributes.get("group", 1))
@@ -337,7 +339,7 @@ def _fills_vectors(layer: FusionGroup, read: Iterable[Value]) -> bool:
 
 
 def parts_in_place(node: Node) -> Iterator[tuple[Value, int]]:
-    """The parts of a Concat, each with the element of the result at which it starts; none if they are not contiguous there."""
+    """The parts of a Concat, each with its first element in the result; none if they are not contiguous there."""
     shape, axis = node.outputs[0].shape, node.attributes["axis"]
     if math.prod(shape[:axis]) != 1:
         return

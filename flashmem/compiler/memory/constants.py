@@ -1,4 +1,4 @@
-"""Constants by where they are read from: resident memory, streamed slices, or a table of which the host copies rows."""
+"""Classes of constants: resident memory, streamed slices, or a table whose rows the host copies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.memory.aliases import unreshaped
 
 RESIDENT_CONSTANT_BYTES = 1 << 20
-"""Constants up to this size (biases, tables of positions) are resident; larger ones are streamed like weights."""
+"""Constants up to this size (biases, position tables) are resident; larger ones are streamed like weights."""
 
 
 def nbytes_of(value: Value) -> int:
@@ -16,7 +16,7 @@ def nbytes_of(value: Value) -> int:
 
 
 def host_indices(node: Node, graph: Graph) -> str | None:
-    """The model input whose elements pick the rows, if `node` gathers rows of a large constant table by such an input."""
+    """The model input with the row indices, if `node` gathers rows of a large constant table by such an input; else None."""
     if node.op != "Gather" or node.attributes["axis"] != 0:
         return None
     table, indices = node.input(0), node.input(1)

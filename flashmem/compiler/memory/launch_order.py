@@ -18,11 +18,10 @@ from flashmem.program.launches import LaunchOrder
 def in_lowest_order(
     graph: Graph, layers: Sequence[FusionGroup], *, half: bool = False
 ) -> tuple[list[FusionGroup], LaunchOrder]:
-    """`layers`, which are given in an order that works, in the one of the lowest peak that was found, and how good that is.
+    """`layers`, given in a valid order, in the order with the lowest peak found, and the quality of that order.
 
-    `half`: activations are stored in half, where that can be (`compiler.memory.precision`). Rows that the host picks are
-    there from the start. A layer counts as one launch, what lies between the launches of one is not seen; nor is what
-    overwrites its operand.
+    `half`: activations are stored in half where possible (`compiler.memory.precision`). Rows that the host gathers exist from
+    the start. A layer counts as one launch. Memory between the launches of one layer, and overwritten operands, are ignored.
     """
     aliases = AliasAnalysis(graph, half=half)
     picked = [layer for layer in layers if host_indices(layer.main, graph) is not None]
@@ -56,7 +55,7 @@ def _problem(
 
 
 def _sources(value: Value, made_by: Mapping[Node, int | None]) -> Iterator[int]:
-    """The layers that must have run for `value` to be there: through nodes that are no launches, such as Reshape."""
+    """The layers that must run before `value` exists, through nodes without launches, such as Reshape."""
     node = value.producer
     if node is None:
         return

@@ -1,18 +1,18 @@
 """Mixed precision: the activations that `--precision fp16` stores in half.
 
-Arithmetic is in float32, whatever the operands are stored in. Only a kernel config with `KernelConfig.half` sums the products
-of a few steps of depth in half.
+Arithmetic is in float32, for any stored type. Only a kernel config with `KernelConfig.half` sums the products of a few steps of
+depth in half.
 
-What a layer leaves in memory is stored in half, but for
+The results of layers are stored in half, except for
 
-- inputs and outputs that the user gives and takes as float32: the first kernel and the last convert as they load and store,
-  which costs nothing, where the host would spend time and an array as large on it;
-- tensors so small that they would take as much memory: scales, statistics of a few rows;
-- what positions are made of (`Operator.whole`: sampling grids, rectangles; operands of a cast to integers);
-- what a kernel adds to in memory, and the state that a recurrence hands on from step to step.
+- inputs and outputs that are float32 for the user: the first and the last kernel convert them at load and store, which costs
+  nothing, while the host would need time and an array of the same size;
+- tensors so small that half saves no memory: scales, statistics of a few rows;
+- values from which positions are computed (`Operator.whole`: sampling grids, rectangles; operands of a cast to integers);
+- sums that a kernel updates in memory, and the state that a recurrence passes from step to step.
 
-The choice is of the graph alone: a layer that adaptive unfusion splits keeps what lies between its pieces in float32, as it
-would be in registers, so that answers do not depend on the plan.
+The choice depends on the graph only. If adaptive unfusion splits a layer, the values between its parts stay float32, as in
+registers, so that answers do not depend on the plan.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from flashmem.compiler.operators.registry import INTEGERS
 from flashmem.compiler.passes.fusion import fuse
 
 SMALL = (TENSOR_ALIGNMENT - SLACK) // 4
-"""Elements of float32 that fit where a tensor starts, whatever they are stored in."""
+"""Number of elements that need the same memory in float32 and in half, because of the alignment of tensors."""
 
 
 def stored_in_half(graph: Graph, aliases: AliasAnalysis) -> frozenset[Value]:
-    """The activations of `graph` that are stored in half: those that have memory of their own, or share it (`aliases`)."""
+    """The activations of `graph` that are stored in half: those with separate memory, or that share it (`aliases`)."""
     layers = fuse(graph)
     inputs = [port for port in graph.inputs if port.dtype == "float16"]
     found = {aliases.base(value) for value in (*(port.value for port in inputs), *(layer.output for layer in layers))}
@@ -42,7 +42,7 @@ def stored_in_half(graph: Graph, aliases: AliasAnalysis) -> frozenset[Value]:
 
 
 def _whole(layer: FusionGroup) -> Iterator[Value]:
-    """The tensors of a layer that have to be stored in their own type."""
+    """The tensors of a layer that must be stored in their own type."""
     for node in layer.nodes:
         yield from (value for value in REGISTRY[node.op].whole(node) if value is not None)
     if any(node.op in ("BitCast", "Cast") and _to_integers(node) for node in layer.nodes):

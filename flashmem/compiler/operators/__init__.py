@@ -1,4 +1,4 @@
-"""What flashmem can run: each operator is one declaration, one module for each family; `registry` explains its fields."""
+"""Operators that flashmem can run: one declaration each, one module for each family; `registry` explains the fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activation functions, element by element, in float32."""
+"""Activation functions, elementwise, in float32."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from flashmem.compiler.operators.vector import Vector
 
 
 def _number(node: Node, v: Vector, name: str, default: float) -> str:
-    """An attribute as a literal."""
+    """An attribute as a literal of OpenCL C."""
     return v.literal("float32", node.attributes.get(name, default))
 
 
 def _below_zero(node: Node, x: str, v: Vector, below: str) -> str:
-    """`below` where x < 0, else x; NaN stays."""
+    """`below` if x < 0, else x; NaN stays."""
     dtype = node.input(0).dtype
     return v.choose(dtype, v.truth(dtype, f"{x} < {v.literal(dtype, 0)}"), below, x)
 
@@ -61,7 +61,7 @@ def _gelu(node: Node, x: Sequence[str], v: Vector) -> str:
 
 
 def _shrink(node: Node, x: Sequence[str], v: Vector) -> str:
-    """Bounds and shift are cut to the type of the input, as ONNX's definition has it."""
+    """Shrink. Bounds and shift are truncated to the type of the input, as in ONNX's definition."""
     dtype = node.input(0).dtype
     bound, shift = float(node.attributes.get("lambd", 0.5)), float(node.attributes.get("bias", 0.0))
     if dtype != "float32":

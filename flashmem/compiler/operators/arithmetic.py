@@ -1,4 +1,4 @@
-"""Arithmetic, element by element. On integers it wraps around at the width of the type, as ONNX Runtime's does."""
+"""Elementwise arithmetic. Integers wrap around at the width of their type, as in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def infix(symbol: str) -> Emit:
 
 
 def call(function: str) -> Emit:
-    """A call of an OpenCL function or of a macro of the prelude."""
+    """A call of an OpenCL function or of a macro in the prelude."""
     return lambda node, x, v: f"{function}({', '.join(x)})"
 
 
 def fold(function: str, float_function: str) -> Emit:
-    """A function of two operands, over any number of them."""
+    """A function of two operands, folded over any number of them."""
 
     def emit(node: Node, x: Sequence[str], v: Vector) -> str:
         name = float_function if node.input(0).dtype == "float32" else function
@@ -46,7 +46,7 @@ def _signed(dtype: DType) -> bool:
 
 
 def _divisor(dtype: DType, y: str, v: Vector) -> str:
-    """`y`, or 1 where dividing by it traps: by 0, for which ONNX has no result, and by -1, where it may overflow."""
+    """`y`, or 1 if dividing by it traps: by 0, for which ONNX has no result, and by -1, where it may overflow."""
     traps = v.truth(dtype, f"{y} == {v.literal(dtype, 0)}")
     if _signed(dtype):
         traps = f"{traps} | {v.truth(dtype, f'{y} == {v.literal(dtype, -1)}')}"
@@ -54,7 +54,7 @@ def _divisor(dtype: DType, y: str, v: Vector) -> str:
 
 
 def _div(node: Node, x: Sequence[str], v: Vector) -> str:
-    """Truncates towards zero on integers."""
+    """Division; integers truncate towards zero."""
     if is_float(node):
         return f"{x[0]} / {x[1]}"
     dtype = node.input(0).dtype
@@ -65,7 +65,7 @@ def _div(node: Node, x: Sequence[str], v: Vector) -> str:
 
 
 def _mod(node: Node, x: Sequence[str], v: Vector) -> str:
-    """The sign of the divisor, as in Python, or with `fmod` that of the dividend, as in C."""
+    """Remainder with the sign of the divisor, as in Python, or with `fmod` that of the dividend, as in C."""
     dtype = node.input(0).dtype
     rest = f"fmod({x[0]}, {x[1]})" if is_float(node) else f"{x[0]} % {_divisor(dtype, x[1], v)}"
     if dtype.startswith("uint") or node.attributes.get("fmod", 0):
@@ -94,7 +94,7 @@ def _pow(node: Node, x: Sequence[str], v: Vector) -> str:
 
 
 def _exponent(dtype: DType, y: str, v: Vector) -> str:
-    """`y` as int64. To a power of 2**62 or more an even number is 0 and an odd one repeats: 2**62 stands for all above."""
+    """`y` as int64. An even number to a power from 2**62 on is 0 and an odd one repeats, so higher bits can be dropped."""
     if dtype == "uint64":
         least = v.literal(dtype, 2**62)
         y = v.choose(dtype, v.truth(dtype, f"{y} >= {least}"), f"({y} & {v.literal(dtype, 2**62 - 1)}) | {least}", y)
@@ -113,7 +113,7 @@ def _check_pow(node: Node) -> str | None:
 
 
 def _rewrite_pow(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """A constant exponent as attribute; exponents of integers as integers."""
+    """Rewrite Pow: a constant exponent becomes an attribute; exponents of integers are integers."""
     base, exponent, output = node.input(0), node.input(1), node.outputs[0]
     if is_float(node) and exponent.constant is not None and exponent.size == 1 and base.shape == output.shape:
         value = float(exponent.constant.array().reshape(-1)[0])
@@ -126,7 +126,7 @@ def _rewrite_pow(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _shift(node: Node, x: Sequence[str], v: Vector) -> str:
-    """A shift by no less than the width, or by less than nothing, leaves only copies of the sign, or zeros."""
+    """A shift. By the width or more, or by a negative count, only copies of the sign, or zeros, remain."""
     dtype, is_left = node.input(0).dtype, node.attributes["direction"] == "LEFT"
     bits = 8 * ITEMSIZE[dtype]
     inside = v.truth(dtype, f"{x[1]} < {v.literal(dtype, bits)}")
@@ -158,7 +158,7 @@ def _sign(node: Node, x: Sequence[str], v: Vector) -> str:
 
 
 def _clip(node: Node, x: Sequence[str], v: Vector) -> str:
-    """Bounds as attributes. The lower one first: where they cross, the upper one is the result."""
+    """Clip by bounds in attributes. The lower bound applies first: if they cross, the upper one is the result."""
     name = ("fm_max", "fm_min") if is_float(node) else ("max", "min")
     value = x[0]
     for function, bound in zip(name, (node.attributes["minimum"], node.attributes["maximum"]), strict=True):
@@ -168,7 +168,7 @@ def _clip(node: Node, x: Sequence[str], v: Vector) -> str:
 
 
 def _rewrite_clip(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Constant bounds as attributes, others as Max and Min."""
+    """Rewrite Clip: constant bounds become attributes, others Max and Min."""
     x, output = node.input(0), node.outputs[0]
     bounds = [node.attributes.get("min"), node.attributes.get("max")]
     given = [node.optional(1), node.optional(2)]
@@ -199,7 +199,7 @@ def _check_clip(node: Node) -> str | None:
 
 
 def _rewrite_mean(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Sum of the inputs, times one over their number."""
+    """Rewrite Mean as the sum of the inputs, times one over their number."""
     output = node.outputs[0]
     total = rewriter.emit("Sum", node.inputs, output.shape, output.dtype, f"{node.name}.sum")
     share: Value = constant(f"{node.name}.share", np.array([1 / len(node.inputs)], np.float32))

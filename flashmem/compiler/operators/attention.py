@@ -1,10 +1,11 @@
-"""Attention in one kernel: softmax(f(Q K^T)) V, as `compiler.passes.attention` finds it; no score is ever written to memory.
+"""Attention in one kernel: softmax(f(Q K^T)) V, matched by `compiler.passes.attention`; no score is written to memory.
 
-Inputs of `FusedAttention` are the tensors that hold queries, keys and values, and then the operands of `scores`; with attribute
-`dropped` also, last, booleans of all queries, whose answers are 0 where they are true. Attributes:
-`query`, `key`, `value` and `answer` (each an `Access`), `stacks` (the shapes of the stacks of scores and of answers, until
-`compiler.passes.attention_views` ran), `batches`, `rows` (queries of a batch), `keys`, `scale` (of each
-product of a query and a key), `value_scale` (of each value) and `scores`.
+Inputs of `FusedAttention` are the tensors with queries, keys and values, then the operands of `scores`. With attribute
+`dropped` the last input is a boolean for each query, whose answer is 0 where it is true.
+
+Attributes are `query`, `key`, `value` and `answer` (each an `Access`), `batches`, `rows` (queries of a batch), `keys`, and
+`scores`. `scale` multiplies each product of a query and a key, `value_scale` each value. `stacks` are the shapes of the stacks
+of scores and of answers, until `compiler.passes.attention_views` has run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from flashmem.compiler.operators.tiling_interface import AxisRange, TiledNode, a
 
 @dataclass(frozen=True)
 class Access:
-    """Where a stack of matrices lies in a tensor, in elements: element (batch, row, channel) at `start` plus what each adds."""
+    """Memory access of a stack of matrices: element (batch, row, channel) is at `start` plus an offset of each, in elements."""
 
     start: int
     batch: Dimension
@@ -41,8 +42,9 @@ def access(view: StridedView) -> Access:
 
 
 def stack(view: StridedView, batch: Sequence[int], *, swap: bool = False) -> StridedView:
-    """`view`, whose last two dimensions are matrices, broadcast to a stack of shape `batch`; rows and columns exchanged if
-    `swap`.
+    """`view`, whose last two dimensions are matrices, broadcast to a stack of shape `batch`.
+
+    With `swap`, rows and columns are exchanged.
     """
     rank = len(batch)
     made = view.expanded((*batch, *view.shape[-2:]))
@@ -51,8 +53,10 @@ def stack(view: StridedView, batch: Sequence[int], *, swap: bool = False) -> Str
 
 @dataclass(frozen=True)
 class Step:
-    """An elementwise operator on a vector of scores. Its operands are registers by number: first the score itself, then the
-    operands in the node's order, then the results of earlier steps.
+    """An elementwise operator on a vector of scores.
+
+    Its operands are register numbers: first the score itself, then the operands in the node's order, then the results of
+    earlier steps.
     """
 
     op: str
@@ -63,8 +67,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Scores:
-    """What happens to scores between product and softmax: `steps` over `shape`, scores of all queries. `guarded`: weights that
-    are no numbers, those of a query that sees no key, count 0.
+    """The operators on scores between product and softmax: `steps` over `shape`, scores of all queries.
+
+    `guarded`: NaN weights, those of a query that sees no key, count as 0.
     """
 
     shape: tuple[int, ...]
@@ -72,7 +77,7 @@ class Scores:
     guarded: bool = False
 
     def nodes(self, operands: list[Value]) -> tuple[Value, tuple[Node, ...]]:
-        """The score as it leaves the product, and the steps as nodes on it and `operands`."""
+        """The score after the product, and the steps as nodes on it and `operands`."""
         score = Value("score", self.shape, "float32")
         registers, nodes = [score, *operands], []
         for i, step in enumerate(self.steps):
@@ -98,8 +103,9 @@ class _Range:
 
 
 def attention_tile(node: Node, span: AxisRange) -> TiledNode | None:
-    """A range of the answer along its outermost axis is a range of queries, or of the matrices of a stack. Queries of a range
-    read all keys and values; matrices those of their own, where these lie apart in memory.
+    """Tile attention: a range of the answer along its outermost axis is a range of queries, or of the matrices of a stack.
+
+    A range of queries reads all keys and values. A range of matrices reads its own ones, if they are separate in memory.
     """
     given, output = node.attributes, node.outputs[0]
     if math.prod(output.shape[: span.axis]) != 1:
@@ -135,7 +141,7 @@ def attention_tile(node: Node, span: AxisRange) -> TiledNode | None:
 
 
 def _chosen(answer: Access, size: int, first: int, last: int) -> _Range | None:
-    """The batches or rows whose answers are the elements from `first` to `last` of all the `size` elements."""
+    """The batches or rows whose answers are elements `first` to `last` of all `size` elements."""
     kinds: tuple[tuple[Literal["batch", "row"], Dimension], ...] = (("batch", answer.batch), ("row", answer.row))
     for kind, dimension in kinds:
         if dimension and dimension[0][0] * dimension[0][1] == size:
@@ -147,7 +153,7 @@ def _chosen(answer: Access, size: int, first: int, last: int) -> _Range | None:
 
 
 def _restricted(access: Access, chosen: _Range) -> Access | None:
-    """`access` to the chosen matrices or rows only."""
+    """The access to the matrices or rows of `chosen` only."""
     dimension = access.batch if chosen.kind == "batch" else access.row
     (_, stride), *others = dimension or ((1, 0),)
     each = math.prod(count for count, _ in others)
@@ -159,7 +165,7 @@ def _restricted(access: Access, chosen: _Range) -> Access | None:
 
 
 def _memory(access: Access, chosen: _Range, value: Value) -> AxisRange | None:
-    """The part of `value` along its outermost axis that the chosen ones are, if no other reads it; None: all of it."""
+    """The range of `value` along its outermost axis that `chosen` reads, if nothing else reads it; None: all of it."""
     dimension, other = (access.batch, access.row) if chosen.kind == "batch" else (access.row, access.batch)
     if not dimension:
         return None
@@ -176,7 +182,7 @@ def _memory(access: Access, chosen: _Range, value: Value) -> AxisRange | None:
 def _scores(
     scores: Scores, chosen: _Range, rows: int, operands: Sequence[Value]
 ) -> tuple[Scores, list[AxisRange | None]] | None:
-    """The steps on the scores of the chosen ones, and what they need of their operands."""
+    """The steps on the scores of `chosen`, and the ranges of their operands."""
     shape = scores.shape
     queries = math.prod(shape[:-1])
     if not operands:

@@ -1,6 +1,7 @@
-"""Cast: between integers it wraps, from floats it truncates, to narrower floats it rounds to nearest, ties to even.
+"""Cast: integers wrap, floats truncate to integers, and narrower floats round to nearest, ties to even.
 
-The device has one floating point type, float32. A Cast to float16 or bfloat16 leaves float32 numbers that those types have.
+The device has one floating point type, float32. The result of a Cast to float16 or bfloat16 is float32 numbers that those types
+can represent.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def _cast(node: Node, x: Sequence[str], v: Vector) -> str:
 
 
 def _rewrite_cast(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """A Cast that changes nothing is a Reshape; of a constant, it is done when it is read."""
+    """Rewrite Cast: without effect it is a Reshape; a constant is converted when it is read."""
     x, output = node.input(0), node.outputs[0]
     rounding = _ROUNDED.get(int(node.attributes["to"]))
     if x.constant is not None:
@@ -68,6 +69,6 @@ register(
     __name__,
     elementwise("BitCast", ANY, _bit_cast, check=_check_bit_cast),
     elementwise("Cast", ANY, _cast, rewrite=_rewrite_cast),
-    # What a layer does that only copies: an output of the model that is one of its inputs, or a constant.
+    # A layer that only copies: an output of the model that is one of its inputs, or a constant.
     Operator("Copy", (ANY,), expression=lambda node, x, v: x[0], layout="either", onnx=False),
 )

@@ -1,7 +1,7 @@
-"""Products: MatMul, Gemm, convolutions.
+"""Contractions: MatMul, Gemm, convolutions.
 
-After the rewrites `MatMul` has attribute `transposed` (1 if the constant second operand is stored [N, K]); Gemm is MatMul, Mul
-and Add; `Conv` and `ConvTranspose` are 2D or 3D, without bias, with attributes `strides`, `dilations`, `pads` (before every
+After the rewrites `MatMul` has attribute `transposed` (1 if the constant second operand is stored [N, K]). Gemm is MatMul, Mul
+and Add. `Conv` and `ConvTranspose` are 2D or 3D, without bias, with attributes `strides`, `dilations`, `pads` (before every
 dimension, then after every one) and `group`.
 """
 
@@ -20,7 +20,7 @@ from flashmem.compiler.operators.tiling_interface import product_tile, window_ti
 
 
 def _rewrite_gemm(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Gemm is MatMul, Mul by alpha and Add of beta times C."""
+    """Rewrite Gemm as MatMul, Mul by alpha and Add of beta times C."""
     a, b, c = node.input(0), node.input(1), node.optional(2)
     alpha, beta = float(node.attributes.get("alpha", 1.0)), float(node.attributes.get("beta", 1.0))
     output, dtype = node.outputs[0], a.dtype
@@ -43,9 +43,9 @@ def _rewrite_gemm(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _rewrite_matmul(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Vectors become matrices of one row or column; a constant second operand that was transposed is read as stored."""
+    """Rewrite MatMul: vectors become matrices of one row or column; a transposed constant operand is read as stored."""
     a, b, output = node.input(0), node.input(1), node.outputs[0]
-    if not a.size:  # sums of nothing
+    if not a.size:  # empty sums
         rewriter.replaced[output] = constant(output.name, np.zeros(output.shape, output.dtype))
         return
     if len(a.shape) > 1 and len(b.shape) > 1:
@@ -64,7 +64,7 @@ def _rewrite_matmul(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def window(node: Node, kernel: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Strides, dilations and pads of a window; pads that ONNX leaves open follow from the shapes."""
+    """Strides, dilations and pads of a window; `auto_pad` is resolved from the shapes."""
     rank = len(kernel)
     strides = tuple(int(i) for i in node.attributes.get("strides") or [1] * rank)
     dilations = tuple(int(i) for i in node.attributes.get("dilations") or [1] * rank)
@@ -82,7 +82,7 @@ def window(node: Node, kernel: Sequence[int]) -> dict[str, tuple[int, ...]]:
 
 
 def _total_pad(transposed: bool, size: int, out_size: int, kernel: int, stride: int, dilation: int, extra: int) -> int:
-    """The elements that pads add before and after, or that a transposed convolution leaves out of what it makes."""
+    """Elements that pads add before and after, or that a transposed convolution omits from its result."""
     reach = dilation * (kernel - 1) + 1
     if transposed:
         return max(0, (size - 1) * stride + reach + extra - out_size)
@@ -96,7 +96,7 @@ def lift(sliding: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
 
 
 def _rewrite_convolution(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """1D convolutions become 2D; the bias is an Add."""
+    """Rewrite convolutions: 1D becomes 2D; the bias becomes an Add."""
     x, w, bias, output = node.input(0), node.input(1), node.optional(2), node.outputs[0]
     sliding = window(node, w.shape[2:])
     group = int(node.attributes.get("group", 1))
@@ -115,11 +115,11 @@ def _rewrite_convolution(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 _LARGEST_BLOCK = 1024
-"""Elements of a block of Col2Im: its matrix of places has their square."""
+"""The most elements of a block of Col2Im: its matrix of places has their square."""
 
 
 def _rewrite_col2im(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """A transposed convolution of each channel's blocks: element t of a block is a channel that goes to tap t."""
+    """Rewrite Col2Im as a transposed convolution of each channel's blocks: element t of a block is a channel for tap t."""
     x, output = node.input(0), node.outputs[0]
     block, sliding, counts = _blocks(node)
     if len(block) == 1:
@@ -134,7 +134,7 @@ def _rewrite_col2im(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _blocks(node: Node) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]], tuple[int, ...]]:
-    """The block of a Col2Im, how it slides, and at how many places in each dimension."""
+    """The block of a Col2Im, its sliding window, and the number of its places in each dimension."""
     image, block = constant_integers(node, 1, "image_shape") or [], constant_integers(node, 2, "block_shape") or []
     rank = len(block)
     sliding = {
@@ -169,7 +169,7 @@ def _check_col2im(node: Node) -> str | None:
 
 
 def last_columns(node: Node) -> int:
-    """The dimension of the output that kernels of products walk along."""
+    """The first dimension of the output that kernels of products treat as columns: the last one."""
     return len(node.outputs[0].shape) - 1
 
 
@@ -219,7 +219,7 @@ def _check_convolution(node: Node) -> str | None:
 
 
 def bad_window(node: Node, kernel: Sequence[int]) -> str | None:
-    """Why a window of `kernel` cannot slide over the node's input."""
+    """Why a window of `kernel` cannot slide over the node's input, or None."""
     rank = len(kernel)
     for name, count, least in (("strides", rank, 1), ("dilations", rank, 1), ("pads", 2 * rank, None)):
         given = node.attributes.get(name)

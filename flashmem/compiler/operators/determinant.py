@@ -1,4 +1,4 @@
-"""The determinant of matrices."""
+"""Determinants of matrices (Det)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Einsum, for any equation: diagonals and sums of one operand, then pair after pair as MatMul or Mul, then the order asked for.
+"""Einsum for any equation: diagonals and sums of single operands, then MatMul or Mul of pairs, then the requested order.
 
-An operand is a value with a label for each dimension. A pair's MatMul takes whichever operand as its left one, and whichever
-order of the right one's last two dimensions, moves the least data: `bhij,hg->bgij` moves none.
+An operand is a value with a label for each dimension. A pair's MatMul moves the least data that any choice of left operand, and
+of the right one's last two dimensions, allows: `bhij,hg->bgij` moves none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flashmem.compiler.operators.rewriting import reshaped, transpose
 
 @dataclass(frozen=True)
 class _Operand:
-    """A value whose dimension i is called `labels[i]`, each name once."""
+    """A value with a label for each dimension; labels are unique."""
 
     value: Value
     labels: tuple[str, ...]
@@ -32,8 +32,10 @@ class _Operand:
 
 @dataclass(frozen=True)
 class _Product:
-    """A MatMul of a pair: `left` in the order (batch, rows, depth), `right` (lead, batch, depth, columns), or with these last
-    two exchanged if `transposed`. The left one is the same for all of `lead`."""
+    """A MatMul of a pair: `left` in the order (batch, rows, depth), `right` (lead, batch, depth, columns).
+
+    With `transposed`, the last two of `right` are exchanged. All of `lead` share the left operand.
+    """
 
     left: _Operand
     right: _Operand
@@ -55,11 +57,11 @@ class _Product:
 
     @property
     def order(self) -> tuple[str, ...]:
-        """Of the result."""
+        """Labels of the result, in order."""
         return (*self.lead, *self.batch, *self.rows, *self.columns)
 
     def cost(self, wanted: Sequence[str] | None) -> tuple[int, bool]:
-        """Elements that are moved before and, if the result has to be in the order `wanted`, after; ties prefer a weight."""
+        """Elements moved before and, if the result must be in the order `wanted`, after the product; ties prefer a weight."""
         pairs = ((self.left, self.left_order), (self.right, self.right_order))
         moved = sum(each.value.size for each, order in pairs if each.labels != order and each.value.constant is None)
         sizes = _sizes(self.left, self.right)
@@ -75,7 +77,7 @@ def _sizes(left: _Operand, right: _Operand) -> dict[str, int]:
 
 
 def _parsed(node: Node) -> tuple[list[list[str]], list[str]]:
-    """Labels of the inputs and of the output, dimensions under an ellipsis counted from the back. Raises ValueError."""
+    """Labels of the inputs and of the output; ellipsis dimensions are numbered from the back. Raises ValueError."""
     equation = "".join(str(node.attributes.get("equation", "")).split())
     left, arrow, right = equation.partition("->")
     terms = left.split(",")
@@ -106,7 +108,7 @@ def _labels(term: str, rank: int) -> list[str]:
 
 
 def _rewrite_einsum(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """See the module."""
+    """Rewrite Einsum; see the module."""
     terms, output = _parsed(node)
     operands = [_diagonal(rewriter, node.input(i), labels) for i, labels in enumerate(terms)]
     for first, second in _pairs(operands, output):
@@ -123,7 +125,7 @@ def _rewrite_einsum(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _pairs(operands: Sequence[_Operand], output: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Places in a list of operands of the next two, whose result goes to its end; numpy chooses the order."""
+    """Indices of the next two operands in a list; their result is appended to it. numpy chooses the order."""
     labels = sorted({label for each in operands for label in each.labels})
     if len(operands) > 2 and len(labels) <= len(string.ascii_letters):
         letters = dict(zip(labels, string.ascii_letters, strict=False))
@@ -133,7 +135,7 @@ def _pairs(operands: Sequence[_Operand], output: Sequence[str]) -> Iterator[tupl
         left = len(operands)
         for step in np.einsum_path(equation, *empty, optimize="greedy")[0][1:]:
             places = sorted(step)
-            for i in range(1, len(places)):  # of a step of more than two, each further one with the result, which is last
+            for i in range(1, len(places)):  # a step of more than two: each further operand with the result, which is last
                 yield (places[0], places[1]) if i == 1 else (places[i] - i, left - 1)
                 left -= 1
     else:
@@ -146,7 +148,7 @@ def _name(value: Value, what: str) -> str:
 
 
 def _diagonal(rewriter: Rewriter, value: Value, labels: Sequence[str]) -> _Operand:
-    """`value` with its diagonal wherever a label stands twice: a slice of steps of size + 1 through both dimensions as one."""
+    """Take the diagonal of `value` for each repeated label: a Slice with step size + 1 through both dimensions as one."""
     names = list(labels)
     while len(set(names)) < len(names):
         label = next(name for name in names if names.count(name) > 1)
@@ -178,7 +180,7 @@ def _permuted(rewriter: Rewriter, value: Value, perm: Sequence[int]) -> Value:
 
 
 def _ordered(rewriter: Rewriter, operand: _Operand, order: Sequence[str]) -> Value:
-    """The value with its dimensions in the order of labels; labels it lacks have size 1."""
+    """The value with its dimensions in the order of labels; missing labels have size 1."""
     present = [label for label in order if label in operand.labels]
     value = _permuted(rewriter, operand.value, [operand.labels.index(label) for label in present])
     shape = tuple(operand.size(label) if label in operand.labels else 1 for label in order)
@@ -186,7 +188,7 @@ def _ordered(rewriter: Rewriter, operand: _Operand, order: Sequence[str]) -> Val
 
 
 def _summed(rewriter: Rewriter, operand: _Operand, kept: Collection[str]) -> _Operand:
-    """The operand summed over the labels that are not kept."""
+    """Sum the operand over the labels that are not kept."""
     value = operand.value
     gone = [axis for axis, label in enumerate(operand.labels) if label not in kept]
     if not gone:
@@ -206,7 +208,7 @@ def _summed(rewriter: Rewriter, operand: _Operand, kept: Collection[str]) -> _Op
 
 
 def _without(rewriter: Rewriter, operand: _Operand, gone: Collection[str]) -> _Operand:
-    """The operand without labels that have size 1 in it."""
+    """The operand without the labels of `gone`, whose size is 1."""
     labels = tuple(label for label in operand.labels if label not in gone)
     return _Operand(reshaped(rewriter, operand.value, tuple(operand.size(label) for label in labels)), labels)
 
@@ -214,9 +216,9 @@ def _without(rewriter: Rewriter, operand: _Operand, gone: Collection[str]) -> _O
 def _contracted(
     rewriter: Rewriter, a: _Operand, b: _Operand, needed: Collection[str], wanted: Sequence[str] | None
 ) -> _Operand:
-    """The product of two operands, summed over labels that nobody needs; if given, in the order `wanted` where that is free."""
+    """The product of two operands, summed over unneeded labels; in the order `wanted` if that is free."""
     shared = [label for label in a.labels if label in b.labels]
-    # What is broadcast in one of them, and summed, belongs to the other alone.
+    # A label that is summed, and broadcast in one operand, is dropped from that operand.
     a = _without(rewriter, a, [label for label in shared if label not in needed and a.size(label) == 1 < b.size(label)])
     b = _without(rewriter, b, [label for label in shared if label not in needed and b.size(label) == 1 < a.size(label)])
     a = _summed(rewriter, a, {*needed, *b.labels})
@@ -233,14 +235,14 @@ def _contracted(
 
 
 def _products(a: _Operand, b: _Operand, depth: Sequence[str]) -> Iterator[_Product]:
-    """The forms that a pair's MatMul can have."""
+    """The forms of a pair's MatMul."""
     for left, right in ((a, b), (b, a)):
         batch = tuple(label for label in right.labels if label in left.labels and label not in depth)
         rows = tuple(label for label in left.labels if label not in right.labels)
         own = tuple(label for label in right.labels if label not in left.labels)
         leads = next((i for i, label in enumerate(right.labels) if label in left.labels), 0)
         for lead in {0, leads}:
-            # Depth in the order that either of the two has.
+            # Depth in the order of either operand.
             for along in dict.fromkeys(tuple(label for label in each.labels if label in depth) for each in (left, right)):
                 for transposed in (False, True):
                     yield _Product(left, right, own[:lead], batch, rows, along, own[lead:], transposed)

@@ -1,16 +1,16 @@
-"""Reading and writing elements where indices say.
+"""Gather and scatter: reading and writing elements by indices.
 
-After the rewrites there are three forms, which no ONNX file holds:
+The rewrites produce three forms, which no ONNX file contains:
 
 - `GatherAt` reads: position p of the output, in row-major order over `positions`, is the `run` elements at
-  p · `base` + Σ index_c · `strides`_c, where the indices of p lie side by side at p · `index`.
+  p · `base` + Σ index_c · `strides`_c, where the indices of p are contiguous at p · `index`.
 - `ScatterAt` writes into a copy: element (item, step) of the updates, at item · `update` + step · `update_step`, goes to
-  item · `target` + `stride` · Σ index_c · `strides`_c, with the indices at item · `index` + step · `index_step`. An element
-  that several steps of an item reach takes them in in their order; different items never reach the same.
-- `Place` writes a regular region (`region`, `source`, `target`, `start`) into a copy: what constant indices often come to.
+  item · `target` + `stride` · Σ index_c · `strides`_c, with the indices at item · `index` + step · `index_step`. If several
+  steps of an item reach one element, they update it in order; different items never reach the same element.
+- `Place` writes a regular region (`region`, `source`, `target`, `start`) into a copy, often in place of constant indices.
 
-`sizes` are the dimensions that indices count in, from the end where they are negative. `positions`, `items` and `region` are
-sizes; what is multiplied with them, like all strides, is in elements.
+`sizes` are the dimensions that indices count in, from the end if they are negative. `positions`, `items` and `region` are
+sizes. Their factors, like all strides, are in elements.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _without(sizes: Sequence[int], axis: int) -> tuple[int, ...]:
 
 
 def _outside(node: Node, indices: NDArray[np.integer], sizes: Sequence[int]) -> str | None:
-    """Why constant `indices`, of one dimension each along their last axis, do not fit `sizes`."""
+    """Why constant `indices` do not fit `sizes`, or None. Their last axis has one entry for each dimension."""
     for position, size in enumerate(sizes):
         given = indices[..., position].reshape(-1)
         wrong = given[(given < -size) | (given >= size)]
@@ -48,7 +48,7 @@ def _outside(node: Node, indices: NDArray[np.integer], sizes: Sequence[int]) -> 
 
 
 def _from_front(indices: Value, sizes: Sequence[int]) -> Value:
-    """`indices`, whose last axis goes through `sizes`; constant ones counted from the front."""
+    """`indices`, whose last axis has one entry for each of `sizes`; constant ones are made nonnegative."""
     if indices.constant is None:
         return indices
     data = np.asarray(indices.constant.array(), np.int64).reshape(-1, len(sizes))
@@ -66,19 +66,19 @@ def _gather_elements(rewriter: Rewriter, name: str, x: Value, indices: Value, ax
 
 
 def gather_elements(rewriter: Rewriter, x: Value, indices: Value, axis: int, output: Value, name: str) -> None:
-    """`output` is what `indices`, which are known to be right, choose from `x` along `axis`."""
+    """Append a gather: `output` is the elements of `x` at `indices` along `axis`; the indices must be valid."""
     _gather_elements(rewriter, name, x, indices, axis, output)
 
 
 def _rewrite_gather_elements(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """One index for each element of the output."""
+    """Rewrite GatherElements: one index for each element of the output."""
     x = node.input(0)
     axis = from_front(int(node.attributes.get("axis", 0)), len(x.shape))
     _gather_elements(rewriter, node.name, x, node.input(1), axis, node.outputs[0])
 
 
 def _check_elements(node: Node) -> str | None:
-    """The same for GatherElements and ScatterElements: an axis, and indices over no more than the other axes have."""
+    """Check GatherElements and ScatterElements: a valid axis, and indices no larger than the other axes."""
     shape, indices = node.input(0).shape, node.input(1)
     axis = int(node.attributes.get("axis", 0))
     if (reason := bad_axis(node, [axis], len(shape))) is not None:
@@ -94,7 +94,7 @@ def _check_elements(node: Node) -> str | None:
 
 
 def _rewrite_gather_nd(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Some indices, side by side, for each run of elements."""
+    """Rewrite GatherND: several contiguous indices for each run of elements."""
     x, indices = node.input(0), node.input(1)
     batch, parts = int(node.attributes.get("batch_dims", 0)), indices.shape[-1]
     sizes, strides = x.shape[batch : batch + parts], row_major(x.shape)
@@ -108,7 +108,7 @@ def _rewrite_gather_nd(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _check_nd(node: Node) -> str | None:
-    """The same for GatherND and ScatterND."""
+    """Check GatherND and ScatterND."""
     shape, indices = node.input(0).shape, node.input(1)
     batch = int(node.attributes.get("batch_dims", 0))
     parts = indices.shape[-1] if indices.shape else 0
@@ -124,7 +124,7 @@ def _check_nd(node: Node) -> str | None:
 
 @dataclass(frozen=True)
 class _Scatter:
-    """The attributes of `ScatterAt`; the steps of an item are in row-major order over `steps`."""
+    """Attributes of `ScatterAt`; the steps of an item are in row-major order over `steps`."""
 
     items: tuple[int, ...]
     index: tuple[int, ...]
@@ -140,8 +140,10 @@ class _Scatter:
 
 
 def _scattered(rewriter: Rewriter, node: Node, indices: Value, updates: Value, plan: _Scatter, repeats: bool = True) -> None:
-    """Updates at indices, in their order. Constant indices that make a regular region need no index when running, and those
-    that meet no element twice need no order. `repeats`: whether indices computed at run time may.
+    """Append a scatter of updates at indices, in order.
+
+    Constant indices that form a regular region need no index at run time. Those that reach no element twice need no order.
+    `repeats`: whether indices computed at run time may reach an element twice.
     """
     x, output, reduction = node.input(0), node.outputs[0], node.attributes.get("reduction", "none")
     if not updates.size:
@@ -171,10 +173,10 @@ def _scattered(rewriter: Rewriter, node: Node, indices: Value, updates: Value, p
 
 
 def _offsets(indices: NDArray[np.integer], plan: _Scatter) -> tuple[NDArray[np.int64], tuple[list[int], list[int], list[int]]]:
-    """Where constant indices lead, for the items that have indices of their own, and their steps.
+    """Offsets that constant indices reach, for the items with separate indices, and their steps.
 
-    And of all dimensions, the other items last, the sizes and the strides of their updates, and of the other items those of
-    their targets.
+    Also, for all dimensions, the other items last, the sizes and the strides of their updates, and for the other items the
+    strides of their targets.
     """
     own = [i for i, stride in enumerate(plan.index) if stride]
     free = [i for i in range(len(plan.items)) if i not in own]
@@ -199,7 +201,7 @@ def _sum(strides: Sequence[int], shape: Sequence[int]) -> NDArray[np.int64]:
 
 
 def _even(offsets: NDArray[np.int64]) -> list[int] | None:
-    """The distances between neighbours along each axis, if there is one for each axis."""
+    """The distance between neighbours along each axis, if it is constant along every axis; else None."""
     first = (0,) * offsets.ndim
     strides = [
         int(offsets[(*first[:axis], 1, *first[axis + 1 :])] - offsets[first]) if size > 1 else 0
@@ -209,7 +211,7 @@ def _even(offsets: NDArray[np.int64]) -> list[int] | None:
 
 
 def _filled(x: Value) -> float | int | None:
-    """The number that all elements of `x` are, if it is a constant that was computed: then nothing is read to copy it."""
+    """The number that fills constant `x`, if it was computed and all its elements are equal: copying it then needs no read."""
     if not isinstance(x.constant, ArrayConstant) or not x.size:
         return None
     data = x.constant.array()
@@ -218,7 +220,7 @@ def _filled(x: Value) -> float | int | None:
 
 
 def _rewrite_scatter_elements(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """An item for each line of the indices along the axis."""
+    """Rewrite ScatterElements: an item for each line of the indices along the axis."""
     x, indices, updates = node.input(0), node.input(1), node.input(2)
     axis = from_front(int(node.attributes.get("axis", 0)), len(x.shape))
     given, target = row_major(indices.shape), row_major(x.shape)
@@ -231,7 +233,7 @@ def _rewrite_scatter_elements(rewriter: Rewriter, node: Node, opset: int) -> Non
 
 
 def _rewrite_scatter_nd(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """An item for each element of what an index names, as neighbours lie side by side in the updates and in the output."""
+    """Rewrite ScatterND: an item for each element of an indexed block, so that neighbours are contiguous on both sides."""
     x, indices, updates = node.input(0), node.input(1), node.input(2)
     parts = indices.shape[-1]
     run = math.prod(x.shape[parts:])
@@ -243,7 +245,7 @@ def _rewrite_scatter_nd(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _check_updates(node: Node) -> str | None:
-    """One update for each index, of the type of the data; a reduction that ONNX has."""
+    """Check updates: one for each index, of the type of the data, and a reduction that ONNX has."""
     x, indices, updates = node.input(0), node.input(1), node.input(2)
     wanted = (*indices.shape[:-1], *x.shape[indices.shape[-1] :]) if node.op == "ScatterND" else indices.shape
     if updates.shape != wanted:
@@ -255,7 +257,7 @@ def _check_updates(node: Node) -> str | None:
 
 
 def _rewrite_tensor_scatter(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """A run of updates along the axis for each entry of the batch, from its index on."""
+    """Rewrite TensorScatter: a run of updates along the axis for each entry of the batch, from its index on."""
     x, updates, first = node.input(0), node.input(1), node.optional(2)
     axis = from_front(int(node.attributes.get("axis", -2)), len(x.shape))
     batch, length, size = x.shape[0], updates.shape[axis], x.shape[axis]
@@ -309,7 +311,7 @@ def _check_tensor_scatter(node: Node) -> str | None:
 
 
 def _rewrite_reverse_sequence(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Step t of a sequence of n is step n - 1 - t of it; what follows the sequence stays."""
+    """Rewrite ReverseSequence: step t of a sequence of length n is its step n - 1 - t; later steps stay."""
     x, lengths = node.input(0), node.input(1)
     time = int(node.attributes.get("time_axis", 0))
     steps, entries, positions = x.shape[time], x.shape[1 - time], x.shape[:2]
@@ -348,7 +350,7 @@ def _check_reverse_sequence(node: Node) -> str | None:
 
 
 def _rewrite_compress(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """A Gather of what the condition names, which is a constant."""
+    """Rewrite Compress as a Gather of the positions that the condition, a constant, selects."""
     x, condition, output = node.input(0), node.input(1).constant, node.outputs[0]
     assert condition is not None
     axis = node.attributes.get("axis")
@@ -377,7 +379,7 @@ _SCATTERED = {
 
 
 def _summed(node: Node) -> Sequence[Value]:
-    """What updates are added to, one after the other."""
+    """Tensors that updates are added to in sequence."""
     return [] if node.attributes["reduction"] == "none" else node.outputs
 
 

@@ -1,8 +1,8 @@
-"""Products of quantised operands: exact sums of integers, and elementwise operators that fusion puts in their epilogue.
+"""Products of quantised operands: exact sums of integers, and elementwise operators, which fusion adds to their epilogue.
 
-`MatMulInteger` and `ConvInteger` sum products of 8-bit integers in int32. After the rewrites their third and fourth inputs
-are the zero points of the two operands, where these are not 0, in shapes that broadcast to the output. QLinearConv is
-ConvInteger, Add (the bias, in int32), Dequantize, Mul, Quantize.
+`MatMulInteger` and `ConvInteger` sum products of 8-bit integers in int32. After the rewrites their third and fourth inputs are
+the zero points of the two operands, unless these are 0, in shapes that broadcast to the output. QLinearConv is ConvInteger, Add
+(the bias, in int32), Dequantize, Mul, Quantize.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from flashmem.compiler.operators.rewriting import reshaped, spreads
 
 
 def _rows(rewriter: Rewriter, value: Value | None) -> Value | None:
-    """A scale or zero point of the left operand: of all of it, or of each row."""
+    """A scale or zero point of the left operand: one for all of it, or one for each row."""
     if value is None or value.size == 1:
         return None if value is None else reshaped(rewriter, value, ())
     return reshaped(rewriter, value, (*value.shape, 1)) if len(value.shape) == 1 else value
 
 
 def _columns(rewriter: Rewriter, value: Value | None) -> Value | None:
-    """The same of the right operand: of all of it, or of each column."""
+    """A scale or zero point of the right operand: one for all of it, or one for each column."""
     return reshaped(rewriter, value, ()) if value is not None and value.size == 1 else value
 
 
 def _product(rewriter: Rewriter, node: Node, a: Value, b: Value, zero_a: Value | None, zero_b: Value | None) -> Value:
-    """The int32 product, vectors as matrices of one row or column."""
+    """The int32 product; vectors become matrices of one row or column."""
     shape = node.outputs[0].shape
     full = (*shape, 1) if len(b.shape) == 1 else shape
     if len(b.shape) == 1:
@@ -47,8 +47,8 @@ def _product(rewriter: Rewriter, node: Node, a: Value, b: Value, zero_a: Value |
 
 
 def _rewrite_matmul_integer(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Vectors become matrices; zero points broadcast to the output."""
-    if not node.input(0).size:  # sums of nothing
+    """Rewrite MatMulInteger: vectors become matrices; zero points broadcast to the output."""
+    if not node.input(0).size:  # empty sums
         output = node.outputs[0]
         rewriter.replaced[output] = constant(output.name, np.zeros(output.shape, output.dtype))
         return
@@ -57,7 +57,7 @@ def _rewrite_matmul_integer(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _rewrite_qlinear_matmul(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """The product, scaled, rounded, and moved to the zero point of the output."""
+    """Rewrite QLinearMatMul: the product, scaled, rounded, and shifted to the zero point of the output."""
     a, scale_a, zero_a, b, scale_b, zero_b, scale_y, zero_y = (node.input(i) for i in range(8))
     made = _product(rewriter, node, a, b, zero_a, zero_b)
     scales = [_rows(rewriter, scale_a), _columns(rewriter, scale_b), _rows(rewriter, scale_y)]
@@ -67,7 +67,7 @@ def _rewrite_qlinear_matmul(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _ratio(rewriter: Rewriter, name: str, scales: Sequence[Value]) -> Value:
-    """Scale of the left operand times that of the right one, over that of the output: as ONNX Runtime rounds them."""
+    """Scale of the left operand times that of the right one, over that of the output, rounded as in ONNX Runtime."""
     left, right, result = scales
     if all(value.constant is not None for value in scales):
         arrays = [np.asarray(value.constant.array(), np.float32) for value in scales if value.constant is not None]
@@ -82,7 +82,7 @@ def _ratio(rewriter: Rewriter, name: str, scales: Sequence[Value]) -> Value:
 def _requantize(
     rewriter: Rewriter, name: str, sums: Value, scale: Value, zero: Value | None, output: Value, bias: Value | None = None
 ) -> None:
-    """int32 sums (and bias) to the integers of `output`, of the same shape or one of the same elements."""
+    """Requantise int32 sums (and bias) to the integers of `output`, which has the same elements, possibly in another shape."""
     shape = sums.shape
     if bias is not None:
         sums = rewriter.emit("Add", [sums, bias], shape, "int32", f"{name}.biased")
@@ -92,7 +92,7 @@ def _requantize(
 
 
 def _convolved(rewriter: Rewriter, node: Node, x: Value, w: Value, zero_x: Value | None, zero_w: Value | None) -> Value:
-    """The int32 convolution, over two dimensions or three."""
+    """The int32 convolution, over two or three dimensions."""
     output = node.outputs[0]
     sliding, shape = window(node, w.shape[2:]), output.shape
     if len(x.shape) == 3:
@@ -110,7 +110,7 @@ def _rewrite_conv_integer(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _rewrite_qlinear_conv(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """The convolution and the bias, scaled, rounded, and moved to the zero point of the output."""
+    """Rewrite QLinearConv: the convolution and the bias, scaled, rounded, and shifted to the zero point of the output."""
     x, scale_x, zero_x, w, scale_w, zero_w, scale_y, zero_y = (node.input(i) for i in range(8))
     made = _convolved(rewriter, node, x, w, zero_x, zero_w)
     bias = node.optional(8)
@@ -125,7 +125,7 @@ def _rewrite_qlinear_conv(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _bad_product(node: Node, a: Value, b: Value, left: Sequence[Value | None], right: Sequence[Value | None]) -> str | None:
-    """Why a product of `a` and `b`, with scales and zero points `left` and `right`, cannot be."""
+    """Why a product of `a` and `b`, with scales and zero points `left` and `right`, is impossible, or None."""
     if not a.shape or not b.shape or a.shape[-1] != (b.shape[-2] if len(b.shape) > 1 else b.shape[0]):
         return f"{node.op} of shapes {a.shape} and {b.shape}"
     rows = (*node.outputs[0].shape[:-1], 1) if len(b.shape) > 1 else (*node.outputs[0].shape, 1)

@@ -1,4 +1,4 @@
-"""Comparisons, logic, and choice, element by element. A boolean is the int 0 or 1 in registers."""
+"""Comparisons, logic and Where, elementwise. A boolean is the int 0 or 1 in registers."""
 
 from __future__ import annotations
 

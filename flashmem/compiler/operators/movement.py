@@ -1,4 +1,4 @@
-"""Data movement: what only renames a shape becomes Reshape, what a constant decides is decided when compiling.
+"""Data movement. Changes of shape become Reshape, and movement of constants happens at compile time.
 
 After the rewrites `Slice` has `starts` and `steps` for every dimension, `Pad` has `before`, `Tile` has `repeats`.
 """
@@ -39,7 +39,7 @@ from flashmem.compiler.operators.tiling_interface import (
 
 
 def rewrite_reshape(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """A change of shape that moves no data; of a constant, done when it is read."""
+    """Rewrite a change of shape as a Reshape, which moves no data; a constant is reshaped when it is read."""
     source, output = node.input(0), node.outputs[0]
     if source.constant is not None:
         rewriter.replaced[output] = reshaped_constant(source, output.name, output.shape)
@@ -53,7 +53,7 @@ def _check_reshape(node: Node) -> str | None:
 
 
 def _rewrite_transpose(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """A Transpose, done when it is read for a constant, which remembers how it is stored."""
+    """Rewrite Transpose. A constant is transposed when it is read, and its stored form is recorded."""
     source, output = node.input(0), node.outputs[0]
     perm = _perm(node)
     if source.constant is not None:
@@ -76,7 +76,7 @@ def _check_transpose(node: Node) -> str | None:
 
 
 def _sliced(rewriter: Rewriter, name: str, x: Value, output: Value, starts: Sequence[int], steps: Sequence[int]) -> None:
-    """A Slice, if it is one; of a Slice, the two in one."""
+    """Append a Slice, unless it is the identity; a Slice of a Slice becomes one."""
     if x.constant is not None:
         index = tuple(
             np.arange(size, dtype=np.int64) * step + start
@@ -97,7 +97,7 @@ def _sliced(rewriter: Rewriter, name: str, x: Value, output: Value, starts: Sequ
 
 
 def _bounds(node: Node) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Starts, ends, axes and steps of a Slice, as given or by default."""
+    """Starts, ends, axes and steps of a Slice, given or by default."""
     starts, ends = constant_integers(node, 1, "starts") or [], constant_integers(node, 2, "ends") or []
     axes = constant_integers(node, 3, "axes") or list(range(len(starts)))
     steps = constant_integers(node, 4, "steps") or [1] * len(starts)
@@ -105,7 +105,7 @@ def _bounds(node: Node) -> tuple[list[int], list[int], list[int], list[int]]:
 
 
 def _slices(node: Node) -> list[tuple[int, int, int]]:
-    """(first index, step, size) of a Slice in every dimension, bounds clamped as ONNX clamps them."""
+    """(first index, step, size) of a Slice in every dimension, with bounds clamped as in ONNX."""
     shape = node.input(0).shape
     rank = len(shape)
     starts, ends, axes, steps = _bounds(node)
@@ -122,7 +122,7 @@ def _slices(node: Node) -> list[tuple[int, int, int]]:
 
 
 def _rewrite_slice(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """A start and a step in every dimension."""
+    """Rewrite Slice: a start and a step in every dimension."""
     chosen = _slices(node)
     starts, steps = [start for start, _, _ in chosen], [step for _, step, _ in chosen]
     _sliced(rewriter, node.name, node.input(0), node.outputs[0], starts, steps)
@@ -144,7 +144,7 @@ def _check_slice(node: Node) -> str | None:
 
 
 def _rewrite_split(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """One Slice for each output."""
+    """Rewrite Split as one Slice for each output."""
     x = node.input(0)
     rank = len(x.shape)
     axis = from_front(int(node.attributes.get("axis", 0)), rank)
@@ -176,7 +176,10 @@ def _pads(node: Node) -> tuple[list[int], list[int]]:
 
 
 def _rewrite_pad(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Pads before each dimension; those after it follow from the shapes. Pads of mirrored modes are gathers, axis by axis."""
+    """Rewrite Pad with pads before each dimension; those after it follow from the shapes.
+
+    Other modes than constant are gathers, axis by axis.
+    """
     x, output = node.input(0), node.outputs[0]
     before, after = _pads(node)
     mode = node.attributes.get("mode", "constant")
@@ -193,7 +196,7 @@ def _rewrite_pad(rewriter: Rewriter, node: Node, opset: int) -> None:
     for axis, (first, last) in enumerate(zip(before, after, strict=True)):
         if not first and not last:
             continue
-        # Negative pads crop, and what is left is mirrored.
+        # Negative pads crop; the mode applies to the remaining elements.
         cropped = x.shape[axis] - max(0, -first) - max(0, -last)
         at = _mirrored(mode, cropped, max(0, first), max(0, last)) + max(0, -first)
         shape = tuple(len(at) if a == axis else size for a, size in enumerate(x.shape))
@@ -204,7 +207,7 @@ def _rewrite_pad(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _mirrored(mode: str, size: int, before: int, after: int) -> NDArray[np.int64]:
-    """For each place along a padded axis, where its element comes from."""
+    """The source index for each place along a padded axis."""
     at = np.arange(-before, size + after)
     if mode == "edge":
         return at.clip(0, size - 1)
@@ -231,7 +234,7 @@ def _check_pad(node: Node) -> str | None:
 
 
 def _rewrite_gather(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Constant indices into a constant are read at once; evenly spaced ones are a Slice."""
+    """Rewrite Gather: constant indices into a constant are evaluated at once; evenly spaced indices are a Slice."""
     data, indices, output = node.input(0), node.input(1), node.outputs[0]
     rank = len(data.shape)
     axis = from_front(int(node.attributes.get("axis", 0)), rank)
@@ -273,7 +276,7 @@ def _check_gather(node: Node) -> str | None:
 
 
 def _rewrite_tile(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Repeats of every dimension."""
+    """Rewrite Tile: repeats of every dimension."""
     repeats = tuple(constant_integers(node, 1, "repeats") or [])
     rewriter.add("Tile", [node.input(0)], node.outputs[0], node.name, repeats=repeats)
 
@@ -286,13 +289,13 @@ def _check_tile(node: Node) -> str | None:
 
 
 def _rewrite_expand(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Expand, or Reshape if it adds no element."""
+    """Rewrite Expand, as a Reshape if it adds no element."""
     x, output = node.input(0), node.outputs[0]
     rewriter.add("Reshape" if x.size == output.size else "Expand", [x], output, node.name)
 
 
 def _rewrite_concat(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Concat of the inputs that have elements."""
+    """Rewrite Concat without empty inputs."""
     axis = from_front(int(node.attributes["axis"]), len(node.outputs[0].shape))
     inputs = [value for value in node.inputs if value is not None and value.size]
     rewriter.add("Concat", inputs, node.outputs[0], node.name, axis=axis)
@@ -311,7 +314,7 @@ def _check_concat(node: Node) -> str | None:
 
 
 def _rewrite_shape(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Known when compiling."""
+    """Rewrite Shape and Size as constants."""
     shape = np.array(node.input(0).shape, np.int64)
     first, last = int(node.attributes.get("start", 0)), node.attributes.get("end")
     data = np.array(math.prod(shape.tolist()), np.int64) if node.op == "Size" else shape[first:last]
@@ -319,7 +322,7 @@ def _rewrite_shape(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _rewrite_dropout(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Nothing is dropped where nothing is trained: the input, and a mask of ones."""
+    """Rewrite Dropout for inference: the input, and a mask of ones."""
     rewriter.add("Reshape", [node.input(0)], node.outputs[0], node.name)
     for mask in node.outputs[1:]:
         rewriter.replaced[mask] = constant(mask.name, np.ones(mask.shape, mask.dtype))
@@ -339,13 +342,16 @@ def _check_dropout(node: Node) -> str | None:
 
 
 def _rewrite_blocks(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """A block's place becomes part of the channel, or the other way round: `DCR` puts it before the channel, `CRD` behind."""
+    """Rewrite DepthToSpace and SpaceToDepth: block positions move to the channel axis or back.
+
+    `DCR` puts the position before the channel, `CRD` behind it.
+    """
     x, output, block = node.input(0), node.outputs[0], int(node.attributes["blocksize"])
     batch, channels, height, width = x.shape if node.op == "SpaceToDepth" else output.shape
     height, width = height // block, width // block
     is_behind = node.attributes.get("mode", "DCR") == "CRD"
     spread: tuple[int, ...] = (batch, channels, height, block, width, block)
-    # From the channels with the blocks' places to rows and columns of blocks.
+    # From channels with block positions to rows and columns of blocks.
     perm: tuple[int, ...] = (0, 1, 4, 2, 5, 3) if is_behind else (0, 3, 4, 1, 5, 2)
     blocks = (channels, block, block) if is_behind else (block, block, channels)
     packed: tuple[int, ...] = (batch, *blocks, height, width)

@@ -1,4 +1,4 @@
-"""Softmax and normalizations, over `axes`, a run of neighbouring dimensions; scale and bias are fused after the kernel."""
+"""Softmax and normalizations over `axes`, a run of neighbouring dimensions; scale and bias fuse with the kernel."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def _epsilon(node: Node) -> float:
 
 
 def _rewrite_softmax(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Softmax over one axis; before operator set 13 everything from `axis` on is one dimension."""
+    """Rewrite Softmax over one axis; before operator set 13, all dimensions from `axis` on are one."""
     x, output = node.input(0), node.outputs[0]
     rank = len(x.shape)
     axis = from_front(int(node.attributes.get("axis", -1 if opset >= 13 else 1)), rank)
     axes = (axis,) if opset >= 13 else tuple(range(axis, rank))
-    if not axes:  # behind the last dimension: rows of one element
+    if not axes:  # after the last dimension: rows of one element
         x, axes = reshaped(rewriter, x, (*x.shape, 1)), (rank,)
         value = rewriter.emit(node.op, [x], x.shape, x.dtype, node.name, axes=axes)
         rewriter.add("Reshape", [value], output)
@@ -53,7 +53,7 @@ def _check_axis(node: Node) -> str | None:
 
 
 def _rewrite_batch_normalization(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """One Mul and one Add per channel, which the producer's epilogue takes in; of constants, computed when compiling."""
+    """Rewrite BatchNormalization as one Mul and one Add per channel, for the producer's epilogue; constants are precomputed."""
     if node.attributes.get("training_mode", 0):
         _rewrite_training(rewriter, node)
     elif any(node.input(i).constant is None for i in range(1, 5)):
@@ -75,7 +75,7 @@ def _rewrite_batch_normalization(rewriter: Rewriter, node: Node, opset: int) -> 
 
 
 def _channel_shape(node: Node) -> tuple[int, ...]:
-    """The shape in which one number for each channel broadcasts over the input."""
+    """The shape in which one number per channel broadcasts over the input."""
     return (node.input(0).shape[1], *[1] * (len(node.input(0).shape) - 2))
 
 
@@ -92,7 +92,7 @@ def _inverse_deviation(rewriter: Rewriter, name: str, variance: Value, epsilon: 
 
 
 def _normalize_channels(rewriter: Rewriter, node: Node, mean: Value, variance: Value) -> None:
-    """Normalize by a mean and a variance of each channel that are known at run time."""
+    """Normalize by a mean and a variance of each channel that are computed at run time."""
     shape = _channel_shape(node)
     inverse = _inverse_deviation(rewriter, node.name, reshaped(rewriter, variance, shape), _epsilon(node))
     scale = reshaped(rewriter, node.input(1), shape)
@@ -104,11 +104,11 @@ def _normalize_channels(rewriter: Rewriter, node: Node, mean: Value, variance: V
 
 
 def _moments(rewriter: Rewriter, node: Node, axes: Sequence[int]) -> tuple[Value, Value, Value]:
-    """The mean of the first input over `axes`, its distance from that, and the mean of the squares of this distance."""
+    """The mean of the first input over `axes`, the input minus its mean, and the mean of the squares of that difference."""
     x = node.input(0)
 
     def mean_of(value: Value, name: str) -> Value:
-        """One run of neighbouring axes after the other, the last ones first."""
+        """The mean over one run of neighbouring axes after the other, the last ones first."""
         runs: list[list[int]] = []
         for axis in sorted(axes):
             if runs and runs[-1][-1] == axis - 1:
@@ -127,8 +127,9 @@ def _moments(rewriter: Rewriter, node: Node, axes: Sequence[int]) -> tuple[Value
 
 
 def _rewrite_mean_variance(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """The distance from the mean, over its root of mean square. ONNX's own definition takes the mean's square from the mean of
-    squares, of which little is left where the mean is far from 0.
+    """Rewrite MeanVarianceNormalization: the difference from the mean, over its root mean square.
+
+    ONNX's own definition subtracts the mean's square from the mean of squares, which loses precision if the mean is far from 0.
     """
     x, rank = node.input(0), len(node.input(0).shape)
     axes = [from_front(int(axis), rank) for axis in node.attributes.get("axes", _SPATIAL)]
@@ -140,10 +141,10 @@ def _rewrite_mean_variance(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 _SPATIAL = (0, 2, 3)
-"""The axes of MeanVarianceNormalization where it names none."""
+"""The default axes of MeanVarianceNormalization."""
 
 _LEAST_DEVIATION = 1e-9
-"""What MeanVarianceNormalization adds to the standard deviation."""
+"""The number that MeanVarianceNormalization adds to the standard deviation."""
 
 
 def _check_mean_variance(node: Node) -> str | None:
@@ -152,7 +153,7 @@ def _check_mean_variance(node: Node) -> str | None:
 
 
 def _rewrite_training(rewriter: Rewriter, node: Node) -> None:
-    """Normalize by the batch's own mean and variance, which move the running ones."""
+    """Rewrite BatchNormalization in training: normalize by the batch's mean and variance, and update the running ones."""
     x, channels = node.input(0), node.input(0).shape[1]
     shape, kind = _channel_shape(node), x.dtype
     mean, _, variance = _moments(rewriter, node, [0, *range(2, len(x.shape))])
@@ -173,7 +174,7 @@ def _check_batch_normalization(node: Node) -> str | None:
 
 
 def _one_a_channel(*indices: int) -> Check:
-    """A check: these inputs have one number for each channel."""
+    """A check: these inputs have one number per channel."""
 
     def check(node: Node) -> str | None:
         shape = node.input(0).shape
@@ -188,7 +189,7 @@ def _one_a_channel(*indices: int) -> Check:
 
 
 def _rewrite_layer_normalization(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Normalize, then scale and bias."""
+    """Rewrite LayerNormalization: Normalize, then scale and bias."""
     x, scale, bias = node.input(0), node.input(1), node.optional(2)
     rank = len(x.shape)
     axes = tuple(range(from_front(int(node.attributes.get("axis", -1)), rank), rank))
@@ -219,7 +220,7 @@ def _check_layer_normalization(node: Node) -> str | None:
 
 
 def _rewrite_instance_normalization(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Normalize over the spatial axes, then scale and bias per channel."""
+    """Rewrite InstanceNormalization: Normalize over the spatial axes, then scale and bias per channel."""
     x, scale, bias = node.input(0), node.input(1), node.input(2)
     rank = len(x.shape)
     shape = (scale.shape[0], *[1] * (rank - 2))
@@ -234,7 +235,10 @@ def _check_instance_normalization(node: Node) -> str | None:
 
 
 def _rewrite_group_normalization(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Groups of channels become rows; scale and bias are per channel (ONNX withdrew the form where they are per group)."""
+    """Rewrite GroupNormalization: groups of channels become rows; scale and bias are per channel.
+
+    ONNX has withdrawn the form in which they are per group.
+    """
     x, output = node.input(0), node.outputs[0]
     groups = int(node.attributes["num_groups"])
     batch, channels = x.shape[:2]
@@ -257,7 +261,7 @@ def _check_group_normalization(node: Node) -> str | None:
 
 
 def _rewrite_lrn(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """The channels as an axis, which moves with the layout."""
+    """Rewrite LRN: the channel axis becomes an attribute, which changes with the layout."""
     numbers = {name: float(node.attributes.get(name, default)) for name, default in _LRN.items()}
     rewriter.add("LRN", [node.input(0)], node.outputs[0], node.name, axis=1, size=int(node.attributes["size"]), **numbers)
 
@@ -271,7 +275,10 @@ def _check_lrn(node: Node) -> str | None:
 
 
 def _rewrite_lp_normalization(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Over a norm of numbers divided by the largest, whose squares float32 holds; where that is 0, all are, and stay so."""
+    """Rewrite LpNormalization: divide by the norm of numbers over their largest, whose squares fit float32.
+
+    If the largest is 0, all are 0, and stay so.
+    """
     x, axis = node.input(0), from_front(int(node.attributes.get("axis", -1)), len(node.input(0).shape))
     shape = tuple(1 if a == axis else size for a, size in enumerate(x.shape))
 
@@ -334,7 +341,7 @@ register(
         "Normalize", (FLOAT,), kernel="reduction", layout="either", remap=axes_last, columns=_columns, overwrites="input",
         operator_class="hierarchical", onnx=False, tiling=along_others,
     ),
-    # Of [outer, depth, groups, columns], over depth and columns: groups of channels in images that are channels-last.
+    # Of [outer, depth, groups, columns], over depth and columns: groups of channels in channels-last images.
     Operator(
         "NormalizeGroups", (FLOAT,), kernel="group_normalization", columns=lambda node: 3, overwrites="input",
         operator_class="hierarchical", onnx=False,

@@ -1,7 +1,7 @@
 """Pooling. After the rewrites pools are 2D or 3D, with attributes `kernel`, `strides`, `dilations` and `pads`.
 
-`MaxPoolAt` gives the places of the maxima, MaxPool's second output. `MaxUnpool` has attribute `unpooled`, the shape that its
-indices count in.
+`MaxPoolAt` returns the positions of the maxima, MaxPool's second output. `MaxUnpool` has attribute `unpooled`, the shape in
+which its indices count.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _POOLED: Types = frozenset({"float32", "int8", "uint8"})
 
 
 def _rewrite_pool(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Pooling in one dimension becomes 2D; the indices of MaxPool are a node of their own."""
+    """Rewrite pooling: one dimension becomes 2D; the indices of MaxPool are a separate node."""
     x = node.input(0)
     kernel = tuple(int(i) for i in node.attributes["kernel_shape"])
     sliding = window(node, kernel)
@@ -37,7 +37,7 @@ def _rewrite_pool(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 _NUMBERS = {"AveragePool": {"count_include_pad": 0}, "LpPool": {"p": 2}, "MaxPool": {"storage_order": 0}}
-"""The attributes that are kept, and what they are if left out."""
+"""The attributes that are kept, with their defaults."""
 
 
 def _check_pool(node: Node) -> str | None:
@@ -60,7 +60,7 @@ def _check_norm(node: Node) -> str | None:
 
 
 def _rewrite_global_lp_pool(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """A norm over the spatial axes."""
+    """Rewrite GlobalLpPool as a norm over the spatial axes."""
     x, output, p = node.input(0), node.outputs[0], int(node.attributes.get("p", 2))
     axes = tuple(range(2, len(x.shape)))
     if p <= 2:
@@ -73,7 +73,7 @@ def _rewrite_global_lp_pool(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def unpooled_shape(node: Node) -> tuple[int, ...]:
-    """The shape that the indices of a MaxUnpool count in: that of the tensor that was pooled, if every window was full."""
+    """The shape in which the indices of a MaxUnpool count: that of the pooled tensor, if every window was full."""
     x, kernel = node.input(0).shape, node.attributes["kernel_shape"]
     sliding = window(node, kernel)
     pads = zip(sliding["pads"][: len(kernel)], sliding["pads"][len(kernel) :], strict=True)
@@ -82,7 +82,7 @@ def unpooled_shape(node: Node) -> tuple[int, ...]:
 
 
 def _rewrite_max_unpool(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """The shape as attribute."""
+    """Rewrite MaxUnpool: the shape becomes an attribute."""
     shape = unpooled_shape(node)
     rewriter.add("MaxUnpool", [node.input(0), node.input(1)], node.outputs[0], node.name, unpooled=shape)
 

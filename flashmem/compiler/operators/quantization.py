@@ -1,8 +1,8 @@
-"""Quantised numbers: integers of 8 bits that stand for (integer - zero point) * scale.
+"""Quantised numbers: 8-bit integers, whose values are (integer - zero point) * scale.
 
-`Dequantize` is a number less its zero point, in float32. `Quantize` rounds, half to even, adds a zero point, and saturates.
-So DequantizeLinear of what is computed is Dequantize and Mul, which fusion puts into what reads or makes it. DequantizeLinear
-of a constant is a constant (`compiler.ir.quantised`), which contractions keep as integers. Products are in `integer_products`.
+`Dequantize` is a number minus its zero point, in float32. `Quantize` rounds half to even, adds a zero point, and saturates. So
+DequantizeLinear of a computed value is Dequantize and Mul, which fuse with its reader or producer. DequantizeLinear of a
+constant is a constant (`compiler.ir.quantised`), which contractions keep as integers. Products are in `integer_products`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from flashmem.compiler.operators.vector import Vector
 
 BYTES: Types = frozenset({"int8", "uint8"})
 CODES: Types = frozenset({"int8", "uint8", "int16", "uint16", "int32"})
-"""What DequantizeLinear takes."""
+"""Input types of DequantizeLinear."""
 
 NUMBER: Types = frozenset({"float32", "int32"})
-"""What QuantizeLinear takes."""
+"""Input types of QuantizeLinear."""
 
-# Expressions
+# -- expressions
 
 
 def _dequantize(node: Node, x: Sequence[str], v: Vector) -> str:
@@ -37,7 +37,7 @@ def _dequantize(node: Node, x: Sequence[str], v: Vector) -> str:
 
 
 def _quantize(node: Node, x: Sequence[str], v: Vector) -> str:
-    """Bounds come before the zero point is added, so that the sum is exact. NaN gives the lower one."""
+    """Quantise. Bounds apply before the zero point is added, so that the sum is exact. NaN becomes the lower bound."""
     limits = np.iinfo(node.outputs[0].dtype)
     low, high = v.literal("float32", int(limits.min)), v.literal("float32", int(limits.max))
     if len(x) == 1:
@@ -47,7 +47,7 @@ def _quantize(node: Node, x: Sequence[str], v: Vector) -> str:
 
 
 def _range_scale(node: Node, x: Sequence[str], v: Vector) -> str:
-    """The scale with which 0 to 255 covers the numbers from x[0] to x[1], and 0."""
+    """The scale with which 0 to 255 covers the range from x[0] to x[1], and 0."""
     zero = v.literal("float32", 0)
     span = f"(fmax({x[1]}, {zero}) - fmin({x[0]}, {zero}))"
     return v.choose(
@@ -57,16 +57,16 @@ def _range_scale(node: Node, x: Sequence[str], v: Vector) -> str:
 
 
 def _range_zero(node: Node, x: Sequence[str], v: Vector) -> str:
-    """The zero point: x[0] is the smallest number, x[1] the scale. Of an infinite range it is 255, as in ONNX Runtime."""
+    """The zero point for smallest number x[0] and scale x[1]. For an infinite range it is 255, as in ONNX Runtime."""
     zero, high = v.literal("float32", 0), v.literal("float32", 255)
     return f"convert_{v.named('int')}(rint(fmax(fmin({zero} - fm_quotient(fmin({x[0]}, {zero}), {x[1]}), {high}), {zero})))"
 
 
-# Shapes of scales and zero points
+# -- shapes of scales and zero points
 
 
 def _blocks(node: Node, x: tuple[int, ...], scale: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The block of each axis of `x` that shares an element of `scale`, of the same rank; None if the shapes do not fit."""
+    """The block of each axis of `x` that shares an element of `scale`; None if the shapes do not fit."""
     rank = len(x)
     if scale in ((), (1,)):
         return tuple(max(1, size) for size in x)
@@ -84,12 +84,12 @@ def _blocks(node: Node, x: tuple[int, ...], scale: tuple[int, ...]) -> tuple[int
 
 
 def _counts(x: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a scale, in the rank of what it scales."""
+    """The shape of a scale, with the rank of the scaled tensor."""
     return tuple(-(-size // b) for size, b in zip(x, block, strict=True))
 
 
 def _check_linear(node: Node) -> str | None:
-    """Of QuantizeLinear and DequantizeLinear: the scale fits, and the zero point fits the scale."""
+    """Check QuantizeLinear and DequantizeLinear: the scale fits the input, and the zero point fits the scale."""
     x, scale, zero = node.input(0), node.input(1), node.optional(2)
     if _blocks(node, x.shape, scale.shape) is None:
         axis, block = node.attributes.get("axis", 1), node.attributes.get("block_size", 0)
@@ -104,7 +104,7 @@ def _check_linear(node: Node) -> str | None:
 
 
 def linear_constant(node: Node, bits: int) -> Value | None:
-    """The constant that a QuantizeLinear or DequantizeLinear of constants is, `bits` an element; None for any other node."""
+    """Evaluate a QuantizeLinear or DequantizeLinear of constants, with `bits` per element; None for any other node."""
     given = [value for value in node.inputs if value is not None]
     if node.op not in ("QuantizeLinear", "DequantizeLinear") or len(given) < 2 or not node.input(0).size:
         return None
@@ -123,14 +123,14 @@ def linear_constant(node: Node, bits: int) -> Value | None:
 
 
 def _constant_along(value: Value | None, x: tuple[int, ...], block: tuple[int, ...]) -> ArrayConstant | None:
-    """A constant scale or zero point in the rank of what it belongs to."""
+    """A constant scale or zero point with the rank of its tensor."""
     if value is None or value.constant is None:
         return None
     return ArrayConstant(value.constant.array().reshape(_counts(x, block)))
 
 
 def _codes(given: QuantizedConstant, dtype: np.dtype[Any]) -> Constant:
-    """What QuantizeLinear makes of the constant `given.codes`, when it is read."""
+    """The result of QuantizeLinear of the constant `given.codes`, computed when it is read."""
 
     def compute() -> NDArray[Any]:
         limits, zero = np.iinfo(dtype), 0 if given.zero is None else given.spread(given.zero.array()).astype(np.int64)
@@ -143,7 +143,7 @@ def _codes(given: QuantizedConstant, dtype: np.dtype[Any]) -> Constant:
     return DerivedConstant(given.shape, dtype, compute)
 
 
-# Rewrites
+# -- rewrites
 
 
 def zero_point(value: Value | None) -> Value | None:
@@ -154,7 +154,7 @@ def zero_point(value: Value | None) -> Value | None:
 
 
 def _along(rewriter: Rewriter, value: Value | None, x: tuple[int, ...], block: tuple[int, ...]) -> Value | None:
-    """A scale or zero point in a shape that broadcasts to `x`; blocks that are part of an axis are written out."""
+    """A scale or zero point in a shape that broadcasts to `x`; blocks inside an axis are repeated."""
     if value is None:
         return None
     counts = _counts(x, block)
@@ -174,7 +174,7 @@ def _repeated(rewriter: Rewriter, value: Value, axis: int, at: NDArray[np.int64]
 
 
 def _split_blocks(rewriter: Rewriter, x: Value, block: tuple[int, ...]) -> tuple[Value, tuple[int, ...], tuple[int, ...]]:
-    """`x` with an axis whose blocks fit evenly cut into (blocks, block), and the blocks of the new axes."""
+    """`x` with an axis of whole blocks reshaped to (blocks, block), its shape, and the blocks of the new axes."""
     for axis, (size, b) in enumerate(zip(x.shape, block, strict=True)):
         if 1 < b < size and size % b == 0:
             shape = (*x.shape[:axis], size // b, b, *x.shape[axis + 1 :])
@@ -185,7 +185,7 @@ def _split_blocks(rewriter: Rewriter, x: Value, block: tuple[int, ...]) -> tuple
 def dequantize(
     rewriter: Rewriter, name: str, x: Value, scale: Value, zero: Value | None, block: tuple[int, ...], output: Value
 ) -> None:
-    """`output` = (x - zero) * scale, an element of these for each `block` of `x`."""
+    """Append `output` = (x - zero) * scale, where each `block` of `x` has one element of scale and zero."""
     x, shape, block = _split_blocks(rewriter, x, block)
     scale_, zero = _along(rewriter, scale, shape, block), _along(rewriter, zero_point(zero), shape, block)
     whole = rewriter.emit("Dequantize", [x, *([zero] if zero else [])], shape, output.dtype, f"{name}.difference")
@@ -204,7 +204,7 @@ def _rewrite_dequantize(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def gather_codes(rewriter: Rewriter, node: Node, axis: int) -> None:
-    """A Gather from a quantised constant: its integers are gathered, and what is gathered is dequantised."""
+    """Rewrite a Gather from a quantised constant: gather its integers, then dequantise the result."""
     table, indices, output = node.input(0), node.input(1), node.outputs[0]
     quantized = table.constant
     assert isinstance(quantized, QuantizedConstant)
@@ -239,7 +239,7 @@ def _rewrite_quantize(rewriter: Rewriter, node: Node, opset: int) -> None:
 def _quantize_to(
     rewriter: Rewriter, name: str, x: Value, scale: Value, zero: Value | None, block: tuple[int, ...], output: Value
 ) -> None:
-    """`output` = round(x / scale) + zero, saturated."""
+    """Append `output` = round(x / scale) + zero, saturated."""
     x, shape, block = _split_blocks(rewriter, x, block)
     scale_, zero = _along(rewriter, scale, shape, block), _along(rewriter, zero_point(zero), shape, block)
     quotient = rewriter.emit("Quotient", [x, scale_], shape, "float32", f"{name}.quotient")
@@ -247,7 +247,7 @@ def _quantize_to(
 
 
 def rounded(rewriter: Rewriter, name: str, x: Value, zero: Value | None, output: Value) -> None:
-    """`output` = round(x) + zero, saturated; of the shape of `x`, or one of the same elements."""
+    """Append `output` = round(x) + zero, saturated; it has the elements of `x`, possibly in another shape."""
     inputs = [x, *([zero] if zero else [])]
     if x.shape == output.shape:
         rewriter.add("Quantize", inputs, output, name)
@@ -256,7 +256,7 @@ def rounded(rewriter: Rewriter, name: str, x: Value, zero: Value | None, output:
 
 
 def _rewrite_dynamic(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Smallest and largest number, first of rows and then of all; scale and zero point from them."""
+    """Rewrite DynamicQuantizeLinear: smallest and largest number, of rows and then of all; from these, scale and zero point."""
     x, name = node.input(0), node.name
     scale, zero = _dynamic_outputs(node)
     ends = []
@@ -272,7 +272,7 @@ def _rewrite_dynamic(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _dynamic_outputs(node: Node) -> tuple[Value, Value]:
-    """Scale and zero point, also where nobody asked for them."""
+    """Scale and zero point, also if the model does not use them."""
     made = [Value(f"{node.name}.scale", (), "float32"), Value(f"{node.name}.zero", (), "uint8")]
     for i, value in enumerate(node.outputs[1:3]):
         if value.name:

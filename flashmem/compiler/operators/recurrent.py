@@ -1,9 +1,9 @@
-"""LSTM, GRU and RNN: the inputs of all steps go through one MatMul, then one kernel after the other takes the steps.
+"""LSTM, GRU and RNN: one MatMul for the inputs of all steps, then one kernel that runs the steps.
 
-After the rewrites a node runs one direction. Its inputs are `INPUTS`, of which those that do not apply are left out; its one
-output holds what the steps made, [steps, batch, hidden] or (with `layout` 1) [batch, steps, hidden], and, with `finals`,
-the last hidden state and the last cell. Attributes: `steps`, `batch`, `hidden`, `reverse`, `activations` (name, alpha, beta),
-`clip` or None, `input_forget`, `linear_before_reset`, `layout`, `finals`.
+After the rewrites a node runs one direction. Its inputs are `INPUTS`, without those that do not apply. Its one output contains
+the results of the steps, [steps, batch, hidden] or (with `layout` 1) [batch, steps, hidden]. With `finals`, the last hidden
+state and the last cell follow. Attributes: `steps`, `batch`, `hidden`, `reverse`, `activations` (name, alpha, beta), `clip` or
+None, `input_forget`, `linear_before_reset`, `layout`, `finals`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from flashmem.compiler.operators.registry import FLOAT, Types, all_whole, each, 
 from flashmem.compiler.operators.rewriting import reshaped
 
 INPUTS = ("projected", "recurrence", "candidate", "lengths", "hidden", "cell", "peepholes", "bias")
-"""Projected inputs [rows, gates * hidden] with all biases that can be added ahead; weights of the recurrence [gates * hidden,
-hidden]; a GRU's own weights of the candidate, if it resets before them; steps of each sequence; first states; peepholes
-[3 * hidden]; a GRU's bias of the recurrence of the candidate [hidden], if it resets after."""
+"""Inputs of a rewritten node, in order.
+
+They are projected inputs [rows, gates * hidden] with all biases that can be added in advance; recurrent weights [gates *
+hidden, hidden]; a GRU's separate candidate weights, if it resets before them; steps of each sequence; first states; peepholes
+[3 * hidden]; a GRU's recurrent bias of the candidate [hidden], if it resets after.
+"""
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 
@@ -34,18 +37,18 @@ ACTIVATIONS: dict[str, tuple[float | None, float | None]] = {
     "scaledtanh": (1.0, 1.0), "sigmoid": (None, None), "softplus": (None, None), "softsign": (None, None), "tanh": (None, None),
     "thresholdedrelu": (1.0, None),
 }  # fmt: skip
-"""Activation functions, by their names in small letters, with the defaults of alpha and beta; None where there is none."""
+"""Activation functions, by lower-case name, with the defaults of alpha and beta; None without a default."""
 
 _INT32: Types = frozenset({"int32"})
 
 
 def _directions(node: Node) -> list[bool]:
-    """For each direction whether it goes from the last step to the first."""
+    """For each direction, whether it runs from the last step to the first."""
     return {"forward": [False], "reverse": [True], "bidirectional": [False, True]}[node.attributes.get("direction", "forward")]
 
 
 def _activations(node: Node) -> list[tuple[str, float, float]]:
-    """Name, alpha and beta of the functions of all directions; numbers are taken in turn by the functions that have any."""
+    """Name, alpha and beta of the functions of all directions; functions with parameters consume the given numbers in order."""
     names = node.attributes.get("activations") or _FUNCTIONS[node.op] * len(_directions(node))
     given = [list(node.attributes.get(key) or ()) for key in ("activation_alpha", "activation_beta")]
     chosen = []
@@ -68,7 +71,7 @@ def _sizes(node: Node) -> tuple[int, int, int]:
 def _piece(
     rewriter: Rewriter, value: Value, name: str, axis: int, at: int, part: tuple[int, int] | None, shape: Sequence[int]
 ) -> Value:
-    """`value` at place `at` of dimension `axis`, there the rows `part` of the next dimension, in `shape`."""
+    """The part of `value` at index `at` of dimension `axis`, there the rows `part` of the next dimension, in `shape`."""
     if value.constant is not None:
 
         def take(array: NDArray[Any]) -> NDArray[Any]:
@@ -87,7 +90,7 @@ def _piece(
 
 
 def _rewrite_recurrent(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """One node a direction, and what joins their results."""
+    """Rewrite a recurrent node: one node for each direction, and the nodes that join their results."""
     steps, batch, hidden = _sizes(node)
     directions = _directions(node)
     layout = int(node.attributes.get("layout", 0))
@@ -118,7 +121,7 @@ def _rewrite_recurrent(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _direction(rewriter: Rewriter, node: Node, index: int, reverse: bool, finals: bool, shape: tuple[int, ...]) -> Value:
-    """The node that runs direction `index`."""
+    """Append the node of direction `index`."""
     op, name = node.op, f"{node.name}.{index}"
     steps, batch, hidden = _sizes(node)
     x, w, r, b = node.input(0), node.input(1), node.input(2), node.optional(3)
@@ -172,7 +175,7 @@ def _direction(rewriter: Rewriter, node: Node, index: int, reverse: bool, finals
 
 
 def _widened(bias: NDArray[Any], rows: int) -> NDArray[Any]:
-    """`bias` with zeros behind it."""
+    """`bias` padded with zeros."""
     return np.pad(bias, (0, rows - len(bias)))
 
 

@@ -1,4 +1,4 @@
-"""Reductions. After the rewrites they have attribute `axes`, a run of neighbouring dimensions that stay with size 1."""
+"""Reductions. After the rewrites they have attribute `axes`, a run of neighbouring dimensions, which stay with size 1."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OF_NOTHING = {
     "ReduceL1": 0.0, "ReduceL2": 0.0, "ReduceLogSum": -np.inf, "ReduceLogSumExp": -np.inf, "ReduceMax": -np.inf,
     "ReduceMean": np.nan, "ReduceMin": np.inf, "ReduceProd": 1.0, "ReduceSum": 0.0, "ReduceSumSquare": 0.0,
 }  # fmt: skip
-"""What a reduction of no elements gives."""
+"""Results of reductions of no elements."""
 
 _SPLIT = {
     "ReduceL1": ("ReduceL1", "ReduceSum"),
@@ -36,11 +36,11 @@ _SPLIT = {
     "ReduceLogSum": ("ReduceSum", "ReduceLogSum"),
     "ReduceSumSquare": ("ReduceSumSquare", "ReduceSum"),
 }
-"""The reductions of the first run of axes and of the others, where they differ from the whole."""
+"""The reductions of the first run of axes and of the others, if they differ from the whole reduction."""
 
 
 def _axes(node: Node) -> list[int]:
-    """Reduced axes, counted from the front and sorted; none if the node does nothing."""
+    """Reduced axes, counted from the front and sorted; empty if the node has no effect."""
     rank = len(node.input(0).shape)
     given = constant_integers(node, 1, "axes")
     if not given and node.attributes.get("noop_with_empty_axes", 0):
@@ -49,12 +49,12 @@ def _axes(node: Node) -> list[int]:
 
 
 def _rewrite_reduce(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Reductions over axes that are not neighbours are done one run of axes after the other."""
+    """Rewrite a reduction: axes that are not neighbours are reduced in runs, one after the other."""
     x, output = node.input(0), node.outputs[0]
     if not x.size:
         kind = np.dtype(output.dtype)
         result = _OF_NOTHING[node.op]
-        if kind.kind != "f" and np.isinf(result):  # the least or the largest number of the type
+        if kind.kind != "f" and np.isinf(result):  # the smallest or the largest number of the type
             limits = (False, True) if kind.kind == "b" else (np.iinfo(kind).min, np.iinfo(kind).max)
             result = limits[result > 0]
         rewriter.replaced[output] = constant(output.name, np.full(output.shape, result, kind))
@@ -66,10 +66,10 @@ def _rewrite_reduce(rewriter: Rewriter, node: Node, opset: int) -> None:
         else:
             runs.append([axis])
     value = x
-    if not runs:  # of a number, or of no axes: each element is reduced alone
+    if not runs:  # of a scalar, or over no axes: each element is reduced alone
         value, runs = reshaped(rewriter, x, (*x.shape, 1)), [[len(x.shape)]]
     inner, outer = _SPLIT.get(node.op, (node.op, node.op))
-    divided = len(runs) > 1 and node.op == "ReduceMean" and x.dtype != "float32"  # a quotient is cut, once
+    divided = len(runs) > 1 and node.op == "ReduceMean" and x.dtype != "float32"  # divide, and so truncate, only once
     if divided:
         inner = outer = "ReduceSum"
         value = rewriter.emit("Cast", [x], x.shape, "int64", f"{node.name}.wide", rounding=None)
@@ -97,7 +97,7 @@ def _check_reduce(node: Node) -> str | None:
 
 
 def _rewrite_global_pool(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Global pooling is a reduction over the spatial axes."""
+    """Rewrite global pooling as a reduction over the spatial axes."""
     op = "ReduceMean" if node.op == "GlobalAveragePool" else "ReduceMax"
     axes = tuple(range(2, len(node.input(0).shape)))
     rewriter.add(op, [node.input(0)], node.outputs[0], node.name, axes=axes)
@@ -118,7 +118,7 @@ def _reduction(name: str, types: Types) -> Operator:
 
 register(
     __name__,
-    # The square root and the logarithm of an integer are none: ONNX does not say how they are rounded.
+    # No square root or logarithm of integers: ONNX does not define how they are rounded.
     *(_reduction(f"Reduce{kind}", FLOAT) for kind in ("L2", "LogSum", "LogSumExp")),
     *(_reduction(f"Reduce{kind}", WIDE) for kind in ("L1", "Mean", "Prod", "Sum", "SumSquare")),
     *(_reduction(f"Reduce{kind}", ANY) for kind in ("Max", "Min")),
@@ -130,5 +130,5 @@ register(
 
 
 def whole_rows(node: Node) -> bool:
-    """Whether the reduced axes of a node are its input's last ones, so that a row of them lies together in memory."""
+    """Whether the reduced axes of a node are its input's last ones, so that each row is contiguous in memory."""
     return math.prod(node.input(0).shape[node.attributes["axes"][-1] + 1 :]) == 1

@@ -1,13 +1,13 @@
-"""The registry: what flashmem knows of an operator, each in one declaration.
+"""Operator registry: one declaration for each operator, with all its properties.
 
-A model's node becomes layers in one of three ways. It is an *expression* over its operands' elements, fused into its
-neighbours; or a *rewrite* says it in operators that exist; or a *kernel* (a lowering of
-`flashmem.compiler.lowering.registry`, found by name) runs it. An operator may have a rewrite that brings a node into the form
-its kernel or expression takes: with constants as attributes, axes counted from the front, shapes lifted to two dimensions.
-Forms that only rewrites make, and no ONNX file holds, are declared with `onnx=False`.
+A model's node becomes layers in one of three ways. An *expression* over its operands' elements fuses with its neighbours; a
+*rewrite* expresses it by existing operators; or a *kernel* (a lowering of `flashmem.compiler.lowering.registry`, found by name)
+runs it. A rewrite may also bring a node into the form that its kernel or expression requires: constants as attributes, axes
+counted from the front, shapes lifted to two dimensions. Forms that only rewrites produce, and no ONNX file contains, are
+declared with `onnx=False`.
 
-The importer, normalization, layout assignment, fusion, code generation, the capacity model and docs/operators.md read what they
-need from here.
+The importer, decomposition, layout assignment, fusion, code generation, the capacity model and docs/operators.md read these
+declarations.
 """
 
 from __future__ import annotations
@@ -26,62 +26,62 @@ Types = frozenset[DType]
 
 ANY: Types = frozenset(get_args(DType))
 FLOAT: Types = frozenset({"float32"})
-"""float16, bfloat16 and float64 too: they are computed in float32."""
+"""Also float16, bfloat16 and float64, which are computed in float32."""
 
 BOOL: Types = frozenset({"bool"})
 NUMBERS = ANY - BOOL
 INTEGERS = NUMBERS - FLOAT
 WIDE: Types = frozenset({"float32", "int32", "int64", "uint32", "uint64"})
-"""The numbers that ONNX multiplies and sums."""
+"""The number types that ONNX multiplies and sums."""
 
 INDEX: Types = frozenset({"int32", "int64"})
 
 NEWEST_OPSET = 28
-"""The newest ONNX operator set whose operators have been compared with these declarations."""
+"""The newest ONNX operator set with which these declarations have been compared."""
 
 Check = Callable[[Node], str | None]
-"""Gives the reason why a node cannot run, or None. It sees nodes as ONNX has them, shapes inferred."""
+"""Returns the reason why a node cannot run, or None. It receives nodes in ONNX's form, with inferred shapes."""
 
 Rewrite = Callable[[Rewriter, Node, int], None]
-"""Says a node of an operator set (the number) in forms that exist, all of them appended to the rewriter."""
+"""Rewrites a node of an operator set (the number) to existing forms, which it appends to the rewriter."""
 
 Emit = Callable[[Node, Sequence[str], Vector], str]
-"""Turns a node and the names of its operands into one expression in registers. Operands are variables: they may be repeated."""
+"""Returns an expression in registers for a node and the names of its operands. Operands are variables and may be repeated."""
 
 Remap = Callable[[Node], dict[str, Any]]
-"""The attributes of a node, in its logical order of dimensions, that change when it runs channels-last."""
+"""The attributes of a node, in its logical order of dimensions, that change in channels-last layout."""
 
 Whole = Callable[[Node], Iterable[Value | None]]
-"""The operands and results of a node that keep their own type where `--precision fp16` stores activations in half."""
+"""The operands and results of a node that keep float32 when `--precision fp16` stores activations in half."""
 
 Layout = Literal["logical", "channels_last", "either"]
 
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator. `docs/operators.md` is made of these fields.
+    """Declaration of an operator. `docs/operators.md` is generated from these fields.
 
     Attributes:
-        name: ONNX's name of it.
-        inputs: the element types that each input may have; the last entry holds for all further inputs.
-        check: why a node cannot run.
-        rewrite: brings a node into simpler forms, or into the one that `expression` or `kernel` takes.
+        name: ONNX's name.
+        inputs: the allowed element types of each input; the last entry applies to all further inputs.
+        check: returns why a node cannot run.
+        rewrite: brings a node into simpler forms, or into the one that `expression` or `kernel` requires.
         expression: its value at one place, from its operands' elements at that place.
         kernel: the lowering that runs it.
-        layout: the order of 4D dimensions it runs on: ONNX's, channels last, or whichever its input has (see `remap`).
+        layout: the order of 4D dimensions that it requires: ONNX's, channels-last, or the order of its input (see `remap`).
         remap: for layout "either": its attributes in channels-last order.
-        columns: for an operator whose kernel finishes with fused elementwise operators: the first dimension of its output
-            that the kernel walks along (the others make rows). None: nothing may be fused after it.
-        overwrites: what that kernel reads element by element, each by the one work-item that then writes there: "tail":
-            operands of the fused operators that have its output's shape; "input": its first input too. Its output may take
-            their memory. An expression's operands are all read so. Templates state it (`//@ over`).
-        retypes: whether that kernel writes whatever element type those operators end in; if not, they are of float32 only.
-        whole: its tensors that are never stored in half: places, scales, statistics, and what it adds to in memory.
+        columns: for an operator whose kernel has an epilogue: the first dimension of its output that forms columns in the
+            kernel (those before it form rows). None: nothing may be fused after it.
+        overwrites: operands that the kernel reads element by element, each in the work-item that then writes there. "tail":
+            operands of the epilogue that have its output's shape; "input": also its first input. Its output may use their
+            memory. All operands of an expression are read so. Templates state it (`//@ over`).
+        retypes: whether the kernel writes the element type that its epilogue ends in; if not, the epilogue is float32 only.
+        whole: its tensors that are never stored in half: indices, scales, statistics, and sums in memory.
         special: whether an element costs a function call or more, rather than an instruction or two.
         operator_class: how much it may stream while it computes (FlashMem Table 5).
         empty: whether it can run on an input without elements when its output has some.
-        onnx: whether ONNX has it; if not, only rewrites make it.
-        tiling: how a range of its output is computed alone (`operators.tiling_interface`). None: only an expression's can be.
+        onnx: whether ONNX has it; if not, only rewrites produce it.
+        tiling: the rule for a range of its output (`operators.tiling_interface`). None: only expressions can be tiled.
         family: the module that declares it.
     """
 
@@ -115,7 +115,7 @@ class Operator:
         return self.check(node) if is_read or self.empty else None
 
     def tile_of(self, node: Node, span: AxisRange) -> TiledNode | None:
-        """The node that computes `span` of the output of `node` (decomposed); None if it cannot be computed alone."""
+        """The node that computes `span` of the output of `node` (decomposed); None if it cannot be computed separately."""
         if len(node.outputs) > 1:
             return None
         rule = self.tiling or (at_each_place if self.expression is not None else None)
@@ -127,7 +127,7 @@ REGISTRY: dict[str, Operator] = {}
 
 
 def register(family: str, *operators: Operator) -> None:
-    """Add the declarations of a module, which names itself; each operator once."""
+    """Register the declarations of a module; each operator once."""
     for operator in operators:
         assert operator.name not in REGISTRY, f"{operator.name} is declared twice"
         assert operator.rewrite or operator.expression or operator.kernel, f"{operator.name} does nothing"
@@ -141,12 +141,12 @@ def elementwise(name: str, inputs: Types | tuple[Types, ...], expression: Emit, 
 
 
 def each(names: Iterable[str], **fields: Any) -> Iterator[Operator]:
-    """One declaration for several operators that differ in nothing but their names."""
+    """One declaration for several operators that differ only in name."""
     return (Operator(name, **fields) for name in names)
 
 
 def is_native(op: str) -> bool:
-    """Whether the ONNX operator `op` is kept as it is, rather than replaced by ONNX's definition of it in simpler operators."""
+    """Whether the ONNX operator `op` is kept, rather than replaced by its definition in simpler ONNX operators."""
     return op in REGISTRY and REGISTRY[op].onnx
 
 
@@ -163,7 +163,7 @@ def why_unsupported(node: Node) -> str | None:
 
 
 def constant_inputs(*indices: int) -> Check:
-    """A check: these inputs, where given, must be constants."""
+    """A check: these inputs, if given, must be constants."""
 
     def check(node: Node) -> str | None:
         for index in indices:
@@ -176,20 +176,20 @@ def constant_inputs(*indices: int) -> Check:
 
 
 def all_of(*checks: Check) -> Check:
-    """A check: the first reason that any of `checks` gives."""
+    """A check: the first reason that any of `checks` returns."""
     return lambda node: next((reason for check in checks if (reason := check(node)) is not None), None)
 
 
 def whole_inputs(*indices: int) -> Whole:
-    """For `Operator.whole`: these inputs, where given."""
+    """For `Operator.whole`: these inputs, if given."""
     return lambda node: [node.optional(index) for index in indices]
 
 
 def whole_outputs(node: Node) -> Iterable[Value | None]:
-    """For `Operator.whole`: what the node gives."""
+    """For `Operator.whole`: the outputs of the node."""
     return node.outputs
 
 
 def all_whole(node: Node) -> Iterable[Value | None]:
-    """For `Operator.whole`: everything that the node reads and gives."""
+    """For `Operator.whole`: all inputs and outputs of the node."""
     return [*node.inputs, *node.outputs]

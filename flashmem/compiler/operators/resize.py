@@ -1,4 +1,4 @@
-"""Resize of any dimensions as Resize of the last two of four, with attributes `scales` and `regions` for those.
+"""Resize of any dimensions, as Resize of the last two of four, with attributes `scales` and `regions` for these.
 
 A Resize of some rows of an image also has attribute `part` (`height_taps`).
 """
@@ -23,7 +23,7 @@ _KEPT = ("mode", "cubic_coeff_a", "exclude_outside", "antialias")
 
 @dataclass(frozen=True)
 class _Side:
-    """One dimension: elements before and after, the factor between them, and the part, in shares, that is taken of it."""
+    """One dimension: sizes before and after, the scale, and the region of the input, as fractions."""
 
     size: int
     out_size: int
@@ -37,10 +37,10 @@ class _Side:
 
 
 def _rewrite_resize(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """One Resize of images for the last two dimensions, and one for each other, which become the height of images.
+    """Rewrite Resize as one Resize of images for the last two dimensions, and one for each other.
 
-    Dimensions are resized independently of each other, so their order does not matter. `scales` of the result are those of
-    height and width; `regions` their starts and ends, for tf_crop_and_resize.
+    Other dimensions become the height of images. Dimensions are resized independently, so their order does not matter. `scales`
+    of the result are those of height and width; `regions` their starts and ends, for tf_crop_and_resize.
     """
     x, output = node.input(0), node.outputs[0]
     rank, sides = len(x.shape), _sides(node, opset)
@@ -70,12 +70,12 @@ def _rewrite_resize(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _images(lead: Sequence[int], height: int, width: int) -> tuple[int, int, int, int]:
-    """The dimensions before as batch and channels."""
+    """An image shape with the leading dimensions as batch and channels."""
     return (lead[0] if len(lead) > 1 else 1, math.prod(lead[1:] if len(lead) > 1 else lead), height, width)
 
 
 def _rule(node: Node, opset: int) -> dict[str, object]:
-    """What is left of the attributes, with those that operator sets 9 and 10 lack."""
+    """The attributes that remain, with those that operator sets 9 and 10 lack."""
     rule = {name: node.attributes[name] for name in _KEPT if name in node.attributes}
     rule["coordinate_transformation_mode"] = node.attributes.get("coordinate_transformation_mode", "half_pixel")
     rule["nearest_mode"] = node.attributes.get("nearest_mode", "round_prefer_floor")
@@ -86,7 +86,7 @@ def _rule(node: Node, opset: int) -> dict[str, object]:
 
 
 def _sides(node: Node, opset: int) -> list[_Side]:
-    """Each dimension: scales are kept as given (they need not equal the ratio of the sizes), or follow from the sizes."""
+    """Sizes and scale of each dimension. Given scales are kept (they need not equal the ratio of the sizes)."""
     shape, made = node.input(0).shape, node.outputs[0].shape
     axes = [from_front(int(axis), len(shape)) for axis in node.attributes.get("axes") or range(len(shape))]
     scales = _numbers(node.optional(1 if opset < 11 else 2)) or [float(s) for s in node.attributes.get("scales", ())]
@@ -100,14 +100,14 @@ def _sides(node: Node, opset: int) -> list[_Side]:
     region = (_numbers(node.optional(1)) if crops else []) or [0.0] * len(axes) + [1.0] * len(axes)
     sides = [_Side(size, size) for size in shape]
     if shape == made and not crops:
-        return sides  # whatever the scales: ONNX Runtime copies, and so does the ratio of the sizes, which is ONNX's scale
+        return sides  # for any scales: ONNX Runtime copies, as does the ratio of the sizes, which is ONNX's scale
     for scale, axis, start, end in zip(scales, axes, region[: len(axes)], region[len(axes) :], strict=True):
         sides[axis] = _Side(shape[axis], made[axis], scale, start, end)
     return sides
 
 
 def _numbers(value: Value | None) -> list[float]:
-    """The numbers of a constant; none where it is left out, or empty."""
+    """The numbers of a constant; an empty list if it is omitted or empty."""
     return [] if value is None or value.constant is None else [float(i) for i in value.constant.array().reshape(-1)]
 
 
@@ -139,8 +139,10 @@ def _check_resize(node: Node) -> str | None:
 
 
 def height_taps(node: Node) -> Taps:
-    """The taps of the output's rows, in rows of the input. Attribute `part`, of a node that makes a part of a larger image, is
-    the first row of its output and of its input, and the rows of the whole input and output.
+    """The taps of the output's rows, in rows of the input.
+
+    Attribute `part` of a node that computes part of a larger image: the first row of its output and of its input, and the
+    numbers of rows of the whole input and output.
     """
     given, height, out_height = node.attributes, node.input(0).shape[1], node.outputs[0].shape[1]
     first, offset, size, out_size = given.get("part", (0, 0, height, out_height))
@@ -151,7 +153,7 @@ def height_taps(node: Node) -> Taps:
 
 
 def _resized_tile(node: Node, span: AxisRange) -> TiledNode | None:
-    """Rows: those under their taps. Images of a batch, and channels, are independent of each other."""
+    """Tile Resize: rows need the rows under their taps. Images of a batch, and channels, are independent."""
     others: tuple[AxisRange | None, ...] = (None,) * (len(node.inputs) - 1)
     if span.axis in (0, 3):
         return TiledNode((span, *others), node.attributes)

@@ -1,7 +1,7 @@
-"""The taps of a Resize: which inputs each output position reads along one axis, and with which weights.
+"""The taps of a Resize: the inputs that each output position reads along one axis, and their weights.
 
 Source: ONNX Resize. Coordinates are float32 in the order of ONNX Runtime's operations, because their last bit decides which
-input `floor` and `ceil` take where an output lies on one.
+input `floor` and `ceil` select when an output coincides with one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Rule:
-    """The attributes of a Resize that say how one output is made. `mode`: "nearest", "linear" or "cubic".
+    """The attributes of a Resize that determine one output. `mode`: "nearest", "linear" or "cubic".
 
     `nearest_mode` "simple" is that of operator sets 9 and 10, which had no such attribute.
     """
@@ -32,7 +32,7 @@ class Rule:
 
     @classmethod
     def of(cls, attributes: Mapping[str, Any]) -> Rule:
-        """The rule that ONNX's `attributes` of a Resize state."""
+        """The rule of ONNX's `attributes` of a Resize."""
         names = {"coordinates": "coordinate_transformation_mode"}
         given = {field.name: names.get(field.name, field.name) for field in fields(cls)}
         return cls(**{field: attributes[name] for field, name in given.items() if name in attributes})
@@ -40,8 +40,10 @@ class Rule:
 
 @dataclass(frozen=True)
 class Axis:
-    """One resized axis: elements before and after, the factor between them (as given, or their ratio), and the part of the
-    input, in shares of it, that tf_crop_and_resize takes."""
+    """One resized axis: sizes before and after, the scale (given, or their ratio), and the region of the input.
+
+    The region, for tf_crop_and_resize, is in fractions of the input.
+    """
 
     size: int
     out_size: int
@@ -51,8 +53,10 @@ class Axis:
 
 @dataclass(frozen=True)
 class Taps:
-    """`at`: input positions; `weights`: what each counts; both [out_size, taps]. A row of `at` that is -1 is outside the input,
-    where tf_crop_and_resize has its extrapolation value."""
+    """`at`: input positions; `weights`: their weights; both [out_size, taps].
+
+    A row of `at` that is -1 is outside the input, where the result is tf_crop_and_resize's extrapolation value.
+    """
 
     at: NDArray[np.int32]
     weights: Floats
@@ -81,7 +85,7 @@ def resize_taps(axis: Axis, rule: Rule) -> Taps:
 
 
 def _coordinates(axis: Axis, attributes: Rule) -> Floats:
-    """Where each output lies among the inputs, one of them apart."""
+    """The coordinate of each output in units of inputs."""
     rule = attributes.coordinates
     place = np.arange(axis.out_size, dtype=np.float32)
     size, out_size, scale = np.float32(axis.size), np.float32(axis.out_size), np.float32(axis.scale)
@@ -108,7 +112,7 @@ def _coordinates(axis: Axis, attributes: Rule) -> Floats:
 
 
 _TIE = 1e-6
-"""A position this close to the middle between two inputs is in the middle, as in ONNX Runtime: float32 had no better number."""
+"""A position this close to the middle between two inputs counts as the middle, as in ONNX Runtime, for float32's precision."""
 
 _ROUNDINGS: dict[str, Callable[[NDArray[np.float64], float], NDArray[np.float64]]] = {
     "round_prefer_floor": lambda at, scale: np.ceil(at - 0.5 - _TIE),
@@ -120,7 +124,7 @@ _ROUNDINGS: dict[str, Callable[[NDArray[np.float64], float], NDArray[np.float64]
 
 
 def _antialiased(at: Floats, scale: float, rule: Rule) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The filter made as much wider as the output is smaller, so that every input counts."""
+    """Taps and weights of a filter that is widened by the reduction in size, so that every input counts."""
     narrowing = min(float(scale), 1.0)
     support = (1 if rule.mode == "linear" else 2) / narrowing
     first = np.floor(at.astype(np.float64) - support).astype(np.int64) + 1
@@ -130,7 +134,7 @@ def _antialiased(at: Floats, scale: float, rule: Rule) -> tuple[NDArray[np.int64
 
 
 def _weight(distance: NDArray[np.float64], rule: Rule) -> NDArray[np.float64]:
-    """What an input counts at `distance` from the output: a tent, or Keys' cubic convolution."""
+    """The weight of an input at `distance` from the output: a tent, or Keys' cubic convolution."""
     x = np.abs(distance.astype(np.float64))
     if rule.mode == "linear":
         return (1 - x).clip(0)

@@ -1,4 +1,4 @@
-"""What rewrites share: integers that constants give, reshapes that move no data, chains of nodes, attributes channels-last."""
+"""Helpers of rewrites: integers from constants, reshapes without data movement, chains of nodes, channels-last attributes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def to_last(rank: int) -> tuple[int, ...]:
 
 
 def to_first(rank: int) -> tuple[int, ...]:
-    """The inverse of `to_last`: logical axis i lies at physical axis to_first(rank)[i]."""
+    """The inverse of `to_last`: logical axis i is physical axis to_first(rank)[i]."""
     return (0, rank - 1, *range(1, rank - 1))
 
 
@@ -33,12 +33,12 @@ def constant_integers(node: Node, index: int, attribute: str) -> list[int] | Non
 
 
 def from_front(axis: int, rank: int) -> int:
-    """`axis` counted from the front."""
+    """`axis` counted from the front: nonnegative."""
     return axis + rank if axis < 0 else axis
 
 
 def bad_axis(node: Node, axes: Sequence[int], rank: int) -> str | None:
-    """Why `axes` cannot be axes of a tensor of `rank` dimensions, each named once."""
+    """Why `axes` cannot be distinct axes of a tensor of `rank` dimensions, or None."""
     outside = [axis for axis in axes if not -rank <= axis < rank]
     if outside:
         return f"{node.op} along axis {outside[0]} of a tensor of {rank} dimensions"
@@ -48,18 +48,18 @@ def bad_axis(node: Node, axes: Sequence[int], rank: int) -> str | None:
 
 
 def too_long(node: Node, *sizes: int) -> str | None:
-    """Why axes of `sizes` are beyond a rewrite that lists their positions in a constant."""
+    """Why axes of `sizes` are too long for a rewrite that lists their positions in a constant, or None."""
     longest = max(sizes)
     return None if longest <= TABLE else f"{node.op} along an axis of {longest} elements; at most {TABLE} are supported"
 
 
 def spreads(shape: Sequence[int], target: Sequence[int]) -> bool:
-    """Whether a tensor of `shape` broadcasts to `target`, which stays as it is."""
+    """Whether a tensor of `shape` broadcasts to `target` without changing `target`."""
     return len(shape) <= len(target) and all(n in (1, m) for n, m in zip(shape[::-1], target[::-1], strict=False))
 
 
 def transpose(rewriter: Rewriter, source: Value, perm: Sequence[int], output: Value) -> Value:
-    """`source` permuted; a Reshape where only dimensions of size 1 change places, which moves no data."""
+    """Append a Transpose of `source`; a Reshape if only dimensions of size 1 change places, which moves no data."""
     moving = [axis for axis in perm if source.shape[axis] != 1]
     if moving == sorted(moving):
         return rewriter.add("Reshape", [source], output)
@@ -67,7 +67,7 @@ def transpose(rewriter: Rewriter, source: Value, perm: Sequence[int], output: Va
 
 
 def reshaped(rewriter: Rewriter, value: Value, shape: tuple[int, ...]) -> Value:
-    """`value` with another shape, in the same memory."""
+    """`value` in another shape, in the same memory."""
     if value.shape == shape:
         return value
     if value.constant is not None:
@@ -87,7 +87,7 @@ def chain(
     steps: Sequence[tuple[str, Value]],
     **attributes: Any,
 ) -> None:
-    """`op` and then the elementwise `steps` (operator, second operand), the last of them writing `output`."""
+    """Append `op` and then the elementwise `steps` (operator, second operand); the last one writes `output`."""
     names = [op, *(step for step, _ in steps)]
     value = output if not steps else Value(f"{output.name}.{op}", output.shape, output.dtype)
     rewriter.add(op, inputs, value, node.name, **attributes)
@@ -97,7 +97,7 @@ def chain(
 
 
 def elementwise_chain(rewriter: Rewriter, node: Node, value: Value, steps: Sequence[tuple[str, Value]]) -> None:
-    """The elementwise `steps` (operator, second operand) from `value` to the output of `node`."""
+    """Append the elementwise `steps` (operator, second operand) from `value` to the output of `node`."""
     output = node.outputs[0]
     for i, (op, operand) in enumerate(steps, start=1):
         result = output if i == len(steps) else Value(f"{output.name}.{i}", output.shape, output.dtype)
@@ -105,18 +105,18 @@ def elementwise_chain(rewriter: Rewriter, node: Node, value: Value, steps: Seque
 
 
 def axes_last(node: Node) -> dict[str, Any]:
-    """Attribute `axes` channels-last."""
+    """Attribute `axes` in channels-last order."""
     places = to_first(len(node.outputs[0].shape))
     return {"axes": tuple(sorted(places[axis] for axis in node.attributes["axes"]))}
 
 
 def axis_last(node: Node) -> dict[str, Any]:
-    """Attribute `axis` channels-last."""
+    """Attribute `axis` in channels-last order."""
     return {"axis": to_first(len(node.outputs[0].shape))[node.attributes["axis"]]}
 
 
 def per_dimension_last(*names: str) -> Remap:
-    """Attributes with one entry for each dimension, channels-last."""
+    """Attributes with one entry for each dimension, in channels-last order."""
 
     def remap(node: Node) -> dict[str, Any]:
         order = to_last(len(node.outputs[0].shape))

@@ -1,6 +1,6 @@
-"""Sampling at places that are computed at run time: GridSample, RoiAlign, DeformConv; and AffineGrid, which makes places.
+"""Sampling at positions that are computed at run time: GridSample, RoiAlign, DeformConv; and AffineGrid, which makes them.
 
-After the rewrites `GridSample` has attributes `taps` (in each dimension: 1, 2 or 4), `padding` and `align`; `DeformConv` has
+After the rewrites `GridSample` has attributes `taps` (in each dimension: 1, 2 or 4), `padding` and `align`. `DeformConv` has
 those of Conv (contraction.py) and `offset_group`, and no bias.
 """
 
@@ -20,7 +20,7 @@ _TAPS = {"nearest": 1, "bilinear": 2, "linear": 2, "bicubic": 4, "cubic": 4}
 
 
 def _rewrite_grid_sample(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """The mode as a number of taps."""
+    """Rewrite GridSample: the mode becomes a number of taps."""
     rewriter.add(
         "GridSample", [node.input(0), node.input(1)], node.outputs[0], node.name,
         taps=_TAPS[node.attributes.get("mode", "linear")], padding=node.attributes.get("padding_mode", "zeros"),
@@ -43,11 +43,11 @@ def _check_grid_sample(node: Node) -> str | None:
 
 
 _LARGEST_GRID = 1 << 24
-"""Places of an AffineGrid, which are a constant."""
+"""The most positions of an AffineGrid, which are a constant."""
 
 
 def _rewrite_affine_grid(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """The places of a plain grid times the transposed matrices."""
+    """Rewrite AffineGrid: the positions of a plain grid times the transposed matrices."""
     theta, output = node.input(0), node.outputs[0]
     count, *sizes = output.shape[:-1]
     axes = [_places(size, bool(node.attributes.get("align_corners", 0))) for size in sizes]
@@ -62,7 +62,7 @@ def _rewrite_affine_grid(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _places(size: int, align: bool) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """The middle of each of `size` pixels between -1 and 1, or, if corners are aligned, from -1 to 1."""
+    """The middle of each of `size` pixels between -1 and 1, or, with aligned corners, from -1 to 1."""
     return np.linspace(-1, 1, size) if align else (2 * np.arange(size) + 1) / size - 1
 
 
@@ -79,7 +79,7 @@ def _check_affine_grid(node: Node) -> str | None:
 
 
 def _rewrite_roi_align(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Attributes that are left out; before operator set 16 pixels are not shifted by half of one."""
+    """Rewrite RoiAlign with default attributes; before operator set 16 pixels are not shifted by half a pixel."""
     shifts = node.attributes.get("coordinate_transformation_mode", "half_pixel" if opset >= 16 else "output_half_pixel")
     rewriter.add(
         "RoiAlign", [node.input(i) for i in range(3)], node.outputs[0], node.name, mode=node.attributes.get("mode", "avg"),
@@ -104,7 +104,7 @@ def _check_roi_align(node: Node) -> str | None:
 
 
 def _rewrite_deform_conv(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """The bias is an Add."""
+    """Rewrite DeformConv: the bias becomes an Add."""
     x, w, offset, bias, mask = node.input(0), node.input(1), node.input(2), node.optional(3), node.optional(4)
     group, offset_group = int(node.attributes.get("group", 1)), int(node.attributes.get("offset_group", 1))
     steps = [("Add", reshaped(rewriter, bias, (bias.shape[0], 1, 1)))] if bias is not None else []

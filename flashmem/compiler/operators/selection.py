@@ -1,4 +1,4 @@
-"""Choosing and counting along an axis: the largest elements and where they are, running sums, masks made of positions."""
+"""Selecting and counting along an axis: largest elements and their positions, cumulative sums and products, position masks."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ SHAPED_BY_DATA = {
     "TopK": "make its k a constant",
     "Unique": "end the model before it",
 }
-"""Operators whose output has a shape that depends on data, and what to do about it: shapes are known when compiling."""
+"""Operators whose output shape depends on data, each with a remedy: shapes must be known at compile time."""
 
 _INT64: Types = frozenset({"int64"})
 
 
 def _rewrite_extreme(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """The axis counted from the front. An axis that stays with size 1 changes nothing in memory."""
+    """Rewrite ArgMax and ArgMin: the axis is counted from the front. A kept axis of size 1 changes nothing in memory."""
     x = node.input(0)
     axis = from_front(int(node.attributes.get("axis", 0)), len(x.shape))
     last = bool(node.attributes.get("select_last_index", 0))
@@ -50,11 +50,11 @@ def _check_axis(node: Node) -> str | None:
 
 
 def _rewrite_top(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Where the elements are, and a look-up of what they are. All results are sorted, those that need not be too."""
+    """Rewrite TopK: positions of the elements, and a gather of the elements. All results are sorted, even if not required."""
     x, values = node.input(0), node.outputs[0]
     axis = from_front(int(node.attributes.get("axis", -1)), len(x.shape))
     indices = node.outputs[1] if len(node.outputs) > 1 else Value(f"{values.name}.indices", values.shape, "int64")
-    if not indices.name:  # nobody asked for them
+    if not indices.name:  # the model does not use them
         indices = Value(f"{values.name}.indices", values.shape, "int64")
     largest = bool(node.attributes.get("largest", 1))
     rewriter.add("TopK", [x], indices, f"{node.name}.indices", axis=axis, k=indices.shape[axis], largest=largest)
@@ -71,7 +71,7 @@ def _check_top(node: Node) -> str | None:
 
 
 def _rewrite_scan(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """The axis as an attribute, counted from the front."""
+    """Rewrite CumSum and CumProd: the axis becomes an attribute, counted from the front."""
     x = node.input(0)
     axis = from_front((constant_integers(node, 1, "axis") or [0])[0], len(x.shape))
     exclusive, reverse = (bool(node.attributes.get(name, 0)) for name in ("exclusive", "reverse"))
@@ -91,7 +91,7 @@ def _positions(name: str, size: int, axis: int = 0, rank: int = 1) -> Value:
 
 
 def _rewrite_hardmax(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """1 where ArgMax points; before operator set 13 everything from the axis on is one dimension."""
+    """Rewrite Hardmax: 1 at the position of ArgMax; before operator set 13, all dimensions from the axis on are one."""
     x, output = node.input(0), node.outputs[0]
     rank = len(x.shape)
     axis = from_front(int(node.attributes.get("axis", -1 if opset >= 13 else 1)), rank)
@@ -112,12 +112,12 @@ def _rewrite_hardmax(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 def _check_hardmax(node: Node) -> str | None:
     shape, axis = node.input(0).shape, int(node.attributes.get("axis", -1))
-    # Before operator set 13 the axes from this one on are one.
+    # Before operator set 13, all dimensions from this one on are one.
     return bad_axis(node, [axis], len(shape)) or too_long(node, math.prod(shape[axis:]))
 
 
 def _rewrite_one_hot(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """A comparison of each index, counted from the front, with each place: none equals one that is out of range."""
+    """Rewrite OneHot: compare each index, counted from the front, with each position; one out of range equals none."""
     indices, values, output = node.input(0), node.input(2), node.outputs[0]
     depth = (constant_integers(node, 1, "depth") or [0])[0]
     axis = from_front(int(node.attributes.get("axis", -1)), len(output.shape))
@@ -148,7 +148,7 @@ def _check_one_hot(node: Node) -> str | None:
 
 
 def _rewrite_eye(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """A comparison of each column with the one where its row has its 1."""
+    """Rewrite EyeLike: compare each column with the position of its row's 1."""
     output = node.outputs[0]
     rows, columns = output.shape
     diagonal = constant(f"{node.name}.diagonal", (np.arange(rows) + int(node.attributes.get("k", 0))).reshape(-1, 1))
@@ -164,7 +164,7 @@ def _check_eye(node: Node) -> str | None:
 
 
 def _rewrite_triangle(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """A choice by the column where each row crosses the diagonal."""
+    """Rewrite Trilu: select by the column at which each row crosses the diagonal."""
     x, k, output = node.input(0), node.optional(1), node.outputs[0]
     rows, columns = x.shape[-2:]
     crossing = _positions(f"{node.name}.rows", rows, 0, 2)

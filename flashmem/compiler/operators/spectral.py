@@ -18,13 +18,13 @@ from flashmem.compiler.operators.registry import FLOAT, INDEX, Operator, all_of,
 from flashmem.compiler.operators.rewriting import bad_axis, constant_integers, from_front, reshaped, transpose
 
 LARGEST_MATRIX = 1 << 26
-"""Elements of a matrix that a transform is a product with: 256 MB, a complex transform of length 4096."""
+"""The most elements of a transform's matrix: 256 MB, a complex transform of length 4096."""
 
 
 def _matrix(
     count: int, length: int, components: int, bins: int, *, inverse: bool = False, window: NDArray[np.floating] | None = None
 ) -> NDArray[np.float32]:
-    """[count * components, bins * 2]: the transform of `length` of `count` numbers, zeros after them; `bins` results."""
+    """The transform's matrix [count * components, bins * 2]: `count` numbers, padded to `length`, to `bins` results."""
     turns = np.outer(np.arange(count), np.arange(bins)) % length
     angles = 2 * np.pi / length * turns
     real, imaginary = np.cos(angles), np.sin(angles) if inverse else -np.sin(angles)
@@ -38,7 +38,7 @@ def _matrix(
 
 
 def _real_inverse(count: int, length: int, components: int) -> NDArray[np.float32]:
-    """[count * components, length]: the real signal of `length` whose transform begins with these `count` numbers."""
+    """The matrix [count * components, length] from the first `count` numbers of a transform to its real signal of `length`."""
     angles = 2 * np.pi / length * (np.outer(np.arange(count), np.arange(length)) % length)
     share = np.where((np.arange(count) == 0) | (2 * np.arange(count) == length), 1.0, 2.0) / length
     matrix = np.stack([np.cos(angles), -np.sin(angles)][:components], 1) * share[:, None, None]
@@ -46,18 +46,18 @@ def _real_inverse(count: int, length: int, components: int) -> NDArray[np.float3
 
 
 def _weight(name: str, shape: tuple[int, int], compute: Callable[[], NDArray[np.float32]]) -> Value:
-    """A matrix that is computed when it is packed."""
+    """A constant matrix that is computed when it is packed."""
     return Value(name, shape, "float32", DerivedConstant(shape, np.dtype(np.float32), compute))
 
 
 def _axis(node: Node, opset: int) -> int:
-    """The transformed axis: an input since operator set 20, before that an attribute."""
+    """The transformed axis: an input since operator set 20, an attribute before."""
     given = constant_integers(node, 2, "axis")
     return from_front(given[0] if given else (-2 if opset >= 20 else 1), len(node.input(0).shape))
 
 
 def _lengths(node: Node, axis: int) -> tuple[int, int]:
-    """The length of the transform, and of its results."""
+    """The length of the transform, and the number of its results."""
     onesided, inverse = bool(node.attributes.get("onesided", 0)), bool(node.attributes.get("inverse", 0))
     size = node.input(0).shape[axis]
     given = constant_integers(node, 1, "dft_length")
@@ -66,7 +66,7 @@ def _lengths(node: Node, axis: int) -> tuple[int, int]:
 
 
 def _rewrite_dft(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """The transformed axis before that of the components; then one product for both."""
+    """Rewrite DFT: move the transformed axis next to the components, then one product over both."""
     x, output = node.input(0), node.outputs[0]
     rank, axis = len(x.shape), _axis(node, opset)
     order = (*(a for a in range(rank - 1) if a != axis), axis, rank - 1)
@@ -77,7 +77,7 @@ def _rewrite_dft(rewriter: Rewriter, node: Node, opset: int) -> None:
         x = transpose(rewriter, x, order, Value(f"{node.name}.last", tuple(x.shape[a] for a in order), x.dtype))
     lead = x.shape[:-2]
     count = min(x.shape[-2], length if made == 2 else length // 2 + 1)
-    if count < x.shape[-2]:  # a longer signal is cut, whatever is behind
+    if count < x.shape[-2]:  # a longer signal is cut
         first = {"starts": (0,) * rank, "steps": (1,) * rank}
         x = rewriter.emit("Slice", [x], (*lead, count, components), x.dtype, f"{node.name}.cut", **first)
     rows = reshaped(rewriter, x, (math.prod(lead), count * components))
@@ -100,7 +100,7 @@ def _check_dft(node: Node) -> str | None:
     given = constant_integers(node, 2, "axis")
     if given and (reason := bad_axis(node, given, rank)) is not None:
         return reason
-    # Operator sets differ in the axis that is meant if none is named; the output's shape says which.
+    # Operator sets differ in the default axis; the output's shape determines it.
     axes = [from_front(given[0], rank)] if given else sorted({1, rank - 2})
     if rank - 1 in axes:
         return "DFT along the axis of the real and imaginary parts"
@@ -117,7 +117,7 @@ def _check_dft(node: Node) -> str | None:
 
 
 def _rewrite_stft(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Frames, times the window if that is computed at run time, then one product."""
+    """Rewrite STFT: frames, times the window if it is computed at run time, then one product."""
     signal, window, output = node.input(0), node.optional(2), node.outputs[0]
     step, length = _stft_numbers(node)
     if len(signal.shape) == 2:
@@ -141,7 +141,7 @@ def _rewrite_stft(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _stft_numbers(node: Node) -> tuple[int, int]:
-    """The step between frames, and their length; 0 if nothing says it."""
+    """The step between frames, and their length; 0 if it is unknown."""
     step, given, window = constant_integers(node, 1, "frame_step"), constant_integers(node, 3, "frame_length"), node.optional(2)
     return (step or [0])[0], given[0] if given else 0 if window is None else window.size
 

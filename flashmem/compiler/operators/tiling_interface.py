@@ -1,7 +1,7 @@
-"""Tiling interface: which ranges of its inputs an operator needs for a range of its output, and the node that computes it.
+"""Tiling interface: the ranges of its inputs that an operator needs for a range of its output, and the node that computes it.
 
-`Operator.tiling` is a rule that gives this for a node and a range along one axis of its output. `compiler.tiling.patches`
-computes chains of operators in patches with it. Rules see nodes as fusion does: decomposed, layouts assigned.
+`Operator.tiling` is a rule that returns these for a node and a range along one axis of its output. `compiler.tiling.patches`
+computes chains of operators in patches with it. Rules see the same nodes as fusion: decomposed, layouts assigned.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class AxisRange:
 
     @property
     def size(self) -> int:
-        """How many places."""
+        """Number of places."""
         return self.stop - self.start
 
     def relative_to(self, start: int) -> AxisRange:
-        """The same places in a tensor that begins at place `start`."""
+        """The same places in a tensor that begins at place `start` of this one."""
         return AxisRange(self.axis, self.start - start, self.stop - start)
 
     def of(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of this part of a tensor of `shape`."""
+        """The shape of this range of a tensor of `shape`."""
         return (*shape[: self.axis], self.size, *shape[self.axis + 1 :])
 
     def is_whole(self, shape: Sequence[int]) -> bool:
@@ -41,7 +41,7 @@ class AxisRange:
         return (self.start, self.stop) == (0, shape[self.axis])
 
     def hull(self, other: AxisRange) -> AxisRange:
-        """The least span along the same axis that covers both."""
+        """The smallest range along the same axis that covers both."""
         return AxisRange(self.axis, min(self.start, other.start), max(self.stop, other.stop))
 
 
@@ -50,9 +50,9 @@ class TiledNode:
     """The node that computes a range of another node's output.
 
     Attributes:
-        needs: the range of each input that it reads; None for all of it, or for an input left out.
+        needs: the range of each input that it reads; None for all of it, or for an omitted input.
         attributes: its attributes.
-        made: the range that it computes, where that is more than was asked for.
+        made: the range that it computes, if that is larger than the requested one.
     """
 
     needs: tuple[AxisRange | None, ...]
@@ -61,23 +61,23 @@ class TiledNode:
 
 
 TilingRule = Callable[[Node, AxisRange], TiledNode | None]
-"""Gives the node that computes a range of a node's (only) output; None if it cannot be computed alone."""
+"""Returns the node that computes a range of a node's (only) output; None if the range cannot be computed separately."""
 
 
 def aligned(shape: Sequence[int], rank: int, span: AxisRange) -> AxisRange | None:
-    """`span` of a tensor of `rank` dimensions, of an operand that broadcasts to it; None if it takes all of the operand."""
+    """`span` of a tensor of `rank` dimensions, for an operand that broadcasts to it; None if it needs the whole operand."""
     axis = span.axis - (rank - len(shape))
     return AxisRange(axis, span.start, span.stop) if axis >= 0 and shape[axis] != 1 else None
 
 
 def at_each_place(node: Node, span: AxisRange) -> TiledNode | None:
-    """Of an operator that maps elements at the same (broadcast) place: the same span of what is not broadcast along it."""
+    """Tile an elementwise operator: the same span of operands that are not broadcast along it."""
     rank = len(node.outputs[0].shape)
     return TiledNode(tuple(None if x is None else aligned(x.shape, rank, span) for x in node.inputs), node.attributes)
 
 
 def along_others(node: Node, span: AxisRange) -> TiledNode | None:
-    """Of an operator that works along attribute `axes` (or `axis`), each place of the other axes by itself: the same span."""
+    """Tile an operator along attribute `axes` (or `axis`) that treats other axes place by place: the same span."""
     given = node.attributes.get("axes", node.attributes.get("axis"))
     axes = given if isinstance(given, tuple | list) else (given,)
     if span.axis in axes or len(node.input(0).shape) != len(node.outputs[0].shape):
@@ -86,14 +86,14 @@ def along_others(node: Node, span: AxisRange) -> TiledNode | None:
 
 
 def merged_tile(node: Node, span: AxisRange) -> TiledNode | None:
-    """Of a Reshape: the places of its input along the axis that begins where the span's does, and all that they hold."""
+    """Tile a Reshape: the places of its input, along the axis that begins where the span's axis does, that contain the span."""
     source, shape = node.input(0).shape, node.outputs[0].shape
     outer, inner = math.prod(shape[: span.axis]), math.prod(shape[span.axis + 1 :])
     before = 1
     for axis, size in enumerate(source):
         if before == outer and size > 1:
             step = math.prod(source[axis + 1 :])
-            unit = math.lcm(step, inner)  # elements from one place that begins in both to the next
+            unit = math.lcm(step, inner)  # elements from one common border of places to the next
             first, last = span.start * inner // unit * unit, -(-span.stop * inner // unit) * unit
             if last > size * step or last > shape[span.axis] * inner:
                 return None
@@ -105,12 +105,12 @@ def merged_tile(node: Node, span: AxisRange) -> TiledNode | None:
 
 
 def transposed_tile(node: Node, span: AxisRange) -> TiledNode | None:
-    """Of a Transpose: the same span along the axis that was moved."""
+    """Tile a Transpose: the same span along the source's axis."""
     return TiledNode((AxisRange(node.attributes["perm"][span.axis], span.start, span.stop),), node.attributes)
 
 
 def sliced_tile(node: Node, span: AxisRange) -> TiledNode | None:
-    """Of a Slice: from the first to the last element that the span takes."""
+    """Tile a Slice: from the first to the last element of the span."""
     starts, steps = node.attributes["starts"], node.attributes["steps"]
     start, step = starts[span.axis], steps[span.axis]
     if step < 1:
@@ -120,7 +120,7 @@ def sliced_tile(node: Node, span: AxisRange) -> TiledNode | None:
 
 
 def padded_tile(node: Node, span: AxisRange) -> TiledNode | None:
-    """Of a Pad with a constant: what of the input lies in the span, and pads where that ends."""
+    """Tile a Pad with a constant: the part of the input inside the span, and pads for the rest."""
     before, size = node.attributes["before"], node.input(0).shape[span.axis]
     first, last = span.start - before[span.axis], span.stop - before[span.axis]
     needed = AxisRange(span.axis, max(0, first), min(size, last))
@@ -130,7 +130,7 @@ def padded_tile(node: Node, span: AxisRange) -> TiledNode | None:
 
 
 def repeated_tile(node: Node, span: AxisRange) -> TiledNode | None:
-    """Of a Tile: along an axis that it repeats, a part of one copy, or whole copies."""
+    """Tile a Tile: along a repeated axis, a part of one copy, or whole copies."""
     repeats, size = node.attributes["repeats"], node.input(0).shape[span.axis]
     first, last = span.start // size, (span.stop - 1) // size
     if first == last:
@@ -142,14 +142,14 @@ def repeated_tile(node: Node, span: AxisRange) -> TiledNode | None:
 
 
 def joined_tile(node: Node, span: AxisRange) -> TiledNode | None:
-    """Of a Concat along another axis: the same span of every input."""
+    """Tile a Concat along another axis: the same span of every input."""
     if span.axis == node.attributes["axis"]:
         return None
     return TiledNode((span,) * len(node.inputs), node.attributes)
 
 
 def gathered_tile(node: Node, span: AxisRange) -> TiledNode | None:
-    """Of a Gather: along an axis of the data that is kept as it is, or of indices that are constants."""
+    """Tile a Gather: along an unchanged axis of the data, or along constant indices."""
     data, indices, axis = node.input(0), node.input(1), node.attributes["axis"]
     rank = len(indices.shape)
     if axis <= span.axis < axis + rank:
@@ -163,8 +163,9 @@ def gathered_tile(node: Node, span: AxisRange) -> TiledNode | None:
 
 
 def window_tile(node: Node, span: AxisRange) -> TiledNode | None:
-    """Of a convolution or a pool, channels-last: the rows (or columns, or slices of depth) under the windows of the span; pads
-    only where these reach over the edge. Images of a batch are independent of each other; so are channels of a pool.
+    """Tile a channels-last convolution or pool: the rows (or columns, or slices of depth) under the windows of the span.
+
+    Pads remain only at the edge. Images of a batch are independent, and so are channels of a pool.
     """
     x = node.input(0)
     others: tuple[AxisRange | None, ...] = (None,) * (len(node.inputs) - 1)
@@ -193,7 +194,7 @@ def window_tile(node: Node, span: AxisRange) -> TiledNode | None:
 
 
 def _channels_tile(node: Node, span: AxisRange) -> TiledNode | None:
-    """Channels that a convolution makes are rows of its weights; those of a pool are its input's."""
+    """Tile channels: those of a convolution are rows of its weights; those of a pool are its input's."""
     if "kernel" in node.attributes:
         return TiledNode((span, *[None] * (len(node.inputs) - 1)), node.attributes)
     weight = node.input(1)
@@ -204,7 +205,7 @@ def _channels_tile(node: Node, span: AxisRange) -> TiledNode | None:
 
 
 def product_tile(node: Node, span: AxisRange) -> TiledNode | None:
-    """Of a MatMul: rows of the left operand, columns of the right one, or matrices of a stack."""
+    """Tile a MatMul: rows of the left operand, columns of the right one, or matrices of a stack."""
     left, right = node.input(0), node.input(1)
     rank = len(node.outputs[0].shape)
     others: tuple[AxisRange | None, ...] = (None,) * (len(node.inputs) - 2)  # zero points and scales
@@ -225,5 +226,5 @@ def _changed(numbers: Sequence[int], at: int, number: int) -> tuple[int, ...]:
 
 
 def outermost(shape: Sequence[int]) -> int:
-    """The axis along which a part of a tensor is one range of its memory: the first that is longer than 1."""
+    """The axis along which a range of a tensor is contiguous in memory: the first one longer than 1."""
     return next((axis for axis, size in enumerate(shape) if size > 1), 0)

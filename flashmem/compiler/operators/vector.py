@@ -1,8 +1,8 @@
-"""OpenCL types of vectors of elements, and the pieces of expressions that depend on them.
+"""OpenCL vector types, and the parts of expressions that depend on them.
 
 A tensor is *stored* in the width of its element type; floats may be stored as half, rounded to the nearest, ties to even. In
-*registers* there are five types: float, int, uint, long and ulong. Booleans and integers narrower than 32 bits are computed as
-int, and cut to their width after every operator (`wrap`), so that they overflow as their type does.
+*registers* five types exist: float, int, uint, long and ulong. Booleans and integers narrower than 32 bits are computed as int.
+After every operator they are truncated to their width (`wrap`), so that they overflow like their type.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ STORED: dict[StoredType, str] = {
     "bool": "uchar", "float16": "half", "float32": "float", "int8": "char", "int16": "short", "int32": "int", "int64": "long",
     "uint8": "uchar", "uint16": "ushort", "uint32": "uint", "uint64": "ulong",
 }  # fmt: skip
-"""OpenCL C's name of an element in memory."""
+"""OpenCL C types of elements in memory."""
 
 REGISTER: dict[StoredType, str] = {
     "bool": "int", "float16": "float", "float32": "float", "int8": "int", "int16": "int", "int32": "int", "int64": "long",
     "uint8": "int", "uint16": "int", "uint32": "uint", "uint64": "ulong",
 }  # fmt: skip
-"""OpenCL C's name of an element in a register."""
+"""OpenCL C types of elements in registers."""
 
 _NARROW = {dtype for dtype in STORED if REGISTER[dtype] not in (STORED[dtype], "float")}
 _SUFFIX = {"int": "", "uint": "u", "long": "L", "ulong": "UL"}
@@ -52,7 +52,7 @@ class Vector:
         return f"convert_{self.of(dtype)}({raw})" if dtype in _NARROW else raw
 
     def to_stored(self, dtype: DType, value: str) -> str:
-        """`value`, in registers, as it is stored; a float as it is, which is rounded by the store."""
+        """`value`, in registers, in its stored type; a float is unchanged, since the store rounds it."""
         return f"convert_{self.named(STORED[dtype])}({value})" if dtype in _NARROW else value
 
     def rounded(self, value: str) -> str:
@@ -60,17 +60,17 @@ class Vector:
         return f"fm_to_float16({value}, {self.named('uint')}, {self.named('float')})"
 
     def literal(self, dtype: DType, value: float | int) -> str:
-        """`value` in every element."""
+        """A vector literal with `value` in every element."""
         return f"(({self.of(dtype)})({scalar_literal(dtype, value)}))"
 
     def wrap(self, dtype: DType, value: str) -> str:
-        """`value` cut to the width of `dtype`: what overflowed wraps around."""
+        """`value` truncated to the width of `dtype`: overflow wraps around."""
         if dtype not in _NARROW or dtype == "bool":
             return value
         return f"convert_{self.of(dtype)}(convert_{self.named(STORED[dtype])}({value}))"
 
     def truth(self, dtype: DType, comparison: str) -> str:
-        """A comparison of operands of `dtype` as int 0 or 1. Between vectors, true is -1, in their elements' width."""
+        """A comparison of operands of `dtype` as int 0 or 1; in vectors, true is -1 in the width of their elements."""
         if self.width == 1:
             return f"({comparison})"
         if REGISTER[dtype] in ("long", "ulong"):
@@ -78,7 +78,7 @@ class Vector:
         return f"(({comparison}) & 1)"
 
     def choose(self, dtype: DType, condition: str, yes: str, no: str) -> str:
-        """`yes` where the int `condition` is not 0, else `no`; both of `dtype`."""
+        """Select: `yes` where the int `condition` is not 0, else `no`; both of `dtype`."""
         if self.width == 1:
             return f"(({condition}) ? ({yes}) : ({no}))"
         mask = f"({condition}) != ({self.named('int')})(0)"
@@ -88,12 +88,12 @@ class Vector:
         return f"select({no}, {yes}, {mask})"
 
     def convert(self, source: DType, target: DType, value: str) -> str:
-        """`value` of `source` as `target`, in registers: truncated from floats, wrapped between integers, != 0 for bool."""
+        """Convert `value` from `source` to `target`, in registers: floats truncate, integers wrap, and for bool != 0."""
         if target == "bool":
             return value if source == "bool" else self.truth(source, f"{value} != {self.literal(source, 0)}")
         if REGISTER[source] == REGISTER[target]:
             return self.wrap(target, value)
-        if source == "float32" and target == "uint32":  # by way of a wider type, so that negative numbers wrap
+        if source == "float32" and target == "uint32":  # through a wider type, so that negative numbers wrap
             return f"convert_{self.of(target)}(convert_{self.named('long')}_rtz({value}))"
         rounding = "_rtz" if source == "float32" else ""
         return self.wrap(target, f"convert_{self.of(target)}{rounding}({value})")
@@ -117,6 +117,6 @@ def _float(value: float) -> str:
         number = np.float32(value)
     if np.isinf(number):
         return "INFINITY" if value > 0 else "(-INFINITY)"
-    # Hexadecimal would be exact too; the shortest decimal that gives the same float reads better.
+    # Hexadecimal would be exact too; the shortest decimal that gives the same float is easier to read.
     text = np.format_float_scientific(number, unique=True, trim="0")
     return f"({text}f)" if math.copysign(1, value) < 0 else f"{text}f"

@@ -1,9 +1,9 @@
 """Attention matching: softmax(f(Q K^T)) V becomes one operator, without scores in memory (`compiler.operators.attention`).
 
-The pattern is what all exporters write once a graph is decomposed: a product of two activations, elementwise operators on its
-result (a scale, masks, biases, a soft cap), Softmax over the last axis, and a product with a third. No other node may read a
-score. This is the only place that looks for the pattern. The operator reads queries, keys and values whole; what moves them
-before it and its answer behind it is folded into it later (`compiler.passes.attention_views`).
+All exporters write this pattern once a graph is decomposed: a product of two activations, elementwise operators on its result
+(a scale, masks, biases, a soft cap), Softmax over the last axis, and another product. No other node may read a score. Only this
+module matches the pattern. The operator reads whole queries, keys and values; a later pass folds the data movement of its
+operands and its answer into it (`compiler.passes.attention_views`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from flashmem.compiler.operators.rewriting import reshaped
 from flashmem.compiler.passes.fusion import MAX_OPERANDS, MAX_TAIL
 
 LARGEST_HEAD = 512
-"""Channels of a head up to which a kernel keeps what it sums up in registers."""
+"""The most channels of a head for which a kernel keeps its sums in registers."""
 
 
 @dataclass(frozen=True)
 class _Operand:
-    """A tensor that steps on scores read, and the shape in which it broadcasts to all of them."""
+    """A tensor that operators on scores read, and the shape in which it broadcasts to all scores."""
 
     value: Value
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class _Operand:
 
 @dataclass(frozen=True)
 class _Match:
-    """One attention: its two products, the operators on its scores, and what these read. `scale`: of each score."""
+    """A match of attention: its two products, the operators on its scores, and their operands; `scale`: of each score."""
 
     first: Node
     second: Node
@@ -48,14 +48,14 @@ class _Match:
 
 
 def match_attention(graph: Graph) -> Graph:
-    """`graph` (decomposed, layouts assigned) with each attention as one FusedAttention in place of its second product."""
+    """`graph` (decomposed, layouts assigned) with a FusedAttention in place of each attention's second product."""
     readers = Readers(graph)
     matches = [match for node in graph.nodes if node.op == "Softmax" and (match := _attention(node, readers))]
     return replaced(graph, {match.second: match for match in matches}, _replace)
 
 
 def _attention(softmax: Node, readers: Readers) -> _Match | None:
-    """The attention around `softmax`, if it is one that a kernel can compute."""
+    """The attention around `softmax`; None if it is none, or no kernel can compute it."""
     keys = softmax.input(0).shape[-1]
     if softmax.attributes["axes"] != (len(softmax.input(0).shape) - 1,) or not softmax.input(0).size:
         return None
@@ -80,8 +80,10 @@ def _attention(softmax: Node, readers: Readers) -> _Match | None:
 
 @dataclass(frozen=True)
 class _Behind:
-    """What is behind softmax: the product of its weights, and what becomes of some of them before. `guarded`: those that are no
-    numbers become 0; `dropped`: those of the queries for which it is true, as it broadcasts to weights of `shape`.
+    """The nodes after softmax: the product with its weights, and changes to some weights before it.
+
+    `guarded`: weights that are NaN become 0. `dropped`: a condition; weights of the queries for which it is true become 0. It
+    broadcasts to weights of `shape`.
     """
 
     product: Node
@@ -91,7 +93,7 @@ class _Behind:
 
 
 def _behind(weights: Value, readers: Readers) -> _Behind | None:
-    """What is behind softmax's `weights`, if it is what a kernel can do at the end."""
+    """The nodes after softmax's `weights`; None if a kernel cannot compute them."""
     keys, guarded, shape = weights.shape[-1], False, weights.shape
     dropped: Value | None = None
     while True:
@@ -112,7 +114,7 @@ def _behind(weights: Value, readers: Readers) -> _Behind | None:
 
 
 def _drops(node: Node, weights: Value) -> bool:
-    """Whether `node` is Where(condition, 0, weights) with one condition for all keys of a query, as ONNX's Attention has it."""
+    """Whether `node` is Where(condition, 0, weights) with one condition for all keys of a query, as in ONNX's Attention."""
     return (
         node.op == "Where"
         and node.input(2) is weights
@@ -127,7 +129,7 @@ def _is_zero(value: Value) -> bool:
 
 
 def _guard(weights: Value, readers: Readers) -> Value | None:
-    """Where(IsNaN(weights), 0, weights), if that is all there is."""
+    """The result of Where(IsNaN(weights), 0, weights), if nothing else reads the weights."""
     nodes = readers.of(weights)
     tests = [node for node in nodes if node.op == "IsNaN"]
     choices = [node for node in nodes if node.op == "Where"]
@@ -140,19 +142,19 @@ def _guard(weights: Value, readers: Readers) -> Value | None:
 
 
 def _is_product(node: Node) -> bool:
-    """A MatMul of two activations as they are."""
+    """Whether `node` is a MatMul of two activations, not transposed or dequantised."""
     return node.op == "MatMul" and len(node.inputs) == 2 and not node.attributes["transposed"]
 
 
 def _chain(softmax: Node, readers: Readers) -> tuple[Node, tuple[Node, ...]] | None:
     """The product whose result `softmax` reads, and the operators between them, in order."""
     keys = softmax.input(0).shape[-1]
-    found: dict[Value, bool] = {}  # whether a value is made of the product
+    found: dict[Value, bool] = {}  # whether a value depends on the product
     inside: list[Node] = []
     products: list[Node] = []
 
     def visit(value: Value | None, rows: int) -> bool:
-        """Whether `value`, scores of `rows` queries if it is made of the product, is so."""
+        """Whether `value` depends on the product; if so, it holds scores of `rows` queries."""
         node = None if value is None else value.producer
         if value is None or node is None or value.constant is not None or value.size != rows * keys:
             return False
@@ -179,7 +181,7 @@ def _chain(softmax: Node, readers: Readers) -> tuple[Node, tuple[Node, ...]] | N
 
 
 def _scaled(score: Value, chain: tuple[Node, ...]) -> tuple[Value, tuple[Node, ...], float]:
-    """The score behind the constant factors with which `chain` begins, the rest of the chain, and their product."""
+    """Split off the constant factors with which `chain` begins: the score after them, the rest of the chain, their product."""
     scale = 1.0
     while chain and (multiplied := constant_factor(chain[0])) is not None:
         if multiplied[0] is not score or any(score in node.inputs for node in chain[1:]):
@@ -189,8 +191,9 @@ def _scaled(score: Value, chain: tuple[Node, ...]) -> tuple[Value, tuple[Node, .
 
 
 def _scores(product: Value, softmax: Node, chain: Sequence[Node], behind: _Behind) -> tuple[Scores, list[_Operand]] | None:
-    """The operators between product and softmax as steps in registers, and all that they and what is behind softmax read; None
-    if their shapes have nothing in common.
+    """The operators between product and softmax as steps in registers, and all tensors that the attention reads on the way.
+
+    These include the operands of the nodes after softmax. None if their shapes have no common refinement.
     """
     also = [behind.shape] if behind.dropped is not None else []
     shape = _refined([product.shape, softmax.input(0).shape, *(node.outputs[0].shape for node in chain), *also])
@@ -227,7 +230,7 @@ def _scores(product: Value, softmax: Node, chain: Sequence[Node], behind: _Behin
 
 
 def _refined(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """The coarsest shape of scores of which each of `shapes` merges neighbours; None if there is none."""
+    """The coarsest shape of scores from which each of `shapes` results by merging neighbours; None if none exists."""
     if len(set(shapes)) == 1:
         return shapes[0]
     ends = sorted({math.prod(shape[axis:-1]) for shape in shapes for axis in range(len(shape))}, reverse=True)
@@ -237,7 +240,7 @@ def _refined(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
 
 
 def _operand(value: Value, domain: tuple[int, ...], refined: tuple[int, ...]) -> _Operand:
-    """`value`, which broadcasts to `domain`, as it broadcasts to `refined`. What an Expand repeats is read where it lies."""
+    """`value`, which broadcasts to `domain`, in a shape that broadcasts to `refined`. The source of an Expand replaces it."""
     while value.constant is None and value.producer is not None and value.producer.op == "Expand":
         value = value.producer.input(0)
     if domain == refined or value.size == 1:
@@ -254,7 +257,7 @@ def _operand(value: Value, domain: tuple[int, ...], refined: tuple[int, ...]) ->
 
 
 def _replace(rewriter: Rewriter, match: _Match) -> None:
-    """Append the operator that computes what the second product did."""
+    """Append a FusedAttention in place of the second product."""
     operands = [reshaped(rewriter, operand.value, operand.shape) for operand in match.operands]
     query, key, value, answer = match.first.input(0), match.first.input(1), match.second.input(1), match.second.outputs[0]
     stacks = match.first.outputs[0].shape[:-2], answer.shape[:-2]

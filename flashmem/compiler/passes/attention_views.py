@@ -1,7 +1,7 @@
 """Attention views: attention reads queries, keys and values, and writes its answer, through strided views.
 
-Transposes, parts of one packed projection, repeated heads and constant factors in front of a FusedAttention
-(`compiler.passes.attention`) disappear, as does the Transpose behind it.
+Transposes, parts of one packed projection, repeated heads and constant factors before a FusedAttention
+(`compiler.passes.attention`) disappear, and so does the Transpose after it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flashmem.compiler.operators.attention import access, stack
 
 
 def fold_attention_views(graph: Graph) -> Graph:
-    """`graph` with each FusedAttention between the farthest tensors that it can read and write through views."""
+    """`graph`, in which each FusedAttention reads and writes the farthest tensors that views can reach."""
     readers = Readers(graph)
     found = {}
     for node in graph.nodes:
@@ -26,7 +26,7 @@ def fold_attention_views(graph: Graph) -> Graph:
 
 
 def _replace(rewriter: Rewriter, found: tuple[Node, Node, StridedView]) -> None:
-    """Append the attention in place of `end`, the last move of its answer, which is the view `answer` of what `end` gives."""
+    """Append the attention in place of `end`, the last node that moves its answer; `answer` is a view of `end`'s output."""
     node, end, answer = found
     given = {name: attribute for name, attribute in node.attributes.items() if name != "stacks"}
     scores, answers = node.attributes["stacks"]
@@ -49,13 +49,13 @@ def _replace(rewriter: Rewriter, found: tuple[Node, Node, StridedView]) -> None:
 
 
 def _matrices(value: Value, batch: tuple[int, ...], *, swap: bool) -> StridedView:
-    """`value` as a stack of matrices for `batch`, read from the farthest tensor whose view has one stride for the channels."""
+    """`value` as a stack of matrices for `batch`, read from the farthest tensor in which the channels have one stride."""
     made = (stack(view, batch, swap=swap) for view in (view_of(value), StridedView.of(value)))
     return next(view for view in made if len(view.dimensions[-1]) < 2)
 
 
 def _target(product: Node, readers: Readers) -> tuple[Node, StridedView]:
-    """The last move of the answer that the kernel can make as it writes, and the answer as a view of what that gives."""
+    """The last node that moves the answer as a kernel can write it, and the answer as a view of that node's output."""
     node, moves, best = product, [product], 0
     while (reader := readers.single(node.outputs[0])) is not None and reader.op in ("Reshape", "Transpose"):
         node = reader

@@ -1,11 +1,11 @@
-"""Fusion: each layer is one main operator and the elementwise operators that finish it.
+"""Operator fusion: each layer is a main operator and its epilogue of elementwise operators.
 
-The *tail* of a layer is any acyclic piece of elementwise operators that hangs on the main operator's output, works at its
-shape, and leaves only one value behind: so bias, activation (GELU and SiLU with their several uses of one value) and
-residual sums run in registers, in the producer's epilogue.
+The *tail* of a layer, its epilogue, is an acyclic group of elementwise operators on the main operator's output. All have its
+shape, and only one of their values is used elsewhere. So bias, activation (GELU and SiLU, which use one value several times)
+and residual sums run in registers.
 
-A product whose result the model gives back with its columns first, as images are in ONNX, stores it so, element by element: a
-Transpose behind it would need the memory of the result twice.
+If the model returns a product's result with columns first, like images in ONNX, the product stores it so, element by element. A
+separate Transpose would need the memory of the result twice.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from flashmem.compiler.ir.strided import Factor, StridedView, merged
 from flashmem.compiler.operators import REGISTRY, is_elementwise
 
 MAX_TAIL = 24
-"""Operators in one tail: beyond this a kernel's registers, not its memory traffic, are what runs out."""
+"""The most operators in one tail: with more, a kernel has too few registers."""
 
 MAX_OPERANDS = 8
-"""Tensors a tail reads beside the main operator's own."""
+"""The most tensors that a tail reads in addition to the main operator's operands."""
 
 
 def fuse(graph: Graph, cuts: Collection[Node] = ()) -> list[FusionGroup]:
-    """The layers of `graph` in execution order. Reshapes are no layers: they move no data. Nor is a Slice that moves none
-    launched (`compiler.memory.aliases`), which depends on what its source is stored in.
+    """The layers of `graph` in execution order.
 
-    `cuts`: operators that join no tail; an elementwise one begins a layer of its own, with a tail of its own.
+    A Reshape is no layer, because it moves no data. A Slice without data movement is a layer that is not launched
+    (`compiler.memory.aliases`); whether it moves data depends on the stored type of its source.
+
+    `cuts`: operators that join no tail. An elementwise one begins a layer, which has its own tail.
     """
     consumers = graph.consumers()
     outputs = {port.value for port in graph.outputs}
@@ -38,7 +40,7 @@ def fuse(graph: Graph, cuts: Collection[Node] = ()) -> list[FusionGroup]:
     taken: set[Node] = set()
     cut = set(cuts)
     layers: list[FusionGroup] = []
-    # From the last to the first, so that a sum of two branches ends the one that is computed later.
+    # From last to first, so that a sum of two branches joins the one that is computed later.
     for node in reversed(graph.nodes):
         if node in taken or node.op == "Reshape" or is_elementwise(node):
             continue
@@ -52,7 +54,7 @@ def fuse(graph: Graph, cuts: Collection[Node] = ()) -> list[FusionGroup]:
 
 
 def _stored_moved(layers: list[FusionGroup], consumers: dict[Value, list[Node]], outputs: set[Value]) -> list[FusionGroup]:
-    """`layers`, those that give outputs of the model with columns first without the Transposes behind them."""
+    """`layers`, in which the layers of outputs with columns first replace the Transposes after them."""
     by_output = {layer.output: layer for layer in layers}
     gone: set[FusionGroup] = set()
     for layer in layers:
@@ -82,14 +84,14 @@ def _stored_moved(layers: list[FusionGroup], consumers: dict[Value, list[Node]],
 
 
 def _places(factors: Sequence[Factor], columns: int) -> int:
-    """How many rows of `columns` the matrices have whose columns come first, by the factors of all; 0 if it is not so."""
+    """The number of rows of matrices of `columns` that are stored with columns first, from all factors; 0 if they are not."""
     batch, across, down = ((1, 0), *factors)[-3:] if len(factors) in (2, 3) else ((0, 0),) * 3
     is_batch = batch[0] == 1 or batch[1] == down[0] * columns
     return down[0] if is_batch and across == (columns, 1) and down[1] == columns else 0
 
 
 def _is_given(value: Value, consumers: dict[Value, list[Node]], outputs: set[Value]) -> bool:
-    """Whether `value` is an output of the model, or a part of one, in whatever shape."""
+    """Whether `value` is an output of the model, or a part of one, possibly reshaped."""
     reshaped = (node for node in consumers.get(value, ()) if node.op in ("Concat", "Reshape"))
     return value in outputs or any(_is_given(node.outputs[0], consumers, outputs) for node in reshaped)
 
@@ -107,7 +109,7 @@ def _scatters(node: Node) -> bool:
 def _grow(
     layer: FusionGroup, position: dict[Node, int], consumers: dict[Value, list[Node]], outputs: set[Value], taken: set[Node]
 ) -> FusionGroup:
-    """The longest tail without `taken` nodes after which one value is all that the rest of the graph sees."""
+    """The longest tail, without `taken` nodes, of which the rest of the graph reads only one value."""
     operator = REGISTRY[layer.main.op]
     if operator.expression is None and operator.columns is None:
         return layer
@@ -138,8 +140,10 @@ def _grow(
 
 
 def _joins(node: Node, domain: Value, columns: int | None, *, only_floats: bool) -> bool:
-    """Elementwise over the same shape. In a kernel's epilogue also: with operands that lie under its outputs as the kernel
-    walks along them, from dimension `columns` on, and in float32 throughout if it writes `only_floats`.
+    """Whether `node` can join a tail: it is elementwise over the same shape.
+
+    In a kernel's epilogue, its operands must also match the order of the kernel's outputs from dimension `columns` on. If the
+    kernel writes `only_floats`, everything must be float32.
     """
     if not is_elementwise(node) or node.outputs[0].shape != domain.shape:
         return False

@@ -1,9 +1,9 @@
 """Layout assignment: 4D and 5D values around convolutions become channels-last.
 
 Kernels for convolution, pooling and resizing read N, H, W, C (N, D, H, W, C), so that a vector of channels is one load. This
-pass walks the nodes once and keeps, for each value, up to two versions: the logical one (dimensions in ONNX's order) and the
-channels-last one. Nodes that do not care take the version that is there; a missing version is made by one Transpose, on
-first demand. Shapes after this pass are physical.
+pass walks the nodes once and keeps up to two versions of each value: the logical one (dimensions in ONNX's order) and the
+channels-last one. Nodes for which the layout does not matter read the existing version. One Transpose makes a missing version,
+on first use. Shapes after this pass are physical.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flashmem.compiler.operators.rewriting import reshaped, to_first, to_last, t
 
 
 class _Layouts:
-    """The versions of each value that exist so far; a channels-last one for each number of dimensions it was asked in."""
+    """The existing versions of each value, with a channels-last one for each number of dimensions in which it is used."""
 
     def __init__(self) -> None:
         self.rewriter = Rewriter()
@@ -33,7 +33,7 @@ class _Layouts:
         return value
 
     def channels_last(self, value: Value, rank: int) -> Value:
-        """The channels-last version; a value of lower rank is first given the leading dimensions it broadcasts over."""
+        """The channels-last version; a value of lower rank first gets the leading dimensions over which it broadcasts."""
         if (value, rank) not in self.last:
             self.logical(value)
             full = (*[1] * (rank - len(value.shape)), *value.shape)
@@ -60,14 +60,14 @@ class _Layouts:
 
 
 def _tile_of_constant(value: Value, rank: int) -> Node | None:
-    """The node that repeats a constant to give `value`, which it may as well do in another order."""
+    """The Tile that makes `value` from a constant, which can do so in another order of dimensions."""
     node = value.producer
     is_tile = node is not None and node.op == "Tile" and node.input(0).constant is not None
     return node if is_tile and len(value.shape) == rank else None
 
 
 def assign_layouts(graph: Graph) -> Graph:
-    """`graph` (decomposed) with convolutional parts channels-last and Transposes where the two layouts meet."""
+    """`graph` (decomposed) with convolutional parts channels-last, and Transposes between the two layouts."""
     layouts = _Layouts()
     for node in graph.nodes:
         operator, rank = REGISTRY[node.op], len(node.outputs[0].shape)
@@ -88,14 +88,14 @@ def assign_layouts(graph: Graph) -> Graph:
 
 
 def _prefers_last(node: Node, layouts: _Layouts) -> bool:
-    """Whether `node`, which runs on either version, should run channels-last: an input exists only so."""
+    """Whether `node`, which supports both layouts, should run channels-last: an input exists only so."""
     rank = len(node.outputs[0].shape)
     found = any(value in layouts.only_last and len(value.shape) == rank for value in node.inputs if value is not None)
     return rank in (4, 5) and found and _stays_a_run(node)
 
 
 def _stays_a_run(node: Node) -> bool:
-    """Axes that are neighbours in one order need not be in the other; reductions need a run."""
+    """Whether the axes of `node` are also neighbours in the other layout; reductions need a run of axes."""
     if not node.attributes.get("axes"):
         return True
     places = to_first(len(node.outputs[0].shape))

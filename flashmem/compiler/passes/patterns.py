@@ -1,4 +1,4 @@
-"""Patterns of nodes that several passes look for."""
+"""Node patterns that several passes match."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from flashmem.compiler.operators import is_elementwise
 
 
 def is_by_column(node: Node, value: Value) -> bool:
-    """Whether `node` does to each column of `value` the same in all rows: what constants say that have one element for the
-    column, or one for all.
+    """Whether `node` treats all rows of `value` alike, column by column.
+
+    Its other operands are then constants with one element for each column, or one for all.
     """
     if not is_elementwise(node) or node.outputs[0].shape != value.shape or node.inputs.count(value) != 1:
         return False

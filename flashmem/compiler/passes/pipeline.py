@@ -1,7 +1,7 @@
 """The pass pipeline: the passes between import and fusion, in order.
 
-Each pass takes a graph and gives a graph. `requires` and `ensures` name forms of a graph (`compiler.passes.verifier`); once a
-pass has ensured a form, every later pass keeps it. The verifier runs after every pass.
+Each pass maps a graph to a graph. `requires` and `ensures` name forms of a graph (`compiler.passes.verifier`). Once a pass has
+ensured a form, every later pass keeps it. The verifier runs after every pass.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from flashmem.compiler.passes.verifier import Form, InvalidGraphError, verify
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass: a function from graph to graph, the forms that it relies on, and those that hold after it."""
+    """A pass: a function from graph to graph, the forms it requires, and the forms it ensures."""
 
     name: str
     run: Callable[[Graph], Graph]
@@ -38,24 +38,24 @@ class Pass:
 
 
 Observe = Callable[[Pass, Graph], None]
-"""Called with each pass and the graph that it made, before that is verified."""
+"""Called with each pass and its resulting graph, before the verifier runs."""
 
 PASSES = (
     # ONNX's operators in all their versions become few and simple ones.
     Pass("decompose", decompose, ensures=("decomposed",)),
-    # Products read 8-bit integers where a DequantizeLinear stood before them.
+    # Products read 8-bit integers instead of the results of DequantizeLinear.
     Pass("fuse-qdq", fuse_qdq, requires=("decomposed",)),
     # Images around convolutions are stored with their channels last.
     Pass("assign-layouts", assign_layouts, requires=("decomposed",), ensures=("channels last",)),
-    # softmax(f(Q K^T)) V becomes one operator, which the passes below see.
+    # softmax(f(Q K^T)) V becomes one operator for the passes below.
     Pass("match-attention", match_attention, requires=("decomposed",), ensures=("attention matched",)),
-    # A Transpose behind a product with weights goes before it, where it meets another one, or attention.
+    # A Transpose after a product with weights moves before it, if another Transpose or attention precedes the product.
     Pass("hoist-transposes", hoist_transposes, requires=("decomposed", "attention matched")),
-    # Transposes wait until an operator needs their result in order; most cancel.
+    # Transposes move down until an operator requires their order; most cancel.
     Pass("sink-transposes", sink_transposes, requires=("decomposed", "channels last", "attention matched")),
-    # A product of which only parts are read becomes a product for each part.
+    # A product of which nodes read only parts becomes a product for each part.
     Pass("split-matmuls", split_matmuls, requires=("decomposed", "attention matched")),
-    # Attention reads and writes through what moves its operands and its answer.
+    # Attention reads its operands and writes its answer through views, without data movement.
     Pass("fold-attention-views", fold_attention_views, requires=("attention matched",), ensures=("attention folded",)),
 )
 """All passes, in order. Fusion (`compiler.passes.fusion`) follows: it groups nodes and does not change the graph."""
@@ -93,7 +93,7 @@ def run_passes(
 
 
 def check_dump_folder(folder: Path) -> None:
-    """Make `folder` if it is missing. Raises UserError if files cannot be written there."""
+    """Create `folder` if it is missing. Raises UserError if files cannot be written there."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--dump-passes {folder} is not a folder; name one")
     if not folder.parent.is_dir():
@@ -106,11 +106,11 @@ def check_dump_folder(folder: Path) -> None:
 def dump_graph(graph: Graph, folder: Path) -> None:
     """Write `graph` as imported, after each pass, and its fusion groups, into `folder`: a numbered text file for each.
 
-    A pass got the graph of the file before its own, so that `diff` of two neighbours shows what the pass did.
+    The input of a pass is the file before its own, so `diff` of two neighbours shows the changes of the pass.
 
     Raises:
         UserError: a file cannot be written.
-        InvalidGraphError: a pass broke a rule of the verifier; what it made is written first.
+        InvalidGraphError: a pass broke a rule of the verifier; its result is written first.
     """
     texts = {"imported": graph_text(graph)}
     try:

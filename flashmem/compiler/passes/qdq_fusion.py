@@ -1,9 +1,8 @@
-"""QDQ fusion: products read 8-bit integers and dequantise them in their kernels, where a DequantizeLinear has one scale.
+"""QDQ fusion: products read 8-bit integers and dequantise them in their kernels, if a DequantizeLinear has one scale.
 
 After this pass MatMul, Conv and ConvTranspose may have integer operands. Inputs 2 and 3 are then the zero points of the left
-and the right operand, inputs 4 and 5 their scales, each one number or None. The kernel multiplies
-(integer - zero point) * scale, rounded as DequantizeLinear rounds it, so no answer changes. The tensors between two operators
-of a quantised model stay 8 bit.
+and the right operand, inputs 4 and 5 their scales, each one number or None. The kernel multiplies (integer - zero point) *
+scale, rounded like DequantizeLinear, so no answer changes. The tensors between two operators of a quantised model stay 8 bit.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ _PRODUCTS = {"Conv", "ConvTranspose", "MatMul"}
 
 
 def fuse_qdq(graph: Graph) -> Graph:
-    """`graph` (decomposed), its products reading integers where it dequantises whole tensors for them."""
+    """`graph` (decomposed), in which products read the integers of operands that are dequantised with one scale."""
     rewriter = Rewriter()
     for node in graph.nodes:
         inputs = list(node.inputs)
         if node.op in _PRODUCTS and len(inputs) == 2:
             sources = [_source(value) for value in node.inputs]
-            if node.op != "MatMul":  # its weights are constants
+            if node.op != "MatMul":  # the weights of convolutions are constants
                 sources[1] = None
             left, right = sources
             if any(sources) and (node.op == "MatMul" or _is_plain_convolution(node)):
@@ -33,7 +32,7 @@ def fuse_qdq(graph: Graph) -> Graph:
 
 
 def _source(value: Value | None) -> tuple[Value, Value | None, Value] | None:
-    """(integers, zero point, scale) of a value that is dequantised as a whole."""
+    """(integers, zero point, scale) of a value that is dequantised with one scale; else None."""
     scaled = value.producer if value is not None else None
     if scaled is None or scaled.op != "Mul" or len(scaled.inputs) != 2:
         return None

@@ -1,13 +1,13 @@
-"""Split-matmul: a product of which only parts are read becomes a product for each part, of its columns of the weights.
+"""Split-matmul: a product of which only parts are read becomes a product for each part, with its columns of the weights.
 
-Exporters compute queries, keys and values, or both halves of a gated activation, by one product and cut its result. Cut as a
-tensor, every part is a copy, and the whole stays in memory until the last part is taken. Cut as weights it costs nothing:
+Exporters compute queries, keys and values, or both halves of a gated activation, by one product, and slice its result. Slicing
+the tensor copies every part, and the whole stays in memory until the last part is copied. Slicing the weights costs nothing:
 columns of a constant are read when they are packed. Elementwise operators on a part then fuse with its product
 (`compiler.passes.fusion`).
 
-One large product is faster than a few small ones, which all read the same rows. So parts stay together where no part is copied
-and all are needed at once: queries, keys and values of an attention, which reads views (`compiler.passes.attention_views`). A
-part that other operators read first, such as a query that is pooled, is a product of its own; those beside it stay one.
+One large product is faster than a few small ones, which all read the same rows. So parts stay together if no part is copied and
+all are needed at once: queries, keys and values of an attention, which reads views (`compiler.passes.attention_views`). A part
+that other operators read first, such as a query that is pooled, becomes a separate product; its neighbours stay together.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from flashmem.compiler.operators.attention import is_attended
 from flashmem.compiler.passes.patterns import is_by_column
 
 Columns = tuple[int, int]
-"""The first of a range of columns, and the one behind its last."""
+"""A range of columns: the first, and one past the last."""
 
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A Slice that takes `columns` of a product; `view` is its result in the product's memory."""
+    """A Slice of `columns` of a product; `view` is its result in the product's memory."""
 
     node: Node
     view: StridedView
@@ -41,7 +41,7 @@ class _Leaf:
 
 @dataclass
 class _Whole:
-    """A product, the elementwise operators that finish it, the Slices of its result, and the groups of columns it becomes."""
+    """A product with its elementwise operators, the Slices of its result, and the groups of columns that become products."""
 
     nodes: list[Node]
     leaves: list[_Leaf]
@@ -50,11 +50,11 @@ class _Whole:
 
     @property
     def width(self) -> int:
-        """Columns."""
+        """Number of columns."""
         return self.nodes[0].outputs[0].shape[-1]
 
     def part_of(self, leaf: _Leaf) -> tuple[Columns, StridedView]:
-        """The group that `leaf` is in, and the leaf as a view of what that group gives."""
+        """The group that contains `leaf`, and the leaf as a view of the group's result."""
         first, end = next(group for group in self.groups if group[0] <= leaf.columns[0] and leaf.columns[1] <= group[1])
         wide, narrow = self.width, end - first
 
@@ -68,11 +68,11 @@ class _Whole:
 
 
 def split_matmuls(graph: Graph) -> Graph:
-    """`graph` (decomposed, attention matched), its products in the parts that are read of them."""
+    """`graph` (decomposed, attention matched), in which products compute only the parts that nodes read."""
     readers = Readers(graph)
     found = [whole for node in graph.nodes if (whole := _whole(node, readers)) is not None]
     wanted = Counter(each.nodes[0].input(1) for each in found)
-    # A weight that others read as a whole, or in other parts, would be stored twice.
+    # A weight that other nodes read whole, or in other parts, would be stored twice.
     found = [
         each
         for each in found
@@ -85,8 +85,8 @@ def split_matmuls(graph: Graph) -> Graph:
 
 
 def _whole(node: Node, readers: Readers) -> _Whole | None:
-    """The product `node` with what is cut of it, if it can be computed in parts that somebody needs apart."""
-    if not _is_product(node) or node.outputs[0].size == node.outputs[0].shape[-1]:  # parts of one row lie together
+    """The product `node` with the Slices of its result; None if it stays whole."""
+    if not _is_product(node) or node.outputs[0].size == node.outputs[0].shape[-1]:  # parts of one row are contiguous
         return None
     nodes, value = [node], node.outputs[0]
     while (reader := readers.single(value)) is not None and is_by_column(reader, value):
@@ -102,7 +102,7 @@ def _whole(node: Node, readers: Readers) -> _Whole | None:
 
 
 def _is_product(node: Node) -> bool:
-    """A product of floats with one constant matrix, nothing of which is by column but that."""
+    """Whether `node` is a product of floats with one constant matrix, and has no other operand by column."""
     if node.op not in ("MatMul", "Conv") or len(node.inputs) < 2 or node.outputs[0].dtype != "float32":
         return False
     weight = node.input(1)
@@ -114,14 +114,14 @@ def _is_product(node: Node) -> bool:
 
 
 def _column_axis(node: Node) -> int:
-    """The axis of a product's weight along which its columns lie."""
+    """The axis of the output columns in a product's weight."""
     if node.op == "Conv":
         return 0
     return len(node.input(1).shape) - (2 if node.attributes["transposed"] else 1)
 
 
 def _gather(value: Value, view: StridedView, width: int, readers: Readers, leaves: list[_Leaf]) -> bool:
-    """Whether all that is read of `value` are Slices that take some of its `width` columns of every row; they join `leaves`."""
+    """Whether only Slices read `value`, each of them some of its `width` columns in every row; appends them to `leaves`."""
     for node in readers.of(value):
         output = node.outputs[0]
         seen: StridedView | None = None
@@ -142,7 +142,7 @@ def _gather(value: Value, view: StridedView, width: int, readers: Readers, leave
 
 
 def _columns(view: StridedView, rows: int, width: int) -> Columns | None:
-    """The range of columns that a Slice takes of each of `rows` rows; None if it takes others."""
+    """The range of columns that a Slice selects in each of `rows` rows; None if it is no such Slice."""
     run, count = 1, 1
     for size, stride in sorted(view.factors, key=lambda each: each[1]):
         if stride >= width:
@@ -155,7 +155,7 @@ def _columns(view: StridedView, rows: int, width: int) -> Columns | None:
 
 
 def _is_attended(value: Value, readers: Readers) -> bool:
-    """Whether nothing happens to `value` before attention reads it, where it lies."""
+    """Whether attention reads `value` through views only."""
     if value in readers.outputs:
         return False
     for node in readers.of(value):
@@ -168,8 +168,9 @@ def _is_attended(value: Value, readers: Readers) -> bool:
 
 
 def _groups(width: int, leaves: Sequence[_Leaf]) -> list[Columns] | None:
-    """The ranges of columns that become products: neighbours that are read as views, by products, stay together while none is
-    so small that it would be copied. None if all stay together, or parts overlap.
+    """The ranges of columns that become products; None if all stay together, or parts overlap.
+
+    Neighbours that products read as views stay together, unless one is so small that it would be copied.
     """
     attended: dict[Columns, bool] = {}
     for leaf in leaves:
@@ -191,7 +192,7 @@ def _groups(width: int, leaves: Sequence[_Leaf]) -> list[Columns] | None:
 
 
 class _Splitting:
-    """Writes the graph anew. A part is computed where it is first needed, and moved there."""
+    """Builds the new graph. It computes a part at its first use."""
 
     def __init__(self, found: Sequence[_Whole]) -> None:
         self.rewriter = Rewriter()
@@ -215,7 +216,7 @@ class _Splitting:
         return self.rewriter.graph(old)
 
     def keep(self, node: Node) -> None:
-        """Append `node`, after what it reads."""
+        """Append `node`, after the nodes of its inputs."""
         for value in node.inputs:
             self.need(value)
         made = Node(node.op, node.name, [self.rewriter.now(value) for value in node.inputs], node.outputs, node.attributes)
@@ -224,7 +225,7 @@ class _Splitting:
         self.rewriter.nodes.append(made)
 
     def need(self, value: Value | None) -> None:
-        """Append what makes `value`, if it waits."""
+        """Append the nodes that compute `value`, if they are deferred."""
         node = self.waiting.pop(value, None) if value is not None else None
         if node is None:
             return
@@ -244,7 +245,7 @@ class _Splitting:
             emit_view(self.rewriter, view, leaf.node.outputs[0])
 
     def cut_group(self, group: Columns, view: StridedView, leaf: _Leaf) -> None:
-        """One part of a group that stays together."""
+        """Append the Slice of one part of a group that stays together."""
         first, end = (column - group[0] for column in leaf.columns)
         root = view.root
         starts = (*[0] * (len(root.shape) - 1), first)
@@ -258,7 +259,7 @@ class _Splitting:
         emit_view(self.rewriter, StridedView(part, 0, dimensions), leaf.node.outputs[0])
 
     def compute(self, whole: _Whole, columns: Columns, result: Value) -> None:
-        """The product, and what follows it, of `columns` only."""
+        """Append the product and its elementwise operators for `columns` only."""
         product = whole.nodes[0]
         self.need(product.inputs[0])
         inputs = [self.rewriter.now(each) for each in product.inputs]
@@ -272,13 +273,13 @@ class _Splitting:
             ]
 
     def beside(self, constant: Value | None, columns: Columns) -> Value | None:
-        """What of a constant operand goes with those columns."""
+        """The part of a constant operand for those columns."""
         if constant is None or constant.size == 1:
             return constant
         return self.constant(constant, len(constant.shape) - 1, columns)
 
     def constant(self, value: Value, axis: int, columns: Columns) -> Value:
-        """Those columns of a constant; the same for all products that read it."""
+        """Those columns of a constant; one value for all products that read it."""
         key = value, axis, columns
         if key not in self.constants:
             part = _sliced(value, axis, *columns)

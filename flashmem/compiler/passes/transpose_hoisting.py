@@ -1,8 +1,7 @@
 """Transpose hoisting: moves a Transpose from the result of a product with weights to the operand that it reads.
 
-Before the product, the Transpose is only another order in which attention writes its answer
-(`compiler.passes.attention_views`). What is added to the product's result is then read in its own order: the sum behind the way
-from windows back to the image.
+Before the product, attention absorbs the Transpose: it writes its answer in another order (`compiler.passes.attention_views`).
+Operands added to the product's result, such as the sum after the windows return to the image, then need no Transpose.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from flashmem.compiler.passes.patterns import is_by_column
 
 @dataclass(frozen=True)
 class _Found:
-    """A product with its elementwise operators, the last node behind them that moves rows, and that one's result as a view."""
+    """A product with its elementwise operators, the last node after them that moves rows, and its result as a view."""
 
     nodes: list[Node]
     end: Node
@@ -28,14 +27,14 @@ class _Found:
 
 
 def hoist_transposes(graph: Graph) -> Graph:
-    """`graph` (decomposed) with Transposes before products where they meet attention or another Transpose there."""
+    """`graph` (decomposed) with Transposes hoisted over products, if attention or another Transpose precedes the product."""
     readers = Readers(graph)
     found = {each.end: each for node in graph.nodes if node.op == "MatMul" and (each := _found(node, readers)) is not None}
     return replaced(graph, found, _write)
 
 
 def _found(product: Node, readers: Readers) -> _Found | None:
-    """The moves of rows behind `product`; None unless its rows are moved before it too, and its result has no other user."""
+    """The nodes after `product` that move rows; None if no rows are moved before it, or its result has another reader."""
     weight = product.input(1)
     if weight.constant is None or math.prod(weight.shape[:-2]) != 1 or not _is_moved(product.input(0), readers):
         return None
@@ -56,7 +55,7 @@ def _found(product: Node, readers: Readers) -> _Found | None:
 
 
 def _is_moved(value: Value, readers: Readers) -> bool:
-    """Whether `value` is made by a Transpose, by attention or a product of activations, and is nobody else's."""
+    """Whether a Transpose, attention or a product of activations computes `value`, and it has a single reader."""
     while readers.single(value) is not None and value.producer is not None and value.producer.op == "Reshape":
         value = value.producer.input(0)
     node = value.producer if readers.single(value) is not None else None
@@ -65,7 +64,7 @@ def _is_moved(value: Value, readers: Readers) -> bool:
 
 
 def _write(rewriter: Rewriter, found: _Found) -> None:
-    """Append the product of moved rows, and what finishes it."""
+    """Append the product of the moved rows, and its elementwise operators."""
     product, output = found.nodes[0], found.end.outputs[0]
     source, wide = product.input(0), output.shape[-1]
     depth = source.shape[-1]

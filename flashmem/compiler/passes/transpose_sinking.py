@@ -1,14 +1,14 @@
-"""Transpose sinking: Transposes and Reshapes are put off until an operator needs their result in order, so that most cancel.
+"""Transpose sinking: defers Transposes and Reshapes until an operator requires their order, so that most cancel.
 
-A result that is put off is a strided view of a tensor that exists (`compiler.ir.strided`). Many operators need no order:
+A deferred result is a strided view of an existing tensor (`compiler.ir.strided`). Many operators work in any order:
 
-- elementwise operators run in the order of most of their operands; their constants are permuted when compiling;
-- operators on rows (LayerNormalization, a product with constant weights) take rows in any order;
-- a Slice cuts any dimension; pooling without overlap works inside windows as inside the image that they were cut from.
+- elementwise operators run in the order of most of their operands; their constants are permuted at compile time;
+- operators on rows (LayerNormalization, a product with constant weights) accept rows in any order;
+- a Slice cuts any dimension; pooling without overlap gives the same inside windows as inside the image they were cut from.
 
-Their results are put off too. So the Transposes of two layouts cancel (`compiler.passes.layout`), and windows of an image need
-none in front of attention, which reads views (`compiler.passes.attention_views`). A product with weights passes a move on only
-if its result ends in attention, since that result may be larger than its operand.
+Their results are deferred too. So the Transposes of two layouts cancel (`compiler.passes.layout`), and windows of an image need
+none before attention, which reads views (`compiler.passes.attention_views`). A product with weights defers a Transpose only if
+its result ends in attention, since that result may be larger than its operand.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _POOLING = ("MaxPool", "AveragePool", "LpPool")
 
 
 def sink_transposes(graph: Graph) -> Graph:
-    """`graph` (decomposed, layouts assigned, attention matched) with only the Transposes that its operators need."""
+    """`graph` (decomposed, layouts assigned, attention matched) with only the Transposes that its operators require."""
     return _Moves(graph).graph()
 
 
@@ -37,9 +37,9 @@ class _Moves:
     """One walk over a graph.
 
     Attributes:
-        views: results that are put off, or were, as views of tensors of the new graph.
-        there: those of them that a node computes after all, because another one needed them in order.
-        needed: what will be in order anyway: a tensor, and the order in which its elements are needed.
+        views: results that are or were deferred, as views of tensors of the new graph.
+        there: those that a node computes after all, because another node required their order.
+        needed: tensors that some node requires in order anyway, each with that order.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -62,7 +62,7 @@ class _Moves:
         return self.rewriter.graph(self.old)
 
     def now(self, value: Value) -> Value:
-        """`value`, in its own order."""
+        """`value` in its own order, computed if it is deferred."""
         if value not in self.views:
             return value
         view = self.views[value]
@@ -75,24 +75,24 @@ class _Moves:
         return value
 
     def view(self, value: Value) -> StridedView:
-        """`value` as a view of something that is there."""
+        """`value` as a view of an existing tensor."""
         return self.views.get(value) or StridedView.of(value)
 
     def is_moved(self, value: Value | None) -> bool:
-        """Whether `value` waits to be moved, and will not have to be anyway."""
+        """Whether `value` is deferred, and no other node requires its order anyway."""
         if value is None or value not in self.views or self.views[value].is_contiguous:
             return False
         view = self.views[value]
         return (view.root, merged(view.factors)) not in self.needed
 
     def _wait(self, value: Value, view: StridedView) -> None:
-        """Let `value`, as it is a view of what is there, wait until it is needed in order."""
+        """Defer `value`, as a view of an existing tensor."""
         self.views[value] = view
         if value in self.readers.outputs or any(self._needs(node, value) for node in self.readers.of(value)):
             self.needed.add((view.root, merged(view.factors)))
 
     def _needs(self, node: Node, value: Value) -> bool:
-        """Whether `node`, which reads `value`, which waits, is sure to need it in order."""
+        """Whether `node`, which reads the deferred `value`, certainly requires its order."""
         if node.op in ("Reshape", "Transpose", "Slice", *_POOLING) or is_elementwise(node):
             return False
         if node.op == "FusedAttention":
@@ -110,7 +110,7 @@ class _Moves:
         self.rewriter.nodes.append(made)
 
     def _waits(self, node: Node) -> bool:
-        """Whether the result of `node` is a view of what is there now; if not, nothing has been done."""
+        """Whether the result of `node` was deferred, as a view of existing tensors; if not, nothing has changed."""
         source = node.inputs[0] if node.inputs else None
         if source is None or source.constant is not None:
             return is_elementwise(node) and self._elementwise(node)
@@ -144,7 +144,7 @@ class _Moves:
     # -- elementwise
 
     def _elementwise(self, node: Node) -> bool:
-        """In the order of an operand, if bringing the others into it costs less than to move that."""
+        """Compute `node` in the order of an operand, if that moves fewer elements than to restore the operand's order."""
         output = node.outputs[0]
         moved = [value for value in dict.fromkeys(node.inputs) if value is not None and self.is_moved(value)]
         orders = {ElementOrder.of(self.views[value]): None for value in moved if value.shape == output.shape}
@@ -167,27 +167,27 @@ class _Moves:
         return True
 
     def _shaped(self, node: Node, order: ElementOrder) -> ElementOrder:
-        """`order` in the shape that it names if all operands broadcast to that, in the one of its factors otherwise."""
+        """`order` in the shape that it names if all operands broadcast to it, otherwise in the shape of its factors."""
         values = [value for value in node.inputs if value is not None and value.size > 1]
         fits = all(order.operand_shape(order.parts_of(value)) is not None for value in values)
         return order if fits else replace(order, shape=order.sizes)
 
     def _cost(self, value: Value, order: ElementOrder) -> float:
-        """Elements to be moved before `value` is in `order`."""
+        """Number of elements to move to bring `value` into `order`."""
         if value.constant is not None or value.size == 1:
             return 0
         view = self._ordered(value, order)
         return math.inf if view is None else 0 if view.is_contiguous else value.size
 
     def _ordered(self, value: Value, order: ElementOrder) -> StridedView | None:
-        """`value` in `order`."""
+        """`value` in `order`, as a view."""
         parts = order.parts_of(value)
         versions = [self.view(value), *([StridedView.of(value)] if value in self.there else [])]
         views = [view.transposed(order.perm) for version in versions if (view := version.reshaped(parts)) is not None]
         return min(views, key=lambda view: not view.is_contiguous, default=None)
 
     def _brought(self, value: Value, order: ElementOrder) -> Value:
-        """What stands for `value` beside operands in `order`."""
+        """The operand for `value` beside operands in `order`."""
         if value.size == 1:
             return self.now(value) if len(value.shape) <= len(order.shape) else self._reshaped(value, (1,))
         parts = order.parts_of(value)
@@ -212,10 +212,10 @@ class _Moves:
     def _reshaped(self, value: Value, shape: tuple[int, ...]) -> Value:
         return reshaped(self.rewriter, self.now(value), shape)
 
-    # -- what takes rows in any order
+    # -- operators on rows in any order
 
     def _rows(self, node: Node, axis: int) -> bool:
-        """Rows that are the dimensions from `axis` on, side by side in memory; their results lie as they do."""
+        """Rows of the dimensions from `axis` on, if they are contiguous in memory; the result keeps the operand's order."""
         source, output = node.input(0), node.outputs[0]
         view = self.views[source]
         columns = math.prod(source.shape[axis:])
@@ -235,7 +235,7 @@ class _Moves:
         return True
 
     def _groups(self, node: Node) -> bool:
-        """Groups of channels, channels last: what is normalized together are short runs of columns in many rows."""
+        """Groups of channels, channels-last: short runs of columns in many rows are normalized together."""
         output, view = node.outputs[0], self.views[node.input(0)]
         sizes = view.groups(node.attributes["axes"])
         if sizes is None:
@@ -248,7 +248,7 @@ class _Moves:
         return True
 
     def _is_attended(self, value: Value) -> bool:
-        """Whether all that becomes of `value` on its way into attention is what this pass moves through."""
+        """Whether `value` reaches attention only through operators that this pass can defer."""
         if value not in self.ends:
             self.ends[value] = False
             nodes = self.readers.of(value)
@@ -267,8 +267,9 @@ class _Moves:
     # -- parts and windows
 
     def _slice(self, node: Node) -> bool:
-        """A part of dimensions, each of which has one stride. Of several parts, those that are runs of elements are no copies
-        once the whole is in order.
+        """Slice dimensions that have one stride each.
+
+        If several Slices cut one tensor into contiguous runs, they are not deferred: in order they need no copies.
         """
         output, view = node.outputs[0], self.views[node.input(0)]
         if len(self.readers.of(node.input(0))) > 1 and _is_run(node):
@@ -297,7 +298,7 @@ class _Moves:
         return True
 
     def _pool(self, node: Node) -> bool:
-        """Windows that pooling fills and does not leave: the same inside images of which they were cut."""
+        """Pooling windows that tile the image of a view: the same result inside the images they were cut from."""
         given, view, output = node.attributes, self.views[node.input(0)], node.outputs[0]
         kernel = given["kernel"]
         fits = (
@@ -312,7 +313,7 @@ class _Moves:
         outer = [stride for _, stride in view.dimensions[0]]
         if height % kernel[0] or width % kernel[1] or step != 1 or across != channels or down < across * width:
             return False
-        # Rows of the image: from `across` to `down` lie columns of windows; beyond `height` rows, other images.
+        # Strides from `across` to `down` are columns of windows; beyond `height` rows, other images.
         columns = down // across
         if any(across * width <= stride < down and stride % (across * width) for stride in outer):
             return False
@@ -330,7 +331,7 @@ class _Moves:
 
 
 def _is_run(node: Node) -> bool:
-    """Whether a Slice takes elements that follow one another in its source."""
+    """Whether a Slice selects contiguous elements of its source."""
     before, after, given = node.input(0).shape, node.outputs[0].shape, node.attributes
     cut = [axis for axis, sizes in enumerate(zip(before, after, strict=True)) if sizes[0] != sizes[1]]
     return all(step == 1 for step in given["steps"]) and math.prod(after[: cut[-1]] if cut else ()) == 1

@@ -1,4 +1,4 @@
-"""Graph verifier: what holds for every graph between two passes, and for a graph in each of the forms that passes establish."""
+"""Graph verifier: rules for every graph between two passes, and for a graph in each of the forms that passes ensure."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from flashmem.compiler.ir.text import node_text
 from flashmem.compiler.operators import REGISTRY
 
 Form = Literal["decomposed", "channels last", "attention matched", "attention folded"]
-"""A form of a graph that passes establish and later passes rely on."""
+"""A form of a graph that passes ensure and later passes require."""
 
 
 class InvalidGraphError(Exception):
-    """A pass made a graph that breaks a rule: an error in flashmem, not in the model."""
+    """A pass produced a graph that breaks a rule: an error in flashmem, not in the model."""
 
 
 def verify(graph: Graph, forms: Collection[Form] = ()) -> None:
-    """Check order, producers, types and shapes of `graph`, and what `forms` promise of its nodes.
+    """Check order, producers, types and shapes of `graph`, and the rules of `forms` for its nodes.
 
     Raises:
-        InvalidGraphError: the first rule that is broken, with the node as text.
+        InvalidGraphError: the first broken rule, with the node as text.
     """
     known = {port.value for port in graph.inputs}
     decomposed = "decomposed" in forms
@@ -41,7 +41,7 @@ def verify(graph: Graph, forms: Collection[Form] = ()) -> None:
 
 
 def _verify_values(node: Node, known: set[Value]) -> None:
-    """The inputs of `node` are known or constants, and its outputs are its own and new."""
+    """Check that the inputs of `node` are known or constants, and its outputs are new and name it as producer."""
     for value in node.inputs:
         if value is not None and value.constant is None and value not in known:
             raise InvalidGraphError(f"{value.name} is read before a node makes it: {node_text(node)}")
@@ -114,7 +114,7 @@ def _spread(shapes: Collection[tuple[int, ...]]) -> tuple[int, ...] | None:
 
 
 def _elementwise(node: Node) -> str | None:
-    """Leading dimensions of size 1 do not count: rewrites write constants of one element as [1], of a scalar too."""
+    """Check an elementwise node, without leading dimensions of size 1: rewrites write one-element constants as [1]."""
     shapes = {value.shape for value in node.inputs if value is not None}
     made = node.outputs[0].shape
     if shapes == {made}:
@@ -138,7 +138,7 @@ RULES: Mapping[Form, Mapping[str, Callable[[Node], str | None]]] = {
         "MatMul": _product,
     },
     "channels last": {"Conv": _channels_last},
-    "attention matched": {},  # only the matcher itself could tell
+    "attention matched": {},  # only the matcher itself could check this
     "attention folded": {"FusedAttention": _folded},
 }
-"""What each form promises of a node, by operator: gives what is broken, or None."""
+"""Rules of each form for a node, by operator: a function that returns the broken rule, or None."""

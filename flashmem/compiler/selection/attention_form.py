@@ -9,22 +9,24 @@ from flashmem.program.launches import KernelShape
 from flashmem.target.descriptor import JOINED, KernelConfig
 
 PRIVATE_BYTES = 24 << 10
-"""Of queries and sums that a work-item of several vectors keeps: more of them share a load, but the nearest cache has to hold
-them.
+"""The most bytes of queries and sums that a work-item of several vectors keeps.
+
+More vectors share a load, but must fit the nearest cache.
 """
 
 LEAST_BLOCK = (2, 4)
-"""Work-items below each other in a block of keys, and queries of each, however few queries there are."""
+"""The least (work-items in the query direction of a block, queries of each), for any number of queries."""
 
 WIDE_HEAD = 128
-"""Channels beyond which a work-item of a block has fewer queries: their sums of values have to fit its registers."""
+"""The largest head, in channels, for which a work-item of a block has many queries: their sums must fit its registers."""
 
 
 @dataclass(frozen=True)
 class QueryRows:
-    """A work-item has `vectors` vectors of `vector` queries. `lanes` of them share the keys, `keys` at a time; `unroll` keys or
-    channels are summed up side by side; `joined` channels at a time are joined over lanes. One query alone reads vectors of
-    `wide` channels.
+    """Attention form of rows of queries: a work-item has `vectors` vectors of `vector` queries.
+
+    `lanes` work-items share the keys, `keys` at a time. `unroll` keys or channels are summed side by side; `joined` channels at
+    a time are combined over lanes. A single query reads vectors of `wide` channels.
     """
 
     vector: int
@@ -53,8 +55,9 @@ class QueryRows:
 
 @dataclass(frozen=True)
 class KeyBlock:
-    """A work-group of `across` x `down` work-items, each with `each` queries and `vector` keys of the block; `staged` channels
-    are in local memory at a time.
+    """Attention form of key blocks: a work-group of `across` x `down` work-items, each with `each` queries and `vector` keys.
+
+    `staged` channels are in local memory at a time.
     """
 
     across: int
@@ -76,7 +79,7 @@ class KeyBlock:
 
     @property
     def ivec(self) -> str:
-        """Integers beside a vector of scores."""
+        """The integer type that matches a vector of scores."""
         return Vector(self.vector).named("int")
 
     @property
@@ -90,8 +93,9 @@ class KeyBlock:
 
 
 def form_of(config: KernelConfig, rows: int, depth: int, channels: int, wide: int) -> QueryRows | KeyBlock:
-    """`config` for `rows` queries of a matrix, with heads of `depth` channels and values of `channels`, of which `wide`
-    lie side by side.
+    """Fit `config` to `rows` queries of a matrix, with heads of `depth` channels and values of `channels`.
+
+    `wide` channels of a value are contiguous.
     """
     fitting = 1 << (rows - 1).bit_length()
     if config.k_block:

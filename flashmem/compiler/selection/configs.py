@@ -1,4 +1,4 @@
-"""Kernel configs for a workload: which of a device's configs can compute it, and the seconds of each, measured or estimated."""
+"""Kernel configs for a workload: the device's configs that can compute it, with measured or estimated seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashmem.target.descriptor import DeviceDescriptor, KernelConfig
 
 
 def choose(descriptor: DeviceDescriptor, workload: Workload) -> KernelConfig:
-    """The fastest config for `workload`; the first in the device's list of equally fast ones."""
+    """The fastest config for `workload`; of equally fast ones, the first in the device's list."""
     times = seconds(descriptor, workload)
     return min(times, key=lambda config: times[config])
 
@@ -27,9 +27,9 @@ def _fits(config: KernelConfig, workload: Workload) -> bool:
     """Whether `config` can compute `workload`.
 
     Sums in half need operands that are stored in half. A config that shares the keys of few queries has no room for more.
-    Winograd needs floats, 3x3 taps, stride 1 and one group; the caller knows the dilation (`selector.KernelRequest`). Of a
-    grouped convolution a panel that work-items share holds the columns of one group: a wider one would be zeros, in every
-    group.
+    Winograd needs floats, 3x3 taps, stride 1 and one group; the caller knows the dilation (`selector.KernelRequest`). For a
+    grouped convolution, a panel that work-items share contains the columns of one group; a wider panel would contain zeros in
+    every group.
     """
     if workload.family == "conv" and workload.batches > 1 and config.k_block and panel(config) > _filled(workload.columns):
         return False
@@ -41,17 +41,17 @@ def _fits(config: KernelConfig, workload: Workload) -> bool:
 
 
 def _filled(columns: int) -> int:
-    """`columns` rounded up to a power of two: how wide a panel may be that is to be more columns than zeros."""
+    """`columns` rounded up to a power of two: the widest panel with more columns than zeros."""
     return 1 << (columns - 1).bit_length()
 
 
 def transformed(workload: Workload, tiles: int | None = None) -> Workload:
-    """What Winograd's F(2x2, 3x3) multiplies: tiles of 4 outputs, at least, and 16 matrices of weights for 9 taps."""
+    """The product of Winograd's F(2x2, 3x3): at least rows / 4 tiles of 4 outputs, and 16 matrices of weights for 9 taps."""
     return replace(workload, rows=tiles or -(-workload.rows // 4), depth=workload.depth // workload.taps * 16)
 
 
 def cut(config: KernelConfig, workload: Workload) -> KernelConfig:
-    """`config` cut to `workload`: a number of rows that wastes few, panels no wider. Staged ones stay as they are."""
+    """Cut `config` to `workload`: a number of rows that wastes few, and panels no wider than needed. Staged configs stay."""
     if config.k_block:
         return config
     least = 8 if workload.storage.endswith("int4") else 4
@@ -63,15 +63,15 @@ def cut(config: KernelConfig, workload: Workload) -> KernelConfig:
 
 
 def panel(config: KernelConfig) -> int:
-    """Columns of a panel of packed weights: those of a work-item, or of a work-group that shares what it reads."""
+    """Columns of a panel of packed weights: those of a work-item, or of a work-group that shares its operands."""
     return config.block[1] if config.k_block else config.columns
 
 
 def seconds(descriptor: DeviceDescriptor, workload: Workload) -> dict[KernelConfig, float]:
     """Seconds of the device's configs for `workload`: measured on the nearest workload of the tuning database, else estimated.
 
-    Where something near was measured, configs that were not, or failed, are left out. What Winograd's gain depends on caches
-    that no estimate knows: they are taken where they were measured.
+    If a near workload was measured, configs that were not measured, or failed, are excluded. The gain of Winograd depends on
+    caches, which no estimate models, so Winograd is used only if it was measured.
 
     Raises:
         UserError: the tuning database that the descriptor names is missing or damaged.
@@ -83,23 +83,25 @@ def seconds(descriptor: DeviceDescriptor, workload: Workload) -> dict[KernelConf
         if measured:
             return measured
         configs = tuple(each for each in configs if not each.winograd) or configs
-    step = descriptor.parallelism * 2 / descriptor.rates.flops_of(workload.family)  # of all work-items at once
+    step = (
+        descriptor.parallelism * 2 / descriptor.rates.flops_of(workload.family)
+    )  # seconds for one multiplication on all work-items
     return {config: step * estimate(descriptor, workload, config) for config in configs}
 
 
 def estimate(descriptor: DeviceDescriptor, workload: Workload, config: KernelConfig) -> float:
-    """The estimated cost of `config` where nothing was measured, in multiplications of a full device."""
+    """The estimated cost of `config`, without measurements, in multiplications of a full device."""
     if workload.family == "reduce_rows":
         return _rows(descriptor, workload, config)
     return (_attention if workload.family == "attention" else _contraction)(descriptor, workload, config)
 
 
 def _contraction(descriptor: DeviceDescriptor, workload: Workload, config: KernelConfig) -> float:
-    """See `estimate`.
+    """Estimated cost of a contraction; see `estimate`.
 
-    Work-groups run in waves of as many as the device holds. A work-item with many sums hides latency by itself, so fewer fill
-    the device: by the square root of its outputs, it is assumed. A step of depth costs the multiplications and what is read
-    for them: each operand once a block where the group shares it, once an item where it does not. Transforms cost nothing here.
+    Work-groups run in waves that fill the device. A work-item with many sums hides latency itself, so fewer fill the device: by
+    assumption, by the square root of its outputs. A step of depth costs its multiplications and the reads of its operands. Each
+    operand is read once for a block if the group shares it, otherwise once for each item. Transforms are free here.
     """
     workload = transformed(workload) if config.winograd else workload
     down, across = config.block
@@ -110,15 +112,17 @@ def _contraction(descriptor: DeviceDescriptor, workload: Workload, config: Kerne
     if config.k_block:
         reads = reads * _LOCAL + (down + across) * config.slice_k / config.items
     multiplication = 0.5 + _FOLD / config.half if config.half else 1.0
-    reads *= 0.5 if config.half else 1.0  # which need no conversion
+    reads *= 0.5 if config.half else 1.0  # half operands need no conversion
     steps = math.ceil(groups / at_once) * math.ceil(workload.depth / config.slice_k)
     return steps * math.sqrt(outputs) * (multiplication + _READ * reads / outputs)
 
 
 def _attention(descriptor: DeviceDescriptor, workload: Workload, config: KernelConfig) -> float:
-    """See `estimate`. As for contractions: for each query and key a multiplication for each channel of both products, and the
-    reads that come with it. Values are taken to be as wide as heads. Where channels pass through local memory, a stage is
-    whole, and the group waits for it.
+    """Estimated cost of attention; see `estimate`.
+
+    As for contractions: each query and key cost one multiplication for each channel of both products, and the reads for them.
+    Values are assumed to be as wide as heads. If channels pass through local memory, stages are whole, and the group waits for
+    each.
     """
     fitting = 1 << (workload.rows - 1).bit_length()
     if config.k_block:
@@ -139,8 +143,10 @@ def _attention(descriptor: DeviceDescriptor, workload: Workload, config: KernelC
 
 
 def _rows(descriptor: DeviceDescriptor, workload: Workload, config: KernelConfig) -> float:
-    """See `estimate`. A row is read three times, as a normalization does, and twice its parts are joined two by two: in local
-    memory, where the group waits each time, or by shuffles.
+    """Estimated cost of a reduction over rows; see `estimate`.
+
+    A row is read three times, as in a normalization. Twice its parts are combined pairwise: in local memory, where the group
+    waits each time, or by shuffles.
     """
     reads = 3 * math.ceil(workload.depth / (config.slice_k * config.vector))
     joins = 2 * math.log2(config.slice_k)
@@ -149,19 +155,19 @@ def _rows(descriptor: DeviceDescriptor, workload: Workload, config: KernelConfig
 
 
 _SHUFFLE = 4.0
-"""A work-item's number read by another one of its subgroup, in multiplications: assumed."""
+"""Cost of reading a register of another work-item of the subgroup, in multiplications: assumed."""
 
 _WAIT = 64.0
-"""A group that waits for local memory to be filled, and to be read, in multiplications: assumed."""
+"""Cost of a group's wait until local memory is filled, and until it is read, in multiplications: assumed."""
 
 _READ = 8.0
-"""A read from global memory or a texture, in multiplications: assumed."""
+"""Cost of a read from global memory or a texture, in multiplications: assumed."""
 
 _FOLD = 2.0
-"""Adding a sum in half to one in float, in multiplications in float, two of which are four in half: assumed."""
+"""Cost of adding a sum in half to one in float, in multiplications in float, two of which equal four in half: assumed."""
 
 _IDLE_ROWS = 1.02
-"""The tallest tile is taken whose rows are no more than 2 % above the fewest: other heights are other kernels."""
+"""The tallest tile with at most 2 % more rows than the fewest is chosen, because each height is another kernel."""
 
 _LOCAL = 0.25
-"""A read from local memory, in reads from global memory: assumed."""
+"""Cost of a read from local memory, in reads from global memory: assumed."""

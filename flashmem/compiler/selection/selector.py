@@ -1,4 +1,4 @@
-"""Kernel selection: a config for each workload of one model, by the cost of a first answer or of later ones.
+"""Kernel selector: chooses a config for each workload of one model, by the cost of a first answer or of later ones.
 
 A model is generated once to collect its requests. If the best configs for all of them together differ, it is generated again.
 """
@@ -16,24 +16,25 @@ from flashmem.compiler.selection.workload import Workload
 from flashmem.target.descriptor import DeviceDescriptor, KernelConfig
 
 BUILD_SECONDS = 0.1
-"""Compiling one kernel, which happens when a bundle is compiled: assumed of every device."""
+"""Seconds to compile one kernel when a bundle is compiled: assumed for every device."""
 
 RUNS = 100
-"""First answers that a kernel once compiled is assumed to serve."""
+"""The number of first answers for which a compiled kernel is assumed to be used."""
 
 WORTH = 0.02
-"""The least part of its time that another kernel must save in later runs."""
+"""The least fraction of its time that another kernel must save in later runs."""
 
 _ITEMSIZE = {"float32": 4.0, "float16": 2.0, "int4": 0.5, "uint4": 0.5}
 
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """A workload of one layer, with all that limits its config. `ending`: its fused operators, which also tell kernels apart.
+    """A request for a config: a workload of one layer, with all limits on its config.
 
-    `widest`: the most columns that a panel of packed weights may have for slices to be as small as they must; None: any.
-    `winograd`: a convolution of floats by 3x3 taps, one apart in both directions. `forms`: columns of a panel and depth that
-    its weights are packed in already, for other shapes of the model, one of which is taken where any config reads it.
+    `ending`: its fused operators, which also distinguish kernels. `widest`: the most columns of a panel of packed weights, so
+    that slices can be as small as required; None: any. `winograd`: a convolution of floats by 3x3 taps with dilation 1 in both
+    directions. `forms`: (columns of a panel, depth) in which its weights are already packed, for other shapes of the model; one
+    of these is used if any config reads it.
     """
 
     workload: Workload
@@ -44,7 +45,7 @@ class KernelRequest:
 
     @property
     def kernel(self) -> tuple[object, ...]:
-        """Requests that are equal in this and take one config share a kernel."""
+        """The key of a kernel: requests with equal keys and the same config share a kernel."""
         p = self.workload
         heads = p.depth if p.family == "attention" else 0
         return p.family, p.path, p.storage, p.taps > 1, heads, self.ending
@@ -69,7 +70,7 @@ class KernelSelector:
         winograd: bool = False,
         forms: frozenset[tuple[int, int]] = frozenset(),
     ) -> KernelConfig:
-        """The config for a layer's contraction, always one of the device's list; see `KernelRequest`.
+        """The config for a layer's contraction, always from the device's list; see `KernelRequest`.
 
         Raises:
             UserError: the tuning database that the descriptor names is missing or damaged.
@@ -82,14 +83,15 @@ class KernelSelector:
         return self._answers[request]
 
     def _sooner(self, request: KernelRequest, first: KernelConfig) -> KernelConfig:
-        """The best for later runs that reads weights as they are packed for `first`, or `first` itself."""
+        """The best config for later runs that reads the weights packed for `first`, or `first` itself."""
         costs = {v: cost for v, cost in self._costs(request).items() if _packs_alike(v, first, request.workload)}
         best = min(costs, key=lambda config: costs[config], default=first)
         return best if first not in costs or costs[best] < (1 - WORTH) * costs[first] else first
 
     def for_later_runs(self) -> KernelSelector:
-        """A selector for later runs: of configs that read the same packed weights it takes the fastest, where that is worth
-        another kernel.
+        """A selector for later runs.
+
+        Of configs that read the same packed weights, it chooses the fastest, if that is worth another kernel.
         """
         later = KernelSelector(self._descriptor, "steady", limited=self._limited)
         later._first = self
@@ -101,7 +103,7 @@ class KernelSelector:
         return any(later._sooner(request, first) != first for request, first in self._answers.items())
 
     def select(self) -> bool:
-        """Select configs for all requests so far together, once. Whether any differs from the config that was given before."""
+        """Select configs for all requests so far together, once. Returns whether any differs from the config given before."""
         if self._selected:
             return False
         self._selected = True
@@ -120,7 +122,7 @@ class KernelSelector:
         return self._descriptor.rates.kernel_seconds + BUILD_SECONDS / RUNS
 
     def _costs(self, request: KernelRequest) -> dict[KernelConfig, float]:
-        """Seconds of one layer by config: running it, and getting what it reads."""
+        """Seconds of one layer by config: its execution, and loading its weights."""
         workload = request.workload
         [plain, *_] = self._descriptor.plain(workload.family)
         times = {v: time for v, time in seconds(self._descriptor, workload).items() if self._allowed(v, request, plain)}
@@ -132,8 +134,10 @@ class KernelSelector:
 
     @property
     def _weights_rate(self) -> float:
-        """Bytes of weights per second: from the disk for a first answer; from memory for later ones, as a weight is in no cache
-        any more when all others have been read. A CPU's `memory_bandwidth` may be that of its caches; a copy reads and writes.
+        """Bytes of weights per second: from the disk for a first answer, from memory for later ones.
+
+        In later runs no weight is still in a cache after all others have been read. A CPU's `memory_bandwidth` may be that of
+        its caches; a copy reads and writes.
         """
         rates, cpu = self._descriptor.rates, self._descriptor.kind == "cpu"
         if self._optimize == "cold":
@@ -141,7 +145,7 @@ class KernelSelector:
         return min(rates.memory_bandwidth, 2 * rates.copy_bandwidth) if cpu else rates.memory_bandwidth
 
     def _allowed(self, config: KernelConfig, request: KernelRequest, plain: KernelConfig) -> bool:
-        """Whether `config` computes such a layer and its weights take no more memory than they may."""
+        """Whether `config` computes such a layer and its weights stay within the limits on memory."""
         if config.winograd and (self._limited or not request.winograd):
             return False
         if config.steady and self._optimize != "steady":
@@ -149,7 +153,7 @@ class KernelSelector:
         return request.widest is None or config == plain or config.block[1] <= request.widest
 
     def _soonest(self, request: KernelRequest) -> KernelConfig:
-        """The best for one request; a kernel that the model has already costs nothing to build."""
+        """The best config for one request; kernels that the model already has cost nothing to build."""
         costs = self._costs(request)
         if self._selected and self._optimize == "cold":
             here = {self._answers[other] for other in self._answers if other.kernel == request.kernel}
@@ -158,10 +162,10 @@ class KernelSelector:
 
 
 def fewest(costs: Sequence[Mapping[KernelConfig, float]], build: float) -> list[KernelConfig]:
-    """For each use the config that takes it soonest, of a set that is worth its kernels: each costs `build` once.
+    """The fastest config for each use, from a set whose kernels are worth their cost: each costs `build` once.
 
-    From the set of all that are best for something, the one whose loss saves most is dropped until none does. That is the
-    greedy heuristic for choosing facilities; lists are short.
+    Starts with all configs that are best for some use. Repeatedly drops the one whose removal saves most, until none does. This
+    is the greedy heuristic for facility location; lists are short.
     """
 
     def assigned(chosen: Sequence[KernelConfig]) -> tuple[float, list[KernelConfig]]:
@@ -199,7 +203,7 @@ def _packs_alike(one: KernelConfig, other: KernelConfig, workload: Workload) -> 
 
 
 def packed_bytes(workload: Workload, config: KernelConfig) -> float:
-    """Bytes of the packed weights, whose last panel is filled up; 0 for products of activations."""
+    """Bytes of the packed weights with a padded last panel; 0 for products of activations."""
     if workload.family not in ("matmul", "conv"):
         return 0.0
     width = panel(cut(config, workload))

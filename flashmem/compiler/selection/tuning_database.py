@@ -1,8 +1,8 @@
-"""The tuning database of a device: seconds of each kernel config for several workloads, as `flashmem tune` measured them.
+"""The tuning database of a device: measured seconds of each kernel config for several workloads, from `flashmem tune`.
 
 It is the file NAME.tuned.csv in the folder of the descriptor, whose key `tuned` is NAME. Comments begin with #; the first one
-is JSON: the device that was measured, and the date. Each line is one config on one workload. A config that cannot run has no
-seconds, and a note says why. Bundles hold the descriptor and not the database: only the compiler reads it.
+is JSON: the measured device, and the date. Each line is one config on one workload. A config that cannot run has no seconds,
+and a note says why. Bundles contain the descriptor and not the database: only the compiler reads it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flashmem.target.descriptor import DeviceDescriptor, KernelConfig
 SUFFIX = ".tuned.csv"
 VERSION = 2
 NEAR = 3.0
-"""The largest distance, in doublings of sizes, from a workload to a measured one that stands for it."""
+"""The largest distance, in doublings of sizes, from a workload to a measured one whose times predict it."""
 
 
 _SIZES = ("batches", "rows", "depth", "columns", "taps", "stride")
@@ -37,16 +37,16 @@ COLUMNS = ("family", "path", "storage", *_SIZES, "config", "code", "seconds", "n
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of one config on one workload; None, with a note, where it cannot run."""
+    """The time of one config on one workload; None, with a note, if it cannot run."""
 
     workload: Workload
     config: str
-    code: str  # `KernelConfig.code`: what was measured, should the name come to mean another
+    code: str  # `KernelConfig.code` of the measured config, because a name may change its meaning
     seconds: float | None
     note: str = ""
 
     def line(self) -> list[str]:
-        """The row of the file."""
+        """The row of the CSV file."""
         p = self.workload
         seconds = "" if self.seconds is None else f"{self.seconds:.4g}"
         sizes = [str(getattr(p, name)) for name in _SIZES]
@@ -55,7 +55,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class TuningDatabase:
-    """Timings, and facts about how they were measured. `digest`: a hash of the file's text."""
+    """Timings, with the conditions of their measurement. `digest`: a hash of the file's text."""
 
     about: Mapping[str, Any]
     timings: Sequence[Timing]
@@ -84,7 +84,7 @@ class TuningDatabase:
     def seconds(self, workload: Workload, configs: Sequence[KernelConfig]) -> dict[KernelConfig, float]:
         """Seconds of `configs` on the nearest measured workload, scaled by multiplications; {} if none is near.
 
-        Left out: configs that failed there, and configs whose numbers changed since.
+        Configs that failed there, and configs whose numbers have changed since, are excluded.
         """
         codes = tuple(config.code for config in configs)
         if (workload, codes) not in self._found:
@@ -109,7 +109,7 @@ class TuningDatabase:
 
 
 def parse_database(text: str, where: str) -> TuningDatabase:
-    """The database in `text`; `where` names the file.
+    """Parse the database in `text`; `where` names the file.
 
     Raises:
         UserError: the text is not a tuning database, or of another version.
@@ -145,7 +145,7 @@ def _timing(row: dict[str, str]) -> Timing:
 
 
 def load_database(descriptor: DeviceDescriptor) -> TuningDatabase | None:
-    """The database that `descriptor` names, read once; None if it names none.
+    """Load the database that `descriptor` names, once; None if it names none.
 
     Raises:
         UserError: it is missing, or not a tuning database.

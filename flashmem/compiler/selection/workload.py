@@ -1,4 +1,4 @@
-"""Workloads: what kernel configs are measured on and selected for."""
+"""Workloads: the sizes and types for which kernel configs are measured and selected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flashmem.base.types import MemoryPath
 
 @dataclass(frozen=True)
 class Workload:
-    """What a kernel computes, whatever its config: `batches` products of [rows, depth] and [depth, columns].
+    """The computation of a kernel, for any config: `batches` products of [rows, depth] and [depth, columns].
 
     Convolution: `depth` counts every tap (a multiple of `taps`), `stride` is its stride, `batches` its groups. Attention:
     `rows` are queries, `columns` keys, `depth` is the width of a head, `batches` counts heads. Reductions of rows: `depth` is
@@ -29,12 +29,12 @@ class Workload:
 
     @property
     def macs(self) -> int:
-        """Multiplications."""
+        """Number of multiplications."""
         return self.batches * self.rows * self.depth * self.columns
 
     @property
     def kind(self) -> tuple[str, str]:
-        """Family and memory path: times of one workload predict another only where both are equal."""
+        """Family and memory path: times of one workload predict another only if both are equal."""
         return self.family, self.path
 
     def distance(self, other: Workload) -> float:

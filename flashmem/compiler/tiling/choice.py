@@ -1,12 +1,12 @@
-"""Selection of the chains that are computed in patches, so that no more than a limit of activations is alive at once.
+"""Choice of the chains to compute in patches, so that live activations stay within a limit.
 
-The layer at which most is alive is taken first. Around it runs of layers are tried that begin and end where little is alive, in
-patches of several sizes. Of those that stay below the limit the one is taken that adds the fewest launches for what it lowers;
-if none does, the one that gets lowest. Then the layer at which most is alive now, until nothing is above the limit, or the
-highest cannot be lowered. A chain that helped is tried first wherever the same operators follow each other again.
+The search begins with the layer at which most is alive. Around it, it tries runs of layers that begin and end where little is
+alive, in patches of several sizes. Of the runs that stay within the limit, it chooses the one with the fewest added launches
+for the bytes it saves; if none does, the one with the lowest peak. It continues with the new peak, until nothing exceeds the
+limit or the peak cannot be lowered. A chain that helped is tried first wherever the same sequence of operators appears again.
 
-What is alive in a chain is estimated: tensors that were there before and die in the chain go patch by patch, its result comes
-patch by patch, and weights that all patches read stay from the first to the last.
+Live bytes in a chain are estimated. Tensors from before the chain that end in it are freed patch by patch, and its result grows
+patch by patch. Weights that all patches read stay from the first patch to the last.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from flashmem.compiler.operators.tiling_interface import AxisRange, outermost
 from flashmem.compiler.tiling.patches import Chain, Patch, alike, units
 
 WINDOW = 40
-"""Layers that a chain has at most before, and behind, the one it is made for."""
+"""The most layers of a chain before, and after, the layer it is made for."""
 
 ENDS = 7
-"""Places at which a chain may begin, and end, that are tried."""
+"""The number of places at which a chain may begin, and end, that are tried."""
 
 COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Numbers of patches."""
+"""The numbers of patches that are tried."""
 
 WORTH = 0.98
-"""A chain is made for a layer if no more than this part of what was alive there is alive then."""
+"""A chain is used for a layer if at most this fraction of its live bytes remains."""
 
 MOST_AGAIN = 1.5
-"""A patch may compute what others compute too, where windows overlap, but not more than this times what there is in all."""
+"""Overlapping windows may make patches repeat work, up to this multiple of the chain's work in all."""
 
 ROUNDS = 8
-"""Times that the patches of a chain are made to agree on which operators they make in parts."""
+"""The most rounds in which the patches of a chain are made to agree on the operators they divide."""
 
 Size = Callable[[Value], int]
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a choice is made by.
+    """Memory sizes on which a choice of chains is based.
 
     Attributes:
-        alive: bytes that are needed at each layer of `fuse(graph)`, without patches.
-        nbytes: bytes that a tensor takes.
-        weight_bytes: bytes of a constant where it is streamed.
-        in_flight: bytes of weights that are loaded at a time anyway.
-        least: bytes below which the largest result inside a patch shall not be.
+        alive: live bytes at each layer of `fuse(graph)`, without patches.
+        nbytes: bytes of a tensor.
+        weight_bytes: bytes of a constant that is streamed.
+        in_flight: bytes of weights that are loaded at a time in any case.
+        least: the least bytes of the largest result inside a patch.
     """
 
     alive: Sequence[int]
@@ -70,8 +70,9 @@ class _Tried:
     launches: int
 
     def rank(self, limit: int, alive: Sequence[int]) -> tuple[float, ...]:
-        """The smaller, the better, where `alive` is alive now. Below the limit: launches for what goes of all that is above it;
-        above it: what is alive in the chain and beside it.
+        """The cost of the chain, where `alive` are the present live bytes; smaller is better.
+
+        Within the limit: launches for each byte saved above it. Above the limit: the peak in the chain and next to it.
         """
         first, last = self.chain.first, self.chain.last
         if self.alive <= limit:
@@ -82,7 +83,7 @@ class _Tried:
 
 @dataclass(frozen=True)
 class _Known:
-    """A chain that helped: signatures of its layers, the one it was made for, the places of a patch, the bytes alive."""
+    """A chain that helped: signatures of its layers, the layer it was made for, the places of a patch, the live bytes."""
 
     signatures: list[tuple[object, ...]]
     offset: int
@@ -91,7 +92,7 @@ class _Known:
 
 
 class PatchChoice:
-    """The chains of one graph that may be in patches; for several limits, what was tried for one serves the others."""
+    """The chains of one graph that may run in patches; results for one limit are reused for others."""
 
     def __init__(self, graph: Graph, layers: Sequence[FusionGroup], aliases: AliasAnalysis, memory: Memory) -> None:
         """`aliases`: those of `graph`, whose layers are `layers`."""
@@ -104,7 +105,7 @@ class PatchChoice:
             for value in node.inputs:
                 if value is not None and value.constant is None:
                     self.readers.setdefault(value, []).append(self.at.get(node, -1))
-        # When the memory of each value is needed, first and last.
+        # The first and the last layer at which the memory of each value is needed.
         self.life: dict[Value, tuple[int, int]] = {}
         for port in graph.inputs:
             self.life[aliases.base(port.value)] = (-1, -1)
@@ -124,17 +125,17 @@ class PatchChoice:
             self.born.setdefault(first, []).append(value)
             change[max(first + 1, 0)] += memory.nbytes(value)
             change[last + 1] -= memory.nbytes(value)
-        self.crossing, total = [], 0  # before each layer: bytes made before it and needed by it or later
+        self.crossing, total = [], 0  # before each layer: bytes computed before it and needed by it or later
         for step in change:
             total += step
             self.crossing.append(total)
         self.signatures = [_signature(unit) for unit in self.nodes]
-        # What was tried for one limit is looked up for the next.
+        # Results for one limit are cached for the next.
         self.patches: dict[tuple[int, int, int], Patch | None] = {}
         self.estimates: dict[tuple[int, int, int, int], _Tried | None] = {}
 
     def chains(self, limit: int) -> tuple[list[Chain], int]:
-        """Chains that keep what is alive below `limit` bytes, or as near to it as was found, and what is alive then at most."""
+        """Chains that keep live bytes within `limit`, or as near to it as possible, and the resulting peak."""
         alive = list(self.memory.alive)
         chosen: list[_Tried] = []
         known: list[_Known] = []
@@ -142,7 +143,7 @@ class PatchChoice:
             peak = max(range(len(alive)), key=alive.__getitem__)
             kept = [tried for tried in chosen if not tried.chain.first <= peak <= tried.chain.last]
             free = _free(peak, kept, len(self.layers))
-            without = list(alive)  # as it is without the chain around the peak, if there is one
+            without = list(alive)  # the live bytes without the chain around the peak, if it exists
             for old in chosen:
                 if old not in kept:
                     part = slice(old.chain.first, old.chain.last + 1)
@@ -151,7 +152,7 @@ class PatchChoice:
             candidates = self._candidates(peak, free, limit) if best is None else ()
             best = best or min(candidates, key=lambda t: t.rank(limit, without), default=None)
             if best is None or best.alive > WORTH * alive[peak]:
-                limit = alive[peak]  # as low as it gets
+                limit = alive[peak]  # the lowest possible peak
                 continue
             alive = without
             chosen = [*kept, best]
@@ -161,7 +162,7 @@ class PatchChoice:
         return sorted((tried.chain for tried in chosen), key=lambda chain: chain.first), max(alive, default=0)
 
     def _again(self, peak: int, free: tuple[int, int], known: Sequence[_Known], limit: int) -> Iterator[_Tried]:
-        """Chains that helped elsewhere, where the same operators stand around `peak`, and help as much."""
+        """Chains that helped elsewhere, if the same operators surround `peak`, and help as much here."""
         for chain in known:
             first = peak - chain.offset
             last = first + len(chain.signatures) - 1
@@ -187,10 +188,10 @@ class PatchChoice:
                 left = [first for first in left if first not in done]  # more patches are more launches
 
     def _sizes(self, last: int) -> Iterator[int]:
-        """Sizes of patches of a layer's result, the largest first: aligned ranges of memory, if possible of equal sizes."""
+        """Sizes of patches of a layer's result, the largest first: aligned ranges of memory, of equal sizes if possible."""
         output = self.layers[last].output
         if output.size < 2 or output.dtype not in ("float32",) or self.aliases.moves_nothing(self.layers[last].main):
-            return  # nothing to cut: of one number there is one patch, and a scalar has no axis
+            return  # nothing to divide: one number has one patch, and a scalar has no axis
         places = output.shape[outermost(output.shape)]
         place_bytes = self.memory.nbytes(output) // places
         unit = TENSOR_ALIGNMENT // math.gcd(TENSOR_ALIGNMENT, max(1, place_bytes))
@@ -205,7 +206,7 @@ class PatchChoice:
                     yield size
 
     def _tried(self, last: int, rows: int, firsts: Sequence[int]) -> Iterator[_Tried]:
-        """Chains up to layer `last` in patches of `rows` places, from each of `firsts`, and what is alive in them."""
+        """Chains up to layer `last` in patches of `rows` places, from each of `firsts`, and their live bytes."""
         output = self.layers[last].output
         axis = outermost(output.shape)
         places = output.shape[axis]
@@ -225,7 +226,7 @@ class PatchChoice:
                 yield made
 
     def _largest_patch(self, chain: Chain, output: Value, places: int) -> Patch | None:
-        """The patch of `chain`, which ends in the `places` of `output`, that needs most; None if it cannot be in patches."""
+        """The patch of `chain`, which ends in the `places` of `output`, that needs most; None if patches are impossible."""
         spans = chain.spans(places)
         few = [spans[0], *spans[1:2], *spans[-1:]] if len(spans) > 3 else spans
         nodes = [node for unit in self.nodes[chain.first : chain.last + 1] for node in unit]
@@ -233,7 +234,7 @@ class PatchChoice:
         return None if found is None else max(found, key=lambda patch: sum(span.size for span in patch.needs.values()))
 
     def _patches(self, nodes: Sequence[Node], end: Value, spans: Sequence[AxisRange], last: int) -> list[Patch] | None:
-        """Like `patches.patches_of` of all spans, from the first ones and the last one."""
+        """Like `patches.patches_of` for all spans, determined from the first ones and the last one."""
 
         def overlapping(patches: Sequence[Patch]) -> Iterator[Value]:
             for value in self._joined(patches[0], last):
@@ -245,7 +246,7 @@ class PatchChoice:
         return alike(nodes, end, spans, overlapping, ROUNDS)
 
     def _joined(self, patch: Patch, last: int) -> list[Value]:
-        """Results made in parts that are read behind layer `last`, or whole."""
+        """Results that patches compute in parts, and that are read after layer `last`, or whole."""
         made = [node.outputs[0] for node in patch.parts]
         inside = {node for node in patch.parts}
         return [
@@ -259,7 +260,7 @@ class PatchChoice:
         ]
 
     def _estimate(self, chain: Chain, patch: Patch) -> _Tried | None:
-        """What is alive in `chain`, one of whose patches is (part of) `patch`."""
+        """Estimate the live bytes in `chain`; one of its patches is (part of) `patch`."""
         first, last = chain.first, chain.last
         count = len(chain.starts)
         base, nbytes = self.aliases.base, self.memory.nbytes
@@ -267,7 +268,7 @@ class PatchChoice:
         members = [node for node in inside if node in patch.parts]
         if not members or self.layers[last].output not in patch.needs:
             return None
-        # Before the patches: operators whose results these need whole.
+        # Before the patches: operators whose whole results the patches need.
         wanted: set[Value] = set()
         sliced: set[Value] = set()
         copies = 0
@@ -294,7 +295,7 @@ class PatchChoice:
         late = self._late(first, last, inner)
         early = [i for i in range(first, last + 1) if i not in late and not any(n in patch.parts for n in self.nodes[i])]
         peak_before = max((self.memory.alive[i] for i in early), default=0)
-        # In the patches.
+        # Inside the patches.
         dying = {v for v in sliced if v not in wanted and self.life.get(v, (0, last + 1))[1] <= last}
         gone = sum(
             nbytes(v)
@@ -325,13 +326,13 @@ class PatchChoice:
         return _Tried(chain, alive, round((count - 1) * taken * again))
 
     def _late(self, first: int, last: int, inner: set[Value]) -> set[int]:
-        """The layers among these that read what the patches make, and are in none."""
+        """The layers in this range that read results of the patches and are not in patches."""
         behind, late = set(inner), set()
         for i in range(first, last + 1):
             for node in self.nodes[i]:
                 if node.outputs[0] not in inner and not behind.isdisjoint(node.inputs):
                     behind.update(node.outputs)
-                    if self.layers[i].main.outputs[0] not in inner:  # not only a Reshape of what the layer gives
+                    if self.layers[i].main.outputs[0] not in inner:  # not only a Reshape of the layer's result
                         late.add(i)
         return late
 
@@ -345,7 +346,7 @@ class PatchChoice:
         return self.memory.nbytes(value) * need.size // value.shape[need.axis]
 
     def _within(self, members: Sequence[Node], patch: Patch, results: set[Value]) -> int:
-        """The most that is alive of what a patch alone needs."""
+        """The most live bytes of values that one patch alone needs."""
         last: dict[Value, int] = {}
         for node in members:
             for value in node.inputs:
@@ -362,7 +363,7 @@ class PatchChoice:
 
 
 def _free(peak: int, chosen: Sequence[_Tried], count: int) -> tuple[int, int]:
-    """The layers around `peak` that are in none of the chosen chains."""
+    """The layers around `peak` outside the chosen chains."""
     first = max((tried.chain.last + 1 for tried in chosen if tried.chain.last < peak), default=0)
     last = min((tried.chain.first - 1 for tried in chosen if tried.chain.first > peak), default=count - 1)
     return first, last

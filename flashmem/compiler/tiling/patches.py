@@ -1,10 +1,10 @@
-"""Patch-based (fused-layer) tiling: a chain of operators is computed for one range of its result after the other.
+"""Patch-based (fused-layer) tiling: computes a chain of operators one range of its result after the other.
 
 A chain is a run of layers. A range of its last result determines, backwards, the parts of all earlier results that it needs
-(`Operator.tiling`): whole windows of a window partition, one row more on either side of a 3x3 convolution, which is computed
+(`Operator.tiling`): whole windows of a window partition, or one more row on either side of a 3x3 convolution, which is computed
 twice. Each patch is a copy of the chain's operators on such parts. It reads `Slice`s of tensors from before the chain. `Concat`
-joins its results that the rest of the graph reads. Along the outermost axis both are ranges of memory and cost nothing. What a
-patch needs whole, such as the keys of global attention, is computed before the first patch.
+joins its results that the rest of the graph reads. Along the outermost axis both are ranges of memory and cost nothing. Values
+that a patch needs whole, such as the keys of global attention, are computed before the first patch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from flashmem.compiler.passes.fusion import fuse
 
 @dataclass(frozen=True)
 class Chain:
-    """Layers `first` to `last` of `fuse(graph)`, counted from 0, in patches of the last one's result: each from one of `starts`
-    along `axis` to the next. The first start is 0.
+    """A chain: layers `first` to `last` of `fuse(graph)`, counted from 0, in patches of the last one's result.
+
+    Each patch extends from one of `starts` along `axis` to the next. The first start is 0.
     """
 
     first: int
@@ -39,14 +40,14 @@ class Chain:
 
 @dataclass
 class Patch:
-    """What one patch needs of each result inside the chain, and the parts of the operators that make it."""
+    """The range of each result inside the chain that one patch needs, and the operators' parts that compute it."""
 
     needs: dict[Value, AxisRange] = field(default_factory=dict)
     parts: dict[Node, TiledNode] = field(default_factory=dict)
 
 
 def units(graph: Graph, layers: Sequence[FusionGroup]) -> list[list[Node]]:
-    """The nodes of each layer, with the Reshapes of its result; Reshapes of inputs before the first."""
+    """The nodes of each layer, with the Reshapes of its result; Reshapes of inputs are before the first."""
     at = {node: i for i, layer in enumerate(layers, start=1) for node in layer.nodes}
     made: list[list[Node]] = [[] for _ in range(len(layers) + 1)]
     for node in graph.nodes:
@@ -58,8 +59,9 @@ def units(graph: Graph, layers: Sequence[FusionGroup]) -> list[list[Node]]:
 
 
 def patch_of(nodes: Sequence[Node], end: Value, span: AxisRange, whole: Collection[Value]) -> tuple[Patch, set[Value]]:
-    """What computing `span` of `end` takes of `nodes` (in order), of which `whole` values are made as a whole before; and all
-    that has to be: `whole`, what operators that have no such part make or need whole, and what that is made of.
+    """The parts of `nodes` (in order) that compute `span` of `end`, and all values that must be computed whole before.
+
+    The latter are `whole`, values that operators without such a part compute or need whole, and their own operands.
     """
     patch, before = Patch({end: span}), set(whole)
     made = {value for node in nodes for value in node.outputs}
@@ -89,10 +91,10 @@ def patch_of(nodes: Sequence[Node], end: Value, span: AxisRange, whole: Collecti
 
 
 def patches_of(nodes: Sequence[Node], end: Value, spans: Sequence[AxisRange], outside: Collection[Value]) -> list[Patch] | None:
-    """The patches that compute `spans` of `end`, which are all of it; None if it cannot be in patches.
+    """The patches that compute `spans` of `end`, which cover it; None if patches are impossible.
 
-    All make the same operators in parts. Results of theirs that others read (`outside`, and the rest of `nodes`) are made of
-    parts that do not overlap.
+    All patches divide the same operators. Their results that others read (`outside`, and the rest of `nodes`) consist of parts
+    that do not overlap.
     """
 
     def overlapping(patches: Sequence[Patch]) -> Iterator[Value]:
@@ -110,10 +112,10 @@ def alike(
     overlapping: Callable[[Sequence[Patch]], Iterable[Value]],
     rounds: int | None = None,
 ) -> list[Patch] | None:
-    """The patches of `spans` of `end`, all of which make the same operators in parts; None if `end` has no parts such as they
-    ask for, or if that is not clear after `rounds`.
+    """The patches of `spans` of `end`, all of which divide the same operators.
 
-    `overlapping`: results of such patches that shall not be made in parts, since theirs overlap.
+    None if `end` has no such parts, or if the patches still differ after `rounds`. `overlapping`: results of such patches that
+    must not be divided, since their parts overlap.
     """
     whole: set[Value] = set()
     for _ in itertools.count() if rounds is None else range(rounds):
@@ -133,23 +135,23 @@ def alike(
 
 
 def joined(nodes: Sequence[Node], patch: Patch, outside: Collection[Value]) -> Iterator[Value]:
-    """The results that patches make in parts and that others read."""
+    """The results that patches compute in parts and that others read."""
     others = {value for node in nodes if node not in patch.parts for value in node.inputs}
     return (node.outputs[0] for node in patch.parts if node.outputs[0] in outside or node.outputs[0] in others)
 
 
 def _tiles(spans: Sequence[AxisRange], value: Value) -> bool:
-    """Whether `spans` are all of `value`, one after the other."""
+    """Whether `spans` cover `value` one after the other, without overlap."""
     size = value.shape[spans[0].axis]
     ends = [0, *(span.stop for span in spans)]
     return ends[-1] == size and all(span.start == end for span, end in zip(spans, ends, strict=False))
 
 
 def in_patches(graph: Graph, chains: Sequence[Chain]) -> Graph:
-    """`graph` with `chains`, no two of which share a layer, in patches. `graph` stays as it is.
+    """`graph` with `chains`, no two of which share a layer, in patches. `graph` itself is unchanged.
 
     Raises:
-        ValueError: a chain whose last operator has no parts such as it asks for.
+        ValueError: a chain whose last operator has no such parts.
     """
     layers = fuse(graph)
     nodes = units(graph, layers)
@@ -176,7 +178,7 @@ def in_patches(graph: Graph, chains: Sequence[Chain]) -> Graph:
 
 
 class _Writer:
-    """Copies nodes into a new graph, as they are or in patches."""
+    """Copies nodes into a new graph, unchanged or in patches."""
 
     def __init__(self) -> None:
         self.rewriter = Rewriter()
@@ -187,7 +189,7 @@ class _Writer:
             self.copy(node)
 
     def copy(self, node: Node) -> None:
-        """`node` as it is."""
+        """Copy `node` unchanged."""
         outputs = [replace(value, producer=None) for value in node.outputs]
         made = Node(node.op, node.name, [self.rewriter.now(value) for value in node.inputs], outputs, node.attributes)
         for old, new in zip(node.outputs, outputs, strict=True):
@@ -196,7 +198,7 @@ class _Writer:
         self.rewriter.nodes.append(made)
 
     def write(self, nodes: Sequence[Node], patches: Sequence[Patch], results: Sequence[Value]) -> None:
-        """`nodes` in patches: first what these need whole, then each of them, then what reads their joined `results`."""
+        """Write `nodes` in patches: operands they need whole, then each patch, then the readers of their joined `results`."""
         members = patches[0].parts
         behind: set[Value] = {node.outputs[0] for node in members}
         late: list[Node] = []
@@ -215,7 +217,7 @@ class _Writer:
         self.copy_all(late)
 
     def _patch(self, nodes: Sequence[Node], patch: Patch) -> dict[Value, Value]:
-        """The parts of one patch by what they are parts of."""
+        """Write one patch; returns its parts by the values they are parts of."""
         made: dict[Value, Value] = {}
         for node in nodes:
             part = patch.parts.get(node)
@@ -243,7 +245,7 @@ class _Writer:
         return made
 
     def _slice(self, value: Value, span: AxisRange) -> Value:
-        """`span` of `value`, itself if that is all of it."""
+        """`span` of `value`, or `value` itself if the span covers it."""
         if span.is_whole(value.shape):
             return value
         if (value, span) not in self._sliced:

@@ -1,11 +1,13 @@
 """Weight packing: weights in the order in which kernels read them (kernels/templates/contraction/mac.cl.j2).
 
-A contraction's weights are a matrix [depth, columns], cut into panels of `panel` columns (zero beyond the last; never across
-two groups of a convolution). In a buffer a panel is [depth][panel], one after the other: the MAC loop reads straight on. In
-a texture k runs down and columns across, four to a texel, so that neighbours in both directions are near in its cache. An image
-may be folded: rows beyond its height continue to the right, as they must where `depth` passes the device's image height, and as
-they may where rows would be padded otherwise (`compiler/weights/textures.py`). A weight whose images would be padded all the
-same is kept in buffers on the texture path, too.
+A contraction's weights are a matrix [depth, columns], divided into panels of `panel` columns. A panel is zero beyond the last
+column and never spans two groups of a convolution. In a buffer, panels [depth][panel] are contiguous, so the MAC loop reads
+sequentially. In a texture k runs down and columns across, four to a texel, so that neighbours in both directions are near in
+its cache.
+
+An image may be folded: rows beyond its height continue to the right. It must be if `depth` exceeds the device's image height,
+and it may be if rows would be padded otherwise (`compiler/weights/textures.py`). A weight whose images would be padded
+nevertheless is kept in buffers, even on the texture path.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ Columns = Callable[[int, int], NDArray[Any]]
 
 
 Storage = Literal["float32", "float16", "int8", "uint8", "int16", "uint16", "int4", "uint4"]
-"""What a packed element is. Two of 4 bits share a byte."""
+"""The type of a packed element. Two of 4 bits share a byte."""
 
 
 def weight_matrix(node: Node) -> tuple[int, int]:
@@ -45,7 +47,7 @@ def weight_matrix(node: Node) -> tuple[int, int]:
 
 
 def weight_columns(node: Node, array: NDArray[Any]) -> Columns:
-    """Reader of the columns of those weights, or of what goes with them (scales), whose depth may be less: `array`."""
+    """Reader of the columns of `array`: those weights, or their scales, whose depth may be less."""
     if node.op.startswith("MatMul"):
         matrix = array.reshape(array.shape[-2:])
         if node.attributes["transposed"]:
@@ -58,7 +60,7 @@ def weight_columns(node: Node, array: NDArray[Any]) -> Columns:
     depth = outer // node.attributes["group"]
 
     def columns(first: int, end: int) -> NDArray[np.floating]:
-        group, within = divmod(first, inner)  # the range lies in one group
+        group, within = divmod(first, inner)  # the range is inside one group
         part = flat[group * depth : (group + 1) * depth, within : within + end - first]
         return part.transpose(2, 0, 1).reshape(-1, end - first)
 
@@ -66,12 +68,12 @@ def weight_columns(node: Node, array: NDArray[Any]) -> Columns:
 
 
 WASTED = 0.02
-"""Images are taken if padding is at most this part of a weight, or no more than a page, which slices are padded to anyway."""
+"""Images are used if their padding is at most this fraction of a weight, or one page, to which slices are padded anyway."""
 
 
 @dataclass(frozen=True)
 class PackedSlice:
-    """Panels `first_panel`.. of a weight, packed in `nbytes` bytes; `raw` is how many of them are the weight's own elements.
+    """Panels of a weight from `first_panel` on, packed in `nbytes` bytes; `raw` of these are the weight's own elements.
 
     An image has `height` rows of `width` texels, padded to `row_pitch` bytes; `width` is 0 for a plain buffer.
     """
@@ -87,7 +89,7 @@ class PackedSlice:
 
 @dataclass(frozen=True)
 class Packing:
-    """How one weight is packed. `fold_unit`: folds begin at multiples of as many rows."""
+    """The packed form of one weight. `fold_unit`: folds begin at multiples of this number of rows."""
 
     depth: int
     group_columns: int
@@ -115,7 +117,7 @@ class Packing:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """What elements are before they are packed, if of 4 bits."""
+        """The type of elements before packing; of 4-bit elements, int8 or uint8."""
         return np.dtype("uint8" if self.storage == "uint4" else "int8" if self.storage == "int4" else self.storage)
 
     @property
@@ -127,7 +129,7 @@ class Packing:
 
     @property
     def panel_texels(self) -> int:
-        """Texels across a panel: four bytes, or four wider elements, each."""
+        """Texels across a panel; each has four bytes, or four wider elements."""
         return self.panel // (8 if self.bits == 4 else 4)
 
     @property
@@ -141,9 +143,10 @@ class Packing:
         return self.depth * self.row_bytes
 
     def slices(self, slice_bytes: int) -> list[PackedSlice]:
-        """The weight's slices: at most `slice_bytes` and what the device can allocate, padding included, or one panel.
+        """Divide the weight into slices of at most `slice_bytes` and the device's largest allocation, including padding.
 
-        On the texture path they are images, or buffers where images would waste memory or be more than the device can have.
+        A slice has at least one panel. On the texture path slices are images, or buffers if images would waste memory or exceed
+        the device's limits.
         """
         slice_bytes = min(slice_bytes, self.descriptor.max_alloc_bytes)
         if self.path == "texture":
@@ -156,11 +159,11 @@ class Packing:
         return [self.plain(first, end - first) for first, end in pairwise(bounds)]
 
     def plain(self, first: int, count: int) -> PackedSlice:
-        """The buffer of `count` panels from panel `first` on."""
+        """The plain buffer slice of `count` panels from panel `first` on."""
         return PackedSlice(first, count, count * self.panel_bytes, self._raw(first, count))
 
     def _images(self, slice_bytes: int) -> list[PackedSlice]:
-        """The slices as images; none if the device has none that are large enough."""
+        """The slices as images; none if the device's images are too small."""
         device, texel = self.descriptor, TEXEL_BYTES[self.channel]
         limits = ImageLimits(device.image_max_width, device.image_max_height, device.image_pitch_alignment or 1)
         panels = Panels(self.panels, self.depth, self.panel_texels, texel, self.fold_unit)
@@ -186,7 +189,7 @@ class Packing:
         return group * self.group_columns + within * self.panel
 
     def pack(self, part: PackedSlice, columns: Columns) -> NDArray[Any]:
-        """The contents of one of the weight's slices."""
+        """Pack the contents of one of the weight's slices."""
         made = (self._panel(part.first_panel + i, columns) for i in range(part.panels))
         width = self.row_bytes // self._packed_dtype.itemsize
         if not part.width:
@@ -207,12 +210,12 @@ class Packing:
         return np.dtype("uint8") if self.bits == 4 else self.dtype
 
     def _panel(self, index: int, columns: Columns) -> NDArray[Any]:
-        """One panel, [depth, elements of a row]."""
+        """Pack one panel: [depth, elements of a row]."""
         start, stop = self._column(index), self._column(index + 1)
         panel = np.zeros((self.depth, self.panel), self.dtype)
         panel[:, : stop - start] = columns(start, stop)
         if self.bits != 4:
             return panel
-        # The first half of the columns lies in low nibbles, so that vectors unpack without a shuffle.
+        # The first half of the columns is in low nibbles, so that vectors unpack without a shuffle.
         low, high = np.split(panel.view(np.uint8), 2, axis=1)
         return (low & 15) | (high << 4)

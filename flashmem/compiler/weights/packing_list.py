@@ -1,4 +1,4 @@
-"""The layout of the weight file before it is written: offsets of all pieces, and functions that make them.
+"""Packing list: the layout of the weight file before it is written, with offsets and functions that make the pieces.
 
 Planning needs the sizes of slices, not their contents. So a program is generated, planned, perhaps fused differently and
 generated again, before the first weight is read.
@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 from flashmem.base.types import DEFAULT_PAGE
 
 Pieces = Callable[[], Iterable[NDArray[Any]]]
-"""Makes the arrays of one weight, one after the other; none need be kept while the next is made."""
+"""Makes the arrays of one weight in sequence; each may be discarded before the next is made."""
 
 
 OnPiece = Callable[[str, int], None]
-"""Called with the weight and the bytes of each piece that is written, for progress."""
+"""Progress callback: called with the weight and the bytes of each written piece."""
 
 
 class WeightSink(Protocol):
-    """Where packed weights go: a bundle being written."""
+    """Destination of packed weights: a bundle that is being written."""
 
     def append(self, data: NDArray[Any], alignment: int = ...) -> int:
         """Write `data` at the next multiple of `alignment` and return that offset."""
@@ -39,9 +39,9 @@ class _Entry:
 
 @dataclass
 class PackingList:
-    """Weights in the order of the file, each of one or more pieces that start on multiples of `page_bytes`.
+    """Weights in the order of the file, each of one or more pieces that start at multiples of `page_bytes`.
 
-    Made with a `size`, it begins behind as many bytes that are others'.
+    With an initial `size`, the list begins after that many bytes of other programs.
     """
 
     page_bytes: int = DEFAULT_PAGE
@@ -59,7 +59,7 @@ class PackingList:
         return offsets
 
     def write(self, sink: WeightSink, on_piece: OnPiece = lambda name, nbytes: None) -> None:
-        """Make every piece and append it to `sink`, which must hold all that precedes them."""
+        """Make every piece and append it to `sink`, which must already contain everything before them."""
         for entry in self._entries:
             for (offset, nbytes), piece in zip(entry.places, entry.pieces(), strict=True):
                 written = sink.append(piece, self.page_bytes)

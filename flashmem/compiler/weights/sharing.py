@@ -1,7 +1,7 @@
 """Weight sharing between the programs of one model that is compiled for several shapes.
 
-The first program places its weights as it likes. A later one looks weights up by their content and reads them as they are
-packed. It adds only weights that the file lacks, or lacks in a form that its kernels read. Resident constants are one run of
+The first program places its weights freely. A later one looks weights up by their content and reads them in their packed form.
+It adds only weights that the file does not contain, or not in a form that its kernels read. Resident constants are one run of
 bytes; each program uses a prefix of it, and later programs use longer ones.
 """
 
@@ -23,17 +23,17 @@ from flashmem.program.launches import Arg
 from flashmem.program.tensors import Slice
 
 _ROWS_AT_ONCE = 1 << 20
-"""Elements, about, that are brought into order at a time to be hashed."""
+"""Approximate number of elements that are made contiguous at a time to be hashed."""
 
 
 class Identities:
-    """What constants hold, each looked at once: equal answers for equal contents."""
+    """Identities of constants, computed once for each: equal for equal contents."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Constant, Hashable]] = {}
 
     def of(self, constant: Constant) -> Hashable:
-        """The place of a constant that lies in the model's file; of one that is computed, a hash of what comes out."""
+        """The identity of a constant: its place in the model's file, or a hash of computed contents."""
         if isinstance(constant, FileConstant | NibbleConstant):
             return constant
         if id(constant) not in self._known:
@@ -48,7 +48,7 @@ class Identities:
 
 
 def _sha256(array: NDArray[Any]) -> bytes:
-    """Of the elements in their order; no copy is made of more than a few rows."""
+    """SHA-256 of the elements in order; copies at most a few rows at a time."""
     hashing = hashlib.sha256()
     rows = array.reshape(1) if not array.ndim else array
     step = max(1, _ROWS_AT_ONCE * len(rows) // max(1, rows.size))
@@ -59,7 +59,7 @@ def _sha256(array: NDArray[Any]) -> bytes:
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A contraction's weights, or what goes with them, as they lie in the file. `node` says how their matrix is read."""
+    """Packed weights of a contraction, or their scales, in the file. `node` determines how their matrix is read."""
 
     node: Node
     packing: Packing
@@ -79,7 +79,7 @@ class Placements:
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """What earlier programs have placed: `size` bytes of the file, `constants` apart. Empty where a model has one program."""
+    """Weights that earlier programs have placed: `size` bytes of the file, and `constants`. Empty for a single program."""
 
     size: int = 0
     constants: bytes = b""
@@ -91,7 +91,7 @@ class StoredWeights:
     _identities: Identities = field(default_factory=Identities)
 
     def followed_by(self, placements: Placements, size: int, constants: bytes) -> StoredWeights:
-        """These, and what one more program has placed. Contents are looked at."""
+        """These weights, and those that one more program has placed. Reads their contents."""
         packed = {key: list(found) for key, found in self._packed.items()}
         for weight in placements.packed:
             found = packed.setdefault(self._key(weight.node), [])
@@ -106,7 +106,7 @@ class StoredWeights:
         return StoredWeights(size, constants, placements.small, names, packed, plain, tables, self._identities)
 
     def packed_as(self, node: Node, packing: Packing) -> PackedWeight | None:
-        """The weights of `node` where they are there in that packing; images may be folded where `packing` allows it."""
+        """The weights of `node` in the file in that packing, or None; images may be folded if `packing` allows it."""
         for weight in self._found(node):
             same = replace(weight.packing, fold_unit=packing.fold_unit) == packing
             if same and all(_may_be_folded(part, packing) for part in weight.parts):
@@ -114,17 +114,17 @@ class StoredWeights:
         return None
 
     def forms(self, node: Node) -> frozenset[tuple[int, int]]:
-        """Columns of a panel and depth that the weights of `node` are there in."""
+        """Columns of a panel and depth of each packed form of the weights of `node` in the file."""
         return frozenset((weight.packing.panel, weight.packing.depth) for weight in self._found(node))
 
     def plain_as(self, nbytes: int, make: Callable[[], NDArray[Any]]) -> Slice | None:
-        """The slice that holds what `make` gives, in its plain order; `nbytes`: with what a slice has behind it."""
+        """The slice with the unpacked data that `make` returns, or None; `nbytes` includes the slack after a slice."""
         if not any(size == nbytes for size, _ in self._plain):
             return None
         return self._plain.get((nbytes, _sha256(make())))
 
     def table_at(self, table: Value, kind: TableType) -> int | None:
-        """Where the rows of `table` lie one after the other."""
+        """The offset at which the rows of `table` are contiguous, or None."""
         return self._tables.get((self._of(table), kind)) if self._tables else None
 
     def _found(self, node: Node) -> Iterable[PackedWeight]:
@@ -132,7 +132,7 @@ class StoredWeights:
         return self._packed.get(self._key(node), ()) if self._packed and constant is not None else ()
 
     def _key(self, node: Node) -> Hashable:
-        """The weights of `node`, and what of it says how their columns are read (`packing.weight_columns`)."""
+        """The key of the weights of `node`: their identity, and the attributes that `packing.weight_columns` uses."""
         if node.op.startswith("MatMul"):
             how: Hashable = bool(node.attributes["transposed"])
         else:
@@ -149,4 +149,4 @@ def _may_be_folded(part: PackedSlice, packing: Packing) -> bool:
 
 
 NOTHING_STORED = StoredWeights()
-"""Of the first program of a model."""
+"""The stored weights before the first program of a model."""

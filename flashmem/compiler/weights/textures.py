@@ -1,9 +1,9 @@
 """Texture layout of packed weights: the panels of each texture and its height, with little padding of aligned rows.
 
-Devices that make an image of a buffer want its rows to start at multiples of an alignment, of 64 texels on phones. An image of
-a few panels is then mostly padding. But its height is free: rows beyond the height continue to the right (a *fold*), and with
-as many folds as make its width a multiple of the alignment nothing is lost. There, images of all weights get the same few
-heights, too, `BLOCK` and its doubles, so that slices of different weights can take turns in one texture.
+Devices that make an image of a buffer require its rows to start at multiples of an alignment, 64 texels on phones. An image of
+a few panels is then mostly padding. But its height is free: rows beyond the height continue to the right (a *fold*). If the
+number of folds makes its width a multiple of the alignment, nothing is wasted. On such devices, images of all weights also get
+the same few heights, `BLOCK` and its doubles, so that slices of different weights can occupy one texture in turn.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 GOOD = 0.01
-"""Images with no more padding than this part of their elements are equally good."""
+"""Images whose padding is at most this fraction of their elements are equally good."""
 
 BLOCK = 64
-"""Rows that a kernel reads without looking where the next ones are (at most; up to the end of a fold)."""
+"""The most rows that a kernel reads before it computes a new position, or up to the end of a fold."""
 
 _Whole = TypeVar("_Whole", int, NDArray[np.int64])
 _Numbers = NDArray[np.int64]
 
 _FOLDS = 256
-"""Numbers of folds that are tried, from the fewest on; beside them, all heights up to as many rows."""
+"""Numbers of folds that are tried, from the fewest on; in addition, all heights up to this number of rows."""
 
 
 @dataclass(frozen=True)
 class Panels:
-    """A weight cut into `count` panels of `depth` rows, each `texels` across; folds begin at multiples of `unit` rows."""
+    """A weight divided into `count` panels of `depth` rows, each `texels` across; folds begin at multiples of `unit` rows."""
 
     count: int
     depth: int
@@ -48,7 +48,7 @@ class Panels:
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """What a device's images may be: texels in both directions; rows start at multiples of `alignment` texels."""
+    """Limits of a device's images: texels in both directions; rows start at multiples of `alignment` texels."""
 
     width: int
     height: int
@@ -61,7 +61,7 @@ class ImageLimits:
 
 @dataclass(frozen=True)
 class Images:
-    """The slices of a weight: `bounds` are the first panel of each and the end of the last; all are `rows` high."""
+    """The slices of a weight as images: `bounds` are the first panel of each and the end of the last; all have `rows` rows."""
 
     bounds: tuple[int, ...]
     rows: int
@@ -69,11 +69,11 @@ class Images:
 
 @lru_cache(maxsize=4096)
 def cut(panels: Panels, limits: ImageLimits, slice_bytes: int) -> Images | None:
-    """As few images as there can be of at most `slice_bytes` bytes, padding included, or of one panel; None if there are none.
+    """The fewest images of at most `slice_bytes` bytes each, padding included, or of one panel; None if that is impossible.
 
-    Of the ways to cut a weight into so many, and of the heights, those with little padding (`GOOD`) are preferred, of these the
-    ones of a height that others have, then those whose rows are read in the fewest blocks, then those with the fewest folds,
-    then those with the least padding. Where rows are not aligned nothing is folded without need.
+    Of the ways to divide a weight into this number, and of the heights, one is preferred by these criteria in order: little
+    padding (`GOOD`), a height that others have, the fewest blocks in which rows are read, the fewest folds, the least padding.
+    Without row alignment nothing is folded unless required.
     """
     heights = _heights(panels, limits)
     if not heights.size:
@@ -91,7 +91,7 @@ def cut(panels: Panels, limits: ImageLimits, slice_bytes: int) -> Images | None:
 
 
 def _heights(panels: Panels, limits: ImageLimits) -> _Numbers:
-    """Heights worth trying, the tallest first; none where a fold cannot be as low as the device's images."""
+    """Heights to try, the tallest first; none if even the lowest fold exceeds the device's image height."""
     units = -(-panels.depth // panels.unit)
     highest = limits.height // panels.unit
     if highest == 0:
@@ -113,9 +113,9 @@ def _best(
     heights: _Numbers,
     folds: _Numbers,
 ) -> Images | None:
-    """The best of the ways to cut the weight into `slices` images; None if all pass a limit."""
+    """The best way to divide the weight into `slices` images; None if all exceed a limit."""
     blocks = folds * -(-heights // BLOCK)
-    # The lowest of the heights that others have, or none; all are alike where rows are not aligned.
+    # The lowest height that others have, if any; without row alignment all heights are equal.
     shared = (heights % BLOCK == 0) & (heights & (heights - 1) == 0)
     rank = np.where(shared, heights, np.iinfo(np.int64).max) if limits.alignment > 1 else np.zeros_like(heights)
     best: tuple[tuple[int, ...], Images] | None = None
@@ -142,7 +142,7 @@ def _best(
 
 
 def _spread(count: int, slices: int, step: int) -> tuple[int, ...] | None:
-    """`count` panels spread evenly over `slices` by whole multiples of `step`; None if these are too few."""
+    """`count` panels divided evenly into `slices`, in whole multiples of `step`; None if these are too few."""
     steps = -(-count // step)
     if steps < slices:
         return None

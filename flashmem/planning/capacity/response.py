@@ -16,7 +16,6 @@ from statistics import median
 from typing import Final
 
 from flashmem.base.types import OperatorClass
-from flashmem.planning.capacity.classes import classify
 
 MARKER: Final = 0.20
 """The slowdown at which tolerance is read."""
@@ -41,8 +40,10 @@ class Learned:
         return self.learned == self.paper
 
 
-def learn_classes(tolerances: Mapping[str, Sequence[float]]) -> list[Learned]:
+def learn_classes(tolerances: Mapping[str, Sequence[float]], paper: Mapping[str, OperatorClass]) -> list[Learned]:
     """The class of each operator type from the tolerances of its launches; by falling tolerance.
+
+    `paper`: the class of each type in Table 5, which its launches carry.
 
     With fewer than three types of different tolerance there is nothing to cut, and all are called reusable.
     """
@@ -50,16 +51,10 @@ def learn_classes(tolerances: Mapping[str, Sequence[float]]) -> list[Learned]:
     ordered = sorted(typical, key=typical.__getitem__)
     classes = _cut([math.log(max(typical[operator], _LEAST)) for operator in ordered])
     found = [
-        Learned(operator, typical[operator], len(tolerances[operator]), kind, _by_table_5(operator))
+        Learned(operator, typical[operator], len(tolerances[operator]), kind, paper[operator])
         for operator, kind in zip(ordered, classes, strict=True)
     ]
     return found[::-1]
-
-
-def _by_table_5(operator: str) -> OperatorClass:
-    """The paper's class of a type, whatever is said after its ONNX name ("Conv, depthwise")."""
-    name = operator.replace(",", " ").split()[0]
-    return classify(name)
 
 
 def _cut(values: Sequence[float]) -> list[OperatorClass]:

@@ -9,10 +9,10 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.schedule.instance import Problem, WeightSpec
+from flashmem.schedule.instance import Instance, WeightSpec
 
 _SCAN, _SCANS = 512, 8
-"""Layers looked at in one step, and most steps, when the earliest gate of a weight is looked for."""
+"""Layers looked at in one step, and most steps, when the earliest release time of a weight is looked for."""
 
 _WINDOW = 2048
 """Layers back from which a read that could not begin earlier is counted: fewer of them still make a bound."""
@@ -21,38 +21,38 @@ _CHECKPOINTS, _FIRST = 16, 8
 """Layers between which the bytes that must be moved there are priced: so many, and the first ones, which everything awaits."""
 
 
-def fastest_seconds(problem: Problem, preload: Collection[str]) -> float:
+def fastest_seconds(instance: Instance, preload: Collection[str]) -> float:
     """A proven lower bound on the integrated latency of every plan that preloads `preload` and keeps to M_peak.
 
     It holds whatever the order of the reads. Layer l cannot start before all bytes first used by layers 1..l are in, and:
 
     - the bytes brought in never exceed M_peak plus what the finished layers freed;
-    - a slice is held as a whole from its gate on, so its read begins no sooner than a layer beside which it fits with what that
-      layer and the next ones use;
+    - a slice is held as a whole from its release time on, so its read begins no sooner than a layer beside which it fits with
+      what that layer and the next ones use;
     - the host hands on what was read at its rate, from when the session is open;
     - what is moved beside layers slows them down, at least as if every byte went where that costs least.
 
     M_peak must be at least `smallest_m_peak`.
     """
-    if not problem.layers:
-        return problem.opening_seconds
-    streamed = [w for w in problem.weights if w.name not in preload]
-    needed: list[list[WeightSpec]] = [[] for _ in range(len(problem.layers) + 1)]
-    for w in problem.weights:
-        before = 1 if problem.mode == "interleave" and w.name not in preload else 0  # the layer that moves it waits
+    if not instance.layers:
+        return instance.opening_seconds
+    streamed = [w for w in instance.weights if w.name not in preload]
+    needed: list[list[WeightSpec]] = [[] for _ in range(len(instance.layers) + 1)]
+    for w in instance.weights:
+        before = 1 if instance.mode == "interleave" and w.name not in preload else 0  # the layer that moves it waits
         needed[max(1, w.first_use - before)].append(w)
     unit = math.gcd(0, *(w.nbytes for w in streamed)) or 1
-    disk = _Disk(problem, streamed, problem.m_peak // unit * unit)
-    slowdowns = _Slowdowns(problem, streamed)
-    done = [problem.opening_seconds]
-    handed, last_piece = problem.opening_seconds, math.inf
-    for layer, spec in enumerate(problem.layers, start=1):
+    disk = _Disk(instance, streamed, instance.m_peak // unit * unit)
+    slowdowns = _Slowdowns(instance, streamed)
+    done = [instance.opening_seconds]
+    handed, last_piece = instance.opening_seconds, math.inf
+    for layer, spec in enumerate(instance.layers, start=1):
         start = done[-1]
         if needed[layer]:
             for w in needed[layer]:
                 disk.read(w, done, resident=w.name in preload)
-                handed += w.nbytes / problem.host_bandwidth
-                last_piece = min(last_piece, min(w.nbytes, problem.piece_bytes) / problem.host_bandwidth)
+                handed += w.nbytes / instance.host_bandwidth
+                last_piece = min(last_piece, min(w.nbytes, instance.piece_bytes) / instance.host_bandwidth)
             start = max(start, handed, disk.arrival(layer, done) + last_piece)
         done.append(slowdowns.done(layer, start, start + spec.seconds))
     return done[-1]
@@ -61,16 +61,16 @@ def fastest_seconds(problem: Problem, preload: Collection[str]) -> float:
 class _Disk:
     """When the disk can have brought in the weights that were asked for so far, in the order of their need."""
 
-    def __init__(self, problem: Problem, streamed: Sequence[WeightSpec], limit: int) -> None:
-        layers = len(problem.layers)
-        self.rate = problem.load_bandwidth
+    def __init__(self, instance: Instance, streamed: Sequence[WeightSpec], limit: int) -> None:
+        layers = len(instance.layers)
+        self.rate = instance.load_bandwidth
         self.ready = 0.0  # of a fluid of bytes inside `limit`
         self.room, self.layer = limit, 0  # bytes that may still come in; layers known to be done
         self.freed = [0] * (layers + 2)
         for w in streamed:
             self.freed[w.last_use] += w.nbytes
         self.opens = earliest_opens(layers, streamed, limit)
-        self.behind: NDArray[np.float64] = np.zeros(layers + 2)  # bytes asked for whose gate is no earlier than layer l
+        self.behind: NDArray[np.float64] = np.zeros(layers + 2)  # bytes asked for whose release time is no earlier than layer l
 
     def read(self, w: WeightSpec, done: Sequence[float], *, resident: bool) -> None:
         """All of `w` is to be brought in."""
@@ -106,7 +106,7 @@ class _Disk:
 
 
 def earliest_opens(layers: int, streamed: Sequence[WeightSpec], limit: int) -> dict[str, int]:
-    """By weight, a layer that no plan inside `limit` bytes opens its gate before.
+    """By weight, a layer before which no plan inside `limit` bytes releases it.
 
     At a layer its own weights are held, and those first used at the next one: what does not fit beside them is not held yet.
     """
@@ -117,38 +117,38 @@ def earliest_opens(layers: int, streamed: Sequence[WeightSpec], limit: int) -> d
     least = np.cumsum(change)
     opens: dict[str, int] = {}
     for w in streamed:
-        last = gate = max(1, w.first_use - 1)
+        last = release = max(1, w.first_use - 1)
         opens[w.name] = 1
         for _ in range(_SCANS):
-            if gate <= 1:
+            if release <= 1:
                 break
-            low = max(1, gate - _SCAN)
-            full = np.flatnonzero(least[low:gate] + w.nbytes > limit)
+            low = max(1, release - _SCAN)
+            full = np.flatnonzero(least[low:release] + w.nbytes > limit)
             if full.size:
                 opens[w.name] = min(last, low + int(full[-1]) + 1)
                 break
-            gate = low
+            release = low
     return opens
 
 
 class _Slowdowns:
     """Ends of layers with what must be moved beside them, at a few layers apart."""
 
-    def __init__(self, problem: Problem, streamed: Sequence[WeightSpec]) -> None:
-        layers = len(problem.layers)
-        self.m_peak = problem.m_peak
+    def __init__(self, instance: Instance, streamed: Sequence[WeightSpec]) -> None:
+        layers = len(instance.layers)
+        self.m_peak = instance.m_peak
         step = -(-layers // _CHECKPOINTS)
         self.points = {*range(2, min(_FIRST, layers)), *range(step, layers, step), layers}
-        self.before: list[tuple[int, float]] = [(1, problem.opening_seconds)]  # (layer, when it starts)
-        self.alone = [0.0, *accumulate(spec.seconds for spec in problem.layers)]
+        self.before: list[tuple[int, float]] = [(1, instance.opening_seconds)]  # (layer, when it starts)
+        self.alone = [0.0, *accumulate(spec.seconds for spec in instance.layers)]
         first = [0] * (layers + 1)
         for w in streamed:
             first[w.first_use] += w.nbytes
         self.first_used = list(accumulate(first))
         kinds: dict[tuple[float, tuple[tuple[float, float], ...]], int] = {}
-        self.kind = [kinds.setdefault((spec.seconds, spec.beside), len(kinds)) for spec in problem.layers]
+        self.kind = [kinds.setdefault((spec.seconds, spec.beside), len(kinds)) for spec in instance.layers]
         self.curves = [cheapest_pieces(*each) for each in kinds]
-        self.free = not all(spec.beside for spec in problem.layers)
+        self.free = not all(spec.beside for spec in instance.layers)
 
     def done(self, layer: int, start: float, end: float) -> float:
         """When `layer` can be done, which starts no sooner than `start` and by itself is done at `end`."""

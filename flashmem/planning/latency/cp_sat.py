@@ -1,6 +1,6 @@
 """CP-SAT for the objective `first`: neighbourhoods around a plan, and a bound for plans that are small enough.
 
-A neighbourhood is a range of layers. The weights first used in it that are not read before it get any gates, in any order;
+A neighbourhood is a range of layers. Weights first used in it, and not read before it, get any release times, in any order;
 everything else stays. Layers, reads and memory are those of the clock and of C2; what comes out is accepted only where the
 clock agrees. Where one neighbourhood is the whole plan, the same model with layers that nothing slows down, and a host that
 takes no time, proves a bound for every order of reads.
@@ -15,14 +15,14 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.sat.python import cp_model
 
+from flashmem.planning.arithmetic.clock import Clock, Moves, Timing
+from flashmem.planning.arithmetic.release_times import held_bytes
+from flashmem.planning.arithmetic.solver import cp_solver
 from flashmem.planning.latency.backfill import stalls
-from flashmem.planning.latency.clock import Clock, Moves, Timing
-from flashmem.planning.latency.release_times import held_bytes
-from flashmem.planning.opg.cp_models import cp_solver
-from flashmem.schedule.instance import Problem, WeightSpec
+from flashmem.schedule.instance import Instance, WeightSpec
 
 _MOST_CHOICES = 5000
-"""Pairs of a weight and a layer that may open its gate in one model, at the most."""
+"""The most pairs of a weight and a layer that may release it in one model."""
 
 _TICKS = 4_000_000
 """Parts into which the time of a plan is divided."""
@@ -32,15 +32,15 @@ _FOUND = (cp_model.OPTIMAL, cp_model.FEASIBLE)
 
 @dataclass(frozen=True)
 class Improved:
-    """Gates (of streamed weights), and a proven bound on the seconds of any plan with the same W; 0: none."""
+    """Release times (of streamed weights), and a proven bound on the seconds of any plan with the same W; 0: none."""
 
-    gates: dict[str, int]
+    releases: dict[str, int]
     bound: float
 
 
 def improve(
-    problem: Problem,
-    gates: Mapping[str, int],
+    instance: Instance,
+    releases: Mapping[str, int],
     moves: Moves,
     limit: int,
     roomiest: int,
@@ -49,17 +49,17 @@ def improve(
     enough: float,
     workers: int = 2,
 ) -> Improved:
-    """Better `gates` for the same `moves` within `limit` bytes, found in `seconds`, and a bound for all plans of this W within
-    `roomiest` bytes.
+    """Better `releases` for the same `moves` within `limit` bytes, found in `seconds`, and a bound for all plans with this
+    resident set within `roomiest` bytes.
 
     It ends when the clock has no more than `enough` seconds, which are proven to be a bound.
     """
     deadline = time.monotonic() + seconds
-    best = dict(gates)
-    timing = Timing(problem, moves)
+    best = dict(releases)
+    timing = Timing(instance, moves)
     clock = timing.play(best)
-    whole = (1, len(problem.layers))
-    small = _choices(problem, best, moves, *whole) <= _MOST_CHOICES
+    whole = (1, len(instance.layers))
+    small = _choices(instance, best, moves, *whole) <= _MOST_CHOICES
     ranges = [whole] if small else list(_around_stalls(timing, best, clock))
     for number, (first, last) in enumerate(ranges):
         left = deadline - time.monotonic()
@@ -67,39 +67,39 @@ def improve(
             break
         share = 0.6 if small else 1 / (len(ranges) - number)
         found = _Neighbourhood(timing, best, clock, limit, first, last).solve(left * share, workers)
-        if found is not None and int(held_bytes(problem, found, moves).max()) <= limit:
+        if found is not None and int(held_bytes(instance, found, moves).max()) <= limit:
             played = timing.play(found)
             if played.seconds < clock.seconds:
                 best, clock = found, played
     left = deadline - time.monotonic()
     bound = 0.0
     if small and left > 0 and clock.seconds > enough:
-        bound = _proven(problem, best, moves, clock, roomiest, left, workers)
+        bound = _proven(instance, best, moves, clock, roomiest, left, workers)
     return Improved(best, bound)
 
 
-def _choices(problem: Problem, gates: Mapping[str, int], moves: Moves, first: int, last: int) -> int:
-    return sum(moves[w.name][0][0] - first + 1 for w in _free(problem, gates, moves, first, last))
+def _choices(instance: Instance, releases: Mapping[str, int], moves: Moves, first: int, last: int) -> int:
+    return sum(moves[w.name][0][0] - first + 1 for w in _free(instance, releases, moves, first, last))
 
 
-def _free(problem: Problem, gates: Mapping[str, int], moves: Moves, first: int, last: int) -> list[WeightSpec]:
-    """Streamed weights whose gates a neighbourhood decides."""
-    return [w for w in problem.weights if w.name in moves and first < w.first_use <= last and gates[w.name] >= first]
+def _free(instance: Instance, releases: Mapping[str, int], moves: Moves, first: int, last: int) -> list[WeightSpec]:
+    """Streamed weights whose release times a neighbourhood decides."""
+    return [w for w in instance.weights if w.name in moves and first < w.first_use <= last and releases[w.name] >= first]
 
 
-def _around_stalls(timing: Timing, gates: Mapping[str, int], clock: Clock) -> Iterator[tuple[int, int]]:
+def _around_stalls(timing: Timing, releases: Mapping[str, int], clock: Clock) -> Iterator[tuple[int, int]]:
     """Ranges of layers about the longest waits of the disk for memory, as long as a model can have them."""
-    problem, moves, order = timing.problem, timing.moves, timing.order(gates)
-    layers = len(problem.layers)
+    instance, moves, order = timing.instance, timing.moves, timing.order(releases)
+    layers = len(instance.layers)
     taken: set[int] = set()
-    for stall in sorted(stalls(problem, order, clock), key=lambda s: s.begin - s.end):
-        gate = max(1, gates[order[stall.at].name])
-        if gate in taken:
+    for stall in sorted(stalls(instance, order, clock), key=lambda s: s.begin - s.end):
+        release = max(1, releases[order[stall.at].name])
+        if release in taken:
             continue
-        first, last, step = max(1, gate - 2), gate, 8
-        while last < layers and _choices(problem, gates, moves, first, min(layers, last + step)) <= _MOST_CHOICES:
+        first, last, step = max(1, release - 2), release, 8
+        while last < layers and _choices(instance, releases, moves, first, min(layers, last + step)) <= _MOST_CHOICES:
             last = min(layers, last + step)
-        if last > gate:
+        if last > release:
             taken.update(range(first, last))
             yield first, last
 
@@ -107,28 +107,30 @@ def _around_stalls(timing: Timing, gates: Mapping[str, int], clock: Clock) -> It
 class _Neighbourhood:
     """The model for the weights first used at layers `first` + 1 to `last`; in ticks from the session's opening."""
 
-    def __init__(self, timing: Timing, gates: Mapping[str, int], clock: Clock, limit: int, first: int, last: int) -> None:
-        self.problem, self.moves, self.needs = timing.problem, timing.moves, timing.needs
-        self.gates, self.clock = gates, clock
+    def __init__(self, timing: Timing, releases: Mapping[str, int], clock: Clock, limit: int, first: int, last: int) -> None:
+        self.instance, self.moves, self.needs = timing.instance, timing.moves, timing.needs
+        self.releases, self.clock = releases, clock
         self.first, self.last = first, last
         self.tick = clock.seconds / _TICKS
         self.took = [self._ticks(seconds) for seconds in timing.durations]
-        self.free = _free(self.problem, gates, self.moves, first, last)
+        self.free = _free(self.instance, releases, self.moves, first, last)
         names = {w.name for w in self.free}
-        order = timing.order(gates)
+        order = timing.order(releases)
         begin = next((at for at, w in enumerate(order) if w.name in names), len(order))
         self.read_before = order[:begin]
         # Read among them or after them; what opens behind the last layer is left out.
-        self.others = [w for w in order[begin:] if w.name not in names and gates[w.name] <= last]
+        self.others = [w for w in order[begin:] if w.name not in names and releases[w.name] <= last]
         self.model = cp_model.CpModel()
         self._layers()
-        self.opens: dict[str, list[cp_model.IntVar]] = {}  # of layers first + 1 to z_w: whether the gate is there or later
+        self.opens: dict[
+            str, list[cp_model.IntVar]
+        ] = {}  # of layers first + 1 to z_w: whether the release time is there or later
         self.reads: dict[str, cp_model.IntVar] = {}
         self._reads()
         self._memory(limit)
         ends = [self.reads[w.name] + self._size(w) for w in self.free]
         finish = self.model.new_int_var(0, self.horizon, "finish")
-        if last < len(self.problem.layers):
+        if last < len(self.instance.layers):
             for end in ends:
                 self.model.add(finish >= end)
         self.model.minimize(self.done[last] + finish)
@@ -137,15 +139,15 @@ class _Neighbourhood:
         return round(seconds / self.tick)
 
     def _size(self, w: WeightSpec) -> int:
-        return self._ticks(w.nbytes / self.problem.load_bandwidth)
+        return self._ticks(w.nbytes / self.instance.load_bandwidth)
 
     def _layers(self) -> None:
         """Ends of layers, with what was read before."""
-        problem, clock = self.problem, self.clock
+        instance, clock = self.instance, self.clock
         self.horizon = 2 * _TICKS
-        opened = clock.done[self.first - 2] if self.first > 1 else problem.opening_seconds
+        opened = clock.done[self.first - 2] if self.first > 1 else instance.opening_seconds
         self.done: dict[int, cp_model.IntVar | int] = {self.first - 1: self._ticks(opened)}
-        ready = [0] * (len(problem.layers) + 1)
+        ready = [0] * (len(instance.layers) + 1)
         for w in self.read_before:
             ready[self.needs[w.name]] = max(ready[self.needs[w.name]], self._ticks(clock.loaded[w.name]))
         for layer in range(self.first, self.last + 1):
@@ -156,8 +158,8 @@ class _Neighbourhood:
             self.done[layer] = end
 
     def _reads(self) -> None:
-        """One after the other, behind their gates; layers wait for them."""
-        problem, model = self.problem, self.model
+        """One after the other, behind their release times; layers wait for them."""
+        instance, model = self.instance, self.model
         before = self.read_before
         begin = self._ticks(self.clock.read[before[-1].name]) + self._size(before[-1]) if before else 0
         intervals = []
@@ -166,18 +168,18 @@ class _Neighbourhood:
             model.add_hint(start, self._ticks(self.clock.read[w.name]))
             size = self._size(w)
             intervals.append(model.new_fixed_size_interval_var(start, size, f"reads {w.name}"))
-            piece = self._ticks(min(w.nbytes, problem.piece_bytes) / problem.host_bandwidth)
+            piece = self._ticks(min(w.nbytes, instance.piece_bytes) / instance.host_bandwidth)
             need = self.needs[w.name]
             if self.first <= need <= self.last:
                 model.add(self.done[need] >= start + size + piece + self.took[need - 1])
         for w in self.others:
-            if self.gates[w.name] > self.first:
-                model.add(self.reads[w.name] >= self.done[self.gates[w.name] - 1])
+            if self.releases[w.name] > self.first:
+                model.add(self.reads[w.name] >= self.done[self.releases[w.name] - 1])
         for w in self.free:
             chain = self.opens[w.name] = []
             for layer in range(self.first + 1, self.moves[w.name][0][0] + 1):
                 later = model.new_bool_var(f"{w.name} >= {layer}")
-                model.add_hint(later, self.gates[w.name] >= layer)
+                model.add_hint(later, self.releases[w.name] >= layer)
                 if chain:
                     model.add_implication(later, chain[-1])
                 model.add(self.reads[w.name] >= self.done[layer - 1]).only_enforce_if(later)
@@ -187,65 +189,65 @@ class _Neighbourhood:
 
     def _memory(self, limit: int) -> None:
         """What C2 counts, at every layer at which a choice matters."""
-        held = held_bytes(self.problem, self.gates, self.moves)
+        held = held_bytes(self.instance, self.releases, self.moves)
         chosen: dict[int, list[cp_model.LinearExpr]] = {}
         fixed = {layer: int(held[layer]) for layer in range(self.first, self.last + 1)}
         for w in self.free:
             for place, later in enumerate(self.opens[w.name]):
-                layer = self.first + place  # held there unless the gate is at the next layer or later
+                layer = self.first + place  # held there unless the release time is at the next layer or later
                 chosen.setdefault(layer, []).append(w.nbytes * (1 - later))
-                if self.gates[w.name] <= layer:
+                if self.releases[w.name] <= layer:
                     fixed[layer] -= w.nbytes
         for layer, terms in chosen.items():
             self.model.add(cp_model.LinearExpr.sum(terms) <= limit - fixed[layer])
 
     def solve(self, seconds: float, workers: int) -> dict[str, int] | None:
-        """Gates of all weights, in the order of the reads that were found; None if nothing was."""
+        """Release times of all weights, in the order of the reads that were found; None if nothing was."""
         if not self.free:
             return None
         cp = cp_solver(workers, seconds)
         if cp.solve(self.model) not in _FOUND:
             return None
-        found = dict(self.gates)
+        found = dict(self.releases)
         latest = 0
         free = {w.name for w in self.free}
         for w in sorted((*self.free, *self.others), key=lambda w: (cp.value(self.reads[w.name]), self.needs[w.name])):
             if w.name in free:
-                gate = self.first + sum(cp.boolean_value(later) for later in self.opens[w.name])
-                found[w.name] = min(max(gate, latest), self.moves[w.name][0][0])
+                release = self.first + sum(cp.boolean_value(later) for later in self.opens[w.name])
+                found[w.name] = min(max(release, latest), self.moves[w.name][0][0])
             latest = max(latest, found[w.name])
         return found
 
 
 def _proven(
-    problem: Problem, gates: Mapping[str, int], moves: Moves, clock: Clock, limit: int, seconds: float, workers: int
+    instance: Instance, releases: Mapping[str, int], moves: Moves, clock: Clock, limit: int, seconds: float, workers: int
 ) -> float:
     """A bound on the seconds of every plan with this W that holds at most `limit` bytes: times are rounded down."""
     model = cp_model.CpModel()
     tick = clock.seconds / _TICKS
     most = _TICKS
-    done: list[cp_model.IntVar | int] = [int(problem.opening_seconds / tick)]
-    took = [int(spec.seconds / tick) for spec in problem.layers]
-    for layer in range(1, len(problem.layers) + 1):
+    done: list[cp_model.IntVar | int] = [int(instance.opening_seconds / tick)]
+    took = [int(spec.seconds / tick) for spec in instance.layers]
+    for layer in range(1, len(instance.layers) + 1):
         end = model.new_int_var(0, most, f"done {layer}")
         model.add(end >= done[-1] + took[layer - 1])
         done.append(end)
     intervals = []
     held: list[list[cp_model.LinearExpr]] = [[] for _ in done]
     fixed = np.zeros(len(done) + 1, np.int64)
-    for w in problem.weights:
-        size = int(w.nbytes / problem.load_bandwidth / tick)
+    for w in instance.weights:
+        size = int(w.nbytes / instance.load_bandwidth / tick)
         start = model.new_int_var(0, most, f"read {w.name}")
         model.add_hint(start, int(clock.read[w.name] / tick))
         intervals.append(model.new_fixed_size_interval_var(start, size, f"reads {w.name}"))
-        need = w.first_use - (problem.mode == "interleave" and w.name in moves)
+        need = w.first_use - (instance.mode == "interleave" and w.name in moves)
         model.add(done[need] >= start + size + took[need - 1])
         if w.name not in moves:
             continue
         chain: list[cp_model.IntVar] = []
         for layer in range(2, w.first_use):
             later = model.new_bool_var(f"{w.name} >= {layer}")
-            model.add_hint(later, gates[w.name] >= layer)
+            model.add_hint(later, releases[w.name] >= layer)
             if chain:
                 model.add_implication(later, chain[-1])
             model.add(start >= done[layer - 1]).only_enforce_if(later)

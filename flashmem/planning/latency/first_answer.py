@@ -2,8 +2,8 @@
 
 W is only what must be there before layer 1 (and what the caller asks for): a preloaded weight delays layer 1 and keeps its
 bytes for good. Every other weight is read in use order, as early as memory permits. Among plans that read whole slices in use
-order no other is faster but for what moving slows down; where the disk waits for memory, that order is left (`fill`). Then
-gates are closed as late as nobody notices. It takes O(n log n), so a plan can be made again whenever the budget changes.
+order no other is faster but for what moving slows down; where the disk waits for memory, that order is left (`filled`). Then
+each release time is as late as costs no time. It takes O(n log n), so a plan can be made again whenever the budget changes.
 
 lambda weighs latency against average memory. Plans are made for a ladder of limits, from M_peak to the least that works, and
 lambda says where between the average of the fastest (0) and of the smallest (1) the average must stay: the plan is the fastest
@@ -21,68 +21,70 @@ from itertools import accumulate
 import numpy as np
 
 from flashmem.base.errors import BudgetError
-from flashmem.planning.assemble import assemble
+from flashmem.planning.arithmetic.assemble import assemble
+from flashmem.planning.arithmetic.clock import Clock, Moves, Timing, play
+from flashmem.planning.arithmetic.release_times import earliest_releases, held_bytes, releases_ahead, settled
 from flashmem.planning.latency.backfill import filled
 from flashmem.planning.latency.bounds import fastest_seconds
-from flashmem.planning.latency.clock import Clock, Moves, Timing, play
-from flashmem.planning.latency.release_times import earliest_gates, gates_ahead, held_bytes, settled
-from flashmem.schedule.instance import Problem, WeightSpec
+from flashmem.schedule.instance import Instance, WeightSpec
 from flashmem.schedule.plan import OverlapPlan
 
 
-def forced_preload(problem: Problem, preload: Collection[str] = ()) -> frozenset[str]:
+def forced_preload(instance: Instance, preload: Collection[str] = ()) -> frozenset[str]:
     """The least W: `preload` and the weights of layer 1, which no earlier layer can load."""
-    return frozenset(preload) | {w.name for w in problem.weights if w.first_use == 1}
+    return frozenset(preload) | {w.name for w in instance.weights if w.first_use == 1}
 
 
-def smallest_m_peak(problem: Problem, preload: Collection[str] = ()) -> tuple[int, str]:
+def smallest_m_peak(instance: Instance, preload: Collection[str] = ()) -> tuple[int, str]:
     """The smallest M_peak (bytes) that the planner makes a plan with W = `forced_preload` for, and the layer that binds.
 
     All of a weight is moved before the layer that uses it, so at layer l its own weights are in flight together with those
     first used at layer l + 1. Load capacities do not count: they can be relaxed. In mode `interleave` weights are moved in the
     layer before their use, and in staging as well there; elsewhere no plan does with less.
     """
-    return _in_use(problem, forced_preload(problem, preload), 2 if problem.mode == "interleave" else 1)
+    return _in_use(instance, forced_preload(instance, preload), 2 if instance.mode == "interleave" else 1)
 
 
-def least_in_use(problem: Problem, preload: Collection[str] = ()) -> int:
-    """The same without staging: what `earliest_gates` needs."""
-    return _in_use(problem, forced_preload(problem, preload), 1)[0]
+def least_in_use(instance: Instance, preload: Collection[str] = ()) -> int:
+    """The same without staging: what `earliest_releases` needs."""
+    return _in_use(instance, forced_preload(instance, preload), 1)[0]
 
 
-def _in_use(problem: Problem, chosen: frozenset[str], copies: int) -> tuple[int, str]:
+def _in_use(instance: Instance, chosen: frozenset[str], copies: int) -> tuple[int, str]:
     """`copies`: of a weight at the layer before its first use."""
-    change = [0] * (len(problem.layers) + 2)
-    for w in problem.weights:
+    change = [0] * (len(instance.layers) + 2)
+    for w in instance.weights:
         if w.name not in chosen:
             change[w.first_use - 1] += copies * w.nbytes
             change[w.first_use] -= (copies - 1) * w.nbytes
             change[w.last_use + 1] -= w.nbytes
-    needed = list(accumulate(change))[1 : len(problem.layers) + 1]
+    needed = list(accumulate(change))[1 : len(instance.layers) + 1]
     if not needed:
         return 0, ""
     layer = max(range(len(needed)), key=needed.__getitem__)
-    return needed[layer], problem.layers[layer].name
+    return needed[layer], instance.layers[layer].name
 
 
-def require_m_peak(problem: Problem, preload: Collection[str]) -> None:
+def require_m_peak(instance: Instance, preload: Collection[str]) -> None:
     """Check that M_peak is enough for some plan.
 
     Raises:
         BudgetError: it is not.
     """
-    smallest, binding = smallest_m_peak(problem, preload)
-    if problem.m_peak < smallest:
-        twice = ", twice while they are moved," if problem.mode == "interleave" else ""
+    smallest, binding = smallest_m_peak(instance, preload)
+    if instance.m_peak < smallest:
+        twice = ", twice while they are moved," if instance.mode == "interleave" else ""
         raise BudgetError(
-            f"M_peak of {problem.m_peak} bytes is too small: layer {binding!r} and the loads for the next layer{twice} need "
+            f"M_peak of {instance.m_peak} bytes is too small: layer {binding!r} and the loads for the next layer{twice} need "
             f"{smallest} bytes in flight at once; raise the limit to {smallest} bytes or more",
             smallest_bytes=smallest,
             binding=binding,
         )
 
 
-def late_moves(problem: Problem, gates: Mapping[str, int], clock: Clock, near: int) -> dict[str, tuple[tuple[int, int], ...]]:
+def late_moves(
+    instance: Instance, releases: Mapping[str, int], clock: Clock, near: int
+) -> dict[str, tuple[tuple[int, int], ...]]:
     """x_{w,l} of the streamed weights: within C_l where that can be, above it where it costs least.
 
     A chunk is moved between g_w (in mode `interleave`: the layer that first starts with its weight read) and i_w - 1. These
@@ -91,19 +93,19 @@ def late_moves(problem: Problem, gates: Mapping[str, int], clock: Clock, near: i
     last `near` layers of the window in proportion to their latency. None of it goes beside hierarchical operators unless there
     is nothing else.
     """
-    queue = sorted((w for w in problem.weights if gates[w.name]), key=lambda w: w.first_use)
-    waits = problem.mode == "interleave"
+    queue = sorted((w for w in instance.weights if releases[w.name]), key=lambda w: w.first_use)
+    waits = instance.mode == "interleave"
     opens = [
-        min(w.first_use - 1, max(gates[w.name], bisect_left(clock.started, clock.loaded[w.name]) + 1 if waits else 0))
+        min(w.first_use - 1, max(releases[w.name], bisect_left(clock.started, clock.loaded[w.name]) + 1 if waits else 0))
         for w in queue
     ]
-    left = [problem.chunks(w) for w in queue]
+    left = [instance.chunks(w) for w in queue]
     moves: list[dict[int, int]] = [{} for _ in queue]
-    within = [spec.capacity for spec in problem.layers]
+    within = [spec.capacity for spec in instance.layers]
     _serve(queue, opens, left, moves, within)
     if any(left):
-        _serve(queue, opens, left, moves, _unnoticed(problem, clock, moves))
-    spread = _Spread(problem)
+        _serve(queue, opens, left, moves, _unnoticed(instance, clock, moves))
+    spread = _Spread(instance)
     for index, w in enumerate(queue):
         if left[index]:
             spread.add(moves[index], left[index], max(opens[index], w.first_use - near), w)
@@ -132,17 +134,17 @@ def _serve(
             room -= taken
 
 
-def _unnoticed(problem: Problem, clock: Clock, moves: Sequence[Mapping[int, int]]) -> list[int]:
+def _unnoticed(instance: Instance, clock: Clock, moves: Sequence[Mapping[int, int]]) -> list[int]:
     """Chunks by layer that may be moved there beside `moves` while the next layer waits for what it needs."""
-    moved = [0] * (len(problem.layers) + 1)
+    moved = [0] * (len(instance.layers) + 1)
     for parts in moves:
         for layer, chunks in parts.items():
             moved[layer] += chunks
     rooms = []
-    for layer, spec in enumerate(problem.layers, start=1):
-        idle = clock.started[layer] - clock.done[layer - 1] if layer < len(problem.layers) else 0.0
+    for layer, spec in enumerate(instance.layers, start=1):
+        idle = clock.started[layer] - clock.done[layer - 1] if layer < len(instance.layers) else 0.0
         able = spec.operator_class != "hierarchical" and idle > 0
-        most = int(spec.bytes_within(spec.seconds + idle) // problem.chunk_bytes) if able else 0
+        most = int(spec.bytes_within(spec.seconds + idle) // instance.chunk_bytes) if able else 0
         rooms.append(max(0, most - moved[layer]))
     return rooms
 
@@ -150,10 +152,10 @@ def _unnoticed(problem: Problem, clock: Clock, moves: Sequence[Mapping[int, int]
 class _Spread:
     """Shares chunks among the layers of a window in proportion to their latency."""
 
-    def __init__(self, problem: Problem) -> None:
-        able = [0.0 if spec.operator_class == "hierarchical" else spec.seconds for spec in problem.layers]
+    def __init__(self, instance: Instance) -> None:
+        able = [0.0 if spec.operator_class == "hierarchical" else spec.seconds for spec in instance.layers]
         self.able = np.array([0.0, *accumulate(able)])
-        self.any = np.array([0.0, *accumulate(spec.seconds for spec in problem.layers)])
+        self.any = np.array([0.0, *accumulate(spec.seconds for spec in instance.layers)])
 
     def add(self, moves: dict[int, int], chunks: int, opens: int, w: WeightSpec) -> None:
         """Add `chunks` to `moves`, at layers `opens` to i_w - 1."""
@@ -166,18 +168,18 @@ class _Spread:
             moves[layer] = moves.get(layer, 0) + share
 
 
-def read_and_move(problem: Problem, preload: frozenset[str], limit: int) -> tuple[dict[str, int], Moves, Clock]:
-    """Gates, moves and their clock for W = `preload`, holding at most `limit` bytes (at least `smallest_m_peak`).
+def read_and_move(instance: Instance, preload: frozenset[str], limit: int) -> tuple[dict[str, int], Moves, Clock]:
+    """Release times, moves and their clock for W = `preload`, holding at most `limit` bytes (at least `smallest_m_peak`).
 
-    Gates open as early as whole slices fit. Where staging makes that too much, they open in a smaller part of `limit`.
+    Weights are released as early as whole slices fit. Where staging makes that too much, a smaller part of `limit` is used.
     """
     best: tuple[dict[str, int], Moves, Clock] | None = None
     for near in _NEAR:
-        found = _read_and_move(problem, preload, limit, near)
+        found = _read_and_move(instance, preload, limit, near)
         if best is None or found[2].seconds < best[2].seconds * (1 - _TIE):
             best = found
-        gates, _, clock = best
-        if clock.seconds <= play(problem, gates).seconds * (1 + _TIE):
+        releases, _, clock = best
+        if clock.seconds <= play(instance, releases).seconds * (1 + _TIE):
             break  # what is moved costs nothing
     assert best is not None
     return best
@@ -189,22 +191,22 @@ _NEAR = (1 << 30, 1)
 _TIE = 1e-9
 
 
-def _read_and_move(problem: Problem, preload: frozenset[str], limit: int, near: int) -> tuple[dict[str, int], Moves, Clock]:
-    def moving(gates: Mapping[str, int]) -> Moves:
-        return late_moves(problem, gates, play(problem, gates), near)
+def _read_and_move(instance: Instance, preload: frozenset[str], limit: int, near: int) -> tuple[dict[str, int], Moves, Clock]:
+    def moving(releases: Mapping[str, int]) -> Moves:
+        return late_moves(instance, releases, play(instance, releases), near)
 
-    least = least_in_use(problem, preload)
+    least = least_in_use(instance, preload)
     for step in range(_STEPS + 1):
-        gates = earliest_gates(problem, preload, limit - (limit - least) * step // _STEPS)
-        moves = moving(gates)
-        if problem.mode != "interleave" or int(held_bytes(problem, gates, moves).max()) <= limit:
+        releases = earliest_releases(instance, preload, limit - (limit - least) * step // _STEPS)
+        moves = moving(releases)
+        if instance.mode != "interleave" or int(held_bytes(instance, releases, moves).max()) <= limit:
             break
     else:  # every weight in the layer before its use, and read ahead as far as there is room
-        moves = {w.name: ((w.first_use - 1, problem.chunks(w)),) for w in problem.weights if w.name not in preload}
-        gates = gates_ahead(problem, preload, moves, limit)
-    gates, moves = filled(problem, gates, moves, limit, None if problem.mode == "interleave" else moving)
-    gates, clock = settled(Timing(problem, moves), preload, gates)
-    return gates, moves, clock
+        moves = {w.name: ((w.first_use - 1, instance.chunks(w)),) for w in instance.weights if w.name not in preload}
+        releases = releases_ahead(instance, preload, moves, limit)
+    releases, moves = filled(instance, releases, moves, limit, None if instance.mode == "interleave" else moving)
+    releases, clock = settled(Timing(instance, moves), preload, releases)
+    return releases, moves, clock
 
 
 _STEPS = 8
@@ -216,7 +218,7 @@ class Candidate:
     """What `read_and_move` decides inside `limit` bytes, and the bytes of weights that a session then holds on average."""
 
     limit: int
-    gates: dict[str, int]
+    releases: dict[str, int]
     moves: Moves
     clock: Clock
     held: int  # at the most, beside W
@@ -224,42 +226,42 @@ class Candidate:
     left: int  # bytes in flight that lambda leaves of M_peak: for plans within them the bound is proven
 
 
-def candidate(problem: Problem, preload: frozenset[str], limit: int) -> Candidate:
+def candidate(instance: Instance, preload: frozenset[str], limit: int) -> Candidate:
     """The plan inside `limit` bytes. Places are taken while the session lasts; in mode `map` pages come and go."""
-    gates, moves, clock = read_and_move(problem, preload, limit)
-    held = int(held_bytes(problem, gates, moves).max(initial=0))
-    resident = sum(w.nbytes for w in problem.weights if w.name in preload)
+    releases, moves, clock = read_and_move(instance, preload, limit)
+    held = int(held_bytes(instance, releases, moves).max(initial=0))
+    resident = sum(w.nbytes for w in instance.weights if w.name in preload)
     average = held
-    if problem.mode == "map" and clock.seconds:
+    if instance.mode == "map" and clock.seconds:
         entered = (
-            (clock.done[w.last_use - 1] - max(problem.opening_seconds, clock.read[w.name])) * w.nbytes
-            for w in problem.weights if w.name in moves
+            (clock.done[w.last_use - 1] - max(instance.opening_seconds, clock.read[w.name])) * w.nbytes
+            for w in instance.weights if w.name in moves
         )  # fmt: skip
         average = round(sum(entered) / clock.seconds)
-    return Candidate(limit, gates, moves, clock, held, resident + average, limit)
+    return Candidate(limit, releases, moves, clock, held, resident + average, limit)
 
 
-def traced(problem: Problem, preload: frozenset[str], lambda_: float, *, quick: bool = False) -> Candidate:
+def traced(instance: Instance, preload: frozenset[str], lambda_: float, *, quick: bool = False) -> Candidate:
     """The fastest candidate whose average is no more than lambda admits, between that of the fastest and of the smallest.
 
     The same ladder of limits is asked for every lambda, so latency never falls and the average never rises with it. Of many
     weights, and if it has to be `quick`, only the rung at lambda is made.
     """
-    smallest, _ = smallest_m_peak(problem, preload)
+    smallest, _ = smallest_m_peak(instance, preload)
 
     def rung(most: int, share: float) -> Candidate:
-        return candidate(problem, preload, most - int((most - smallest) * share))
+        return candidate(instance, preload, most - int((most - smallest) * share))
 
-    if quick or len(problem.weights) > (_LADDER_WEIGHTS if lambda_ else _THOROUGH_WEIGHTS):
-        copies = 2 if problem.mode == "interleave" else 1
-        streamed = copies * sum(w.nbytes for w in problem.weights if w.name not in preload)
-        return rung(min(problem.m_peak, max(smallest, streamed)), lambda_)
-    roomy = candidate(problem, preload, problem.m_peak)
-    if problem.m_peak <= smallest:
+    if quick or len(instance.weights) > (_LADDER_WEIGHTS if lambda_ else _THOROUGH_WEIGHTS):
+        copies = 2 if instance.mode == "interleave" else 1
+        streamed = copies * sum(w.nbytes for w in instance.weights if w.name not in preload)
+        return rung(min(instance.m_peak, max(smallest, streamed)), lambda_)
+    roomy = candidate(instance, preload, instance.m_peak)
+    if instance.m_peak <= smallest:
         return roomy
-    if not lambda_ and roomy.clock.seconds <= fastest_seconds(problem, preload) * (1 + _TIE):
+    if not lambda_ and roomy.clock.seconds <= fastest_seconds(instance, preload) * (1 + _TIE):
         return roomy
-    resident = sum(w.nbytes for w in problem.weights if w.name in preload)
+    resident = sum(w.nbytes for w in instance.weights if w.name in preload)
     most = max(smallest, roomy.held)
     family = [roomy, *(rung(most, step / _RUNGS) for step in range(1, _RUNGS + 1))]
 
@@ -270,8 +272,8 @@ def traced(problem: Problem, preload: frozenset[str], lambda_: float, *, quick: 
     allowed = least + int((fastest.average - least) * (1 - lambda_))
     chosen = min((one for one in family if one.average <= allowed), key=order)
     # Where places are taken all the time, the average limits what is in flight; of pages it does not.
-    left = problem.m_peak if not lambda_ or problem.mode == "map" else allowed - resident
-    return replace(chosen, left=min(problem.m_peak, left))
+    left = instance.m_peak if not lambda_ or instance.mode == "map" else allowed - resident
+    return replace(chosen, left=min(instance.m_peak, left))
 
 
 _RUNGS = 10
@@ -281,7 +283,7 @@ _LADDER_WEIGHTS, _THOROUGH_WEIGHTS = 1500, 64
 """Most weights for which the whole ladder is asked; at lambda 0, where the widest limit is all but always the fastest."""
 
 
-def first_plan(problem: Problem, preload: Collection[str] = (), *, lambda_: float = 0.0, quick: bool = False) -> OverlapPlan:
+def first_plan(instance: Instance, preload: Collection[str] = (), *, lambda_: float = 0.0, quick: bool = False) -> OverlapPlan:
     """The fastest plan inside M_peak (or what lambda leaves of it); `objective` and `bound` are seconds of integrated latency.
 
     The bound holds for every plan inside M_peak, or what lambda leaves of it, of this W at least: see `judged`. `quick`: as
@@ -291,18 +293,18 @@ def first_plan(problem: Problem, preload: Collection[str] = (), *, lambda_: floa
         BudgetError: M_peak is below `smallest_m_peak`.
     """
     begun = time.monotonic()
-    require_m_peak(problem, preload)
-    chosen = forced_preload(problem, preload)
-    made = traced(problem, chosen, lambda_, quick=quick)
-    return judged(replace(problem, m_peak=made.left), assemble(
-        problem, chosen, made.gates, made.moves, kind="first", lambda_=lambda_, objective=made.clock.seconds, bound=0.0,
+    require_m_peak(instance, preload)
+    chosen = forced_preload(instance, preload)
+    made = traced(instance, chosen, lambda_, quick=quick)
+    return judged(replace(instance, m_peak=made.left), assemble(
+        instance, chosen, made.releases, made.moves, kind="first", lambda_=lambda_, objective=made.clock.seconds, bound=0.0,
         bound_scope="resident-set", tier="greedy", started=begun, base=chosen, asked=preload,
         notes=("read in use order, as early as M_peak permits, but where the disk would wait",),
     ))  # fmt: skip
 
 
-def judged(problem: Problem, plan: OverlapPlan, proven: float = 0.0) -> OverlapPlan:
-    """`plan` for the first answer with the bound that holds for every plan with its W inside the M_peak of `problem`.
+def judged(instance: Instance, plan: OverlapPlan, proven: float = 0.0) -> OverlapPlan:
+    """`plan` for the first answer with the bound that holds for every plan with its W inside the M_peak of `instance`.
 
     `proven`: such a bound from elsewhere, in seconds. A plan as fast as if memory had no limit is the best of every W. Of plans
     that move weights at the layer that uses them ("on-demand") nothing is proven.
@@ -310,8 +312,8 @@ def judged(problem: Problem, plan: OverlapPlan, proven: float = 0.0) -> OverlapP
     if plan.strategy == "on-demand":
         return plan
     meets = plan.objective * (1 - _TIE)
-    if fastest_seconds(problem, {w.name for w in problem.weights}) >= meets:
+    if fastest_seconds(instance, {w.name for w in instance.weights}) >= meets:
         return replace(plan, bound=plan.objective, bound_scope="problem", bound_within=None)
-    bound = max(proven, fastest_seconds(problem, {w.name for w in plan.weights if w.preload}))
+    bound = max(proven, fastest_seconds(instance, {w.name for w in plan.weights if w.preload}))
     bound = plan.objective if bound >= meets else bound
-    return replace(plan, bound=bound, bound_scope="resident-set", bound_within=problem.m_peak)
+    return replace(plan, bound=bound, bound_scope="resident-set", bound_within=instance.m_peak)

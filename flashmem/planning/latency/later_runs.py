@@ -10,26 +10,26 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from math import inf
 
-from flashmem.planning.budget import Measure
-from flashmem.planning.latency.clock import play
-from flashmem.schedule.instance import Problem
+from flashmem.planning.arithmetic.clock import play
+from flashmem.planning.arithmetic.measure import Measure
+from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan, PlannedWeight
 
 
-def later_seconds(problem: Problem, plan: OverlapPlan) -> float:
+def later_seconds(instance: Instance, plan: OverlapPlan) -> float:
     """Predicted latency of a later run: W and what was kept are there, the file is in the page cache."""
     streamed = {w.name: w for w in plan.weights if not (w.preload or w.keep)}
     rest = replace(
-        problem,
-        weights=tuple(w for w in problem.weights if w.name in streamed),
-        load_bandwidth=inf if problem.host_bandwidth < inf else problem.load_bandwidth,
+        instance,
+        weights=tuple(w for w in instance.weights if w.name in streamed),
+        load_bandwidth=inf if instance.host_bandwidth < inf else instance.load_bandwidth,
         opening_seconds=0.0,
     )
-    gates = {name: w.read_layer for name, w in streamed.items()}
-    return play(rest, gates, {name: w.moves for name, w in streamed.items()}).seconds
+    releases = {name: w.read_layer for name, w in streamed.items()}
+    return play(rest, releases, {name: w.moves for name, w in streamed.items()}).seconds
 
 
-def with_kept(problem: Problem, plan: OverlapPlan, limit: int | None, measure: Measure) -> OverlapPlan:
+def with_kept(instance: Instance, plan: OverlapPlan, limit: int | None, measure: Measure) -> OverlapPlan:
     """`plan` with as many weights kept as `limit` bytes hold (None: all), those that make later runs the fastest.
 
     `measure`: the bytes of a plan that `limit` limits; those of `plan` are within it.
@@ -42,12 +42,12 @@ def with_kept(problem: Problem, plan: OverlapPlan, limit: int | None, measure: M
     if measure(everything := _keeping(plan, {w.name for w in streamed})) <= limit:
         return everything
     filled = [_filled(plan, sorted(streamed, key=order), limit, measure) for order in _ORDERS]
-    return min((*filled, plan), key=lambda each: by_later_runs(problem, each))
+    return min((*filled, plan), key=lambda each: by_later_runs(instance, each))
 
 
-def by_later_runs(problem: Problem, plan: OverlapPlan) -> tuple[float, int]:
+def by_later_runs(instance: Instance, plan: OverlapPlan) -> tuple[float, int]:
     """Plans in the order of their later runs: the faster, to a microsecond; of equals the one that reads less."""
-    return round(later_seconds(problem, plan), 6), -sum(w.nbytes for w in plan.weights if w.keep)
+    return round(later_seconds(instance, plan), 6), -sum(w.nbytes for w in plan.weights if w.keep)
 
 
 _ORDERS: Sequence[Callable[[PlannedWeight], tuple[int, ...]]] = (

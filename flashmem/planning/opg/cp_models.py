@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ortools.sat.python import cp_model
 
-from flashmem.planning.opg.objective import Decision, PaperProblem
-from flashmem.schedule.instance import Problem, WeightSpec
+from flashmem.planning.opg.objective import Decision, PaperInstance
+from flashmem.schedule.instance import Instance, WeightSpec
 
 
 @dataclass(frozen=True)
@@ -24,13 +23,13 @@ class Unit:
     size: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, problem: Problem, weights: list[WeightSpec]) -> Unit:
+    def of(cls, instance: Instance, weights: list[WeightSpec]) -> Unit:
         """The unit for a model of `weights`."""
-        unit = math.gcd(problem.chunk_bytes, *(w.nbytes for w in weights))
-        unit = max(unit, problem.chunk_bytes // 64, 1)
-        exact = problem.chunk_bytes % unit == 0 and all(w.nbytes % unit == 0 for w in weights)
-        m_peak = problem.m_peak // unit if exact else -(-problem.m_peak // unit)
-        return cls(unit, m_peak, -(-problem.chunk_bytes // unit), {w.name: w.nbytes // unit for w in weights})
+        unit = math.gcd(instance.chunk_bytes, *(w.nbytes for w in weights))
+        unit = max(unit, instance.chunk_bytes // 64, 1)
+        exact = instance.chunk_bytes % unit == 0 and all(w.nbytes % unit == 0 for w in weights)
+        m_peak = instance.m_peak // unit if exact else -(-instance.m_peak // unit)
+        return cls(unit, m_peak, -(-instance.chunk_bytes // unit), {w.name: w.nbytes // unit for w in weights})
 
 
 @dataclass(frozen=True)
@@ -58,18 +57,18 @@ class Window:
 
     def __init__(
         self,
-        paper: PaperProblem,
+        paper: PaperInstance,
         alone: Mapping[str, int],
         first: int,
         last: int,
         carry: tuple[int, int] = (0, 0),
         room: int | None = None,
     ) -> None:
-        problem = paper.problem
-        weights = [w for w in problem.weights if w.name in alone and first <= w.first_use - 1 <= last]
+        instance = paper.instance
+        weights = [w for w in instance.weights if w.name in alone and first <= w.first_use - 1 <= last]
         self.model = model = cp_model.CpModel()
         self.chosen = {w.name: model.new_bool_var(f"p {w.name}") for w in weights}
-        unit = Unit.of(problem, [w for w in problem.weights if w.name in alone])
+        unit = Unit.of(instance, [w for w in instance.weights if w.name in alone])
         arrivals: defaultdict[int, list[str]] = defaultdict(list)
         held: defaultdict[int, list[str]] = defaultdict(list)
         waits: defaultdict[int, list[str]] = defaultdict(list)
@@ -83,14 +82,14 @@ class Window:
         most_chunks = carry[0] + sum(paper.chunks[w.name] for w in weights)
         chunks_above, bytes_above = (cp_model.LinearExpr.constant(pending) for pending in carry)
         one = dict.fromkeys(self.chosen, 1)
-        largest = max((paper.chunks[w.name] for w in problem.weights if w.first_use > last and w.name in alone), default=1)
+        largest = max((paper.chunks[w.name] for w in instance.weights if w.first_use > last and w.name in alone), default=1)
         counts: list[cp_model.IntVar] = []
         self.carry, self.unit, self.paper = carry, unit, paper
         self.rows: list[_Row] = []
         for layer in range(last, first - 1, -1):
             new = arrivals[layer]
             largest = max([largest, *(paper.chunks[name] for name in new)])
-            served = problem.layers[layer].capacity if layer < len(problem.layers) else 0
+            served = instance.layers[layer].capacity if layer < len(instance.layers) else 0
             chunks = model.new_int_var(0, most_chunks, f"B {layer}")
             model.add(chunks >= self._streamed(new, paper.chunks))
             model.add(chunks >= self._streamed(new, paper.chunks) + chunks_above - served)
@@ -99,7 +98,7 @@ class Window:
             model.add(nbytes >= self._streamed(new, unit.size) + bytes_above - served * unit.chunk)
             if held[layer]:
                 model.add(nbytes + self._streamed(held[layer], unit.size) <= unit.m_peak)
-            count = model.new_int_var(0, len(problem.weights), f"n {layer}")
+            count = model.new_int_var(0, len(instance.weights), f"n {layer}")
             model.add(count * largest >= chunks)
             if waits[layer]:
                 model.add(count >= self._streamed(waits[layer], one))
@@ -107,7 +106,7 @@ class Window:
             self.rows.append(_Row(new, served, largest, waits[layer], chunks, nbytes, count))
             chunks_above, bytes_above = chunks, nbytes
         if first == 1:
-            model.add(chunks_above <= problem.layers[0].capacity)
+            model.add(chunks_above <= instance.layers[0].capacity)
         if room is not None:
             model.add(self._preloaded(list(self.chosen), paper.sizes) <= room)
         cost = paper.preload_cost * self._preloaded(list(self.chosen), paper.chunks)
@@ -136,17 +135,17 @@ class Window:
 class FullModel:
     """x_{w,l}, z_w and W at once, for problems small enough: what it proves, it proves of the true objective."""
 
-    def __init__(self, paper: PaperProblem, forced: frozenset[str]) -> None:
+    def __init__(self, paper: PaperInstance, forced: frozenset[str]) -> None:
         self.paper = paper
         self.forced = forced
-        self.weights = [w for w in paper.problem.weights if w.name not in forced]
+        self.weights = [w for w in paper.instance.weights if w.name not in forced]
         self.size = sum(w.first_use - 1 for w in self.weights)
 
     def solve(self, hint: Decision | None, cp: cp_model.CpSolver) -> tuple[Decision | None, int]:
         """The best plan found, if any, and a proven bound on the cost."""
-        paper, problem = self.paper, self.paper.problem
+        paper, instance = self.paper, self.paper.instance
         model = cp_model.CpModel()
-        layers = range(1, len(problem.layers) + 1)
+        layers = range(1, len(instance.layers) + 1)
         moved_at: defaultdict[int, list[cp_model.IntVar]] = defaultdict(list)
         in_flight: defaultdict[int, list[cp_model.LinearExpr]] = defaultdict(list)
         fixed_cost = paper.preload_cost * sum(paper.chunks[name] for name in self.forced)
@@ -165,7 +164,7 @@ class FullModel:
             done = cp_model.LinearExpr.constant(0)
             earlier: cp_model.IntVar | None = None
             for layer in range(1, w.first_use):
-                most = min(total, problem.layers[layer - 1].capacity)
+                most = min(total, instance.layers[layer - 1].capacity)
                 x = moves[w.name, layer] = model.new_int_var(0, most, f"x {w.name} {layer}")
                 loading = model.new_bool_var(f"z {w.name} <= {layer}")
                 model.add(x <= most * loading)
@@ -175,7 +174,7 @@ class FullModel:
                     model.add_hint(x, planned.get(layer, 0))
                     model.add_hint(loading, bool(planned) and min(planned) <= layer)
                 in_flight[layer].append(loading * size)  # at home, all of it
-                if problem.mode == "interleave":  # and in staging, up to its last move
+                if instance.mode == "interleave":  # and in staging, up to its last move
                     complete = model.new_bool_var(f"all of {w.name} before {layer}")
                     model.add(done >= total * complete)
                     in_flight[layer].append((loading - complete) * size)
@@ -190,9 +189,9 @@ class FullModel:
             cost.append(paper.preload_cost * total * p)
         for layer in layers:
             if in_flight[layer]:
-                model.add(cp_model.LinearExpr.sum(in_flight[layer]) <= problem.m_peak // unit)
+                model.add(cp_model.LinearExpr.sum(in_flight[layer]) <= instance.m_peak // unit)
             if moved_at[layer]:
-                model.add(cp_model.LinearExpr.sum(moved_at[layer]) <= problem.layers[layer - 1].capacity)
+                model.add(cp_model.LinearExpr.sum(moved_at[layer]) <= instance.layers[layer - 1].capacity)
         if paper.limit is not None and preloaded:
             fixed = sum(paper.sizes[name] for name in self.forced)
             model.add(cp_model.LinearExpr.sum(preloaded) <= paper.limit - fixed)
@@ -207,29 +206,3 @@ class FullModel:
         }
         decision = Decision(preload, found, round(cp.objective_value))
         return decision, math.ceil(cp.best_objective_bound - 1e-6)
-
-
-class _Solver(cp_model.CpSolver):
-    """Ctrl-C ends the search. CP-SAT's own handler would keep it from Python, and leave the next one to kill the process."""
-
-    def solve(
-        self, model: cp_model.CpModel, solution_callback: cp_model.CpSolverSolutionCallback | None = None
-    ) -> cp_model.CpSolverStatus:
-        self.parameters.catch_sigint_signal = False
-        with ThreadPoolExecutor(1) as thread:
-            search = thread.submit(super().solve, model, solution_callback)
-            try:
-                return search.result()
-            except BaseException:
-                self.stop_search()
-                raise
-
-
-def cp_solver(workers: int, seconds: float) -> cp_model.CpSolver:
-    """CP-SAT, repeatable as far as its time limit allows."""
-    cp = _Solver()
-    cp.parameters.max_time_in_seconds = max(seconds, 0.01)
-    cp.parameters.num_workers = workers
-    cp.parameters.random_seed = 1
-    cp.parameters.cp_model_presolve = seconds > 1  # presolve of one window alone takes about as long
-    return cp

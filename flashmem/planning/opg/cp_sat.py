@@ -13,8 +13,9 @@ from collections.abc import Iterator
 
 from ortools.sat.python import cp_model
 
-from flashmem.planning.opg.cp_models import FullModel, Unit, Window, cp_solver
-from flashmem.planning.opg.objective import Decision, PaperProblem
+from flashmem.planning.arithmetic.solver import cp_solver
+from flashmem.planning.opg.cp_models import FullModel, Unit, Window
+from flashmem.planning.opg.objective import Decision, PaperInstance
 from flashmem.planning.opg.relaxation import relaxed
 
 _WINDOW = 1000
@@ -38,7 +39,7 @@ _FOUND = (cp_model.OPTIMAL, cp_model.FEASIBLE)
 class CpSat:
     """The search until `deadline` (of `time.monotonic`) with `workers` threads."""
 
-    def __init__(self, paper: PaperProblem, deadline: float, workers: int) -> None:
+    def __init__(self, paper: PaperInstance, deadline: float, workers: int) -> None:
         self.paper = paper
         self.deadline = deadline
         self.workers = workers
@@ -85,7 +86,7 @@ class CpSat:
 
     def _windows(self) -> Iterator[tuple[int, int]]:
         """(first, last) layer each window decides, from the last layer backwards."""
-        last = len(self.paper.problem.layers)
+        last = len(self.paper.instance.layers)
         while last > 0:
             first = max(1, last - _WINDOW + 1)
             first = 1 if first <= _LOOKAHEAD else first
@@ -108,7 +109,7 @@ class CpSat:
             solved = cp.solve(window.model) in _FOUND
             found |= solved
             preload |= {
-                w.name for w in paper.problem.weights
+                w.name for w in paper.instance.weights
                 if w.name in window.chosen and w.first_use > first
                 and (cp.boolean_value(window.chosen[w.name]) if solved else w.name in hint)
             }  # fmt: skip
@@ -119,15 +120,15 @@ class CpSat:
 
     def _pending(self, preload: frozenset[str], layer: int) -> tuple[int, int]:
         """B and R of the choice model at `layer`, from the weights used after it; nothing is pending after the last layer."""
-        problem = self.paper.problem
-        unit = Unit.of(problem, [w for w in problem.weights if w.name in self.alone])
+        instance = self.paper.instance
+        unit = Unit.of(instance, [w for w in instance.weights if w.name in self.alone])
         arrivals: defaultdict[int, list[str]] = defaultdict(list)
-        for w in problem.weights:
+        for w in instance.weights:
             if w.first_use > layer and w.name not in preload:
                 arrivals[w.first_use - 1].append(w.name)
         chunks = nbytes = 0
-        for at in range(len(problem.layers), layer - 1, -1):
-            served = problem.layers[at].capacity if at < len(problem.layers) else 0
+        for at in range(len(instance.layers), layer - 1, -1):
+            served = instance.layers[at].capacity if at < len(instance.layers) else 0
             chunks = max(0, chunks - served) + sum(self.paper.chunks[name] for name in arrivals[at])
             nbytes = max(0, nbytes - served * unit.chunk) + sum(unit.size[name] for name in arrivals[at])
         return chunks, nbytes

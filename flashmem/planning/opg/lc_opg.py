@@ -18,18 +18,19 @@ import time
 from dataclasses import replace
 
 from flashmem.base.errors import UserError
-from flashmem.planning.assemble import assemble, slowdown
-from flashmem.planning.latency.clock import Timing, unlimited_seconds
+from flashmem.planning.arithmetic.assemble import assemble, slowdown
+from flashmem.planning.arithmetic.clock import Timing, unlimited_seconds
+from flashmem.planning.arithmetic.release_times import releases_ahead, settled
 from flashmem.planning.latency.first_answer import first_plan, forced_preload
-from flashmem.planning.latency.release_times import gates_ahead, settled
-from flashmem.planning.opg.objective import Decision, PaperProblem
+from flashmem.planning.opg.objective import Decision, PaperInstance
 from flashmem.planning.opg.preload_dp import choose_preload
-from flashmem.schedule.instance import Problem
+from flashmem.schedule.check import check
+from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import Objective, OverlapPlan, Tier, Units
 
 
 def solve(
-    problem: Problem,
+    instance: Instance,
     *,
     objective: Objective = "paper",
     lambda_: float = 0.9,
@@ -40,7 +41,7 @@ def solve(
     units: Units = "printed",
     ahead: bool = True,
 ) -> OverlapPlan:
-    """The overlap plan of `problem`; it has passed `OverlapPlan.check`.
+    """The overlap plan of `instance`; it has passed `schedule.check`.
 
     "paper" minimises lambda * sum over W of T(w) + (1 - lambda) * sum of i_w - z_w over the streamed weights. "first"
     minimises the predicted integrated latency in seconds, with W no larger than it must be.
@@ -63,47 +64,47 @@ def solve(
     """
     if not 0 <= lambda_ <= 1:
         raise UserError(f"lambda {lambda_} is not between 0 and 1; 0.9 favours memory, small values favour early loading")
-    unknown = sorted(preload - {w.name for w in problem.weights})
+    unknown = sorted(preload - {w.name for w in instance.weights})
     if unknown:
         raise UserError(f"weight {unknown[0]!r} cannot be preloaded: the model has no weight of that name; correct the name")
     if objective == "first":
-        plan = first_plan(problem, preload, lambda_=lambda_)
+        plan = first_plan(instance, preload, lambda_=lambda_)
     else:
-        forced = forced_preload(problem, preload)
+        forced = forced_preload(instance, preload)
         plan = _solve_paper(
-            PaperProblem(problem, forced, lambda_, preload_limit, units), preload, lambda_, units, time_limit, workers
+            PaperInstance(instance, forced, lambda_, preload_limit, units), preload, lambda_, units, time_limit, workers
         )
         if ahead:
-            plan = ReadAhead(problem, plan).within(problem.m_peak)
-    plan.check(problem)
+            plan = ReadAhead(instance, plan).within(instance.m_peak)
+    check(plan, instance)
     return plan
 
 
 def proven_bound(
-    problem: Problem, preload: frozenset[str], lambda_: float, preload_limit: int, units: Units, seconds: float
+    instance: Instance, preload: frozenset[str], lambda_: float, preload_limit: int, units: Units, seconds: float
 ) -> float:
-    """A proven bound on the paper's objective of any plan of `problem`, found in `seconds` by the dynamic program."""
-    paper = PaperProblem(problem, forced_preload(problem, preload), lambda_, preload_limit, units)
+    """A proven bound on the paper's objective of any plan of `instance`, found in `seconds` by the dynamic program."""
+    paper = PaperInstance(instance, forced_preload(instance, preload), lambda_, preload_limit, units)
     return choose_preload(paper, time.monotonic() + seconds)[1] / paper.scale
 
 
 def _solve_paper(
-    paper: PaperProblem, asked: frozenset[str], lambda_: float, units: Units, time_limit: float, workers: int
+    paper: PaperInstance, asked: frozenset[str], lambda_: float, units: Units, time_limit: float, workers: int
 ) -> OverlapPlan:
     started = time.monotonic()
     decision, bound, tier = _keeping_capacities(paper, started + time_limit, workers) if time_limit > 0 else (None, 0, None)
     if decision is None or tier is None:
         decision, tier, bound = paper.fallback()
-    problem = paper.problem
-    distance = sum(w.first_use - decision.moves[w.name][0][0] for w in problem.weights if w.name not in decision.preload)
+    instance = paper.instance
+    distance = sum(w.first_use - decision.moves[w.name][0][0] for w in instance.weights if w.name not in decision.preload)
     preloaded = sum(paper.chunks[name] for name in decision.preload)
     objective = lambda_ * preloaded + (1 - lambda_) * distance
     if units == "share":
-        chunks, distances = max(1, sum(paper.chunks.values())), max(1, len(problem.layers) * len(problem.weights))
+        chunks, distances = max(1, sum(paper.chunks.values())), max(1, len(instance.layers) * len(instance.weights))
         objective = lambda_ * preloaded / chunks + (1 - lambda_) * distance / distances
-    gates = {name: 0 if name in decision.preload else parts[0][0] for name, parts in decision.moves.items()}
+    releases = {name: 0 if name in decision.preload else parts[0][0] for name, parts in decision.moves.items()}
     plan = assemble(
-        problem, decision.preload, gates, decision.moves, kind="paper", lambda_=lambda_,
+        instance, decision.preload, releases, decision.moves, kind="paper", lambda_=lambda_,
         objective=objective, bound=objective if bound >= decision.cost else min(objective, bound / paper.scale),
         bound_scope="problem", tier=tier, started=started, notes=(), base=paper.forced, asked=asked,
     )  # fmt: skip
@@ -113,21 +114,21 @@ def _solve_paper(
 class ReadAhead:
     """A plan in which no read runs ahead, and the same with reads that do."""
 
-    def __init__(self, problem: Problem, plan: OverlapPlan) -> None:
-        self._problem, self._plan = problem, plan
+    def __init__(self, instance: Instance, plan: OverlapPlan) -> None:
+        self._instance, self._plan = instance, plan
         self._preload = frozenset(w.name for w in plan.weights if w.preload)
-        self._timing = Timing(problem, {w.name: w.moves for w in plan.weights if not w.preload})
-        self._fastest = unlimited_seconds(problem, forced_preload(problem, plan.asked))
+        self._timing = Timing(instance, {w.name: w.moves for w in plan.weights if not w.preload})
+        self._fastest = unlimited_seconds(instance, forced_preload(instance, plan.asked))
 
     def within(self, limit: int, *, staging: bool = False) -> OverlapPlan:
         """Reads begin as early as `limit` bytes permit (of all in flight, or of staging), then as late as nobody notices."""
-        ahead = gates_ahead(self._problem, self._preload, self._timing.moves, limit, staging=staging)
-        gates, clock = settled(self._timing, self._preload, ahead)
-        weights = tuple(replace(w, read_layer=gates[w.name]) for w in self._plan.weights)
+        ahead = releases_ahead(self._instance, self._preload, self._timing.moves, limit, staging=staging)
+        releases, clock = settled(self._timing, self._preload, ahead)
+        weights = tuple(replace(w, read_layer=releases[w.name]) for w in self._plan.weights)
         return replace(self._plan, weights=weights, expected_slowdown=slowdown(clock.seconds, self._fastest))
 
 
-def _keeping_capacities(paper: PaperProblem, deadline: float, workers: int) -> tuple[Decision | None, int, Tier | None]:
+def _keeping_capacities(paper: PaperInstance, deadline: float, workers: int) -> tuple[Decision | None, int, Tier | None]:
     """The tiers that keep every C_l: the best plan, a proven bound on its cost, and the tier that found it."""
     # Where the walk cannot finish, CP-SAT gets half of the time.
     best, bound = choose_preload(paper, 0.5 * (time.monotonic() + deadline))

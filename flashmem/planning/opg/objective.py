@@ -13,11 +13,11 @@ from fractions import Fraction
 from itertools import accumulate
 
 from flashmem.base.errors import BudgetError
-from flashmem.planning.latency.clock import Moves
-from flashmem.planning.latency.release_times import held_bytes
+from flashmem.planning.arithmetic.clock import Moves
+from flashmem.planning.arithmetic.release_times import held_bytes
 from flashmem.planning.opg.greedy import greedy, incremental_preload, soft_ceiling
 from flashmem.planning.opg.srpt import SrptPlan, srpt
-from flashmem.schedule.instance import Problem
+from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import Tier, Units
 
 
@@ -34,7 +34,7 @@ _MOST = 2**52
 """About the largest cost: sums of a few stay exact, and far below the program's infinity."""
 
 
-class PaperProblem:
+class PaperInstance:
     """A problem with the paper's objective: lambda * sum of T(w) over W + (1 - lambda) * sum of i_w - z_w over the others,
     in `units`.
 
@@ -43,22 +43,22 @@ class PaperProblem:
 
     def __init__(
         self,
-        problem: Problem,
+        instance: Instance,
         forced: frozenset[str],
         lambda_: float,
         preload_limit: int | None,
         units: Units = "printed",
     ) -> None:
-        self.problem = problem
+        self.instance = instance
         self.forced = forced
-        self.sizes = {w.name: w.nbytes for w in problem.weights}
-        self.chunks = {w.name: problem.chunks(w) for w in problem.weights}
+        self.sizes = {w.name: w.nbytes for w in instance.weights}
+        self.chunks = {w.name: instance.chunks(w) for w in instance.weights}
         self.limit = None if preload_limit is None else preload_limit + self.bytes_of(forced)
         share = Fraction(lambda_).limit_denominator(10**6)
         whole = share.denominator
         a_chunk, a_layer = share.numerator, share.denominator - share.numerator
         if units == "share":
-            chunks, distances = max(1, sum(self.chunks.values())), max(1, len(problem.layers) * len(problem.weights))
+            chunks, distances = max(1, sum(self.chunks.values())), max(1, len(instance.layers) * len(instance.weights))
             whole, a_chunk, a_layer = whole * chunks * distances, a_chunk * distances, a_layer * chunks
             common = math.gcd(whole, a_chunk, a_layer)
             whole, a_chunk, a_layer = whole // common, a_chunk // common, a_layer // common
@@ -75,23 +75,25 @@ class PaperProblem:
 
     def distances_alone(self) -> dict[str, int]:
         """i_w - z_w of each weight if it were the only one; without those that cannot be streamed within C_l and M_peak."""
-        capacity = [0, *accumulate(spec.capacity for spec in self.problem.layers)]
+        capacity = [0, *accumulate(spec.capacity for spec in self.instance.layers)]
         alone = {}
-        for w in self.problem.weights:
+        for w in self.instance.weights:
             spare = capacity[w.first_use - 1] - self.chunks[w.name]
-            if w.name not in self.forced and spare >= 0 and w.nbytes <= self.problem.m_peak:
+            if w.name not in self.forced and spare >= 0 and w.nbytes <= self.instance.m_peak:
                 alone[w.name] = w.first_use - bisect_right(capacity, spare, 0, w.first_use)
         return alone
 
     def decision(self, preload: frozenset[str], plan: SrptPlan) -> Decision:
         """The decision that SRPT made for W = `preload`."""
-        cost = self.preload_cost * sum(self.chunks[name] for name in preload) + self.distance_cost * plan.distance(self.problem)
+        cost = self.preload_cost * sum(self.chunks[name] for name in preload) + self.distance_cost * plan.distance(
+            self.instance
+        )
         return Decision(preload, plan.moves, cost)
 
     def repaired(self, preload: frozenset[str]) -> Decision | None:
         """SRPT for W = `preload`, which grows where that does not fit; None where it may not grow enough."""
-        for problem in self._inside():
-            grown = incremental_preload(problem, preload, None, self.limit)
+        for instance in self._inside():
+            grown = incremental_preload(instance, preload, None, self.limit)
             if grown is None or (self.limit is not None and self.bytes_of(grown[0]) > self.limit):
                 return None
             if self.holds(*grown):
@@ -100,16 +102,16 @@ class PaperProblem:
 
     def holds(self, preload: frozenset[str], plan: SrptPlan) -> bool:
         """Whether a feasible plan keeps to M_peak with what mode `interleave` has in staging beside what SRPT counts."""
-        if self.problem.mode != "interleave":
+        if self.instance.mode != "interleave":
             return True
-        gates = {w.name: 0 if w.name in preload else plan.moves[w.name][0][0] for w in self.problem.weights}
-        return int(held_bytes(self.problem, gates, plan.moves).max()) <= self.problem.m_peak
+        releases = {w.name: 0 if w.name in preload else plan.moves[w.name][0][0] for w in self.instance.weights}
+        return int(held_bytes(self.instance, releases, plan.moves).max()) <= self.instance.m_peak
 
-    def _inside(self) -> tuple[Problem, ...]:
+    def _inside(self) -> tuple[Instance, ...]:
         """The problem, and with less of M_peak, down to half, where staging takes as much again as SRPT counts at the most."""
-        if self.problem.mode != "interleave":
-            return (self.problem,)
-        return tuple(replace(self.problem, m_peak=self.problem.m_peak * part // 10) for part in range(10, 4, -1))
+        if self.instance.mode != "interleave":
+            return (self.instance,)
+        return tuple(replace(self.instance, m_peak=self.instance.m_peak * part // 10) for part in range(10, 4, -1))
 
     def polished(self, best: Decision, until: float) -> Decision:
         """Weights moved in and out of W, one at a time, while that lowers the cost and `time.monotonic` is below `until`."""
@@ -123,7 +125,7 @@ class PaperProblem:
                 preload = best.preload ^ {name}
                 if self.limit is not None and self.bytes_of(preload) > self.limit:
                     continue
-                plan = srpt(self.problem, preload)
+                plan = srpt(self.instance, preload)
                 if plan.feasible and self.holds(preload, plan) and (candidate := self.decision(preload, plan)).cost < best.cost:
                     best, improved = candidate, True
         return best
@@ -131,7 +133,7 @@ class PaperProblem:
     def _exchange_order(self, best: Decision, fixed: set[str]) -> list[str]:
         """Weights whose change of side promises most: what each costs now less what it would cost if it stood alone."""
         promise: dict[str, int] = {}
-        for w in self.problem.weights:
+        for w in self.instance.weights:
             if w.name not in fixed:
                 inside = self.preload_cost * self.chunks[w.name]
                 preloaded = w.name in best.preload
@@ -149,23 +151,23 @@ class PaperProblem:
             self.preload_cost * chunks if name in self.forced else min(self.preload_cost * chunks, self.distance_cost)
             for name, chunks in self.chunks.items()
         )
-        ceiling = soft_ceiling(self.problem)
-        for problem in self._inside():
-            soft = srpt(problem, self.forced, ceiling)
+        ceiling = soft_ceiling(self.instance)
+        for instance in self._inside():
+            soft = srpt(instance, self.forced, ceiling)
             if soft.feasible and self.holds(self.forced, soft):
                 return self.decision(self.forced, soft), "soft-threshold", bound
-        for problem in self._inside():
-            grown = incremental_preload(problem, self.forced, ceiling, self.limit)
+        for instance in self._inside():
+            grown = incremental_preload(instance, self.forced, ceiling, self.limit)
             if grown is not None and self.holds(*grown):
                 return self.decision(*grown), "incremental-preload", bound
         try:
-            return self.decision(self.forced, greedy(self.problem, self.forced)), "greedy", bound
+            return self.decision(self.forced, greedy(self.instance, self.forced)), "greedy", bound
         except BudgetError as error:
             if self.limit is None:
                 raise
             smallest = error.smallest_bytes
             raise BudgetError(
-                f"no resident set of {self.limit} bytes or less was found with which M_peak of {self.problem.m_peak} bytes is "
+                f"no resident set of {self.limit} bytes or less was found with which M_peak of {self.instance.m_peak} bytes is "
                 f"enough: layer {error.binding!r} binds; raise M_peak to {smallest} bytes or more, or the limit on residents",
                 smallest_bytes=smallest,
                 binding=error.binding,

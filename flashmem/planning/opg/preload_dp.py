@@ -34,7 +34,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.planning.opg.objective import Decision, PaperProblem
+from flashmem.planning.opg.objective import Decision, PaperInstance
 from flashmem.schedule.instance import WeightSpec
 
 _NEVER = 1 << 60
@@ -71,7 +71,7 @@ class Choice:
     bound: int
 
 
-def choose_preload(paper: PaperProblem, deadline: float) -> tuple[Decision | None, int]:
+def choose_preload(paper: PaperInstance, deadline: float) -> tuple[Decision | None, int]:
     """The best plan found until `deadline` (of `time.monotonic`), and a proven bound on the cost of any.
 
     No plan if `paper.limit` is less than the W of every plan tried, or if the table would take too long.
@@ -122,15 +122,15 @@ class PreloadDynamicProgram:
     `fullness` 0, and for S bytes each at `fullness` 1. What is proven holds for all plans at 0 only.
     """
 
-    def __init__(self, paper: PaperProblem, free: Mapping[str, int], fullness: float = 0.0) -> None:
+    def __init__(self, paper: PaperInstance, free: Mapping[str, int], fullness: float = 0.0) -> None:
         self.paper = paper
-        self.layers = len(paper.problem.layers)
-        self.served = [0, *(spec.capacity for spec in paper.problem.layers)]  # C_l, index l
+        self.layers = len(paper.instance.layers)
+        self.served = [0, *(spec.capacity for spec in paper.instance.layers)]  # C_l, index l
         self.used_at: defaultdict[int, list[WeightSpec]] = defaultdict(list)
-        for w in paper.problem.weights:
+        for w in paper.instance.weights:
             if w.name in free:
                 self.used_at[w.first_use].append(w)
-        self._look_around([w for w in paper.problem.weights if w.name in free], fullness)
+        self._look_around([w for w in paper.instance.weights if w.name in free], fullness)
 
     def fill(self) -> None:
         """Compute the table, which `bound` and `search` need."""
@@ -138,7 +138,7 @@ class PreloadDynamicProgram:
 
     def _look_around(self, weights: list[WeightSpec], fullness: float) -> None:
         """Of weights that may be pending at layer l (index l): the `largest` T(w), what a chunk `weighs`; the `most` chunks."""
-        chunk = self.paper.problem.chunk_bytes
+        chunk = self.paper.instance.chunk_bytes
         largest: list[tuple[int, int, float]] = []
         lightest: list[tuple[int, int, float]] = []
         pending = [0] * (self.layers + 2)
@@ -166,7 +166,7 @@ class PreloadDynamicProgram:
 
     def pending_beside(self, layer: int, nbytes: int) -> int:
         """Most chunks pending at a layer whose own streamed weights take `nbytes`; negative if these alone are too many."""
-        room = self.paper.problem.m_peak - nbytes
+        room = self.paper.instance.m_peak - nbytes
         if self.lightest_first and room >= 0:
             return self.lightest_first[layer].most(room)
         return math.floor(room / self.weighs[layer] * (1 + 1e-12))

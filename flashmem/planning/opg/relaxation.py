@@ -17,7 +17,7 @@ from typing import Any
 
 from ortools.linear_solver import pywraplp
 
-from flashmem.planning.opg.objective import PaperProblem
+from flashmem.planning.opg.objective import PaperInstance
 from flashmem.schedule.instance import WeightSpec
 
 _SLACK = 1e-7
@@ -38,14 +38,14 @@ class Relaxed:
     preload: dict[str, float]
 
 
-def relaxed(paper: PaperProblem, alone: Mapping[str, int], seconds: float) -> Relaxed | None:
+def relaxed(paper: PaperInstance, alone: Mapping[str, int], seconds: float) -> Relaxed | None:
     """The relaxation's optimum; None if it was not found in time, or would be too large.
 
     `alone`: the weights that may be streamed, with the least i_w - z_w of each.
     """
-    problem = paper.problem
-    first = {w.name: _first(paper, w, alone[w.name]) for w in problem.weights if w.name in alone}
-    if sum(w.first_use - first[w.name] for w in problem.weights if w.name in alone) > _MOST:
+    instance = paper.instance
+    first = {w.name: _first(paper, w, alone[w.name]) for w in instance.weights if w.name in alone}
+    if sum(w.first_use - first[w.name] for w in instance.weights if w.name in alone) > _MOST:
         return None
     solver = pywraplp.Solver.CreateSolver("GLOP")
     solver.SetTimeLimit(max(1, int(1000 * seconds)))
@@ -55,7 +55,7 @@ def relaxed(paper: PaperProblem, alone: Mapping[str, int], seconds: float) -> Re
     resident: _Terms = []  # bytes of W
     objective = solver.Objective()
     everything = max(1, sum(paper.chunks.values())) * max(1, paper.preload_cost)
-    copies = 2 if problem.mode == "interleave" else 1
+    copies = 2 if instance.mode == "interleave" else 1
 
     def row(least: float, most: float, *terms: tuple[Any, float]) -> None:
         made = solver.Constraint(least, most)
@@ -66,10 +66,10 @@ def relaxed(paper: PaperProblem, alone: Mapping[str, int], seconds: float) -> Re
             made.SetCoefficient(variable, factor)
 
     preload = {}
-    for w in problem.weights:
+    for w in instance.weights:
         if w.name not in alone:
             continue
-        chunks, share = paper.chunks[w.name], w.nbytes / problem.m_peak
+        chunks, share = paper.chunks[w.name], w.nbytes / instance.m_peak
         p = preload[w.name] = solver.NumVar(0.0, 1.0, "")
         objective.SetCoefficient(p, paper.preload_cost * chunks / everything)
         resident.append((p, w.nbytes))
@@ -81,7 +81,7 @@ def relaxed(paper: PaperProblem, alone: Mapping[str, int], seconds: float) -> Re
             begun.append((y, 1.0))
             held[layer].append((y, copies * share))
             row(0.0, infinity, (y, 1.0), (f, -1.0))
-            capacity = min(chunks, problem.layers[layer - 1].capacity)
+            capacity = min(chunks, instance.layers[layer - 1].capacity)
             gained = [(f, float(chunks))]
             if before is not None:
                 gained.append((before[1], -float(chunks)))
@@ -100,7 +100,7 @@ def relaxed(paper: PaperProblem, alone: Mapping[str, int], seconds: float) -> Re
     for layer, terms in held.items():
         row(-infinity, free[layer], *terms)
     for layer, terms in served.items():
-        row(-infinity, problem.layers[layer - 1].capacity, *terms)
+        row(-infinity, instance.layers[layer - 1].capacity, *terms)
     if paper.limit is not None:
         row(-infinity, paper.limit - sum(n for name, n in paper.sizes.items() if name not in alone), *resident)
     objective.SetMinimization()
@@ -111,7 +111,7 @@ def relaxed(paper: PaperProblem, alone: Mapping[str, int], seconds: float) -> Re
     return Relaxed(max(0, bound), {name: p.solution_value() for name, p in preload.items()})
 
 
-def _first(paper: PaperProblem, w: WeightSpec, alone: int) -> int:
+def _first(paper: PaperInstance, w: WeightSpec, alone: int) -> int:
     """The first layer at which a best plan may begin to move `w`."""
     longest = w.first_use
     if paper.distance_cost and paper.limit is None:  # a weight that W has no room for waits as long as it must

@@ -4,7 +4,7 @@ Seen from the last layer, weight w is released at i_w, needs T(w) chunks, layer 
 time. Serving the weight with the fewest remaining chunks first never idles and leaves the fewest weights unfinished at every
 layer, so it minimises the sum of loading distances. What it holds are whole slices, each from z_w to its last use; among
 weights
-of one size no other order holds less. Read gates come after it (`planning.latency.release_times`).
+of one size no other order holds less. Release times come after it (`planning.arithmetic.release_times`).
 
 The same walk serves the soft threshold of C4: where a layer holds more than M_peak, chunks are moved to later layers above
 their capacity, up to a ceiling, where that costs least.
@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from flashmem.schedule.instance import Problem
+from flashmem.schedule.instance import Instance
 
 _SENSITIVITY = {"elemental": 1.0, "reusable": 1.0, "hierarchical": 8.0}
 """How much dearer a chunk above capacity is beside an operator of that class (FlashMem Figure 4: hierarchical ones suffer)."""
@@ -34,27 +34,27 @@ class SrptPlan:
     moves: Mapping[str, tuple[tuple[int, int], ...]]
     feasible: bool
 
-    def distance(self, problem: Problem) -> int:
+    def distance(self, instance: Instance) -> int:
         """Sum of i_w - z_w over the streamed weights."""
-        return sum(w.first_use - parts[0][0] for w in problem.weights if (parts := self.moves.get(w.name)))
+        return sum(w.first_use - parts[0][0] for w in instance.weights if (parts := self.moves.get(w.name)))
 
 
-def srpt(problem: Problem, preload: Collection[str], ceiling: Sequence[int] | None = None) -> SrptPlan:
+def srpt(instance: Instance, preload: Collection[str], ceiling: Sequence[int] | None = None) -> SrptPlan:
     """Plan all weights outside `preload`. `ceiling[l - 1]` is the most C_l may be raised to; without it no C_l is raised."""
-    walk = _Walk(problem, preload, ceiling)
+    walk = _Walk(instance, preload, ceiling)
     excess = walk.run()
     moves = {w.name: tuple(sorted(walk.moved[w.name].items())) for w in walk.streamed}
     return SrptPlan(moves, feasible=excess == 0)
 
 
 def offenders(
-    problem: Problem, preload: Collection[str], ceiling: Sequence[int] | None = None, room: int | None = None
+    instance: Instance, preload: Collection[str], ceiling: Sequence[int] | None = None, room: int | None = None
 ) -> frozenset[str]:
     """Weights to preload besides `preload` so that the walk gets through: the heaviest in flight wherever it would stop.
 
     `room`: most bytes they may take; with too little of it they do not suffice.
     """
-    walk = _Walk(problem, preload, ceiling)
+    walk = _Walk(instance, preload, ceiling)
     walk.room = sum(w.nbytes for w in walk.streamed) if room is None else room
     walk.run()
     return frozenset(walk.evicted)
@@ -63,15 +63,15 @@ def offenders(
 class _Walk:
     """State of the backward walk. A heap entry is (remaining chunks, untouched, -bytes, index into `streamed`)."""
 
-    def __init__(self, problem: Problem, preload: Collection[str], ceiling: Sequence[int] | None) -> None:
-        self.layers = problem.layers
-        self.m_peak = problem.m_peak
+    def __init__(self, instance: Instance, preload: Collection[str], ceiling: Sequence[int] | None) -> None:
+        self.layers = instance.layers
+        self.m_peak = instance.m_peak
         self.ceiling = ceiling
-        self.weight_above = [_SENSITIVITY[spec.operator_class] / max(spec.seconds, 1e-9) for spec in problem.layers]
-        self.streamed = [w for w in problem.weights if w.name not in preload]
-        self.chunks = [problem.chunks(w) for w in self.streamed]
+        self.weight_above = [_SENSITIVITY[spec.operator_class] / max(spec.seconds, 1e-9) for spec in instance.layers]
+        self.streamed = [w for w in instance.weights if w.name not in preload]
+        self.chunks = [instance.chunks(w) for w in self.streamed]
         self.moved: dict[str, dict[int, int]] = {w.name: {} for w in self.streamed}
-        self.used = [0] * (len(problem.layers) + 1)
+        self.used = [0] * (len(instance.layers) + 1)
         self.pending: list[tuple[int, bool, int, int]] = []
         self.pending_bytes = 0
         self.in_use: set[int] = set()  # first used at this layer or before, last used at it or after

@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _WIDTH = 8
 """Sets of one size that are kept where all searches were too long."""
 
 
 @dataclass
+class WorkLimit:
+    """The work that the searches of one problem may still do together.
+
+    Its unit is one layer: run after a set of layers, or looked at to see which layers can run next. So it grows with time, but
+    is the same on every machine.
+    """
+
+    left: int
+
+    @property
+    def reached(self) -> bool:
+        """Whether no work is left."""
+        return self.left <= 0
+
+
+@dataclass
 class Segment:
     """Layers `first`.. by numbers of their own, from 0 on; `base` bytes are alive during all of them.
 
-    `touched`: the tensors of each layer; tensors are (bytes, layers that touch them as bits, early, late).
+    `touched`: the tensors of each layer; tensors are (bytes, layers that touch them as bits, early, late). `limit` counts the
+    work of all searches; several segments share one.
     """
 
     first: int
@@ -24,6 +41,7 @@ class Segment:
     tensors: list[tuple[int, int, bool, bool]]
     base: int
     given_peak: int = 0
+    limit: WorkLimit = field(default_factory=lambda: WorkLimit(1 << 62))
 
     @property
     def count(self) -> int:
@@ -41,6 +59,7 @@ class Segment:
 
     def step(self, sizes: Sequence[int], done: int, held: int, layer: int) -> tuple[int, int]:
         """Bytes alive while `layer` runs after `done`, and after it."""
+        self.limit.left -= 1
         made = gone = 0
         now = done | 1 << layer
         for index in self.touched[layer]:
@@ -53,17 +72,22 @@ class Segment:
 
     def ready_after(self, ready: tuple[int, ...], done: int, layer: int) -> tuple[int, ...]:
         """What can run next, in the given order, once `layer` has; `done` has it already."""
-        new = [each for each in self.followers[layer] if not self.needs[each] & ~done]
+        self.limit.left -= len(ready)
+        new = self.newly_ready(done, layer)
         return tuple(sorted([*(each for each in ready if each != layer), *new])) if new else tuple(
             each for each in ready if each != layer
         )  # fmt: skip
+
+    def newly_ready(self, done: int, layer: int) -> list[int]:
+        """What waited only for `layer`; `done` has it already."""
+        return [each for each in self.followers[layer] if not self.needs[each] & ~done]
 
     def backwards(self) -> Segment:
         """The same segment, with time running backwards: orders of the same peak are each other's reverse."""
         needs = [sum(1 << each for each in after) for after in self.followers]
         followers = [[each for each in range(self.count) if before >> each & 1] for before in self.needs]
         tensors = [(size, layers, late, early) for size, layers, early, late in self.tensors]
-        return Segment(self.first, needs, followers, self.touched, tensors, self.base)
+        return Segment(self.first, needs, followers, self.touched, tensors, self.base, limit=self.limit)
 
     def together(self, sizes: Sequence[int]) -> list[int | None]:
         """The layer that may as well run right after each layer; None if that could be worse.
@@ -111,7 +135,7 @@ class Segment:
             layer = ready.pop()
             done |= 1 << layer
             order.append(layer)
-            ready += [each for each in self.followers[layer] if not self.needs[each] & ~done]
+            ready += self.newly_ready(done, layer)
         return order
 
     def ready_first(self) -> tuple[int, ...]:
@@ -134,7 +158,10 @@ class Segment:
 
 
 def search(segment: Segment, floor: int, sizes: Sequence[int], tries: int) -> tuple[list[int] | None, int]:
-    """The order of the smallest peak, counting none below `floor`, and a bound; None if `tries` are too few for it."""
+    """The order with the lowest peak, and a bound on the peak of all orders; peaks below `floor` count as `floor`.
+
+    None instead of an order: the search took `tries`, or all that was left of the segment's limit. The bound holds even then.
+    """
     together = segment.together(sizes)
     reached: dict[int, int] = {0: floor}
     came: dict[int, tuple[int, list[int]]] = {}
@@ -150,6 +177,8 @@ def search(segment: Segment, floor: int, sizes: Sequence[int], tries: int) -> tu
             return None, key
         tried += len(ready) ** 2
         for first in ready:
+            if segment.limit.reached:
+                return None, key
             most, now, then, following, moves = key, done, held, ready, []
             layer: int | None = first
             while layer is not None:
@@ -169,9 +198,12 @@ def search(segment: Segment, floor: int, sizes: Sequence[int], tries: int) -> tu
 def _run_on(
     segment: Segment, sizes: Sequence[int], most: int, done: int, held: int, ready: tuple[int, ...], moves: list[int]
 ) -> tuple[int, int, tuple[int, ...]]:
-    """Run what can run within `most` bytes and leaves no more than before, layers and chains of them; `moves` gets it."""
+    """Run what can run within `most` bytes and leaves no more than before, layers and chains of them; `moves` gets it.
+
+    It may stop anywhere: at the limit of work, or where nothing more can run.
+    """
     at = 0
-    while at < len(ready):
+    while at < len(ready) and not segment.limit.reached:
         chain = _chain_down(segment, sizes, most, done, held, ready, ready[at])
         if chain is None:
             at += 1
@@ -194,12 +226,11 @@ def _chain_down(
         during, now = segment.step(sizes, done, now, layer)
         if during > most:
             return None
-        before, done = ready, done | 1 << layer
-        ready = segment.ready_after(before, done, layer)
+        done |= 1 << layer
         layers.append(layer)
+        new = segment.newly_ready(done, layer)
         if now <= held:
-            return layers, done, now, ready
-        new = [each for each in ready if each not in before]
+            return layers, done, now, tuple(sorted({*ready, *new}.difference(layers)))
         if len(new) != 1:
             return None
         layer = new[0]
@@ -213,12 +244,17 @@ def _path(came: Mapping[int, tuple[int, list[int]]], done: int) -> list[int]:
     return [layer for moves in reversed(pieces) for layer in moves]
 
 
-def beam(segment: Segment, sizes: Sequence[int]) -> list[int]:
-    """An order by keeping only the best few sets of each size: those of the lowest peak, then of the fewest bytes."""
+def beam(segment: Segment, sizes: Sequence[int]) -> list[int] | None:
+    """An order by keeping only the best few sets of each size: those of the lowest peak, then of the fewest bytes.
+
+    None at the segment's limit of work.
+    """
     came: dict[int, tuple[int, list[int]]] = {}
     front = {0: (0, segment.start(sizes), segment.ready_first())}
     for _ in range(segment.count):
         following: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+        if segment.limit.reached:
+            return None
         for done, (peak, held, ready) in front.items():
             for layer in ready:
                 during, after = segment.step(sizes, done, held, layer)
@@ -232,7 +268,10 @@ def beam(segment: Segment, sizes: Sequence[int]) -> list[int]:
 
 
 def near_given(segment: Segment, limit: int, tries: int) -> list[int] | None:
-    """An order within `limit` bytes that keeps to the given one where it can; None if looking for it takes too long."""
+    """An order within `limit` bytes that keeps to the given one where it can.
+
+    None after `tries` dead ends, or at the segment's limit of work.
+    """
     sizes = segment.true_sizes()
     dead: set[int] = set()
     order: list[int] = []
@@ -241,6 +280,8 @@ def near_given(segment: Segment, limit: int, tries: int) -> list[int] | None:
         done, held, ready, at = stack.pop()
         if done == segment.all:
             return order
+        if segment.limit.reached:
+            return None
         for index in range(at, len(ready)):
             layer = ready[index]
             during, after = segment.step(sizes, done, held, layer)

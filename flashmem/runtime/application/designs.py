@@ -1,4 +1,4 @@
-"""The designs of an application and the policy that switches between them, as `flashmem design` writes them (`design.json`)."""
+"""Designs of an application, and the policy that switches between them, as `flashmem design` writes them (`design.json`)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class TaskAssignment:
-    """How a design solves one task: a bundle (its folder's name beside the file), the device and the processor that it is, and
-    what that takes alone: bytes, and the median of its seconds.
+    """The assignment of one task in a design: a bundle (its folder's name beside the file), a device and its processor.
+
+    Also the bytes and the median seconds of the task when it runs alone.
     """
 
     task: str
@@ -30,20 +31,20 @@ class TaskAssignment:
 
 @dataclass(frozen=True)
 class Design:
-    """One of the ways to run the application. `roles`: what it was kept for."""
+    """One configuration of the application. `roles`: the reasons why it was kept."""
 
     roles: tuple[str, ...]
     parts: tuple[TaskAssignment, ...]
 
     @property
     def memory(self) -> int:
-        """Bytes of all parts."""
+        """Bytes of all tasks together."""
         return sum(part.memory for part in self.parts)
 
 
 @dataclass(frozen=True)
 class State:
-    """What the device is like: processors that have trouble, and whether memory is short."""
+    """State of the device: processors that are in trouble, and whether memory is short."""
 
     troubled: frozenset[str] = frozenset()
     memory: bool = False
@@ -51,8 +52,8 @@ class State:
 
 @dataclass(frozen=True)
 class SwitchingRule:
-    """A row of the policy: the design for a state. `sets`: whether each set of processors has trouble, `memory`: whether memory
-    is short; None where it does not matter.
+    """A row of the policy: the design for a state. `sets`: whether each set of processors is in trouble; `memory`: whether
+    memory is short. None matches both.
     """
 
     sets: tuple[bool | None, ...]
@@ -62,14 +63,17 @@ class SwitchingRule:
 
 @dataclass(frozen=True)
 class Designs:
-    """`sets`: processors of all tasks, as rules name them. A set has trouble if one of its processors has."""
+    """The designs of an application, with the rules that switch between them.
+
+    `sets`: sets of processors, as rules name them. A set is in trouble if one of its processors is.
+    """
 
     sets: tuple[tuple[str, ...], ...]
     designs: tuple[Design, ...]
     policy: tuple[SwitchingRule, ...]
 
     def choose(self, state: State) -> int:
-        """The design for a state, by the first rule that holds; it depends on nothing else (CARIn, section 4.3.4)."""
+        """The design for a state, by the first matching rule; it depends on nothing else (CARIn, section 4.3.4)."""
         troubled = [bool(state.troubled.intersection(each)) for each in self.sets]
         asked = (*troubled, state.memory)
         for rule in self.policy:
@@ -78,7 +82,7 @@ class Designs:
         raise AssertionError("a policy has a rule for every state")
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for `design.json`."""
+        """The content of `design.json` as plain data."""
         return {"version": VERSION, **asdict(self)}
 
     @classmethod
@@ -87,7 +91,7 @@ class Designs:
 
         Raises:
             MissingFileError: no such file.
-            BundleError: it is damaged, or of another version.
+            BundleError: the file is damaged, or has another version.
         """
         path = folder / FILE
         try:
@@ -113,13 +117,13 @@ class Designs:
         return found
 
     def processors(self) -> Collection[str]:
-        """All that designs use."""
+        """The processors used by all designs."""
         return {part.processor for design in self.designs for part in design.parts}
 
     def _check(self) -> None:
         last = self.policy[-1]
         if any(len(rule.sets) != len(self.sets) or not 0 <= rule.design < len(self.designs) for rule in self.policy):
-            raise ValueError("a rule names a set or a design that is not there")
+            raise ValueError("a rule names an unknown set or design")
         if any(Path(part.bundle).name != part.bundle for design in self.designs for part in design.parts):
             raise ValueError("a bundle is not beside the file")
         if any(each is not None for each in last.sets) or last.memory is not True:

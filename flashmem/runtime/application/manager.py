@@ -1,12 +1,12 @@
-"""Runs an application by its designs, and switches between them while it runs: CARIn's runtime manager (sections 3.2 and 7.2).
+"""Runs an application by its designs, and switches between them: CARIn's runtime manager (sections 3.2 and 7.2).
 
     with flashmem.Manager("app.designs") as manager:
         words = manager.run("read", {"ids": ids})
 
-Which design is in force is looked up in a table (`runtime/application/designs.py`) by what `runtime/application/watch.py`
-says of processors and memory, before each run, so a run that has begun is finished where it began. A switch closes the
-sessions that the next design does not have, before any other is opened, so that both are never held at once; what it has
-instead is opened by the next run of each task, which then pays for its own weights and for no other's.
+Before each run, a table (`runtime/application/designs.py`) gives the current design for the state of processors and memory,
+which `runtime/application/watch.py` computes. A run ends under the design under which it began. A switch closes the sessions
+that the next design lacks before it opens any other, so that both never use memory together. The next run of each task opens
+the task's new session, and so is charged for its own weights only.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from flashmem.runtime.session import Session
 Inputs = Mapping[str, Any]
 
 SAMPLE_SECONDS = 0.1
-"""The system is asked at most this often."""
+"""Shortest interval between two samples of the system."""
 
 
 class Switch(NamedTuple):
-    """A design that came into force: when, by the clock; its place; seconds that closing the sessions of others took."""
+    """A change of the current design: the time, by the clock; the design's index; the seconds for closing sessions."""
 
     at: float
     design: int
@@ -45,7 +45,7 @@ class Switch(NamedTuple):
 
 
 class Opening(NamedTuple):
-    """A session that was opened: when, by the clock; of which task and bundle; seconds that it took, without its weights."""
+    """The opening of a session: the time, by the clock; its task and bundle; its seconds, without the weights."""
 
     at: float
     task: str
@@ -55,7 +55,7 @@ class Opening(NamedTuple):
 
 @dataclass
 class _Open:
-    """The session of a task. `cold`: its next run is the first, loads weights, and says nothing of its processor."""
+    """The session of a task. `cold`: its next run is the first and loads weights, so its time does not rate the processor."""
 
     part: TaskAssignment
     session: Session
@@ -65,28 +65,28 @@ class _Open:
 
 @dataclass(eq=False)
 class _Running:
-    """A run under way, and the seconds that those of the same processor take that were there at the same time."""
+    """A run in progress, and the usual seconds of concurrent runs on the same processor."""
 
     part: TaskAssignment
     waits: float
 
 
 class Manager:
-    """Sessions of the design in force. Methods may be called from any thread; each task has one run at a time.
+    """Sessions of the current design. Any thread may call the methods; each task has one run at a time.
 
-    `switches` and `openings` list what was done so far, the first design among it; `current` is the index of the design.
+    `switches` and `openings` record what was done so far, including the first design; `current` is the index of the design.
     """
 
     def __init__(self, folder: str | Path, *, clock: Callable[[], float] = time.monotonic, root: Path = Path("/")) -> None:
-        """Place the design for a device without trouble.
+        """Select the design for a device without trouble.
 
         Args:
-            folder: what `flashmem design` wrote.
-            clock: seconds.
-            root: below which /proc and the cgroups are read.
+            folder: the output folder of `flashmem design`.
+            clock: the time in seconds.
+            root: the root of the paths of /proc and the cgroups.
 
         Raises:
-            UserError: no such designs, or a bundle or a device of any of them is missing.
+            UserError: no such designs, or a bundle or a device of one of them is missing.
         """
         self._clock, self._root = clock, root
         self.designs = Designs.read(Path(folder))
@@ -100,7 +100,7 @@ class Manager:
         self._closed = False
         self._sessions: dict[str, _Open] = {}
         self._running: list[_Running] = []
-        self._overlap = threading.Lock()  # of `_running`: the other lock may be held by a switch that waits for a run
+        self._overlap = threading.Lock()  # guards `_running`; a switch that waits for a run may hold the other lock
         self.current = -1
         self.switches: list[Switch] = []
         self.openings: list[Opening] = []
@@ -114,27 +114,29 @@ class Manager:
 
     @property
     def design(self) -> Design:
-        """The one in force."""
+        """The current design."""
         return self.designs.designs[self.current]
 
     @property
     def state(self) -> State:
-        """What the device was like when it was last looked at."""
+        """The state of the device at the last sample."""
         return self._watch.state
 
     def run(self, task: str, inputs: Inputs | Callable[[Bundle], Inputs]) -> list[NDArray[Any]]:
-        """The outputs of `task`, from the model that the design in force has for it.
+        """Run `task` with the model that the current design assigns to it; returns the outputs.
 
         Args:
             task: its name.
-            inputs: an array for every input; or, where the models of a task do not take the same, a function that is called
-                with the bundle that answers and gives them. It may call methods of the manager. It is called again where a
-                switch happens before the run begins, and another bundle answers.
+            inputs: an array for every input. Or, if the models of a task have different inputs, a function that maps the bundle
+            to
+                its inputs. The function may call methods of the manager. It is called again if a switch before the run changes
+                the
+                bundle.
 
         Raises:
             UserError: no such task.
-            ValueError: inputs that do not fit; the manager stays usable.
-            RunError: the run failed; the next one opens the bundle anew. Or the manager is closed.
+            ValueError: unknown, missing or misshapen inputs; the manager stays usable.
+            RunError: the run failed, and the next one opens the bundle again; or the manager is closed.
         """
         tasks = [part.task for part in self.designs.designs[0].parts]
         if task not in tasks:
@@ -142,15 +144,15 @@ class Manager:
         with self._lock:
             self._look()
         given: Any = inputs
-        given_for: str | None = None  # the bundle that a function gave them for
+        given_for: str | None = None  # the bundle of these inputs
         while True:
             with self._lock:
                 opened = self._session(task)
-            if callable(inputs) and given_for != opened.part.bundle:  # with no lock held: it may call the manager
+            if callable(inputs) and given_for != opened.part.bundle:  # without a lock: it may call the manager
                 given, given_for = inputs(opened.session.bundle), opened.part.bundle
             with opened.alone:
                 if self._sessions.get(task) is not opened:
-                    continue  # closed by a switch while we waited for it
+                    continue  # a switch closed it during the wait
                 try:
                     with self._among_others(opened.part) as running:
                         begun = self._clock()
@@ -191,7 +193,7 @@ class Manager:
         return sample(now, self.design.memory, self._root)
 
     def _switch(self) -> None:
-        """Put the design in force that the policy has for the present state."""
+        """Make the policy's design for the present state the current one."""
         chosen = self.designs.choose(self.state)
         if chosen == self.current or self._closed:
             return
@@ -201,7 +203,7 @@ class Manager:
         self.switches.append(Switch(self._clock(), chosen, seconds))
 
     def _leave(self, tasks: list[str]) -> float:
-        """Close the sessions of `tasks` when their runs have ended; the seconds that closing took."""
+        """Close the sessions of `tasks` after their runs; returns the seconds for closing."""
         seconds = 0.0
         for task in tasks:
             opened = self._sessions.get(task)
@@ -215,7 +217,7 @@ class Manager:
         return seconds
 
     def _session(self, task: str) -> _Open:
-        """The session of `task` in the design in force, opened if it is not."""
+        """The session of `task` in the current design; opens it if needed."""
         if self._closed:
             raise RunError("the manager is closed; open another one")
         if task not in self._sessions:
@@ -228,7 +230,7 @@ class Manager:
 
     @contextmanager
     def _among_others(self, part: TaskAssignment) -> Iterator[_Running]:
-        """While `part` runs: what it waits for, and what waits for it."""
+        """While `part` runs: record which runs overlap it on the same processor."""
         with self._overlap:
             beside = [other for other in self._running if other.part.processor == part.processor]
             running = _Running(part, sum(other.part.seconds for other in beside))

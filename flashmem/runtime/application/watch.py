@@ -1,13 +1,16 @@
 """State of the device: which processors are overloaded, and whether memory is short (CARIn, section 4.3.2).
 
-`Watch` computes it from runs and samples of the system, with two levels for each answer so that it does not flap:
+`Watch` computes it from runs and samples of the system. Each answer has two thresholds, so that it does not oscillate:
 
-- a processor has trouble when each of its last `RUNS` runs took `SLOW` times what its profile says, or, of the CPU, when other
-  processes use `LOAD_HIGH` of it. It is over after `REST_SECONDS`, and of the CPU not before others use less than `LOAD_LOW`.
-  The next runs on it say whether that was right; each time it was not, the rest is twice as long, up to `LONGEST_REST`.
-- memory is short when tasks waited for it in `WAITED` percent of the last 10 s (PSI), or less than a quarter of what the best
-  design holds could still be had. It is over when one and a half times what that design holds could be had, and tasks
-  waited in less than `WAITED_LOW` percent, for `QUIET_SECONDS`.
+- A processor is in trouble when each of its last `RUNS` runs took `SLOW` times the seconds of its profile. The CPU is also in
+  trouble when other processes use `LOAD_HIGH` of it. The trouble ends after `REST_SECONDS`; for the CPU, only when other
+  processes
+  use less than `LOAD_LOW`. If the next runs on the processor are slow again, the rest is twice as long, up to `LONGEST_REST`.
+- Memory is short when tasks waited for it in `WAITED` percent of the last 10 s (PSI). It is also short when less than a quarter
+  of the best design's memory is available. It is over when one and a half times that design's memory was available, and tasks
+  waited in
+  less
+  than `WAITED_LOW` percent, for `QUIET_SECONDS`.
 """
 
 from __future__ import annotations
@@ -32,14 +35,14 @@ QUIET_SECONDS = 3.0
 @dataclass
 class _Processor:
     slow_runs: int = 0
-    since: float | None = None  # has had trouble since then
+    since: float | None = None  # start of the present trouble
     rest: float = REST_SECONDS
     on_trial: bool = False
 
 
 @dataclass
 class Watch:
-    """`best`: bytes that the design without trouble holds. `cpus`: the processors that are this machine's CPU."""
+    """`best`: memory in bytes of the design without trouble. `cpus`: the names of this machine's CPU."""
 
     best: int
     cpus: frozenset[str] = frozenset()
@@ -48,7 +51,7 @@ class Watch:
     _quiet_since: float | None = None
 
     def ran(self, processor: str, seconds: float, usual: float, now: float) -> None:
-        """A run on `processor` took `seconds`, where its profile says `usual`."""
+        """Record a run of `seconds` on `processor`, whose profile has `usual` seconds."""
         known = self._processors.setdefault(processor, _Processor())
         known.slow_runs = known.slow_runs + 1 if seconds >= SLOW * usual else 0
         if not known.slow_runs:
@@ -58,7 +61,7 @@ class Watch:
             known.rest = min(2 * known.rest, LONGEST_REST) if known.on_trial else known.rest
 
     def sampled(self, sample: Sample, others: float | None) -> None:
-        """A sample of the system, and the share of the CPU that other processes use (None: unknown)."""
+        """Record a sample of the system, and the share of the CPU that other processes use (None: unknown)."""
         self._watch_memory(sample)
         for name, known in self._processors.items():
             loaded = name in self.cpus and others is not None and others >= LOAD_LOW
@@ -88,8 +91,8 @@ class Watch:
 
 @dataclass(frozen=True)
 class Ticks:
-    """Clock ticks since the start: of all processors together, those not idle, and those of this process and of children that
-    ended (which build kernels).
+    """Clock ticks since the start: of all processors, those not idle, and those of this process and its ended children (which
+    build kernels).
     """
 
     all: int
@@ -98,7 +101,7 @@ class Ticks:
 
 
 def ticks(root: Path = Path("/")) -> Ticks | None:
-    """Clock ticks that /proc reports now; None where it does not."""
+    """The present clock ticks from /proc; None if it has none."""
     try:
         counts = [int(word) for word in (root / "proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]]
         own = (root / "proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

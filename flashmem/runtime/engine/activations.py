@@ -25,7 +25,7 @@ class Activations:
     """The arena and the constants of one shape variant. They do not depend on the plan."""
 
     def __init__(self, device: DeviceInUse, opened: OpenedBundle, ledger: Ledger, queue: Queue) -> None:
-        """Allocate, and read the constants by way of `queue`. Where that fails, the ledger holds what was allocated.
+        """Allocate memory, and read the constants through `queue`. After a failure, the ledger holds what was allocated.
 
         Raises:
             RunError: the device or the budget refuses.
@@ -39,7 +39,7 @@ class Activations:
             for port in program.outputs
             if port.tensor is not None
         }
-        self._host: Bytes | None = None  # the arena as the host sees it, where it is host memory
+        self._host: Bytes | None = None  # the arena in host memory, if the device uses host memory
         self.arena: Memory | None = self._make_arena()
         self.constants = self._load_constants(queue)
         ledger.reserve("outputs", self._output_bytes, "the arrays that outputs are copied to")
@@ -68,17 +68,17 @@ class Activations:
         try:
             file.read_into(view, program.constants_offset)
             file.compare_checksum("the part with the constants", checksum(view.data), self._opened.bundle.checksums.constants)
-        finally:  # memory that is mapped must not be released
+        finally:  # mapped memory must not be released
             written = queue.unmap(view)
         if queue is not self._queue:
             self._queue.follow([written])  # kernels read the constants on that queue
         return constants
 
     def write_inputs(self, inputs: Mapping[str, Array]) -> None:
-        """Write inputs, which have been checked, and the table rows that they select.
+        """Write inputs, which are already checked, and the table rows that they select.
 
         Raises:
-            ValueError: an index outside a table; no layer has begun.
+            ValueError: an index is outside a table; no launch has begun.
             RunError: the device or the disk fails.
         """
         opened = self._opened
@@ -93,7 +93,7 @@ class Activations:
             self._write(gather.tensor, rows)
 
     def _write(self, tensor: str, data: Array) -> None:
-        """Fill a tensor from host memory, without a second copy of `data` that the ledger does not count."""
+        """Write a tensor from host memory, without a second copy of `data` that the ledger does not count."""
         if not data.nbytes:
             return
         port, queue = self._ports[tensor], self._queue
@@ -105,14 +105,14 @@ class Activations:
                 np.copyto(view.view(data.dtype).reshape(data.shape), data)
             finally:
                 queue.unmap(view)
-        else:  # in pieces, which fit the memory counted for outputs and conversions: neither is there yet
+        else:  # in pieces that fit the memory counted for outputs and conversions, which do not exist yet
             size = data.itemsize
             count = max(1, max(self._scratch_bytes, self._output_bytes) // size)
             for first in range(0, data.size, count):
                 queue.write(port, data.flat[first : first + count], offset=first * size)
 
     def check_status(self) -> None:
-        """Raise ValueError if a layer read an index that is out of range. The model stays usable."""
+        """Raise ValueError if a launch read an index that is out of range. The model stays usable."""
         program = self._opened.program
         if program.status is not None:
             status = np.zeros(1, np.int32)
@@ -124,12 +124,12 @@ class Activations:
                 )
 
     def read_later(self, port: Port) -> tuple[Array, Event]:
-        """Read an output behind the layers that are enqueued; the event completes when the array is filled."""
+        """Read an output after the enqueued launches; the event completes when the array is filled."""
         data = np.empty(port.shape, np.dtype(port.dtype))
         return data, self._queue.read_later(data, self._ports[str(port.tensor)])
 
     def outputs(self, ports: Sequence[Port], read: Mapping[str, Array]) -> dict[str, Array]:
-        """The outputs by name: `read` during the run, copied now, or pages of the arena, which gets new ones."""
+        """The outputs by name: `read` during the run, copied now, or pages of the arena, which gets new pages."""
         results = {port.name: np.empty(port.shape, numpy_dtype(port.dtype)) for port in ports if port.tensor is None}
         results |= {port.name: read[port.name] for port in ports if port.name in read}
         results |= {port.name: self._copy(port) for port in ports if port in self._copied and port.name not in results}
@@ -145,25 +145,25 @@ class Activations:
             self._queue.read(data, self._ports[tensor])
 
     def _hand_over(self, ports: Sequence[Port]) -> dict[str, Array]:
-        """Outputs as arrays over the pages that were theirs in the arena. Nothing can be read from it before the next run."""
+        """Outputs as arrays over their pages of the arena. Nothing can be read from the arena before the next run."""
         if self._host is None or not ports:
             return {}
         queue, places = self._queue, [self._pages[port.name] for port in ports]
-        view = queue.map(self.arena, self._host.nbytes)  # the host may look at it now
+        view = queue.map(self.arena, self._host.nbytes)  # from now on the host may read it
         if view.ctypes.data == self._host.ctypes.data:
             taken = move_out(self._host, places)
-        else:  # a driver that has the buffer elsewhere, too
+        else:  # the driver keeps the buffer in other memory too
             taken = [view[offset : offset + nbytes].copy() for offset, nbytes in places]
         queue.unmap(view)
         return {port.name: data.view(port.dtype).reshape(port.shape) for port, data in zip(ports, taken, strict=True)}
 
     def forget(self) -> None:
-        """Drop all references to device memory. The ledger still holds it."""
+        """Drop all references to device memory. The ledger still counts it."""
         self._ports.clear()
         self.arena = self.constants = self._host = None
 
     def give_back(self) -> None:
-        """Give all memory back to the device."""
+        """Return all memory to the device."""
         self.forget()
         self._ledger.give_back("arena", "constants")
         self._ledger.release("outputs", self._output_bytes)

@@ -28,7 +28,7 @@ from flashmem.schedule.residency import share_places
 
 
 class WeightStore:
-    """Places for the slices of a model, a transfer that loads them there, and the names of those that are resident."""
+    """Device memory for a model's weight slices, the transfer that loads them, and the names of the resident slices."""
 
     def __init__(
         self,
@@ -41,11 +41,11 @@ class WeightStore:
         after: Transfer | None = None,
         resident: frozenset[str] = frozenset(),
     ) -> None:
-        """Take places for the weights as `layout` has them.
+        """Allocate places for the weights as `layout` says.
 
         Args:
-            after: the transfer of another shape variant, whose places are taken over (`places_for`).
-            resident: the slices that are loaded there already.
+            after: the transfer of another shape variant, whose places this one reuses (`places_for`).
+            resident: the slices that are already loaded there.
 
         Raises:
             RunError: the device or the budget refuses.
@@ -60,21 +60,21 @@ class WeightStore:
 
     @property
     def transfer(self) -> Transfer:
-        """What loads slices."""
+        """The transfer that loads slices."""
         assert self._transfer is not None
         return self._transfer
 
     def joined(self, whole: str, parts: Sequence[str]) -> Memory | None:
-        """The memory of slices that are parts of the weight `whole`, as one buffer; None where they are apart."""
+        """The memory of slices that are parts of the weight `whole`, as one buffer; None if they are not adjacent."""
         opened = self._opened
         return self.transfer.joined(opened.readable[whole], [opened.slices[name] for name in parts])
 
     def follow(self, plan: OverlapPlan, layout: PoolLayout) -> None:
-        """Have the next run follow another plan in the same places. In mode `map`, where no place depends on the plan."""
+        """Run the next run under another plan in the same places. Only for mode `map`, where no place depends on the plan."""
         self.plan, self.layout, self._last_schedule = plan, layout, None
 
     def schedule(self, *, kept: Collection[str] | None = None, done: int = 0) -> Schedule:
-        """The loads and frees of the next run behind layer `done`, which leaves `kept` resident; None: what the plan keeps."""
+        """The loads and frees of the next run after launch `done`; it leaves `kept` resident (None: as the plan says)."""
         opened, resident = self._opened, self.resident
         key = (resident, None if kept is None else frozenset(kept), done)
         if self._last_schedule is None or self._last_schedule[0] != key:
@@ -86,7 +86,7 @@ class WeightStore:
         return self._last_schedule[1]
 
     def preload(self) -> None:
-        """Load the preloaded set W, and wait for it. Raises RunError when a load fails."""
+        """Load the preload set W, and wait for it. Raises RunError when a load fails."""
         loads = [load for load in self.schedule().loads if load.preload]
         if not loads:
             return
@@ -100,36 +100,36 @@ class WeightStore:
         self.resident |= {load.part.name for load in loads}
 
     def drop(self, names: Collection[str]) -> None:
-        """Free resident slices, in a mode that can free slices one by one. No run may be loading."""
+        """Free resident slices, in a mode that can free single slices. No run may be loading."""
         for name in names:
             self.transfer.free(self._opened.slices[name])
         self.resident -= frozenset(names)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """While kernels read mapped files: nobody may cut these, as far as the system can promise that."""
+        """Forbid changes of mapped files while kernels read them, as far as the system can."""
         with ExitStack() as held:
             for file in self.transfer.files if self.transfer.in_place else ():
                 held.enter_context(file.guarded())
             yield
 
     def check_files(self) -> None:
-        """Raise RunError if somebody is about to change a file that is mapped, or has cut it."""
+        """Raise RunError if a mapped file is about to change, or was truncated."""
         for file in self.transfer.files:
             file.check()
 
     def keep_for(self, plan: OverlapPlan) -> frozenset[str]:
-        """The resident slices that stay for another shape variant with `plan`; all others are freed where that is possible."""
+        """The resident slices that stay for another shape variant with `plan`; all others are freed where the mode can."""
         mode = self._opened.mode
         stays = staying(plan) & self.resident
-        if mode == "interleave" and stays != staying(plan):  # kernels would move slices that are in their places already
+        if mode == "interleave" and stays != staying(plan):  # kernels would copy slices that are already in their places
             stays = frozenset()
         if mode == "map":
             self.drop(self._opened.slices.keys() - stays)
         return stays
 
     def places_for(self, opened: OpenedBundle, layout: PoolLayout) -> Transfer | None:
-        """The transfer whose places another shape variant takes over; None, and all are released, if `layout` has others."""
+        """The transfer whose places another shape variant can reuse; None, after releasing them, if `layout` differs."""
         if not share_places(self.layout, layout, opened.mode, slices=(self._opened.slices, opened.slices)):
             self.release()
             return None
@@ -138,12 +138,12 @@ class WeightStore:
         return self.transfer
 
     def release(self) -> None:
-        """Give all places back to the device. No run may be loading, and none can begin."""
+        """Return all places to the device. No run may be loading, and none can begin afterwards."""
         self.close()
         self._ledger.give_back("weights", "staging")
 
     def close(self) -> None:
-        """End the transfer. The ledger still holds the memory."""
+        """End the transfer. The ledger still counts the memory."""
         self.resident = frozenset()
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
@@ -152,7 +152,7 @@ class WeightStore:
 
 @dataclass(frozen=True)
 class Steady:
-    """All layers, with `launches` instead of some of the first run's. They can run while the slices `needs` are resident."""
+    """All launches, with `launches` in place of some of the first run's. They require the slices `needs` to be resident."""
 
     launches: tuple[SteadyLaunch, ...]
     needs: frozenset[str]
@@ -160,24 +160,24 @@ class Steady:
 
 
 class NamedKernels(AnyKernels, Protocol):
-    """Kernels that can be asked for by name."""
+    """Kernels that can be looked up by name."""
 
     def __contains__(self, name: object) -> bool: ...
 
 
 class _Either:
-    """Kernels of one source, and those of another one for names that the first lacks."""
+    """Kernels of one source, with a second source for names that the first lacks."""
 
     def __init__(self, one: NamedKernels, other: AnyKernels) -> None:
         self._one, self._other = one, other
 
     def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
-        """A kernel object of its own with its arguments set. Raises RunError."""
+        """A new kernel object with its arguments set. Raises RunError."""
         return (self._one if name in self._one else self._other).kernel(name, arguments)
 
 
 class BoundKernels:
-    """The layers of a model with their kernels' arguments set."""
+    """The launches of a model, with their kernels' arguments set."""
 
     def __init__(
         self, device: DeviceInUse, opened: OpenedBundle, kernels: Kernels, activations: Activations, weights: WeightStore
@@ -195,7 +195,7 @@ class BoundKernels:
             device.context, activations.arena, activations.constants, transfer.memories, staged
         )
         self._steady: Steady | None = None
-        self._rebinds = True  # the first run has other steps than later ones
+        self._rebinds = True  # the steps of the first run differ from those of later runs
         self._executor: Executor | None
         self._bound: tuple[OverlapPlan, list[Step]] | None
         self._bind(weights.plan)
@@ -208,7 +208,7 @@ class BoundKernels:
         self._executor = self._executor_of(steps)
         self._bound = plan, steps
         if not moves or plan.later() is plan:
-            self._rebinds = False  # every run has these steps
+            self._rebinds = False  # all runs have these steps
 
     def _executor_of(self, steps: Sequence[Step]) -> Executor:
         recorder = self._device.recorder if self._opened.bundle.descriptor.command_buffers else None
@@ -216,33 +216,33 @@ class BoundKernels:
 
     @property
     def executor(self) -> Executor:
-        """The layers of the run under way."""
+        """The executor of the current run."""
         assert self._executor is not None
         return self._executor if self._steady is None else self._steady.executor
 
     def ready_executor(self) -> Executor:
-        """The layers of the next run: slices that stayed are not moved again. Raises RunError."""
+        """The executor of the next run, which does not copy resident slices again. Raises RunError."""
         if self._steady is None and self._rebinds and staying(self._weights.plan) <= self._weights.resident:
             self._bind(self._weights.plan.later())
             self._rebinds = False
         return self.executor
 
     def steady_launches(self) -> tuple[SteadyLaunch, ...]:
-        """The steady launches that the next run can have, which finds what is resident and leaves it there."""
+        """The steady launches that the next run can use with the slices that are resident and stay resident."""
         opened, weights = self._opened, self._weights
         if not self._moves_no_more() <= weights.resident:
             return ()
         return usable_launches(opened.program, weights.resident, opened.moves(weights.plan.later()), weights.joined)
 
     def _moves_no_more(self) -> frozenset[str]:
-        """The slices that kernels bound for later runs do not move."""
+        """The slices that the kernels of later runs do not copy."""
         return staying(self._weights.plan) if self._opened.mode == "interleave" else frozenset()
 
     def bind_steady(self, steady: Sequence[SteadyLaunch], kernels: NamedKernels) -> Steady:
-        """The layers of later runs with `steady` among them, whose new kernels are in `kernels`.
+        """The launches of later runs: `steady` ones with kernels from `kernels`, the others unchanged.
 
-        Another thread than that of the runs may call it while they go on; `switch` takes the result. The places of weights must
-        stay meanwhile.
+        Another thread may call it while runs go on; `switch` installs the result. The places of weights must not change
+        meanwhile.
 
         Raises:
             RunError: the device refuses.
@@ -266,17 +266,17 @@ class BoundKernels:
         return Steady(tuple(steady), stays, self._executor_of(made))
 
     def switch(self, steady: Steady | None) -> None:
-        """Have the next runs launch what `bind_steady` gave, or the kernels of the first run. Between two runs."""
+        """Use the result of `bind_steady` in the next runs, or the kernels of the first run (None). Call between two runs."""
         assert steady is None or steady.needs <= self._weights.resident
         self._steady = steady
 
     def forget(self) -> None:
-        """Drop all kernel objects and what their arguments refer to."""
+        """Drop all kernel objects and the memory of their arguments."""
         self._executor = self._resources = self._bound = self._steady = None
 
 
 class BoundProgram:
-    """A program bound to a device under one plan, ready for one run after the other."""
+    """A program bound to a device under one plan, ready for a sequence of runs."""
 
     def __init__(
         self,
@@ -288,10 +288,10 @@ class BoundProgram:
         ledger: Ledger,
         queue: Queue,
     ) -> None:
-        """Allocate, and set the kernels' arguments. Reads the constants by way of `queue`, no weights.
+        """Allocate memory, and set the kernels' arguments. Reads the constants through `queue`, but no weights.
 
         Raises:
-            RunError: the device or the budget refuses; nothing is held then.
+            RunError: the device or the budget refuses; nothing is allocated then.
         """
         self.opened, self.ledger, self._device, self._compiled = opened, ledger, device, kernels
         self.has_run = False
@@ -309,7 +309,7 @@ class BoundProgram:
             raise
 
     def change_variant(self, opened: OpenedBundle, kernels: Kernels, plan: OverlapPlan, layout: PoolLayout) -> None:
-        """Run another shape variant of the bundle from now on: its activations and constants replace those that are here.
+        """Change to another shape variant of the bundle: its activations and constants replace the current ones.
 
         Weights stay resident if `layout` has them in the same places. No run may be loading.
 
@@ -329,12 +329,12 @@ class BoundProgram:
         self.kernels = BoundKernels(device, opened, kernels, self.activations, self.weights)
 
     def release_weights(self) -> None:
-        """Give the places of all weights back; activations stay. No run may be loading, and none can begin."""
+        """Free the places of all weights; activations stay. No run may be loading, and none can begin afterwards."""
         self.kernels.forget()
         self.weights.release()
 
     def rebind_weights(self, plan: OverlapPlan, layout: PoolLayout, kernels: Kernels) -> None:
-        """After `release_weights`: take the places that another plan has for weights.
+        """After `release_weights`: allocate the places that another plan has for weights.
 
         Raises:
             RunError: the device or the budget refuses; the bound program can only be closed then.
@@ -344,22 +344,22 @@ class BoundProgram:
         self.kernels = BoundKernels(self._device, self.opened, kernels, self.activations, self.weights)
 
     def ran(self, resident: frozenset[str]) -> None:
-        """A run is over; it leaves these slices resident."""
+        """Record that a run is over and leaves these slices resident."""
         self.has_run, self.weights.resident = True, resident
 
     def _save_kernels(self) -> None:
-        """Put kernels that were compiled here into the cache, if they have all run."""
+        """Save kernels compiled in this process to the cache, if all of them have run."""
         if self.has_run:
-            with suppress(RunError):  # a driver that cannot give its binary costs a compilation next time
+            with suppress(RunError):  # without the driver's binary, the next start compiles again
                 self._compiled.save()
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free everything."""
         self._save_kernels()
         self._compiled.close()
-        with suppress(RunError):  # a lost device has nothing left to wait for
+        with suppress(RunError):  # a lost device runs nothing that needs a wait
             self._device.queue.finish()
-        with suppress(RunError):  # nor to give back
+        with suppress(RunError):  # and has nothing to free
             self.weights.close()
         self.kernels.forget()
         self.activations.forget()

@@ -1,4 +1,4 @@
-"""Big and little cores, where a system has both: warm-up runs on little ones."""
+"""Big and little CPU cores: find the little ones, and run warm-up threads there."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 
 _CPUS = Path("/sys/devices/system/cpu")
 _RATINGS = ("cpu_capacity", "cpufreq/cpuinfo_max_freq")
-"""What says how fast a core is, the best first: the scheduler's own measure (arm, arm64), or its highest frequency in kHz."""
+"""Files that rate a core's speed, the best first: the scheduler's capacity (arm, arm64), or the highest frequency in kHz."""
 
 _LITTLE = 0.7
-"""Cores below this share of the fastest one are little: a phone's are at 0.2 to 0.6, and cores of one kind differ by less."""
+"""Cores rated below this share of the fastest one are little: on phones they have 0.2 to 0.6, and equal cores differ less."""
 
 
 def little_cores(folder: Path | None = None) -> frozenset[int]:
-    """The little ones among the cores that this thread may run on; none where all are alike, or nobody says.
+    """The little cores among those that this thread may run on; empty if all are alike or the system does not rate them.
 
-    `folder`: what /sys/devices/system/cpu is elsewhere.
+    `folder`: replaces /sys/devices/system/cpu.
     """
     folder = folder or _CPUS
     if not hasattr(os, "sched_getaffinity"):
@@ -32,7 +32,7 @@ def little_cores(folder: Path | None = None) -> frozenset[int]:
 
 
 def _rated(folder: Path, rating: str, cores: Collection[int]) -> Mapping[int, int]:
-    """What each core is rated; nothing unless all are."""
+    """The rating of each core; empty unless all cores have one."""
     found: dict[int, int] = {}
     for core in cores:
         try:
@@ -43,8 +43,8 @@ def _rated(folder: Path, rating: str, cores: Collection[int]) -> Mapping[int, in
 
 
 def prefer_little() -> None:
-    """Have this thread, and the processes that it starts, run on little cores alone, if there are any."""
+    """Restrict this thread, and the processes that it starts, to little cores, if the machine has any."""
     cores = little_cores()
     if cores:
-        with suppress(OSError):  # a system that does not let it
+        with suppress(OSError):  # the system may forbid it
             os.sched_setaffinity(0, cores)

@@ -1,4 +1,4 @@
-"""A device in use: its context, the queue of the layers, compiled programs, and the budget that models share."""
+"""A device in use: its context, the queue of launches, compiled programs, and the budget that models share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashmem.runtime.streaming.shared_pages import SharedSlices
 
 
 class DeviceInUse:
-    """A device with the state that all programs bound to it share."""
+    """The state of a device that all programs bound to it share."""
 
     def __init__(self, device: Device, budget: int | None, *, profiling: bool = False) -> None:
         """Make the context and the queue.
@@ -28,7 +28,7 @@ class DeviceInUse:
         self.queue = self.context.queue(profiling=profiling)
         self.traced = profiling
         self.budget = Budget(budget)
-        self.programs: WeakValueDictionary[str, Program] = WeakValueDictionary()  # by key, as long as a bundle holds them
+        self.programs: WeakValueDictionary[str, Program] = WeakValueDictionary()  # by key, while a bundle holds them
         self.shared_slices = SharedSlices()  # in mode `map`
         self.start_rss = process_rss()
         self._beside: Queue | None = None
@@ -39,12 +39,12 @@ class DeviceInUse:
 
     @cached_property
     def recorder(self) -> Recorder | None:
-        """What records launches on the queue, where the device has that."""
+        """The recorder of launches on the queue, if the device can record."""
         return self.context.recorder(self.queue)
 
     @property
     def beside(self) -> Queue:
-        """A queue for what must not wait for the layers that run; made when it is first asked for."""
+        """A second queue, for commands that must not wait for the running launches; created on first use."""
         if self._beside is None:
             self._beside = self.context.queue()
         return self._beside

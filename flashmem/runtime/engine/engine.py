@@ -1,7 +1,7 @@
 """The engine: a model on a device, and one run of it from inputs to outputs.
 
-A `Session` is an engine with one model and a budget of its own. A `Runtime` has an engine for each model
-(`serving.loaded_model`), and an arbiter that divides one budget among them.
+A `Session` is an engine with one model and its own budget. A `Runtime` has an engine for each model (`serving.loaded_model`),
+and an arbiter that divides one budget among them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _never() -> bool:
 
 @dataclass(frozen=True)
 class Executed:
-    """The layers of a run up to layer `done`, which is before the last one where the run was halted.
+    """The launches of a run up to `done`, which is less than the last launch if the run was halted.
 
     `layers` only if the device traces. `read`: outputs that were read during the run, by name.
     """
@@ -54,9 +54,9 @@ class Executed:
 
 
 class Run:
-    """One run of a bound program behind layer `done`. Its loads begin at once, as far as `admit` lets them.
+    """One run of a bound program after launch `done`. Its loads begin at once, as far as `admit` permits.
 
-    It may be halted between two layers; another `Run` then continues behind them.
+    It can be halted between two launches; another `Run` then continues after them.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Run:
             )
 
     def execute(self, outputs: Sequence[Port], *, traced: bool = False, halted: Callable[[], bool] = _never) -> Executed:
-        """Execute the layers. Those `outputs` are read whose memory in the arena is another tensor's later.
+        """Execute the launches. Reads those `outputs` early whose memory in the arena holds another tensor later.
 
         Raises:
             RunError: a load or a launch failed; the bound program can only be closed then.
@@ -107,7 +107,7 @@ class Run:
             for event in reading:
                 wait(event)
         except BaseException:
-            bound.kernels.executor.drain()  # nothing may be freed while the device still reads it
+            bound.kernels.executor.drain()  # nothing may be freed while the device reads it
             raise
         self.stop()
         if done == len(bound.opened.program.launches):
@@ -124,19 +124,19 @@ class RunMemory(Protocol):
     """The memory of one run of a model that shares its budget with others."""
 
     def begin(self, done: int) -> Run | None:
-        """The run behind layer `done`, with all its memory granted; None where the budget has changed meanwhile."""
+        """The run after launch `done`, with all its memory granted; None if the budget has changed meanwhile."""
 
     def executing(self, run: Run) -> AbstractContextManager[Callable[[], bool]]:
-        """Entered while `run` executes its layers. Gives a function: whether the run has to halt before the next one."""
+        """Enter while `run` executes its launches. Yields a function: whether the run must halt before the next one."""
 
     def give_way(self) -> None:
-        """The run was halted: give memory back, and bind the model again in what is left."""
+        """After a halt: free memory, and bind the model again within the rest."""
 
 
 class Engine:
-    """A model on a device: one run of it at a time, the loads of the next run, and the warm-up of later ones.
+    """The engine of a model on a device: one run at a time, the prefetch of the next run, and the warm-up of later ones.
 
-    One thread at a time calls its methods, except where a docstring says otherwise.
+    One thread at a time calls its methods, unless a docstring says otherwise.
     """
 
     def __init__(self, opened: OpenedBundle, device: DeviceInUse, *, apart: bool, warm_up: bool) -> None:
@@ -151,9 +151,9 @@ class Engine:
         self.opened, self.device = opened, device
         self.bound: BoundProgram | None = None
         self.current: Run | None = None  # the run under way, or the next one, which has begun to load
-        self.failure: str | None = None  # why it was closed
-        self.steady = False  # whether the last run had steady kernels
-        self.opening_seconds = 0.0  # that the first run's latency counts, too
+        self.failure: str | None = None  # why it is closed
+        self.steady = False  # whether the last run used steady kernels
+        self.opening_seconds = 0.0  # added to the first run's latency
         self._apart, self._warms_up = apart, warm_up
         self._warm_up = self._new_warm_up()
         self._kernels: dict[int, tuple[OverlapPlan, Kernels]] = {}  # by shape variant
@@ -165,7 +165,7 @@ class Engine:
         return WarmUp(self.opened, self.device, apart=self._apart)
 
     def kernels_for(self, plan: OverlapPlan) -> Kernels:
-        """The kernels for runs of `plan`, which change with it where they copy weights.
+        """The kernels for runs of `plan`. They depend on the plan where they copy weights.
 
         Raises:
             UserError: the kernels compute in half precision, and the device does not.
@@ -176,21 +176,21 @@ class Engine:
             planned, kernels = self._kernels[index]
             if self.opened.mode != "interleave" or planned is plan:
                 return kernels
-            kernels.close()  # a thread may still load kernels that only later runs need
+            kernels.close()  # a thread may still be loading kernels that only later runs use
         kernels = Kernels(self.opened, self.device, plan, apart=self._apart)
         self._kernels[index] = plan, kernels
         return kernels
 
     def bind(self, plan: OverlapPlan, layout: PoolLayout, ledger: Ledger, queue: Queue) -> None:
-        """Bind the program: allocate what it holds under `plan`, and read the constants by way of `queue`.
+        """Bind the program: allocate its memory under `plan`, and read the constants through `queue`.
 
         Raises:
-            RunError: the device or the budget refuses; nothing is held then.
+            RunError: the device or the budget refuses; nothing is allocated then.
         """
         self.bound = BoundProgram(self.device, self.opened, self.kernels_for(plan), plan, layout, ledger, queue)
 
     def change_variant(self, opened: OpenedBundle, plan: OverlapPlan, layout: PoolLayout) -> None:
-        """Run another shape variant of the bundle from now on, in the memory of this one; weights of both stay resident.
+        """Change to another shape variant of the bundle, in the memory of this one; weights of both stay resident.
 
         Raises:
             RunError: the device or the budget refuses; the engine can only be closed then.
@@ -202,12 +202,12 @@ class Engine:
         self.bound.change_variant(opened, self.kernels_for(plan), plan, layout)
 
     def preload(self) -> None:
-        """Load the preloaded set W. Raises RunError when a load fails."""
+        """Load the preload set W. Raises RunError when a load fails."""
         assert self.bound is not None
         self.bound.weights.preload()
 
     def begin(self, schedule: Schedule, *, done: int = 0, admit: Callable[[Load], bool] | None = None) -> Run:
-        """Begin the next run behind layer `done`: its loads, as far as `admit` lets them."""
+        """Begin the next run after launch `done`: start its loads, as far as `admit` permits."""
         assert self.bound is not None
         self.current = Run(self.bound, schedule, done=done, admit=admit)
         return self.current
@@ -219,14 +219,14 @@ class Engine:
 
         Args:
             names: the outputs to return, in this order.
-            inputs: checked arrays by name. They are removed from this dict once they are on the device for good.
-            memory: gives the run its memory; None: all of it is bound already.
+            inputs: checked arrays by name. They are removed from this dict once the device has its final copy.
+            memory: grants the run its memory; None: all of it is bound already.
             since: when the request began, in seconds of `time.perf_counter()`.
 
         Raises:
             RequestError: the request cannot be answered, for instance because of an index outside a table.
             BudgetError: the budget is too small for the model.
-            RunError: the run failed. Whatever is raised, `failed` has to be called then.
+            RunError: the run failed. After any exception, the caller must call `failed`.
         """
         bound = self.bound
         assert bound is not None
@@ -238,7 +238,7 @@ class Engine:
         with _of_the_request():
             bound.activations.write_inputs(inputs)
         if memory is None or mode != "interleave":
-            inputs.clear()  # who calls may have given them for good
+            inputs.clear()  # the caller may have dropped its references
         loads: list[TimedInterval] = []
         layers: list[TimedInterval] = []
         read: dict[str, Array] = {}
@@ -253,7 +253,7 @@ class Engine:
                 break
             assert memory is not None
             memory.give_way()
-            if mode == "interleave":  # the copies that kernels made before are lost
+            if mode == "interleave":  # the copies that kernels made before are overwritten
                 done, read = 0, {}
                 bound.activations.write_inputs(inputs)
         with _of_the_request():
@@ -266,7 +266,7 @@ class Engine:
         return [results[name] for name in names], RunReport(latency, use, tuple(loads), tuple(layers), self.steady)
 
     def _execute(self, outputs: Sequence[Port], done: int, memory: RunMemory | None) -> Executed:
-        """Execute the layers behind `done`, or some of them."""
+        """Execute the launches after `done`, until the end or a halt."""
         assert self.bound is not None
         if memory is None:
             run = self.current or self.begin(self.bound.weights.schedule())
@@ -284,18 +284,18 @@ class Engine:
             self.end()
 
     def end(self) -> None:
-        """The current run is over, or halted."""
+        """End the current run, finished or halted."""
         self.current = None
 
     def prepare(self) -> None:
-        """A run is over: begin to make the steady kernels of the next one ready."""
+        """After a run: start the warm-up of the next run's steady kernels."""
         if self._warm_up is not None and self.bound is not None:
             self._warm_up.begin(self.bound)
 
     def prefetch(self) -> None:
-        """A run is over: begin the next one, as far as it waits for no layer, and make its steady kernels ready.
+        """After a run: start the loads of the next one that wait for no launch, and the warm-up of its steady kernels.
 
-        Where that fails it warns, and the next run does all of it, and raises what it cannot do.
+        A failure is a warning here. The next run repeats the work, and raises the error if it recurs.
         """
         assert self.bound is not None
         try:
@@ -309,13 +309,13 @@ class Engine:
             )
 
     def wait_prepared(self) -> None:
-        """Return when all kernels are ready that have been begun. Any thread may call it."""
+        """Wait until the warm-up that has begun is complete. Any thread may call it."""
         warm_up = self._warm_up
         if warm_up is not None:
             warm_up.wait()
 
     def stop_ahead(self) -> None:
-        """End the next run's loads, and the warm-up. Their failures are ignored. A forked child has none of the threads."""
+        """End the next run's loads and the warm-up, and ignore their failures. A forked child has none of these threads."""
         if os.getpid() != self._process:
             return
         self._stop_current()
@@ -324,30 +324,30 @@ class Engine:
             warm_up.close()
 
     def stop_with(self, owner: object) -> None:
-        """`stop_ahead` when `owner` is collected without having closed the engine."""
+        """Call `stop_ahead` when `owner` is garbage-collected without having closed the engine."""
         weakref.finalize(owner, self._owner_is_gone).atexit = False
 
     def _owner_is_gone(self) -> None:
-        """Any thread may find out, with any lock held: another one stops what goes on."""
+        """Runs in any thread, with any lock held; so another thread stops the loads."""
         if self.current is not None or self._warm_up is not None:
-            with suppress(RuntimeError):  # the interpreter ends
+            with suppress(RuntimeError):  # the interpreter is exiting
                 threading.Thread(target=self.stop_ahead, name="flashmem-stop", daemon=True).start()
 
     def _stop_current(self) -> None:
         run, self.current = self.current, None
         if run is not None:
-            with suppress(RunError):  # nobody waits for those loads any more
+            with suppress(RunError):  # the result of these loads is not needed
                 run.stop()
 
     def release_weights(self) -> None:
-        """Give the memory of all weights back; activations stay. No run may be loading."""
+        """Free the memory of all weights; activations stay. No run may be loading."""
         assert self.bound is not None
         if self._warm_up is not None:
             self._warm_up.leave()
         self.bound.release_weights()
 
     def unbind(self) -> None:
-        """Give all memory back. Loads for the next run stop; the model can be bound again."""
+        """Free all memory, and stop the loads of the next run. The model can be bound again."""
         self._stop_current()
         bound, self.bound = self.bound, None
         if bound is not None:
@@ -356,7 +356,7 @@ class Engine:
             bound.close()
 
     def failed(self, error: BaseException) -> BaseException:
-        """End a run that raised `error`: the model stays as it was if the request was at fault, and is closed otherwise.
+        """End a run that raised `error`. The model stays unchanged after an error of the request, and is closed otherwise.
 
         Returns the error for the user.
         """
@@ -366,7 +366,7 @@ class Engine:
         return error
 
     def close(self, why: str) -> None:
-        """Give everything back, for good. Closing again does nothing."""
+        """Free everything and stay closed. Closing again does nothing."""
         if self.failure is None:
             self.failure = why
             self.unbind()
@@ -378,7 +378,7 @@ class Engine:
 
 @contextmanager
 def _of_the_request() -> Iterator[None]:
-    """While no layer runs: raise RequestError for anything but a RunError, which the next request would meet, too."""
+    """While no launch runs: raise RequestError for all errors but RunError, which the next request would meet too."""
     try:
         yield
     except RunError:

@@ -1,9 +1,9 @@
-"""Executor: launches layers in order on one queue, each once its slices are loaded, a bounded number of them ahead.
+"""Executor: enqueues launches in order on one queue, each after its slices are loaded, a bounded number of them ahead.
 
-Everything is set up when the program is bound: one kernel object a launch with its arguments set, one prepared call. A run only
-waits and launches. Layers have events only where something waits for them: gates of loads, slices to be freed, a trace, and a
-few so that a run can be stopped before it has enqueued all that it has. With a recorder, layers between two such events are
-recorded once the same run is made again, and enqueued with one call from then on.
+Binding the program prepares everything: one kernel object a launch with its arguments set, one prepared call. A run only waits
+and launches. A launch has an event only where something waits for it: release times of loads, slices to be freed, a trace, and
+a few more, so that a run can stop before the end of its queue. With a recorder, launches between two such events are recorded
+when the same run repeats, and from then on enqueued with one call.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from flashmem.runtime.streaming.transfer import Transfer
 from flashmem.schedule.loads import TimedInterval
 
 LAYERS_APART = (4, 64)
-"""Layers between two events that nothing but the executor waits for, at least and at most. Twice as many may be enqueued and
-not known to be done (three times before a recording): enough to keep the device busy."""
+"""Fewest and most launches between two events that only the executor waits for. Up to twice as many can be enqueued and not
+known to be complete (three times before a recording), which keeps the device busy.
+"""
 
 SECONDS_APART = 0.01
-"""How long the layers between two such events take, about: an interrupted run ends once what is enqueued is done."""
+"""Target seconds between two such events: an interrupted run ends when the enqueued launches are complete."""
 
 FEWEST = 4
-"""Launches that are worth a recording."""
+"""Fewest launches worth a recording."""
 
 _NOTHING: Mapping[int, Callable[[], None]] = MappingProxyType({})
 _AS_THEY_ARE: Mapping[int, Launched | None] = MappingProxyType({})
@@ -50,7 +51,7 @@ def _never() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One kernel launch, ready to be enqueued. `arguments` are held because a kernel does not keep its memory alive."""
+    """One kernel launch, ready to be enqueued. It holds `arguments` because a kernel does not keep its memory alive."""
 
     kernel: Kernel
     global_size: tuple[int, ...]
@@ -60,7 +61,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One layer: wait for the slices `needs`, then enqueue `commands`; none where a later layer does its work."""
+    """A launch of the program: wait for the slices `needs`, then enqueue `commands` (none: a later launch does its work)."""
 
     name: str
     commands: tuple[Command, ...]
@@ -75,14 +76,14 @@ class Resources:
     arena: Memory
     constants: Memory | None
     weights: Mapping[str, Memory]
-    staged: Mapping[str, Memory]  # where streamed slices wait to be moved home
+    staged: Mapping[str, Memory]  # where streamed slices wait for the copy to their places
 
 
 class Kernels(Protocol):
     """Compiled kernels."""
 
     def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
-        """A kernel object of its own with its arguments set. Raises RunError."""
+        """A new kernel object with its arguments set. Raises RunError."""
 
 
 def make_steps(
@@ -95,12 +96,12 @@ def make_steps(
     instead: Mapping[int, Launched | None] = _AS_THEY_ARE,
     bound: Mapping[int, Step] = _UNBOUND,
 ) -> list[Step]:
-    """The layers of `program`. Layers in `moves` take their kernels from `lane`, all others from `plain`.
+    """The steps of `program`. Launches in `moves` use kernels of `lane`, all others kernels of `plain`.
 
-    `instead`: launches that replace those of layers without moves; None: no launch. `bound`: steps whose commands are reused.
+    `instead`: replacements of launches that copy nothing; None: no launch. `bound`: steps whose commands are reused.
 
     Raises:
-        RunError: a kernel is missing, or takes other arguments.
+        RunError: a kernel is missing, or has other arguments.
     """
     binder = _Binder(program, resources)
     steps = []
@@ -144,8 +145,8 @@ def _lane(stream: CopyStream, resources: Resources) -> list[Any]:
 class _Binder:
     """Turns a program's arguments into kernel arguments; tensors and constants become sub-buffers.
 
-    Each range of bytes has one: a kernel that writes its output over an operand takes the same memory object twice.
-    Two of the same bytes, one of them written, are undefined (clCreateSubBuffer).
+    Each byte range has one sub-buffer: a kernel that writes its output over an operand gets the same memory object twice. Two
+    sub-buffers of the same bytes, one of them written, are undefined (clCreateSubBuffer).
     """
 
     def __init__(self, program: BundleProgram, resources: Resources) -> None:
@@ -177,14 +178,14 @@ class Executor:
     def __init__(
         self, queue: Queue, steps: Sequence[Step], recorder: Recorder | None = None, transfer: Transfer | None = None
     ) -> None:
-        """`transfer` loads the slices that steps need."""
+        """`transfer` loads the slices that the steps need."""
         self._queue = queue
         self._transfer = transfer
         self._steps = steps
         self._recorder = recorder
-        self._recordings: dict[int, tuple[int, Recording]] | None = None  # by first layer: the last one, and the recording
-        self._stops: frozenset[int] | None = None  # where they end, as the last run had it
-        self._longest = 0  # layers that one of them may have
+        self._recordings: dict[int, tuple[int, Recording]] | None = None  # by first launch: the last one, and the recording
+        self._stops: frozenset[int] | None = None  # where the recordings of the last run end
+        self._longest = 0  # most launches in one recording
         self._launches = [[queue.prepare(c.kernel, c.global_size, c.local_size) for c in step.commands] for step in steps]
         self._apart = LAYERS_APART[0]
 
@@ -198,20 +199,20 @@ class Executor:
         done: int = 0,
         halted: Callable[[], bool] = _never,
     ) -> int:
-        """Run all layers behind `done`; `loader` brings in what they need (None: everything is resident); `check` is called
-        before each, and `after`, by layer, once it is enqueued. No layer begins once `halted()` is true.
+        """Run all launches after `done`; `loader` loads the slices that they need (None: everything is resident). Calls `check`
+        before each launch, and `after[launch]` once that launch is enqueued. No launch begins once `halted()` is true.
 
-        Returns the last layer when it is done. Raises RunError when a load or a launch fails, and what `check` raises; layers
-        may then still be running.
+        Returns the last launch when it is complete. Raises RunError when a load or a launch fails, and whatever `check` raises;
+        launches may then still be running.
         """
         queue = self._queue
         waking = loader.wakes if loader is not None else frozenset()
-        flying: deque[tuple[int, Event]] = deque()  # layers with events, not known to be done
+        flying: deque[tuple[int, Event]] = deque()  # launches with events, not known to be complete
         traced: list[tuple[str, Event, Event]] = []
         recordings = self._recorded(loader, {*waking, *after}) if self._recorder is not None and trace is None else {}
-        first, since = done + 1, perf_counter()  # `done`: the last layer known to be done, `since` when
-        launched, last = done, len(self._steps)  # the last layer with an event; the last of all
-        layer = done  # the last one that is enqueued, or is about to be
+        first, since = done + 1, perf_counter()  # `done`: the last launch known to be complete, `since` when
+        launched, last = done, len(self._steps)  # the last launch with an event; the last of all
+        layer = done  # the last one that is enqueued, or about to be
 
         def retire() -> None:
             nonlocal done, since
@@ -226,9 +227,9 @@ class Executor:
         loaded = loader.loaded if loader is not None else {}
         arrived = list(self._transfer.arrived) if self._transfer is not None else []
         self._follow([name for name in arrived if name not in loaded])
-        again = [name for step in self._steps[:done] for name in step.needs if name in loaded]  # used before, and after
+        again = [name for step in self._steps[:done] for name in step.needs if name in loaded]  # used before and after
         while layer < last:
-            if halted() and (layer == 0 or self._launches[layer - 1]):  # what is enqueued is the work of all of these layers
+            if halted() and (layer == 0 or self._launches[layer - 1]):  # these launches do the work of all up to here
                 if launched < layer:
                     queue.finish()
                 last = layer
@@ -237,7 +238,7 @@ class Executor:
             layer += 1
             if check is not None:
                 check()
-            while loader is not None and flying and has_ended(flying[0][1]):  # a gate should open when it can
+            while loader is not None and flying and has_ended(flying[0][1]):  # start loads at their release times
                 retire()
             needs = step.needs if layer > first else (*again, *step.needs)
             if loader is not None and needs:
@@ -245,7 +246,7 @@ class Executor:
                     if not loaded.get(name, True):
                         if launched < layer - 1:
                             queue.flush()
-                        while flying:  # what the load waits for may be the end of a layer
+                        while flying:  # the load may wait for the end of a launch
                             retire()
                         loader.wait(name)
             self._follow(needs)
@@ -278,17 +279,17 @@ class Executor:
         return last
 
     def _follow(self, names: Iterable[str]) -> None:
-        """Have the queue wait for the commands on other queues that brought slices in."""
+        """Make the queue wait for the commands on other queues that load these slices."""
         if self._transfer is not None and (events := self._transfer.take_arrived(names)):
             self._queue.follow(events)
 
     def _recorded(self, loader: LoaderRun | None, stops: Iterable[int]) -> Mapping[int, tuple[int, Recording]]:
-        """The recordings for this run; none for the first of its kind. They end at `stops` and before layers that wait."""
+        """The recordings for this run; none for the first run of its kind. They end at `stops` and before waiting launches."""
         waiting = loader.loaded if loader is not None else {}
         gates = [n for n, step in enumerate(self._steps) if any(name in waiting for name in step.needs)]
         here = frozenset((*stops, *gates))
         unfit = self._recordings is not None and not self._longest <= 4 * self._apart <= 16 * self._longest
-        if here != self._stops or unfit:  # another run, or events have to be much nearer, or much further apart
+        if here != self._stops or unfit:  # another run, or a large change of the distance between events
             self._stops, self._recordings = here, None
             return {}
         if self._recordings is None:
@@ -301,7 +302,7 @@ class Executor:
         return self._recordings
 
     def _record(self, stops: frozenset[int]) -> dict[int, tuple[int, Recording]]:
-        """Layers as far as `stops`, or as events are apart. Raises RunError."""
+        """Record the launches between two `stops` or two events. Raises RunError."""
         assert self._recorder is not None
         found: dict[int, tuple[int, Recording]] = {}
         begun, last, self._longest = 0, len(self._steps), self._apart
@@ -317,12 +318,12 @@ class Executor:
         return found
 
     def _space(self, layers: int, seconds: float) -> None:
-        """Set the events of later layers apart as `layers` that took `seconds` ask for."""
+        """Set the distance between events, given that `layers` launches took `seconds`."""
         least, most = LAYERS_APART
         self._apart = max(least, min(most, int(layers * SECONDS_APART / max(seconds, 1e-9))))
 
     def _intervals(self, traced: Sequence[tuple[str, Event, Event]]) -> list[TimedInterval]:
-        """Device times on the host's clock: a marker that completes now tells how far the two clocks are apart."""
+        """Device times on the host's clock: a marker that completes now gives the difference of the two clocks."""
         marker = self._queue.marker()
         wait(marker)
         apart = perf_counter() - event_seconds(marker)[1]
@@ -331,8 +332,8 @@ class Executor:
         ]
 
     def drain(self) -> None:
-        """After a failure: wait for what is still running, as far as the device allows."""
+        """After a failure: wait for what still runs, as far as the device permits."""
         try:
             self._queue.finish()
-        except RunError:  # a lost device has nothing left to wait for
+        except RunError:  # a lost device runs nothing that needs a wait
             return

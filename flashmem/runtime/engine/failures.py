@@ -1,4 +1,4 @@
-"""Failures of runs: what is said about them, and tracebacks that keep no device memory alive."""
+"""Failures of runs: their messages, and tracebacks that keep no device memory alive."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import traceback
 
 
 class RequestError(Exception):
-    """A run failed because of its request, while no layer ran: the model stays usable. `error` is for the user."""
+    """A run failed because of its request, while no launch ran: the model stays usable. `error` is for the user."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -14,12 +14,12 @@ class RequestError(Exception):
 
 
 def said(error: BaseException) -> str:
-    """The message of an error, or its type's name if there is none."""
+    """The message of an error, or the name of its type if it has none."""
     return str(error) or type(error).__name__
 
 
 def why_closed(error: BaseException) -> str:
-    """Why a run that raised `error` closes its session or model, for a message."""
+    """The reason, for a message, why a run that raised `error` closes its session or model."""
     if isinstance(error, KeyboardInterrupt) and not str(error):
         return "its last run was interrupted"
     return f"its last run failed: {said(error)}"
@@ -28,7 +28,7 @@ def why_closed(error: BaseException) -> str:
 def forget_locals(error: BaseException) -> None:
     """Clear the local variables in the traceback of an error, which keep device memory alive.
 
-    The traceback's lines stay. Calls that are not over keep their variables.
+    The lines of the traceback stay. Frames that still execute keep their variables.
     """
     seen, left = set[int](), [error]
     while left:

@@ -1,4 +1,4 @@
-"""Inputs of a run: read from an .npz file, the rest drawn from a seed; and outputs written to one."""
+"""Inputs of a run, read from an .npz file or drawn from a seed; and outputs written to an .npz file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Arrays = dict[str, NDArray[Any]]
 _HOW = "write it with numpy.savez(path, name=array)"
 _PIECE = 1 << 20  # bytes decompressed at once
 _DRAWN_AT_ONCE = 1 << 16  # elements
-_HEADER_BYTES = 1 << 14  # numpy refuses longer ones, after reading them
+_HEADER_BYTES = 1 << 14  # numpy refuses longer ones, but only after reading them
 _LONGEST_NUMBER = 32  # bytes: a complex number of 256 bits
 _LONGEST_NAME = 80
 _LONGEST_REASON = 200
@@ -35,7 +35,7 @@ _LONGEST_REASON = 200
 
 @dataclass(frozen=True)
 class _Stored:
-    """An array of the file as its header describes it, `offset` bytes into the member that holds it."""
+    """An array of the file as its header describes it; its data begins at byte `offset` of its member."""
 
     member: zipfile.ZipInfo
     offset: int
@@ -45,11 +45,11 @@ class _Stored:
 
 
 def check_input_file(path: Path) -> None:
-    """Reads the headers of an .npz file, so that a file that cannot be used is refused before a model is compiled for it.
+    """Check the headers of an .npz file, to refuse an unusable file before a model is compiled for it.
 
     Raises:
         MissingFileError: no such file.
-        UserError: not an .npz file, or one that is damaged as far as its headers say, or holds other things than numbers.
+        UserError: not an .npz file, or its headers show damage, or elements that are not numbers.
     """
     with _opened(path) as archive:
         _headers(path, archive)
@@ -62,11 +62,11 @@ def stored_arrays(path: Path) -> Mapping[str, _Stored]:
 
 
 def read_inputs(path: Path, ports: Sequence[Port]) -> Arrays:
-    """The arrays in an .npz file, by name. Nothing is decompressed before its header fits the port of its name.
+    """The arrays in an .npz file, by name. Decompresses an array only after its header matches the port of that name.
 
     Raises:
         MissingFileError: no such file.
-        UserError: as `check_input_file`; or an array that no port takes, or of another shape or type than its port; or damage.
+        UserError: as `check_input_file`; or an array without a port, or of another shape or type than its port; or damage.
     """
     by_name = {port.name: port for port in ports}
     with _opened(path) as archive:
@@ -93,10 +93,10 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
 
 @contextmanager
 def _readable(path: Path, name: str | None = None) -> Iterator[None]:
-    """Around what zipfile, zlib and numpy read. What they raise for damaged bytes is an open set, so all of it is taken."""
+    """Turns errors of zipfile, zlib and numpy into UserError. Damaged bytes can raise any exception, so it catches all."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # headers of Python 2, names that come twice: read, or refused below
+            warnings.simplefilter("ignore")  # headers of Python 2 and repeated names: read, or refused below
             yield
     except UserError:
         raise
@@ -135,8 +135,8 @@ def _header(member: zipfile.ZipInfo, stream: IO[bytes]) -> _Stored:
 
 
 def _checked(path: Path, port: Port, array: _Stored) -> _Stored:
-    """Refuses what `Session.run` would, in its words; an array without memory of its own stands in for the stored one."""
-    if port.dtype == "bfloat16" and array.dtype == np.dtype("V2"):  # what numpy calls it in a file
+    """Refuse what `Session.run` would refuse, with the same message; an empty array replaces the stored one."""
+    if port.dtype == "bfloat16" and array.dtype == np.dtype("V2"):  # numpy's name for it in a file
         array = replace(array, dtype=numpy_dtype(port.dtype))
     with _readable(path, port.name):
         stand_in = np.broadcast_to(np.empty((), array.dtype), array.shape)
@@ -148,7 +148,7 @@ def _checked(path: Path, port: Port, array: _Stored) -> _Stored:
 
 
 def _read(path: Path, name: str, archive: zipfile.ZipFile, array: _Stored) -> NDArray[Any]:
-    """The array itself; of its port's size, whatever the file decompresses to."""
+    """The array itself; reads no more bytes than its port's size, whatever the file decompresses to."""
     result = np.empty(array.shape[::-1] if array.column_major else array.shape, array.dtype)
     flat: Any = result.reshape(-1).view(np.uint8)
     left = memoryview(flat)
@@ -159,7 +159,7 @@ def _read(path: Path, name: str, archive: zipfile.ZipFile, array: _Stored) -> ND
             left = left[len(piece) :]
         if left:
             raise ValueError(f"{len(left)} bytes are missing")
-        if file.read(1):  # at its end the file is compared with its checksum
+        if file.read(1):  # reading at the end compares the file with its checksum
             raise ValueError("it is longer than its shape says")
     return result.T if array.column_major else result
 
@@ -181,7 +181,7 @@ def write_outputs(path: Path, names: Sequence[str], arrays: Sequence[NDArray[Any
 
 
 def _write_npz(file: IO[bytes], arrays: Iterable[tuple[str, NDArray[Any]]]) -> None:
-    """What numpy.savez writes; that function takes names as keywords, and so cannot write an output called `file`."""
+    """Write the format of numpy.savez, which accepts names as keywords and so cannot write an output called `file`."""
     with zipfile.ZipFile(file, "w") as archive:
         for name, array in arrays:
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
@@ -189,7 +189,7 @@ def _write_npz(file: IO[bytes], arrays: Iterable[tuple[str, NDArray[Any]]]) -> N
 
 
 def _write_npy(file: IO[bytes], array: NDArray[Any]) -> None:
-    """What numpy writes; its function copies 16 MB at a time."""
+    """Write the format of numpy.save, which copies 16 MB at a time."""
     if array.dtype.hasobject:
         raise ValueError("an array of objects would have to be pickled")
     header = np.lib.format.header_data_from_array_1_0(array)
@@ -203,7 +203,7 @@ def _write_npy(file: IO[bytes], array: NDArray[Any]) -> None:
 def complete_inputs(program: Program, given: Mapping[str, NDArray[Any]], seed: int) -> Arrays:
     """`given`, with every missing input of `program` drawn from `seed`.
 
-    Each input has a generator of its own, so that giving one does not change the others.
+    Each input has its own generator, so that a given input does not change the drawn ones.
 
     Raises:
         UserError: `given` names an input that the model does not have.
@@ -219,7 +219,7 @@ def complete_inputs(program: Program, given: Mapping[str, NDArray[Any]], seed: i
 
 
 def _draw(port: Port, rows: int | None, generator: np.random.Generator) -> NDArray[Any]:
-    """Standard normal numbers; row numbers for a table's indices; 0 or 1 where all that is known is that it is whole."""
+    """Standard normal numbers; row numbers for a table's indices; 0 or 1 for other integers."""
     dtype = numpy_dtype(port.dtype)
     drawn = np.empty(prod(port.shape), dtype)
     for first in range(0, drawn.size, _DRAWN_AT_ONCE):  # numpy draws in 64 bits

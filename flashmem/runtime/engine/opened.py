@@ -1,4 +1,4 @@
-"""A bundle opened to run on a device, before anything is allocated: its weight file, tables, transfer mode and kernels."""
+"""A bundle opened to run on a device, before any allocation: its weight file, tables, transfer mode and kernels."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from flashmem.schedule.residency import Strategy, preloaded, preloaded_layout, s
 
 
 def program_on(program: Program, device: Device) -> Program:
-    """`program` as `device` runs it: where kernels do not use the host's memory, outputs are copied."""
+    """`program` as `device` runs it: outputs are copied unless kernels use host memory."""
     return program if uses_host_memory(device) or not program.hands_over else replace(program, hands_over=False)
 
 
 def uses_host_memory(device: Device) -> bool:
-    """Whether kernels use the host's memory where it is."""
+    """Whether kernels use host memory directly."""
     return device.kind == "cpu"
 
 
@@ -50,10 +50,10 @@ class OpenedBundle:
         Args:
             verify_weights: compare every slice and table row that is read with its checksum.
             lanes: in mode "interleave", whether kernels copy weights while they compute.
-            file: the weight file, where another of the bundle's shape variants has it open.
+            file: the weight file, if another of the bundle's shape variants has opened it.
 
         Raises:
-            BundleError: the weight file is not there, or not as long as it was.
+            BundleError: the weight file is missing, or its length has changed.
         """
         program = program_on(bundle.program, device)
         self.bundle, self.program, self.mode, self.lanes = bundle, program, mode, lanes
@@ -63,7 +63,7 @@ class OpenedBundle:
         self.together = {part: self.readable[joined.name] for joined in program.joined for part in joined.parts}
         self.tensors = {tensor.name: tensor for tensor in program.tensors}
         self.checksums: Mapping[str, Checksum] | None = bundle.checksums.slices if verify_weights else None
-        self.segmented = not verify_weights  # a checksum is of a whole slice
+        self.segmented = not verify_weights  # a checksum covers a whole slice
         self.file = file or WeightFile(bundle.weights_path, program.weights_bytes)
         self.tables: list[Reader] = [
             CheckedTable(self.file, table_blocks(gather), values) if verify_weights else self.file
@@ -71,25 +71,25 @@ class OpenedBundle:
         ]
 
     def variant(self, bundle: Bundle) -> OpenedBundle:
-        """The same for another shape variant of the bundle, with the same file."""
+        """Another shape variant of the bundle, opened with the same file."""
         return OpenedBundle(
             bundle, self._device, self.mode, verify_weights=self._verify_weights, lanes=self.lanes, file=self.file
         )
 
     def moves(self, plan: OverlapPlan) -> dict[int, LayerMoves]:
-        """The copies that kernels make in a run of `plan`, by layer; none but in mode "interleave"."""
+        """The copies that kernels make in a run of `plan`, by launch; only in mode "interleave"."""
         if self.mode != "interleave":
             return {}
         return layer_moves(plan, self.slices, lane_kind(self.program), lanes=self.lanes)
 
     def close(self) -> None:
-        """Close the weight file; bound programs have to be closed before."""
+        """Close the weight file; bound programs must be closed before."""
         self.file.close()
 
 
 @dataclass(frozen=True)
 class PlannedVariant:
-    """A shape variant with its plan and layout in one transfer mode and strategy. `program`: as the device runs it."""
+    """A shape variant with its plan and layout in one transfer mode and strategy. `program` is as the device runs it."""
 
     bundle: Bundle
     program: Program
@@ -98,12 +98,12 @@ class PlannedVariant:
 
     @property
     def needed(self) -> int:
-        """Bytes that a session of this variant holds."""
+        """Bytes of memory that a session of this variant requires."""
         return fixed_bytes(self.program) + self.layout.total_bytes
 
 
 def planned_variant(bundle: Bundle, device: Device, mode: TransferMode, strategy: Strategy) -> PlannedVariant:
-    """The variant that `bundle` has as its own (`Bundle.index`).
+    """The bundle's own variant (`Bundle.index`), planned.
 
     Raises:
         UserError: the bundle was not compiled for that mode.
@@ -116,13 +116,13 @@ def planned_variant(bundle: Bundle, device: Device, mode: TransferMode, strategy
 
 
 class Kernels:
-    """The kernels of a bundle on a device: `plain` ones, and those with a stream lane for runs of `plan`."""
+    """The kernels of a bundle on a device: `plain` ones, and those with an interleaved copy stream for runs of `plan`."""
 
     def __init__(self, opened: OpenedBundle, device: DeviceInUse, plan: OverlapPlan, *, apart: bool) -> None:
-        """Load what the cache or the bundle has, build the rest; `apart`: in child processes.
+        """Load kernels from the cache or the bundle, and build the others; `apart`: in child processes.
 
         Raises:
-            UserError: the kernels compute in half, and the device does not.
+            UserError: the kernels compute in half precision, and the device does not.
             RunError: the driver refuses the kernels.
         """
         program, cache = opened.program, ProgramCache()
@@ -147,11 +147,11 @@ class Kernels:
         )
 
     def close(self) -> None:
-        """Nothing is loaded any more."""
+        """Stop loading kernels."""
         for kernels in (self.plain, self.lane):
             kernels.close()
 
     def save(self) -> None:
-        """Put what this process has compiled into the cache; its kernels must all have run. Raises RunError."""
+        """Save to the cache what this process has compiled; its kernels must all have run. Raises RunError."""
         for kernels in (self.plain, self.lane):
             kernels.save()

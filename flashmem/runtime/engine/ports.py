@@ -1,8 +1,8 @@
-"""Inputs and outputs as the user sees them: checked, converted for the device, and back.
+"""Inputs and outputs of a model: checks, and conversion to and from the types of the device.
 
-On the device integers and booleans are what they are, and all floats are float32, or float16 where the model's are and the
-program stores them so. No cast is silent: an input must have the dtype its port names.
-bfloat16 is numpy's by way of the package ml_dtypes, which onnx brings.
+The device keeps integers and booleans unchanged. All floats are float32 there, or float16 where the model has float16 and the
+program stores it. No cast is silent: an input must have the dtype that its port names. numpy has bfloat16 through the package
+ml_dtypes, a dependency of onnx.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     """The numpy dtype of a port's element type.
 
     Raises:
-        ValueError: numpy has none.
+        ValueError: numpy has no such type.
     """
     if name == "bfloat16":
         try:
-            importlib.import_module("ml_dtypes")  # registers the name
+            importlib.import_module("ml_dtypes")  # registers the type
         except ImportError:
             raise ValueError("arrays of bfloat16 need the package ml_dtypes: pip install ml_dtypes") from None
     return np.dtype(name)
 
 
 def chosen_outputs(ports: Sequence[Port], output_names: Any) -> list[str]:
-    """The outputs asked for, all for None. Raises ValueError for anything but a sequence of one or more names of `ports`."""
+    """The requested outputs, or all for None. Raises ValueError for anything but a sequence of one or more names of `ports`."""
     outputs = [port.name for port in ports]
     if output_names is None:
         return outputs
@@ -55,10 +55,10 @@ def chosen_outputs(ports: Sequence[Port], output_names: Any) -> list[str]:
 
 
 def arrays_by_name(inputs: Any) -> dict[str, Array]:
-    """The inputs, each asked for once: an .npz file reads it anew every time.
+    """The inputs as a dict. Reads each one once: an .npz file reads an array again at each access.
 
     Raises:
-        ValueError: not a mapping from names, or an array with a mask, which the device would not see.
+        ValueError: not a mapping from names, or a masked array, whose mask the device would ignore.
     """
     if not isinstance(inputs, Mapping):
         raise ValueError(f"the inputs are {described(inputs)}; give a dict of numpy arrays by name")
@@ -73,7 +73,7 @@ def arrays_by_name(inputs: Any) -> dict[str, Array]:
 
 
 def described(value: object) -> str:
-    """What kind of thing was given, for a sentence."""
+    """The kind of a value, for a message."""
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
@@ -98,35 +98,35 @@ def check_inputs(ports: Sequence[Port], inputs: Mapping[str, Array]) -> None:
 
 
 def fitting_variant(variants: Sequence[Sequence[Port]], inputs: Mapping[str, Array]) -> int:
-    """The index of the shape variant, given the ports of each, that takes exactly `inputs`. Raises ValueError without one."""
+    """The index of the shape variant whose ports accept exactly `inputs`. Raises ValueError if none does."""
     index = which_fits(variants, inputs) if len(variants) > 1 else 0
     check_inputs(variants[index], inputs)
     return index
 
 
 def to_device(tensor: Tensor, array: Array) -> Array:
-    """`array` in the type of `tensor`, as the device holds it: contiguous, where it had to be converted; else the same memory,
-    in whatever order it is.
+    """`array` in the type of `tensor` on the device: contiguous after a conversion; otherwise the same memory, in its own
+    order.
     """
     dtype = np.dtype(tensor.dtype)
     return np.asarray(array) if array.dtype == dtype else np.ascontiguousarray(array, dtype)
 
 
 def from_device(port: Port, array: Array) -> Array:
-    """`array`, as the device holds it, in the port's dtype; the same memory where it is the same."""
-    with np.errstate(over="ignore"):  # of float16: what is too large is infinite
+    """`array`, as read from the device, in the port's dtype; the same memory if the dtype is equal."""
+    with np.errstate(over="ignore"):  # a value too large for float16 becomes infinite
         return array.astype(numpy_dtype(port.dtype), copy=False)
 
 
 def gather_rows(file: Reader, gather: HostEmbeddingLookup, indices: Array, stored: StoredType) -> Array:
     """Rows of a table in the weight file, read from disk, as elements of `stored`: shape `indices.shape` + (columns,).
 
-    Each row (each panel, where the table is packed in panels) is read once however often it is asked for. Negative indices
+    Reads each row (each panel, if the table is packed in panels) once, however often the indices repeat it. Negative indices
     count from the end, as in ONNX.
 
     Raises:
-        ValueError: an index outside the table.
-        RunError: the file is shorter than it was.
+        ValueError: an index is outside the table.
+        RunError: the file was truncated.
     """
     wanted = np.ravel(indices).astype(np.int64)
     wrapped = np.where(wanted < 0, wanted + gather.rows, wanted)
@@ -156,6 +156,6 @@ def gather_rows(file: Reader, gather: HostEmbeddingLookup, indices: Array, store
 
 
 def _unpacked(row: NDArray[np.uint8], gather: HostEmbeddingLookup) -> Array:
-    """A row of integers of 4 bits, low nibble first."""
+    """Unpack a row of 4-bit integers, low nibble first."""
     both = np.stack((row & 15, row >> 4), axis=-1).reshape(-1)[: gather.columns]
     return both if gather.dtype == "uint4" else (both ^ 8).view(np.int8) - np.int8(8)

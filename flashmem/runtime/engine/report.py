@@ -1,4 +1,4 @@
-"""Report of a run: latency, memory, and when loads and layers ran."""
+"""Report of a run: latency, memory, and the times of loads and launches."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from flashmem.schedule.loads import TimedInterval
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds. `integrated` is from the creation of the session to outputs in host memory.
+    """Latency of a run in seconds. `integrated` is from the creation of the session to outputs in host memory.
 
-    For the first run it is `init` (making the session) plus `exec`; a later run makes nothing, so its `init` is 0.
+    For the first run it is `init` (creation of the session) plus `exec`. Later runs create nothing: their `init` is 0.
     """
 
     integrated: float
@@ -24,12 +24,13 @@ class Latency:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes that the session held, as its ledger counted them; the process and the page cache apart.
+    """Memory of a session in bytes, as its ledger counts it, without the rest of the process and the page cache.
 
-    `peak_bytes` and `average_bytes` (over time) are of the run, for the first run since the session's creation; `by_category`
-    is what made up the peak. `process_peak_rss_bytes` is the whole process since its start, drivers included, and
-    `process_start_rss_bytes` what it held when the device's context was there and nothing else of the session; None where the
-    system does not say. `over_time`: (seconds, bytes from then on); `changes`: (seconds, category, its bytes from then on).
+    `peak_bytes` and `average_bytes` (over time) are of the run; of the first run, since the session's creation. `by_category`
+    splits the peak. `process_peak_rss_bytes` is the peak of the whole process since its start, drivers included.
+    `process_start_rss_bytes` is its resident memory after the creation of the device's context, before the rest of the session.
+    Both are None if the system does not report them. `over_time`: (seconds, bytes from then on); `changes`: (seconds, category,
+    its bytes from then on).
     """
 
     peak_bytes: int
@@ -43,7 +44,7 @@ class MemoryUse:
 
     @classmethod
     def of(cls, account: Account, until: float, budget: int | None, start_rss: int | None) -> Self:
-        """What `account` counted since its history began, `until` as `time.perf_counter()` gives it."""
+        """The use that `account` counted from the begin of its history to `until`, a time of `time.perf_counter()`."""
         return cls(
             account.peak,
             account.average(until),
@@ -58,9 +59,9 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class RunReport:
-    """One run. `layers` is filled when the session traces; times are seconds of `time.perf_counter()`.
+    """Report of one run. `layers` is filled when the session traces; times are seconds of `time.perf_counter()`.
 
-    `loads` may have begun before the run did. `steady`: it had the kernels of later runs.
+    `loads` may begin before the run does. `steady`: the run used the kernels of later runs.
     """
 
     latency: Latency
@@ -71,12 +72,12 @@ class RunReport:
 
 
 def process_peak_rss() -> int | None:
-    """The most memory that this process has had resident, in bytes; None where /proc does not say."""
+    """Peak resident memory of this process in bytes; None if /proc does not report it."""
     return _resident("VmHWM")
 
 
 def process_rss() -> int | None:
-    """The memory of this process that is resident now, in bytes; None where /proc does not say."""
+    """Resident memory of this process in bytes; None if /proc does not report it."""
     return _resident("VmRSS")
 
 

@@ -1,7 +1,7 @@
-"""Warm-up: the steady kernels of later runs, made ready by a thread between runs (NNV12, MobiSys '23, section 3.5).
+"""Warm-up: a thread prepares the steady kernels of later runs between runs (NNV12, MobiSys '23, section 3.5).
 
-The kernels of a first answer are those that are cheapest cold. Those of later answers are loaded or built, and bound, while
-runs go on. A run that begins and finds them ready is made of them.
+A first answer uses the kernels that are fastest to start cold. The thread loads or builds the kernels of later answers, and
+binds them, while runs go on. A run uses them if they are ready when it begins.
 """
 
 from __future__ import annotations
@@ -26,42 +26,43 @@ from flashmem.runtime.kernels.steady import new_kernels
 from flashmem.schedule.plan import OverlapPlan
 
 _REMEMBERED = 2
-"""Sets of steady launches that stay bound: a budget that goes down and up again finds both."""
+"""Sets of steady launches that stay bound: a budget that falls and rises again finds both."""
 
 
 class WarmUp:
-    """The steady kernels of a bundle, and the choice of those that the next run of its bound program has.
+    """Warm-up of a bundle's steady kernels, and the choice of those that the next run uses.
 
-    A thread makes them ready. All methods but `wait` are called by one thread at a time. It waits in `close`, and in `leave`
-    for one set of launches to be bound at most. Kernels outlive bound programs: the next one has them from its first run on.
+    A thread prepares them. One thread at a time calls all methods but `wait`. It waits in `close`, and in `leave` for the
+    binding of at most one set of launches. Kernels outlive bound programs: the next bound program uses them from its first run
+    on.
     """
 
     def __init__(self, opened: OpenedBundle, device: DeviceInUse, *, apart: bool) -> None:
-        """Nothing begins yet. `apart`: build kernels that no cache has in child processes."""
+        """Starts nothing yet. `apart`: build kernels that no cache has in child processes."""
         self._opened, self._device, self._apart = opened, device, apart
         self._failure: str | None = None
-        self._refused = False  # nothing is made ready any more
-        self._kernels: CachedKernels | None = None  # all of them ready
-        self._launches: tuple[SteadyLaunch, ...] = ()  # that have these kernels
-        self._plan: OverlapPlan | None = None  # under which the others were known
-        self._chosen: Steady | None = None  # for the last run
-        self._whole = False  # whether a run had all of these launches
-        self._earlier: list[CachedKernels] = []  # compiled here, all launched, and replaced since
+        self._refused = False  # after a failure: nothing more is prepared
+        self._kernels: CachedKernels | None = None  # all of the steady ones, ready
+        self._launches: tuple[SteadyLaunch, ...] = ()  # the launches of these kernels
+        self._plan: OverlapPlan | None = None  # the plan for which the launches were selected
+        self._chosen: Steady | None = None  # used by the last run
+        self._whole = False  # whether a run used all of these launches
+        self._earlier: list[CachedKernels] = []  # compiled in this process, all launched, replaced since
         self._builders: Builders | None = None
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # guards the attributes below
         self._stopping = self._working = False
         self._thread: threading.Thread | None = None
         self._program: BoundProgram | None = None
-        self._seen: frozenset[str] | None = None  # what was resident when steady launches were last selected
-        self._stay = object()  # another one when the program's memory is given back
+        self._seen: frozenset[str] | None = None  # the resident slices at the last selection of steady launches
+        self._stay = object()  # a new object each time the program's memory is freed
         self._wanted: tuple[BoundProgram, object, tuple[SteadyLaunch, ...]] | None = None
-        self._ready: tuple[Steady, ...] = ()  # the latest last
+        self._ready: tuple[Steady, ...] = ()  # the latest is the last
         self._binding = threading.Lock()  # held while the thread uses a bound program
 
     def begin(self, bound: BoundProgram) -> None:
-        """A run of `bound` is over: make the steady kernels ready that the next one can have with what is resident now.
+        """After a run of `bound`: start preparing the steady kernels that the next run can use with the resident slices.
 
-        A failure is warned of before the next run, which does without: the answer of this one is there.
+        A failure is a warning before the next run, which goes on without them: this run's answer is complete.
         """
         try:
             self._begin(bound)
@@ -86,9 +87,9 @@ class WarmUp:
                 self._working, self._thread = True, thread
 
     def choose(self, bound: BoundProgram) -> bool:
-        """Choose the kernels of the run that is about to begin among those that are ready, without waiting.
+        """Choose the kernels of the next run among those that are ready, without waiting.
 
-        Returns whether it has steady ones. Warns, once, where they cannot be made ready.
+        Returns whether it uses steady ones. Warns once if they cannot be prepared.
         """
         if self._failure is not None:
             failure, self._failure = self._failure, None
@@ -102,10 +103,10 @@ class WarmUp:
         return self._chosen is not None
 
     def _take_over(self, bound: BoundProgram) -> None:
-        """The first run of a bound program: bind the launches that kernels are ready for and that need nothing resident."""
+        """For the first run of a bound program: bind the steady launches that have kernels and need no resident slice."""
         with self._lock:
             self._program, kernels, covered = bound, self._kernels, self._launches
-        if kernels is None or self._opened.mode == "interleave":  # kernels of its first run copy weights that later ones do not
+        if kernels is None or self._opened.mode == "interleave":  # first-run kernels copy weights
             return
         try:
             steady = bound.kernels.steady_launches()
@@ -115,14 +116,14 @@ class WarmUp:
             self._refuse(error)
 
     def wait(self) -> None:
-        """Return when everything that was begun is ready."""
+        """Wait until everything that was begun is ready."""
         with self._lock:
             thread = self._thread
         if thread is not None:
             thread.join()
 
     def leave(self) -> None:
-        """The program's memory, or that of its weights, is about to be given back: nothing is bound to it from now on."""
+        """Call before the memory of the program or of its weights is freed: from then on nothing is bound to it."""
         with self._lock:
             self._program = self._seen = self._wanted = self._chosen = None
             self._stay, self._ready = object(), ()
@@ -130,7 +131,7 @@ class WarmUp:
             pass
 
     def close(self) -> None:
-        """End the thread, and save the kernels that were compiled here and launched."""
+        """End the thread, and save the kernels that were compiled in this process and launched."""
         with self._lock:
             self._stopping, self._refused = True, True
         self.leave()
@@ -138,7 +139,7 @@ class WarmUp:
             self._builders.abandon()
         self.wait()
         for kernels in (*self._earlier, *([self._kernels] if self._kernels is not None and self._whole else [])):
-            with suppress(RunError):  # a driver that cannot give its binary costs a compilation next time
+            with suppress(RunError):  # without the driver's binary, the next start compiles again
                 kernels.save()
         if self._kernels is not None:
             self._kernels.close()
@@ -161,7 +162,7 @@ class WarmUp:
                 self._refuse(error)
 
     def _prepare(self, bound: BoundProgram, stay: object, steady: tuple[SteadyLaunch, ...]) -> None:
-        """Make the kernels of `steady`, then bind them, if the program's memory is still there. Raises RunError."""
+        """Build or load the kernels of `steady`, then bind them if the program's memory still exists. Raises RunError."""
         kernels = self._kernels_of(bound, steady)
         with self._binding:
             if self._stay is not stay:
@@ -175,7 +176,7 @@ class WarmUp:
         """The kernels of `steady`. Raises RunError."""
         opened, program, source = self._opened, self._opened.program, self._opened.bundle.source
         plan = bound.weights.plan
-        same = opened.mode != "interleave" or plan is self._plan  # under another plan other kernels copy weights
+        same = opened.mode != "interleave" or plan is self._plan  # under another plan, other kernels copy weights
         if self._kernels is not None and same and _layers(steady) <= _layers(self._launches):
             return self._kernels
         known, _ = required_kernels(program, source, opened.moves(plan), opened.moves(plan.later()))
@@ -207,5 +208,5 @@ class WarmUp:
 
 
 def _layers(steady: Sequence[SteadyLaunch]) -> frozenset[int]:
-    """The first layers that steady launches replace: they identify the launches of one program."""
+    """The first launches that steady launches replace: they identify the launches of one program."""
     return frozenset(each.first for each in steady)

@@ -1,4 +1,4 @@
-"""Building of kernels during compilation, so that the program cache has them before the first run."""
+"""Ahead-of-time kernel builds: during compilation, so that the program cache has the kernels before the first run."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class KernelBuilder:
         return BuildResult(device, tuple(keys), len(self._builders.submitted))
 
     def _begin(self, request: BuildRequest) -> tuple[Device, tuple[str, ...], bool] | None:
-        """Like `begin`; the device, the keys of all kernels, and whether some are missing that cannot be built."""
+        """Like `begin`. Returns the device, the keys of all kernels, and whether some are missing and cannot be built."""
         device = device_for(request.descriptor.name, self._asked)
         if device is None:
             return None

@@ -40,7 +40,7 @@ from flashmem.runtime.opencl.pocl import ROOM_BYTES
 LONGEST = 600.0
 """Time limit for one kernel in seconds: hundreds of times what the largest kernels of shipped models need."""
 _LEFT_OVER = 60.0
-"""Seconds after which a folder without a lock is taken for that of a killed process."""
+"""Age in seconds at which a folder without a lock belongs to a killed process."""
 _PREFIX = "flashmem-build-"
 
 Keep = Callable[[str, bytes], None]
@@ -135,10 +135,10 @@ class Builders:
     def step(self, *, wait: bool = True) -> bool:
         """Process the completion of one kernel.
 
-        False where none is left or one has failed; without `wait`, also where none is done now.
+        Returns False if none is left or one has failed; without `wait`, also if none has completed yet.
         """
         if self._abandoned:
-            self._failure = "nobody wants the kernels any more"
+            self._failure = "the kernels are no longer needed"
         if self._finished == len(self.submitted) or self._failure is not None:
             return False
         if wait:
@@ -156,7 +156,7 @@ class Builders:
             raise RunError(f"{self._failure}; {self._advice}")
 
     def abandon(self) -> None:
-        """Make a waiting thread fail now; called from another thread."""
+        """Make a waiting thread fail now; another thread calls it."""
         self._abandoned = True
         self._end_children()
 
@@ -167,7 +167,7 @@ class Builders:
                 child.kill()
 
     def close(self) -> None:
-        """End the children at once."""
+        """End the children immediately."""
         self._end_children()
         for _ in self._threads:
             self._waiting.put(None)
@@ -232,7 +232,7 @@ def _job(key: str, wanted: RequiredKernel, program: Program, device: Device) -> 
 
 
 def _trial_size(size: Size) -> Size:
-    """The smallest launch of the same variant: one work-group, or the fewest that make a large grid."""
+    """The smallest launch of the same variant: one work-group, or the fewest that count as a large grid."""
     whole, group = size
     if group is None:
         return size
@@ -268,7 +268,7 @@ class _Folder:
     """A temporary folder with a lock of this process, which is emptied when it is no longer needed."""
 
     def __init__(self) -> None:
-        """Create the folder, and remove those of killed processes.
+        """Create the folder, and remove folders of killed processes.
 
         Raises:
             UserError: no temporary folder can be written.
@@ -305,7 +305,7 @@ def _processors() -> int:
 
 
 def _start(device: Device, folder: str, errors: Path) -> subprocess.Popen[bytes]:
-    """Start a child that builds for `device`, with the driver's variables of this process; its output goes to `errors`."""
+    """Start a child that builds for `device`, with the driver's variables of this process; `errors` receives its output."""
     environment = {name: value for name, value in os.environ.items() if name not in driver_variables(device.platform)}
     with errors.open("wb") as stderr:
         return subprocess.Popen(
@@ -326,7 +326,7 @@ def _only_when_idle(process: int) -> None:
 
 
 def _answer(child: subprocess.Popen[bytes], job: dict[str, Any]) -> dict[str, Any] | str | None:
-    """Send a job to a child: its answer, or why the kernel cannot be built, or None if the child has ended."""
+    """Send a job to a child. Returns its answer, a message if the kernel cannot be built, or None if the child has ended."""
     assert child.stdin is not None and child.stdout is not None
     try:
         child.stdin.write(f"{json.dumps(job)}\n".encode())

@@ -1,7 +1,8 @@
-"""A process that compiles kernels for the program cache: one job per line of stdin, one answer per line of stdout.
+"""Kernel build worker: a process that compiles kernels for the program cache, one job per line of stdin.
 
-A driver that compiles at the first launch (PoCL) needs such a launch: with the numbers of a layer, zeroed memory of its sizes
-that is never touched as a whole, and the smallest grid of the same variant.
+It writes one answer per line of stdout. A driver that compiles at the first launch (PoCL) requires such a launch. It has the
+scalar arguments of a real launch, zeroed memory of its sizes that no kernel accesses as a whole, and the smallest grid of the
+same variant.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _answer(key: str, folder: Path, pocl: Path, answers: Any) -> None:
 
 
 def _built(context: Any, job: dict[str, Any], pocl: Path) -> bytes:
-    """The compiled kernel, complete for the launches of the job."""
+    """The compiled kernel, including the variants for the launches of the job."""
     program = context.build(job["text"], job["options"])
     queue = context.queue()
     for trial in job["trials"]:
@@ -90,9 +91,9 @@ def _argument(context: Any, kind: str, *value: Any) -> Any:
 
 
 def _stand_in_for_the_general_one(pocl: Path, name: str) -> None:
-    """Keep PoCL from compiling a kernel a second time for launches of any size, which takes as long and is never used.
+    """Prevent PoCL from compiling a kernel again for launches of any size, which takes as long and is never used.
 
-    PoCL finds the result for our launch in place of that one. It uses it if the user has switched special variants off.
+    PoCL finds the result for our launch in its place, and uses it if the user has disabled special variants.
     """
     made = sorted(pocl.glob(f"**/{name}/*/{name}.so"))
     if made and not os.environ.get("POCL_WORK_GROUP_SPECIALIZATION"):

@@ -66,8 +66,8 @@ class CachedKernels:
         """Find or build the kernels, and start to load them.
 
         `carried` has the compiled kernels of the bundle (`packed_entries`). `shared` has the programs of other sessions in this
-        context by key; loaded programs are added to it. Those from a bundle are added with their hash in the key, so that no
-        other bundle gets them in place of a kernel that was compiled here.
+        context by key; loaded programs are added to it. Those from a bundle are added with their hash in the key. So no other
+        bundle gets them in place of a kernel that was compiled here.
 
         Raises:
             UserError: the kernels compute in half, and the device does not.
@@ -113,7 +113,7 @@ class CachedKernels:
         self._loading.start()
 
     def __contains__(self, name: object) -> bool:
-        """Whether the session requires the kernel."""
+        """Whether the kernel is one of the session's."""
         return name in self._names
 
     @property

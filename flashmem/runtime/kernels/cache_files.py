@@ -36,11 +36,11 @@ class ProgramCache:
         self.folder = cache_folder("programs") if folder is None else folder
 
     def holds(self, key: str) -> bool:
-        """Whether there is an entry for `key`; reading may still find it damaged."""
+        """Whether `key` has an entry; reading may still find it damaged."""
         return self._path(key).is_file() and not is_foreign(self.folder)
 
     def read(self, key: str) -> bytes | None:
-        """The binary stored under `key`; None if there is none or it is damaged."""
+        """The binary stored under `key`; None if the entry is missing or damaged."""
         if is_foreign(self.folder):
             return None
         path = self._path(key)
@@ -85,7 +85,7 @@ class ProgramCache:
             )
 
     def delete(self, key: str) -> None:
-        """Remove the entry of `key`, if there is one and it can be removed."""
+        """Remove the entry of `key`, if it exists and can be removed."""
         with suppress(OSError):
             self._path(key).unlink()
 
@@ -98,11 +98,15 @@ class ProgramCache:
         """The size limit in bytes: 1 GB, or a tenth of the disk space that would be free without the cache, but at least 50
         MB.
         """
+        return self._limit(self.size()[1])
+
+    def _limit(self, held: int) -> int:
+        """The size limit if the entries have `held` bytes."""
         try:
             free = shutil.disk_usage(self.folder).free
         except OSError:
             return LIMIT_BYTES
-        return min(LIMIT_BYTES, max(LEAST_BYTES, (free + self.size()[1]) // LIMIT_SHARE))
+        return min(LIMIT_BYTES, max(LEAST_BYTES, (free + held) // LIMIT_SHARE))
 
     def trim(self) -> None:
         """Remove least recently used entries until the cache is within its limit, and the temporary files of killed
@@ -110,43 +114,45 @@ class ProgramCache:
         """
         if is_foreign(self.folder):
             return
-        entries, most = self._entries(), self.limit()
+        entries = self._entries()
         total = sum(nbytes for _, nbytes, _ in entries)
+        most = self._limit(total)
         for _, nbytes, path in sorted(entries):
             if total <= most:
                 break
             with suppress(OSError):
-                path.unlink()
+                Path(path).unlink()
                 total -= nbytes
-        for path in self._files(temporary=True):
+        for file in self._files(temporary=True):
             with suppress(OSError):
-                if time.time() - path.stat().st_mtime > _DAY:
-                    path.unlink()
+                if time.time() - file.stat().st_mtime > _DAY:
+                    Path(file).unlink()
 
     def clear(self) -> tuple[int, int]:
         """Remove all entries, also while sessions are open, which have loaded theirs. Returns their number and bytes."""
         removed = nbytes = 0
         for _, size, path in [] if is_foreign(self.folder) else self._entries():
             with suppress(OSError):
-                path.unlink()
+                Path(path).unlink()
                 removed, nbytes = removed + 1, nbytes + size
         return removed, nbytes
 
-    def _entries(self) -> list[tuple[float, int, Path]]:
+    def _entries(self) -> list[tuple[float, int, str]]:
         """The entries as (last use in seconds of `time.time()`, bytes, file)."""
         found = []
-        for path in self._files(temporary=False):
+        for file in self._files(temporary=False):
             with suppress(OSError):
-                status = path.stat()
-                found.append((status.st_mtime, status.st_size, path))
+                status = file.stat()
+                found.append((status.st_mtime, status.st_size, file.path))
         return found
 
-    def _files(self, *, temporary: bool) -> list[Path]:
+    def _files(self, *, temporary: bool) -> list[os.DirEntry[str]]:
         try:
-            paths = list(self.folder.iterdir())
+            with os.scandir(self.folder) as found:
+                files = list(found)
         except OSError:
             return []
-        return [path for path in paths if (path.name.startswith(".") if temporary else path.name.endswith(".bin"))]
+        return [file for file in files if (file.name.startswith(".") if temporary else file.name.endswith(".bin"))]
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.bin"

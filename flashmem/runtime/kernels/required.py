@@ -1,4 +1,4 @@
-"""The kernels that a session needs, each with its launches."""
+"""The kernels required by a session, each with its launches."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def variant(size: Size) -> str:
 def required_kernels(
     program: Program, source: Source, *runs: Mapping[int, LayerMoves]
 ) -> tuple[tuple[RequiredKernel, ...], tuple[RequiredKernel, ...]]:
-    """The plain kernels and those with a stream lane, for runs with these copies in kernels.
+    """The plain kernels and those with an interleaved copy stream, for runs with these copies in kernels.
 
     Raises:
         RunError: the source lacks a kernel.

@@ -1,4 +1,4 @@
-"""Selection of steady launches: which ones later runs have in place of the first run's, and the kernels of these."""
+"""Steady launches: selects those that replace launches of the first run in later runs, and finds their new kernels."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def usable_launches(
     moves: Mapping[int, LayerMoves],
     joined: Callable[[str, Sequence[str]], object | None],
 ) -> tuple[SteadyLaunch, ...]:
-    """The steady launches of `program` that later runs can have, which find `resident` and make `moves` by kernels.
+    """The steady launches of `program` that later runs can use with the `resident` slices and the kernels' copies `moves`.
 
-    A launch for several layers needs all its slices before the first of them, so they must be resident, and adjacent:
+    A launch for several others needs all its slices before the first of them. So the slices must be resident and adjacent:
     `joined(name, parts)` returns their buffer. A kernel that copies weights while it computes is not replaced.
     """
     parts, here = {each.name: each.parts for each in program.joined}, frozenset(resident)
@@ -35,9 +35,9 @@ def usable_launches(
 
 
 def needed_residents(program: Program, steady: Sequence[SteadyLaunch]) -> frozenset[str]:
-    """The slices that must be resident for `steady`: those of launches for several layers.
+    """The slices that must be resident for `steady`: those of launches that replace several.
 
-    Other steady launches wait for the same slices as the layers they replace.
+    Other steady launches wait for the same slices as the launches that they replace.
     """
     parts = {each.name: each.parts for each in program.joined}
     names = [name for each in steady if each.last > each.first for name in _read(each)]

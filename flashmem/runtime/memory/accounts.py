@@ -2,7 +2,7 @@
 
 Pure bookkeeping, without OpenCL: the ledger (`flashmem.runtime.memory.ledger`) allocates what is counted here. Bytes are *held*
 while they are allocated. They can be *promised* before: a run is promised its peak, so that no other account can make its loads
-fail. Bytes that several accounts use are held by one of them and *borrowed* by the others, so that these can continue to use
+fail. Bytes that several accounts use are held by one of them and *borrowed* by the others. So the others can continue to use
 them when the holder releases them. The *commitment* of an account is the larger of what is promised and what is held or
 borrowed. The sum of all commitments never exceeds the limit, unless the limit was lowered later.
 """
@@ -115,7 +115,7 @@ class Account:
             )
 
     def borrow(self, nbytes: int, what: str) -> None:
-        """Borrow `nbytes` more, which another account holds. Raises RunError as `reserve` does."""
+        """Borrow `nbytes` more, which another account holds. Raises RunError like `reserve`."""
         with self._lock:
             self._refuse_beyond(nbytes, what)
             self._owe(nbytes)
@@ -144,7 +144,7 @@ class Account:
             self._change(category, -nbytes)
 
     def promise(self, nbytes: int) -> bool:
-        """Commit to `nbytes` in all; whether the budget allows it. A decrease is always granted."""
+        """Commit to `nbytes` in all; returns whether the budget permits it. A decrease always succeeds."""
         with self._lock:
             more = max(nbytes, self.total + self._borrowed) - self.commitment
             if more > self.shared.room and more > 0:
@@ -154,7 +154,7 @@ class Account:
             return True
 
     def extend(self, nbytes: int) -> bool:
-        """Commit to `nbytes` more than is promised or held; False where that would exceed the budget."""
+        """Commit to `nbytes` more than is promised or held; False if that would exceed the budget."""
         with self._lock:
             return self.promise(self.commitment + nbytes)
 

@@ -1,4 +1,4 @@
-"""The memory ledger: all allocations of the runtime go through it.
+"""Memory ledger: allocates and counts all memory of the runtime.
 
 It counts every byte on the device and in host staging by category, refuses allocations beyond the budget, and keeps a history
 (`flashmem.runtime.memory.accounts`). It counts host arrays, buffers, textures and resident pages of the mapped weight file.
@@ -28,7 +28,7 @@ class Ledger(Account):
         return self._allocate(category, nbytes, what, lambda: self._context.buffer(nbytes, host_visible=host_visible))
 
     def wrapped(self, category: Category, data: Bytes, what: str) -> Memory:
-        """Wrap host memory for kernels without a copy, until `give_back`. Raises RunError as `buffer` does."""
+        """Wrap host memory for kernels without a copy, until `give_back`. Raises RunError like `buffer`."""
         return self._allocate(category, data.nbytes, what, lambda: self._context.scratch(data))
 
     def image(self, category: Category, width: int, height: int, channel: Channel, what: str) -> Memory:

@@ -1,15 +1,15 @@
-"""`budget="auto"`: a budget that follows the free memory of the system, as reported by Linux and Android.
+"""Memory pressure: the budget of `budget="auto"`, which follows the free memory that Linux or Android reports.
 
 `wanted` is a pure function of a sample and the previous state; `sample` reads /proc and the cgroup of this process.
 
-Available memory is `MemAvailable`, or what remains below the memory limit of the cgroup or one above it, whichever is least
-(file pages count as free), plus the memory that flashmem itself holds outside of file pages. A share of it stays free
-(`RESERVE`, more under pressure), so that other programs need not be killed. Pressure is PSI (`/proc/pressure/memory` or the
-cgroup's `memory.pressure`; Linux 4.20, Android 10): the share of the last 10 s in which some task waited for memory. Under
-pressure the budget also falls below what is held.
+Available memory is the least of `MemAvailable` and the rest below the memory limit of each enclosing cgroup (file pages count
+as free). The memory that flashmem itself holds outside of file pages is added. A share of it stays free (`RESERVE`, more under
+pressure), so that other programs need not be killed. Pressure is PSI (`/proc/pressure/memory` or the cgroup's
+`memory.pressure`; Linux 4.20, Android 10): the share of the last 10 s in which some task waited for memory. Under pressure the
+budget also falls below what is held.
 
-Hysteresis: the budget falls at once. It rises only if it would grow by an eighth and there was no pressure for `QUIET_SECONDS`,
-so that it does not oscillate with the memory that flashmem holds.
+Hysteresis: the budget falls at once. It rises only if it would grow by an eighth, and after `QUIET_SECONDS` without pressure.
+So it does not oscillate with the memory that flashmem holds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RESERVE = 0.1
 """The share of available memory that stays free without pressure."""
 
 PRESSED = ((20.0, 0.5), (5.0, 0.35), (1.0, 0.2))
-"""(percent of time that some task waited for memory, the share that stays free from there on)."""
+"""(percent of time in which some task waited for memory, the share that stays free from this percentage on)."""
 
 QUIET_SECONDS = 10.0
 RISE = 1.125
@@ -36,9 +36,9 @@ SAMPLE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Sample:
-    """The system's memory at `seconds`: `available` bytes beside the `held` ones, and PSI's `some avg10` in percent.
+    """The system's memory at `seconds`: `available` bytes in addition to the `held` ones, and PSI's `some avg10` in percent.
 
-    `held` excludes file pages. `available` is None where the system reports nothing.
+    `held` excludes file pages. `available` is None if the system reports nothing.
     """
 
     seconds: float

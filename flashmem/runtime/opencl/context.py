@@ -1,8 +1,7 @@
-"""Every use of OpenCL: devices, queues, memory objects, programs. Only this module, `launching.py` and `copier.py` call OpenCL,
-through `binding.py` and `undocumented.py`, so that tests can check every call (tests/support/strict_device).
+"""OpenCL objects: devices, queues, memory objects and programs.
 
 Only this module, `launching.py` and `copier.py` call OpenCL, through `binding.py` and `undocumented.py`, so that tests can
-check every call (tests/strict_device). `Context` creates memory objects; other modules request them from the ledger
+check every call (tests/support/strict_device). `Context` creates memory objects; other modules request them from the ledger
 (`flashmem.runtime.memory.ledger`), which counts their bytes.
 """
 
@@ -62,7 +61,7 @@ _started_in: int | None = None
 def list_devices() -> tuple[Device, ...]:
     """All OpenCL devices, including those of drivers from pip. Starts the drivers once in a process.
 
-    Empty if there is no driver.
+    Empty if no driver is installed.
     """
     global _started_in
     _started_in = os.getpid()
@@ -86,7 +85,7 @@ def find_device(name: str = "auto", prefer: str | None = None) -> Device:
     """The device called `name` (see `devices.choose`).
 
     Raises:
-        NoDeviceError: there is no device, or none of that name.
+        NoDeviceError: no device, or none of that name.
     """
     return choose(list_devices(), name, prefer)
 
@@ -337,7 +336,7 @@ class Context:
             return Program(cl.Program(self.handle, source).build([*options, _NO_WARNINGS], cache_dir=False))
 
     def load(self, binary: bytes, options: Sequence[str]) -> Program:
-        """Create a program from the result of `Program.binary`."""
+        """Load a program from the result of `Program.binary`."""
         with _explained("load compiled kernels"), _QUIET:
             return Program(cl.Program(self.handle, [self.device.handle], [binary]).build(list(options)))
 
@@ -363,7 +362,7 @@ class Program:
             return kernel
 
     def check(self, name: str) -> None:
-        """Create and drop a kernel object, since some drivers compile then. Raises RunError if there is no such kernel."""
+        """Create and drop a kernel object, since some drivers compile then. Raises RunError if the kernel does not exist."""
         with _explained(f"set up the kernel {name}"), undocumented.without_invokers():
             cl.Kernel(self._handle, name)
 

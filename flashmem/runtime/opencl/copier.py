@@ -2,7 +2,7 @@
 
 OpenCL defines the content of a memory object only if one queue at a time modifies it, and if commands on other queues wait for
 the events of those modifications (OpenCL 3.0, appendix A, "Shared OpenCL objects"; docs/opencl-notes.md). So every copy has an
-event, for its thread and for the queue of the layers.
+event, for its thread and for the queue of the launches.
 
 The calls go to the OpenCL library through ctypes. pyopencl waits for its events a second time and releases them with the
 interpreter lock held; if the driver has a lock too, all other threads stop during a copy. The calls are not blocking ones:

@@ -131,7 +131,7 @@ def choose(devices: Sequence[Device], name: str, prefer: str | None = None) -> D
     "auto" prefers a device with the descriptor `prefer` (the one a bundle was compiled for), then a GPU, then PoCL.
 
     Raises:
-        NoDeviceError: there is no device, or none of that name.
+        NoDeviceError: no device, or none of that name.
     """
     if not devices:
         raise no_device()
@@ -174,8 +174,7 @@ def descriptor_for(device: Device) -> DeviceDescriptor:
 
 
 def _offered(base: DeviceDescriptor, path: MemoryPath, reasons: Collection[TransferMode]) -> tuple[TransferMode, ...]:
-    """The supported transfer modes for `path`: those that the descriptor lists, in order, then others whose contention it
-    states.
+    """The supported transfer modes for `path`: those of the descriptor, in its order, then others with a stated contention.
 
     `reasons` has the modes that the driver lacks.
     """

@@ -56,9 +56,9 @@ def _leads_somewhere(icd: Path) -> bool:
 
 @contextmanager
 def vendors_folder() -> Iterator[Path | None]:
-    """In the body, the OpenCL loader finds pip's drivers beside the system's.
+    """In the body, the OpenCL loader finds pip's drivers in addition to the system's.
 
-    Yields the folder, or None where nothing has to change: pip has installed no driver, or the user set OCL_ICD_VENDORS.
+    Yields the folder, or None if nothing must change: pip has installed no driver, or the user set OCL_ICD_VENDORS.
 
     Raises:
         UserError: no temporary folder can be written.

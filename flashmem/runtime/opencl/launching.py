@@ -1,6 +1,6 @@
 """Kernel launches through ctypes, and recordings of many launches that a driver replays in one call.
 
-A recording has what is constant between runs: kernels with their arguments, and sizes. Two extensions create them:
+A recording holds the constant data of a run: kernels with their arguments, and sizes. Two extensions create them:
 cl_khr_command_buffer (0.9 and 1.0, with the same calls), and Qualcomm's cl_qcom_recordable_queues, written from its published
 header (cl_ext_qcom.h) and never run on a device.
 """
@@ -46,20 +46,20 @@ class Launch:
 
 
 def enqueue_function(alone: bool) -> Callable[..., int]:
-    """The function clEnqueueNDRangeKernel; with `alone`, its call keeps the interpreter lock, which is faster.
+    """The function clEnqueueNDRangeKernel. With `alone`, its call keeps the interpreter lock, which is faster.
 
-    It must release the lock beside threads that copy, for which a driver may make it wait, and while a kernel is loaded.
+    It must release the lock if other threads copy, because a driver may make it wait for them, or while a kernel is loaded.
     """
     enqueue: Callable[..., int] = undocumented.library(locked=alone).clEnqueueNDRangeKernel
     return enqueue
 
 
 Find = Callable[[str], int | None]
-"""The address of an OpenCL function by its name; None or 0 if there is none."""
+"""The address of an OpenCL function by its name; None or 0 if the function does not exist."""
 
 
 def functions_of(platform: Any) -> Find:
-    """A lookup in the loader's functions first, then in a platform's extensions."""
+    """A lookup of functions, in the loader first, then in a platform's extensions."""
     library = undocumented.library()
     extension = library.clGetExtensionFunctionAddressForPlatform
     extension.restype = ctypes.c_void_p

@@ -16,7 +16,7 @@ from flashmem.base.paths import folder_until_exit, has_room, why_unusable
 
 VARIABLE = "POCL_CACHE_DIR"
 ROOM_BYTES = 64 << 20
-"""Free bytes that PoCL's cache needs: a kernel has 50 to 500 KB there, a model up to a hundred kernels."""
+"""Bytes that must be free for PoCL's cache: a kernel uses 50 to 500 KB there, and a model has up to a hundred kernels."""
 _AFFINITY = "POCL_AFFINITY"
 
 _folder_in_use: Path | None = None
@@ -27,7 +27,7 @@ _folder_in_use: Path | None = None
 def writable_pocl_cache() -> Iterator[Path | None]:
     """In the body, POCL_CACHE_DIR is a writable folder with free space. PoCL reads it once, at its start.
 
-    Yields a temporary folder that is removed when this process ends, or None where PoCL's own folder is used.
+    Yields a temporary folder that is removed when this process ends, or None if PoCL's own folder is used.
     """
     global _folder_in_use
     given = os.environ.get(VARIABLE)
@@ -60,9 +60,9 @@ def check_room() -> None:
 def one_thread_a_core() -> None:
     """Make PoCL bind each of its threads to one core, unless the user chose otherwise or bound the process to some cores.
 
-    A thread that is woken for a kernel can be scheduled on the core of the thread that woke it, where it waits until the kernel
-    is done: kernels of a few milliseconds then ran on one core of two (docs/opencl-notes.md). Threads read the variable at
-    their start.
+    A thread woken for a kernel can be scheduled on the core of the thread that woke it. It waits there until the kernel is
+    done: kernels of a few milliseconds then ran on one core of two (docs/opencl-notes.md). Threads read the variable at their
+    start.
     """
     if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == os.cpu_count():
         os.environ.setdefault(_AFFINITY, "1")

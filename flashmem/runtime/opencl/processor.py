@@ -11,9 +11,9 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def processor_of(device: Device) -> str:
-    """The processor's name as precisely as its rates depend on it: a GPU's name; for a CPU its name, family, model and cores.
+    """The name of a device's processor, precise enough for its rates: for a CPU with family, model and number of cores.
 
-    CPU drivers report one name for several generations, so /proc/cpuinfo is used where it has more (Linux on x86).
+    CPU drivers report one name for several generations, so /proc/cpuinfo is used if it says more (Linux on x86).
     """
     if device.kind != "cpu":
         return device.name
@@ -42,7 +42,7 @@ def rates_are_of(descriptor: DeviceDescriptor, device: Device) -> bool:
 
 
 def _first_processor() -> dict[str, str]:
-    """The fields of the first processor in /proc/cpuinfo; empty where there is none."""
+    """The fields of the first processor in /proc/cpuinfo; empty without that file."""
     try:
         lines = _CPUINFO.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0].splitlines()
     except OSError:

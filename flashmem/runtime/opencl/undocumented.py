@@ -1,8 +1,10 @@
-"""Parts of pyopencl that it does not document. No other module uses them; tests/test_undocumented.py checks that they exist.
+"""Parts of pyopencl that it does not document.
+
+No other module uses them; `tests/repository/test_undocumented.py` checks that they exist.
 
 - `pyopencl._cl`: the compiled module. Its file names the OpenCL library that pyopencl is linked with, and its functions copy
   memory without the checks and the wrapper objects of `enqueue_copy`.
-- `Kernel._set_arg_buf`: sets an argument that is a number. `Kernel.set_arg` finds out the kind by exceptions, 5 us each.
+- `Kernel._set_arg_buf`: sets an argument that is a number. `Kernel.set_arg` finds the kind by exceptions, 5 us each.
 - `pyopencl.invoker`: writes a Python function for every kernel object, which flashmem never calls.
 - `pyopencl._PYOPENCL_NO_CACHE`: whether `pyopencl.invoker` opens a database in the user's cache folder.
 """

@@ -1,4 +1,4 @@
-"""Memory arbiter: which models are bound, how much each may hold, and which give memory up for another one."""
+"""Memory arbiter: decides which models have memory on the device, how much each may hold, and which one frees memory."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from flashmem.schedule.loads import Load
 from flashmem.schedule.plan import OverlapPlan
 
 _TURNS_AHEAD = 16
-"""Requests in the queue whose models may load ahead."""
+"""Number of queued requests whose models may load ahead."""
 
 _POLL_SECONDS = 0.05
-"""The thread that loads ahead looks this often at gates of loads, which do not notify it."""
+"""Interval at which the load-ahead thread checks release times of loads, which do not notify it."""
 
 
 class _Ahead:
-    """A model that loads ahead of its turn: how many bytes it may still take, and how many it was refused."""
+    """A model that loads ahead of its turn: bytes it may still allocate, and bytes it was refused."""
 
     def __init__(self, loaded: LoadedModel, running: Run) -> None:
         self.loaded, self.running = loaded, running
-        self.left, self.wants = 0.0, 0  # wants: 0 where nothing was refused since
+        self.left, self.wants = 0.0, 0  # wants: 0 if nothing was refused since
 
 
 class MemoryArbiter:
-    """The models on one device, and the budget that they share.
+    """Memory arbiter: the models on one device, and the budget that they share.
 
     Any thread may call `enter`, `models`, `beside_files`, `made_plan` and `unplanned`, and set `pressed`. One thread at a time
     calls all other methods: the runtime's own or, while a run executes, the one that loads ahead (`load_ahead`).
     """
 
     def __init__(self, device: DeviceInUse, queue: Callable[[], Sequence[LoadedModel]], relieved: Callable[[], None]) -> None:
-        """`queue` gives the models of the requests that wait, in order. `relieved` is called when memory was given back."""
+        """`queue` returns the models of the waiting requests, in order. `relieved` is called after memory is freed."""
         self._device, self._queue, self._relieved = device, queue, relieved
-        self.pressed = threading.Event()  # the budget was lowered: the run under way has to give memory back
-        self._thread: tuple[threading.Thread, threading.Event] | None = None  # that loads ahead, and what stops it
-        self._models: list[LoadedModel] = []  # the one that ran longest ago first
+        self.pressed = threading.Event()  # the budget was lowered: the current run must free memory
+        self._thread: tuple[threading.Thread, threading.Event] | None = None  # loads ahead; the event stops it
+        self._models: list[LoadedModel] = []  # the least recently run first
         self._lock = threading.Lock()
         self._ahead: _Ahead | None = None
         self._loading_ahead = threading.Lock()
 
     def models(self) -> list[LoadedModel]:
-        """All models that are open, the one that ran longest ago first."""
+        """All open models, the least recently run first."""
         with self._lock:
             return list(self._models)
 
@@ -61,20 +61,20 @@ class MemoryArbiter:
             self._models.append(loaded)
 
     def leave(self, loaded: LoadedModel) -> None:
-        """Remove a model, if it is there."""
+        """Remove a model, if it is present."""
         with self._lock:
             if loaded in self._models:
                 self._models.remove(loaded)
 
     def has_run(self, loaded: LoadedModel) -> None:
-        """A model has run: it is the last one of `models` now."""
+        """Record that a model has run: it moves to the end of `models`."""
         with self._lock:
             if loaded in self._models:
                 self._models.remove(loaded)
                 self._models.append(loaded)
 
     def beside_files(self) -> int:
-        """Bytes held in memory other than pages of the weight files."""
+        """Bytes in use other than pages of the weight files."""
         held = 0
         for loaded in self.models():
             bound = loaded.bound
@@ -84,27 +84,27 @@ class MemoryArbiter:
         return held
 
     def plan(self, loaded: LoadedModel) -> OverlapPlan:
-        """A plan within the budget in force, which leaves room for others.
+        """A plan within the current budget, which leaves room for other models.
 
-        While no other model is bound and no plan was made yet, it is the bundle's own.
+        While no other model is bound and the model has no plan yet, it is the bundle's own plan.
 
         Raises:
-            BudgetError: there is none.
+            BudgetError: no plan fits.
         """
         if all(other is loaded or other.bound is None for other in self.models()):
             return loaded.plan_at_once(self._device.budget.limit, alone=self._alone)
         return self.made_plan(loaded)
 
     def made_plan(self, loaded: LoadedModel) -> OverlapPlan:
-        """The model's plan for the budget in force, made now if there is none.
+        """The model's plan for the current budget; makes the plan if it does not exist.
 
         Raises:
-            BudgetError: there is none.
+            BudgetError: no plan fits.
         """
         return loaded.plan_for(self._device.budget.limit, alone=self._alone)
 
     def unplanned(self) -> LoadedModel | None:
-        """The first model in the queue that has no plan but its bundle's; None where all have one."""
+        """The first model in the queue that has no plan but its bundle's; None if all have one."""
         waiting = [loaded for loaded in self.models() if loaded.awaits_plan(self._device.budget.limit)]
         return latest_needed(waiting, self._queue())[-1] if waiting else None
 
@@ -113,7 +113,7 @@ class MemoryArbiter:
         return len(self.models()) == 1
 
     def bind(self, loaded: LoadedModel) -> None:
-        """Bind a model under its plan for the budget in force, if it is not.
+        """Bind a model under its plan for the current budget, unless it is bound.
 
         Raises:
             BudgetError: the budget is too small.
@@ -131,10 +131,10 @@ class MemoryArbiter:
         self._with_plan(loaded, bind)
 
     def give_way(self, loaded: LoadedModel) -> None:
-        """After a halt: the model gives its weights back, others what is still too much, and it is bound under another plan.
+        """After a halt: free the model's weights, have other models free what still exceeds the budget, and bind it again.
 
         Raises:
-            BudgetError: there is none.
+            BudgetError: no plan fits.
             RunError: the device refuses.
         """
 
@@ -149,14 +149,14 @@ class MemoryArbiter:
         self._with_plan(loaded, rebind)
 
     def relieve(self) -> None:
-        """Between two runs: have models give memory up until the budget is kept."""
+        """Between two runs: have models free memory until the total is within the budget."""
         self.settle()
         self.pressed.clear()
         self._relieve()
         self._relieved()
 
     def _with_plan(self, loaded: LoadedModel, bind: Callable[[OverlapPlan], None]) -> None:
-        """`bind` it under its plan, and once more if the budget has changed meanwhile."""
+        """Call `bind` with the model's plan, and once more if the budget has changed meanwhile."""
         while True:
             limit = self._device.budget.limit
             try:
@@ -168,12 +168,12 @@ class MemoryArbiter:
                     raise
 
     def begin(self, loaded: LoadedModel, done: int) -> Run | None:
-        """Its run behind layer `done`, with all memory that it will hold; None where the budget has changed meanwhile.
+        """Begin the model's run after launch `done`, with all its memory granted; None if the budget has changed meanwhile.
 
         Raises:
             BudgetError: the budget is too small.
         """
-        with self._loading_ahead:  # a load that is being admitted is counted; none is admitted after that
+        with self._loading_ahead:  # counts loads that are being admitted; admits none afterwards
             self._ahead = None
         run = loaded.current or loaded.begin_run(self._may_keep(loaded, self._queue(), self._loaded_ahead([loaded])), done=done)
         try:
@@ -181,7 +181,7 @@ class MemoryArbiter:
         except BudgetError:
             if loaded.bound_under == loaded.begun_under == self._device.budget.limit:
                 raise
-            with suppress(RunError):  # it begins again
+            with suppress(RunError):  # it begins again later
                 run.stop()
             loaded.end()
             return None
@@ -189,7 +189,7 @@ class MemoryArbiter:
 
     @contextmanager
     def loading_ahead(self, executing: LoadedModel, run: Run) -> Iterator[None]:
-        """While `run` executes: a thread has the next models load when its loads wait, as far as there is memory."""
+        """While `run` executes: a thread loads slices of the next models when its loads wait, as far as memory permits."""
         stop = threading.Event()
         if len(self.models()) > 1:
             thread = threading.Thread(
@@ -203,7 +203,7 @@ class MemoryArbiter:
             self._stop_loading(stop)
 
     def settle(self) -> None:
-        """Wait for the thread that loads ahead, which no answer waits for. From then on models may be bound and closed."""
+        """Wait for the load-ahead thread; no answer waits for it. Afterwards models may be bound and closed."""
         if self._thread is not None:
             thread, stop = self._thread
             self._stop_loading(stop)
@@ -225,9 +225,9 @@ class MemoryArbiter:
                     budget.changed.wait(_POLL_SECONDS)
 
     def load_ahead(self, executing: LoadedModel, running: Run) -> None:
-        """While `running` executes and its loads wait: have the first model in the queue load that needs no layer for it.
+        """While `running` executes and its loads wait: load slices of the first queued model that can load without a launch.
 
-        It takes no memory that those before it need.
+        It uses no memory that the models before it need.
         """
         waiting = self._ahead
         if waiting is not None and waiting.running is running and self._device.budget.room < waiting.wants:
@@ -255,7 +255,7 @@ class MemoryArbiter:
         self._ahead = None
 
     def _spare(self, turns: Sequence[LoadedModel]) -> float:
-        """Bytes that the last model of `turns` may take before its turn."""
+        """Bytes that the last model of `turns` may allocate before its turn."""
         limit = self._device.budget.limit
         beside = sum(other.committed for other in self.models() if other not in turns)
         return inf if limit is None else spare(limit, beside, [loaded.turn() for loaded in turns])
@@ -263,12 +263,12 @@ class MemoryArbiter:
     def _begin_ahead(self, turns: Sequence[LoadedModel], queue: Sequence[LoadedModel]) -> Run | None:
         """Bind the last model of `turns`, and begin its run; `queue` follows it.
 
-        None if there is no room, or no plan yet: the end of the run under way must not wait for one.
+        None if memory or a plan is missing: the current run must not end later because of a plan.
         """
         loaded, room = turns[-1], self._spare(turns)
         if loaded.awaits_plan(self._device.budget.limit):
             return None
-        with suppress(RunError, UserError):  # raised again when its turn has come
+        with suppress(RunError, UserError):  # raised again at its turn
             plan = self.plan(loaded)
             if (loaded.need(plan).fixed if loaded.bound is None else 0) > room:
                 return None
@@ -281,12 +281,12 @@ class MemoryArbiter:
         return None
 
     def _loaded_ahead(self, but: Sequence[LoadedModel]) -> dict[LoadedModel, int]:
-        """Bytes of models that have begun to load ahead, which they give up only when they are unbound."""
+        """Bytes that models have loaded ahead; only unbinding frees them."""
         begun = [other for other in self.models() if other not in but and other.current is not None]
         return {other: other.committed - other.bound_bytes for other in begun}
 
     def _admits(self, loaded: LoadedModel, load: Load) -> bool:
-        """Whether it may load that ahead of its turn. Its loader threads call this."""
+        """Whether the model may make this load ahead of its turn. Its loader threads call this."""
         with self._loading_ahead:
             ahead, bound = self._ahead, loaded.bound
             if ahead is None or ahead.loaded is not loaded or bound is None:
@@ -309,7 +309,7 @@ class MemoryArbiter:
                 other.unbind()
 
     def _make_room(self, loaded: LoadedModel, take: Callable[[], bool], lacks: Callable[[], float] = lambda: inf) -> None:
-        """Have others give memory up until `loaded` can `take` what it needs; the budget `lacks` so many bytes of that."""
+        """Have other models free memory until `take` succeeds for `loaded`; `lacks` gives the bytes still missing."""
         if take():
             return
         for other in (givers := self._givers(loaded)):
@@ -328,21 +328,21 @@ class MemoryArbiter:
         )
 
     def _givers(self, but: LoadedModel | None) -> list[LoadedModel]:
-        """The other models that are bound, the one that is needed latest first."""
+        """The other bound models, the one with the latest next turn first."""
         others = [other for other in self.models() if other is not but and other.bound is not None]
         return latest_needed(others, self._queue())
 
     def _may_keep(self, loaded: LoadedModel, queue: Sequence[LoadedModel], ahead: Mapping[LoadedModel, int]) -> float:
-        """Bytes of weights that it may leave resident after its turn; only mode `map` has a choice.
+        """Bytes of weights that the model may leave resident after its turn; a choice only in mode `map`.
 
-        `queue`: the turns after it. `ahead`: bytes that others have loaded ahead.
+        `queue`: the turns after it. `ahead`: bytes that other models have loaded ahead.
         """
         if not loaded.streams_pages:
             return 0
         limit, needs, models = self._device.budget.limit, dict[LoadedModel, Need](), self.models()
         assert loaded.bound is not None
         for other in models:
-            with suppress(BudgetError):  # it does not run in this budget
+            with suppress(BudgetError):  # it cannot run in this budget
                 plan = loaded.bound.weights.plan if other is loaded else other.plan_at_once(limit, alone=self._alone)
                 needs[other] = other.need(plan)
         return may_keep(limit, needs, {other: other.resident_bytes for other in models}, ahead, loaded, queue)

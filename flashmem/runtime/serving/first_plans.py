@@ -1,4 +1,4 @@
-"""The first plans of models, made in a thread while the first run follows the plan of its bundle."""
+"""First plans of models: a thread makes them while the first run follows the plan of its bundle."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.serving.arbiter import MemoryArbiter
 
 _TURN_SECONDS = 1e-4
-"""As long as a plan keeps others from the interpreter while it is being made."""
+"""Longest time that a planning thread keeps the interpreter from other threads."""
 
 
 class ShortTurns:
-    """While any of these is entered, threads of Python take short turns, at most `_TURN_SECONDS`.
+    """Context manager: while it is entered, Python threads switch at least every `_TURN_SECONDS`.
 
-    By default one that computes keeps the interpreter for 5 ms whenever another one asks for it. The thread that launches
-    layers asks after each call of the driver, and the device waits with it: plans of 0.4 s took a run that long.
+    By default a thread that computes keeps the interpreter for 5 ms after another thread asks for it. The thread that enqueues
+    launches asks after each call of the driver, and the device waits with it. A plan of 0.4 s delayed a run by as much.
     """
 
     _lock: ClassVar = threading.Lock()
@@ -49,7 +49,7 @@ class Planner:
         self._closing = False
 
     def wake(self) -> None:
-        """Make the plans that do not exist yet. One thread calls this."""
+        """Make the missing plans. One thread calls this."""
         if self._thread is not None and self._thread.is_alive():
             return
         if self._arbiter.unplanned() is not None:
@@ -61,15 +61,15 @@ class Planner:
             planned = []
             while not self._closing and (loaded := self._arbiter.unplanned()) is not None:
                 planned.append(loaded)
-                with suppress(BudgetError):  # raised again when its turn has come
+                with suppress(BudgetError):  # raised again at its turn
                     self._arbiter.made_plan(loaded)
             for loaded in planned:
                 if not self._closing:
                     with suppress(BudgetError):
-                        _ = loaded.smallest  # asked for when the budget moves, while others wait
+                        _ = loaded.smallest  # computed now, because a change of the budget needs it while others wait
 
     def close(self) -> None:
-        """End after the plan that is being made."""
+        """End after the current plan."""
         self._closing = True
         if self._thread is not None:
             self._thread.join()

@@ -1,4 +1,4 @@
-"""A model of a runtime: an engine with a plan for each budget, and a promise of memory for each run."""
+"""Loaded model: an engine with a plan for each budget, and a memory grant for each run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
 from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
-from flashmem.planning.carried_instance import carried_problem
+from flashmem.planning.carried_instance import carried_instance
 from flashmem.program.program import fixed_bytes
 from flashmem.runtime.compatibility import mode_for
 from flashmem.runtime.engine.device_state import DeviceInUse
@@ -25,7 +25,7 @@ from flashmem.schedule.plan import OverlapPlan, PoolLayout
 from flashmem.schedule.residency import streamed_layout
 
 _PLANS = 16
-"""Plans that are remembered, by budget."""
+"""Number of plans kept in memory, by budget."""
 
 
 def _never(load: Load) -> bool:
@@ -33,9 +33,9 @@ def _never(load: Load) -> bool:
 
 
 class LoadedModel(Engine):
-    """An engine whose plan and memory follow a budget that it shares with others.
+    """An engine whose plan and memory follow a budget that it shares with other models.
 
-    Any thread may ask for plans, for the smallest budget, and wait for the warm-up. One thread at a time calls all other
+    Any thread may ask for plans and the smallest budget, and wait for the warm-up. One thread at a time calls all other
     methods: the runtime's own, or the one that loads ahead for it.
     """
 
@@ -49,25 +49,26 @@ class LoadedModel(Engine):
         prepare: bool,
         verify_weights: bool = False,
     ) -> None:
-        """Open the bundle and its kernels; nothing is allocated on the device yet. The last three as for `Session`.
+        """Open the bundle and its kernels; allocates nothing on the device yet. The last three arguments are those of
+        `Session`.
 
         Raises:
-            UserError: a mode that the device lacks, kernels that it does not take.
+            UserError: the device lacks the mode, or cannot run the kernels.
             RunError: the driver refuses the kernels.
         """
         chosen = mode_for(bundle, device.device, mode)
         opened = OpenedBundle(bundle, device.device, chosen, verify_weights=verify_weights)
         super().__init__(opened, device, apart=build_apart, warm_up=prepare)
         self.begun_under: int | None = None  # the budget's limit when `current` began
-        self.bound_under: int | None = None  # the limit that the bound program's plan is for, when its turn came
+        self.bound_under: int | None = None  # limit of the bound program's plan, at its turn
         self._planning = threading.Lock()
         self._plans: dict[tuple[int | None, bool], OverlapPlan | BudgetError] = {}
         self._last_layout: tuple[OverlapPlan, PoolLayout] | None = None
         try:
             program = opened.program
-            problem = carried_problem(program, bundle.plan, bundle.descriptor, chosen, bundle.meta)
+            instance = carried_instance(program, bundle.plan, bundle.descriptor, chosen, bundle.meta)
             shares = device.device.unified_memory
-            self._problem = problem if problem is None else replace(problem, shares_memory=shares)
+            self._instance = instance if instance is None else replace(instance, shares_memory=shares)
             self.kernels_for(bundle.plan)
         except BaseException:
             opened.close()
@@ -75,28 +76,28 @@ class LoadedModel(Engine):
 
     @property
     def streams_pages(self) -> bool:
-        """Whether slices are loaded and freed one by one (mode `map`); in all other modes a plan has places for all of them."""
+        """Whether slices are loaded and freed singly (mode `map`); in other modes a plan has places for all of them."""
         return self.opened.mode == "map"
 
     @cached_property
     def fixed(self) -> int:
-        """Bytes that a bound program holds under any plan."""
+        """Bytes of a bound program under any plan."""
         return fixed_bytes(self.opened.program)
 
     @cached_property
     def smallest(self) -> int:
         """The smallest budget in which the model runs, in bytes. Any thread may ask."""
-        if self._problem is None:
+        if self._instance is None:
             return self.fixed + self._layout(self.opened.bundle.plan).total_bytes
         from flashmem.planning.replanning import smallest_budget
 
-        return smallest_budget(self.opened.program, self._problem, self.opened.mode, self.opened.bundle.plan.asked)
+        return smallest_budget(self.opened.program, self._instance, self.opened.mode, self.opened.bundle.plan.asked)
 
     def plan_for(self, limit: int | None, *, alone: bool) -> OverlapPlan:
-        """The plan within `limit` bytes. `alone`: no other model wants what it leaves over.
+        """The plan within `limit` bytes. `alone`: no other model uses the rest.
 
         Raises:
-            BudgetError: nothing fits.
+            BudgetError: no plan fits.
         """
         key = (limit, alone and not self.streams_pages)
         with self._planning:
@@ -113,21 +114,21 @@ class LoadedModel(Engine):
         return plan
 
     def plan_at_once(self, limit: int | None, *, alone: bool) -> OverlapPlan:
-        """As `plan_for`, but the bundle's own plan if that fits `limit` and no plan was made yet: nobody waits for the first.
+        """As `plan_for`, but without a plan yet, the bundle's own if it fits `limit`: the first run need not wait for a plan.
 
         Only in mode `map`, where the next run may follow another plan in the same places.
 
         Raises:
-            BudgetError: nothing fits.
+            BudgetError: no plan fits.
         """
         return self.opened.bundle.plan if self.awaits_plan(limit) else self.plan_for(limit, alone=alone)
 
     def awaits_plan(self, limit: int | None) -> bool:
-        """Whether it follows its bundle's plan until a first one is made for it."""
-        return self.streams_pages and self._problem is not None and not self._plans and self._as_bundled(limit)
+        """Whether it follows its bundle's plan until its first plan is complete."""
+        return self.streams_pages and self._instance is not None and not self._plans and self._as_bundled(limit)
 
     def _as_bundled(self, limit: int | None) -> bool:
-        """Whether the bundle's own plan is within `limit` bytes."""
+        """Whether the bundle's own plan fits `limit` bytes."""
         return self._bundled_bytes < inf and (limit is None or self._bundled_bytes <= limit)
 
     @cached_property
@@ -136,26 +137,26 @@ class LoadedModel(Engine):
         return self.fixed + self._layout(plan).total_bytes if self.opened.mode in plan.layouts else inf
 
     def refuse_below(self, limit: int | None) -> None:
-        """Raise BudgetError where nothing fits `limit` bytes."""
+        """Raise BudgetError if no plan fits `limit` bytes."""
         if not self._as_bundled(limit):
             self.plan_for(limit, alone=False)
 
     def runs_in(self, limit: int) -> bool:
-        """Whether there is a plan within `limit` bytes."""
+        """Whether a plan fits `limit` bytes."""
         return self._as_bundled(limit) or self.smallest <= limit
 
     def _plan(self, limit: int | None, *, keep: bool) -> OverlapPlan:
         opened = self.opened
-        if self._problem is not None:
+        if self._instance is not None:
             from flashmem.planning.replanning import plan_again
 
-            return plan_again(opened.program, self._problem, opened.mode, limit, opened.bundle.plan.asked, keep=keep)
+            return plan_again(opened.program, self._instance, opened.mode, limit, opened.bundle.plan.asked, keep=keep)
         plan = opened.bundle.plan
         needed = self.fixed + self._layout(plan).total_bytes
         if limit is not None and needed > limit:
             raise BudgetError(
-                f"{opened.bundle.path.name} needs {needed} bytes as it was planned, the budget is {format_size(limit)}, and it "
-                "carries no times of layers to be planned again with: compile the model again, or raise the budget",
+                f"{opened.bundle.path.name} needs {needed} bytes with its plan, the budget is {format_size(limit)}, and it "
+                "has no launch times for planning again: compile the model again, or raise the budget",
                 smallest_bytes=needed,
                 binding=f"the layout for transfer mode {opened.mode}",
             )
@@ -170,21 +171,21 @@ class LoadedModel(Engine):
         return layout
 
     def need(self, plan: OverlapPlan) -> Need:
-        """Bytes of a bound program under `plan`, and of a run beside it; in mode `map` without slices that stay resident."""
+        """Bytes of a bound program under `plan`, and of a run in addition; in mode `map` without resident slices."""
         weights = self._layout(plan).total_bytes
         return Need(self.fixed, weights) if self.streams_pages else Need(self.fixed + weights, 0)
 
     def try_bind(self, plan: OverlapPlan, queue: Queue) -> bool:
-        """Bind under `plan`; False where the budget has no room for it now. Raises RunError if the device refuses."""
+        """Bind under `plan`; False if the budget has no room for it now. Raises RunError if the device refuses."""
         layout, ledger = self._layout(plan), self.device.ledger()
-        self.kernels_for(plan)  # before memory is promised: it may fail
+        self.kernels_for(plan)  # before the memory grant, because it may fail
         if not ledger.promise(self.need(plan).fixed):
             return False
-        self.bind(plan, layout, ledger, queue)  # closes the ledger where it fails
+        self.bind(plan, layout, ledger, queue)  # closes the ledger after a failure
         return True
 
     def follows(self, plan: OverlapPlan) -> bool:
-        """Whether what is bound can run under `plan`; in mode `map` it then will. No run may be loading."""
+        """Whether the bound program can run under `plan`; in mode `map` it then will. No run may be loading."""
         if self.bound is None or self.bound.weights.plan.weights == plan.weights:
             return True
         if self.streams_pages:
@@ -192,13 +193,13 @@ class LoadedModel(Engine):
         return self.streams_pages
 
     def release_weights(self) -> None:
-        """Hold activations and constants only, and promise no more; `try_rebind` must follow. No run may be loading."""
+        """Keep activations and constants only; `try_rebind` must follow. No run may be loading."""
         super().release_weights()
         assert self.bound is not None
         self.bound.ledger.promise(0)
 
     def try_rebind(self, plan: OverlapPlan) -> bool:
-        """After `release_weights`, bind the weights under another plan; False where there is no room.
+        """After `release_weights`, bind the weights under another plan; False if the budget has no room.
 
         Raises:
             RunError: the device refuses.
@@ -211,9 +212,9 @@ class LoadedModel(Engine):
         return True
 
     def begin_run(self, resident_bytes: float, *, done: int = 0, admit: Callable[[Load], bool] = _never) -> Run:
-        """Begin a run behind layer `done` that leaves up to `resident_bytes` of weights resident.
+        """Begin a run after launch `done` that leaves up to `resident_bytes` of weights resident.
 
-        In mode `map`, each load before `grant` is asked of `admit`.
+        In mode `map`, `admit` decides about each load before `grant`.
         """
         assert self.bound is not None
         weights, self.begun_under = self.bound.weights, self.device.budget.limit
@@ -224,13 +225,13 @@ class LoadedModel(Engine):
         return self.begin(weights.schedule(kept=kept, done=done), done=done, admit=admit)
 
     def end(self) -> None:
-        """The current run is over, or halted: nothing more than what is held is counted on."""
+        """End the current run, finished or halted, and release the unused part of its grant."""
         super().end()
         if self.bound is not None:
             self.bound.ledger.promise(0)
 
     def grant(self, run: Run, done: int = 0) -> bool:
-        """Promise `run` all memory that it will hold, and let its loads continue; False where that would pass the budget."""
+        """Grant `run` all its memory, and let its loads continue; False if that would exceed the budget."""
         bound = self.bound
         assert bound is not None
         if self.streams_pages:
@@ -249,12 +250,12 @@ class LoadedModel(Engine):
 
     @property
     def committed(self) -> int:
-        """Bytes that it holds, or has been promised."""
+        """Bytes in use or granted."""
         return 0 if self.bound is None else self.bound.ledger.commitment
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of weights that stay resident between two runs, or will after the current one (mode `map`)."""
+        """Bytes of weights that stay resident between two runs, or after the current one (mode `map`)."""
         if self.bound is None or not self.streams_pages:
             return 0
         run = self.current
@@ -264,11 +265,11 @@ class LoadedModel(Engine):
 
     @property
     def bound_bytes(self) -> int:
-        """Bytes that the bound program holds without any load."""
+        """Bytes of the bound program without any loads."""
         return 0 if self.bound is None else self.need(self.bound.weights.plan).fixed
 
     def turn(self) -> Turn[LoadedModel]:
-        """Memory of its next run; 0 where it is not bound."""
+        """Memory of its next run; 0 if it is not bound."""
         if self.bound is None:
             return Turn(self, 0, 0, 0, 0)
         need = self.need(self.bound.weights.plan)
@@ -276,12 +277,12 @@ class LoadedModel(Engine):
         return Turn(self, self.committed, rest + need.room, rest, need.fixed)
 
     def lacks(self, run: Run, done: int) -> float:
-        """Bytes that the budget lacks to `grant` `run`."""
+        """Bytes missing in the budget to `grant` `run`."""
         peak = self.fixed + run.schedule.peak(done) if self.streams_pages else self.committed
         return peak - self.committed - self.device.budget.room
 
     def drop_residents(self, nbytes: float = inf) -> None:
-        """Free resident slices, the last ones in use first, until at least `nbytes` are given back."""
+        """Free resident slices, the last ones in use first, until at least `nbytes` are free."""
         bound = self.bound
         if bound is None or not self.streams_pages or self.current is not None:
             return

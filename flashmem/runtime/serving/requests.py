@@ -1,9 +1,9 @@
-"""Models that are open in a runtime, and the answers to requests, as users see both.
+"""Open models and answers to requests, as users see them.
 
-All callbacks of an answer are called, whatever one of them raises. `concurrent.futures` logs an Exception that a callback
-raises, and calls the next one. A KeyboardInterrupt or a SystemExit ends its loop, and leaves the method that completed the
-future: others would wait for ever. Here it is held back until all callbacks were called. A thread of the user's then gets it
-from the method that it called; the thread of a runtime, which other models depend on, logs it.
+An answer calls all its callbacks, whatever one of them raises. `concurrent.futures` logs an Exception of a callback, and calls
+the next one. A KeyboardInterrupt or a SystemExit ends its loop, and leaves the method that completed the future: waiting
+threads would wait for ever. Here such an exception waits until all callbacks have run. A user's thread then receives it from
+the method that it called. The thread of a runtime, which other models depend on, logs it.
 """
 
 from __future__ import annotations
@@ -29,27 +29,29 @@ _LOGGER = logging.getLogger("flashmem")
 
 
 class FencedFuture(Future[Result]):
-    """A future that calls all its callbacks, also after one that raises KeyboardInterrupt or SystemExit."""
+    """A future that calls all its callbacks, even after one raises KeyboardInterrupt or SystemExit."""
 
     def __init__(self) -> None:
         super().__init__()
         self._raised: dict[int, BaseException] = {}  # by the thread that called the callback
 
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
-        """Call `fn` with the future when it is done; at once, if it is. Raises then what `fn` raises that is no Exception."""
+        """Call `fn` with the future when it is done, or now if it is. In the second case, raises what `fn` raises but
+        Exception.
+        """
         super().add_done_callback(partial(_call, fn))
         self._raise()
 
     def cancel(self) -> bool:
-        """Cancel a request that has not begun; returns whether it is cancelled. Raises, after all callbacks, what one of them
-        raised that is no Exception.
+        """Cancel a request that has not begun; returns whether it is cancelled. After all callbacks, raises what one of them
+        raised, except an Exception.
         """
         cancelled = super().cancel()
         self._raise()
         return cancelled
 
     def raised(self) -> BaseException | None:
-        """What callbacks that this thread called raised that is no Exception, the first one; None the next time."""
+        """The first non-Exception that callbacks called by this thread raised; None at the next call."""
         return self._raised.pop(threading.get_ident(), None)
 
     def _raise(self) -> None:
@@ -68,7 +70,7 @@ def _call(fn: Callable[[Any], object], future: FencedFuture[Any]) -> None:
 
 
 def complete(future: FencedFuture[Any], act: Callable[[], object]) -> None:
-    """`act` completes `future`, in a thread that others depend on: what callbacks raise is logged."""
+    """Complete `future` by `act`, in a thread that others depend on: exceptions of callbacks are logged."""
     act()
     error = future.raised()
     if error is not None:
@@ -76,21 +78,21 @@ def complete(future: FencedFuture[Any], act: Callable[[], object]) -> None:
 
 
 def complete_cancelled(future: FencedFuture[Any]) -> None:
-    """Cancel a request in a thread that others depend on, and notify who waits for it."""
+    """Cancel a request in a thread that others depend on, and notify waiting threads."""
     complete(future, partial(Future.cancel, future))
     future.set_running_or_notify_cancel()
 
 
 class Answer(FencedFuture[list[Array]]):
-    """The outputs of a request, when they are there. A request can be cancelled until it begins.
+    """The future outputs of a request. A request can be cancelled until it begins.
 
-    `submitted`, `started` and `finished` are seconds of `time.perf_counter()`; `report` is of the run. `inputs` are held
-    while the run may need them.
+    `submitted`, `started` and `finished` are seconds of `time.perf_counter()`; `report` describes the run. The answer holds
+    `inputs` while the run may need them.
     """
 
     def __init__(self, model: Model, loaded: LoadedModel, inputs: Mapping[str, Array], names: Sequence[str]) -> None:
         super().__init__()
-        self.model, self.loaded, self.names = model, loaded, names  # loaded: the variant that takes the inputs
+        self.model, self.loaded, self.names = model, loaded, names  # loaded: the variant with these input shapes
         self.submitted = perf_counter()
         self.started = self.finished = 0.0
         self.report: RunReport | None = None
@@ -111,7 +113,7 @@ class ModelRunner(Protocol):
 
 
 class Model:
-    """A bundle open in a runtime. It runs like a session, among others."""
+    """A bundle open in a runtime. It runs like a session, and shares device and budget with other models."""
 
     def __init__(self, runtime: ModelRunner, variants: Sequence[LoadedModel], bundle: Bundle) -> None:
         self._runtime, self.bundle = runtime, bundle
@@ -123,7 +125,7 @@ class Model:
 
     @property
     def failure(self) -> str | None:
-        """Why the model was closed; None while it is open."""
+        """The reason why the model was closed; None while it is open."""
         return self.loaded.failure
 
     def submit(self, inputs: Mapping[str, Array], output_names: Sequence[str] | None = None) -> Answer:
@@ -131,21 +133,21 @@ class Model:
         return self._runtime.submit(self, inputs, output_names)
 
     def run(self, output_names: Sequence[str] | None, inputs: Mapping[str, Array]) -> list[Array]:
-        """Run the model once, after all requests submitted before. Returns and raises what `Session.run` does.
+        """Run the model once, after all earlier requests. Returns and raises what `Session.run` does.
 
         Raises:
             RunError: also in a callback of a future: the runtime's own thread would wait for itself.
         """
         self._runtime.refuse_inside("run")
         answer = self.submit(inputs, output_names)
-        del self, inputs  # who keeps an error would keep the model, and all that its bundle says, by the variables of this call
+        del self, inputs  # the frame, kept by an error, would keep the model and its bundle
         try:
             return answer.result()
         finally:
             del answer
 
     def close(self) -> None:
-        """Give everything of the model back, once a run of it that is under way is over. Its waiting requests fail."""
+        """Close the model and free its memory, after its current run. Its waiting requests fail."""
         self._runtime.close_model(self)
 
     def __enter__(self) -> Self:

@@ -1,6 +1,6 @@
-"""A runtime: several models on one device, under one budget (docs/many-models.md).
+"""Runtime: several models on one device, under one budget (docs/many-models.md).
 
-Users call `Runtime`. Its thread (`flashmem.runtime.serving.worker`) answers requests in the order in which they were submitted.
+Users call `Runtime`. Its thread (`flashmem.runtime.serving.worker`) answers requests in the order of their submission.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OnPressure = Literal["finish", "fail"]
 class Runtime:
     """A device, a budget, and the models that share both. Use it as a context manager, or call `close`.
 
-    All methods may be called from any thread. Futures may be awaited: `await asyncio.wrap_future(runtime.submit(...))`.
+    Any thread may call any method. Futures can be awaited: `await asyncio.wrap_future(runtime.submit(...))`.
     """
 
     def __init__(
@@ -49,22 +49,25 @@ class Runtime:
         build_apart: bool = True,
         prepare: bool = True,
     ) -> None:
-        """Nothing is loaded yet.
+        """Loads nothing yet.
 
         Args:
-            budget: most bytes that all models together hold on the device and in host staging; None for no limit, "auto" for
-                what the system can spare (`flashmem.runtime.memory.pressure`).
-            device: "auto", or what `flashmem.runtime.options.device_here` understands.
-            on_pressure: what becomes of a run when the budget is lowered below the least that its model takes: "finish" lets it
-                end in what it was granted before, "fail" ends it with a BudgetError at the next layer.
-            verify_weights: compare every slice and table row that is read with its checksum, as a `Session` does; a damaged one
-                fails the run, and closes its model.
+            budget: most bytes that all models together may hold on the device and in host staging; None for no limit, "auto"
+            for
+                the memory that the system can spare (`flashmem.runtime.memory.pressure`).
+            device: "auto", or a name that `flashmem.runtime.options.device_here` accepts.
+            on_pressure: the fate of a run when the budget falls below its model's minimum: "finish" lets it end within its
+            earlier
+                grant, "fail" ends it with a BudgetError at the next launch.
+            verify_weights: compare every slice and table row that is read with its checksum, as a `Session` does; damage fails
+            the
+                run, and closes its model.
             build_apart: as for `Session`.
-            prepare: between two runs of a model, make its bundle's steady kernels ready, which later runs have as far as
-                resident slices allow.
+            prepare: between two runs of a model, prepare its bundle's steady kernels; later runs use them as far as resident
+                slices permit.
 
         Raises:
-            UserError: not a size, no such device, another word.
+            UserError: not a size, no such device, or an unknown `on_pressure`.
             RunError: the device refuses.
         """
         if on_pressure not in get_args(OnPressure):
@@ -87,26 +90,26 @@ class Runtime:
 
     @property
     def budget(self) -> int | None:
-        """The limit in force, in bytes."""
+        """The current limit, in bytes."""
         return self._device.budget.limit
 
     @property
     def held(self) -> int:
-        """Bytes that are held now."""
+        """Bytes in use now."""
         return self._device.budget.total
 
     @property
     def peak(self) -> int:
-        """The most bytes that were ever held."""
+        """Peak bytes in use."""
         return self._device.budget.peak
 
     def over_time(self) -> list[tuple[float, int]]:
-        """(seconds of `time.perf_counter()`, bytes held from then on): the latest 65,536 changes."""
+        """(seconds of `time.perf_counter()`, bytes in use from then on): the latest 65,536 changes."""
         with self._device.budget.changed:
             return list(self._device.budget.history)
 
     def open(self, bundle: Bundle | str | Path, *, mode: TransferMode | Literal["auto"] = "auto") -> Model:
-        """Open a bundle; its kernels are built or loaded now, its weights when it runs.
+        """Open a bundle: builds or loads its kernels now, its weights when it runs.
 
         Raises:
             UserError: a damaged bundle, or one that the device or the budget is too small for.
@@ -132,10 +135,10 @@ class Runtime:
         return Model(self, variants, opened)
 
     def submit(self, model: Model, inputs: Mapping[str, Array], output_names: Sequence[str] | None = None) -> Answer:
-        """Have `model` run once, after all requests submitted before. The inputs must not change until it has.
+        """Queue one run of `model`, after all earlier requests. The inputs must not change until the run has ended.
 
         Raises:
-            ValueError: an input or an output name that does not fit.
+            ValueError: an unknown or missing input, or an unknown output name.
             RunError: the model or the runtime is closed.
         """
         names, arrays = chosen_outputs(model.output_ports, output_names), arrays_by_name(inputs)
@@ -146,9 +149,10 @@ class Runtime:
         return answer
 
     def set_budget(self, budget: int | str | None) -> Future[None]:
-        """Change the limit: in force at once for all that is not granted yet, and for a run under way at its next layer.
+        """Change the limit, at once for everything not yet granted, and for the current run at its next launch.
 
-        Returns a future that is done when no more than that is held, or when the run that may finish above it is over.
+        Returns a future. It is done when the memory in use is within the limit, or when a run that may finish above it has
+        ended.
 
         Raises:
             UserError: not a size, or the budget is "auto".
@@ -167,13 +171,13 @@ class Runtime:
         return self._worker.set_limit(limit, halt_always=self._on_pressure == "fail")
 
     def prepared(self) -> None:
-        """Return when the steady kernels of the models' next runs are ready, if they have any: to measure with.
+        """Wait until the steady kernels of the models' next runs are ready, if they have any. For measurements.
 
         Raises:
             RunError: called by a callback of a future.
         """
         self.refuse_inside("prepared")
-        self._worker.have_done(lambda: None)  # the run under way is over, and what it wants prepared has begun
+        self._worker.have_done(lambda: None)  # the current run is over, and its warm-up has begun
         for loaded in self._worker.arbiter.models():
             loaded.wait_prepared()
 
@@ -182,7 +186,7 @@ class Runtime:
         self._worker.close_model(model)
 
     def close(self) -> None:
-        """Give everything back when the run under way is over. Waiting requests are cancelled. Closing again does nothing."""
+        """Free everything after the current run. Cancels waiting requests. Closing again does nothing."""
         if os.getpid() != self._process:
             return
         atexit.unregister(self.close)

@@ -1,9 +1,9 @@
-"""Rules by which several models share one budget: pure functions, without OpenCL.
+"""Rules of the memory arbiter for sharing one budget among models: pure functions, without OpenCL.
 
-A model's *fixed* bytes are its activations, constants and host scratch, held while it is bound; its *room* is what its plan
-has in flight beside them, held while it runs. Where all fixed bytes and the largest room fit the budget at once, every model
-stays bound, and what is left holds weights that stay resident. Where they do not, models take turns, and nothing stays.
-The queue says who needs what is left soonest.
+A model's *fixed* bytes are its activations, constants and host scratch, held while it is bound. Its *room* is the bytes in
+flight under its plan, held while it runs. If all fixed bytes and the largest room fit the budget together, every model stays
+bound, and the rest holds resident weights. If not, models take turns, and nothing stays. The queue determines which model needs
+the rest first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that a model holds while it is bound, and bytes that a run holds beside them."""
+    """Bytes of a model while it is bound, and additional bytes of a run."""
 
     fixed: int
     room: int
@@ -36,15 +36,15 @@ def may_keep(
 ) -> float:
     """Bytes of weights that `model`, whose turn it is, may leave resident until its next turn in the `queue`.
 
-    These are the bytes that the turns before that one do not need; 0 where models have to take turns.
+    These are the bytes that the turns before that one do not need; 0 if models must take turns.
 
     Args:
         limit: the budget; None for no limit.
         needs: bytes of each model.
-        resident: bytes that others have resident. Models with a turn before the next one of `model` keep theirs; all others
-            give them up for it.
-        ahead: bytes that others have loaded ahead, which they keep.
-        model: without another turn in the queue, all others may run before its next one.
+        resident: resident bytes of the other models. Models with a turn before the next one of `model` keep theirs; all others
+            free them for it.
+        ahead: bytes that other models have loaded ahead, which they keep.
+        model: without another turn in the queue, all other models may run before its next turn.
         queue: the turns after this one.
     """
     if limit is None:
@@ -58,7 +58,7 @@ def may_keep(
 
 @dataclass(frozen=True)
 class Turn(Generic[Model]):
-    """Bytes that a model counts on: now (`committed`), at most during its turn, after it, and without residents (`fixed`)."""
+    """Bytes granted to a model: now (`committed`), at most during its turn, after it, and without residents (`fixed`)."""
 
     model: Model
     committed: int
@@ -68,10 +68,10 @@ class Turn(Generic[Model]):
 
 
 def spare(limit: float, beside: int, turns: Sequence[Turn[Model]]) -> float:
-    """Bytes more that the model of the last one of `turns` may count on now, so that each turn before it has its peak.
+    """Additional bytes that can be granted now to the model of the last turn, so that each earlier turn has its peak.
 
-    The first turn is under way, and counts on its peak. A model may have several turns; after the last one its residents are
-    freed. `beside`: bytes that models without a turn count on.
+    The first turn has begun, and is granted its peak. A model may have several turns; its residents are freed after the last.
+    `beside`: bytes granted to models without a turn.
     """
     counted = {turn.model: turn.committed for turn in turns}
     left = limit - beside - sum(counted.values())
@@ -84,10 +84,10 @@ def spare(limit: float, beside: int, turns: Sequence[Turn[Model]]) -> float:
 
 
 def latest_needed(models: Iterable[Model], queue: Sequence[Model]) -> list[Model]:
-    """`models` in the order in which they give memory up.
+    """`models` in the order in which they free memory.
 
-    First those without a turn in the `queue`, in the order of `models` (the one that ran longest ago first); then those whose
-    next turn is the latest.
+    First those without a turn in the `queue`, in the order of `models` (the least recently run first); then those whose next
+    turn is the latest.
     """
     turns = {model: turn for turn, model in reversed(list(enumerate(queue)))}
     return sorted(models, key=lambda model: -turns.get(model, len(queue)))

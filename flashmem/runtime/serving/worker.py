@@ -1,4 +1,4 @@
-"""The thread of a runtime: takes requests in their order, and runs each of them."""
+"""Worker: the thread of a runtime, which runs requests in order."""
 
 from __future__ import annotations
 
@@ -32,44 +32,44 @@ class _ArbitratedMemory:
         self._loaded, self._arbiter, self._planner = loaded, arbiter, planner
 
     def begin(self, done: int) -> Run | None:
-        """The run behind layer `done`; None where the budget has changed meanwhile."""
+        """The run after launch `done`; None if the budget has changed meanwhile."""
         return self._arbiter.begin(self._loaded, done)
 
     @contextmanager
     def executing(self, run: Run) -> Iterator[Callable[[], bool]]:
-        """While `run` executes: plans are made that do not exist yet, and the next models load."""
+        """While `run` executes: make missing plans, and load slices of the next models."""
         self._planner.wake()
         with self._arbiter.loading_ahead(self._loaded, run):
             yield self._arbiter.pressed.is_set
 
     def give_way(self) -> None:
-        """The run was halted: go on in less memory."""
+        """After a halt: continue in less memory."""
         self._arbiter.give_way(self._loaded)
 
 
 class Worker:
-    """A queue of requests, and the thread that answers them. Any thread may call its public methods."""
+    """Request queue, and the thread that answers requests. Any thread may call the public methods."""
 
     def __init__(self, device: DeviceInUse) -> None:
-        """`start` starts the thread."""
+        """Does not start the thread; `start` does."""
         self._device = device
         self.arbiter = MemoryArbiter(device, self._queue, self._tell_relieved)
         self._planner = Planner(device, self.arbiter)
-        self._state = threading.Condition()  # of what follows
+        self._state = threading.Condition()  # guards the attributes below
         self._waiting: deque[Answer] = deque()
-        self._chores: deque[tuple[Callable[[], None], FencedFuture[None]]] = deque()  # for the thread, between runs
+        self._chores: deque[tuple[Callable[[], None], FencedFuture[None]]] = deque()  # work for the thread between runs
         self._running: LoadedModel | None = None
-        self._relieved: list[FencedFuture[None]] = []  # done when the budget is kept
+        self._relieved: list[FencedFuture[None]] = []  # done when memory is within the budget
         self.closing: str | None = None  # why
         self._thread = threading.Thread(target=self._work, name="flashmem-runtime", daemon=True)
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Start the thread."""
         self._thread.start()
 
     @property
     def is_current_thread(self) -> bool:
-        """Whether the caller runs in the worker's thread, where waiting for an answer would never end."""
+        """Whether the caller is the worker's thread, where waiting for an answer would never end."""
         return threading.current_thread() is self._thread
 
     def refuse_closed(self) -> None:
@@ -78,7 +78,7 @@ class Worker:
             raise RunError(f"the runtime is closed ({self.closing}); make a new one")
 
     def enter(self, models: Sequence[LoadedModel]) -> None:
-        """Have models share the budget. Raises RunError if the runtime is closed."""
+        """Add models that share the budget. Raises RunError if the runtime is closed."""
         with self._state:
             self.refuse_closed()
             for loaded in models:
@@ -94,9 +94,9 @@ class Worker:
             self._state.notify_all()
 
     def set_limit(self, limit: int | None, *, halt_always: bool) -> Future[None]:
-        """Change the budget's limit. The future is done when no more than that is held.
+        """Change the budget's limit. The future is done when the memory in use is within it.
 
-        `halt_always`: the run under way halts although its model cannot run in `limit`. Raises RunError once closed.
+        `halt_always`: the current run halts even if its model cannot run in `limit`. Raises RunError once closed.
         """
         done, budget = FencedFuture[None](), self._device.budget
         with self._state:
@@ -109,16 +109,16 @@ class Worker:
             self._relieved.append(done)
             running = self._running
             self._state.notify_all()
-        # Whether the run can go on in less may need a plan, for which nobody waits who holds the lock.
+        # `runs_in` may need a plan, which must not be made while the lock is held.
         if running is None or halt_always or limit is None or running.runs_in(limit):
             with self._state:
-                if budget.room < 0:  # nobody has given it back meanwhile
+                if budget.room < 0:  # no memory was freed meanwhile
                     self.arbiter.pressed.set()
                     self._state.notify_all()
         return done
 
     def have_done(self, chore: Callable[[], None]) -> None:
-        """Have the thread do it between two runs, and wait for that."""
+        """Run `chore` in the thread between two runs, and wait for it."""
         done = FencedFuture[None]()
         with self._state:
             if not self.is_current_thread and self._thread.is_alive() and self.closing is None:
@@ -131,7 +131,7 @@ class Worker:
         elif self.is_current_thread:
             chore()
         else:
-            self._thread.join()  # it gives everything back as it ends
+            self._thread.join()  # the thread frees everything at its end
 
     def close_model(self, model: Model) -> None:
         """Close a model between two runs. Its waiting requests fail."""
@@ -145,24 +145,24 @@ class Worker:
                 raised.append(answer.raised())
         self.have_done(lambda: self._close_variants(model, "close was called"))
         for error in raised:
-            if error is not None:  # of a callback, KeyboardInterrupt for instance: now that all is closed
+            if error is not None:  # from a callback, for instance KeyboardInterrupt: raised after the close is complete
                 raise error
 
     def close(self) -> None:
-        """Close all models after the run under way. Waiting requests are cancelled. Closing again does nothing."""
+        """Close all models after the current run. Cancels waiting requests. Closing again does nothing."""
         with self._state:
             self.closing = self.closing or "close was called"
             self._state.notify_all()
         if not self.is_current_thread:
             self._thread.join()
 
-    # What follows runs in the worker's thread.
+    # The methods below run in the worker's thread.
 
     def _work(self) -> None:
         try:
             self._serve_all()
             why = self.closing or ""
-        except BaseException as error:  # nothing that a request may cause, but nobody must wait for ever
+        except BaseException as error:  # not caused by a request, but waiting threads must not wait for ever
             why = f"its thread failed: {type(error).__name__}: {error}"
         with self._state:
             self.closing = self.closing or why
@@ -200,18 +200,18 @@ class Worker:
                     done.set_result(None)
             if answer is not None:
                 self._serve(answer)
-                answer = None  # while this waits for the next one
+                answer = None  # holds no answer while this waits for the next one
             elif self.closing and not chores:
                 return
             self.arbiter.relieve()
 
     def _serve(self, answer: Answer) -> None:
-        """Answer one request. A failure is the request's, and its model's."""
+        """Answer one request. A failure concerns this request and its model only."""
         answer.started = perf_counter()
         outcome = self._outcome(answer)
         answer.inputs.clear()
         if isinstance(outcome, BaseException):
-            forget_locals(outcome)  # it is the user's now
+            forget_locals(outcome)  # from here on it belongs to the user
             outcome = self._failed(answer, outcome)
         answer.finished = perf_counter()
         with self._state:
@@ -223,10 +223,10 @@ class Worker:
             answer.model.last_run = answer.report
             complete(answer, partial(answer.set_result, outcome))
             answer.loaded.prepare()
-        del answer, outcome  # the calls of an error, which somebody may keep, know who called them
+        del answer, outcome  # the frames of a stored error refer to their callers
 
     def _outcome(self, answer: Answer) -> list[Array] | BaseException:
-        """The outputs of a request, whose report is filled in, or what it raised."""
+        """The outputs of a request, whose report is filled in, or the exception that it raised."""
         loaded = answer.loaded
         try:
             self.arbiter.settle()
@@ -253,7 +253,7 @@ class Worker:
         return error
 
     def _close_variants(self, model: Model, why: str) -> None:
-        """Close a model, outside of runs."""
+        """Close all shape variants of a model, outside of runs."""
         self.arbiter.settle()
         for loaded in model.variants:
             self.arbiter.leave(loaded)

@@ -1,4 +1,4 @@
-"""Transfers that move slices to homes of their own: `dma` by the device's copies, `interleave` by lanes of kernels."""
+"""Transfers that copy slices to permanent places: `dma` by copies of the device, `interleave` by copies inside kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashmem.schedule.plan import PoolLayout
 
 
 class _Homes:
-    """Where slices live in modes that move them there: texture slots for images, the pool for plain buffers."""
+    """Permanent places of slices in modes that copy: texture slots for images, a pool for plain buffers."""
 
     def __init__(self, context: Context, ledger: Ledger, slices: Sequence[Slice], layout: PoolLayout) -> None:
         self.memories: dict[str, Memory] = {}
@@ -33,11 +33,11 @@ class _Homes:
                 self.memories[part.name] = context.sub_buffer(pool, layout.offsets[part.name], whole_words(part.file_bytes))
 
     def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
-        """A part of the pool, if they lie there as in the file."""
+        """A sub-buffer of the pool, if the slices have the same order there as in the file."""
         return in_pool(self._context, self._pool, self._offsets, parts)
 
     def write(self, copier: Copier, part: Slice, data: Bytes, first_byte: int) -> CopyEvent:
-        """Begin to copy `data`, which starts at `first_byte` of the slice, home; images in whole rows."""
+        """Begin to copy `data`, which starts at `first_byte` of the slice, to the slice's place; images in whole rows."""
         memory = self.memories[part.name]
         if part.is_image:
             return copier.write_image(
@@ -56,10 +56,10 @@ def _write_to(copier: Copier, buffer: Memory, data: Bytes, first_byte: int) -> C
 
 
 class _Ring:
-    """Pinned host memory that loads pass through, mapped as long as it lives: a part for each loader thread."""
+    """Staging ring: pinned host memory that loads pass through, always mapped, with a part for each loader thread."""
 
     def __init__(self, queue: Queue, ledger: Ledger, nbytes: int, threads: int) -> None:
-        """Mapped by way of `queue`. Raises RunError past the budget or if the device refuses."""
+        """Map it through `queue`. Raises RunError if it exceeds the budget or the device refuses."""
         self._queue = queue
         self._part_bytes = nbytes // threads // WORD * WORD
         self._mapped: Bytes | None = None
@@ -68,7 +68,7 @@ class _Ring:
             self._mapped = queue.map(memory, nbytes)
 
     def part(self, thread: int) -> Bytes:
-        """What that thread has of it."""
+        """The part of a thread."""
         assert self._mapped is not None
         return self._mapped[thread * self._part_bytes : (thread + 1) * self._part_bytes]
 
@@ -80,7 +80,7 @@ class _Ring:
 
 
 class _MovingTransfer(Transfer):
-    """Slices are moved to homes of their own, which a transfer `after` another one takes over."""
+    """Base of transfers that copy slices to permanent places; a transfer made `after` another one reuses its places."""
 
     def __init__(
         self,
@@ -99,16 +99,16 @@ class _MovingTransfer(Transfer):
             self.arrived = after.arrived
 
     def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
-        """A part of the pool, if they lie there as in the file."""
+        """A sub-buffer of the pool, if the slices have the same order there as in the file."""
         return self._homes.joined(whole, parts)
 
     def _copy_home(self, part: Slice, segment: Segment, through: Bytes, turn: Turn) -> None:
-        """Read a segment into `through`, and copy it to where kernels read the slice."""
+        """Read a segment into `through`, and copy it to the slice's place."""
         self._copy(part, segment, through, turn, partial(self._homes.write, self._copier, part))
 
 
 class DmaTransfer(_MovingTransfer):
-    """`dma`: read into the thread's part of the ring, then copied home."""
+    """`dma`: reads into the thread's part of the ring, and copies from there to the slice's place."""
 
     reads_ahead = True
 
@@ -125,7 +125,7 @@ class DmaTransfer(_MovingTransfer):
         self._ring = _Ring(self._copier.queue, ledger, layout.ring_bytes, layout.threads)
 
     def load(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
-        """Read and copy, a part of the ring at a time."""
+        """Read and copy, in pieces of the size of a ring part."""
         self._copy_home(part, segment, self._ring.part(thread), turn)
 
     def leave(self) -> None:
@@ -134,12 +134,12 @@ class DmaTransfer(_MovingTransfer):
 
 
 class InterleaveTransfer(_MovingTransfer):
-    """`interleave`: read into the slice's place in staging; kernels move it home as the plan's x_{w,l} say.
+    """`interleave`: reads into the slice's place in staging; kernels copy it to its permanent place as x_{w,l} of the plan
+    says.
 
-    Where host and device share memory, the place is a part of one buffer, which is mapped only while a segment is read.
-    Elsewhere it is a staging slot, a buffer that no other slice is in at the time, and loads are copied there out of a ring
-    that is the host's: were staging mapped, the driver would keep a second one on the host (docs/opencl-notes.md). Preloaded
-    slices are copied home out of the ring in either case.
+    If host and device share memory, the staging place is a part of one buffer, mapped only while a segment is read. Otherwise
+    it is a staging slot, a buffer with one slice at a time, and loads are copied there from a host ring: for mapped staging,
+    the driver would keep a second copy on the host (docs/opencl-notes.md). Preloaded slices are always copied from the ring.
     """
 
     def __init__(
@@ -154,8 +154,8 @@ class InterleaveTransfer(_MovingTransfer):
         super().__init__(context, ledger, file, slices, layout, after)
         self.reads_ahead = bool(layout.staging_slots)
         self._maps = context.queue() if layout.staging else None
-        self.staged: dict[str, Memory] = _staging(context, ledger, slices, layout)  # what stream lanes read
-        # The last thing to be made: it is mapped, and memory that is mapped must not be released by a failure behind it.
+        self.staged: dict[str, Memory] = _staging(context, ledger, slices, layout)  # the source of the kernels' copies
+        # Allocated last: it is mapped, and mapped memory must not be released after a later failure.
         self._ring = _Ring(self._copier.queue, ledger, layout.ring_bytes, layout.threads)
 
     def load(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
@@ -168,17 +168,17 @@ class InterleaveTransfer(_MovingTransfer):
             self._read(part, segment, view, turn)
 
     def preload(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
-        """Read, and copy home."""
+        """Read, and copy to the permanent place."""
         self._copy_home(part, segment, self._ring.part(thread), turn)
 
     def leave(self) -> None:
-        """Give staging up, and unmap the ring."""
+        """Free staging, and unmap the ring."""
         self.staged.clear()
         self._ring.close()
 
 
 def _staging(context: Context, ledger: Ledger, slices: Sequence[Slice], layout: PoolLayout) -> dict[str, Memory]:
-    """The memory object in which each streamed slice waits."""
+    """The staging memory of each streamed slice."""
     slots = [ledger.buffer("staging", nbytes, f"staging slot {number}") for number, nbytes in enumerate(layout.staging_slots)]
     if not layout.staging:
         return {name: slots[number] for name, number in layout.staging_slot_of.items()}

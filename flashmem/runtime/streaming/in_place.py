@@ -1,4 +1,4 @@
-"""Transfers that read slices to where kernels use them: `map`, the mapped file, and `alias`, a pool."""
+"""Transfers that read slices directly to where kernels use them: `map` (the mapped file) and `alias` (a shared pool)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from flashmem.schedule.plan import PoolLayout
 
 
 class MapTransfer(Transfer):
-    """`map`: slices are used in place from the mapped file; loading brings pages in, freeing drops them.
+    """`map`: kernels read slices in the mapped file; loading reads pages in, freeing drops them.
 
-    A slice that another model on the device has too is used where that one has it mapped (`places`). A model is identified by
-    its ledger.
+    A slice that another model on the device has too is used from that model's mapping (`places`). A model is identified by its
+    ledger.
     """
 
     in_place = True
@@ -36,7 +36,7 @@ class MapTransfer(Transfer):
         after: MapTransfer | None = None,
     ) -> None:
         super().__init__(file)
-        file.missed = True  # populating does not tell
+        file.missed = True  # populating pages does not report misses
         self._ledger = ledger
         self._all, self._content_hashes = places, content_hashes
         self._places: dict[str, SharedSlice] = {}
@@ -56,37 +56,37 @@ class MapTransfer(Transfer):
         self.files = tuple(dict.fromkeys([file, *(place.file for place in self._places.values())]))
 
     def _memory(self, context: Context, part: Slice, whole: Slice | None, apart: Container[str]) -> Memory:
-        """A slice where it is mapped, by itself or as a part of the one buffer over its `whole`."""
+        """A slice in the mapping: a buffer, or a sub-buffer of the buffer over its `whole`."""
         if whole is None or whole.name in apart:
             return view(context, context.wrap(self._places[part.name].mapped), part)
-        if whole.name not in self._together:  # buffers over one mapping must not overlap, parts of a buffer may
+        if whole.name not in self._together:  # buffers over one mapping must not overlap, sub-buffers may
             mapped = self.file.mapped[whole.offset : whole.offset + whole.file_bytes]
             self._together[whole.name] = context.wrap(mapped)
         return context.sub_buffer(self._together[whole.name], part.offset - whole.offset, part.file_bytes)
 
     def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
-        """The buffer of which they are parts."""
+        """The buffer whose sub-buffers they are."""
         return self._together.get(whole.name)
 
     def load(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
-        """Bring the pages in."""
+        """Read the pages in."""
         place = self._places[part.name]
         place.load(segment, (self._ledger, part.name), self._ledger, f"slice {part.name}")
         self._check(part, place.mapped[segment.first : segment.first + segment.nbytes])
         turn.did("copy")
 
     def expect(self, part: Slice, segment: Segment) -> None:
-        """A segment of `part` will be loaded soon, if it is not there."""
+        """Announce that a segment of `part` will be loaded soon, unless it is in memory."""
         place = self._places[part.name]
         if not place.holds(segment):
             place.file.expect(place.offset + segment.first, segment.nbytes)
 
     def free(self, part: Slice) -> None:
-        """Drop the pages, unless somebody else uses them."""
+        """Drop the pages, unless another model uses them."""
         self._places[part.name].free((self._ledger, part.name))
 
     def leave(self) -> None:
-        """No buffer is over the pages any more."""
+        """Release the buffers over the pages."""
         self.memories.clear()
         self._together.clear()
 
@@ -96,7 +96,7 @@ class MapTransfer(Transfer):
         self._give_places_up()
 
     def _give_places_up(self, but: Container[str] = ()) -> None:
-        """All places; the pages of those slices, too, that are not in `but`: another transfer of the same ledger has those."""
+        """Give up all places. Free the pages of slices that are not in `but`: another transfer of this ledger uses those."""
         for name, place in self._places.items():
             if name not in but:
                 place.free((self._ledger, name))
@@ -105,10 +105,10 @@ class MapTransfer(Transfer):
 
 
 class AliasTransfer(Transfer):
-    """`alias`: one host-visible pool; the read lands where kernels look.
+    """`alias`: one host-visible pool; the disk read writes directly to where kernels read.
 
-    Each slice is a part of the pool, mapped only while a segment of it is read: kernels may not touch memory that is mapped for
-    writing, and the pool as a whole is not touched by anyone.
+    Each slice is a part of the pool, mapped only while a segment of it is read: kernels may not access memory that is mapped
+    for writing. No kernel accesses the pool as a whole.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class AliasTransfer(Transfer):
             self._pool, self._places, self.memories = after._pool, after._places, after.memories
             self.arrived = after.arrived
             return
-        if not slices:  # a device has no buffers without bytes
+        if not slices:  # a device has no buffers of 0 bytes
             return
         self._pool = pool = ledger.buffer("weights", layout.pool_bytes, "the weight pool", host_visible=True)
         for part in slices:
@@ -138,17 +138,17 @@ class AliasTransfer(Transfer):
             self.memories[part.name] = view(context, place, part)
 
     def load(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
-        """Read straight into the pool."""
+        """Read directly into the pool."""
         here, arrives = self._places[part.name], partial(self._arrives, part)
         with self._queue.mapped(here, segment.nbytes, offset=segment.first, unmapped=arrives) as place:
             self._read(part, segment, place, turn)
 
     def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
-        """A part of the pool, if they lie there as in the file."""
+        """A sub-buffer of the pool, if the slices have the same order there as in the file."""
         return in_pool(self._context, self._pool, self._offsets, parts)
 
     def close(self) -> None:
-        """Forget the places."""
+        """Drop the references to the places."""
         super().close()
         self._places.clear()
         self._pool = None

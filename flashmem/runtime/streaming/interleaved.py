@@ -1,8 +1,8 @@
 """Interleaved copy streams: the plan's x_{w,l} as kernel arguments (transfer mode `interleave`; FlashMem section 4.4).
 
-A launch makes up to four moves (`program.lane_places`), each of units of one slice from staging to its home: texels of an
-image, or 16-byte words of a plain buffer. Six arguments describe a move, last in every kernel of the lane source: lane_src,
-lane_dst, lane_first, lane_count, lane_width, lane_pitch (kernels/templates/common/lane.cl.j2).
+A launch makes up to four copies (`program.lane_places`). Each copies units of one slice from staging to its permanent place:
+texels of an image, or 16-byte words of a plain buffer. Six arguments describe a copy, the last ones of every kernel of the lane
+source: lane_src, lane_dst, lane_first, lane_count, lane_width, lane_pitch (kernels/templates/common/lane.cl.j2).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from flashmem.schedule.loads import WORD, whole_words
 from flashmem.schedule.plan import OverlapPlan, PlannedWeight
 
 COPY_GROUP = 64
-"""Work-items of a work-group of such a kernel."""
+"""Work-items of a work-group of the copy kernel."""
 
 _MOST_COPY_ITEMS = 1 << 14
-"""Most work-items of such a kernel; where there are more units, each moves several."""
+"""Most work-items of the copy kernel; with more units, each work-item copies several."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Move:
-    """Units `first` to `first + count` - 1 of `part`. `width` and `pitch` count texels; both are 0 for words."""
+    """One copy: units `first` to `first + count` - 1 of `part`. `width` and `pitch` count texels; both are 0 for words."""
 
     part: Slice
     first: int
@@ -38,43 +38,43 @@ class Move:
 
     @property
     def kind(self) -> LaneKind:
-        """What is written: a texture's channel type, or "buffer"."""
+        """The type of the destination: a texture's channel type, or "buffer"."""
         return self.part.channel if self.width else "buffer"
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are moved."""
+        """Bytes copied."""
         return self.count * LANE_UNIT[self.kind]
 
     def numbers(self, kind: LaneKind) -> tuple[int, int, int, int]:
-        """First, count, width and pitch for a lane of `kind`: its unit may be smaller than a word."""
+        """First, count, width and pitch for a stream of `kind`, whose unit may be smaller than a word."""
         words = LANE_UNIT[self.kind] // LANE_UNIT[kind]
         return self.first * words, self.count * words, self.width or 1, self.pitch or 1
 
 
 @dataclass(frozen=True)
 class CopyStream:
-    """The moves that one launch makes: no more than its lane, of `kind`, has places for, and one of that kind at least."""
+    """The copies of one launch: at most as many as its stream of `kind` has places, and at least one of that kind."""
 
     kind: LaneKind
     moves: tuple[Move, ...]
 
     @property
     def copier(self) -> str:
-        """The kernel of the lane source that makes such moves and does nothing else."""
+        """The kernel of the lane source that makes such copies and nothing else."""
         return f"lane_copy_{self.kind}"
 
     @property
     def copy_items(self) -> int:
-        """Work-items of that kernel: whole work-groups."""
+        """Work-items of that kernel, in whole work-groups."""
         units = sum(move.numbers(self.kind)[1] for move in self.moves)
         return min(-(-units // COPY_GROUP) * COPY_GROUP, _MOST_COPY_ITEMS)
 
     def arguments(self, source: Callable[[Slice], T], home: Callable[[Slice], T], number: Callable[[int], T]) -> list[T]:
-        """The lane's arguments: memory by the slice that is moved, numbers as `number` makes them. `source`: where it waits.
+        """The stream's kernel arguments: memory of each copied slice, numbers as `number` makes them. `source`: its staging.
 
-        A place without a move counts no units; what it is given as its memory is another move's, and not touched: a texture
-        that the kernel reads must not be among those that it may write.
+        An unused place counts no units. Its memory arguments repeat another copy's and are not accessed: a texture that the
+        kernel reads must not be among those that it may write.
         """
         waiting = list(self.moves)
         idle = next(move.part for move in waiting if move.kind == self.kind)
@@ -93,9 +93,9 @@ class CopyStream:
 
 @dataclass(frozen=True)
 class LayerMoves:
-    """What moves while one layer computes: in the kernel's own lane, and by launches of their own.
+    """The copies during one launch: in its kernel's own stream, and by launches of the copy kernel.
 
-    `leading` moves, by launches of their own too, come before the layer's kernel, which needs what they bring.
+    `leading` copies, also by the copy kernel, run before the launch's kernel, which needs these slices.
     """
 
     interleaved: CopyStream | None
@@ -104,16 +104,16 @@ class LayerMoves:
 
     @property
     def all(self) -> tuple[Move, ...]:
-        """Every move of the layer."""
+        """Every copy of the launch."""
         streams = (*self.leading, *((self.interleaved,) if self.interleaved else ()), *self.separate)
         return tuple(move for stream in streams for move in stream.moves)
 
 
 def layer_moves(plan: OverlapPlan, slices: Mapping[str, Slice], lane: LaneKind, *, lanes: bool = True) -> dict[int, LayerMoves]:
-    """The moves of each layer that has any. `lane`: what the lanes of kernels write (`program.lane_kind`).
+    """The copies of each launch that has any. `lane`: the type that the kernels' streams write (`program.lane_kind`).
 
-    The largest moves are interleaved, as far as the lane has places for them. Without `lanes` all moves are launches of
-    their own, as many of them in one launch as it has places for.
+    The largest copies are interleaved, as far as the stream has places. Without `lanes` all copies are made by the copy kernel,
+    as many in one launch as it has places.
     """
     beside: dict[int, list[Move]] = {}
     before: dict[int, list[Move]] = {}
@@ -130,7 +130,7 @@ def layer_moves(plan: OverlapPlan, slices: Mapping[str, Slice], lane: LaneKind, 
 
 
 def _taken(moves: Iterable[Move], lane: LaneKind) -> CopyStream | None:
-    """The largest moves that a lane has places for; None without one of its own kind, whose texture it needs."""
+    """The largest copies that fit a stream's places; None without one of its own kind, whose texture it requires."""
     places = list(lane_places(lane))
     taken = []
     for move in sorted(moves, key=lambda move: -move.nbytes):
@@ -141,7 +141,7 @@ def _taken(moves: Iterable[Move], lane: LaneKind) -> CopyStream | None:
 
 
 def _launches(moves: Sequence[Move]) -> tuple[CopyStream, ...]:
-    """Launches that make `moves` and nothing else: textures of one channel type in each, buffers in the place that is left."""
+    """Launches of the copy kernel for `moves`: textures of one channel type in each, buffers in the remaining place."""
     waiting = list(moves)
     streams = []
     while waiting:
@@ -154,7 +154,7 @@ def _launches(moves: Sequence[Move]) -> tuple[CopyStream, ...]:
 
 
 def needed_slices(plan: OverlapPlan, moves: Mapping[int, LayerMoves]) -> dict[int, tuple[str, ...]]:
-    """The slices that must be loaded before a layer: those it is the first to use, or to move."""
+    """The slices that must be loaded before each launch: those that it uses or copies first."""
     needs: dict[int, list[str]] = {}
     first_moved: dict[str, int] = {}
     for layer in sorted(moves):
@@ -166,7 +166,7 @@ def needed_slices(plan: OverlapPlan, moves: Mapping[int, LayerMoves]) -> dict[in
 
 
 def _moves(weight: PlannedWeight, part: Slice) -> list[tuple[int, Move]]:
-    """The chunks of each layer as units: consecutive, and together the whole slice."""
+    """The chunks of each launch as units: consecutive, and together the whole slice."""
     width, pitch, units = _geometry(part)
     moves, chunks = [], 0
     for layer, count in weight.moves:

@@ -1,9 +1,9 @@
-"""Loader threads: the plan's loads, in the order and behind the gates that the plan sets.
+"""Loader threads: make the plan's loads, in the plan's order, not before their release times.
 
-A `LoaderRun` serves one run (or the preloading of W). Its threads take loads in the order of what waits for them, the first one
-whose gate is open: w may be loaded once the layer is done that was the last to need its place (mode `map`: layer g_w - 1) and
-all slices freed by then are gone, so that no two slices are ever resident that the plan kept apart. Loads that pass
-through staging of a thread's own are read there before that, and copied on when the gate opens.
+A `LoaderRun` serves one run (or the preloading of W). Its threads start loads in the order of first use, and take the first one
+that is released: w may be loaded after the end of the launch that last used its place (mode `map`: launch g_w - 1), and after
+all slices due by then are freed. So no two slices are ever resident together that the plan kept apart. Loads through a thread's
+own staging are read earlier, and copied on at their release time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flashmem.schedule.loads import LOOKED_AT, Load, Step, TimedInterval
 
 
 class _Turn:
-    """One load of a run: its steps, and when its gate is open."""
+    """One load of a run: its steps, and whether it is released."""
 
     __slots__ = ("_run", "gate", "start", "steps")
 
@@ -31,22 +31,22 @@ class _Turn:
         self.steps: list[tuple[Step, float]] = []
 
     def did(self, what: Step) -> None:
-        """Note that it has done this until now."""
+        """Record that `what` took until now."""
         self.steps.append((what, time.perf_counter()))
 
     def opened(self) -> None:
-        """Wait for its gate. Raises _StoppedError if the run stops before."""
+        """Wait for its release time. Raises _StoppedError if the run stops before."""
         if not self._run.is_open(self.gate):
             self._run.wait_for_gate(self.gate)
             self.did("gate")
 
 
 class _StoppedError(Exception):
-    """The run ends, and with it the load."""
+    """The run ends, and the load with it."""
 
 
 class LoaderRun:
-    """Threads at work on one sequence of loads. Call `layer_done` for every layer, `wait` before using, `stop` at the end."""
+    """Loader threads for one sequence of loads. Call `layer_done` for every launch, `wait` before a use, `stop` at the end."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class LoaderRun:
         done: int = 0,
         admit: Callable[[Load], bool] | None = None,
     ) -> None:
-        """Begin at once, with `done` layers behind it. `admit` is asked before each load, and again after `wake`, until
-        `admit_all`: whether there is memory for it. Until then nothing is read ahead of its gate.
+        """Start at once, after `done` launches. `admit` decides for each load, and again after `wake`, until `admit_all`,
+        whether memory is available. Until then no thread reads ahead of a release time.
         """
         self.loaded = {load.part.name: False for load in loads}
         self._missing = Counter(load.part.name for load in loads)  # segments, by slice
@@ -67,36 +67,36 @@ class LoaderRun:
         self._transfer = transfer
         self._loads = loads
         self._frees = frees if transfer.frees else {}
-        self.wakes = frozenset(load.gate for load in loads) | frozenset(self._frees)  # layers whose end is waited for
+        self.wakes = frozenset(load.gate for load in loads) | frozenset(self._frees)  # launches to wait for
         lock = threading.Lock()
-        self._changed = threading.Condition(lock)  # for loader threads: gates, what is to be freed, the end
-        self._arrived = threading.Condition(lock)  # for who waits for a slice
+        self._changed = threading.Condition(lock)  # for loader threads: releases, frees, the end
+        self._arrived = threading.Condition(lock)  # for threads that wait for a slice
         self._wanted: str | None = None  # that slice
         self._taken = bytearray(len(loads))
         self._announced = bytearray(len(loads))
         self._first = 0  # all loads before this one are taken
-        self._done = done  # layers that are done
+        self._done = done  # completed launches
         self._admit = admit
-        self._loading = 0  # threads that have a load
-        self._at_gates = 0  # of those, the ones that wait for its gate
-        self.when_freed: Callable[[int], None] | None = None  # called with a layer that is done, once its slices are freed
+        self._loading = 0  # threads with a load
+        self._at_gates = 0  # of those, the ones that wait for the release
+        self.when_freed: Callable[[int], None] | None = None  # called with a completed launch, after its slices are freed
         self._to_free: list[Slice] = []
         self._freeing = 0
-        self._failure: str | None = None  # no exception: its traceback would hold on to what is loaded, and to this
+        self._failure: str | None = None  # not the exception: its traceback would hold the loaded slices, and this object
         self._stopping = False
         self._ahead = threads
-        self._announces = transfer.file.missed  # since the last run began
+        self._announces = transfer.file.missed  # since the start of the last run
         transfer.file.missed = False
         self._count = min(threads, len(loads))
         self._threads: list[threading.Thread] = []
         try:
             self._start_next()
-        except BaseException:  # nobody gets this object, and could stop what it began
+        except BaseException:  # the caller gets no object to stop the threads with
             self._stopping = True
             raise
 
     def _start_next(self) -> None:
-        """Start one more thread, if there is to be one: each starts the next, so that nobody waits for all of them."""
+        """Start one more thread, if needed: each starts the next, so that the caller does not wait for all starts."""
         with self._changed:
             number = len(self._threads)
             if number < self._count and not self._stopping:
@@ -105,7 +105,7 @@ class LoaderRun:
                 self._threads.append(thread)
 
     def layer_done(self, layer: int) -> None:
-        """Layer `layer` and all before it are done: frees what it used last, and opens the gates behind it."""
+        """Launch `layer` and all before it are complete: free slices last used there, and release waiting loads."""
         if layer not in self.wakes:
             return
         with self._changed:
@@ -115,31 +115,31 @@ class LoaderRun:
             self._changed.notify_all()
 
     def _tell_freed(self) -> None:
-        """Say how far slices are freed. The lock is held, so that no load behind a later gate begins before that is said."""
+        """Report how far slices are freed. Requires the lock: no later load may be released before the report."""
         if self.when_freed is not None and not self._to_free and not self._freeing:
             self.when_freed(self._done)
 
     @property
     def idle(self) -> bool:
-        """Whether the disk is another's: nothing is being loaded, and nothing can be before a layer is done."""
+        """Whether the disk is free for other models: nothing is loading, and nothing can before the next launch ends."""
         with self._changed:
             following = self._following()
             begins = following is not None and (self.is_open(self._loads[following].gate) or self._at_gates < self._count)
             return self._stopping or (not begins and self._loading == self._at_gates)
 
     def wake(self) -> None:
-        """There may be memory now for a load that was not admitted."""
+        """Retry loads that were not admitted: memory may be available now."""
         with self._changed:
             self._changed.notify_all()
 
     def admit_all(self) -> None:
-        """From now on there is memory for every load whose gate is open."""
+        """Admit every released load from now on."""
         with self._changed:
             self._admit = None
             self._changed.notify_all()
 
     def wait(self, name: str) -> None:
-        """Return once slice `name` is loaded.
+        """Wait until slice `name` is loaded.
 
         Raises:
             RunError: a load failed.
@@ -192,11 +192,11 @@ class LoaderRun:
                 self._arrived.notify_all()
 
     def is_open(self, gate: int) -> bool:
-        """Whether layer `gate` is known to be done."""
+        """Whether launch `gate` is known to be complete."""
         return gate <= self._done
 
     def wait_for_gate(self, gate: int) -> None:
-        """Return once layer `gate` is done. Raises _StoppedError if the run stops before."""
+        """Wait until launch `gate` is complete. Raises _StoppedError if the run stops before."""
         with self._changed:
             self._at_gates += 1
             while gate > self._done:
@@ -206,7 +206,7 @@ class LoaderRun:
             self._at_gates -= 1
 
     def _take(self) -> Load | None:
-        """The next load whose gate is open; frees on the way. None when the run stops."""
+        """The next released load; frees slices first. None when the run stops."""
         while True:
             with self._changed:
                 number = None
@@ -235,7 +235,7 @@ class LoaderRun:
                     self._changed.notify_all()
 
     def _next(self) -> int | None:
-        """The load to begin with; none while something is freed, or where there is no memory for it."""
+        """The next load to start; None while slices are being freed, or without memory for it."""
         number = None if self._freeing else self._following()
         if number is None or self._admit is None:
             return number
@@ -243,7 +243,7 @@ class LoaderRun:
         return number if self.is_open(load.gate) and self._admit(load) else None
 
     def _following(self) -> int | None:
-        """The first load whose gate is open, else one to read ahead."""
+        """The first released load, else one to read ahead."""
         first = None
         for number in self._waiting(LOOKED_AT):
             if self.is_open(self._loads[number].gate):
@@ -252,14 +252,14 @@ class LoaderRun:
         return first if self._transfer.reads_ahead else None
 
     def _waiting(self, most: int) -> Iterator[int]:
-        """The first loads that are not taken."""
+        """The first loads that are not taken, at most `most`."""
         taken, last = self._taken, len(self._taken)
         while self._first < last and taken[self._first]:
             self._first += 1
         return islice((number for number in range(self._first, last) if not taken[number]), most)
 
     def _announce(self, taken: int) -> Sequence[Load]:
-        """Announce the load just taken and a few next ones behind open gates, so that the disk reads on."""
+        """Announce this load and the next few released ones to the disk, so that it reads without pause."""
         ahead = [taken, *(number for number in self._waiting(self._ahead) if self.is_open(self._loads[number].gate))]
         ahead = [number for number in ahead if not self._announced[number]]
         for number in ahead:
@@ -268,5 +268,5 @@ class LoaderRun:
 
 
 def _said(error: BaseException) -> str:
-    """What the main thread says of a thread's failure."""
+    """The main thread's message for a failure of a loader thread."""
     return str(error) if isinstance(error, RunError) else f"loading weights failed: {type(error).__name__}: {error}"

@@ -1,9 +1,9 @@
-"""Pages of weights that several models on a device share, where weights are used in place (mode `map`).
+"""Weight pages shared by several models on a device, for in-place use of weights (mode `map`).
 
-Slices of one content hash (`flashmem.bundle.checksums`) should be the same bytes. What a bundle says of itself is not believed:
-slices of two bundles are compared byte by byte before they are shared. Whoever is there first gives the place, in its own
-file; others use it. A segment is brought in by the first who loads it and counted there; others borrow it, and the last one to
-free it drops its pages. When its holder frees it before, a borrower holds it, which has counted on those bytes.
+Slices of equal content hash (`flashmem.bundle.checksums`) should have equal bytes. A bundle's hashes are not trusted: slices of
+two bundles are compared byte by byte before they are shared. The first user provides the mapping, from its own file; others use
+it. The first user that loads a segment reads it in and is charged for it; others borrow it, and the last one to free it drops
+its pages. If the holder frees it first, a borrower is charged, which has reserved those bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flashmem.schedule.loads import Segment
 
 
 class _Pages:
-    """The pages of one segment: who uses them, the one that holds them first, and whether they are there."""
+    """The pages of one segment: its users, the holder first, and whether they are in memory."""
 
     def __init__(self) -> None:
         self.users: list[tuple[Hashable, Account]] = []
@@ -29,32 +29,32 @@ class _Pages:
 
 
 class SharedSlice:
-    """A mapped slice, and who uses it. Users are distinguished by what they pass as `user`."""
+    """A mapped slice and its users. `user` arguments identify users."""
 
     def __init__(self, file: WeightFile, part: Slice) -> None:
         self.file, self.offset, self.nbytes = file, part.offset, part.file_bytes
-        self.uses = 0  # of those that may load it; see `SharedSlices`
+        self.uses = 0  # by users that may load it; see `SharedSlices`
         self._segments: dict[Segment, _Pages] = {}
         self._changed = threading.Condition()
 
     def is_in(self, file: WeightFile, offset: int) -> bool:
-        """Whether this is where `file` has it."""
+        """Whether this is the slice at `offset` of `file`."""
         return self.file is file and self.offset == offset
 
     @property
     def mapped(self) -> Bytes:
-        """The bytes, where they are mapped."""
+        """The mapped bytes."""
         return self.file.mapped[self.offset : self.offset + self.nbytes]
 
     def load(self, segment: Segment, user: Hashable, ledger: Account, what: str) -> None:
-        """Have the pages of a segment there, until `user` lets the slice go.
+        """Read the pages of a segment in, and keep them until `user` frees the slice.
 
         Raises:
             RunError: the budget has no room, or the disk fails.
         """
         nbytes = whole_pages(segment.nbytes)
         with self._changed:
-            while (pages := self._segments.get(segment)) is not None and not pages.there:  # somebody brings them in
+            while (pages := self._segments.get(segment)) is not None and not pages.there:  # another thread reads them
                 self._changed.wait()
             if pages is not None:
                 ledger.borrow(nbytes, what)
@@ -68,7 +68,7 @@ class SharedSlice:
         except BaseException:
             with self._changed:
                 del self._segments[segment]
-                with suppress(RunError):  # the first failure is the one to tell
+                with suppress(RunError):  # report the first failure only
                     self.file.drop(self.offset + segment.first, segment.nbytes)
                 ledger.release("weights", nbytes)
                 self._changed.notify_all()
@@ -78,12 +78,12 @@ class SharedSlice:
             self._changed.notify_all()
 
     def holds(self, segment: Segment) -> bool:
-        """Whether the pages of a segment are there, or about to be."""
+        """Whether the pages of a segment are in memory, or being read."""
         with self._changed:
             return segment in self._segments
 
     def free(self, user: Hashable) -> None:
-        """`user` lets all its segments go; pages that nobody else uses are dropped. None of them may be loading for it."""
+        """Free all segments of `user`; drops pages that nobody else uses. None of them may be loading for it."""
         with self._changed:
             for segment, pages in list(self._segments.items()):
                 mine = next((each for each in pages.users if each[0] == user), None)
@@ -103,22 +103,22 @@ class SharedSlice:
 
 
 class SharedSlices:
-    """The mapped slices on a device, by their content hash, while somebody uses them."""
+    """The mapped slices in use on a device, by content hash."""
 
     def __init__(self) -> None:
-        self._places: dict[tuple[bytes, int], list[SharedSlice]] = {}  # more than one where a bundle's hashes are wrong
+        self._places: dict[tuple[bytes, int], list[SharedSlice]] = {}  # several if a bundle's hashes are wrong
         self._lock = threading.Lock()
 
     def take(self, file: WeightFile, part: Slice, content_hash: bytes) -> SharedSlice:
-        """The place of a slice: that of another one of the same bytes, or in `file`, which stays open until it is given up.
+        """The shared place of a slice: an existing one with the same bytes, or one in `file`, which stays open until `give_up`.
 
         Raises:
-            RunError: the slice cannot be read, to compare it.
+            RunError: the slice cannot be read for the comparison.
         """
         with self._lock:
             there = tuple(self._places.get((content_hash, part.file_bytes), ()))
             for place in there:
-                place.uses += 1  # so that it stays while it is compared
+                place.uses += 1  # keeps it during the comparison
         try:
             found = next((place for place in there if file.has_same(part.offset, place.file, place.offset, place.nbytes)), None)
         except BaseException:
@@ -138,7 +138,7 @@ class SharedSlices:
             return made
 
     def give_up(self, place: SharedSlice, content_hash: bytes) -> None:
-        """Whoever took it uses it no longer, and holds nothing there."""
+        """End the use of a place; the user holds no segments of it."""
         with self._lock:
             place.uses -= 1
             if place.uses:

@@ -1,10 +1,10 @@
-"""The four transfer modes (DESIGN section 5): how a slice gets from the weight file to where kernels read it.
+"""Transfer modes (DESIGN section 5): four ways to move a slice from the weight file to where kernels read it.
 
-Each is a `Transfer`; they differ in nothing else, so that every mode gives the same bits. Everything a transfer needs is
-allocated when it is made, at the places the plan's `PoolLayout` names. `transfer_modes.py` makes them.
+Each mode is a `Transfer`. Nothing else depends on the mode, so that every mode gives the same bits. A transfer allocates all
+its memory at creation, at the places of the plan's `PoolLayout`. `transfer_modes.py` creates them.
 
-A transfer writes device memory by commands on a queue of its own, one for all loader threads. The queue of the layers waits for
-the events of those commands (`arrived`) before a kernel reads what they wrote.
+A transfer writes device memory by commands on its own queue, one for all loader threads. The queue of launches waits for the
+events of those commands (`arrived`) before a kernel reads the data.
 """
 
 from __future__ import annotations
@@ -25,49 +25,49 @@ class Turn(Protocol):
     """One load of a run, as a transfer sees it."""
 
     def opened(self) -> None:
-        """Return once its read gate is open: only then may places that the plan gave to it be written."""
+        """Wait until the load is released: only then may its planned places be written."""
         ...
 
     def did(self, what: Step) -> None:
-        """What it has done since it began, or since this was called last."""
+        """Record the time since its begin, or since the last call, as spent on `what`."""
         ...
 
 
 class Transfer(ABC):
-    """One mode in use. `load` and `free` are called by loader threads, each with its own `thread` number."""
+    """A transfer mode in use. Loader threads call `load` and `free`, each with its own `thread` number."""
 
     in_place = False
     """Whether kernels read the mapped file."""
 
     reads_ahead = False
-    """Whether a load may begin before its gate is open: what it reads waits in a part of staging that is its thread's own."""
+    """Whether a load may begin before its release: the data waits in the thread's own part of staging."""
 
     checksums: Mapping[str, Checksum] | None = None
-    """The checksum of each slice, compared when it is loaded, as a whole then; None: not compared."""
+    """The checksum of each slice, compared at its load, which then covers the whole slice; None: not compared."""
 
     def __init__(self, file: WeightFile) -> None:
         self.file = file
-        self.files: tuple[WeightFile, ...] = (file,)  # where slices are
-        self.memories: dict[str, Memory] = {}  # what kernels take as the slice
-        self.arrived: dict[str, list[Event]] = {}  # by slice: what brought it in and the layers' queue does not wait for yet
+        self.files: tuple[WeightFile, ...] = (file,)  # the files with the slices
+        self.memories: dict[str, Memory] = {}  # the memory of each slice, as a kernel argument
+        self.arrived: dict[str, list[Event]] = {}  # by slice: events of its copies that the launch queue does not wait for yet
 
     @abstractmethod
     def load(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
-        """Bring a segment of a streamed slice in, from the disk to where the plan's next step takes it from."""
+        """Load a segment of a streamed slice from the disk to the source of the plan's next step."""
 
     def preload(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
-        """Bring a segment of a slice of W in, all the way."""
+        """Load a segment of a slice of W completely."""
         self.load(part, segment, thread, turn)
 
     def take_arrived(self, names: Iterable[str]) -> list[Event]:
-        """The events in `arrived` of these slices, which are forgotten: the layers' queue is made to wait for them now."""
+        """Remove and return the events of these slices in `arrived`; the caller makes the launch queue wait for them."""
         return [event for name in names for event in self.arrived.pop(name, ())]
 
     def _arrives(self, part: Slice, event: Event) -> None:
         self.arrived.setdefault(part.name, []).append(event)
 
     def free(self, part: Slice) -> None:  # noqa: B027 - most modes reuse a fixed place and have nothing to do
-        """Let a streamed slice go, after its last use."""
+        """Free a streamed slice after its last use."""
 
     @property
     def frees(self) -> bool:
@@ -75,17 +75,15 @@ class Transfer(ABC):
         return type(self).free is not Transfer.free
 
     def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
-        """The memory of slices that are `whole` together, side by side in the file, as one buffer; None where they are apart
-        here.
-        """
+        """The memory of slices that form `whole`, adjacent in the file, as one buffer; None if they are not adjacent here."""
         return None
 
     def expect(self, part: Slice, segment: Segment) -> None:
-        """A segment of `part` will be loaded soon."""
+        """Announce that a segment of `part` will be loaded soon."""
         self.file.expect(part.offset + segment.first, segment.nbytes)
 
     def _read(self, part: Slice, segment: Segment, place: Bytes, turn: Turn) -> None:
-        """Read the segment into `place`. Raises RunError where the slice is damaged, or cannot be read."""
+        """Read the segment into `place`. Raises RunError if the slice is damaged, or cannot be read."""
         self.file.read_into(place, part.offset + segment.first)
         self._check(part, place)
         turn.did("read")
@@ -97,10 +95,10 @@ class Transfer(ABC):
     def _copy(
         self, part: Slice, segment: Segment, through: Bytes, turn: Turn, begin: Callable[[Bytes, int], CopyEvent]
     ) -> None:
-        """Read the segment into staging and copy it on, a piece after the other; images in whole rows.
+        """Read the segment into staging and copy it on, piece by piece; images in whole rows.
 
-        `begin` gets a piece and its first byte in the slice, once its gate is open, and enqueues the copy, which is done before
-        the next piece is read. RunError: the slice is damaged, and its last piece is not copied.
+        `begin` receives a piece and its first byte in the slice, after the release, and enqueues the copy, which completes
+        before the next piece is read. RunError: the slice is damaged, and its last piece is not copied.
         """
         step = through.nbytes // part.row_pitch * part.row_pitch if part.is_image else through.nbytes
         end, value = segment.first + segment.nbytes, 0
@@ -119,16 +117,16 @@ class Transfer(ABC):
             turn.did("copy")
 
     def leave(self) -> None:  # noqa: B027 - some have places of weights only
-        """Give back what is not a place of weights: the transfer that is made `after` this one takes those over."""
+        """Free everything but the places of weights, which the transfer made `after` this one reuses."""
 
     def close(self) -> None:
-        """Give back what the ledger does not."""
+        """Free what the ledger does not own."""
         self.leave()
         self.memories.clear()
 
 
 def in_pool(context: Context, pool: Memory | None, offsets: Mapping[str, int], parts: Sequence[Slice]) -> Memory | None:
-    """The part of a pool that holds `parts`, if they lie there side by side."""
+    """The part of a pool that holds `parts`, if they are adjacent there."""
     places = [offsets.get(part.name) for part in parts]
     start, nbytes = places[0], 0
     if start is None or pool is None:
@@ -141,7 +139,7 @@ def in_pool(context: Context, pool: Memory | None, offsets: Mapping[str, int], p
 
 
 def view(context: Context, buffer: Memory, part: Slice) -> Memory:
-    """A slice in a buffer of its own as kernels take it: the buffer, or an image over it."""
+    """A slice in its own buffer as a kernel argument: the buffer, or an image over it."""
     if not part.is_image:
         return buffer
     return context.image_view(buffer, part.width, part.height, part.row_pitch, part.channel)

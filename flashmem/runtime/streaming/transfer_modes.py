@@ -1,4 +1,4 @@
-"""The transfer of a mode."""
+"""Creates the transfer of a mode."""
 
 from __future__ import annotations
 
@@ -32,12 +32,15 @@ def make_transfer(
     together: Mapping[str, Slice] = MappingProxyType({}),
     after: Transfer | None = None,
 ) -> Transfer:
-    """The transfer of `mode`, which checks slices against `checksums`. `together`: by slice, the whole that may be asked for by
-    `joined`. `after`: one of the same mode for another shape variant of the bundle, which has left; its places of weights,
-    which are those of `layout` (`residence.share_places`), are taken over.
+    """The transfer of `mode`, which compares slices with `checksums`.
+
+    Args:
+        together: by slice, the whole slice, for requests to `joined`.
+        after: a transfer of the same mode for another shape variant of the bundle, after its `leave`. The new one reuses its
+            places of weights, which are those of `layout` (`residence.share_places`).
 
     Raises:
-        RunError: device or budget refuse.
+        RunError: the device or the budget refuses.
     """
     made: Transfer
     if mode == "map":

@@ -1,13 +1,13 @@
-"""The weight file of a bundle: read by `pread`, or mapped and brought in and dropped page by page.
+"""The weight file of a bundle: read by `pread`, or mapped, with pages read in and dropped singly.
 
-All calls that touch the disk release the GIL.
+All calls that access the disk release the GIL.
 
-A mapped page that is cut off the file is gone for whoever reads it: the process ends with SIGBUS. So while kernels read the
-mapping (`guarded`) a lease is held on the file: Linux lets nobody open it for writing or truncate it before it is given back,
-at the next layer, where the run ends with a sentence. What remains: a system or a file system without leases, a file of
-another user, or one that somebody had open for writing before. There its size is checked before each layer, and a cut in the
-middle of one can still end the process; so can a layer that takes longer than the 45 s that Linux waits (/proc/sys/fs/lease-
-break-time).
+If a file is truncated, access to a mapped page behind its end kills the process with SIGBUS. So while kernels read the mapping
+(`guarded`), the process holds a lease on the file. Linux then lets nobody open it for writing or truncate it until the lease
+ends, at the next launch, where the run fails with a message. Cases without that protection: a system or a file system without
+leases, a file of another user, or a file that was open for writing before. There, its size is checked before each launch, and a
+truncation during a launch can still kill the process. So can a launch that is longer than the 45 s that Linux waits
+(/proc/sys/fs/lease-break-time).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from flashmem.bundle.version_directories import hold_shared
 Bytes = NDArray[np.uint8]
 
 _COMPARED = 64 << 10
-"""Bytes of two files that are compared at a time."""
+"""Bytes of two files compared at a time."""
 
 _MADV_DONTNEED = 4
 _MADV_POPULATE_READ = 22  # Linux 5.14
@@ -48,10 +48,10 @@ _F_SETSIG = 10  # Linux; the module has no name for it
 
 
 class Reader(Protocol):
-    """What table rows are read from."""
+    """The source of table rows."""
 
     def expect(self, offset: int, nbytes: int) -> None:
-        """These bytes will be wanted soon."""
+        """Announce that these bytes will be read soon."""
         ...
 
     def read_into(self, data: Bytes, offset: int) -> None:
@@ -60,13 +60,13 @@ class Reader(Protocol):
 
 
 class WeightFile:
-    """`weights.bin`, open for reading. Offsets and sizes are bytes."""
+    """`weights.bin`, open for reading. Offsets and sizes are in bytes."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
         """Open the file.
 
         Raises:
-            BundleError: it is not there, or not `nbytes` long.
+            BundleError: the file is missing, or not `nbytes` long.
         """
         self.path = path
         self.nbytes = nbytes
@@ -77,11 +77,11 @@ class WeightFile:
         self._descriptor = self._file.fileno()
         status = os.fstat(self._descriptor)
         self._which = status.st_dev, status.st_ino
-        self._same: WeakKeyDictionary[WeightFile, dict[tuple[int, int, int], bool]] = WeakKeyDictionary()  # what was compared
+        self._same: WeakKeyDictionary[WeightFile, dict[tuple[int, int, int], bool]] = WeakKeyDictionary()  # comparisons
         if status.st_size != nbytes:
             self._file.close()
             raise BundleError(f"{path} is not {nbytes} bytes long as its bundle says; compile the model again")
-        hold_shared(self._descriptor)  # the bundle cache keeps it
+        hold_shared(self._descriptor)  # protects it from the bundle cache's eviction
         self._mapped: Bytes | None = None
         self._address = 0
         self._guards = 0
@@ -90,7 +90,7 @@ class WeightFile:
         self._libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         self._can_populate = True
         self._not_waiting = _RWF_NOWAIT
-        self.missed = False  # something was not in the page cache when it was read
+        self.missed = False  # some bytes were not in the page cache when read
         self._announcer: threading.Thread | None = None
         self._closing = False
         self._keepers, self._keeping = 1, threading.Lock()
@@ -99,7 +99,7 @@ class WeightFile:
         """Fill `data` with the bytes at `offset`.
 
         Raises:
-            RunError: the file is shorter than that by now, or the disk fails.
+            RunError: the file was truncated, or the disk fails.
         """
         view = data.data
         if self._not_waiting:
@@ -119,21 +119,21 @@ class WeightFile:
             offset += got
 
     def _read_cached(self, view: memoryview, offset: int) -> int:
-        """Fill `view` as far as it is in the page cache without a gap; how many bytes that is."""
+        """Fill `view` as far as the page cache has the bytes without a gap; returns their number."""
         try:
             return os.preadv(self._descriptor, [view], offset, self._not_waiting)
         except BlockingIOError:
             return 0
-        except OSError:  # a system or a file system that cannot say; a disk that fails does so again
+        except OSError:  # not supported here; or a disk error, which the next read repeats
             self._not_waiting = 0
             return 0
 
     def has_same(self, offset: int, other: WeightFile, there: int, nbytes: int) -> bool:
-        """Whether the bytes at `offset` are those of `other` at `there`, where they can be read. Both are read once, in small
-        blocks; that the two are one place of one file is known without.
+        """Whether the bytes at `offset` equal those of `other` at `there`; False if those cannot be read. Reads both once, in
+        small blocks, unless they are the same place of the same file.
 
         Raises:
-            RunError: this file is shorter than it was, or the disk fails.
+            RunError: this file was truncated, or the disk fails.
         """
         if (self._which, offset) == (other._which, there):
             return True
@@ -149,18 +149,18 @@ class WeightFile:
             self.read_into(mine[:count], offset + first)
             try:
                 other.read_into(others[:count], there + first)
-            except RunError:  # whoever uses that file is told
+            except RunError:  # users of that file get the error
                 return False
             if not np.array_equal(mine[:count], others[:count]):
                 return False
         return True
 
     def expect(self, offset: int, nbytes: int) -> None:
-        """Tell the kernel that these bytes will be wanted soon, so that the disk does not pause between loads."""
+        """Announce to the kernel that these bytes will be read soon, so that the disk does not pause between loads."""
         os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def announce(self, parts: Iterable[tuple[int, int]]) -> None:
-        """`expect` of each (offset, bytes), in this order, by a thread: the call waits wherever the disk's queue is full."""
+        """Call `expect` for each (offset, bytes), in order, in a thread: the call blocks while the disk's queue is full."""
 
         def work() -> None:
             for offset, nbytes in parts:
@@ -173,7 +173,7 @@ class WeightFile:
 
     @property
     def mapped(self) -> Bytes:
-        """The whole file, mapped read-only. Nothing is read until it is touched or populated."""
+        """The whole file, mapped read-only. Nothing is read until an access or `populate`."""
         if self._mapped is None:
             mapping = mmap.mmap(self._descriptor, self.nbytes, prot=mmap.PROT_READ)
             self._mapped = np.frombuffer(mapping, np.uint8)
@@ -181,10 +181,10 @@ class WeightFile:
         return self._mapped
 
     def populate(self, offset: int, nbytes: int) -> None:
-        """Bring pages of the mapping in, so that kernels never wait for the disk. `offset` is a multiple of the page size.
+        """Read pages of the mapping in, so that kernels never wait for the disk. `offset` is a multiple of the page size.
 
         Raises:
-            RunError: the file is shorter than that by now, or the disk fails.
+            RunError: the file was truncated, or the disk fails.
         """
         mapped, self.missed = self.mapped, True
         if os.fstat(self._descriptor).st_size < offset + nbytes:
@@ -195,22 +195,22 @@ class WeightFile:
             code = ctypes.get_errno()
             if code != errno.EINVAL:
                 raise RunError(f"reading {nbytes} bytes at {offset} of {self.path} failed: {os.strerror(code)}")
-            self._can_populate = False  # a kernel older than 5.14: read ahead, then touch every page
+            self._can_populate = False  # a kernel older than 5.14: read ahead, then access every page
         self.expect(offset, nbytes)
         mapped[offset : offset + nbytes : SYSTEM_PAGE].max()
 
     def drop(self, offset: int, nbytes: int) -> None:
-        """Let pages of the mapping go; the page cache may keep them, but they are no longer this process's memory."""
+        """Drop pages of the mapping. The page cache may keep them, but they are no longer this process's memory."""
         if self._libc.madvise(self._address + offset, nbytes, _MADV_DONTNEED) != 0:
             code = ctypes.get_errno()
             raise RunError(f"dropping {nbytes} bytes at {offset} of {self.path} failed: {os.strerror(code)}")
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """While it lasts the file keeps its size, as far as the system can promise that; `check` says when it cannot.
+        """Keep the size of the file fixed, as far as the system can; `check` reports when it cannot.
 
         Raises:
-            RunError: the file is shorter than it was.
+            RunError: the file was truncated.
         """
         if self._guards == 0:
             self._leased = self._take_lease()
@@ -224,7 +224,7 @@ class WeightFile:
                 self._let_go()
 
     def check(self) -> None:
-        """Raise RunError if somebody is about to change the file, or has cut it."""
+        """Raise RunError if the file is about to change, or was truncated."""
         if self._leased and _F_GETLEASE is not None:
             if fcntl.fcntl(self._descriptor, _F_GETLEASE) != fcntl.F_RDLCK:
                 raise RunError(f"another process wants to write to {self.path}, which is in use; run again when it is done")
@@ -245,32 +245,32 @@ class WeightFile:
         if _F_SETLEASE is None:
             return False
         try:
-            fcntl.fcntl(self._descriptor, _F_SETSIG, signal.SIGURG)  # SIGIO, the usual one, would end the process
+            fcntl.fcntl(self._descriptor, _F_SETSIG, signal.SIGURG)  # SIGIO, the default, would end the process
             fcntl.fcntl(self._descriptor, _F_SETLEASE, fcntl.F_RDLCK)
         except OSError:
             return False
         return True
 
     def compare_checksum(self, what: str, value: Checksum, expected: Checksum) -> None:
-        """Raise RunError if `what` has another checksum than it was written with; the bundle cache then forgets the bundle."""
+        """Raise RunError if the checksum of `what` differs from the expected one; the bundle cache then drops the bundle."""
         if value != expected:
             forget(self.path.parent)
             raise RunError(f"{self.path} is damaged: {what} is not what was written; compile the model again")
 
     def keep(self) -> None:
-        """Have the file open for one more, who closes it."""
+        """Count one more user of the open file, which will call `close`."""
         with self._keeping:
             self._keepers += 1
 
     def close(self) -> None:
-        """Close the file, once all who keep it do; the mapping goes with the last object that uses it."""
+        """Close the file after the last of its users; the mapping ends with the last object that uses it."""
         with self._keeping:
             self._keepers -= 1
             if self._keepers:
                 return
         self._closing = True
         if self._announcer is not None:
-            self._announcer.join()  # it must not meet another file under the same descriptor
+            self._announcer.join()  # it must not use a descriptor that another file has reused
         self._mapped = None
         self._file.close()
 
@@ -280,19 +280,19 @@ class CheckedTable:
 
     def __init__(self, file: WeightFile, blocks: list[ChecksummedRange], checksums: tuple[Checksum, ...]) -> None:
         self._file, self._blocks, self._checksums = file, blocks, checksums
-        self._size = blocks[0].nbytes  # of all but the last one
-        self._held: int | None = None  # the block in `_scratch`
+        self._size = blocks[0].nbytes  # size of all blocks but the last
+        self._held: int | None = None  # index of the block in `_scratch`
         self._scratch = np.empty(self._size, np.uint8)
 
     def expect(self, offset: int, nbytes: int) -> None:
-        """These bytes will be wanted soon."""
+        """Announce that these bytes will be read soon."""
         self._file.expect(offset, nbytes)
 
     def read_into(self, data: Bytes, offset: int) -> None:
         """Fill `data` with the bytes at `offset`.
 
         Raises:
-            RunError: the file is damaged there, or shorter by now, or the disk fails.
+            RunError: the file is damaged there or was truncated, or the disk fails.
         """
         done, start = 0, self._blocks[0].offset
         while done < data.nbytes:

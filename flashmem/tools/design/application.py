@@ -116,7 +116,7 @@ def read_application(path: Path) -> Application:
     """Read an application from a TOML file; docs/design.md lists the keys.
 
     Raises:
-        MissingFileError: there is no such file.
+        MissingFileError: no such file.
         UserError: the file has an error.
     """
     if not path.is_file():
@@ -147,7 +147,7 @@ class _Reader:
         if not objectives:  # CARIn, section 4.1: the inner functions of the constraints
             objectives = tuple(Objective(each.measure, each.measure.metric in BETTER_HIGH) for each in constraints)
         if not objectives:
-            raise UserError(f"{self.path} asks for nothing; add an [[objective]] or a [[constraint]]")
+            raise UserError(f"{self.path} has no objective; add an [[objective]] or a [[constraint]]")
         measures = [*(each.measure for each in objectives), *(each.measure for each in constraints)]
         self._accuracy_is_given(tasks, measures)
         return Application(tasks, processors, budgets, objectives, constraints)
@@ -228,7 +228,7 @@ class _Reader:
         if task is not None and (metric in TOGETHER or task not in self.tasks):
             raise UserError(
                 f"{self.path}: {metric} of {where} is of task {task!r}, "
-                + ("but it is of all together; leave the task out" if metric in TOGETHER else "which is not there")
+                + ("but it is of all together; leave the task out" if metric in TOGETHER else "which is unknown")
             )
         known = cast(Metric, metric)
         of = [None] if known in TOGETHER else [str(task)] if task is not None else list(self.tasks)

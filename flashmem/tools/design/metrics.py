@@ -1,7 +1,7 @@
-"""Decisions and their metrics (CARIn, section 4.1).
+"""Metrics of decisions (CARIn, section 4.1).
 
-A decision selects one candidate for each task. Tasks run at the same time, each with one request after another. Those on one
-processor run in turn, so that each waits for one run of every other: T_i,multi = T_i + Σ_j T_j over the others on its
+A decision selects one candidate for each task. Tasks run at the same time, and each handles its requests in sequence. Tasks on
+one processor run in turn, so that each waits for one run of every other: T_i,multi = T_i + Σ_j T_j over the others on its
 processor. Tasks on different processors do not slow each other.
 """
 

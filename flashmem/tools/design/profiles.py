@@ -21,7 +21,7 @@ from flashmem.tools.simulation.simulator import simulate
 
 @dataclass(frozen=True)
 class Profiling:
-    """`runs` answers are measured after the first one; with `simulated`, one is simulated. `seed` is that of the inputs."""
+    """`runs` answers are measured after the first one; `simulated` simulates them instead. `seed` is the seed of the inputs."""
 
     runs: int = 20
     simulated: bool = False
@@ -32,7 +32,7 @@ def processors_here() -> tuple[Processor, ...]:
     """The devices of this machine by the names of their descriptors. All runtimes of the CPU are one processor.
 
     Raises:
-        UserError: there is no device.
+        UserError: no device.
     """
     found = {
         device.descriptor_name: Processor(device.descriptor_name, "cpu" if device.kind == "cpu" else device.descriptor_name)
@@ -48,7 +48,7 @@ def candidates(
 ) -> Iterator[Candidate]:
     """Profile every model of every task on every device within every budget.
 
-    A candidate that needs more memory than its budget is left out; `say` receives the message.
+    Skips a candidate that needs more memory than its budget; `say` receives the message.
 
     Raises:
         UserError: a model or a device cannot be used.

@@ -8,10 +8,10 @@ variance of f_i, and the utopia point u has the best value of each objective. Th
     D    = sqrt(Σ_i w_i · (max f_i − min f_i)² / σ_i²)      the largest possible distance
     optimality(x) = D / d(x)                                from 1, worst in everything, to infinity at the utopia point
 
-An objective with one value for all of X does not distinguish decisions, and is left out.
+An objective with one value for all of X does not distinguish decisions, and is ignored.
 
 A design is selected for each set of processors that decisions use, in the order of the best optimality. A set that contains an
-earlier one is not viable: it has trouble whenever the earlier one has, so that no rule could ever select it.
+earlier one is not viable: it is in trouble whenever the earlier one is, so that no rule could ever select it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Diagnosis from the facts in `surroundings`: one step after the other, with the commands to type where a step fails."""
+"""Diagnosis of OpenCL from the facts in `surroundings`: a sequence of steps, with the commands for a failed step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashmem.tools.doctor.surroundings import FORBIDDEN, Driver, Surroundings
 class Step:
     """One checked item. `ok` is None if the item does not matter on this machine.
 
-    `then` are the commands to type, in order. Only those of the first failing step are useful.
+    `then` lists the commands to run, in order. Only those of the first failed step are useful.
     """
 
     what: str
@@ -44,7 +44,7 @@ def steps(around: Surroundings, devices: Sequence[str] = ()) -> list[Step]:
 
 
 def next_lines(found: Sequence[Step]) -> tuple[str, ...]:
-    """The commands to type now: those of the first failing step with any."""
+    """The commands to run now: those of the first failed step that has any."""
     return next((step.then for step in found if step.ok is False and step.then), ())
 
 
@@ -68,7 +68,7 @@ _FAMILIES = {"adreno": "Qualcomm Adreno", "mali": "Arm Mali", "powervr": "Imagin
 
 
 def _namespaces(around: Surroundings) -> list[Step]:
-    """Whether Android lets programs load the driver from its folder."""
+    """Check whether Android lets programs load the driver from its folder."""
     found = []
     if around.listed is not None:
         said = "libOpenCL.so is" if around.listed else "libOpenCL.so is not"
@@ -125,7 +125,7 @@ def _adreno(around: Surroundings) -> Step:
         return Step("library path", True, "the vendor's folder comes before Termux's in LD_LIBRARY_PATH")
     said = "LD_LIBRARY_PATH does not name the vendor's folder, so Termux's loader is used, which cannot use this driver"
     if any("vendor/lib" in part for part in around.search):
-        said = "LD_LIBRARY_PATH has Termux's folder before the vendor's; the order matters: the first libOpenCL.so is taken"
+        said = "LD_LIBRARY_PATH has Termux's folder before the vendor's; the order matters: the first libOpenCL.so is used"
     line = ADRENO_LINE.replace("/vendor/lib64", str(PurePosixPath(around.drivers[0].path).parent))
     return Step("library path", False, said, (line,))
 
@@ -136,7 +136,7 @@ def _copying_package(around: Surroundings, driver: Driver) -> Step:
     path = PurePosixPath(driver.path)
     override = "" if path.parent.name == usual.get(path.name) else f"OVERRIDE_LIBOPENCL={driver.path} "
     if not around.copied:
-        said = "the driver has not been copied to where Termux's loader may load it; the package opencl-vendor-driver does that"
+        said = "the driver is not in a folder that Termux's loader may use; the package opencl-vendor-driver copies it"
         installed = any(icd.library.endswith("opt/vendor/lib/libOpenCL.so") for icd in around.icds)
         line = "pkg reinstall opencl-vendor-driver" if installed else MALI_LINE
         return Step("opencl-vendor-driver", False, said, (override + line,))
@@ -154,7 +154,7 @@ def _loader(around: Surroundings) -> Step:
         return Step("loader", True, ", ".join(around.loaders))
     if around.android:
         return Step("loader", False, "Termux has no libOpenCL.so", ("pkg install ocl-icd",))
-    return Step("loader", None, "no libOpenCL.so in the usual folders; pyopencl of pip brings one")
+    return Step("loader", None, "no libOpenCL.so in the usual folders; pip's pyopencl contains one")
 
 
 def _icds(around: Surroundings) -> Step:

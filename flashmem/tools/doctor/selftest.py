@@ -1,4 +1,4 @@
-"""A self test of a device in two seconds: whether it supports what flashmem needs, and its approximate speed.
+"""Self test of a device in two seconds: checks the features that flashmem requires, and measures approximate rates.
 
 `python -m flashmem.tools.doctor.selftest NUMBER FOLDER` tests one device in its own process, which a driver may end. It prints
 a line of JSON after each test. Rates are approximate: `flashmem profile` measures them.
@@ -86,7 +86,7 @@ def _ending(code: int, errors: str) -> str:
 
 
 def tests(number: int, folder: Path) -> Iterator[Result]:
-    """Run the tests of one device, one after the other."""
+    """Run the tests of one device in sequence."""
     from flashmem.runtime.opencl.context import Context, list_devices
 
     device = list_devices()[number]
@@ -110,7 +110,7 @@ def tests(number: int, folder: Path) -> Iterator[Result]:
     wanted = content.sum(1, dtype=np.float32)
 
     def summed(image: object, queue: Queue) -> bool:
-        """Whether a kernel reads what `queue` wrote. On another queue it would have to wait for an event of this one."""
+        """Whether a kernel reads what `queue` wrote. A kernel on another queue would have to wait for an event of this one."""
         sums = context.buffer(4 * _ROWS)
         kernel = context.build(_SUMS, ["-cl-std=CL1.2"]).kernel("sum_rows", [image, sums, np.int32(_WIDTH)])
         queue.launch(queue.prepare(kernel, (_ROWS,), (1,)))
@@ -126,7 +126,7 @@ def tests(number: int, folder: Path) -> Iterator[Result]:
         queue.write_image(image, data, first_row=0, width=_WIDTH, rows=_ROWS, row_pitch=_WIDTH * _TEXEL)
         right = summed(image, queue)
         said = f"up to {device.image_max_width} x {device.image_max_height} texels"
-        return Result("textures", right, said if right else "a kernel reads other numbers than were written")
+        return Result("textures", right, said if right else "a kernel does not read the written numbers")
 
     def views() -> Result:
         if not device.has_image_from_buffer:
@@ -140,7 +140,7 @@ def tests(number: int, folder: Path) -> Iterator[Result]:
         part = context.sub_buffer(pool, start, padded.nbytes)
         right = summed(context.image_view(part, _WIDTH, _ROWS, pitch, "float"), queue)
         said = f"rows at multiples of {device.image_pitch_alignment} texels"
-        return Result("textures over buffers", right, said if right else "a kernel reads other numbers than were written")
+        return Result("textures over buffers", right, said if right else "a kernel does not read the written numbers")
 
     def mapped() -> Result:
         queue, pool = context.queue(), context.buffer(1 << 16, host_visible=True)

@@ -67,7 +67,7 @@ class Surroundings:
     prefix: str  # Termux's; "" elsewhere
     search: tuple[str, ...]  # LD_LIBRARY_PATH
     drivers: tuple[Driver, ...]  # the vendor's
-    listed: bool | None  # whether the vendor lets apps load libOpenCL.so; None if there is no such list
+    listed: bool | None  # whether the vendor lets apps load libOpenCL.so; None without such a list
     loaders: tuple[str, ...]  # libOpenCL files where programs find them, Termux's own first
     icds: tuple[Icd, ...]
     copied: str  # the copy of the driver made by `opencl-vendor-driver`, or ""

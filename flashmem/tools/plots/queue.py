@@ -1,4 +1,4 @@
-"""Plot of memory over time for several models that run in turn, beside sessions that preload each (FlashMem, Figure 6)."""
+"""Plot of memory over time for several models in turn, compared with sessions that preload each (FlashMem, Figure 6)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from flashmem.tools.plots.figure import COLOURS, figure, plain_axes
 
 OverTime = Sequence[tuple[float, int]]
-"""(seconds, bytes held from then on)."""
+"""(seconds, bytes in use from then on)."""
 
 
 def draw_queue(path: Path, rows: Mapping[str, OverTime], budget: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Plot of a simulated run over time: the work of compute, loader threads and disk above, held memory below."""
+"""Plot of a simulated run over time: the work of compute, loader threads and disk above, memory in use below."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The input of a simulation: a machine, and the loads, layers and memory of one session on it, as data.
+"""The input of a simulation: a machine, and the loads, launches and memory of one session on it, as data.
 
-`describe` derives them from a program, a plan and a descriptor. The order of loads, their gates, the needs of each layer, the
-frees and all allocations are computed by the runtime's own functions, so that the simulation matches a session.
+`describe` derives them from a program, a plan and a descriptor. The runtime's own functions compute the order of loads, their
+release times, the needs of each launch, the frees and all allocations. So the simulation matches a session.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from math import prod
 from typing import Literal
 
 from flashmem.base.types import ITEMSIZE, POOL_ALIGNMENT, TransferMode
+from flashmem.planning.instance import build_instance
 from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.program.lanes import lane_kind
 from flashmem.program.program import Program, copied_outputs, output_bytes, scratch_bytes
 from flashmem.program.tensors import Port, Slice, panel_bytes
 from flashmem.runtime.memory.accounts import Category
 from flashmem.runtime.streaming.interleaved import CopyStream, LayerMoves, layer_moves, needed_slices
-from flashmem.schedule.instance import build_problem
 from flashmem.schedule.loads import Load, Segment, planned_frees, planned_loads, read_while_opening
 from flashmem.schedule.plan import LOADER_THREADS, OverlapPlan, PoolLayout
 from flashmem.schedule.residency import Strategy, preloaded, preloaded_layout
@@ -36,7 +36,7 @@ class Machine:
     """The resources of a machine. Rates in bytes per second; `disk_bandwidth` is None if the whole file is in the page cache.
 
     A call that announces reads (posix_fadvise) returns when at most `disk_queue_bytes` are left to read; Linux blocks the
-    caller until then. With `copy_engine` the device has memory of its own, and makes one copy after the other.
+    caller until then. With `copy_engine` the device has its own memory, and makes one copy at a time.
     """
 
     read_bandwidth: float
@@ -50,10 +50,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class SimulatedLoad:
-    """The load of a segment of slice `name`, from byte `first` of it on, which starts when layer `gate` is done.
+    """The load of a segment of slice `name`, from byte `first` of it on, released when launch `gate` is complete.
 
     `held` bytes are counted from its start until the slice is freed (mode `map`). Later runs find the slice resident if it is
-    in W or has `keep`. A load with `reads_ahead` waits for its gate only before it copies.
+    in W or has `keep`. A load with `reads_ahead` waits for its release only before it copies.
     """
 
     name: str
@@ -68,13 +68,13 @@ class SimulatedLoad:
 
     @property
     def last_of_file(self) -> int:
-        """Index of the last piece that needs bytes of the file; it cannot end before the disk has read them."""
+        """Index of the last piece that reads the file; it cannot end before the disk has read the bytes."""
         return max((index for index, (resource, _) in enumerate(self.pieces) if resource == "read"), default=0)
 
 
 @dataclass(frozen=True)
 class SimulatedLayer:
-    """A layer that takes `seconds` on the device, including the copies beside it, once all of `needs` are loaded."""
+    """A launch of `seconds` on the device, including the copies during it, after all of `needs` are loaded."""
 
     name: str
     seconds: float
@@ -94,10 +94,10 @@ class Scenario:
     """A session and its first run. Loads are in the order in which threads start them.
 
     The first `announced` loads are announced to the disk when the session begins. Memory is counted after `context_seconds`,
-    and allocated after `kernel_seconds`, including the time for layers. `constants_bytes` are read while opening,
-    `gathered_bytes` (table rows) and `input_bytes` before layer 1, `output_bytes` of copied outputs after the last layer.
-    `later_layers` are those of later runs, where they differ. With `resident_first` all loads belong to the opening (strategy
-    preload).
+    and allocated after `kernel_seconds`, including the time for launches. `constants_bytes` are read while opening,
+    `gathered_bytes` (table rows) and `input_bytes` before launch 1, `output_bytes` of copied outputs after the last launch.
+    `later_layers` are the launches of later runs, if they differ. With `resident_first` all loads belong to the opening
+    (strategy preload).
     """
 
     machine: Machine
@@ -116,7 +116,9 @@ class Scenario:
     later_layers: tuple[SimulatedLayer, ...] = ()
 
     def later(self) -> Scenario:
-        """A later run of the same session: W and kept slices are resident, the file is in the page cache, nothing is opened."""
+        """A later run of the same session: W and kept slices are resident, the file is in the page cache, nothing is opened
+        again.
+        """
         kept = {load.name for load in self.loads if load.preload or load.keep}
         held = sum(load.held for load in self.loads if load.preload or load.keep)
         return replace(
@@ -159,7 +161,7 @@ def describe(
 ) -> Scenario:
     """Describe the first run of a session with `plan` on a device, in transfer `mode`.
 
-    `disk` "cold": nothing of the weight file is in the page cache. The seconds of layers are those of `schedule.instance`.
+    `disk` "cold": nothing of the weight file is in the page cache. The seconds of launches are those of `schedule.instance`.
     `lanes` is the argument of `flashmem.Session`.
     """
     rates = descriptor.rates
@@ -167,7 +169,7 @@ def describe(
     layout = layout_for(program, plan, mode, strategy)
     if strategy == "preload":
         plan = preloaded(plan)
-    problem = build_problem(program, descriptor, chunk_bytes=plan.chunk_bytes, m_peak=plan.m_peak, mode=mode)
+    instance = build_instance(program, descriptor, chunk_bytes=plan.chunk_bytes, m_peak=plan.m_peak, mode=mode)
     moves = layer_moves(plan, slices, lane_kind(program), lanes=lanes) if mode == "interleave" else {}
     kept = {w.name for w in plan.weights if w.keep}
 
@@ -177,7 +179,7 @@ def describe(
         own = {layer: _own_launches(moving, descriptor) for layer, moving in moves.items()}
         return tuple(
             SimulatedLayer(spec.name, spec.loaded_seconds(beside.get(layer, 0)) + own.get(layer, 0.0), needs.get(layer, ()))
-            for layer, spec in enumerate(problem.layers, start=1)
+            for layer, spec in enumerate(instance.layers, start=1)
         )
 
     loads = planned_loads(plan, slices, layout, mode, preload=True)
@@ -252,7 +254,7 @@ class _Travel:
         return tuple(piece for a, b in pairwise(ends) for piece in (("read", b - a), ("copy", b - a)))
 
     def _passed_through(self, preload: bool) -> int:
-        """Bytes of the thread's staging that a load is copied from; 0 if it is read in place or fetched by kernels."""
+        """Bytes of the thread's staging that a load is copied from; 0 if it is read in place or copied by kernels."""
         layout = self.layout
         if layout.staging and not preload:
             return 0
@@ -260,7 +262,7 @@ class _Travel:
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether a streamed load passes through memory of a thread's own, and is read there before its gate opens."""
+        """Whether a streamed load passes through the thread's own memory, and so is read there before its release."""
         return self.mode == "dma" or bool(self.layout.staging_slots)
 
     def held(self, segment: Segment) -> int:
@@ -269,7 +271,7 @@ class _Travel:
 
 
 def _moved_beside(plan: OverlapPlan) -> Counter[int]:
-    """Bytes that the plan copies beside each layer, in whole chunks, as the planner counts them."""
+    """Bytes that the plan copies during each launch, in whole chunks, as the planner counts them."""
     beside = Counter[int]()
     for w in plan.weights:
         for layer, chunks in w.moves:
@@ -278,12 +280,12 @@ def _moved_beside(plan: OverlapPlan) -> Counter[int]:
 
 
 def _riding_bytes(moves: Mapping[int, LayerMoves]) -> dict[int, int]:
-    """Bytes that the lanes of each layer's own kernel move."""
+    """Bytes that the lanes of each launch's own kernel copy."""
     return {layer: _moved_bytes(moving.interleaved) for layer, moving in moves.items() if moving.interleaved is not None}
 
 
 def _own_launches(moving: LayerMoves, descriptor: DeviceDescriptor) -> float:
-    """Seconds of the copies before a layer that are launches of their own."""
+    """Seconds of the copies before a launch that are launches of the copy kernel."""
     rates, own = descriptor.rates, (*moving.leading, *moving.separate)
     return sum(rates.launch_seconds + _moved_bytes(stream) / rates.copy_bandwidth for stream in own)
 
@@ -310,7 +312,7 @@ def _gathered_bytes(program: Program) -> int:
 
 
 def _allocations(program: Program, layout: PoolLayout) -> tuple[Allocation, ...]:
-    """In the engine's order; mapped pages are not among them, they come and go."""
+    """The allocations in the engine's order, without mapped pages, which change during a run."""
     return (
         Allocation("arena", program.arena_bytes),
         Allocation("constants", program.constants_bytes),

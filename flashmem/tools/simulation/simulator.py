@@ -4,11 +4,11 @@ It models the concurrency and the waits of runtime/{session,run,executor,loader}
 
 - The disk reads what was announced, in order. Its queue is limited, and a thread that announces more waits. A read from the
   page cache cannot end before the disk has read the data.
-- Loader threads free slices, then take the next load with an open gate. If loads pass through staging of a thread, it reads one
-  ahead of its gate and copies it when the gate opens. Threads share one read rate, and one copy rate or a copy engine, which
-  makes one copy after the other. The fixed cost of a slice is interpreter time, for one thread at a time.
-- The device runs layers in order, each when its slices are loaded, for the time that the planner computes with the copies
-  beside it. The host costs nothing: it always waits for the oldest layer in flight, so gates open when a layer is done.
+- Loader threads free slices, then take the next released load. If loads pass through staging of a thread, it reads one
+  load before its release and copies it afterwards. Threads share one read rate, and one copy rate or a copy engine, which makes
+  one copy at a time. The fixed cost of a slice is interpreter time, for one thread at a time.
+- The device runs launches in order, each after its slices are loaded, for the time that the planner computes with the copies
+  during it. The host costs nothing: it always waits for the oldest launch in flight, so loads are released when a launch ends.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def speeds(machine: Machine, busy: Mapping[str, int]) -> dict[str, float]:
 
 @dataclass
 class _Memory:
-    """Bytes held over time, with the ledger's rules."""
+    """Bytes in use over time, with the ledger's rules."""
 
     history: list[tuple[float, int]] = field(default_factory=list)
     total: int = 0
@@ -119,7 +119,7 @@ class _SimulatedRun:
         self._in_cache: set[tuple[str, int]] = set()
 
     def simulate_run(self) -> float:
-        """Simulate the run; seconds until the outputs are in host memory."""
+        """Simulate the run. Returns the seconds until the outputs are in host memory."""
         if self.machine.disk_bandwidth is not None:
             self.events.start(self._disk())
         self.events.run(self._host())
@@ -159,13 +159,13 @@ class _SimulatedRun:
         yield Work("time", nbytes / min(rates))
 
     def _bring_in(self, loads: Sequence[SimulatedLoad], threads: int) -> Process:
-        """Loads before the first layer, with a wait for all of them."""
+        """Make the loads before the first launch, and wait for all of them."""
         loader = _Loader(self, loads, {}, threads)
         yield lambda: not loader.is_missing_any
         loader.stop()
 
     def _execute(self, loader: _Loader) -> Process:
-        """Executor and compute queue: layers in order, each when its slices are loaded."""
+        """Executor and compute queue: launches in order, each after its slices are loaded."""
         for number, layer in enumerate(self.scenario.layers, start=1):
             for name in layer.needs:
                 yield lambda name=name: not loader.lacks(name)  # type: ignore[misc]
@@ -174,7 +174,7 @@ class _SimulatedRun:
             self.layers.append(TimedInterval(layer.name, start, self.events.now))
             loader.layer_done(number)
 
-    # The processes beside the session.
+    # The processes that run concurrently with the session.
 
     def _announcer(self) -> Process:
         """The announcements that the session makes while it opens."""
@@ -182,7 +182,7 @@ class _SimulatedRun:
             yield from self.announce(load)
 
     def _disk(self) -> Process:
-        """Reads the announced parts of the file, one after the other."""
+        """Reads the announced parts of the file in sequence."""
         while True:
             yield lambda: bool(self._disk_queue)
             load = self._disk_queue.popleft()
@@ -202,7 +202,7 @@ class _SimulatedRun:
         self._backlog += load.nbytes
 
     def transfer(self, load: SimulatedLoad, is_open: Callable[[], bool]) -> Process:
-        """The steps of a loader thread for one load. `is_open` tells whether its gate is open."""
+        """The steps of a loader thread for one load. `is_open` returns whether it is released."""
         yield Work("slice", self.machine.load_seconds)
         for index, (resource, nbytes) in enumerate(load.pieces):
             if resource == "copy":
@@ -243,7 +243,7 @@ class _Loader:
         return bool(self._missing)
 
     def layer_done(self, layer: int) -> None:
-        """Record that the host knows `layer` is done."""
+        """Record that the host knows the end of launch `layer`."""
         self._done = layer
         self._to_free.extend(self._frees.get(layer, ()))
 
@@ -281,7 +281,7 @@ class _Loader:
         self._to_free.clear()
 
     def _next(self) -> int | None:
-        """The index of the next load: the first with an open gate, else one to read ahead."""
+        """The index of the next load: the first released one, else one to read ahead."""
         waiting = self._waiting[:LOOKED_AT]
         ready = next((number for number in waiting if self._is_open(number)), None)
         return waiting[0] if ready is None and waiting and self._loads[waiting[0]].reads_ahead else ready
@@ -290,6 +290,6 @@ class _Loader:
         return self._loads[index].gate <= self._done
 
     def _ahead_of_it(self, load: SimulatedLoad) -> Sequence[SimulatedLoad]:
-        """The load just taken and the next few with open gates, without those announced before."""
+        """The load just taken and the next few released ones, without those announced before."""
         ahead = [self._loads[number] for number in self._waiting[: self._ahead] if self._is_open(number)]
         return [load, *ahead]

@@ -26,16 +26,16 @@ class Submits(Protocol):
 
 
 def default_jobs() -> int:
-    """The number of local processes: half the cores, because the solver has threads of its own."""
+    """The number of local processes: half the cores, because the solver has its own threads."""
     return max(1, (os.cpu_count() or 1) // 2)
 
 
 @contextmanager
 def executor(kind: str, *, jobs: int, address: str | None = None) -> Iterator[Submits]:
-    """The executor of `kind`. `address` is the cluster's; by default the one that the engine is configured for.
+    """The executor of `kind`. `address` is the cluster's address; the default is the engine's configured one.
 
     Raises:
-        UserError: the engine is not installed, or there is no cluster.
+        UserError: the engine is not installed, or no cluster is running.
     """
     if kind == "dask":
         with _dask(address) as submits:
@@ -44,7 +44,7 @@ def executor(kind: str, *, jobs: int, address: str | None = None) -> Iterator[Su
         with _ray(address) as submits:
             yield submits
     else:
-        # not forked: this process has threads, and a solver in memory
+        # spawned, not forked: this process has threads and a solver
         pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
         try:
             yield pool
@@ -137,7 +137,7 @@ class _DaskTasks:
     def _meaning(self, error: BaseException) -> BaseException:
         if isinstance(error, self._killed):
             what = "a point ended every worker that tried it, for lack of memory perhaps"
-        elif isinstance(error, self._lost):  # dask cancels tasks when the scheduler goes away
+        elif isinstance(error, self._lost):  # dask cancels tasks when the scheduler ends
             what = f"the connection to its scheduler was lost ({type(error).__name__})"
         elif isinstance(error, RuntimeError) and "deserialization of the task graph" in str(error):
             what = "its scheduler cannot read a point; install flashmem there as it is here"

@@ -58,7 +58,7 @@ COLUMNS = (*KEY, *RESULTS)
 
 @dataclass(frozen=True)
 class Grid:
-    """The axes of a sweep. `m_peaks` and `budgets` are limits in bytes; each is a point of its own."""
+    """The axes of a sweep. `m_peaks` and `budgets` are limits in bytes; each is a separate point."""
 
     models: Sequence[str]
     devices: Sequence[str]
@@ -95,7 +95,7 @@ def split_list(text: str, flag: str, read: Callable[[str], Item]) -> list[Item]:
     """Split a comma-separated option and parse each item with `read`.
 
     Raises:
-        UserError: there is no item; UserErrors of `read` are passed on.
+        UserError: the list is empty; UserErrors of `read` are passed on.
     """
     items = [item.strip() for item in text.split(",")]
     if not all(items):

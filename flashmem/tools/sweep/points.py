@@ -35,10 +35,10 @@ from flashmem.tools.sweep.grid import RESULTS, Cell, Point
 
 @dataclass(frozen=True)
 class Subject:
-    """What the points of one model, device and precision share.
+    """The common data of the points of one model, device and precision: the graph or the program, and the bundle.
 
-    Every point is planned from `graph`. Without one, all points run `program`, that of a bundle. `bundle` has the weights of
-    `program`, for measurements.
+    Every point is planned from `graph`. Without a graph, all points run `program`, that of a bundle. `bundle` has the weights
+    of `program`, for measurements.
     """
 
     descriptor: DeviceDescriptor
@@ -105,7 +105,7 @@ def _session_device(name: str, descriptor: DeviceDescriptor) -> str:
 
 @contextmanager
 def _packed(subject: Subject, planned: _Planned) -> Iterator[Path]:
-    """A bundle with the weights of the planned program: the subject's, or a new one if layers were split for this point."""
+    """A bundle with the weights of the planned program: the subject's, or a new one if this point split fusion groups."""
     assert subject.bundle is not None
     if planned.generated is None or planned.program == subject.program:
         yield subject.bundle

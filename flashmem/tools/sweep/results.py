@@ -26,7 +26,7 @@ class ResultFile:
         """Open or create `path`.
 
         Raises:
-            UserError: it cannot be written, is not the results file of a sweep, or another sweep has it open.
+            UserError: the file cannot be written, is not the results file of a sweep, or is open in another sweep.
         """
         self.path = path
         try:
@@ -95,7 +95,7 @@ def _key(row: Row) -> tuple[str, ...]:
 
 
 def _text(value: Cell) -> str:
-    """The text of a cell; floats in the shortest form that is read back equal."""
+    """The text of a cell; floats in the shortest form that parses to the same value."""
     if value is None:
         return ""
     return repr(value) if isinstance(value, float) else str(value)

@@ -192,7 +192,7 @@ def _write(
         if dynamic:
             open_axes = tuple({axis: torch.export.Dim.DYNAMIC for axis in each.symbolic} for each in model.inputs)
             how["dynamic_shapes"] = (open_axes,)
-            arguments = tuple(torch.cat([each, each]) for each in arguments)  # the exporter takes a batch of one for a constant
+            arguments = tuple(torch.cat([each, each]) for each in arguments)  # the exporter treats a batch of one as constant
     else:
         how = {"dynamo": False}
         if dynamic:

@@ -1,8 +1,8 @@
 """Known architectures as graphs, from their published configurations, without weights and without PyTorch.
 
-What a model costs to stream depends on shapes alone, so `flashmem plan zoo:llama2-70b` needs no 280 GB file. The graphs are
-what the importer makes of the files PyTorch exports (operators, their order, folded constants); weights have a shape and no
-data. The graphs of GPT-Neo, ViT, Whisper's encoder and ResNet are held to exports by `tests/tools/zoo/test_graphs.py`.
+The cost of streaming a model depends on shapes alone, so `flashmem plan zoo:llama2-70b` needs no 280 GB file. The graphs match
+what the importer makes of the files that PyTorch exports: operators, their order, folded constants. Weights have a shape and no
+data. `tests/tools/zoo/test_graphs.py` compares the graphs of GPT-Neo, ViT, Whisper's encoder and ResNet with exports.
 """
 
 from __future__ import annotations
@@ -313,7 +313,8 @@ class MobileNet:
 class MobileNetV3:
     """MobileNetV3: inverted residuals with squeeze-and-excitation in some blocks, batch normalisation folded.
 
-    `blocks`: kernel size, inner channels, channels, whether it squeezes, whether it activates by HardSwish (else ReLU), stride.
+    `blocks`: kernel size, inner channels, channels, whether it has squeeze-and-excitation, whether HardSwish (else ReLU),
+    stride.
     """
 
     blocks: tuple[tuple[int, int, int, bool, bool, int], ...]
@@ -383,7 +384,7 @@ _ZOO = {
 
 
 def zoo_graph(name: str) -> Graph:
-    """The graph of a known architecture as the importer would make it: before decomposition, batch 1, the model's own size.
+    """The graph of a known architecture as the importer would make it: before decomposition, batch 1, default size.
 
     Raises:
         UserError: no such architecture.

@@ -1,4 +1,4 @@
-"""ONNX Runtime's contrib operators, expanded into ONNX's: single nodes and whole files against ONNX Runtime."""
+"""ONNX Runtime's contrib operators, expanded into ONNX operators: single nodes and whole files, against ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LEVELS = {
 
 
 def expanded(model: onnx.ModelProto) -> onnx.ModelProto:
-    """`model`, whose shapes are static, without operators of ONNX Runtime's."""
+    """`model`, which has static shapes, without operators of ONNX Runtime's domain."""
     proto = onnx.ModelProto()
     proto.CopyFrom(model)
     contrib.mark(proto)
@@ -52,7 +52,7 @@ def expanded(model: onnx.ModelProto) -> onnx.ModelProto:
         output.type.Clear()
     made = ir.to_proto(clean_up(proto, is_native))
     assert {node.domain for node in made.graph.node} == {""}, [(node.op_type, node.metadata_props) for node in made.graph.node]
-    for entry in made.opset_import:  # nodes may be newer than the file; none of these changed since its version
+    for entry in made.opset_import:  # nodes may be newer than the file; none of these has changed since its version
         entry.version = max(entry.version, 21) if entry.domain == "" else entry.version
     return made
 
@@ -60,7 +60,7 @@ def expanded(model: onnx.ModelProto) -> onnx.ModelProto:
 def assert_close(case: Case, answers: Sequence[Array], expected: Sequence[Array]) -> None:
     for index, (answer, right) in enumerate(zip(answers, expected, strict=True)):
         assert answer.shape == right.shape
-        if answer.dtype.kind in "iub":  # one step of quantisation where a tie is decided the other way
+        if answer.dtype.kind in "iub":  # one quantisation step, if a tie is rounded the other way
             assert answer.dtype == right.dtype
             assert np.abs(answer.astype(np.int64) - right.astype(np.int64)).max(initial=0) <= (case.op.startswith("Q"))
             continue
@@ -99,7 +99,7 @@ def merged(cases: Sequence[Case], opset: int) -> tuple[onnx.ModelProto, dict[str
 
 @pytest.mark.parametrize(("place", "opset"), list(zip(PLACES, itertools.cycle((12, 17, 21)), strict=False)), ids=IDS)
 def test_expansions_run_on_devices(place: Any, opset: int, tmp_path: Path) -> None:
-    """Each place runs a share of a few cases, in operator sets that do not have all that they are made of."""
+    """Each place runs some of the cases, in operator sets that lack parts of the expansions."""
     device, path = place
     share = DEVICE_CASES[PLACES.index(place) :: len(PLACES)]
     model, feeds = merged(share, opset)
@@ -117,7 +117,7 @@ def test_expansions_run_on_devices(place: Any, opset: int, tmp_path: Path) -> No
 
 
 def saved(name: str, level: str, folder: Path) -> Path:
-    """The tiny model `name` as ONNX Runtime's optimizer writes it."""
+    """The tiny model `name` as written by ONNX Runtime's optimizer."""
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level, options.log_severity_level = LEVELS[level], 4
     options.optimized_model_filepath = str(folder / f"{name}.onnx")
@@ -128,7 +128,9 @@ def saved(name: str, level: str, folder: Path) -> Path:
 
 
 def newest(graph: Graph) -> Graph:
-    """`graph`, in which some nodes are newer than its operator set; in none of the others anything changed."""
+    """`graph` declared for operator set 21 at least: some nodes are newer than its own set, and no other node has changed
+    since.
+    """
     return replace(graph, opset=max(graph.opset, 21))
 
 
@@ -140,7 +142,7 @@ def operators(path: Path) -> Counter[str]:
 @pytest.mark.parametrize("name", sorted(path.stem for path in DATA.glob("*.onnx")))
 def test_files_of_the_optimizer_compute_the_same(name: str, tmp_path: Path) -> None:
     path = saved(name, "extended", tmp_path)
-    if "resnet" not in name:  # its batch normalizations and additions need no operator of ONNX Runtime's before "all"
+    if "resnet" not in name:  # "all" first adds contrib operators for its batch normalizations and additions
         assert operators(path)
     size = OPEN_SIZE if name in OPEN_SHAPES else None
     shapes = {port: array.shape for port, array in examples(name, size=size).items()}
@@ -212,7 +214,7 @@ def test_weights_in_blocks_stay_in_their_file(bits: int, tmp_path: Path) -> None
     assert str(after.offset) == {entry.key: entry.value for entry in before.external_data}["offset"]
 
 
-# What cannot be expanded
+# Forms that cannot be expanded
 
 
 def node(op: str, inputs: Sequence[str], outputs: Sequence[str] = ("y",), **attributes: Any) -> onnx.NodeProto:
@@ -284,7 +286,7 @@ X = floats(2, 4, 6)
 def test_what_cannot_be_expanded_is_refused_by_name(
     made: onnx.NodeProto, inputs: dict[str, Array], sentence: str | None, tmp_path: Path
 ) -> None:
-    if sentence is None:  # an output that the operator has not, and nobody reads
+    if sentence is None:  # an unknown output that nobody reads
         graph = helper.make_graph(
             [made], "g", [helper.make_tensor_value_info("x", 1, X.shape)], [helper.make_tensor_value_info("y", 1, None)]
         )

@@ -187,7 +187,7 @@ def saved(text: str, opset: int, folder: Path) -> Path:
 
 
 def compared(path: Path) -> Graph:
-    """The graph, which computes what ONNX Runtime computes from the file, for two sets of inputs."""
+    """The graph. Checks that it computes the results of ONNX Runtime on the file, for two sets of inputs."""
     graph = import_model(path)
     for seed in (0, 1, 2):
         feeds = draw(graph, seed, 3)
@@ -209,7 +209,7 @@ def ops(graph: Graph) -> Counter[str]:
 def test_a_loop_becomes_copies_of_its_body(opset: int, tmp_path: Path) -> None:
     graph = compared(saved(LOOP, opset, tmp_path))
     assert "Loop" not in ops(graph)
-    assert len({value for value in graph.constants() if value.shape == (1,)}) <= 2  # what the body multiplies by is there once
+    assert len({value for value in graph.constants() if value.shape == (1,)}) <= 2  # the body's factor is stored once
 
 
 def test_a_condition_that_counts_is_followed(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_a_scan_becomes_copies_of_its_body(text: str, opset: int, tmp_path: Path
 
 @pytest.mark.parametrize("opset", [11, 13, 18])
 def test_sequences_disappear(opset: int, tmp_path: Path) -> None:
-    filled = FILLED if opset >= 13 else "filled = SequenceConstruct (c, c)"  # loops carry sequences since 13
+    filled = FILLED if opset >= 13 else "filled = SequenceConstruct (c, c)"  # loops can carry sequences since 13
     graph = compared(saved(SEQUENCES.replace("FILLED", filled), opset, tmp_path))
     assert not [op for op in ops(graph) if "Sequence" in op]
 
@@ -319,7 +319,7 @@ def function(name: str, inputs: Sequence[str], text: str, opset: int, attributes
 
 
 def test_functions_of_several_operator_sets_and_of_functions(tmp_path: Path) -> None:
-    """The model itself imports no operator set of ONNX; attributes go through two calls, into a subgraph too."""
+    """The model itself imports no operator set of ONNX; attributes pass through two calls, also into a subgraph."""
     inner = function("Inner", ["a"], "b = LeakyRelu <alpha: float = @slope> (a)  out = Add (b, b)", 18, ["slope"])
     outer = function(
         "Outer",

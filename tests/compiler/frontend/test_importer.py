@@ -32,7 +32,7 @@ def tiny(name: str) -> Graph:
 
 
 def packaged(package: str, pattern: str) -> Path:
-    """A model that ships inside an installed package."""
+    """A model that is part of an installed package."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         pytest.skip(f"{package} is not installed")
@@ -41,7 +41,7 @@ def packaged(package: str, pattern: str) -> Path:
 
 
 def assert_same_function(path: Path, graph: Graph, feeds_of: Callable[[int], dict[str, Any]] | None = None) -> None:
-    """`graph` computes what ONNX Runtime computes from the file, and its answer moves with the input."""
+    """Check that `graph` computes the results of ONNX Runtime on the file, and that its answer depends on the input."""
     answers = []
     for seed in (0, 1):
         feeds = draw(graph, seed, 255) if feeds_of is None else feeds_of(seed)
@@ -49,7 +49,7 @@ def assert_same_function(path: Path, graph: Graph, feeds_of: Callable[[int], dic
         assert list(expected) == list(found) == [port.name for port in graph.outputs]
         for port in graph.outputs:
             assert found[port.name].shape == port.value.shape
-            span = np.ptp(expected[port.name]) or np.abs(expected[port.name]).max()  # of one number, its magnitude
+            span = np.ptp(expected[port.name]) or np.abs(expected[port.name]).max()  # for a single number, its magnitude
             np.testing.assert_allclose(found[port.name], expected[port.name], rtol=0, atol=1e-5 * span)
         answers.append(np.concatenate([array.ravel() for array in expected.values()]))
     assert np.abs(answers[0] - answers[1]).max() > 0
@@ -94,7 +94,7 @@ def test_both_exporters_give_the_same_gptneo() -> None:
 def test_attention_is_replaced_by_its_definition() -> None:
     ops = Counter(node.op for node in tiny("vit-tiny-opset23").nodes)
     assert ops["Attention"] == ops["Where"] == 0
-    assert ops["Softmax"] == ops["Gelu"] == 2  # Gelu is native
+    assert ops["Softmax"] == ops["Gelu"] == 2  # Gelu is a native operator
 
 
 def test_the_tied_table_is_stored_once_and_not_transposed() -> None:
@@ -132,7 +132,7 @@ def test_nodes_are_in_order_and_named() -> None:
         assert len({node.name for node in graph.nodes}) == len(graph.nodes)
 
 
-# Models made here
+# Models built here
 
 
 def make(
@@ -202,7 +202,7 @@ def test_large_masks_shrink_to_the_part_that_is_used(path: Path) -> None:
 
 
 def test_paddings_that_pytorch_turns_around_are_folded(path: Path) -> None:
-    """torch.nn.functional.pad counts from the last dimension: its export reverses the numbers by a Slice."""
+    """torch.nn.functional.pad counts from the last dimension: its export reverses the numbers with a Slice."""
     nodes = [
         helper.make_node("Slice", ["pads", "last", "before", "axis", "back"], ["turned"]),
         helper.make_node("Transpose", ["turned"], ["ordered"], perm=[1, 0]),
@@ -219,7 +219,7 @@ def test_paddings_that_pytorch_turns_around_are_folded(path: Path) -> None:
 
 
 def test_a_slice_backwards_from_before_the_first_element_takes_that_one(path: Path) -> None:
-    """ONNX clamps the start; its reference implementation, which folds constants, takes nothing."""
+    """ONNX clamps the start; its reference implementation, which folds constants, returns nothing."""
     nodes = [
         helper.make_node("Slice", ["c", "starts", "ends", "axes", "steps"], ["s"]),
         helper.make_node("Add", ["x", "s"], ["y"]),
@@ -248,7 +248,7 @@ def test_a_slice_backwards_from_before_the_first_element_takes_that_one(path: Pa
 def test_gemm_before_a_change_of_shape(
     shape: list[int], bias: list[int], attributes: dict[str, float], expected: str, path: Path
 ) -> None:
-    """It is a MatMul of more dimensions, where that is the same."""
+    """It becomes a MatMul of more dimensions, if the result is the same."""
     draw = np.random.default_rng(3).standard_normal
     nodes = [
         helper.make_node("Reshape", ["x", "rows"], ["a"]),
@@ -312,7 +312,7 @@ def test_a_model_that_returns_its_input_and_a_constant(path: Path) -> None:
 
 
 def test_import_does_not_read_the_weights(path: Path) -> None:
-    """128 MB of weights inside the file; the process may grow by a quarter of that."""
+    """128 MB of weights inside the file; the process may grow by a quarter of them."""
     rows = 4096
     weights = {f"w{i}": np.full((rows, rows), i, np.float32) for i in range(2)}
     nodes = [helper.make_node("MatMul", ["x", "w0"], ["a"]), helper.make_node("MatMul", ["a", "w1"], ["y"])]
@@ -450,7 +450,7 @@ def test_quantised_constants_stay_quantised(path: Path) -> None:
     np.testing.assert_array_equal(value.constant.transposed((1, 0)).array(), [[0, 10], [0.5, 12]])
     split = value.constant.reshaped((2, 1, 2))
     assert split is not None and split.array().tolist() == [[[0, 0.5]], [[10, 12]]]
-    assert value.constant.reshaped((4,)) is None  # no axis is left that has the scales
+    assert value.constant.reshaped((4,)) is None  # no remaining axis has the scales
 
 
 def test_integers_keep_64_bits(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Small files that declare huge tensors or loops: each is refused at once, with a sentence that states the limit."""
+"""Small files that declare huge tensors or loops: each is refused at once, with a message that states the limit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ node = helper.make_node
 
 
 def refused(model: onnx.ModelProto, folder: Path) -> str:
-    """What import says of `model`, without the name of the file."""
+    """The error message of the import of `model`, without the name of the file."""
     path = folder / "m.onnx"
     path.write_bytes(model.SerializeToString())
     with pytest.raises(UserError) as caught:
@@ -45,7 +45,7 @@ LARGE_CONSTANTS: dict[str, tuple[onnx.NodeProto, Constants]] = {
 
 @pytest.mark.parametrize("op", LARGE_CONSTANTS)
 def test_a_folded_constant_has_a_limit(op: str, tmp_path: Path) -> None:
-    """195 bytes of file took 12 GiB."""
+    """A file of 195 bytes used 12 GiB."""
     large, constants = LARGE_CONSTANTS[op]
     model = make([large, node("Add", ["x", "r"], ["y"])], {"x": [1]}, ["y"], constants)
     assert refused(model, tmp_path) == f": {op} node 'n' makes a constant of 400000000 bytes, but at most {64 << 20} are folded"
@@ -66,7 +66,7 @@ def test_an_activation_has_a_limit(large: onnx.NodeProto, constants: Constants, 
 
 
 def test_a_tensor_that_only_rewrites_make_has_the_same_limit(tmp_path: Path) -> None:
-    """An LSTM multiplies the inputs of all its gates at once: four times the elements of what it gives."""
+    """An LSTM multiplies the inputs of all its gates at once: four times the elements of its result."""
     lstm = node("LSTM", ["x", "w", "r"], ["", "y"], name="n", hidden_size=8)
     weights = {"w": np.ones((1, 32, 1), np.float32), "r": np.ones((1, 32, 8), np.float32)}
     model = make([lstm], {"x": [1, 1 << 26, 1]}, ["y"], weights)
@@ -98,21 +98,21 @@ def test_padding_by_what_is_there_has_a_limit(mode: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("axis", [2**63 - 1, -10, 10])
 def test_axes_lie_inside(axis: int, tmp_path: Path) -> None:
-    """onnx ends the process where they do not."""
+    """onnx ends the process if an axis is out of range."""
     normal = node("LayerNormalization", ["x", "s"], ["y", "mean"], name="n", axis=axis)
     model = make([normal], {"x": [2, 3]}, ["y", "mean"], {"s": np.ones(3, np.float32)})
     assert refused(model, tmp_path) == f": LayerNormalization node 'n' has axis {axis}, but its input has 2 dimensions"
 
 
 def test_a_shape_that_is_too_long_is_refused_before_it_is_followed(tmp_path: Path) -> None:
-    """Inference makes a dimension for each element of a shape it does not know."""
+    """Shape inference makes a dimension for each element of a shape that it does not know."""
     nodes = [node("Cast", ["x"], ["s"], to=TensorProto.INT64), node("ConstantOfShape", ["s"], ["y"], name="n")]
     text = refused(make(nodes, {"x": [10**9]}, ["y"]), tmp_path)
     assert text == f": ConstantOfShape node 'n' makes a tensor of 1000000000 dimensions, but at most {RANK} are supported"
 
 
 def test_split_makes_as_many_outputs_as_it_has(tmp_path: Path) -> None:
-    """onnx ends the process where there are more, and makes `num_outputs` where there are fewer."""
+    """onnx ends the process if there are more outputs, and makes `num_outputs` if there are fewer."""
     for outputs, parts in ((4, 3), (2, 10**9)):
         split = node("Split", ["x"], [f"y{i}" for i in range(outputs)], name="n", num_outputs=parts)
         model = make([split], {"x": [6]}, list(split.output))
@@ -121,7 +121,7 @@ def test_split_makes_as_many_outputs_as_it_has(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("start", ["x", "n"])
 def test_joined_shapes_have_a_limit(start: str, tmp_path: Path) -> None:
-    """The optimiser follows each number of a shape, also where it does not know it: 40 nodes would make 2 ** 40."""
+    """The optimiser tracks each number of a shape, even unknown ones: 40 nodes would make 2 ** 40."""
     nodes = [node("NonZero", ["x"], ["n"]), node("Shape", [start], ["s0"])]
     nodes += [node("Concat", [f"s{i}", f"s{i}"], [f"s{i + 1}"], axis=0) for i in range(40)]
     nodes += [node("Cast", ["s40"], ["c"], to=TensorProto.FLOAT), node("Add", ["x", "c"], ["y"])]
@@ -129,7 +129,7 @@ def test_joined_shapes_have_a_limit(start: str, tmp_path: Path) -> None:
 
 
 def chain(count: int, keep: bool) -> onnx.ModelProto:
-    """`count` different constants of 6 MB, each used or only the largest number in it."""
+    """`count` different constants of 6 MB; each is used whole (`keep`), or only its largest number is."""
     nodes: Nodes = []
     constants: Constants = {"a": np.float32(0)}
     for i in range(count):
@@ -152,7 +152,7 @@ def test_all_constants_together_have_limits(tmp_path: Path, monkeypatch: pytest.
 
 
 def doubled(depth: int) -> onnx.ModelProto:
-    """A function that calls another twice, which calls another twice, ..., which is Neg twice."""
+    """A function that calls another twice, which calls another twice, and so on; the last one calls Neg twice."""
     imports = [helper.make_opsetid("", 18), helper.make_opsetid("m", 1)]
     functions = []
     for level in range(depth):
@@ -184,7 +184,7 @@ def test_a_function_that_calls_itself(tmp_path: Path) -> None:
 
 
 def nested(depth: int) -> onnx.ModelProto:
-    """A choice in a choice in a choice ...: the condition is constant."""
+    """Nested If nodes, each with a constant condition."""
 
     def branch(op: str, inner: onnx.GraphProto | None, level: int) -> onnx.GraphProto:
         other = f"z{level}"

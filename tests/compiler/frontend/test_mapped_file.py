@@ -1,4 +1,4 @@
-"""The parser of mapped ONNX files against protobuf's: same model, same bytes, no large data inside."""
+"""The parser of mapped ONNX files, compared with protobuf's: same model, same bytes, no large data inside."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ in_any_folder = settings(max_examples=60, deadline=None, suppress_health_check=[
 
 
 def put_back(model: onnx.ModelProto, as_loaded: onnx.ModelProto) -> None:
-    """Undo the walk: bytes from where the external data says they are, in the field where `as_loaded` has them."""
+    """Undo the parser's externalisation: copy external bytes into the field that holds them in `as_loaded`."""
     for tensor, original in zip(tensors(model), tensors(as_loaded), strict=True):
         if tensor.data_location == TensorProto.EXTERNAL and original.data_location != TensorProto.EXTERNAL:
             entries = {entry.key: entry.value for entry in tensor.external_data}
@@ -42,7 +42,7 @@ def put_back(model: onnx.ModelProto, as_loaded: onnx.ModelProto) -> None:
 
 def assert_walked_right(path: Path) -> None:
     expected, walked = onnx.load(path, load_external_data=False), load_mapped(path)
-    # Integer data that is not raw is packed varints, which only a parser can read.
+    # Integer data that is not raw is stored as packed varints, which only a parser can read.
     assert all(t.ByteSize() < 2 * LARGE + 1024 or t.int32_data or t.int64_data for t in tensors(walked))
     own = [t for t in tensors(expected) if t.data_location != TensorProto.EXTERNAL]
     for tensor in (t for t in tensors(expected) if t not in own):
@@ -75,7 +75,7 @@ def test_bytes_are_those_that_onnx_loads(path: Path) -> None:
 
 @st.composite
 def any_tensor(draw: st.DrawFn) -> TensorProto:
-    """A tensor around the size where the walk starts to care, in every way ONNX stores one."""
+    """A tensor of about the size from which the parser externalises data, in every form of ONNX."""
     dtype = np.dtype(draw(st.sampled_from(["f4", "f8", "f2", "i8", "i4", "u1", "?"])))
     count = draw(st.sampled_from([0, 1, 5, LARGE // 8 - 1, LARGE // 8, LARGE // 4 - 1, LARGE // 4, LARGE, LARGE + 3]))
     array = np.frombuffer(np.random.default_rng(count).bytes(count * dtype.itemsize), dtype)
@@ -131,9 +131,9 @@ def test_any_model_is_the_same_after_the_walk(model: onnx.ModelProto, tmp_path: 
 @in_any_folder
 @given(start=st.integers(0, 30_000), junk=st.binary(min_size=1, max_size=8))
 def test_a_damaged_file_is_an_error_or_a_model(start: int, junk: bytes, tmp_path: Path) -> None:
-    """Never another exception, whatever byte is hit."""
+    """Never another exception, whatever byte is damaged."""
     whole = (DATA / "vit-tiny-opset23.onnx").read_bytes()
-    # The structure is between the weights; hit it more often than chance would.
+    # The structure is between the weights; damage it more often than at random.
     structure = [*range(start % 3, 16_000, 3), *range(len(whole) - 14_000, len(whole) - 8)]
     at = structure[start % len(structure)]
     path = tmp_path / "damaged.onnx"

@@ -47,7 +47,7 @@ def recognised(proto: onnx.ModelProto, folder: Path) -> ir.Model:
 
 
 def answer(path: Path) -> NDArray[np.float32]:
-    """ONNX Runtime's, node by node."""
+    """ONNX Runtime's answer, without graph optimisation."""
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     x = np.random.default_rng(1).standard_normal((2, 64)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Validation of ONNX files: violations are refused with a sentence that names the node; unusual valid files are not."""
+"""Validation of ONNX files: violations are refused with a message that names the node; unusual valid files are accepted."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_graphs_that_contradict_themselves(damage: Callable[[onnx.GraphProto], o
     assert message in str(caught.value) and str(caught.value).isprintable()
 
 
-# What is odd, but not wrong
+# Unusual but valid files
 
 
 def test_nodes_out_of_order_are_put_in_order(path: Path) -> None:
@@ -115,7 +115,7 @@ def test_nodes_out_of_order_are_put_in_order(path: Path) -> None:
 
 @pytest.mark.parametrize("version", [3, 4, 8, 13, 99])
 def test_ir_versions(version: int, path: Path) -> None:
-    """Before version 4 weights were inputs too."""
+    """Before version 4 weights were also listed as inputs."""
     model = make([node("Add", ["x", "c"], ["y"])], {"x": [2], "c": [2]}, ["y"], {"c": np.float32([1, 2])})
     model.ir_version = version
     path.write_bytes(model.SerializeToString())
@@ -141,11 +141,11 @@ def test_outputs_may_leave_out_their_type(path: Path) -> None:
     assert import_model(path).outputs[0].value.shape == (2,)
 
 
-# What the file says of shapes that follow from others
+# Declared shapes that contradict inference
 
 
 def branch(op: str, result: str, stale: list[int]) -> onnx.GraphProto:
-    """A branch that declares wrong shapes for what it computes."""
+    """A branch that declares wrong shapes for its results."""
     values = [helper.make_tensor_value_info(f"{result}_in", TensorProto.FLOAT, stale)]
     outputs = [helper.make_tensor_value_info(result, TensorProto.FLOAT, stale)]
     nodes = [node(op, ["x"], [f"{result}_in"]), node("Neg", [f"{result}_in"], [result])]
@@ -222,7 +222,7 @@ def test_every_output_keeps_its_name_and_its_answer(nodes: list[onnx.NodeProto],
 
 
 def evaluate(value: Value, feeds: dict[str, np.ndarray]) -> np.ndarray:
-    """What a value of a graph of Exp, Mul and Identity is."""
+    """The value of a graph of Exp, Mul and Identity."""
     if value.constant is not None:
         return value.constant.array()
     if value.producer is None:

@@ -12,7 +12,7 @@ from flashmem.compiler.ir.strided import StridedView
 
 
 def elements(view: StridedView, memory: np.ndarray) -> np.ndarray:
-    """What the view says that the tensor is."""
+    """The elements of the tensor that the view describes."""
     at = np.full((1,), view.start)
     for dimension in view.dimensions:
         for size, stride in dimension:
@@ -56,7 +56,7 @@ def test_moves_lie_where_the_view_says(seed: int) -> None:
 
 def test_what_has_no_view() -> None:
     view = StridedView.of(Value("x", (4, 6), "float32")).transposed((1, 0))
-    assert view.reshaped((8, 3)) is None  # 6 x 4 turned: 8 ends inside the 6
+    assert view.reshaped((8, 3)) is None  # 6 x 4 transposed: 8 ends inside the 6
     assert view.reshaped((24,)) is not None
     merged = view.reshaped((24,))
     assert merged is not None and merged.sliced((12,), (0,), (1,)) is None

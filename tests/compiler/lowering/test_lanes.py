@@ -1,4 +1,4 @@
-"""Stream lanes on every device: bytes that a launch moves arrive whole, and its own answer keeps its bits."""
+"""Interleaved copy streams on every device: the bytes that a launch copies arrive complete, and its own answer is unchanged."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ WORDS = (1000, 1, 77, 4099, 64)
 
 
 def parts_of(kind: LaneKind) -> list[Slice]:
-    """Slices of `kind`, of sizes that are no multiple of anything."""
+    """Slices of `kind`, with sizes that are multiples of nothing."""
     if kind == "buffer":
         return [Slice(f"words{n}", "w", 0, 16 * words) for n, words in enumerate(WORDS)]
     return [
@@ -52,18 +52,18 @@ def parts_of(kind: LaneKind) -> list[Slice]:
 
 
 def units_of(part: Slice) -> int:
-    """Units that a lane moves of it."""
+    """Number of units that a lane copies for the slice."""
     return part.width * part.height if part.is_image else part.nbytes // 16
 
 
 def move_of(part: Slice, first: int, count: int) -> Move:
-    """A part of a slice as a move."""
+    """A part of a slice as a copy."""
     return Move(part, first, count, part.width, part.row_pitch // LANE_UNIT[part.channel] if part.is_image else 0)
 
 
 @st.composite
 def moves(draw: st.DrawFn, kind: LaneKind, most: int = 4) -> list[Move]:
-    """Up to `most` moves of slices of a program whose lanes are of `kind`, some of them of nothing."""
+    """Up to `most` copies of slices of a program with lanes of `kind`, some of them empty."""
     slices = parts_of("buffer") + (parts_of(kind) if kind != "buffer" else [])
     drawn = []
     for part in draw(st.lists(st.sampled_from(slices), min_size=1, max_size=most, unique=True)):
@@ -73,18 +73,18 @@ def moves(draw: st.DrawFn, kind: LaneKind, most: int = 4) -> list[Move]:
 
 
 class Bench:
-    """Staging and homes of the slices of a lane's kind on a device."""
+    """Staging and destinations of the slices of a lane's kind on a device."""
 
     def __init__(self, device: Device, kind: LaneKind) -> None:
         self.context = Context(device)
         self.queue = self.context.queue()
         self.parts = parts_of("buffer") + (parts_of(kind) if kind != "buffer" else [])
         generator = np.random.default_rng(5)
-        # Halves that are numbers: a driver may change the bits of one that is none.
+        # No NaN bits: a driver may change the bits of a NaN.
         top = {"half": 0x7BFF, "float": 0x7EFF}.get(kind, 0xFFFF)
         self.data = {part.name: generator.integers(0, top, part.file_bytes // 2).astype(np.uint16) for part in self.parts}
         for part in self.parts:
-            if part.is_image and kind == "float":  # neither is a denormal one kept everywhere
+            if part.is_image and kind == "float":  # nor denormal numbers, which some devices flush to zero
                 self.data[part.name] = generator.standard_normal(part.file_bytes // 4).astype(np.float32).view(np.uint16)
         self.staged, self.homes = {}, {}
         for part in self.parts:
@@ -96,7 +96,7 @@ class Bench:
                 self.homes[part.name] = self.context.buffer(part.nbytes)
 
     def clear(self) -> None:
-        """Nothing has been moved."""
+        """Reset: nothing has been copied."""
         for part in self.parts:
             blank = np.zeros(part.file_bytes, np.uint8)
             if part.is_image:
@@ -107,7 +107,7 @@ class Bench:
                 self.queue.write(self.homes[part.name], blank)
 
     def check(self, made: Sequence[Move]) -> None:
-        """`made` moves have arrived, and nothing else has."""
+        """Check that the copies `made` have arrived, and that nothing else has changed."""
         for part in self.parts:
             unit = LANE_UNIT[part.channel] if part.is_image else 16
             got = np.empty(units_of(part) * unit, np.uint8)
@@ -163,7 +163,7 @@ def test_any_number_of_moves_by_launches_of_their_own(kind: LaneKind, device: De
 def test_the_largest_moves_ride_and_each_has_its_place(data: st.DataObject, kind: LaneKind) -> None:
     drawn = data.draw(moves(kind, most=10))
     stream = lanes._taken(drawn, kind)
-    if stream is None:  # buffers alone, where a lane has textures to write
+    if stream is None:  # buffers only, where a lane has textures to write
         assert kind != "buffer" and all(move.kind == "buffer" for move in drawn)
         return
     left = [move for move in drawn if move not in stream.moves]
@@ -176,7 +176,7 @@ def test_the_largest_moves_ride_and_each_has_its_place(data: st.DataObject, kind
     assert len(arguments) == 6 * len(lane_places(kind))
     for place, at in zip(lane_places(kind), range(0, len(arguments), 6), strict=True):
         source, target, _, count, width, pitch = arguments[at : at + 6]
-        if place != "buffer":  # a place of a texture has one that this launch writes, also where it moves nothing there
+        if place != "buffer":  # a texture argument is one that this launch writes, even without a copy
             assert target.removeprefix("to ") in {move.part.name for move in stream.moves if move.kind == kind}
         assert count == "0" or source.removeprefix("from ") == target.removeprefix("to ")
         assert int(width) >= 1 and int(pitch) >= 1
@@ -185,7 +185,7 @@ def test_the_largest_moves_ride_and_each_has_its_place(data: st.DataObject, kind
 
 
 def network(path: Path) -> Path:
-    """One layer of each kind of template: products, convolutions (one of them strided), pooling, reductions, movement."""
+    """One launch of each kind of template: products, convolutions (one of them strided), pooling, reductions, data movement."""
     generator = np.random.default_rng(3)
 
     def weight(name: str, *shape: int) -> onnx.TensorProto:
@@ -223,7 +223,7 @@ def network(path: Path) -> Path:
 
 
 class Runner:
-    """Every layer of `network` on a device, with lanes of its program's kind."""
+    """Every launch of `network` on a device, with lanes of its program's kind."""
 
     def __init__(self, device: Device, generated: Generated) -> None:
         self.program = generated.program
@@ -249,7 +249,7 @@ class Runner:
         self.resources = Resources(here.context, self.arena, constants, homes | here.homes, here.staged)
 
     def run(self, stream: CopyStream) -> list[NDArray[np.uint8]]:
-        """What the arena holds after each layer, each with `stream`; what it moved has arrived."""
+        """The content of the arena after each launch with `stream`; checks that its copies have arrived."""
         layers = {layer: LayerMoves(stream) for layer in range(1, len(self.program.launches) + 1)}
         steps = make_steps(self.program, {}, layers, self.resources, self.kernels, self.kernels)
         self.bench.queue.write(self.arena, self.first)
@@ -267,7 +267,7 @@ class Runner:
 @pytest.mark.parametrize(("path", "tiles", "config"), [("texture", "nvidia", "64x64"), ("buffer", "generic-cpu", "")])
 def test_whatever_rides_arrives_and_changes_no_bit(path: str, tiles: str, config: str, device: Device, tmp_path: Path) -> None:
     descriptor = replace(load_descriptor(tiles).on_path(path), only=config, capacity_model="", tuned="")
-    if descriptor.kind == "gpu":  # rows are then joined by shuffles, where the device here has them
+    if descriptor.kind == "gpu":  # rows are then joined by shuffles, if this device has them
         shuffled = KernelConfig("rows", ("reduce_rows",), 1, 4, 4, slice_k=64, subgroups=True)
         descriptor = replace(descriptor, configs=(*descriptor.configs, shuffled))
     options = Options(descriptor, "interleave", Limits())
@@ -312,7 +312,7 @@ def test_a_lane_that_reaches_further_than_it_says_is_refused(tmp_path: Path) -> 
 
 
 def test_every_lane_reads_before_the_work_and_stores_after_it(tmp_path: Path) -> None:
-    """In the text of each kernel: a read, then what is computed, then a store; a pass for the rest; no return before that."""
+    """In the text of each kernel: a read, then the computation, then a store; a loop for the rest; no return before that."""
     options = Options(load_descriptor("nvidia"), "interleave", Limits())
     generated, _ = plan_graph(read_graph(network(tmp_path / "m.onnx"), options), options)
     for kernel in generated.source.kernels:

@@ -1,4 +1,4 @@
-"""Row reductions across work-items: through local memory or subgroup shuffles, right and with the same bits."""
+"""Row reductions across work-items, by local memory or subgroup shuffles: correct and with the same bits."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ CASES += [
     (name, path, (shuffled(replace(SHARED, slice_k=16)),)) for name, path in PLACES if name in SHUFFLING and path != "buffer"
 ]
 CASES += [(name, path, (shuffled(SHARED),)) for name, path in PLACES if name not in SHUFFLING and path == "buffer"]
-"""More work-items than a subgroup has, and as many or fewer; and what a compiler without shuffles makes of them."""
+"""Work-items per row: more than a subgroup has, as many, and fewer; and the form without shuffles."""
 
 
 def model() -> tuple[Nodes, dict[str, Any]]:
-    """Rows narrower than a group, no multiples of it, and with numbers that are none; and some answers by numpy."""
+    """Rows narrower than a group, rows of no multiple of it, and rows with NaN; and some expected answers by numpy."""
     nodes, random = Nodes(opset=21), np.random.default_rng(8)
 
     def numbers(*shape: int) -> Any:
@@ -60,14 +60,14 @@ def model() -> tuple[Nodes, dict[str, Any]]:
     nodes.node("ReduceSum", nodes.input(random.integers(-(2**31), 2**31, (4, 99)).astype(np.int64)), axes, dtypes=("int64",))
     image = nodes.input(numbers(2, 12, 5, 7))
     for op, weights in (("Conv", (12, 12, 1, 1)), ("InstanceNormalization", (3,)), ("Conv", (5, 12, 1, 1))):
-        if op == "Conv":  # so that channels of what is between are last
+        if op == "Conv":  # so that tensors in between are channels-last
             [image] = nodes.node(op, image, nodes.constant(numbers(*weights)))
             continue
         grouped = nodes.node("Reshape", image, nodes.constant(np.array([2, 3, -1])))
         normal = nodes.node(op, *grouped, nodes.constant(numbers(*weights)), nodes.constant(numbers(*weights)))
         [image] = nodes.node("Reshape", *normal, nodes.constant(np.array([2, 12, 5, 7])))
         del nodes.outputs[-4:]
-    return nodes, {largest: hidden.max(axis=1)}  # ONNX Runtime's drops NaN
+    return nodes, {largest: hidden.max(axis=1)}  # ONNX Runtime's maximum drops NaN
 
 
 NODES, BY_NUMPY = model()
@@ -77,7 +77,7 @@ NODES, BY_NUMPY = model()
 def test_shuffles_give_the_bits_of_local_memory(
     device: str, path: MemoryPath, configs: tuple[KernelConfig, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the sums; rsqrt, division and the like may have other last bits in a kernel that is compiled for subgroups."""
+    """For sums; rsqrt, division and others may differ in the last bits in a kernel that is compiled for subgroups."""
     file = tmp_path / "m.onnx"
     file.write_bytes(NODES.proto().SerializeToString())
     expected = onnxruntime.InferenceSession(file).run(None, NODES.feeds)
@@ -93,7 +93,7 @@ def test_shuffles_give_the_bits_of_local_memory(
         sharing = [launch for launch in bundle.program.launches if launch.local_size == (config.slice_k, 1)]
         assert {launch.shape.family for launch in sharing} == {"reduce_rows", "normalize_groups"} and len(sharing) == 9
         with_shuffles = [text for text in kernel_texts(bundle.source.plain).values() if "FM_SHUFFLE(" in text]
-        assert len(with_shuffles) == 6 * config.subgroups  # of one kernel each, but not of integers
+        assert len(with_shuffles) == 6 * config.subgroups  # one kernel each, except for integers
         for mode in dict.fromkeys((load_descriptor(device).modes[path][0], "interleave")):
             with flashmem.Session(bundle, device=device, mode=mode) as session:
                 answers.setdefault(config, []).append(session.run(None, NODES.feeds))
@@ -118,7 +118,7 @@ __kernel void probe(__global int* width)
 
 @pytest.mark.parametrize("device", list_devices(), ids=lambda device: device.descriptor_name)
 def test_a_driver_with_the_extension_shuffles(device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels' own prelude, asked how many work-items it would join by shuffles."""
+    """The kernels' own prelude, used to count the work-items that it would join by shuffles."""
     monkeypatch.setattr(KernelSelector, "config", lambda *asked: shuffled(SHARED))
     (tmp_path / "m.onnx").write_bytes(softmax().proto().SerializeToString())
     bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / "b", device="generic-gpu", build=False)

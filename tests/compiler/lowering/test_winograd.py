@@ -1,4 +1,4 @@
-"""Winograd's F(2x2, 3x3): answers against ONNX Runtime and float64 sums, and when it is selected."""
+"""Winograd F(2x2, 3x3): answers compared with ONNX Runtime and float64 sums, and the conditions of its selection."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLAIN = KernelConfig("tile", ("conv",), 2, 16, 8)
 
 
 def convolved(x: Any, weight: Any, pads: tuple[int, int, int, int]) -> Any:
-    """A 3x3 convolution in double."""
+    """A 3x3 convolution in double precision."""
     top, left, bottom, right = pads
     padded = np.pad(x.astype(np.float64), ((0, 0), (0, 0), (top, bottom), (left, right)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), (2, 3))
@@ -40,7 +40,7 @@ def convolved(x: Any, weight: Any, pads: tuple[int, int, int, int]) -> Any:
     ids=lambda each: getattr(each, "name", each),
 )
 def test_answers(config: KernelConfig, device: str, path: MemoryPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Odd sizes, every padding, images smaller than a tile, channels that fill no vector, several images and panels."""
+    """Odd sizes, every padding, images smaller than a tile, channel counts that fill no vector, several images and panels."""
 
     def wherever_it_can_be(
         self: KernelSelector, workload: Workload, ending: object, widest: int | None, winograd: bool, forms: object
@@ -62,14 +62,14 @@ def test_answers(config: KernelConfig, device: str, path: MemoryPath, tmp_path: 
         weight = numbers(columns, image.shape[1], 3, 3)
         nodes.node("Conv", names[id(image)], nodes.constant(weight), pads=list(pads))
         exact.append(convolved(image, weight, pads))
-    # As in residual networks: what lies between two of them is channels-last, and a bias, a sum and a Relu are in the kernel.
+    # As in residual networks: tensors in between are channels-last, and the kernel includes a bias, a sum and a Relu.
     x = names[id(large)]
     [first] = nodes.node("Conv", x, nodes.constant(numbers(24, 21, 3, 3)), nodes.constant(numbers(24)), pads=[1] * 4)
     [relu] = nodes.node("Relu", first)
     [second] = nodes.node("Conv", relu, nodes.constant(numbers(21, 24, 3, 3)), pads=[1] * 4)
     nodes.node("Relu", *nodes.node("Add", second, x))
     del nodes.outputs[-5:-1]
-    # What it does not compute.
+    # Convolutions that it does not compute.
     nodes.node("Conv", x, nodes.constant(numbers(9, 21, 3, 3)), dilations=[2, 1])
     nodes.node("Conv", x, nodes.constant(numbers(9, 21, 9, 1)))
     nodes.node("Conv", x, nodes.constant(numbers(30, 7, 3, 3)), group=3)
@@ -78,7 +78,7 @@ def test_answers(config: KernelConfig, device: str, path: MemoryPath, tmp_path: 
     by = [launch.kernel.partition("_")[0] for launch in bundle.program.launches]
     assert by.count("winograd") == len(exact) + 2 and by.count("conv") == 3
     answers = []
-    # With a lane all kernels are built again: once on each device, and the other form in test_oclgrind.
+    # With a lane all kernels are built again: here once on each device, and the other form in test_oclgrind.
     with_lane = config is ALONE and (device, path) in DEVICES
     for mode in [mode for mode in load_descriptor(device).modes[path] if with_lane or mode != "interleave"]:
         with flashmem.Session(bundle, device=device, mode=mode) as session:
@@ -101,7 +101,7 @@ LARGE = Workload("conv", "buffer", 49, 9 * 512, 512, taps=9)
 
 
 def tuned(folder: Path, config: KernelConfig) -> DeviceDescriptor:
-    """A device on which Winograd's takes two thirds of the plain tile's time."""
+    """A device on which Winograd takes two thirds of the plain tile's time."""
     plain = load_descriptor("pocl").plain("conv")[0]
     lines = [
         Timing(workload, each.name, each.code, seconds, "")
@@ -119,16 +119,16 @@ def test_where_it_is_chosen(tmp_path: Path) -> None:
     ask = {"ending": (), "widest": None, "winograd": True}
     assert KernelSelector(device).config(WORKLOAD, **ask) == listed  # type: ignore[arg-type]
     assert KernelSelector(device).config(WORKLOAD, (), 10 << 20, True) == listed
-    # Its 16 numbers for 9 are read from memory in every run, which 49 pixels do not pay for.
+    # Every run reads 16 numbers instead of 9 from memory; with 49 pixels that costs more than it saves.
     assert packed_bytes(LARGE, listed) == 16 / 9 * packed_bytes(LARGE, plain)
     assert KernelSelector(device).config(LARGE, **ask) == plain  # type: ignore[arg-type]
-    # Taps that do not lie side by side; limited memory; a first answer, where the list says so.
+    # Taps that are not adjacent; limited memory; a first answer, if the config says so.
     assert KernelSelector(device).config(WORKLOAD) == plain
     assert KernelSelector(device, limited=True).config(WORKLOAD, **ask) == plain  # type: ignore[arg-type]
     assert KernelSelector(device, "cold").config(WORKLOAD, **ask) == plain  # type: ignore[arg-type]
     for other in ({"stride": 2}, {"batches": 2}, {"storage": "int8"}, {"storage": "float16"}, {"taps": 25}):
         assert KernelSelector(device).config(replace(WORKLOAD, **other), **ask) == plain  # type: ignore[arg-type]
-    # Elsewhere a first answer weighs its bytes against its time.
+    # Otherwise, a first answer weighs its bytes against its time.
     anywhere = replace(listed, steady=False)
     there = replace(tuned(tmp_path, anywhere), rates=replace(device.rates, disk_bandwidth=1e10))
     assert KernelSelector(there, "cold").config(WORKLOAD, **ask) == anywhere  # type: ignore[arg-type]
@@ -144,7 +144,7 @@ def test_it_is_not_chosen_where_nothing_near_was_measured(tmp_path: Path) -> Non
 
 
 def test_what_it_costs_a_model(tmp_path: Path) -> None:
-    """16/9 of the weights' bytes, no activations, nothing under a limit of memory."""
+    """16/9 of the weights' bytes, no additional activations, and no use under a memory limit."""
     nodes, random = Nodes(), np.random.default_rng(2)
     weight = nodes.constant(random.standard_normal((128, 128, 3, 3)).astype(np.float32))
     nodes.node("Conv", nodes.input(random.standard_normal((1, 128, 28, 28)).astype(np.float32)), weight, pads=[1] * 4)

@@ -37,7 +37,7 @@ Array = NDArray[Any]
 
 
 class Net:
-    """A random model of moves and of what computes, on matrices whose rows are, or are not, multiples of the alignment."""
+    """A random model of data movement and computation, on matrices whose rows are sometimes multiples of the alignment."""
 
     def __init__(self, seed: int, *, size: int = 14) -> None:
         self.random = random.Random(seed)
@@ -126,7 +126,7 @@ def _graph(net: Net, folder: Path) -> Graph:
 
 
 class _Elements:
-    """What each value's elements are: numbers that moves carry along, and that nothing else shares."""
+    """The identity of each value's elements: numbers that data movement keeps, and that no other elements share."""
 
     def __init__(self, graph: Graph) -> None:
         self.of: dict[Value, Array] = {}
@@ -148,13 +148,13 @@ class _Elements:
                     self.new(value)
 
     def new(self, value: Value) -> None:
-        """Numbers of its own."""
+        """Assign new numbers."""
         self.of[value] = np.arange(self._next, self._next + value.size).reshape(value.shape)
         self._next += value.size
 
 
 def _checked(graph: Graph, precision: Any, monkeypatch: pytest.MonkeyPatch) -> Generated:
-    """A program whose launches are played on a memory that knows whose element each byte is."""
+    """A program whose launches are simulated on a memory that records which element each byte belongs to."""
     layers = fuse(graph)
     begins: list[tuple[FusionGroup, int]] = []
     names: dict[Value, str] = {}
@@ -186,7 +186,7 @@ def _play(graph: Graph, program: Program, begins: Sequence[tuple[FusionGroup, in
     memory = np.zeros(program.arena_bytes, np.int64)
 
     def bytes_of(value: Value, name: str) -> tuple[slice, Array]:
-        """Where the value lies, and whose bytes belong there."""
+        """The place of the value, and the elements that its bytes belong to."""
         stored = tensors[name]
         size = ITEMSIZE[stored.dtype]
         whose = (elements.of[value].reshape(-1, 1) * 8 + np.arange(size)).reshape(-1)
@@ -225,7 +225,7 @@ def _play(graph: Graph, program: Program, begins: Sequence[tuple[FusionGroup, in
                     chosen = np.repeat(region.reshape(-1), whose.size // output.size)
                     memory[where] = np.where(chosen, whose, memory[where])
                 at += part.shape[layer.main.attributes["axis"]]
-            if output in names:  # else nobody reads it but in parts
+            if output in names:  # otherwise only parts of it are read
                 expect(output, names[output], f"{output.name}, once made,")
             continue
         for value in places.read_by(layer):
@@ -291,7 +291,7 @@ def test_answers_are_those_of_onnx_runtime(place: tuple[str, str], tmp_path: Pat
 
 
 def _moves(op: str, rows: int, precision: Any, tmp_path: Path, *, twice: bool = False) -> list[str]:
-    """The launches that copy in a model that takes a matrix of 128 columns apart after `rows` rows, or puts it together."""
+    """The copying launches in a model that splits a matrix of 128 columns after `rows` rows, or concatenates it."""
     columns = 128
     nodes = [helper.make_node("Relu", ["x"], ["a"], "a"), helper.make_node("Tanh", ["x"], ["b"], "b")]
     sizes = numpy_helper.from_array(np.array([rows, 8 - rows], np.int64), "sizes")

@@ -18,7 +18,7 @@ LAYERS = 12
 
 @st.composite
 def _shapes(draw: st.DrawFn) -> list[Rectangle]:
-    """One block: parts that lie one behind the other, each needed for a while."""
+    """One block of adjacent parts, each with its own lifetime."""
     parts, offset = [], 0
     for _ in range(draw(st.integers(1, 3))):
         size = TENSOR_ALIGNMENT * draw(st.integers(1, 6))

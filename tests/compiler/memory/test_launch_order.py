@@ -1,4 +1,4 @@
-"""Launch order of the lowest peak: right answers for any order of nodes in a file, and smaller arenas."""
+"""Launch order with the lowest peak: right answers for any order of nodes in a file, and smaller arenas."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BRANCHES = 5
 
 
 def branches(folder: Path, seed: int) -> Path:
-    """Branches that widen and narrow again, some of which read another's end; nodes in one of the orders that work."""
+    """Branches that widen and narrow, some of which read another's end; nodes in a random valid order."""
     random = np.random.default_rng(0)
     nodes, weights, ends = [], [], []
     for i in range(BRANCHES):
@@ -41,7 +41,7 @@ def branches(folder: Path, seed: int) -> Path:
     while left:
         ready = [node for node in left if set(node.input) <= known]
         node = min(ready, key=nodes.index) if seed == 0 else ready[shuffle.integers(len(ready))]
-        if seed == 1:  # all that widens first
+        if seed == 1:  # all widening nodes first
             node = min(ready, key=lambda each: (not each.output[0].startswith(("wide", "relu")), nodes.index(each)))
         ordered.append(node)
         known.update(node.output)

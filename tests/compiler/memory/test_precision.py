@@ -1,7 +1,7 @@
-"""`--precision fp16`: activations are stored in half, rounded once for each layer, and computed in float32.
+"""`--precision fp16`: activations are stored in half, rounded once for each launch, and computed in float32.
 
-Every kernel reads halves and leaves halves. ONNX Runtime computes the same operator in float32 from the halves that flashmem
-read: what flashmem stored may be no farther from that than one rounding takes it, half a unit in the last place.
+Every kernel reads and writes halves. ONNX Runtime computes the same operator in float32 from the halves that flashmem read.
+Flashmem's stored result may differ from that by one rounding, half a unit in the last place.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ RANDOM = np.random.default_rng(16)
 
 
 QUICK = next((device for device, _ in DEVICES if device == "intel-cpu"), None)
-"""The device that builds kernels fastest."""
+"""The device with the fastest kernel builds."""
 
 QUICKEST = next((place for place in PLACES if place[0] == QUICK), PLACES[0])
 
 ONCE = [place for place in PLACES if place in DEVICES or place[0] == QUICK]
-"""Every device once, the one that builds kernels fastest on each memory path."""
+"""Every device once, the one with the fastest builds on each memory path."""
 
 
 def _halves(*shape: int) -> Array:
-    """Numbers that are halves already, so that weights lose nothing."""
+    """Numbers that are exact in half, so that weights lose nothing."""
     return RANDOM.standard_normal(shape).astype(np.float16).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class Half:
-    """An activation that is stored in half, of this shape; or one that could be, and has to stay float32 (`kept`)."""
+    """An activation of this shape that is stored in half; or one that could be, but must stay float32 (`kept`)."""
 
     shape: tuple[int, ...]
     scale: float = 1
@@ -64,13 +64,13 @@ class Half:
 
     @property
     def rounded(self) -> bool:
-        """Whether its elements are rounded."""
+        """Whether its elements are rounded to half."""
         return not self.kept and int(np.prod(self.shape)) > SMALL
 
 
 @dataclass(frozen=True)
 class Given:
-    """Run-time data that is no float, or that stays float32."""
+    """Run-time data that is not a float, or that stays float32."""
 
     data: Array
 
@@ -178,9 +178,9 @@ SUMS = [
 
 
 def _build(cases: Sequence[Case]) -> tuple[onnx.ModelProto, dict[str, Array], list[tuple[Case, list[Array], str]]]:
-    """A model of all cases: each activation is cut out of an input, which stores it; each result is put beside itself.
+    """A model of all cases: each activation is a Slice of an input, which stores it; each result is concatenated with itself.
 
-    Also what the model is given, and of each case the arrays that its operator sees, and the name of its outputs.
+    Also returns the inputs, and for each case the arrays that its operator reads, and the name of its outputs.
     """
     nodes, ports, outputs, constants = [], [], [], []
     feeds: dict[str, Array] = {}
@@ -226,7 +226,7 @@ def _build(cases: Sequence[Case]) -> tuple[onnx.ModelProto, dict[str, Array], li
 
 
 def _expected(case: Case, arrays: Sequence[Array]) -> list[Array]:
-    """The operator alone, on the halves it reads, in float32."""
+    """The result of the operator alone, on the halves that it reads, in float32."""
     names = ["" if array.size == 0 else f"x{i}" for i, array in enumerate(arrays)]
     infos = [
         helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
@@ -243,7 +243,7 @@ def _expected(case: Case, arrays: Sequence[Array]) -> list[Array]:
 
 
 def _unit(array: Array) -> Array:
-    """The distance between halves at each element."""
+    """The distance between neighbouring halves at each element."""
     return np.maximum(np.spacing(np.abs(array).astype(np.float16)).astype(np.float64), 2.0**-24)
 
 
@@ -308,7 +308,7 @@ def test_copies_of_halves_are_exact(tmp_path: Path) -> None:
 @pytest.mark.parametrize("compiled_for", ["", "nvidia"])
 @pytest.mark.parametrize("place", DEVICES, ids="-".join)
 def test_attention_reads_and_leaves_halves(place: tuple[str, str], compiled_for: str, tmp_path: Path) -> None:
-    """Also as it is compiled for GPUs, in local memory, wherever it runs."""
+    """Also in the form for GPUs, with local memory, on every device."""
     device, path = place
     nodes, inputs, outputs, constants, feeds, expected = [], [], [], [], {}, {}
     for n, (rows, keys, size, value_size) in enumerate(((19, 37, 20, 9), (1, 150, 16, 101), (70, 13, 8, 8))):
@@ -369,7 +369,7 @@ def test_half_ports_are_not_converted(place: tuple[str, str], tmp_path: Path) ->
 
 
 def _through(numbers: Array, dtype: str, op: str, place: tuple[str, str], folder: Path) -> Array:
-    """What comes out of two copies with `op` between them, which both store what they copy."""
+    """The result of two copies with `op` between them, both of which store their results."""
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     nodes = [
         helper.make_node("Slice", ["x", "start", "end"], ["cut"]),
@@ -417,7 +417,7 @@ def test_cuts_leave_the_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             chosen = [node for node in graph.nodes if is_elementwise(node) and is_cut and draw.random() < 0.4]
             return fuse(graph, {*cuts, *chosen})
 
-        monkeypatch.setattr(importlib.import_module("flashmem.compile"), "fuse", cut_fuse)
+        monkeypatch.setattr(importlib.import_module("flashmem.compiler.adaptive.pipeline"), "fuse", cut_fuse)
         bundle = flashmem.compile(
             DATA / f"{name}.onnx", tmp_path / f"{is_cut}", device=device, precision="fp16", unfusion=False
         )

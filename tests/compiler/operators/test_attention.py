@@ -1,4 +1,4 @@
-"""Fused attention against ONNX Runtime: every form on every device, and scores are never stored in memory."""
+"""Fused attention compared with ONNX Runtime: every form on every device, and scores are never stored in memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SOME = (
     "few, masked", "three queries", "one query", "standard, masked", "197 queries", "257 of one channel", "heads of 160",
     "guarded", "causal", "strided",
 )  # fmt: skip
-"""What differs between devices."""
+"""The forms that differ between devices."""
 
 
 def graph_of(model: Model, folder: Path) -> Graph:
@@ -77,13 +77,13 @@ def test_answers_are_those_of_onnx_runtime(device: str, path: str, tmp_path: Pat
 @pytest.mark.parametrize("kind", ["positive", "around 1e3", "around -1e4"])
 @pytest.mark.parametrize(("device", "path"), DEVICES)
 def test_numbers_of_other_kinds(kind: str, device: str, path: str, tmp_path: Path) -> None:
-    """Scores that are all large, and answers that are all near one number."""
+    """Scores that are all large, and answers that are all close to one number."""
     _compare(_all_of(("three queries", "standard", "197 queries", "causal"), kind), device, device, path, tmp_path)
 
 
 @pytest.mark.parametrize(("device", "path"), DEVICES)
 def test_kernels_of_a_gpu_give_the_same_answers(device: str, path: str, tmp_path: Path) -> None:
-    # PoCL takes a minute to build blocks of work-items with barriers between them, and builds the other form at once.
+    # PoCL takes a minute to build blocks of work-items with barriers between them; it builds the other form fast.
     _compare(_all_of(SOME[:2] if device == "pocl" else SOME), "nvidia", device, path, tmp_path)
 
 
@@ -127,7 +127,7 @@ def test_exports_keep_no_scores(name: str, count: int) -> None:
     ids=lambda config: config.name,
 )
 def test_any_numbers_of_a_config(config: KernelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Listed alone, it is taken where it can be; queries that it cannot share keys of get a plain form."""
+    """If it is the only config, it is used where it applies; queries that cannot share keys under it get a plain form."""
     device, path = DEVICES[0]
     listed = replace(descriptor_for(find_device(device)), configs=(config,), only=config.name)
     monkeypatch.setattr("flashmem.runtime.options.descriptor_for", lambda device: listed)

@@ -82,7 +82,7 @@ def normal_form(model: onnx.ModelProto, folder: Path) -> Graph:
 
 
 def evaluated(graph: Graph, feeds: dict[str, Array]) -> list[Array]:
-    """The normal form by numpy."""
+    """Evaluate the decomposed graph with numpy."""
     known: dict[Value, Array] = {port.value: feeds[port.name] for port in graph.inputs}
 
     def read(value: Value | None) -> Array:
@@ -147,7 +147,7 @@ def test_random_equations_are_what_numpy_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("index", "kept"),
     [
-        (0, {"MatMul": 1}),  # DeepViT's: the small matrix is the left operand, nothing moves
+        (0, {"MatMul": 1}),  # DeepViT's: the small matrix is the left operand, without data movement
         (1, {"MatMul": 1, "Transpose": 2}),
         (2, {"MatMul": 1}),
         (3, {"MatMul": 1}),

@@ -1,4 +1,4 @@
-"""Vectorised elementwise functions, for numbers of every kind."""
+"""Vectorised elementwise functions, for many ranges of numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BINARY = ("Add", "Div", "Max", "Min", "Mul", "Sub")
 
 @pytest.mark.parametrize("place", DEVICES, ids="-".join)
 def test_functions_of_numbers_of_every_kind(place: tuple[str, str], tmp_path: Path) -> None:
-    """A kernel for each operator, a launch for each kind of numbers."""
+    """A kernel for each operator, a launch for each range of numbers."""
     n = Nodes(opset=22)
     exponents = [n.constant(np.float32(each)) for each in (2.5, 3.0, -0.7)]
     for kind in KINDS:
@@ -41,7 +41,7 @@ def test_functions_of_numbers_of_every_kind(place: tuple[str, str], tmp_path: Pa
 
 @pytest.mark.parametrize("place", DEVICES, ids="-".join)
 def test_sines_of_small_numbers_beside_huge_ones(place: tuple[str, str], tmp_path: Path) -> None:
-    """PoCL's own are wrong there (docs/opencl-notes.md)."""
+    """PoCL's own functions are wrong there (docs/opencl-notes.md)."""
     angles = np.random.default_rng(0).normal(0, 0.5, (64, 16)).astype(np.float32)
     angles[:, -1] = np.resize(np.array([1e9, 1e30, -3e7, 2e6, 100.0], np.float32), 64)
     n = Nodes()

@@ -1,6 +1,6 @@
-"""Operators that read, write, choose and add up along an axis, held to ONNX Runtime on every device and memory path.
+"""Operators that read, write, select and sum along an axis, compared with ONNX Runtime on every device and memory path.
 
-All nodes are outputs of one model, so that each device compiles once. Where ONNX Runtime lacks an operator, numpy computes it.
+All nodes are outputs of one model, so that each device compiles once. If ONNX Runtime lacks an operator, numpy computes it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _scatters(m: Model) -> None:
     rows, twice = m.input(np.arange(8).reshape(2, 4) - 2**41, "int64"), m.input([[1], [-2]], "int64")
     for reduction in ("mul", "max", "min"):
         m.node(f"rows {reduction}", "ScatterND", wide, twice, rows, dtype="int64", reduction=reduction)
-    # A slice assigned: x[1:3, :, 2] = updates, which needs no indices when it runs.
+    # An assignment to a slice: x[1:3, :, 2] = updates, without indices at run time.
     index = np.stack(np.broadcast_arrays(np.array([[1], [2]]), np.arange(6), np.array(2)), -1)
     m.node("slice", "ScatterND", x, m.constant(index, "int64"), m.input(_draw(2, 6), "float32"), dtype="float32")
     odd = np.array([[0, 0], [3, 5], [1, 1]])
@@ -114,7 +114,7 @@ def _rearranged(m: Model) -> None:
 
 
 class _Model(Model):
-    """Two outputs where TopK has two, and an attribute `dtype` of ONNX as `dtype_`."""
+    """TopK has two outputs; ONNX's attribute `dtype` is passed as `dtype_`."""
 
     def top(self, title: str, x: str, k: int, **attributes: Any) -> None:
         names = [title, f"where {title}"]
@@ -147,7 +147,7 @@ def expected() -> dict[str, Array]:
 
 @pytest.fixture(scope="module", params=DEVICES, ids="-".join)
 def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Array]]:
-    """Two runs: in the first transfer mode, or on the path texture in `interleave`."""
+    """Two runs: in the first transfer mode, and on the path texture in `interleave`."""
     device, path = request.param
     folder = tmp_path_factory.mktemp("indexing")
     onnx.save(MODEL.proto(), folder / "m.onnx")
@@ -162,11 +162,11 @@ def test_as_onnx_runtime(title: str, answers: list[dict[str, Array]], expected: 
     wanted = expected[title]
     for answer in answers:
         assert answer[title].dtype == wanted.dtype and answer[title].shape == wanted.shape
-        np.testing.assert_array_equal(answer[title], wanted)  # also what is added up is, in the order of the indices
+        np.testing.assert_array_equal(answer[title], wanted)  # also for sums, in the order of the indices
 
 
 def _newer() -> tuple[onnx.ModelProto, dict[str, Array], dict[str, Array]]:
-    """Operators that ONNX Runtime lacks: what they give is written down here."""
+    """Operators that ONNX Runtime lacks, with their expected results."""
     m = Model()
     x, cache, update = np.array([[2, -3, 4], [5, 1, -2]], np.int32), _draw(2, 1, 5, 3), _draw(2, 1, 3, 3)
     at, bits = np.array([1, 4]), np.array([[1.0, -2.5, np.inf]], np.float32)
@@ -227,7 +227,7 @@ def test_an_index_outside_is_said_and_the_session_goes_on(tmp_path: Path) -> Non
 
 
 def test_work_items_that_share_a_column_find_the_same(tmp_path: Path) -> None:
-    """As GPUs run it: several work-items for a column, more and shorter chunks."""
+    """In the form for GPUs: several work-items for a column, more and shorter chunks."""
     m = Model()
     tied = m.input(RANDOM.integers(-9, 9, (3, 500)), "float32")
     m.node("rows", "ArgMax", tied, dtype="int64", axis=1, select_last_index=1)
@@ -246,7 +246,7 @@ def test_work_items_that_share_a_column_find_the_same(tmp_path: Path) -> None:
 def _one(
     op: str, *inputs: Any, dtype: str = "float32", opset: int = 18, outputs: int = 1, **attributes: Any
 ) -> onnx.ModelProto:
-    """A model of one node, of `outputs` outputs. Arrays are run-time inputs, others are constants."""
+    """A model of one node with `outputs` outputs. Arrays are run-time inputs, other values are constants."""
     m = Model()
     names = [m.input(x, x.dtype) if isinstance(x, np.ndarray) else m.constant(x, np.asarray(x).dtype) for x in inputs]
     m.node("y", op, *names, dtype=dtype, **attributes)

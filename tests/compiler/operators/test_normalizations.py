@@ -1,6 +1,6 @@
-"""Normalizations, softmax and reductions of numbers of every kind.
+"""Normalizations, softmax and reductions, for many ranges of numbers.
 
-With parameters and statistics at run time, further outputs, windows of channels, and very long rows.
+With parameters and statistics at run time, several outputs, windows of channels, and very long rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ THREE = ("float32",) * 3
 
 @pytest.mark.parametrize("place", DEVICES, ids="-".join)
 def test_normalizations_of_numbers_of_every_kind(place: tuple[str, str], tmp_path: Path) -> None:
-    """Over rows, and over columns where the operator has them. A kernel for each, a launch for each kind of numbers."""
+    """Over rows, and over columns if the operator supports them. A kernel for each, a launch for each range of numbers."""
     n = Nodes(opset=21)
     rows, channels = [(n.constant(1 + 0.1 * floats(size)), n.constant(floats(size, seed=3))) for size in (19, 6)]
     for kind in KINDS:
@@ -56,7 +56,7 @@ def test_reductions_of_numbers_of_every_kind(place: tuple[str, str], tmp_path: P
 
 @pytest.mark.parametrize("place", DEVICES, ids="-".join)
 def test_very_many_positive_numbers(place: tuple[str, str], tmp_path: Path) -> None:
-    """Added one to the sum of all before it, a number loses more and more places: 1e-4 of the sum here."""
+    """A plain running sum loses more and more digits: 1e-4 of the sum here."""
     n = Nodes(opset=21)
     rows, columns = n.input(floats(2, 100_000, kind="positive")), n.input(floats(100_000, 2, kind="around 1e3"))
     for op in ("Mean", "Sum", "SumSquare", "LogSumExp"):
@@ -64,7 +64,7 @@ def test_very_many_positive_numbers(place: tuple[str, str], tmp_path: Path) -> N
         n.node(f"Reduce{op}", columns, n.constant(np.array([0])))
     n.node("LogSoftmax", rows)
     n.node("LogSoftmax", columns, axis=0)
-    compare(n, place, tmp_path, against_runtime=False)  # which is off as much as it says above
+    compare(n, place, tmp_path, against_runtime=False)  # whose error is as large as described above
 
 
 @pytest.mark.filterwarnings("ignore:.*was compiled for nvidia")
@@ -82,7 +82,7 @@ def test_rows_that_work_items_share(device: str, path: str, kernels: str, tmp_pa
 
 @pytest.mark.parametrize("place", DEVICES, ids="-".join)
 def test_tiny_numbers_have_a_norm(place: tuple[str, str], tmp_path: Path) -> None:
-    """Their squares, and those of huge ones, are no numbers of float32."""
+    """Their squares, and those of huge numbers, are out of float32's range."""
     n = Nodes()
     for size in (1e-25, 1e25, 0.0):
         x = n.input((size * floats(3, 7)).astype(np.float32))

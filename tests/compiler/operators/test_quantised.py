@@ -1,6 +1,7 @@
 """Quantised operators and weights, on every device, memory path and transfer mode.
 
-Integer products are held to exact sums; weights that stay 8 or 4 bit to the same model with float weights, bit for bit.
+Integer products are compared with exact sums. Weights that stay 8 or 4 bit are compared bit for bit with the same model with
+float weights.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def run_ort(model: onnx.ModelProto, feeds: dict[str, Array]) -> list[Array]:
 
 
 def described(device: str, memory_path: str, folder: Path) -> str:
-    """What to compile for: on one path the device as it is, on others with small tiles, whose kernels are built sooner."""
+    """The target of the compilation: the real device on one path; on others small tiles, whose kernels build faster."""
     if (device, memory_path) == CASES[0]:
         return device
     text = (ROOT / "devices" / f"{device}.toml").read_text()
@@ -61,7 +62,7 @@ def described(device: str, memory_path: str, folder: Path) -> str:
 
 
 def run_in_all_modes(path: Path, bundle: Path, device: str, memory_path: Any, feeds: dict[str, Array]) -> list[Array]:
-    """The answers, which are the same bits however weights travel."""
+    """The answers; checks that they have the same bits in every transfer mode."""
     answers: list[list[Array]] = []
     made = flashmem.compile(path, bundle, device=described(device, memory_path, path.parent), memory_path=memory_path)
     for mode in MODES[device][memory_path]:
@@ -135,7 +136,7 @@ LIMITS = {"int4": (-8, 7), "uint4": (0, 15), "int8": (-128, 127), "uint8": (0, 2
 
 
 class Weights(Model):
-    """Products by constants behind a DequantizeLinear, or by the floats that those stand for."""
+    """Products with constants after a DequantizeLinear, or with the floats that these represent."""
 
     def __init__(self, *, floats: bool) -> None:
         super().__init__()
@@ -150,7 +151,7 @@ class Weights(Model):
         return data, name
 
     def weight(self, dtype: str, shape: tuple[int, ...], *, axis: int | None = None, block: int = 0, zero: bool = True) -> str:
-        """A weight with a scale for all of it, for each index of `axis`, or for each `block` along it."""
+        """A weight with one scale in all, one for each index of `axis`, or one for each `block` along it."""
         counts = tuple(-(-n // block) if a == axis else n for a, n in enumerate(shape)) if block else ()
         counts = (shape[axis],) if axis is not None and not block else counts
         data, name = self.codes(dtype, shape)
@@ -253,12 +254,12 @@ def test_quantising_rounds_and_saturates_as_onnx_runtime(device: str, tmp_path: 
         answers = session.run(None, m.feeds)
     for output, answer, wanted in zip(m.outputs, answers, run_ort(m.proto(21), m.feeds), strict=True):
         np.testing.assert_array_equal(answer, wanted, err_msg=output.name)
-    # What QLinear operators leave in memory is 8 bit.
+    # QLinear operators store 8 bits in memory.
     assert {tensor.dtype for tensor in made.program.tensors if tensor.name.startswith("requantised")} == {"uint8"}
 
 
 def layers(bits: int, count: int = 6, width: int = 512) -> onnx.ModelProto:
-    """MatMuls one after the other, of weights of `bits` (float32 if 32)."""
+    """A chain of MatMuls with weights of `bits` (float32 if 32)."""
     random = np.random.default_rng(1)
     m = Model()
     x = m.input(random.standard_normal((3, width)), "float32")
@@ -303,7 +304,7 @@ def test_weights_stay_narrow_and_stream_inside_a_budget(
 
 
 def quantised(kind: str, folder: Path) -> tuple[Path, dict[str, Array]]:
-    """A model of tests/data as ONNX Runtime's tools quantise it, and inputs of it."""
+    """A model of tests/data, quantised by ONNX Runtime's tools, and inputs for it."""
     name = {"dynamic": "vit-tiny", "QDQ": "vit-tiny", "QOperator": "resnet-tiny", "4 bit": "gptneo-tiny"}[kind]
     model = onnx.load(DATA / f"{name}.onnx")
     del model.graph.value_info[:]
@@ -353,7 +354,7 @@ def test_models_that_onnx_runtime_quantised(kind: str, operator: str, share: flo
     for answer, wanted in zip(answers, run_ort(onnx.load(path), feeds), strict=True):
         np.testing.assert_allclose(answer, wanted, rtol=0, atol=3e-6 * abs(wanted).max())
     floats = flashmem.compile(tmp_path / "float.onnx", tmp_path / "f.flashmem", device=device)
-    if kind in ("QDQ", "QOperator"):  # what lies between two products is 8 bit
+    if kind in ("QDQ", "QOperator"):  # tensors between two products have 8 bits
         assert {"uint8", "int8"} & {tensor.dtype for tensor in made.program.tensors}
         assert made.program.arena_bytes < floats.program.arena_bytes
     narrow, wide = (sum(part.nbytes for part in bundle.program.slices) for bundle in (made, floats))
@@ -393,7 +394,7 @@ def test_what_cannot_run_is_refused_in_a_sentence(what: str, said: str, tmp_path
 
 @pytest.mark.parametrize("place", DEVICES, ids="-".join)
 def test_volumes_and_taps_that_move(place: tuple[str, str], tmp_path: Path) -> None:
-    """An integer convolution over three dimensions, and quantised weights of a kernel that reads floats only."""
+    """An integer convolution over three dimensions, and quantised weights of a kernel that reads only floats."""
     random = np.random.default_rng(4)
     weights = random.integers(-128, 128, (8, 3, 3, 3, 3)).astype(np.int8)
     scales = (0.01 + 0.02 * random.random(8)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""LSTM, GRU and RNN against ONNX Runtime, on every device: one model holds many forms of a node."""
+"""LSTM, GRU and RNN compared with ONNX Runtime, on every device: one model contains many forms of a node."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 
 
 def drawn(first: int) -> tuple[onnx.ModelProto, onnx.ModelProto, dict[str, Array]]:
-    """A model of every other case from `first` on, the same without layout 1, which ONNX Runtime lacks, and inputs."""
+    """A model of every other case from `first` on; the same without layout 1, which ONNX Runtime lacks; and inputs."""
     random_ = np.random.default_rng(7)
     feeds: dict[str, Array] = {}
     constants: dict[str, Array] = {}
@@ -82,7 +82,7 @@ def drawn(first: int) -> tuple[onnx.ModelProto, onnx.ModelProto, dict[str, Array
             for each in (nodes, plain):
                 each.append(helper.make_node(op, [x, *shared], outputs, name=f"n{index}", **attributes))
             continue
-        # X and the states swap steps or directions with the batch; the plain model says so with Transposes around the node.
+        # X and the states swap steps or directions with the batch; the plain model has Transposes around the node for that.
         for name in [x, *filter(None, states)]:
             feeds[name] = np.ascontiguousarray(feeds[name].swapaxes(0, 1))
         nodes.append(helper.make_node(op, [x, *shared], outputs, name=f"n{index}", **attributes))

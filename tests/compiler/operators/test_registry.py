@@ -1,4 +1,4 @@
-"""Everything derived from the operators' declarations: the page, the lowerings, ONNX's names."""
+"""Results derived from the operators' declarations: the page, the lowerings, ONNX's names."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ def test_every_type_is_stored_in_its_own_width(width: int) -> None:
     vector = Vector(width)
     for dtype, stored in STORED.items():
         assert sizes[stored] == ITEMSIZE[dtype]
-        as_it_is = stored in (REGISTER[dtype], "half")  # a store rounds to half by itself
+        as_it_is = stored in (REGISTER[dtype], "half")  # a store rounds to half itself
         assert (vector.to_stored(dtype, "v") == "v") == as_it_is

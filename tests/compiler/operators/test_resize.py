@@ -1,4 +1,4 @@
-"""Resize: taps against ONNX Runtime over a grid, applied in numpy; then each kernel on every device."""
+"""Resize: taps compared with ONNX Runtime over a grid, applied in numpy; then each kernel on every device."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DEVICES = list_devices()
 
 
 def model_of(shape: tuple[int, ...], opset: int = 19, **attributes: Any) -> onnx.ModelProto:
-    """One Resize; `roi`, `scales` and `sizes` among the attributes are its inputs."""
+    """A model of one Resize; `roi`, `scales` and `sizes` among the attributes are its inputs."""
     types = {"roi": TensorProto.FLOAT, "scales": TensorProto.FLOAT, "sizes": TensorProto.INT64}
     given = {name: attributes.pop(name) for name in types if name in attributes}
     node = helper.make_node("Resize", ["x", *(name if name in given else "" for name in types)], ["y"], **attributes)
@@ -59,7 +59,7 @@ def imported(model: onnx.ModelProto, folder: Path) -> Graph:
 
 
 def evaluated(graph: Graph, x: Floats) -> NDArray[Any]:
-    """What a graph of Resize and Reshape computes, by the taps the kernels get."""
+    """The result of a graph of Resize and Reshape, by the taps of the kernels."""
     values: dict[Any, NDArray[Any]] = {graph.inputs[0].value: x}
     for node in graph.nodes:
         data, made = values[node.input(0)], node.outputs[0]
@@ -85,7 +85,7 @@ def drawn(shape: tuple[int, ...]) -> Floats:
 
 def expected_of(model: onnx.ModelProto, x: Floats) -> Floats:
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # it warns of the sizes that onnx infers
+    options.log_severity_level = 4  # it warns about the sizes that onnx infers
     return onnxruntime.InferenceSession(model.SerializeToString(), options).run(None, {"x": x})[0]  # type: ignore[no-any-return]
 
 
@@ -100,7 +100,7 @@ def test_taps_are_onnxruntimes(form: str, coordinates: str, tmp_path: Path) -> N
         model = model_of(SHAPE, **attributes)
         expected = expected_of(model, x)
         if crop and any(before == after for before, after in zip(SHAPE[2:], expected.shape[2:], strict=True)):
-            continue  # there ONNX Runtime forgets the region; ONNX does not
+            continue  # ONNX Runtime ignores the region there; ONNX does not
         answer = evaluated(imported(model, tmp_path), x)
         assert answer.shape == expected.shape, attributes
         np.testing.assert_allclose(answer, expected, rtol=1e-4, atol=2e-5, err_msg=str(attributes))
@@ -135,7 +135,7 @@ def test_scales_give_the_sizes_and_the_ties_of_onnxruntime(factor: float, tmp_pa
 def test_any_dimensions_may_be_resized(
     mode: str, shape: tuple[int, ...], axes: list[int], sizes: list[int], policy: str, tmp_path: Path
 ) -> None:
-    """Compared with ONNX's reference: ONNX Runtime takes linear and cubic over fewer forms, and forgets axes from the back."""
+    """Compared with ONNX's reference: ONNX Runtime supports linear and cubic in fewer forms, and ignores negative axes."""
     attributes: dict[str, Any] = {"mode": mode, "axes": axes, "sizes": sizes, "keep_aspect_ratio_policy": policy}
     x = drawn(shape)
     (expected,) = ReferenceEvaluator(model_of(shape, **attributes)).run(None, {"x": x})
@@ -156,7 +156,7 @@ def test_a_region_counts_where_the_size_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("op", "opset"), [("Upsample", 9), ("Resize", 10)])
 @pytest.mark.parametrize("mode", ["nearest", "linear"])
 def test_the_first_operator_sets(op: str, opset: int, mode: str, tmp_path: Path) -> None:
-    """They know one rule of coordinates and one of rounding, which takes the next input where there are fewer outputs."""
+    """They have one rule for coordinates and one for rounding, which takes the next input if there are fewer outputs."""
     for factors in ((1.4, 2.0), (2.3, 3.0), (0.7, 0.3))[: 3 if op == "Resize" else 2]:
         model = model_of(SHAPE, opset, mode=mode, scales=(1.0, 1.0, *factors))
         model.graph.node[0].op_type = op
@@ -168,7 +168,7 @@ def test_the_first_operator_sets(op: str, opset: int, mode: str, tmp_path: Path)
 
 
 def test_a_constant_is_resized_by_the_same_rule(tmp_path: Path) -> None:
-    """Constants are folded by ONNX's reference, which has 6 elements here instead of 7."""
+    """ONNX's reference, which folds constants, has 6 elements here instead of 7."""
     model = model_of((10,), mode="nearest", scales=[0.7])
     x = drawn((10,))
     expected = expected_of(model, x)

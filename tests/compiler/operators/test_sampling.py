@@ -29,7 +29,7 @@ def test_grid_sample(place: tuple[str, str], tmp_path: Path) -> None:
 
 
 def test_grid_sample_of_what_is_no_place(tmp_path: Path) -> None:
-    """Infinite and undefined places are outside, and read nothing."""
+    """Infinite and undefined coordinates are outside, and read nothing."""
     n = Nodes()
     places = np.array([np.inf, -np.inf, np.nan, 1e30, -1e30, 0.0], np.float32)
     x = n.input(np.ones((1, 1, 4, 4), np.float32))

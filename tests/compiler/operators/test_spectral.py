@@ -1,4 +1,4 @@
-"""DFT and STFT against numpy's transforms in double precision; windows, Det and Col2Im against ONNX Runtime."""
+"""DFT and STFT compared with numpy's transforms in double precision; windows, Det and Col2Im with ONNX Runtime."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def test_convolutions(place: tuple[str, str], tmp_path: Path) -> None:
     n = Nodes()
     x, bias = n.input(floats(2, 6, 5, 7, 6)), n.constant(floats(8))
     window = {"pads": [1, 0, 1, 1, 1, 1], "strides": [2, 1, 2], "dilations": [1, 2, 1]}
-    # batch normalization and activation run where the convolution does, channels-last
+    # batch normalization and activation are fused into the convolution, channels-last
     [y] = n.node("Conv", x, n.constant(floats(8, 3, 3, 2, 3)), bias, group=2, **window)
     [y] = n.node("BatchNormalization", y, bias, bias, bias, n.constant(np.abs(floats(8)) + 0.5))
     n.node("Relu", y)
@@ -33,13 +33,13 @@ def test_weights_computed_at_run_time(place: tuple[str, str], tmp_path: Path) ->
     n = Nodes()
     x = n.input(floats(1, 8, 9, 9))
     for op, shape, attributes in (
-        ("Conv", (20, 4, 3, 3), {"group": 2}),  # a full panel and a part of one
+        ("Conv", (20, 4, 3, 3), {"group": 2}),  # a full panel and a partial one
         ("Conv", (8, 1, 3, 3), {"group": 8, "pads": [1] * 4}),
         ("ConvTranspose", (8, 3, 3, 3), {"group": 2, "strides": [2, 1]}),
     ):
         made = n.node("Neg", n.input(floats(*shape)))[0]
         n.node(op, x, made, **attributes)
-    # weights that a convolution gives lie channels-last, where ONNX's order is asked for
+    # weights that a convolution computes are channels-last, but the next one needs ONNX's order
     [made] = n.node("Conv", n.input(floats(3, 2, 4, 4)), n.constant(floats(8, 2, 2, 2)))
     n.node("Conv", x, made)
     compare(n, place, tmp_path)
@@ -82,7 +82,7 @@ def test_unpooling(place: tuple[str, str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", DEVICES, ids="-".join)
 def test_the_last_of_those_that_go_to_one_place_is_left(place: tuple[str, str], tmp_path: Path) -> None:
-    """As ONNX Runtime has it, which goes through them in order. Many work-items do not."""
+    """As in ONNX Runtime, which processes them in order. A kernel with many work-items does not."""
     n = Nodes()
     x, where = floats(1, 4, 60, 50), np.random.default_rng(0).integers(0, 300, (1, 4, 60, 50))
     n.node("MaxUnpool", n.input(x), n.input(where), kernel_shape=[2, 2], strides=[2, 2])
@@ -95,7 +95,7 @@ def test_the_last_of_those_that_go_to_one_place_is_left(place: tuple[str, str], 
 
 
 def test_overlapping_windows_go_to_one_place(tmp_path: Path) -> None:
-    """Their maxima meet there; those of windows side by side do not, and need no claims."""
+    """Overlapping windows write their maxima to one place; adjacent ones do not, and need no claims."""
     for stride, claims in ((1, 1), (2, 0)):
         n = Nodes()
         window = {"kernel_shape": [2, 2], "strides": [stride, stride]}

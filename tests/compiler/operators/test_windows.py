@@ -1,4 +1,4 @@
-"""Pooling and transposed convolutions against ONNX Runtime: sizes, pads and values, many windows in one model."""
+"""Pooling and transposed convolutions compared with ONNX Runtime: sizes, pads and values, many windows in one model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Case = tuple[str, dict[str, Any]]
 
 
 def model_of(cases: list[Case], shape: tuple[int, ...]) -> onnx.ModelProto:
-    """A node for each case, all of the same input; what they make are the outputs, in order."""
+    """A node for each case, all with the same input; their results are the outputs, in order."""
     nodes, outputs, weights = [], [], []
     for index, (op, attributes) in enumerate(cases):
         inputs = ["x"]
@@ -46,14 +46,14 @@ def model_of(cases: list[Case], shape: tuple[int, ...]) -> onnx.ModelProto:
 
 def expected_of(model: onnx.ModelProto, x: NDArray[np.float32]) -> list[NDArray[np.float32]]:
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # it warns of the sizes that onnx infers
+    options.log_severity_level = 4  # it warns about the sizes that onnx infers
     return onnxruntime.InferenceSession(model.SerializeToString(), options).run(None, {"x": x})  # type: ignore[no-any-return]
 
 
 def pools(shape: tuple[int, ...], count: int) -> list[Case]:
-    """Windows that ONNX Runtime takes: smaller than the padded input, pads smaller than the window.
+    """Windows that ONNX Runtime supports: smaller than the padded input, pads smaller than the window.
 
-    With SAME pads it ignores dilations, which ONNX's formula has, so the two are not combined.
+    With SAME pads it ignores dilations, unlike ONNX's formula, so the two are not combined.
     """
     draw = random.Random(len(shape))
     cases: list[Case] = []
@@ -81,7 +81,7 @@ def pools(shape: tuple[int, ...], count: int) -> list[Case]:
 
 
 def spreads(size: int, count: int) -> list[Case]:
-    """Transposed convolutions of which neither the pads nor, with output_shape, what is left over need fit."""
+    """Transposed convolutions whose pads, or with output_shape the rest of the division, need not be even."""
     draw = random.Random(0)
     cases: list[Case] = []
     while len(cases) < count:
@@ -104,7 +104,7 @@ def spreads(size: int, count: int) -> list[Case]:
     return cases
 
 
-# With that many channels every pool has the same work-group, so each kind is compiled once.
+# With this number of channels every pool has the same work-group, so each kind is compiled once.
 MODELS: dict[str, tuple[list[Case], tuple[int, ...]]] = {
     "pools over planes": (pools((1, 1030, 9, 6), 60), (1, 1030, 9, 6)),
     "pools over lines": (pools((2, 1030, 8), 40), (2, 1030, 8)),
@@ -125,7 +125,7 @@ def test_sizes_are_onnxruntimes(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["transposed convolutions", "transposed convolutions of one"])
 def test_pads_of_transposed_convolutions(name: str, tmp_path: Path) -> None:
-    """What they make, in numpy, from the pads that the normal form has."""
+    """Their results, computed in numpy with the pads of the decomposed graph."""
     cases, shape = MODELS[name]
     model = model_of(cases, shape)
     onnx.save(model, tmp_path / "windows.onnx")
@@ -149,7 +149,7 @@ def test_pads_of_transposed_convolutions(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", list(MODELS)[:3])
 def test_values_are_onnxruntimes(name: str, device: Any, tmp_path: Path) -> None:
     cases, shape = MODELS[name]
-    cases = cases[::10]  # each brings kernels of its own to be compiled
+    cases = cases[::10]  # each one compiles new kernels
     model = model_of(cases, shape)
     onnx.save(model, tmp_path / "windows.onnx")
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
@@ -157,14 +157,14 @@ def test_values_are_onnxruntimes(name: str, device: Any, tmp_path: Path) -> None
     with flashmem.Session(bundle, device=device.descriptor_name) as session:
         answers = session.run(None, {"x": x})
     for case, answer, expected in zip(cases, answers, expected_of(model, x), strict=True):
-        lowest = expected == np.finfo(np.float32).min  # a window of nothing but padding, which here is -inf
+        lowest = expected == np.finfo(np.float32).min  # a window of padding only, which is -inf here
         np.testing.assert_allclose(answer, np.where(lowest, -np.inf, expected), rtol=1e-4, atol=1e-5, err_msg=str(case))
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=[d.descriptor_name for d in DEVICES])
 @pytest.mark.parametrize("channels", [1, 5])
 def test_a_maximum_with_nan_is_nan(channels: int, device: Any, tmp_path: Path) -> None:
-    """As numpy's: ONNX Runtime's own depends on where in the window the NaN stands, and on the dilation."""
+    """As in numpy: ONNX Runtime's result depends on the position of the NaN in the window, and on the dilation."""
     x = np.random.default_rng(0).standard_normal((1, channels, 6, 7)).astype(np.float32)
     x[:, :, 2:4, 3], x[:, 0, 0, 0] = np.nan, -np.inf
     onnx.save(model_of([("MaxPool", {"kernel_shape": [2, 3]})], x.shape), tmp_path / "nan.onnx")

@@ -57,7 +57,7 @@ def test_no_pass_changes_what_a_graph_computes(pattern: str, tmp_path: Path) -> 
 
 
 def cost(graph: Graph) -> int:
-    """Elements that Transposes and Slices move."""
+    """The number of elements that Transposes and Slices copy."""
     return sum(node.outputs[0].size for node in graph.nodes if node.op in ("Transpose", "Slice"))
 
 
@@ -78,13 +78,13 @@ class Made(Model):
 
 
 def gated(m: Made) -> None:
-    """GEGLU, whose gate is the second half of one projection."""
+    """GEGLU: the gate is the second half of one projection."""
     value, gate = m.op("Split", m.linear(m.input(2, 21, 12), 12, 68), m.ints(34, 34), outputs=2, axis=-1)
     m.answer(m.op("Mul", value, m.op("Gelu", gate)))
 
 
 def apart(m: Made, bits: int = 0) -> None:
-    """Queries, keys and values of one projection; queries are pooled before they are needed."""
+    """Queries, keys and values of one projection; queries are pooled before their use."""
     x = m.input(3, 16, 12)
     if bits:
         codes = m.generator.integers(-7, 8, (12, 60)).astype(np.int8)
@@ -104,7 +104,7 @@ def apart(m: Made, bits: int = 0) -> None:
 
 
 def images(m: Made, channels: int = 20, groups: int = 4) -> None:
-    """Group normalization between convolutions, as PyTorch writes it, and an image as answer."""
+    """Group normalization between convolutions, as PyTorch exports it, with an image as output."""
     x = m.op("Conv", m.input(2, 3, 7, 9), m.weight(channels, 3, 3, 3), m.weight(channels), pads=[1, 1, 1, 1])
     rows = m.op("Reshape", x, m.ints(2, groups, -1))
     normal = m.op("InstanceNormalization", rows, m.weight(groups), m.weight(groups))
@@ -116,7 +116,7 @@ def images(m: Made, channels: int = 20, groups: int = 4) -> None:
 
 
 def windowed(m: Made) -> None:
-    """A block of a transformer whose attention is inside windows of an image."""
+    """A transformer block with attention inside windows of an image."""
     image = m.input(1, 6, 8, 12)
     x = m.op("LayerNormalization", image, m.weight(12), m.weight(12))
     x = m.op("Transpose", m.op("Reshape", x, m.ints(1, 2, 3, 2, 4, 12)), perm=[0, 1, 3, 2, 4, 5])
@@ -138,7 +138,7 @@ FORMS: dict[str, tuple[Callable[[Made], None], set[str], int]] = {
     "groups of 7": (lambda m: images(m, 21, 3), {"Transpose", "Conv", "NormalizeGroups"}, 5),
     "windowed": (windowed, {"Normalize", "MatMul", "FusedAttention"}, 4),
 }
-"""A pattern, the main operators of its layers, and how many layers there are: nothing else moves data."""
+"""A pattern, the main operators of its fusion groups, and their number: no other launch copies data."""
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -149,7 +149,7 @@ def test_patterns_of_models_move_nothing(name: str, tmp_path: Path) -> None:
     onnx.save(model.proto(), tmp_path / "graph.onnx")
     layers = fuse(prepare(import_model(tmp_path / "graph.onnx", {}, why_unsupported)))
     assert ({layer.main.op for layer in layers}, len(layers)) == (operators, count)
-    assert sum(layer.main.op == "Transpose" for layer in layers) == (operators >= {"Transpose"})  # of what the user gives
+    assert sum(layer.main.op == "Transpose" for layer in layers) == (operators >= {"Transpose"})  # of the model's own input
 
 
 @pytest.mark.parametrize(("device", "path"), PLACES)
@@ -158,7 +158,7 @@ def test_answers_are_those_of_onnx_runtime(device: str, path: str, tmp_path: Pat
     for form, *_ in FORMS.values():
         form(model)
     proto = model.proto()
-    expected = run(proto, model.feeds)  # as it is written: optimised, ONNX Runtime rounds operands of quantised weights
+    expected = run(proto, model.feeds)  # unoptimised: else it rounds operands of quantised weights
     for name, answer in zip(model.answers, answers_of(proto, model.feeds, (device, path), tmp_path), strict=True):
         wanted = expected[name]
         np.testing.assert_allclose(answer, wanted, rtol=1e-5, atol=1e-5 * float(np.abs(wanted).max()), err_msg=name)

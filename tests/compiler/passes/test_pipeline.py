@@ -98,7 +98,7 @@ def test_a_pass_that_breaks_a_graph_is_named(monkeypatch: pytest.MonkeyPatch, tm
     with pytest.raises(InvalidGraphError):
         dump_graph(small()[0], tmp_path)
     assert "= Neg(" in (tmp_path / "00-imported.txt").read_text()
-    assert "= Neg(" not in (tmp_path / "01-broken.txt").read_text()  # what the pass made, to see what it broke
+    assert "= Neg(" not in (tmp_path / "01-broken.txt").read_text()  # the graph after the pass, to show the error
 
 
 def test_each_form_is_ensured_before_it_is_required() -> None:

@@ -1,8 +1,7 @@
-"""Adaptive unfusion: any split keeps the answer, penalties follow their formula, and a split remains only where it helps."""
+"""Adaptive unfusion: any split keeps the answer, penalties follow their formula, and a split remains only if it helps."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
@@ -17,22 +16,26 @@ import pytest
 from numpy.typing import NDArray
 
 import flashmem
-from flashmem.compiler.adaptive.unfusion import Attempt, Cuts, Pipeline, cut_point, splits
+from flashmem.compiler.adaptive import pipeline
+from flashmem.compiler.adaptive.pipeline import Attempt, Cuts, Pipeline
+from flashmem.compiler.adaptive.unfusion import cut_point, splits
 from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph, Node
-from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.operators import is_elementwise, why_unsupported
+from flashmem.compiler.options import Options
 from flashmem.compiler.passes.decompose import decompose
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.layout import assign_layouts
+from flashmem.compiler.selection.selector import KernelSelector
+from flashmem.planning.limits import Limits
 from flashmem.planning.penalty import Penalties
 from flashmem.program.program import Program
 from flashmem.runtime.opencl.context import list_devices
-from flashmem.schedule.instance import Problem, WeightSpec
+from flashmem.schedule.instance import Instance, WeightSpec
 from flashmem.schedule.plan import OverlapPlan, PlannedWeight
 from flashmem.target.descriptor import load_descriptor
 from tests.support.paths import DATA
-from tests.support.planning_problems import layers_of
+from tests.support.planning_instances import layers_of
 
 MODELS = ["gptneo-tiny", "resnet-tiny", "vit-tiny", "mobilenet-tiny", "regnet-tiny"]
 
@@ -75,10 +78,10 @@ def test_any_cuts_leave_the_answer(
         chosen.append(choose([node for node in graph.nodes if is_elementwise(node)]))
         return fuse(graph, cuts | chosen[-1])
 
-    monkeypatch.setattr(importlib.import_module("flashmem.compile"), "fuse", cut_fuse)
+    monkeypatch.setattr(pipeline, "fuse", cut_fuse)
     model = DATA / f"{name}.onnx"
     inputs = _inputs(model)
-    devices = [device.descriptor_name for device in list_devices()]  # each in turn: cut kernels are built for this test alone
+    devices = [device.descriptor_name for device in list_devices()]  # alternately: split kernels are built for this test alone
     device = devices[(MODELS.index(name) + (choose is _some)) % len(devices)]
     bundle = flashmem.compile(model, tmp_path / "m.flashmem", device=device, unfusion=False)
     with flashmem.Session(bundle, device=device) as session:
@@ -101,7 +104,7 @@ def test_a_cut_operator_begins_a_layer(name: str) -> None:
     for cut, layer in cuts.items():
         at = layer.nodes.index(cut)
         assert layer.nodes[:at] in parts, "what comes before a cut is a layer"
-    for layer in apart:  # inputs come from layers before
+    for layer in apart:  # inputs are results of earlier groups
         ready = {node for other in apart[: apart.index(layer)] for node in other.nodes} | set(layer.nodes)
         for node in layer.nodes:
             for value in node.inputs:
@@ -126,7 +129,7 @@ print(hashlib.sha256(repr((made.program, made.source)).encode()).hexdigest())
 
 
 def test_another_process_generates_the_same_program() -> None:
-    """Whatever order its sets have: hashes of strings differ from process to process."""
+    """Whatever the order of its sets: hashes of strings differ between processes."""
     digests = {
         subprocess.run(
             [sys.executable, "-c", _GENERATED, str(DATA / "vit-tiny.onnx")],
@@ -143,34 +146,34 @@ def _plan(weights: tuple[PlannedWeight, ...], layers: int) -> OverlapPlan:
 
 def test_penalty_is_lambda_times_forced_chunks_plus_mu_times_distance() -> None:
     specs = (WeightSpec("a", 3, 1, 1), WeightSpec("b", 5, 4, 4), WeightSpec("c", 2, 5, 5))
-    problem = Problem(layers_of([1, 1, 0, 0, 0]), specs, 1, 100, 1.0)
+    instance = Instance(layers_of([1, 1, 0, 0, 0]), specs, 1, 100, 1.0)
     plan = _plan(
         (
-            PlannedWeight("a", 3, 3, 1, 1, True),  # layer 1 uses it: W whatever the capacities
+            PlannedWeight("a", 3, 3, 1, 1, True),  # layer 1 uses it: in W for any capacities
             PlannedWeight("b", 5, 5, 4, 4, True),
             PlannedWeight("c", 2, 2, 5, 5, False, 1, ((1, 1), (2, 1))),
         ),
         5,
     )
-    penalties = Penalties(problem, plan, frozenset(), 0.9, 0.1)
+    penalties = Penalties(instance, plan, frozenset(), 0.9, 0.1)
     assert penalties.shortage == 5
-    # Three chunks more at layer 3 hold 3 of b's 5, and bring c from distance 4 (layers 1 and 2) to 2 (layer 3).
+    # Three more chunks at layer 3 take 3 of b's 5, and reduce the distance of c from 4 (layers 1 and 2) to 2 (layer 3).
     assert penalties.of(3, 3) == pytest.approx(0.9 * 3 + 0.1 * 2)
     assert penalties.of(3, 7) == pytest.approx(0.9 * 5 + 0.1 * 2)
-    # At layer 4, where b is used, b finds no room; c comes to distance 1.
+    # At layer 4, which uses b, there is no room for b; the distance of c falls to 1.
     assert penalties.of(4, 3) == pytest.approx(0.1 * 3)
-    assert Penalties(problem, plan, frozenset({"b"}), 0.9, 0.0).of(3, 3) == 0
+    assert Penalties(instance, plan, frozenset({"b"}), 0.9, 0.0).of(3, 3) == 0
 
 
 def test_chunks_above_capacity_are_without_room() -> None:
-    problem = Problem(layers_of([1, 1, 9]), (WeightSpec("a", 4, 3, 3),), 1, 100, 1.0)
+    instance = Instance(layers_of([1, 1, 9]), (WeightSpec("a", 4, 3, 3),), 1, 100, 1.0)
     plan = _plan((PlannedWeight("a", 4, 4, 3, 3, False, 1, ((1, 1), (2, 3))),), 3)
-    assert Penalties(problem, plan, frozenset(), 1.0, 0.0).of(1, 9) == 2
+    assert Penalties(instance, plan, frozenset(), 1.0, 0.0).of(1, 9) == 2
 
 
 @pytest.fixture
 def slow_copies(tmp_path: Path) -> str:
-    """A device whose copies are so slow that a matmul of the tiny model hides none of its neighbour's chunks."""
+    """A device with copies so slow that no matmul of the tiny model hides a chunk of its neighbour."""
     text = "\n".join([
         'name = "slow-copies"', "[rates]", "copy_bandwidth = 4e8", "launch_seconds = 10e-6", "disk_bandwidth = 4e8",
         "contention = {map = 0, alias = 0, dma = 0, interleave = 0}",
@@ -208,22 +211,26 @@ def test_splits_lower_the_papers_objective_and_hierarchical_groups_stay_whole(
             assert _error(session.run(None, inputs), model, inputs) <= 1e-3
 
 
-def test_parts_must_gain_alpha_over_the_whole() -> None:
-    graph, descriptor = _graph("gptneo-tiny"), load_descriptor("generic-cpu")
+class _TenChunks(Pipeline):
+    """Load capacities of ten chunks for each launch, and no plan."""
 
-    def problem(program: Program) -> Problem:  # ten chunks a launch, whatever it does
-        return Problem(layers_of([10] * len(program.launches)), (), 1, 1, 1.0)
+    def instance(self, program: Program) -> Instance:
+        return Instance(layers_of([10] * len(program.launches)), (), 1, 1, 1.0)
 
-    def plan(program: Program) -> OverlapPlan:
+    def plan(self, instance: Instance, program: Program) -> OverlapPlan:
         raise AssertionError("ranking splits makes no plan")
 
-    pipeline = Pipeline(lambda cuts: generate(graph, fuse(graph, cuts), descriptor), problem, plan)
-    generated = pipeline.generate(frozenset())
-    whole = Attempt(generated, problem(generated.program), _plan((), len(generated.program.launches)))
-    found = splits(graph, whole, frozenset(), pipeline, alpha=1.0)
+
+def test_parts_must_gain_alpha_over_the_whole() -> None:
+    graph, descriptor = _graph("gptneo-tiny"), load_descriptor("generic-cpu")
+    options = Options(descriptor, "map", Limits())
+    ten_chunks = _TenChunks(graph, options, KernelSelector(descriptor, options.optimize, limited=False))
+    generated = ten_chunks.generate(frozenset())
+    whole = Attempt(generated, ten_chunks.instance(generated.program), _plan((), len(generated.program.launches)))
+    found = splits(graph, whole, frozenset(), ten_chunks, alpha=1.0)
     assert found and all(split.gain >= 10 for split in found)
     assert {split.name for split in found} < {launch.name for launch in generated.program.launches}
-    assert not splits(graph, whole, frozenset(), pipeline, alpha=3.0)
+    assert not splits(graph, whole, frozenset(), ten_chunks, alpha=3.0)
     for split in found:
         assert generated.program.launches[split.layer - 1].operator_class != "hierarchical"
 

@@ -40,11 +40,11 @@ PLACES = [(device.descriptor_name, path) for device in list_devices() for path i
 CASES = [(CONFIGS[0], *place) for place in PLACES] + [
     (config, *PLACES[index % len(PLACES)]) for index, config in enumerate(CONFIGS[1:])
 ]  # fmt: skip
-"""One config everywhere, each other one somewhere: runtimes take seconds to build such kernels for a CPU."""
+"""One config on all devices, each other one on some device: CPU runtimes take seconds to build such kernels."""
 
 
 def model() -> Nodes:
-    """Products whose sizes are no multiples of any block, on both sides of the alignment of rows."""
+    """Products whose sizes are multiples of no block, with aligned and unaligned rows."""
     nodes, random = Nodes(), np.random.default_rng(5)
 
     def numbers(*shape: int) -> Any:
@@ -101,7 +101,7 @@ def test_answers(config: KernelConfig, device: str, path: MemoryPath, tmp_path: 
 
 @pytest.mark.parametrize(("device", "path"), PLACES, ids=lambda each: each)
 def test_taps_of_few_channels(device: str, path: MemoryPath, tmp_path: Path) -> None:
-    """As a CPU copies them: images narrower than a row of taps, padding on every side, several images, dilation downwards."""
+    """The form for CPUs: images narrower than a row of taps, padding on every side, several images, vertical dilation."""
     nodes, random = Nodes(), np.random.default_rng(3)
 
     def numbers(*shape: int) -> Any:
@@ -113,7 +113,7 @@ def test_taps_of_few_channels(device: str, path: MemoryPath, tmp_path: Path) -> 
     nodes.node("Conv", colours, nodes.constant(numbers(9, 3, 7, 5)), pads=[3, 2, 3, 2], strides=[2, 2])
     (tmp_path / "m.onnx").write_bytes(nodes.proto().SerializeToString())
     bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / "b", device=device, memory_path=path)
-    if path == "buffer":  # a texture may be folded, and is then not read across its folds
+    if path == "buffer":  # a texture may be folded, and then no read crosses its folds
         assert ("float part[" in bundle.source.plain) == (load_descriptor(device).kind == "cpu")
     for mode in load_descriptor(device).modes[path]:
         with flashmem.Session(bundle, device=device, mode=mode) as session:
@@ -122,7 +122,7 @@ def test_taps_of_few_channels(device: str, path: MemoryPath, tmp_path: Path) -> 
 
 
 def stored_model() -> Nodes:
-    """Products of activations that are large enough to be stored in half, which a model's own inputs are not."""
+    """Products of activations that are large enough to be stored in half, unlike a model's own inputs."""
     nodes, random = Nodes(), np.random.default_rng(6)
 
     def numbers(*shape: int) -> Any:
@@ -200,7 +200,7 @@ def test_a_device_without_arithmetic_in_half_gets_no_such_config(monkeypatch: py
 
 @pytest.mark.parametrize("name", descriptor_names())
 def test_shipped_configs_can_be_built(name: str) -> None:
-    """What the templates take for granted, and local memory that every device of the kind has."""
+    """The assumptions of the templates, and no more local memory than every device of the kind has."""
     for config in load_descriptor(name).configs:
         attends = config.families == ("attention",)
         assert config.k_block % 4 == 0 == config.winograd % config.vector
@@ -220,7 +220,7 @@ def test_shipped_configs_can_be_built(name: str) -> None:
 
 @pytest.mark.parametrize("name", descriptor_names())
 def test_packed_weights_of_groups_are_less_than_twice_as_large(name: str) -> None:
-    """For all configs and tuning databases. Of fewer columns than a vector has there is one vector."""
+    """For all configs and tuning databases. With fewer columns than a vector has, there is one vector."""
     descriptor = load_descriptor(name)
     storages: tuple[Storage, ...] = ("float32", "float16")
     for path, storage, rows, depth in product(descriptor.memory_paths, storages, (1, 49, 3136), ((1, 4), (9, 4), (9, 64))):
@@ -234,7 +234,7 @@ def test_packed_weights_of_groups_are_less_than_twice_as_large(name: str) -> Non
 
 @pytest.mark.parametrize("name", descriptor_names())
 def test_weights_of_a_grouped_model_take_less_than_twice_their_bytes(name: str, tmp_path: Path) -> None:
-    """As ResNeXt has them: 32 groups of 4, 8 and 16 channels."""
+    """As in ResNeXt: 32 groups of 4, 8 and 16 channels."""
     nodes, raw = Nodes(), 0
     for channels, size in ((128, 28), (256, 14), (512, 7)):
         weight = np.ones((channels, channels // 32, 3, 3), np.float32)

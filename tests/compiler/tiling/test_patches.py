@@ -1,4 +1,4 @@
-"""Patch-based tiling of operator chains: answers of the untiled graph, and the stated smallest budget works."""
+"""Patch-based tiling of operator chains: the answers of the untiled graph, and the stated smallest budget works."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ read_graph = compiling.read_graph
 
 
 REDUCTIONS = {"ReduceL2", "ReduceMax"}
-"""Of one declaration with the others."""
+"""Operators with the same declaration as another one."""
 
 
 def each_layer(graph: Graph) -> Graph:
-    """Every layer that can be computed in uneven patches alone, in such patches along each axis in turn."""
+    """Tile every group that can be computed in uneven patches alone, along each axis in turn."""
     chains = []
     for at, layer in enumerate(fuse(graph)):
         axes = [axis for axis, size in enumerate(layer.output.shape) if size > 1]
@@ -67,7 +67,7 @@ def can_be(graph: Graph, chain: Chain) -> bool:
 
 
 def some_chains(graph: Graph, rng: random.Random, longest: int = 12) -> Graph:
-    """Runs of layers in random patches of their last results."""
+    """Chains of groups, tiled in random patches of their last results."""
     layers, chains, at = fuse(graph), [], 0
     while at < len(layers):
         last = min(at + rng.randint(0, longest), len(layers) - 1)
@@ -82,7 +82,7 @@ def some_chains(graph: Graph, rng: random.Random, longest: int = 12) -> Graph:
 
 
 def tiled(monkeypatch: pytest.MonkeyPatch, change: Callable[[Graph], Graph]) -> list[Graph]:
-    """Compile what `change` makes of a model's graph; returns the list that these graphs are put in."""
+    """Compile a model's graph as changed by `change`; returns the list of these graphs."""
     made: list[Graph] = []
 
     def read(model: Path, options: Any) -> Graph:
@@ -94,7 +94,7 @@ def tiled(monkeypatch: pytest.MonkeyPatch, change: Callable[[Graph], Graph]) -> 
 
 
 def in_parts(graph: Graph) -> set[str]:
-    """The operators of which `graph` has parts."""
+    """The operators that `graph` computes in parts."""
     return {node.op for node in graph.nodes if re.search(r"\[\d+:\d+\]$", node.name)}
 
 
@@ -168,7 +168,7 @@ def operators(kind: str) -> Nodes:
 
 
 def attention(n: Nodes) -> None:
-    """Attention over everything with a mask, and over windows that lie beside each other in memory."""
+    """Attention over everything with a mask, and over windows that are adjacent in memory."""
     query, key, value = (n.input(normal(2, 3, 10, 4, seed=seed)) for seed in range(3))
     swapped = hidden(n, "Transpose", key, perm=[0, 1, 3, 2])
     scores = hidden(n, "Add", hidden(n, "MatMul", query, swapped), n.input(normal(2, 1, 10, 10)))
@@ -180,7 +180,7 @@ def attention(n: Nodes) -> None:
 
 
 def hidden(n: Nodes, op: str, *inputs: str, **attributes: Any) -> str:
-    """A node whose result is no output of the model."""
+    """A node whose result is not an output of the model."""
     [name] = n.node(op, *inputs, **attributes)
     n.outputs.pop()
     return name
@@ -192,7 +192,7 @@ def test_every_operator_in_patches(place: tuple[str, str], kind: str, tmp_path: 
     graphs = tiled(monkeypatch, each_layer)
     compare(nodes, place, tmp_path)
     declared = {name for name, operator in REGISTRY.items() if operator.tiling and not name.startswith("Reduce")}
-    # Upsample is older than the operator set, CumProd younger; Reshapes are parts of chains.
+    # Upsample is older than the operator set, CumProd newer; Reshapes are parts of chains.
     assert declared - {"CumProd", "Reshape", "Upsample"} | REDUCTIONS <= in_parts(graphs[0])
 
 
@@ -241,7 +241,7 @@ def test_random_graphs_in_patches(precision: str, monkeypatch: pytest.MonkeyPatc
 def test_parts_of_windows(
     size: int, reach: int, stride: int, dilation: int, pads: tuple[int, int], cut: tuple[int, int], transposed: bool
 ) -> None:
-    """A convolution of what a part needs, with the part's pads, is that part of the convolution."""
+    """The convolution of the input range of a part, with the part's pads, equals that part of the convolution."""
     extent = dilation * (reach - 1) + 1
     made = (size - 1) * stride + extent - sum(pads) if transposed else (size + sum(pads) - extent) // stride + 1
     if made < 1:
@@ -257,7 +257,7 @@ def test_parts_of_windows(
     part = REGISTRY[op].tile_of(node, span)
     whole = _convolved(op, x, kernel, stride, dilation, pads[0], made)[span.start : span.stop]
     if part is None:
-        np.testing.assert_array_equal(whole, np.zeros_like(whole))  # nothing of the input is under it
+        np.testing.assert_array_equal(whole, np.zeros_like(whole))  # it covers no input
         return
     needed = part.needs[0]
     assert needed is not None and 0 <= needed.start < needed.stop <= size
@@ -308,7 +308,7 @@ def wide() -> onnx.ModelProto:
 
 @pytest.mark.parametrize("place", DEVICES)
 def test_the_smallest_budget_works(place: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is smaller with patches than without, and a session keeps to it in every mode, with the answers of ONNX Runtime."""
+    """It is smaller with patches than without. A session stays within it in every mode, with the answers of ONNX Runtime."""
     monkeypatch.setattr(adaptive_tiling, "LEAST_PATCH_BYTES", {"cpu": 1 << 14, "gpu": 1 << 14})
     model, file = wide(), tmp_path / "wide.onnx"
     onnx.save(model, file)
@@ -338,7 +338,7 @@ def test_the_smallest_budget_works(place: tuple[str, str], tmp_path: Path, monke
 
 
 def test_the_smallest_budget_of_a_network_quantised_dynamically(tmp_path: Path) -> None:
-    """Its scales and zero points are scalars, computed where most activations are alive: no axis of theirs is cut."""
+    """Its scales and zero points are scalars, computed when most activations are alive: they have no axis to tile."""
     weights = {"first": normal(16, 3, 3, 3), "second": normal(16, 16, 3, 3), "third": normal(4, 16, 3, 3)}
     nodes = [
         helper.make_node("Conv", ["image", "first"], ["a"], pads=[1] * 4),

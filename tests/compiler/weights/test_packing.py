@@ -1,4 +1,4 @@
-"""Packed weights: no wasted texels on devices that align image rows, and read back as kernels read them."""
+"""Packed weights: no wasted texels on devices that align image rows; reading them back like kernels gives the weights."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_what_is_packed_is_read_back_and_hardly_padded(
     assert sum(part.raw for part in parts) in range(
         depth * columns * groups * packing.bits // 8, depth * columns * groups * packing.bits // 8 + len(parts) + 1
     )
-    # Always: where images would be padded by more than that, there are none.
+    # Always: if images would need more padding than that, there are none.
     elements = packing.panels * packing.panel_bytes
     assert sum(part.nbytes for part in parts) <= elements + max(WASTED * elements, device.page_bytes)
     assert len({(part.width > 0, part.height) for part in parts}) == 1  # one kernel, and textures that share a slot
@@ -104,7 +104,7 @@ def test_what_is_packed_is_read_back_and_hardly_padded(
 
 
 def test_images_are_taken_where_they_can_be_without_waste() -> None:
-    """Deep convolutions, whose slices are a few panels, and rows whose length no alignment divides."""
+    """Deep convolutions, whose slices are a few panels, and rows whose length is a multiple of no alignment."""
     device = load_descriptor("adreno750")
     for depth, columns in ((11520, 1280), (23040, 1280), (2048, 8192), (768, 50257), (147, 64), (2048, 1000), (577, 331)):
         for storage in ("float32", "float16", "uint8"):
@@ -126,7 +126,7 @@ def test_weights_are_buffers_where_images_would_be_padding() -> None:
 
 
 def elements(graph: Any, half: bool) -> int:
-    """Bytes of a graph's constants; of floats if `half` two each, though larger tables may stay float32."""
+    """Bytes of a graph's constants; floats count two bytes if `half`, though larger tables may stay float32."""
     constants = {id(v): v for node in graph.nodes for v in node.inputs if v is not None and v.constant is not None}
     sizes = {"float32": 2 if half else 4, "int64": 8, "bool": 1}
     return sum(sizes.get(value.dtype, 4) * value.size for value in constants.values())
@@ -149,7 +149,7 @@ def test_bundles_are_no_larger_than_their_weights(name: str) -> None:
 
 
 def model(folder: Path) -> tuple[Path, dict[str, Array]]:
-    """Products and convolutions of depths that no block and no alignment divides; scales by block."""
+    """Products and convolutions with depths that are multiples of no block or alignment; scales by block."""
     random = np.random.default_rng(0)
     constants: dict[str, Array] = {
         "w": random.standard_normal((203, 66)) / 8, "c": random.standard_normal((40, 37, 3, 3)) / 8,
@@ -181,7 +181,7 @@ def model(folder: Path) -> tuple[Path, dict[str, Array]]:
 
 
 def small_images(name: str, folder: Path) -> str:
-    """The device's descriptor, but with low images, rows of whole 64 texels, and small slices."""
+    """The device's descriptor with images of small height, rows of multiples of 64 texels, and small slices."""
     text = (ROOT / "devices" / f"{name}.toml").read_text()
     numbers = {
         "image_max_width": 2048, "image_max_height": 50, "image_pitch_alignment": 64, "max_alloc_bytes": 1 << 15,
@@ -196,7 +196,7 @@ def small_images(name: str, folder: Path) -> str:
 
 @pytest.mark.parametrize("device", [name for name, _ in PLACES])
 def test_folded_textures_give_right_answers_in_every_mode(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The small allocation cuts slices; what is one buffer all the same is as large as the real device lets it be.
+    # The small allocation limit cuts slices; other buffers may be as large as the real device permits.
     monkeypatch.setattr(importlib.import_module("flashmem.compile"), "within_allocations", lambda program, plan, *rest: plan)
     path, feeds = model(tmp_path)
     here = next(each for each in list_devices() if each.descriptor_name == device)

@@ -1,4 +1,4 @@
-"""Launches that fill a device: slicing of weights, with and without limits, and distribution of large work over threads."""
+"""Slicing of weights: launches that fill a device, with and without limits, and distribution of large work over threads."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ from flashmem.compiler.passes.decompose import decompose
 from flashmem.compiler.passes.layout import assign_layouts
 from flashmem.compiler.weights.packing import Packing
 from flashmem.compiler.weights.slicing import FINEST, LEAST_BYTES, ROUNDS, Slicing
-from flashmem.planning.latency.clock import Timing
+from flashmem.planning.arithmetic.clock import Timing
 from flashmem.planning.latency.first_answer import first_plan
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory.layout import lay_out_pools
-from flashmem.planning.planner import planning_problem
+from flashmem.planning.planner import planning_instance
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.program.tensors import Slice
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import Device, descriptor_for
 from flashmem.runtime.streaming.weight_file import WeightFile
-from flashmem.schedule.instance import Problem, WeightSpec
+from flashmem.schedule.check import check
+from flashmem.schedule.instance import Instance, WeightSpec
 from flashmem.schedule.loads import segments
 from flashmem.schedule.plan import PASSING_BYTES, OverlapPlan, passing_bytes
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
@@ -75,16 +76,16 @@ def test_a_launch_is_full_or_as_large_as_it_may_be(
         assert largest * packing.panel_bytes <= max(least, most or 1 << 60)
     if len(parts) == 1:
         return
-    # With one slice less, the largest passes `least`, and `most` or what fills the device or the width of an image.
-    texels = packing.panel_texels  # nothing is folded: no depth passes the images' height
-    fewest = -(-packing.panels // (len(parts) - 1))  # panels of the largest slice if there were one slice less
+    # With one slice less, the largest slice exceeds `least`, and `most` or what fills the device or the width of an image.
+    texels = packing.panel_texels  # nothing is folded: no depth exceeds the images' height
+    fewest = -(-packing.panels // (len(parts) - 1))  # panels of the largest slice with one slice less
     assert fewest * packing.panel_bytes > least
     full = fewest * row_items > ROUNDS * parallelism and not ((gpu or later) and most is None)
     assert full or (most and fewest * packing.panel_bytes > most) or (path == "texture" and fewest * texels > 8192)
 
 
 def graph_of(rows: int, *products: tuple[int, int]) -> Graph:
-    """Products in a row, without weights."""
+    """A chain of products, without weights."""
     net = Net("products")
     x = net.input("x", (rows, products[0][0]), "float32")
     for number, (_, columns) in enumerate(products):
@@ -141,8 +142,8 @@ def test_reads_of_the_papers_plan_run_ahead_as_far_as_its_layout_has_room(mode: 
     program, plan = planned(graph_of(128, *PRODUCTS), "nvidia", mode, m_peak=m_peak, objective="paper")
     assert lay_out_pools(program.slices, plan, [mode])[mode].in_flight_bytes <= m_peak
     assert any(w.read_layer < w.first_mover for w in plan.weights if not w.preload)
-    problem = planning_problem(program, load_descriptor("nvidia"), mode, Limits(m_peak=m_peak, objective="paper"))
-    timing = Timing(problem, {w.name: w.moves for w in plan.weights if not w.preload})
+    instance = planning_instance(program, load_descriptor("nvidia"), mode, Limits(m_peak=m_peak, objective="paper"))
+    timing = Timing(instance, {w.name: w.moves for w in plan.weights if not w.preload})
     ahead = timing.play({w.name: w.read_layer for w in plan.weights}).seconds
     assert ahead <= timing.play({w.name: 0 if w.preload else w.first_mover for w in plan.weights}).seconds
 
@@ -187,20 +188,20 @@ def test_bands_are_the_slice_in_order(nbytes: int, width: int, mode: TransferMod
 
 
 def test_what_is_large_passes_through_staging_in_pieces() -> None:
-    problem = Problem((), (), 1 << 20, 1 << 30, 1e9)
+    instance = Instance((), (), 1 << 20, 1 << 30, 1e9)
     weights = tuple(WeightSpec(name, 40 << 20, layer, layer) for name, layer in (("w", 1), ("x", 3)))
     layers = planned(graph_of(8, (64, 64), (64, 64), (64, 64)), "nvidia")[1].capacities
-    problem = replace(problem, weights=weights, layers=tuple(_layer(c) for c in layers))
+    instance = replace(instance, weights=weights, layers=tuple(_layer(c) for c in layers))
     slices = [Slice(w.name, w.name, 0, w.nbytes) for w in weights]
-    plan = first_plan(problem)
+    plan = first_plan(instance)
     layouts = lay_out_pools(slices, plan, ["dma", "interleave"])
-    replace(plan, layouts=dict(layouts)).check(problem, slices)
+    check(replace(plan, layouts=dict(layouts)), instance, slices)
     assert layouts["dma"].ring_bytes == layouts["interleave"].ring_bytes == 2 * PASSING_BYTES
     assert (
         layouts["dma"].all_staging_bytes == 0 and layouts["interleave"].staging_bytes == 40 << 20
-    )  # W passes, the other waits
+    )  # W is copied, the other waits
     wide = Slice("wide", "w", 0, 40 << 20, 1 << 19, 5, 8 << 20)
-    assert passing_bytes(wide) == 8 << 20  # a row at least
+    assert passing_bytes(wide) == 8 << 20  # at least a row
 
 
 def _layer(capacity: int) -> Any:
@@ -211,7 +212,7 @@ def _layer(capacity: int) -> Any:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Products of 3 and of 40 rows with one weight between them, and another."""
+    """Products of 3 and of 40 rows with a common weight, and another product."""
     path = tmp_path_factory.mktemp("shared") / "shared.onnx"
     generator = np.random.default_rng(0)
     weights = [
@@ -242,7 +243,7 @@ def compiled(
 
 
 def small_bands(monkeypatch: pytest.MonkeyPatch, nbytes: int = 48 * KIB) -> None:
-    """Segments, and pieces in staging, of `nbytes`."""
+    """Set segments, and pieces in staging, to `nbytes`."""
     monkeypatch.setattr("flashmem.schedule.plan.PASSING_BYTES", nbytes)
 
 
@@ -293,7 +294,7 @@ def test_the_simulation_has_the_same_bands(
             real = session.last_run
         assert real is not None
         predicted = simulate(describe(bundle.program, bundle.plan, descriptor_for(device), mode)).report
-        if mode != "interleave":  # where W comes in apart
+        if mode != "interleave":  # where W is loaded separately
             assert Counter(span.name for span in predicted.loads) == Counter(span.name for span in real.loads)
         if mode != "map":
             assert predicted.memory.peak_bytes == real.memory.peak_bytes
@@ -331,7 +332,7 @@ def test_a_band_that_cannot_be_read_ends_the_run_with_a_sentence(
 
 
 def test_a_budget_holds_with_large_slices(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """W and the streamed slices are larger than what passes through staging."""
+    """W and the streamed slices are larger than the staging that they pass through."""
     small_bands(monkeypatch)
     device, path = CASES[0].values
     assert isinstance(device, Device) and isinstance(path, str)

@@ -1,4 +1,4 @@
-"""The command: draws graphs from a seed, judges them in worker processes, and keeps the failures. See the package."""
+"""Command line of the random graphs: draws them from a seed, judges them in worker processes, and saves failures."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..isolated import call_isolated
 from .task import Task, work
 
 TIMEOUT = 120.0
-"""Seconds after which a graph hangs."""
+"""Seconds after which a graph counts as hanging."""
 
 
 def main() -> int:
-    """Returns 1 if anything was found."""
+    """Run the command; returns 1 if it found a failure."""
     parser = argparse.ArgumentParser(prog="python -m tests.conformance.random_graphs", description=__doc__)
     parser.add_argument("--count", type=int, default=1000, help="graphs")
     parser.add_argument("--first", type=int, default=0, help="index of the first graph of the seed")

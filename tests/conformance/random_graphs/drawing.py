@@ -13,7 +13,7 @@ from onnx import helper
 
 try:
     from tests.support.inputs import KINDS
-except ImportError:  # pytest puts the folder of tests on the path, not the one above
+except ImportError:  # pytest adds the folder of tests to the path, not its parent
     from tests.support.inputs import KINDS  # type: ignore[no-redef]
 
 from .values import DTYPES, FLOATS, INTEGERS, RejectedNodeError, Value, evaluate, leaf
@@ -30,7 +30,7 @@ _TENSORS = {"tensor(float)": "float32", "tensor(double)": "float64"} | {
 
 
 class Drawing:
-    """Nodes and values drawn so far, and the choices that the whole graph shares: types, sizes, how odd its data is."""
+    """Nodes and values drawn so far, and the choices for the whole graph: types, sizes, how extreme its data is."""
 
     def __init__(self, rng: random.Random, opset: int) -> None:
         self.rng = rng
@@ -41,16 +41,16 @@ class Drawing:
         self.types = {*floats, *rng.sample(INTEGERS, rng.randint(1, 2)), "bool"}
         self.sizes = rng.sample(_DIMENSIONS, 4) + ([0] if rng.random() < 0.06 else [])
         self.odd = rng.random() < 0.25
-        self.kind = rng.choice(sorted(KINDS)) if rng.random() < 0.4 else None  # of all floats of the graph
+        self.kind = rng.choice(sorted(KINDS)) if rng.random() < 0.4 else None  # for all floats of the graph
         self._count = 0
 
     def name(self, prefix: str) -> str:
-        """A name that is not taken."""
+        """An unused name."""
         self._count += 1
         return f"{prefix}{self._count}"
 
     def types_of(self, op: str, index: int = 0) -> list[str]:
-        """Element types, among the graph's, that input `index` of `op` may have. Raises RejectedNodeError for none."""
+        """Element types, among the graph's, that input `index` of `op` may have. Raises RejectedNodeError if it has none."""
         schema = onnx.defs.get_schema(op, self.opset)
         kinds = sorted({_TENSORS[kind] for kind in schema.inputs[index].types if kind in _TENSORS} & self.types)
         if not kinds:

@@ -20,7 +20,7 @@ from .values import RejectedNodeError, Value
 Array = NDArray[Any]
 
 OPSETS = (21, 22, 23)
-_ATTEMPTS = 12  # rejected draws, for each node that is wanted
+_ATTEMPTS = 12  # draws for each requested node
 
 rejections: Counter[str] = Counter()
 """How often a drawn node was rejected, by operator and the first words of the reason."""
@@ -28,7 +28,7 @@ rejections: Counter[str] = Counter()
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """A random graph: `values` by name has what every tensor should be, outputs in the model's order."""
+    """A random graph: `values` by name has the expected tensors, outputs in the model's order."""
 
     model: onnx.ModelProto
     values: dict[str, Value]
@@ -40,11 +40,11 @@ class Drawn:
 
     @property
     def outputs(self) -> list[Value]:
-        """What to expect."""
+        """The expected outputs."""
         return [self.values[port.name] for port in self.model.graph.output]
 
     def only(self, node: onnx.NodeProto) -> Drawn:
-        """The graph of this one node alone; what other nodes computed for it becomes inputs."""
+        """The graph of this one node alone; the results of other nodes become inputs."""
         return Drawn(
             _assemble([node], [self.values[name] for name in node.output], self.values, _opset(self.model)), self.values
         )
@@ -53,7 +53,9 @@ class Drawn:
 def draw(
     rng: random.Random, nodes: int, listed: Callable[[str], bool] = lambda op: True, pool: Sequence[Family] = FAMILIES
 ) -> Drawn:
-    """A graph of about `nodes` nodes of `pool`, of operators for which `listed` holds; fewer are a part of the same graph."""
+    """A graph of about `nodes` nodes of `pool`, of operators for which `listed` is true; with fewer nodes it is a part of this
+    graph.
+    """
     drawing = Drawing(rng, rng.choice(OPSETS))
     families = [(weight, how, known) for weight, how, ops in pool if (known := _known(ops, drawing.opset, listed))]
     weights = [weight for weight, *_ in families]
@@ -83,7 +85,7 @@ def _known(ops: Collection[str], opset: int, listed: Callable[[str], bool]) -> l
 
 
 def _chosen_outputs(drawing: Drawing) -> list[Value]:
-    """What nobody reads, some of what is read as well, and at times an input or a constant as it is."""
+    """All values that nobody reads, some that are read too, and sometimes an unchanged input or constant."""
     read = {name for node in drawing.nodes for name in node.input}
     made = [value for value in drawing.values if value.leaf is None]
     chosen = [value for value in made if value.name not in read or drawing.maybe(0.15)]

@@ -1,4 +1,4 @@
-"""Runs a drawn graph on flashmem: agreed, refused, wrong, or broken, and the single node that causes it."""
+"""Runs a drawn graph on flashmem: agreed, refused, wrong, or broken; and finds the single node that causes it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Precision = Literal["fp32", "fp16"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a graph. `reasons` are those of a refusal, else one line that says what is wrong."""
+    """The outcome of a graph. `reasons` are those of a refusal, else one line that describes the error."""
 
     kind: Literal["agreed", "refused", "wrong", "traceback"]
     reasons: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class Verdict:
 
 
 def judge(drawn: Drawn, device: str, path: str, precision: Precision = "fp32") -> Verdict:
-    """Compile, run and compare `drawn`; where that is not well, look for a single node that shows it too."""
+    """Compile, run and compare `drawn`; after a failure, look for a single node that fails too."""
     verdict = _try(drawn, device, path, precision)
     if verdict.kind not in ("wrong", "traceback"):
         return verdict
@@ -66,14 +66,16 @@ def _answers(drawn: Drawn, device: str, path: str, precision: Precision) -> list
         file = Path(folder) / "model.onnx"
         file.write_bytes(drawn.model.SerializeToString())
         place: Any = {"device": device, "memory_path": path}
-        # Processes of their own build PoCL's kernels in less time, as nothing is compiled when their binaries are fetched.
+        # Separate processes build PoCL's kernels faster, because fetching their binaries compiles nothing more.
         bundle = flashmem.compile(file, file.with_suffix(".flashmem"), precision=precision, build=device == "pocl", **place)
         with flashmem.Session(bundle, device=device, build_apart=False) as session:
             return session.run(None, drawn.feeds)
 
 
 def difference(value: Value, answer: Array) -> str | None:
-    """How `answer` is not `value`, or None where it is: NaN, infinities, integers exactly, floats within the tolerance."""
+    """The difference of `answer` from `value`, or None if equal: NaN, infinities, integers exactly, floats within the
+    tolerance.
+    """
     if answer.dtype != value.own.dtype or answer.shape != value.shape:
         return f"{value.name} is {answer.dtype}{answer.shape}, expected {value.dtype}{value.shape}"
     if value.dtype not in FLOATS:
@@ -108,7 +110,7 @@ def _described(node: onnx.NodeProto, drawn: Drawn) -> str:
 
 
 def save(drawn: Drawn, verdict: Verdict, folder: Path, about: str) -> None:
-    """Keep a finding as ONNX keeps its tests: the model, and its data as tensors."""
+    """Save a finding in the format of ONNX's tests: the model, and its data as tensors."""
     data = folder / "test_data_set_0"
     data.mkdir(parents=True, exist_ok=True)
     (folder / "model.onnx").write_bytes(drawn.model.SerializeToString())

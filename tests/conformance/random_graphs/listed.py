@@ -5,9 +5,9 @@ from __future__ import annotations
 from flashmem.compiler.operators import is_native
 
 _DEFINED = frozenset({"Celu", "HardSwish", "Mean", "RMSNormalization", "Shape", "Shrink", "Size", "ThresholdedRelu"})
-"""Folded when compiling, or written out in others by ONNX's own definition, and so without a declaration."""
+"""Folded in compilation, or expanded by ONNX's own definition, and so without a declaration."""
 
 
 def listed(op: str) -> bool:
-    """Whether flashmem says that it runs `op`."""
+    """Whether flashmem supports `op`."""
     return op in _DEFINED or is_native(op)

@@ -1,7 +1,7 @@
-"""How a node of each operator is drawn: operands, attributes, and constants that describe.
+"""Random nodes of each operator: operands, attributes, and constants such as shapes and axes.
 
-An operator's element types come from its ONNX schema (`Drawing.types_of`). `FAMILIES` is the pool; a family is drawn first, so
-that the many elementwise operators do not crowd out the others.
+An operator's element types are those of its ONNX schema (`Drawing.types_of`). `FAMILIES` is the pool. A family is drawn first,
+so that the many elementwise operators do not displace the others.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def _matmul(d: Drawing, op: str) -> None:
 
 
 def _attention(d: Drawing, op: str) -> None:
-    """Queries, keys and values wherever they lie, what models do to scores, softmax, the answer; each step is a node."""
+    """Attention: queries, keys and values in any layout, changes of scores, softmax, and the product; each step is a node."""
     kind = d.rng.choice(d.types_of(op))
     sizes = [size for size in d.sizes if size]
     batch = tuple(d.rng.choice(sizes) for _ in range(d.rng.choice((0, 1, 2, 2))))
@@ -228,7 +228,7 @@ def _attention(d: Drawing, op: str) -> None:
 
 
 def _matrices(d: Drawing, kind: str, batch: Shape, rows: int, columns: int) -> Value:
-    """Run-time data of shape (*batch, rows, columns), moved there in one of the ways that models have."""
+    """Run-time data of shape (*batch, rows, columns), brought to this shape in one of the ways that models use."""
     shape = (*batch, rows, columns)
     way = d.rng.choice(("plain", "turned", "repeated", "part"))
     if way == "turned":
@@ -246,12 +246,12 @@ def _matrices(d: Drawing, kind: str, batch: Shape, rows: int, columns: int) -> V
 
 
 def _is_moderate(x: Value) -> bool:
-    """Whether there are elements, all of which ONNX Runtime converts to integers as ONNX says."""
+    """Whether it has elements, and ONNX Runtime converts all of them to integers as ONNX says."""
     return x.own.size > 0 and bool(np.all(np.abs(x.own.astype(np.float64)) < 1e6))
 
 
 def _linear(d: Drawing, op: str) -> None:
-    """QuantizeLinear of float32, DequantizeLinear; scales of the run or constant, of the tensor, an axis, or blocks."""
+    """QuantizeLinear of float32, DequantizeLinear; scales at run time or constant, for the tensor, an axis, or blocks."""
     kinds = ["float32"] if op == "QuantizeLinear" else [kind for kind in d.types_of(op) if kind in INTEGERS]
     if not kinds or (kinds == ["float32"] and "float32" not in d.types):
         raise RejectedNodeError("no such type")
@@ -308,14 +308,14 @@ def _gemm(d: Drawing, op: str) -> None:
 
 
 def _einsum(d: Drawing, op: str) -> None:
-    kinds = [kind for kind in d.types_of(op) if kind in (*FLOATS, "int32", "int64", "uint32", "uint64")]  # as MatMul has them
+    kinds = [kind for kind in d.types_of(op) if kind in (*FLOATS, "int32", "int64", "uint32", "uint64")]  # as for MatMul
     if not kinds:
         raise RejectedNodeError("no such type")
     x = d.pick(kinds, (1, 4), lambda value: value.own.size > 0)
     sizes: dict[str, int] = {}
 
     def term(shape: Shape) -> str:
-        """Labels for a shape, an earlier one of the same size now and then."""
+        """Labels for a shape; sometimes an earlier label of the same size."""
         labels = ""
         for size in shape:
             known = [label for label, other in sizes.items() if other == size and (label not in labels or d.maybe(0.15))]
@@ -336,7 +336,7 @@ def _einsum(d: Drawing, op: str) -> None:
 
 
 def _recurrent(d: Drawing, op: str) -> None:
-    """Default activations only: the reference evaluator knows no others."""
+    """Default activations only: the reference evaluator supports no others."""
 
     def fits(v: Value) -> bool:
         return max(v.shape[:2]) <= 8 and v.own.size > 0

@@ -21,13 +21,13 @@ def _reshaped(d: Drawing, x: Value, *shape: int) -> Value:
 
 
 def _projected(d: Drawing, x: Value, columns: int) -> Value:
-    """x by constant weights, with a bias or without."""
+    """x times constant weights, with or without a bias."""
     y = d.emit("MatMul", [x, d.leaf(x.dtype, (x.shape[-1], columns), "constant")])[0]
     return d.emit("Add", [y, d.leaf(x.dtype, (columns,), "constant")])[0] if d.maybe(0.7) else y
 
 
 def packed(d: Drawing, op: str) -> None:
-    """A projection of which parts are taken: by columns, or by an axis of their own; they are gated, attended to or left."""
+    """A projection that is split: by columns, or by a separate axis; the parts are gated, attended to or unused."""
     kind = d.rng.choice([kind for kind in d.types_of(op) if kind in FLOATS])
     batch, rows, depth, heads, size = _sizes(d, 5)
     count = d.rng.choice((2, 3, 3, 4))
@@ -65,7 +65,7 @@ def packed(d: Drawing, op: str) -> None:
 
 
 def windows(d: Drawing, op: str) -> None:
-    """An image in windows: normalized, projected, pooled or attended to inside them, and put together again."""
+    """An image in windows: normalized, projected, pooled or attended to inside them, and merged again."""
     kind = d.rng.choice(d.types_of(op))
     down, across, channels = _sizes(d, 3)
     height, width = (d.rng.choice((1, 2, 2, 3, 4)) for _ in range(2))
@@ -101,7 +101,7 @@ def windows(d: Drawing, op: str) -> None:
 
 
 def turned(d: Drawing, op: str) -> None:
-    """A tensor turned and turned back, with operators of every kind between."""
+    """A tensor transposed and transposed back, with operators of every kind between."""
     kind = d.rng.choice(d.types_of(op))
     x = d.pick((kind,), (2, 5), lambda v: 0 < v.own.size < 4000)
     if not x.own.size:

@@ -26,13 +26,13 @@ class Task:
 
     @property
     def name(self) -> str:
-        """What its finding is called."""
+        """The name of its finding."""
         return f"{self.seed}-{self.index}-{self.device}-{self.path}-{self.precision}"
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of it. `doubts` are the nodes that were rejected because the evaluators disagree."""
+    """The result of a task. `doubts` are the nodes that were rejected because the evaluators disagree."""
 
     kind: str
     reasons: tuple[str, ...]
@@ -49,7 +49,7 @@ def work(task: Task) -> Result:
     values.set_precision(task.precision)
     rng = random.Random(f"{task.seed} {task.index}")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # numpy's, of what a graph is asked to compute
+        warnings.simplefilter("ignore")  # numpy's warnings about the computations of a graph
         drawn = graph.draw(rng, rng.randint(5, 20), listed)
         seconds = time.monotonic() - begun
         verdict = judge(drawn, task.device, task.path, task.precision)

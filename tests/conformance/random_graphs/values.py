@@ -1,12 +1,13 @@
 """The values of a drawn graph: ONNX Runtime's results, and the error bounds of each.
 
-Each node is evaluated when it is drawn, on its own, by ONNX Runtime without optimisation; where that has no kernel for the
-types, by the reference evaluator of the onnx package. Beside that answer goes a float64 evaluation by the reference evaluator,
-and a few more with random rounding of a few units in the last place in every step (`rounding`). The spread of these in each row
-is how far answers of sound implementations lie apart: it becomes the tolerance. A node is rejected, and another drawn, where
+Each node is evaluated alone when it is drawn, by ONNX Runtime without optimisation. If that has no kernel for the types, the
+reference evaluator of the onnx package evaluates it. The reference evaluator also computes the node in float64, and a few times
+with random rounding of a few units in the last place in every step (`rounding`). The spread of these results in each row shows
+how much correct implementations differ: it becomes the tolerance. A node is rejected, and another drawn, if
 
-- ONNX leaves the result open: integers divided by zero, floats cast to integers that cannot hold them, shifts past the width;
-- the noise decides what comes out: a comparison of nearly equal numbers, a NaN, a result that is mostly rounding error;
+- ONNX leaves the result undefined: integers divided by zero, floats cast to integers that cannot hold them, shifts beyond the
+  width;
+- the noise determines the result: a comparison of nearly equal numbers, a NaN, a result that is mostly rounding error;
 - floats leave the range in which flashmem, which computes in float32, promises the same (subnormals, float16 overflow);
 - the two evaluators disagree, which is counted in `disagreements` and so never hidden.
 """
@@ -29,7 +30,7 @@ from onnx.reference import ReferenceEvaluator
 
 try:
     from tests.support.rounding import EXACT, SAMPLES, Answer, computed, spread_of
-except ImportError:  # pytest puts the folder of tests on the path, not the one above
+except ImportError:  # pytest adds the folder of tests to the path, not its parent
     from tests.support.rounding import EXACT, SAMPLES, Answer, computed, spread_of  # type: ignore[no-redef]
 
 Array = NDArray[Any]
@@ -48,10 +49,9 @@ _BOTTOM = 1e-30
 
 @dataclass(frozen=True)
 class Rounding:
-    """What rounding does to floats of each type. `eps`: two units in the last place of what it is stored in, four of float32,
-    as OpenCL allows its functions. `ill`: the spread, relative to the largest element, from which a result is mostly rounding
-    error. `top`: the largest number. `least`: the distance between the smallest ones. `exact`: whether there are operators that
-    do no rounding.
+    """Rounding of floats of each type. `eps`: two units in the last place of the stored type, four of float32, as OpenCL
+    permits for its functions. `ill`: the spread, relative to the largest element, from which a result is mostly rounding error.
+    `top`: the largest number. `least`: the distance between the smallest ones. `exact`: whether some operators do not round.
     """
 
     eps: Mapping[str, float]
@@ -74,24 +74,24 @@ _FP16 = Rounding(
     dict.fromkeys(FLOATS, 2.0**-23),
     exact=False,
 )
-"""Weights, and whatever an operator leaves in memory, are stored in half: all floats are rounded as float16 is."""
+"""With weights and all stored results in half: all floats are rounded like float16."""
 
 _rounding = _FP32
 
 
 def set_precision(precision: Literal["fp32", "fp16"]) -> None:
-    """What graphs are drawn and judged for from now on, in this process."""
+    """Set the precision for which graphs are drawn and judged from now on, in this process."""
     global _rounding
     _rounding = _FP16 if precision == "fp16" else _FP32
 
 
 _REFERENCE_WRONG = frozenset({
-    "GlobalMaxPool",  # of rank 3 it loses an axis
+    "GlobalMaxPool",  # with rank 3 it loses an axis
     "LpNormalization",  # p=1 sums without taking absolute values
-    "MaxPool",  # another shape with asymmetric pads, and an empty one with SAME_LOWER
-    "Slice",  # a start before the tensor with a negative step gives nothing, where ONNX clamps it
+    "MaxPool",  # wrong shape with asymmetric pads, and an empty result with SAME_LOWER
+    "Slice",  # for a start before the tensor with a negative step it returns nothing; ONNX clamps it
 })  # fmt: skip
-"""Operators that the reference evaluator of onnx 1.23 gets wrong: ONNX Runtime's float64 is the second opinion."""
+"""Operators that the reference evaluator of onnx 1.23 computes wrongly: ONNX Runtime's float64 is the second opinion."""
 
 disagreements: Counter[str] = Counter()
 """How often ONNX Runtime and the reference evaluator gave different answers, by operator and type."""
@@ -103,14 +103,14 @@ _options.log_severity_level = 4
 
 
 class RejectedNodeError(Exception):
-    """The node cannot be part of a graph whose answer is certain."""
+    """The node cannot be part of a graph with a certain answer."""
 
 
 @dataclass(frozen=True, eq=False)
 class Value:
     """A tensor of a drawn graph.
 
-    `own` is in its own type, as ONNX Runtime computes it; `exact` and `noisy` are float64 where that is a float, else `own`.
+    `own` is in its own type, as ONNX Runtime computes it; `exact` and `noisy` are float64 if the type is a float, else `own`.
     """
 
     name: str
@@ -136,7 +136,7 @@ class Value:
 
     @property
     def tolerance(self) -> Array:
-        """Largest absolute difference from `own` that is not an error, for each element; 0 for integers."""
+        """Largest permitted absolute difference from `own`, for each element; 0 for integers."""
         if not self.is_float:
             return np.zeros(self.shape)
         known = self.own.astype(np.float64)
@@ -147,7 +147,7 @@ class Value:
 
 
 def leaf(name: str, data: Array, kind: Literal["input", "constant"]) -> Value:
-    """A value that nothing computes."""
+    """A value that no node computes."""
     data = np.asarray(data)
     exact = data.astype(np.float64) if data.dtype.name in FLOATS else data
     return Value(name, data, exact, (exact,) * _SAMPLES, kind)
@@ -202,13 +202,13 @@ def _rounded_steps(
     answers = [None if value is None else Answer(value.exact, value.noisy) for value in operands]
     try:
         made = list(computed(node, answers, opset, np.random.default_rng(seed)).values())
-    except Exception as error:  # of what the evaluator lacks
+    except Exception as error:  # an operator that the evaluator lacks
         raise RejectedNodeError(f"the reference evaluator: {error}") from error
     return [answer.exact for answer in made], [[answer.noisy[i] for answer in made] for i in range(_SAMPLES)]
 
 
 def _require_defined(node: onnx.NodeProto, inputs: Sequence[Value]) -> None:
-    """What ONNX leaves open, or implementations are known to differ in."""
+    """Raise RejectedNodeError if ONNX leaves the result undefined, or implementations are known to differ."""
     op = node.op_type
     if op in ("Div", "Mod") and not inputs[1].is_float:
         divisor, dividend = inputs[1].own, inputs[0].own
@@ -258,7 +258,7 @@ def _require_defined(node: onnx.NodeProto, inputs: Sequence[Value]) -> None:
 
 
 def _require_trusted(node: onnx.NodeProto, inputs: Sequence[Value]) -> None:
-    """What the reference evaluator does otherwise than ONNX says, where ONNX Runtime has no kernel to ask."""
+    """Raise RejectedNodeError if the reference evaluator deviates from ONNX and ONNX Runtime has no kernel."""
     op = node.op_type
     if op in ("MatMul", "Gemm", "PRelu") and not all(_is_finite(value) for value in inputs):
         raise RejectedNodeError("zero times infinity, which BLAS leaves out")
@@ -306,7 +306,7 @@ def _is_narrowing(node: onnx.NodeProto) -> bool:
 
 
 def _by_runtime(node: onnx.NodeProto, arrays: Sequence[Array], opset: int) -> list[Array] | None:
-    """What ONNX Runtime gives; None where it has no kernel for the types."""
+    """ONNX Runtime's results; None if it has no kernel for the types."""
     if any(array.dtype.name == "bfloat16" for array in arrays):
         return None
     names = list(dict.fromkeys(name for name in node.input if name))
@@ -340,7 +340,7 @@ def _reference(node: onnx.NodeProto, inputs: Sequence[Value], opset: int) -> Cal
                 return [x.astype(np.float64) if x.dtype == np.float32 else x for x in trusted]
         try:
             results = evaluator.run(None, dict(zip(names, arrays, strict=True)))
-        except Exception as error:  # it lacks negative pads, among others: then ONNX Runtime's float64 has to do
+        except Exception as error:  # it lacks negative pads, among others: ONNX Runtime's float64 replaces it
             by_runtime = _by_runtime(plain, arrays, opset)
             if by_runtime is None:
                 raise RejectedNodeError(f"the reference evaluator: {error}") from error
@@ -357,7 +357,7 @@ def _model(node: onnx.NodeProto, inputs: Sequence[tuple[str, np.dtype[Any], tupl
 
 
 def _rounded(exact: Sequence[Array], node: onnx.NodeProto, inputs: Sequence[Value], opset: int) -> list[Array]:
-    """The reference's results in the types that the graph has, where ONNX Runtime has no kernel."""
+    """The reference's results in the types of the graph, if ONNX Runtime has no kernel."""
     names = list(dict.fromkeys(name for name in node.input if name))
     model = _model(node, [(n, v.own.dtype, v.shape) for n, v in zip(names, inputs, strict=True)], opset)
     try:
@@ -365,7 +365,7 @@ def _rounded(exact: Sequence[Array], node: onnx.NodeProto, inputs: Sequence[Valu
     except onnx.shape_inference.InferenceError as error:
         raise RejectedNodeError(f"invalid: {error}") from error
     kinds = [output.type.tensor_type.elem_type for output in inferred.graph.output]
-    # Without inference (GroupNormalization) the result has the first operand's type.
+    # Without type inference (GroupNormalization) the result has the first operand's type.
     dtypes = [helper.tensor_dtype_to_np_dtype(kind) if kind else inputs[0].own.dtype for kind in kinds]
     return [array.astype(dtype) for array, dtype in zip(exact, dtypes, strict=True)]
 

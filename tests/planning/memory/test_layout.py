@@ -1,4 +1,4 @@
-"""Static memory layouts: nothing alive at once overlaps, and sizes are close to the lower bound."""
+"""Static memory layouts: no two live objects overlap, and sizes are close to the lower bound."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from flashmem.planning.memory.layout import Interval, lay_out, lay_out_pools, ma
 from flashmem.planning.memory.texture_slots import TextureSlotAllocator, colour_slots
 from flashmem.planning.opg.lc_opg import solve
 from flashmem.program.tensors import Slice
-from flashmem.schedule.instance import Problem, WeightSpec
+from flashmem.schedule.check import check
+from flashmem.schedule.instance import Instance, WeightSpec
 from flashmem.schedule.plan import PlannedWeight, PlanViolation
 from flashmem.schedule.staging_slots import staging_slots
-from tests.support.planning_problems import problems, slices_for
+from tests.support.planning_instances import instances, slices_for
 
 
 @st.composite
@@ -88,15 +89,15 @@ def test_slots_are_reused_by_what_fits() -> None:
 
 @st.composite
 def images_in_time(draw: st.DrawFn) -> list[tuple[Slice, int, int]]:
-    """Images of a few sizes, in the order in which they are placed, and the layers in which they are alive."""
+    """Images of a few sizes, in the order of placement, and the layers in which they are alive."""
     sizes = [(8, 2, "float"), (2, 8, "float"), (4, 4, "float"), (4, 2, "float"), (4, 2, "half")]
     lives = draw(st.lists(st.tuples(st.sampled_from(sizes), st.integers(0, 20), st.integers(0, 8)), max_size=30))
     return [(image(f"i{n}", *size), first, first + length) for n, (size, first, length) in enumerate(lives)]
 
 
 def one_slot_after_the_other(images: list[tuple[Slice, int, int]]) -> list[int]:
-    """What a slice takes if every slot and every turn is looked at: the smallest that is large enough and free, of those the
-    one that is taken again soonest.
+    """The slot of each slice by full search: the smallest free slot that is large enough, and among these the one that is used
+    again soonest.
     """
     sizes: list[tuple[int, int, str]] = []
     turns: list[list[tuple[int, int]]] = []
@@ -139,7 +140,7 @@ def staged(stays: Stays) -> list[tuple[Slice, PlannedWeight]]:
 
 
 def fewest_pages(stays: Stays) -> int:
-    """Of slots, by trying every way to share them."""
+    """The fewest pages of slots, by trying every way to share them."""
 
     def best(left: Stays, slots: list[Stays]) -> int:
         if not left:
@@ -161,7 +162,7 @@ def drawn_stays(random: Random, most_pages: int) -> Stays:
 
 
 def pages_of_slots(stays: Stays) -> int:
-    """The pages of the planner's slots, in each of which its slices fit, one at a time."""
+    """The pages of the planner's slots; checks that each slot's slices fit, one at a time."""
     sizes, slot_of = staging_slots(staged(stays))
     assert all(size % POOL_ALIGNMENT == 0 for size in sizes) and set(slot_of.values()) == set(range(len(sizes)))
     for n, (pages, first, last) in enumerate(stays):
@@ -194,25 +195,25 @@ def test_a_staging_slot_grows_where_that_takes_less_than_another_one() -> None:
     assert staging_slots([]) == ((), {})
 
 
-@given(problems(whole_chunks=True), st.booleans(), st.booleans())
+@given(instances(whole_chunks=True), st.booleans(), st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_pools_of_every_mode_pass_the_checker(problem: Problem, images: bool, paper: bool) -> None:
-    sixteenfold = tuple(replace(w, nbytes=16 * w.nbytes) for w in problem.weights)
-    problem = replace(problem, weights=sixteenfold, chunk_bytes=16 * problem.chunk_bytes)
-    problem = replace(problem, m_peak=max(16 * problem.m_peak, smallest_m_peak(problem)[0]))
-    plan = solve(problem, time_limit=0.1) if paper else first_plan(problem)
-    slices = slices_for(problem, images=images)
+def test_pools_of_every_mode_pass_the_checker(instance: Instance, images: bool, paper: bool) -> None:
+    sixteenfold = tuple(replace(w, nbytes=16 * w.nbytes) for w in instance.weights)
+    instance = replace(instance, weights=sixteenfold, chunk_bytes=16 * instance.chunk_bytes)
+    instance = replace(instance, m_peak=max(16 * instance.m_peak, smallest_m_peak(instance)[0]))
+    plan = solve(instance, time_limit=0.1) if paper else first_plan(instance)
+    slices = slices_for(instance, images=images)
     layouts = lay_out_pools(slices, plan, ["map", "alias", "dma", "interleave"], loader_threads=3)
-    plan = replace(plan, m_peak=max(problem.m_peak, layouts["map"].in_flight_bytes))
-    replace(plan, layouts=layouts).check(replace(problem, m_peak=plan.m_peak), slices)
+    plan = replace(plan, m_peak=max(instance.m_peak, layouts["map"].in_flight_bytes))
+    check(replace(plan, layouts=layouts), replace(instance, m_peak=plan.m_peak), slices)
     apart = lay_out_pools(slices, replace(plan, shares_memory=False), ["interleave"], loader_threads=3)["interleave"]
-    replace(plan, layouts={"interleave": apart}).check(replace(problem, m_peak=plan.m_peak), slices)
+    check(replace(plan, layouts={"interleave": apart}), replace(instance, m_peak=plan.m_peak), slices)
 
     def held(layer: int) -> int:
-        lives = {w.name: w.preload or w.read_layer <= layer <= w.last_use for w in plan.weights}  # W has places of its own
+        lives = {w.name: w.preload or w.read_layer <= layer <= w.last_use for w in plan.weights}  # W has its own places
         return sum(-(-w.nbytes // POOL_ALIGNMENT) * POOL_ALIGNMENT for w in plan.weights if lives[w.name])
 
-    assert layouts["map"].total_bytes == max(held(layer) for layer in range(len(problem.layers) + 1))
+    assert layouts["map"].total_bytes == max(held(layer) for layer in range(len(instance.layers) + 1))
     assert layouts["alias"].total_bytes == layouts["alias"].pool_bytes >= layouts["map"].mapped_peak_bytes
     largest = max((-(-w.nbytes // POOL_ALIGNMENT) * POOL_ALIGNMENT for w in plan.weights), default=0)
     assert layouts["dma"].ring_bytes == apart.ring_bytes == 3 * largest
@@ -226,40 +227,40 @@ def test_pools_of_every_mode_pass_the_checker(problem: Problem, images: bool, pa
         )
 
 
-@given(problems(), st.data())
+@given(instances(), st.data())
 @settings(max_examples=100, deadline=None)
-def test_two_live_slices_in_one_place_are_caught(problem: Problem, data: st.DataObject) -> None:
-    problem = replace(problem, m_peak=max(problem.m_peak, smallest_m_peak(problem)[0]))
-    plan = first_plan(problem)
-    layout = lay_out_pools(slices_for(problem, images=False), plan, ["alias"])["alias"]
-    lives = {w.name: (0, len(problem.layers)) if w.preload else (w.read_layer, w.last_use) for w in plan.weights}
+def test_two_live_slices_in_one_place_are_caught(instance: Instance, data: st.DataObject) -> None:
+    instance = replace(instance, m_peak=max(instance.m_peak, smallest_m_peak(instance)[0]))
+    plan = first_plan(instance)
+    layout = lay_out_pools(slices_for(instance, images=False), plan, ["alias"])["alias"]
+    lives = {w.name: (0, len(instance.layers)) if w.preload else (w.read_layer, w.last_use) for w in plan.weights}
     pairs = [(a, b) for a in lives for b in lives if a < b and lives[a][0] <= lives[b][1] and lives[b][0] <= lives[a][1]]
     if pairs:
         a, b = data.draw(st.sampled_from(pairs))
         shared = replace(layout, offsets={**layout.offsets, b: layout.offsets[a]})
         with pytest.raises(PlanViolation, match="overlap"):
-            replace(plan, layouts={"alias": shared}).check(problem)
+            check(replace(plan, layouts={"alias": shared}), instance)
 
 
-@given(problems(most_layers=6), st.data())
+@given(instances(most_layers=6), st.data())
 @settings(max_examples=100, deadline=None)
-def test_two_slices_in_one_staging_slot_at_once_are_caught(problem: Problem, data: st.DataObject) -> None:
-    problem = replace(problem, mode="interleave", shares_memory=False, m_peak=10**6)
-    plan = solve(problem, time_limit=0.1)
-    layout = lay_out_pools(slices_for(problem, images=False), plan, ["interleave"])["interleave"]
-    replace(plan, layouts={"interleave": layout}).check(problem)
+def test_two_slices_in_one_staging_slot_at_once_are_caught(instance: Instance, data: st.DataObject) -> None:
+    instance = replace(instance, mode="interleave", shares_memory=False, m_peak=10**6)
+    plan = solve(instance, time_limit=0.1)
+    layout = lay_out_pools(slices_for(instance, images=False), plan, ["interleave"])["interleave"]
+    check(replace(plan, layouts={"interleave": layout}), instance)
     lives = {w.name: (w.read_layer, w.moves[-1][0]) for w in plan.weights if not w.preload}
     pairs = [(a, b) for a in lives for b in lives if a < b and lives[a][0] <= lives[b][1] and lives[b][0] <= lives[a][1]]
     if pairs:
         a, b = data.draw(st.sampled_from(pairs))
         shared = replace(layout, staging_slot_of={**layout.staging_slot_of, b: layout.staging_slot_of[a]})
         with pytest.raises(PlanViolation, match="share a staging slot"):
-            replace(plan, layouts={"interleave": shared}).check(problem)
+            check(replace(plan, layouts={"interleave": shared}), instance)
 
 
 def test_a_plan_of_another_program_is_refused() -> None:
-    problem = Problem((), (), 1, 1, 1.0)
-    assert lay_out_pools([], first_plan(problem), ["map"])["map"].total_bytes == 0
-    plan = first_plan(replace(problem, layers=(), weights=(WeightSpec("w", 1, 1, 1),)))
+    instance = Instance((), (), 1, 1, 1.0)
+    assert lay_out_pools([], first_plan(instance), ["map"])["map"].total_bytes == 0
+    plan = first_plan(replace(instance, layers=(), weights=(WeightSpec("w", 1, 1, 1),)))
     with pytest.raises(ValueError, match="'w'"):
         lay_out_pools([], plan, ["map"])

@@ -1,13 +1,15 @@
-"""The launch order of the lowest peak against brute force, and answers that do not depend on it."""
+"""The launch order with the lowest peak, compared with brute force; answers that do not depend on the order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashmem.planning.sequence.order import Held, OrderProblem, lowest_order
+from flashmem.planning.sequence.search import WorkLimit
 
 
 def orders(problem: OrderProblem, done: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
@@ -20,7 +22,7 @@ def orders(problem: OrderProblem, done: tuple[int, ...] = ()) -> Iterator[tuple[
 
 
 def peak(problem: OrderProblem, order: Sequence[int]) -> int:
-    """The most bytes alive, layer by layer, by the definition."""
+    """Peak bytes alive, layer by layer, by the definition."""
     most = 0
     for at in range(len(order)):
         until, since = set(order[: at + 1]), set(order[at:])
@@ -37,7 +39,7 @@ def peak(problem: OrderProblem, order: Sequence[int]) -> int:
 
 @st.composite
 def problems(draw: st.DrawFn, most: int = 7) -> OrderProblem:
-    """Layers that write a tensor each and read some of those before; views that others write into, inputs and outputs."""
+    """Layers that write a tensor each and read some earlier ones; views that others write into, inputs and outputs."""
     count = draw(st.integers(1, most))
     touching: list[list[int]] = [[layer] for layer in range(count)]
     after: list[set[int]] = [set() for _ in range(count)]
@@ -63,7 +65,7 @@ def test_the_peak_is_that_of_the_best_of_all_orders(problem: OrderProblem) -> No
         assert set(problem.after[layer]) <= set(found.layers[:at])
     best = min(peak(problem, order) for order in orders(problem))
     assert found.before == peak(problem, same) and found.peak == peak(problem, found.layers)
-    assert found.peak == best == found.bound and found.gap == 0
+    assert found.peak == best == found.bound and found.gap == 0 and found.status == "optimal"
     assert found.layers == same or found.peak < found.before, "ties keep the given order"
     assert max(problem.live(found.layers), default=0) == found.peak
 
@@ -74,6 +76,61 @@ def test_a_search_that_is_cut_short_proves_no_more_than_is_true(problem: OrderPr
     found = lowest_order(problem, tries=tries, cp_seconds=0, worth=0)
     best = min(peak(problem, order) for order in orders(problem))
     assert found.bound <= best <= found.peak <= found.before
+    assert (found.status == "optimal") == (found.peak == found.bound)
+
+
+@given(problems(), st.integers(0, 500), st.sampled_from([0.0, 0.1]))
+@settings(max_examples=100, deadline=None)
+def test_the_status_of_an_order_is_true(problem: OrderProblem, work: int, worth: float) -> None:
+    found = lowest_order(problem, work=work, cp_seconds=0, worth=worth)
+    best = min(peak(problem, order) for order in orders(problem))
+    assert sorted(found.layers) == list(range(len(problem.after)))
+    assert found.bound <= best <= found.peak <= found.before
+    if found.status == "optimal":
+        assert found.peak == best
+    elif found.status == "tolerance":
+        assert worth and found.peak <= best * (1 + worth) ** 2
+    else:
+        assert found.peak > found.bound * (1 + worth)
+
+
+def wide(chains: int) -> OrderProblem:
+    """Chains of three layers that nothing orders against each other, between a first layer and a last one."""
+    count = 3 * chains + 2
+    after: list[tuple[int, ...]] = [()]
+    touching: list[list[int]] = [[0]]
+    for layer in range(1, count - 1):
+        source = layer - chains if layer > chains else 0
+        after.append((source,))
+        touching[source].append(layer)
+        touching.append([layer])
+    after.append(tuple(range(count - 1 - chains, count - 1)))
+    for source in after[-1]:
+        touching[source].append(count - 1)
+    touching.append([count - 1])
+    sizes = [1 + 7919 * layer * layer % 1009 for layer in range(count)]
+    return OrderProblem(tuple(after), tuple(Held(n, tuple(layers)) for n, layers in zip(sizes, touching, strict=True)))
+
+
+@pytest.mark.parametrize("work", [0, 1, 1000, 100_000])
+def test_all_searches_together_end_at_the_limit_of_work(work: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, limits = wide(300), []
+
+    def remembered(left: int) -> WorkLimit:
+        limits.append(WorkLimit(left))
+        return limits[-1]
+
+    monkeypatch.setattr("flashmem.planning.sequence.order.WorkLimit", remembered)
+    lowest_order.cache_clear()
+    found = lowest_order(problem, work=work, cp_seconds=0, worth=0)
+    [limit] = limits
+    count = len(problem.after)
+    assert limit.reached and -limit.left <= 10 * count * count, "what was begun when it was reached, and the peaks of orders"
+    assert found.status == "limit" and found.bound < found.peak <= found.before
+    assert sorted(found.layers) == list(range(count))
+    assert max(problem.live(found.layers)) == found.peak
+    lowest_order.cache_clear()
+    assert found == lowest_order(problem, work=work, cp_seconds=0, worth=0), "the same layers get the same order"
 
 
 @given(problems(6))
@@ -81,4 +138,5 @@ def test_a_search_that_is_cut_short_proves_no_more_than_is_true(problem: OrderPr
 def test_cp_sat_finds_the_same(problem: OrderProblem) -> None:
     found = lowest_order(problem, tries=0, worth=0)
     assert found.peak == found.bound == min(peak(problem, order) for order in orders(problem))
+    lowest_order.cache_clear()
     assert found == lowest_order(problem, tries=0, worth=0)

@@ -115,8 +115,8 @@ def test_the_load_of_others_is_read_from_proc(tmp_path: Path) -> None:
 
 
 def designs_of(folder: Path, usual: float = 60.0) -> Designs:
-    """The same task on each device that is here, as if they were two processors, and once more in little memory. `usual`: the
-    seconds that each takes.
+    """Designs with the same task on each local device, as if they were two processors, and once more in little memory. `usual`:
+    the seconds of each.
     """
     names = [device.descriptor_name for device in list_devices()]
     parts = [
@@ -212,7 +212,7 @@ def test_a_first_run_loads_and_says_nothing_of_its_processor(tmp_path: Path) -> 
     model = write_mini_bundle(tmp_path / "again.flashmem", seed=0)
 
     def clock() -> float:
-        now[0] += 2.0  # so that every run takes two seconds
+        now[0] += 2.0  # every run takes two seconds
         return now[0]
 
     with Manager(tmp_path, clock=clock, root=root) as manager:
@@ -286,7 +286,7 @@ def test_a_switch_waits_for_the_run_that_is_under_way(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("closes", [False, True])
 def test_who_gives_inputs_may_call_the_manager(tmp_path: Path, closes: bool) -> None:
-    """Also where a switch comes of it, which closes the session that was to run."""
+    """Also if that causes a switch, which closes the session that was to run."""
     designs_of(tmp_path)
     models = [write_mini_bundle(tmp_path / f"again{seed}.flashmem", seed=seed) for seed in range(3)]
     inputs = models[0].inputs()

@@ -1,4 +1,4 @@
-"""A bundle on another machine than it was compiled for: what it may allocate, and the message where it does not fit."""
+"""A bundle on another machine than its compile target: allocation limits, and the message if it does not fit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODEL = DATA / "gptneo-tiny.onnx"
 
 @pytest.fixture(scope="module")
 def travelled(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """Compiled for an Adreno 740, with no such device here."""
+    """Compiled for an Adreno 740, while no such device is present."""
     return flashmem.compile(MODEL, tmp_path_factory.mktemp("made") / "m.flashmem", device="adreno740")
 
 
@@ -92,7 +92,7 @@ def test_pools_and_arenas_are_held_against_one_allocation(mini: MiniModel, tmp_p
 
 @pytest.mark.parametrize("device", list_devices(), ids=lambda device: device.descriptor_name)
 def test_auto_takes_a_mode_that_the_bundle_has_a_layout_for(device: Device, tmp_path: Path) -> None:
-    """A phone's bundle has layouts for the phone's modes: alias and interleave, of which a runtime here may have the second."""
+    """A phone's bundle has layouts for the phone's modes, alias and interleave; a local runtime may have the second."""
     model = write_mini_bundle(tmp_path / "m.flashmem", "texture")
     bundle = model.open()
     name = str(list_devices().index(device))

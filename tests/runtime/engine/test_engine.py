@@ -1,4 +1,4 @@
-"""One engine behind a session and a runtime: the same answers, and the same ends of runs, models and budgets through both."""
+"""One engine for sessions and runtimes: the same answers, and the same ends of runs, models and budgets in both."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Array = NDArray[Any]
 
 
 class Opened(NamedTuple):
-    """A model that runs, and its engines: one of a session, one for each shape variant in a runtime."""
+    """An open model and its engines: one for a session, one for each shape variant in a runtime."""
 
     run: Callable[[Sequence[str] | None, Any], list[Array]]
     close: Callable[[], None]
@@ -105,7 +105,7 @@ def test_answers_are_the_same_bits(mode: str, model: MiniModel) -> None:
         assert all(np.array_equal(one, other) for one, other in zip(answer, answers[0], strict=True))
 
 
-# A failure.
+# Failures
 
 
 @pytest.mark.parametrize("through", THROUGH)
@@ -141,7 +141,7 @@ def test_a_run_that_fails_closes_its_model_and_holds_nothing(
 def test_a_request_that_cannot_be_answered_leaves_its_model_open(
     when: str, through: str, model: MiniModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By when it fails, not by the kind of error."""
+    """The time of the failure decides, not the kind of error."""
     with opened(through, model.path) as each:
         for error in (MemoryError("no room to convert an input"), TypeError("not an index"), ValueError("outside the table")):
             with monkeypatch.context() as patch:
@@ -168,7 +168,7 @@ def test_an_interrupt_closes_the_model_whenever_it_comes(
             assert each.engines[0].failure == "its last run was interrupted" and each.held == 0
 
 
-# A close.
+# Closing
 
 
 @pytest.mark.parametrize("through", THROUGH)
@@ -185,7 +185,7 @@ def test_closing_gives_everything_back(mode: str, through: str, model: MiniModel
     assert threads() == []
 
 
-# A budget.
+# Budgets
 
 
 @pytest.mark.parametrize("through", THROUGH)
@@ -218,7 +218,7 @@ def test_a_budget_that_changes_gives_the_answers_of_one_that_does_not(mode: Any,
             assert budget is None or runtime.held <= budget
 
 
-# A change of shape variant.
+# Changes of the shape variant
 
 
 @pytest.mark.parametrize("through", THROUGH)
@@ -258,19 +258,19 @@ def test_a_session_whose_variant_cannot_be_bound_is_closed(variants: Bundle, mon
         assert each.held == 0 and each.engines[0].failure == "its last run failed: no memory"
 
 
-# How far a reader has to follow a call.
+# Modules that one run uses
 
 
 def entered(act: Callable[[], object], recorded: list[str | None]) -> set[str]:
-    """The modules of flashmem that `act` enters, in any thread."""
+    """The modules of flashmem whose functions `act` calls, in any thread."""
     recorded.clear()
     act()
-    time.sleep(0.2)  # what a run leaves to threads
+    time.sleep(0.2)  # wait for the threads of a run
     return {name for name in recorded if name is not None and name.startswith("flashmem.")}
 
 
 MOST_MODULES = {("map", "session"): 20, ("map", "runtime"): 24, ("dma", "session"): 19, ("dma", "runtime"): 25}
-"""By transfer mode: the modules of flashmem that one run enters once its model has run twice."""
+"""By transfer mode: the modules of flashmem that one run uses after its model has run twice."""
 
 
 @pytest.mark.parametrize("mode", ["map", "dma"])

@@ -19,14 +19,14 @@ from flashmem.runtime.streaming.transfer import Transfer
 
 
 class FakeQueue:
-    """Notes what is enqueued. A kernel is the number of its layer, and so is an event, which is done once it is waited for."""
+    """Records enqueued launches. A kernel is the number of its launch, and so is an event; it is complete after a wait."""
 
     def __init__(self) -> None:
         self.enqueued: list[int] = []
         self.events: list[int] = []
-        self.submitted = 0  # launches that the device was told of
+        self.submitted = 0  # launches submitted to the device
         self.waited = 0
-        self.followed: list[tuple[str, int]] = []  # events of other queues, and behind how many launches
+        self.followed: list[tuple[str, int]] = []  # events of other queues, and the number of launches before each
 
     def prepare(self, kernel: int, global_size: tuple[int, ...], local_size: None) -> int:
         return kernel
@@ -52,7 +52,7 @@ class FakeQueue:
 
 
 class FakeLoader:
-    """Loads that are there as soon as their gate is open; a gate opens when the executor says that its layer is done."""
+    """Loads that complete at their release; a load is released when the executor reports the end of its launch."""
 
     def __init__(self, queue: FakeQueue, gates: dict[str, int], frees: Iterable[int]) -> None:
         self.queue, self.gates = queue, gates
@@ -88,7 +88,7 @@ def sessions(draw: st.DrawFn) -> tuple[int, dict[str, int], dict[int, tuple[str,
 def test_every_gate_opens_and_nothing_else_is_waited_for(
     session: tuple[int, dict[str, int], dict[int, tuple[str, ...]], set[int], int], streamed: bool, quick: int
 ) -> None:
-    """`quick`: of how many layers one has ended whenever somebody looks."""
+    """`quick`: one of so many launches has ended at each check."""
     layers, gates, needs, frees, apart = session
     queue = FakeQueue()
     steps = [Step(str(n), (Command(n, (1,), None, ()),), needs.get(n, ())) for n in range(1, layers + 1)]
@@ -117,7 +117,9 @@ def test_every_gate_opens_and_nothing_else_is_waited_for(
 
 @pytest.mark.parametrize("done", [0, 1, 2])
 def test_layers_wait_for_the_events_of_what_brought_their_slices_in(done: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of what an earlier layer needed, before the run was halted behind `done` layers, and a later one uses again."""
+    """Also events of slices that an earlier launch needed, before the run was halted after `done` launches, and a later one
+    uses.
+    """
     queue = FakeQueue()
     needs = {1: ("early",), 2: ("used again",), 3: ("late", "there before")}
     steps = [Step(str(n), (Command(n, (1,), None, ()),), needs.get(n, ())) for n in range(1, 5)]
@@ -141,7 +143,7 @@ def test_layers_wait_for_the_events_of_what_brought_their_slices_in(done: int, m
 
 def test_events_are_as_far_apart_as_layers_are_quick() -> None:
     executor = Executor(FakeQueue(), [])  # type: ignore[arg-type]
-    assert executor._apart == LAYERS_APART[0]  # until something is known
+    assert executor._apart == LAYERS_APART[0]  # until times are known
     for layers, seconds, apart in ((8, 8e-6, LAYERS_APART[1]), (8, 8e-3, 10), (1, 0.1, LAYERS_APART[0]), (5, 0.0, 64)):
         executor._space(layers, seconds)
         assert executor._apart == apart
@@ -180,7 +182,7 @@ def test_launches_without_events_run_in_order_and_fail_with_a_sentence(device: A
 
 
 def test_a_driver_that_refuses_for_a_moment_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pyopencl frees what nobody holds any more; what it then launches is not launched twice."""
+    """pyopencl frees unreferenced objects; the launches that it then repeats are not enqueued twice."""
     device = list_devices()[0]
     context = Context(device)
     queue, data = context.queue(), context.buffer(4 * 64)

@@ -175,13 +175,13 @@ def test_a_device_that_refuses_memory_is_named() -> None:
 def test_an_answer_is_given_where_the_next_run_cannot_be_prepared(
     what: str, model: MiniModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was computed; the next run does all of it, and says what it cannot do."""
+    """The answer was computed; the next run repeats the preparation, and raises the error if it recurs."""
     inputs, expected = model.inputs(), model.reference(model.inputs())[0]
     make, made = engine.Run, list[str]()
 
     def run(*arguments: Any, **options: Any) -> Run:
         made.append("run")
-        if len(made) % 2 == 0:  # the next one's, after that of the run itself
+        if len(made) % 2 == 0:  # the next run's, made after those of the run itself
             raise RuntimeError("can't start new thread")
         return make(*arguments, **options)
 

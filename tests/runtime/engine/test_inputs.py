@@ -113,7 +113,7 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 def test_an_input_in_any_order_is_copied_to_its_place_and_nowhere_else(
     device: int, order: str, hands_over: bool, sums: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`hands_over`: the device uses the host's memory; it does not on GPUs."""
+    """`hands_over`: the device uses host memory; GPUs do not."""
     monkeypatch.setattr("flashmem.runtime.engine.opened.uses_host_memory", lambda _: hands_over)
     rng = np.random.default_rng(0)
     [name], x = [port.name for port in sums.program.inputs], ORDERS[order](rng.standard_normal((1024, 512), np.float32))
@@ -180,7 +180,7 @@ def test_gathered_rows_are_numpys(
 
 
 def test_only_the_rows_asked_for_are_read(tmp_path: Path) -> None:
-    """A sparse file of 64 GB: reading it whole would not end."""
+    """A sparse file of 64 GB: reading all of it would not end."""
     path = tmp_path / "weights.bin"
     rows, columns = 1 << 24, 1024
     with path.open("wb") as file:

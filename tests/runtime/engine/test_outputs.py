@@ -1,4 +1,4 @@
-"""Outputs: without a copy where kernels use host memory, read early elsewhere; right, and owned by the caller."""
+"""Outputs: no copy if kernels use host memory, read early otherwise; correct, and owned by the caller."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from flashmem.target.descriptor import load_descriptor
 pytestmark = pytest.mark.build_apart
 
 DEVICES = [device.descriptor_name for device in list_devices() if device.kind == "cpu"]
-ROWS, COLUMNS = 67, 4099  # large outputs do not end on pages
+ROWS, COLUMNS = 67, 4099  # large outputs do not end at a page boundary
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model compiled for one device, inputs, and what it answers."""
+    """A model compiled for one device, its inputs, and its expected answers."""
 
     bundle: Bundle
     device: str
@@ -42,7 +42,7 @@ class Model:
 
 
 def write_model(path: Path) -> None:
-    """Outputs of several types; one that later layers read, one that is an input, a constant, one without elements."""
+    """Outputs of several types; one that later launches read, one that is an input, a constant, one without elements."""
     wide = [ROWS, COLUMNS]
     nodes = [
         helper.make_node("Abs", ["x"], ["early"]),
@@ -112,7 +112,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module", params=DEVICES)
 def apart(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """The same, compiled for a device with memory of its own, which the CPU then stands in for."""
+    """The same, compiled for a device with its own memory, which the CPU simulates."""
     folder = tmp_path_factory.mktemp("apart")
     write_model(folder / "m.onnx")
     known = load_descriptor(request.param)
@@ -123,7 +123,7 @@ def apart(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def toml(values: Mapping[str, Any], prefix: str = "") -> str:
-    """Plain values, then tables."""
+    """TOML text: plain values, then tables."""
     plain = [f"{key} = {_literal(value)}" for key, value in values.items() if not isinstance(value, dict) and value != ()]
     tables = [
         f"[{prefix}{key}]\n{toml(value, f'{prefix}{key}.')}"
@@ -152,14 +152,14 @@ def test_outputs_count_once_and_are_the_users_own(model: Model) -> None:
             for each in (session, other):
                 got = dict(zip(expected, each.run(None, inputs), strict=True))
                 assert each.last_run is not None and each.last_run.memory.peak_bytes <= fixed_bytes(program)
-                if seed != 1:  # the others are dropped at once
+                if seed != 1:  # the others are dropped immediately
                     kept.append((got, expected))
         for got, _ in kept[2:4]:
             got["early"][:] = -1
             got["late"][:] = -1
         session.run(None, model.inputs)
         del kept[2:4]
-    for got, expected in kept:  # after the sessions, too
+    for got, expected in kept:  # also after the sessions
         assert_right(got, expected)
     spans = sorted((a.ctypes.data, a.ctypes.data + a.nbytes) for got, _ in kept for a in got.values() if a.nbytes)
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
@@ -191,7 +191,7 @@ def test_elsewhere_an_output_is_read_when_its_last_layer_has_run(apart: Model) -
 
 
 def test_an_output_that_was_read_gives_its_place_to_later_tensors(tmp_path: Path) -> None:
-    """A chain whose every link is an output: the arena of a device with its own memory holds a few, not all."""
+    """A chain in which every result is an output: the arena of a device with its own memory holds a few, not all."""
     links = 12
     nodes = [helper.make_node("Softmax", [f"y{i}"], [f"y{i + 1}"]) for i in range(links)]
     wide = [8, 1000]
@@ -211,7 +211,7 @@ def test_an_output_that_was_read_gives_its_place_to_later_tensors(tmp_path: Path
 
 
 def test_an_output_that_is_written_in_parts_is_read_after_the_last(tmp_path: Path) -> None:
-    """Parts of a Concat lie in it; a Slice of it is read later still."""
+    """Parts of a Concat are in its memory; a Slice of it is read later still."""
     wide = [1, 4, 1024]
     nodes = [
         helper.make_node("Softmax", ["x"], ["a"]),
@@ -260,7 +260,7 @@ def test_a_program_for_a_cpu_runs_where_memory_is_apart(model: Model, monkeypatc
 @pytest.mark.parametrize("how", ["pages cannot be moved", "the driver keeps a copy"])
 def test_where_pages_cannot_be_moved_they_are_copied(model: Model, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if how == "pages cannot be moved":
-        monkeypatch.setattr(arena, "_MOVE", 1 << 20)  # no such flag
+        monkeypatch.setattr(arena, "_MOVE", 1 << 20)  # the system lacks the flag
         monkeypatch.setattr(arena, "_PIECE_BYTES", 8192)
     else:
         map_buffer = Queue.map

@@ -1,4 +1,4 @@
-"""Cold and warm: later runs switch to steady kernels prepared between two runs, with right answers, inside the budget."""
+"""Cold and warm: later runs switch to steady kernels prepared between two runs, with correct answers, inside the budget."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_later_runs_have_other_kernels_and_fewer_launches(
     with_parted(monkeypatch)
     bundle = flashmem.compile(model, tmp_path / "b", device=device, memory_path=path)  # type: ignore[arg-type]
     program, panel = bundle.program, load_descriptor(device).tile.columns
-    if panel != 32:  # elsewhere the weights would be packed in another way
+    if panel != 32:  # for other widths the weights would have another packing
         assert not any(each.launch.shape.split > 1 for each in program.steady)
         return
     joins = not any(part.is_image for part in program.slices) and len(program.launches) == 3
@@ -75,7 +75,7 @@ def test_later_runs_have_other_kernels_and_fewer_launches(
 
 @pytest.fixture(scope="module")
 def streamed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MiniModel]:
-    """By memory path, a model of which nothing stays."""
+    """By memory path, a model without resident slices."""
     folder = tmp_path_factory.mktemp("mini")
     return {path: write_mini_bundle(folder / f"{path}.flashmem", path) for path in ("buffer", "texture")}  # type: ignore[arg-type]
 
@@ -114,7 +114,7 @@ DEVICE, PATH = PLACES[0] if PLACES else ("", "")
 
 @pytest.fixture(scope="module")
 def joined(wide: Wide, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """Two launches of its first run are one of later ones."""
+    """Later runs have one launch in place of two of the first run."""
     return flashmem.compile(wide[0], tmp_path_factory.mktemp("joined") / "b", device=DEVICE, memory_path="buffer")
 
 
@@ -164,7 +164,7 @@ def test_closing_ends_what_is_prepared(wide: Wide, tmp_path: Path, monkeypatch: 
     with Session(bundle, device=DEVICE, build_apart=True) as session:
         session.run(None, wide[1])
         begun = time.perf_counter()
-    assert time.perf_counter() - begun < 5  # children that build are ended
+    assert time.perf_counter() - begun < 5  # building children have ended
     with Session(bundle, device=DEVICE, build_apart=True) as session:
         session.run(None, wide[1])
         session.prepared()
@@ -230,10 +230,10 @@ def test_little_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             file.write_text(f"{value}\n")
 
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1, 2, 3}, raising=False)
-    assert little_cores(tmp_path) == set()  # nobody says
+    assert little_cores(tmp_path) == set()  # no ratings
     rate("cpufreq/cpuinfo_max_freq", 1800000, 1800000, 3000000, 2900000)
     assert little_cores(tmp_path) == {0, 1}
-    rate("cpu_capacity", 1024, 1024, 1024)  # not of all of them
+    rate("cpu_capacity", 1024, 1024, 1024)  # only some cores have this rating
     assert little_cores(tmp_path) == {0, 1}
     rate("cpu_capacity", 1024, 340, 1024, 870)
     assert little_cores(tmp_path) == {1}

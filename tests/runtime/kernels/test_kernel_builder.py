@@ -58,7 +58,7 @@ print(compiled() == before)
 
 
 def write_model(path: Path, rows: int, width: int) -> dict[str, np.ndarray[Any, Any]]:
-    """A product, a transposition of activations, and an elementwise operator over a large grid; returns inputs."""
+    """Write a product, a transposition of activations, and an elementwise operator over a large grid; returns inputs."""
     rng = np.random.default_rng(0)
     weight = rng.standard_normal((width, 2 * width), np.float32)
     nodes = [
@@ -85,7 +85,7 @@ def write_model(path: Path, rows: int, width: int) -> dict[str, np.ndarray[Any, 
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that the tests of this file share."""
+    """A cache for all tests of this file."""
     return tmp_path_factory.mktemp("cache")
 
 
@@ -97,7 +97,7 @@ def cache(kept: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of this test."""
+    """A new cache for one test."""
     monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache/programs"
 
@@ -119,7 +119,7 @@ def test_a_run_after_compile_builds_nothing(
     with Session(bundle, device=device) as session:
         y, _ = session.run(None, inputs)
     assert y.shape == (64, 40)
-    if device == "pocl":  # it compiles behind clBuildProgram's back: its folder shows that
+    if device == "pocl":  # it compiles outside clBuildProgram, which its folder shows
         np.savez(tmp_path / "inputs.npz", **inputs)
         (tmp_path / "pocl").mkdir()
         done = subprocess.run(
@@ -129,7 +129,7 @@ def test_a_run_after_compile_builds_nothing(
         first, last = done.stdout.splitlines()
         there, same = json.loads(first)
         assert there > 0 and same and last == "True"
-    # A network of other sizes has the same kernels.
+    # A network with other sizes has the same kernels.
     write_model(tmp_path / "n.onnx", 80, 64)
     monkeypatch.setattr(kernel_processes, "_start", refuse_to_run)
     flashmem.compile(tmp_path / "n.onnx", tmp_path / "n.flashmem", device=device, memory_path=path)
@@ -191,7 +191,7 @@ def test_a_kernel_that_is_refused_is_an_error_of_compile(empty: Path, tmp_path: 
 
 
 def children_of(process: int) -> list[str]:
-    """Ids of the processes that a process has started, in whichever of its threads."""
+    """Ids of the child processes of a process, from all of its threads."""
     found = list[str]()
     for thread in Path(f"/proc/{process}/task").iterdir():
         with suppress(OSError):  # the thread has ended
@@ -200,7 +200,7 @@ def children_of(process: int) -> list[str]:
 
 
 def test_an_interrupt_ends_those_who_build(tmp_path: Path) -> None:
-    """Ctrl-C reaches the command only: it ends its children, and nothing half-made stays."""
+    """Ctrl-C reaches only the command: it ends its children, and no partial file remains."""
     model = DATA / "resnet-tiny.onnx"
     environment = {**os.environ, "FLASHMEM_CACHE_DIR": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-m", "flashmem", "compile", str(model), "-o", str(tmp_path / "m.flashmem")]
@@ -222,7 +222,7 @@ def test_an_interrupt_ends_those_who_build(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module", params=DEVICES)
 def carrying(request: pytest.FixtureRequest, kept: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A bundle with binaries, its device, inputs, and the answers."""
+    """A bundle with binaries, its device, inputs, and the expected answers."""
     folder = tmp_path_factory.mktemp("carrying")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLASHMEM_CACHE_DIR", str(kept))

@@ -55,7 +55,7 @@ print(json.dumps({"grown": after - before, "init": session.last_run.latency.init
 @pytest.mark.parametrize("mode", ["map", "interleave"])
 @pytest.mark.parametrize("device", [device.descriptor_name for device in list_devices() if device.kind == "cpu"])
 def test_no_process_that_answers_holds_a_compiler_and_the_second_does_not_build(device: str, mode: str, tmp_path: Path) -> None:
-    """Peak memory (VmHWM) tells: compiling costs LLVM's memory. PoCL's own cache is empty for all processes."""
+    """Peak memory (VmHWM) shows a compilation, which uses LLVM's memory. PoCL's own cache is empty for all processes."""
     model = write_mini_bundle(tmp_path / "m.flashmem")
     np.savez(tmp_path / "inputs.npz", **model.inputs())
 
@@ -82,7 +82,7 @@ def test_a_session_fills_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     model = write_mini_bundle(tmp_path / "m.flashmem")
     with Session(model.path, mode="map", build_apart=False):
         pass
-    assert not (tmp_path / "cache").exists()  # no kernel has run: some drivers would give half a program
+    assert not (tmp_path / "cache").exists()  # before a kernel has run, some drivers would give a part of a program
     with Session(model.path, mode="map", build_apart=False) as session:
         session.run(None, model.inputs())
     assert len(list((tmp_path / "cache/programs").glob("*.bin"))) == 3  # one for each kernel
@@ -90,7 +90,7 @@ def test_a_session_fills_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     shutil.rmtree(tmp_path / "cache")
     Session(model.path, mode="map").close()
     assert len(list((tmp_path / "cache/programs").glob("*.bin"))) == 3  # one for each kernel
-    assert len(list((tmp_path / "cache/programs").iterdir())) == 3  # nothing temporary stays
+    assert len(list((tmp_path / "cache/programs").iterdir())) == 3  # no temporary file remains
 
 
 @pytest.mark.parametrize("spoil", ["truncated", "flipped", "empty", "garbage", "other key"])
@@ -142,7 +142,7 @@ def test_a_binary_that_the_driver_refuses_is_a_miss(tmp_path: Path) -> None:
 
 
 def test_two_threads_wait_for_what_one_of_them_builds(tmp_path: Path) -> None:
-    """As a session and the thread that prepares its steady kernels may."""
+    """As a session and the thread that prepares its steady kernels may do."""
     context, cache = Context(list_devices()[0]), ProgramCache(tmp_path)
     CachedKernels(cache, context, (), [WANTED]).save()
     key = kernel_key(context.device, WANTED, ())
@@ -211,7 +211,7 @@ def test_an_interrupt_while_a_session_builds_ends_those_who_build(tmp_path: Path
         child = process.stdout.readline().strip()
         process.send_signal(signal.SIGINT)
         assert process.stdout.read().splitlines()[-1] == "interrupted"
-    for _ in range(200):  # one that was only just started is not ended by a signal: its stdin ends
+    for _ in range(200):  # a signal does not end a process that has just started: its stdin ends
         if not Path(f"/proc/{child}").exists():
             break
         time.sleep(0.1)
@@ -254,7 +254,7 @@ def test_the_key_depends_on_everything_that_matters() -> None:
     ]
     keys = [kernel_key(*change) for change in changes]
     assert len(set(keys)) == len(keys)
-    # What PoCL compiles once is one entry, whatever the model; of other drivers the sizes do not matter.
+    # PoCL's compiled code is one entry, whatever the model; for other drivers the sizes do not matter.
     assert kernel_key(device, wanted(((128,), (1,)), small), ("-a",)) == keys[0]
     intel = replace(device, platform="Intel(R) OpenCL")
     assert kernel_key(intel, wanted(small), ()) == kernel_key(intel, wanted(large, group), ())

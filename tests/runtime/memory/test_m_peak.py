@@ -1,4 +1,4 @@
-"""M_peak: streamed bytes that real sessions hold at a time never exceed it, in any transfer mode."""
+"""M_peak: the streamed bytes that real sessions hold at a time never exceed it, in any transfer mode."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _inputs(bundle: flashmem.Bundle) -> dict[str, NDArray[Any]]:
 
 
 def _held(bundle: flashmem.Bundle, mode: TransferMode, m_peak: int) -> list[NDArray[Any]]:
-    """The answer, after two runs that kept to W + M_peak + what is fixed."""
+    """The answer; checks that two runs stayed within W + M_peak + the fixed bytes."""
     with flashmem.Session(bundle, mode=mode) as session:
         for _ in range(2):
             outputs = session.run(None, _inputs(bundle))
@@ -65,7 +65,7 @@ def test_no_run_passes_m_peak(
         expected = session.run(None, _inputs(whole))
         again = session.run(None, _inputs(whole))
         assert session.last_run is not None
-        # Without limits the planner's own plan keeps everything for later runs, and those read nothing.
+        # Without limits the planner's own plan keeps everything for later runs, which then read nothing.
         assert paper or not session.last_run.loads
     for got, wanted in zip(again, expected, strict=True):
         np.testing.assert_array_equal(got, wanted)
@@ -104,7 +104,7 @@ def _apart(folder: Path) -> str:
 def test_what_loads_pass_through_counts_where_memory_is_not_shared(
     mode: TransferMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pinned host memory, a part for each of the threads that the descriptor asks for."""
+    """Pinned host memory, a part for each of the descriptor's threads."""
     options: dict[str, Any] = {"memory_path": "buffer", "mode": mode, "build": False, "unfusion": False}
     whole = flashmem.compile(MODEL, tmp_path / "whole.flashmem", device="pocl", **options)
     with flashmem.Session(whole, mode=mode) as session:
@@ -117,19 +117,19 @@ def test_what_loads_pass_through_counts_where_memory_is_not_shared(
     monkeypatch.setattr("flashmem.runtime.options.find_device", lambda *_, **__: replace(pocl, unified_memory=False))
     for got, wanted in zip(_held(bundle, mode, 150_000), expected, strict=True):
         np.testing.assert_array_equal(got, wanted)
-    monkeypatch.undo()  # on a device that shares memory it runs as well
+    monkeypatch.undo()  # it also runs on a device with shared memory
     for got, wanted in zip(_held(bundle, mode, 150_000), expected, strict=True):
         np.testing.assert_array_equal(got, wanted)
 
 
 def test_staging_slots_keep_to_every_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what they waste, since slices of other sizes take turns in them; answers are the resident ones."""
+    """Including unused space, since slices of different sizes share them in turn; answers equal the resident ones."""
     model, inputs = MODEL.with_name("gptneo-tiny.onnx"), examples("gptneo-tiny")
     options: dict[str, Any] = {"device": _apart(tmp_path), "memory_path": "buffer", "mode": "interleave", "build": False}
     with pytest.raises(BudgetError) as refused:
         flashmem.compile(model, tmp_path / "none.flashmem", budget=1, **options)
     least, pocl = refused.value.smallest_bytes, find_device("pocl")
-    monkeypatch.setattr("flashmem.request.find_device", lambda *_, **__: replace(pocl, unified_memory=False))
+    monkeypatch.setattr("flashmem.runtime.options.find_device", lambda *_, **__: replace(pocl, unified_memory=False))
     wasted = []
     for number, budget in enumerate((least, int(1.1 * least), int(1.3 * least))):
         bundle = flashmem.compile(model, tmp_path / f"{number}.flashmem", budget=budget, **options)

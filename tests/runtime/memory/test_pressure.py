@@ -1,4 +1,4 @@
-"""`budget="auto"`: memory pressure, read from made system files, and the budgets that follow."""
+"""`budget="auto"`: memory pressure, read from generated system files, and the budgets that follow."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 
 def write_model(path: Path) -> None:
-    """A column and a row become a matrix, an output with as much again beside it that dies."""
+    """A column times a row gives a matrix, an output; a temporary tensor of the same size is alive with it."""
     nodes = [
         helper.make_node("Add", ["column", "row"], ["sums"]),
         helper.make_node("Softmax", ["sums"], ["y"]),
@@ -44,7 +44,7 @@ INPUTS = {"column": (ROWS, 1), "row": (1, ROWS)}
 
 @pytest.mark.parametrize("device", [device.descriptor_name for device in list_devices() if device.kind == "cpu"])
 def test_the_first_run_holds_its_budget_and_little_else(device: str, tmp_path: Path) -> None:
-    """The cache is empty, so kernels are built; the output is saved; later runs are made."""
+    """The cache is empty, so kernels are built; the output is saved; later runs follow."""
     write_model(tmp_path / "m.onnx")
     with pytest.raises(BudgetError) as refused:
         flashmem.compile(tmp_path / "m.onnx", tmp_path / "b", device=device, budget=1, build=False)

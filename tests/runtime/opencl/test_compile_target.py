@@ -1,4 +1,4 @@
-"""Compiled kernels are bound to an instruction set; entries that a driver refuses are built again."""
+"""Compiled kernels belong to an instruction set; entries that a driver refuses are built again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flashmem.runtime.opencl.context import Context, find_device, list_devices
 
 CPUS = [device.descriptor_name for device in list_devices() if device.kind == "cpu"]
 FORCED = {"intel-cpu": {"CL_CONFIG_CPU_TARGET_ARCH": "core-avx2"}, "pocl": {"POCL_LLVM_CPU_NAME": "haswell"}}
-"""Variables that have a runtime compile for an older processor."""
+"""Variables that make a runtime compile for an older processor."""
 
 needs_avx2 = pytest.mark.skipif(
     platform.machine() != "x86_64" or "avx512f" not in Path("/proc/cpuinfo").read_text(), reason="no AVX-512 to go without"
@@ -56,7 +56,7 @@ Array = np.ndarray[Any, Any]
 
 
 def write_model(path: Path, *operators: str) -> tuple[dict[str, Array], Array]:
-    """A product, and `operators` behind each other; returns inputs, and what the answer is."""
+    """A product, and `operators` in sequence; returns inputs and the expected answer."""
     rng = np.random.default_rng(0)
     x, weight = (rng.standard_normal(shape, np.float32) for shape in ((40, 32), (32, 64)))
     y = x.astype(np.float64) @ weight
@@ -79,7 +79,7 @@ def write_model(path: Path, *operators: str) -> tuple[dict[str, Array], Array]:
 
 
 def built_by_run(bundle: Path, device: str, model: tuple[dict[str, Array], Array], **variables: str) -> int:
-    """How many kernels a session in a process of its own builds, whose answer is right."""
+    """The number of kernels that a session in a new process builds; checks its answer."""
     inputs, expected = model
     given, answers = bundle.parent / "inputs.npz", bundle.parent / "answers.npz"
     np.savez(given, **inputs)
@@ -103,7 +103,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProgramCache:
 def test_a_run_for_another_instruction_set_takes_no_binary_and_leaves_none(
     device: str, cache: ProgramCache, tmp_path: Path
 ) -> None:
-    """As ViT-B/16 run once held to AVX2 made ResNet-50 fail for ever: some of its kernels were for AVX2 then, some were not."""
+    """A run of ViT-B/16 for AVX2 once made ResNet-50 fail permanently: some of its kernels were for AVX2, others not."""
     model = write_model(tmp_path / "m.onnx", "Softmax")
     one = flashmem.compile(tmp_path / "m.onnx", tmp_path / "one.flashmem", device=device, with_binaries=True)
     assert built_by_run(one.path, device, model, **FORCED[device]) > 0
@@ -119,7 +119,7 @@ def test_a_run_for_another_instruction_set_takes_no_binary_and_leaves_none(
 def test_code_for_another_instruction_set_under_this_ones_key_is_replaced(
     where: str, cache: ProgramCache, tmp_path: Path
 ) -> None:
-    """Intel's runtime loads it, and then refuses all that is for this processor."""
+    """Intel's runtime loads it, and then refuses all code for this processor."""
     device = "intel-cpu"
     model = write_model(tmp_path / "m.onnx", "Sigmoid", "Softmax")
     bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / "m.flashmem", device=device, with_binaries=True)
@@ -177,7 +177,7 @@ def test_a_binary_that_gives_no_kernel_is_built_again(
 
 @pytest.mark.parametrize("device", CPUS)
 def test_what_one_bundle_brings_is_not_given_to_another(device: str, cache: ProgramCache) -> None:
-    """The binary that a bundle has under the key of a kernel may be of another kernel."""
+    """The binary of a bundle under the key of a kernel may be that of another kernel."""
     context = Context(find_device(device))
     wanted = RequiredKernel(
         "f", "__kernel void f(__global float* a) { a[get_global_id(0)] = 1; }", (KernelLaunch(((64,), (1,)), ()),)
@@ -185,7 +185,7 @@ def test_what_one_bundle_brings_is_not_given_to_another(device: str, cache: Prog
     key = kernel_key(context.device, wanted, ())
     evil = context.build("__kernel void f(__global float* a) { a[get_global_id(0)] = 666; }", ())
     memory, queue = context.buffer(256), context.queue()
-    queue.launch(queue.prepare(evil.kernel("f", [memory]), (64,), (1,)))  # PoCL has all of it only then
+    queue.launch(queue.prepare(evil.kernel("f", [memory]), (64,), (1,)))  # only then PoCL has compiled all of it
     queue.finish()
     carried, shared = packed_entries({key: evil.binary()}), dict[str, Any]()
 
@@ -212,7 +212,7 @@ def test_the_key_tells_instruction_sets_and_variables_apart(tmp_path: Path, monk
         told.add(compile_target.compile_target(intel, "cpu", {}))
     assert len(told) == 3
     before = compile_target.compile_target(pocl, "cpu", {"CL_CONFIG_CPU_TARGET_ARCH": "skx", "PATH": "/bin"})
-    processors.write_text(processors.read_text().replace("2600.1", "1400.7"))  # the clock is no instruction set
+    processors.write_text(processors.read_text().replace("2600.1", "1400.7"))  # the clock rate does not matter
     assert compile_target.compile_target(pocl, "cpu", {"POCL_CACHE_DIR": "/x", "POCL_AFFINITY": "1"}) == before
     for variables in ({"POCL_WORK_GROUP_SPECIALIZATION": "0"}, {"POCL_WORK_GROUP_METHOD": "cbs"}, {"POCL_NEW": "1"}):
         told.add(compile_target.compile_target(pocl, "cpu", variables))
@@ -227,7 +227,7 @@ def test_the_key_tells_instruction_sets_and_variables_apart(tmp_path: Path, monk
 def test_children_start_a_driver_as_this_process_did(
     device: str, cache: ProgramCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A variable that is set once the driver has started changes nothing, here or in the children."""
+    """A variable that is set after the start of the driver changes nothing, here or in the children."""
     inputs, _ = write_model(tmp_path / "m.onnx", "Sigmoid")
     find_device(device)
     for name, value in FORCED[device].items():

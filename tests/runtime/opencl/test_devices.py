@@ -57,7 +57,7 @@ def test_a_cpu_is_known_by_its_platform(platform: str, expected: str) -> None:
 
 
 def phone(**changes: Any) -> Device:
-    """An Adreno 740 whose limits are none of the descriptor's."""
+    """An Adreno 740 with limits that differ from the descriptor's."""
     values = {
         "platform": ADRENO,
         "platform_version": "OpenCL 3.0 QUALCOMM build",
@@ -158,7 +158,7 @@ def test_devices_says_which_descriptor_and_whether_it_is_the_devices_own(
 def test_rates_are_said_to_be_of_the_processor_they_were_measured_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A driver's name for a CPU fits several generations, so family, model and cores count; a GPU has its own name."""
+    """A driver's name for a CPU is that of several generations, so family, model and cores count; a GPU's name is unique."""
     system = (
         "processor\t: 0\nmodel name\t: AMD EPYC\ncpu family\t: {}\nmodel\t\t: {}\n\nprocessor\t: 1\nmodel name\t: another\n"
     )

@@ -68,7 +68,7 @@ def test_a_bundle_runs_where_the_disk_is_full(filled: str, full: Path, tmp_path:
 
 
 def _free(monkeypatch: pytest.MonkeyPatch, free: dict[Path, int]) -> None:
-    """Has each of these folders, and what is in it, lie on a disk of its own with so many bytes free."""
+    """Simulate a separate disk with so many free bytes for each of these folders."""
     statvfs = os.statvfs
 
     def told(folder: Any) -> Any:
@@ -107,7 +107,7 @@ def test_a_disk_that_is_full_everywhere_is_one_sentence(tmp_path: Path, monkeypa
 
 
 def test_a_cache_of_another_user_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no home it lies in /tmp, where anybody could have put code."""
+    """Without a home it is in /tmp, where anybody could have put code."""
     monkeypatch.delenv(pocl.VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(pocl, "_folder_in_use", None)

@@ -1,4 +1,4 @@
-"""Recorded launches: what is recorded, the same bits as without, and Qualcomm's calls to a mock library."""
+"""Recorded launches: the recorded ranges, the same bits as without, and Qualcomm's calls to a mock library."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_recordings_end_where_something_is_waited_for(
         if loader:
             assert loader.done == sorted(loader.wakes - {0}) and all(loader.loaded.values())
         if not turn:
-            assert not recorder.made  # a run that may never be made again
+            assert not recorder.made  # this run may never repeat
     assert ahead < 3 * apart
     waking = {*gates.values(), *frees} if streamed else set()
     for made in recorder.made:
@@ -129,7 +129,7 @@ SOURCE = "__kernel void advance(__global int* data, int k) { int i = get_global_
 
 
 def made(device: Any) -> tuple[Any, Any, Any, list[Step]]:
-    """100 layers whose order counts."""
+    """100 launches whose order changes the result."""
     context = Context(device)
     queue, data = context.queue(), context.buffer(4 * 64)
     program = context.build(SOURCE, [])
@@ -179,7 +179,7 @@ def test_a_driver_that_fails_to_record_is_told_of_once(device: Any, monkeypatch:
     recorder = context.recorder(queue)
     assert isinstance(recorder, CommandBuffers)
     add, added = recorder._add, list[int]()
-    recorder._add = lambda *given: added.append(1) or (add(*given) if len(added) < 70 else -5)  # some recordings are made
+    recorder._add = lambda *given: added.append(1) or (add(*given) if len(added) < 70 else -5)  # some recordings exist
     executor = Executor(queue, steps, recorder)
     with pytest.warns(FlashmemWarning, match=r"failed to record a launch: OUT_OF_RESOURCES .*launched one by one") as told:
         np.testing.assert_array_equal(answer(queue, data, executor, 4), expected)
@@ -220,7 +220,7 @@ def test_sessions_give_the_same_bits(device: Any, path: Any, tmp_path: Path, mon
     with Session(recording, device=name, strategy="preload", trace=True) as session:
         session.run(None, inputs[0])
         session.run(None, inputs[0])
-    assert not played[0]  # a trace has an event for each layer
+    assert not played[0]  # a trace has an event for each launch
     with Session(recording, device=name, strategy="preload") as session:
         answers = [session.run(None, each) for each in inputs]
     assert played[0] >= 9  # in three of four runs
@@ -229,7 +229,7 @@ def test_sessions_give_the_same_bits(device: Any, path: Any, tmp_path: Path, mon
 
 
 class FakeQualcomm:
-    """The calls of cl_qcom_recordable_queues as functions of C. Objects are numbers; `log` has what was called with what."""
+    """The calls of cl_qcom_recordable_queues as C functions. Objects are numbers; `log` records calls and their arguments."""
 
     def __init__(self, fails: str = "") -> None:
         p, n, code, size = ctypes.c_void_p, ctypes.c_uint, ctypes.c_int, ctypes.c_size_t
@@ -338,10 +338,10 @@ def test_a_driver_without_the_functions_of_its_extension() -> None:
 @EACH
 def test_a_profile_says_whether_recording_pays(device: Any, tmp_path: Path) -> None:
     context = Context(device)
-    assert recording_pays(context, context.queue()) in (False, True)  # a matter of the driver and of the moment
+    assert recording_pays(context, context.queue()) in (False, True)  # depends on the driver and the moment
     without = Context(replace(device, extensions=frozenset()))
     assert recording_pays(without, without.queue()) is False
     for paying in (False, True):
         descriptor = replace(load_descriptor("generic-cpu"), command_buffers=paying)
         assert load_descriptor(str(write_descriptor(tmp_path, descriptor, "here", "device"))).command_buffers is paying
-    assert not any(load_descriptor(name).command_buffers for name in descriptor_names())  # none was measured to gain
+    assert not any(load_descriptor(name).command_buffers for name in descriptor_names())  # no device was measured to gain

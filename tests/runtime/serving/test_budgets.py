@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> MiniModel:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages are let go long after the layer that used them is done, and loads are counted long after they are taken."""
+    """Pages are dropped long after the launch that used them, and loads are counted long after their start."""
     rng = random.Random(1)
     for kind, name in ((WeightFile, "drop"), (SharedSlice, "load")):
         act = getattr(kind, name)
@@ -47,7 +47,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Promises:
-    """How often an account that has a promise took or kept what is within it, and what is not."""
+    """How often an account with a grant stayed within it, and how often not."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen = Counter[str]()
@@ -60,7 +60,7 @@ class Promises:
 
         def promising(account: Account, nbytes: int) -> bool:
             with account._lock:
-                if nbytes < account._promised and nbytes:  # 0: the run is over, what is held is what counts
+                if nbytes < account._promised and nbytes:  # 0: the run is over, and the bytes in use count
                     self.note("lower", account, nbytes, 0)
                 return promise(account, nbytes)
 
@@ -85,7 +85,7 @@ def same(answers: list[NDArray[Any]], wanted: list[NDArray[Any]]) -> bool:
 def test_a_run_never_holds_or_takes_more_than_it_is_promised(
     device: str, model: MiniModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers that are done lower the promise by what has been let go, not by what is still to be."""
+    """Completed launches lower the grant by the freed bytes, not by those still to be freed."""
     wanted = alone(model, device)
     with Runtime(device=device, prepare=False) as runtime:
         opened, promises = runtime.open(model.path, mode="map"), Promises(monkeypatch)
@@ -121,7 +121,7 @@ def test_what_a_run_is_promised_at_its_end_is_what_it_holds(model: MiniModel, mo
 @pytest.mark.parametrize("on_pressure", ["finish", "fail"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_run_fails_for_want_of_memory_while_budgets_move(device: str, on_pressure: OnPressure, model: MiniModel) -> None:
-    """It ends, or is refused with the smallest budget. `python -m benchmarks.memory.moving_budget --runs 900` makes more."""
+    """It ends, or is refused with the smallest budget. `python -m benchmarks.memory.moving_budget --runs 900` tests more."""
     wanted, rng, became = alone(model, device), random.Random(3), Counter[str]()
     with Runtime(device=device, on_pressure=on_pressure, prepare=False) as runtime:
         opened, over = runtime.open(model.path, mode="map"), threading.Event()

@@ -1,4 +1,4 @@
-"""Steady kernels of a runtime's models: prepared as in sessions, and given up when residents change."""
+"""Steady kernels of a runtime's models: prepared as in sessions, and replaced when resident slices change."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Wide:
 
 @pytest.fixture(scope="module")
 def bundles(wide: Wide, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Bundle]:
-    """By device and memory path: where slices are buffers, later runs have one launch instead of two, and another kernel."""
+    """By device and memory path: if slices are buffers, later runs have one launch instead of two, and another kernel."""
     with pytest.MonkeyPatch.context() as patch:
         with_parted(patch)
         made = {
@@ -60,7 +60,7 @@ def _no_thread_is_left() -> Iterator[None]:
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """For each run, how many steady launches it is played by."""
+    """For each run, the number of its steady launches."""
     switch, seen = BoundKernels.switch, list[int]()
 
     def told(bound: BoundKernels, steady: Any) -> None:
@@ -90,7 +90,7 @@ def test_later_runs_of_a_model_are_played_by_steady_kernels(
         close_to(first, wide[2])
         close_to(second, wide[2])
         assert np.array_equal(first[0], second[0]) and not np.array_equal(first[1], second[1])
-        most = len(bundle.program.steady)  # elsewhere than in the file slices may lie apart
+        most = len(bundle.program.steady)  # slices that are adjacent in the file may be apart elsewhere
         assert chosen[0] == chosen[2] == 0 and chosen[1] == chosen[3] in ((most,) if mode == "map" else (1, most))
 
 
@@ -111,7 +111,7 @@ def test_launches_are_joined_while_their_slices_are_resident(
         answer(prepared=True)
         for _ in range(2):
             many.set_budget(smallest).result(30)
-            answer(prepared=True)  # what is resident went with the budget
+            answer(prepared=True)  # the change of the budget freed resident slices
             answer(prepared=True)  # the kernel that needs nothing resident
             assert many.held <= smallest
             many.set_budget(None).result(30)
@@ -136,14 +136,14 @@ def test_a_run_does_not_halt_in_the_middle_of_joined_layers(
         def halting(run: Run, *ports: Any, halted: Any, **options: Any) -> Any:
             def counted() -> bool:
                 asked.append(1)
-                if len(asked) == 2:  # the first of two layers that are one launch is behind it
+                if len(asked) == 2:  # the first of the two replaced launches is complete
                     many.set_budget(model.loaded.smallest)
                 return bool(halted())
 
             return play(run, *ports, halted=counted, **options)
 
         monkeypatch.setattr(Run, "execute", halting)
-        twice = {name: 2 * each for name, each in wide[1].items()}  # not what is still in the arena
+        twice = {name: 2 * each for name, each in wide[1].items()}  # not the old content of the arena
         close_to(model.run(None, twice), [2 * each for each in wide[2]])
         assert model.last_run is not None and not model.last_run.steady  # not to its end
         assert len(asked) >= 3 and many.held <= model.loaded.smallest
@@ -165,7 +165,7 @@ def test_kernels_outlive_the_bound_programs_of_models_that_take_turns(
 def test_nobody_waits_for_what_is_prepared(
     bundles: dict[tuple[str, str], Bundle], wide: Wide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not a run, not a bound that goes, and nothing is bound to one that is gone."""
+    """Neither a run nor the release of a bound program waits, and nothing is bound to a released one."""
     made, go, begun = CachedKernels, threading.Event(), threading.Event()
 
     def slow(*arguments: Any) -> Any:
@@ -243,7 +243,7 @@ def test_children_that_prepare_stay_on_little_cores_while_these_are_idle(
         when_idle(process)
         seen.append((os.sched_getaffinity(process), os.sched_getscheduler(process)))
 
-    with Runtime(device=DEVICE) as many:  # builds what the first run needs in this process
+    with Runtime(device=DEVICE) as many:  # builds the first run's kernels in this process
         model = many.open(bundle)
         monkeypatch.setattr(kernel_processes, "_only_when_idle", looked_at)
         model.loaded._warm_up._apart = True  # type: ignore[union-attr]
@@ -258,7 +258,7 @@ def test_children_that_prepare_stay_on_little_cores_while_these_are_idle(
 def test_a_folder_that_cannot_be_written_is_told_once_and_runs_keep_their_kernels(
     bundles: dict[tuple[str, str], Bundle], wide: Wide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is a UserError, in the thread that has later runs' kernels built."""
+    """It is a UserError, in the thread that builds the kernels of later runs."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise UserError("no temporary folder can be written")
@@ -285,7 +285,7 @@ for line in sys.stdin:
         time.sleep(0.01)
     print(json.dumps({"error": None, "file": log}), flush=True)
 """
-"""Builds nothing; `dear` takes until all the others were begun, which another child has to do."""
+"""Builds nothing; `dear` ends after the others have begun, which needs another child."""
 
 
 def test_children_take_from_one_queue_the_dearest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Requests of a runtime that fail or are cancelled, and callbacks: no effect on others, and nothing left behind."""
+"""Failed or cancelled requests of a runtime, and callbacks: no effect on others, and no leaks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[MiniModel]:
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """One that can be planned again."""
+    """A bundle that can be planned again."""
     return flashmem.compile(DATA / "resnet-tiny.onnx", tmp_path_factory.mktemp("planned") / "m.flashmem", build=False)
 
 
@@ -49,7 +49,7 @@ def right(answer: list[Any], model: MiniModel) -> bool:
     return bool(np.allclose(answer[0], model.reference(model.inputs())[0], rtol=0, atol=2e-5))
 
 
-# A budget is promised when kernels are there, and given back where they fail.
+# A budget is granted after kernels are loaded, and released if they fail.
 
 
 @pytest.mark.parametrize("error", [RunError("the driver refuses the kernels"), UserError("they compute in half")])
@@ -68,7 +68,7 @@ def test_kernels_that_fail_keep_no_budget(error: Exception, models: list[MiniMod
         assert right(second.run(None, models[1].inputs()), models[1])
 
 
-# A run that fails leaves nothing on the device.
+# A failed run leaves nothing on the device.
 
 
 @pytest.mark.parametrize("where", ["load", "layer"])
@@ -91,7 +91,7 @@ def test_a_failed_run_keeps_no_device_memory_while_its_error_is_kept(
         raise RunError("the device is lost")
 
     def begun(executor: Executor, *arguments: Any, **options: Any) -> int:
-        layer = executor._steps[3].commands[0].arguments  # as the variables of a call
+        layer = executor._steps[3].commands[0].arguments  # like the variables of a frame
         assert layer
         fail()
         return 0
@@ -118,7 +118,7 @@ def test_a_failed_run_keeps_no_device_memory_while_its_error_is_kept(
 
 
 def test_an_error_that_is_kept_keeps_no_model(models: list[MiniModel], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all that its bundle says: half a megabyte for each one that failed and was opened again."""
+    """With the content of its bundle: half a megabyte for each model that failed and was opened again."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise RunError("the device is lost")
@@ -143,7 +143,7 @@ def test_an_error_that_is_kept_keeps_no_model(models: list[MiniModel], monkeypat
 
 
 def failing_after(count: int, act: Any, fail: Any) -> Any:
-    """`act`, which fails from the call after so many on."""
+    """`act`, which fails after `count` calls."""
     calls = 0
 
     def counted(*arguments: Any) -> Any:
@@ -154,11 +154,11 @@ def failing_after(count: int, act: Any, fail: Any) -> Any:
     return counted
 
 
-# Nobody waits for what others need.
+# No request waits for the needs of others.
 
 
 def test_no_request_waits_while_a_budget_is_set(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the run under way can go on in less takes a plan."""
+    """A plan decides whether the current run can continue with less memory."""
     begun, go, running = threading.Event(), threading.Event(), threading.Event()
     smallest, run = again.smallest_budget, Executor.run
     inputs = {port.name: np.zeros(port.shape, port.dtype) for port in bundle.program.inputs}
@@ -175,7 +175,7 @@ def test_no_request_waits_while_a_budget_is_set(bundle: Bundle, monkeypatch: pyt
 
     monkeypatch.setattr(again, "smallest_budget", later)
     monkeypatch.setattr(Executor, "run", layers)
-    monkeypatch.setattr("flashmem.runtime.serving.first_plans.Planner.wake", lambda _: None)  # asks for it, too
+    monkeypatch.setattr("flashmem.runtime.serving.first_plans.Planner.wake", lambda _: None)  # which makes plans too
     with Runtime(prepare=False) as runtime:
         opened = runtime.open(bundle, mode="map")
         answers = [opened.submit(inputs)]
@@ -219,7 +219,7 @@ def test_an_answer_waits_for_nothing_that_is_done_ahead(models: list[MiniModel],
 
 
 def test_a_callback_may_close_a_model_that_is_loaded_ahead(models: list[MiniModel], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits for the thread that does so."""
+    """It waits for the thread that loads ahead."""
     looking, at_work = threading.Event(), list[bool]()
     look, close, run = MemoryArbiter.load_ahead, LoadedModel.close, Executor.run
 
@@ -253,7 +253,7 @@ def test_a_callback_may_close_a_model_that_is_loaded_ahead(models: list[MiniMode
         assert opened[1].failure == "close was called" and at_work == [False]
 
 
-# Callbacks are fenced, and all are told.
+# Callbacks are isolated, and all of them are called.
 
 
 def interrupt(_: Any) -> None:
@@ -316,7 +316,7 @@ def test_all_who_wait_are_told_when_a_runtime_closes(
 def test_an_interrupt_in_a_callback_reaches_the_thread_that_called_it(
     act: str, models: list[MiniModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After everybody was told."""
+    """After all callbacks have been called."""
     go, run = threading.Event(), Executor.run
 
     def layers(executor: Executor, *arguments: Any, **options: Any) -> int:
@@ -363,11 +363,11 @@ def test_a_budget_is_told_to_all_who_wait_for_it(models: list[MiniModel], monkey
         assert told == done
 
 
-# Models come and go.
+# Models open and close.
 
 
 def test_a_model_that_is_opened_again_and_again_leaves_nothing(models: list[MiniModel]) -> None:
-    """Fifteen times; `python -m benchmarks.serving.reopening` does so a thousand times, and asks the system."""
+    """Fifteen times; `python -m benchmarks.serving.reopening` does so a thousand times, and measures the process."""
 
     def again(times: int) -> tuple[int, int, int]:
         for _ in range(times):
@@ -394,11 +394,11 @@ def test_the_latest_changes_of_a_total_are_remembered_in_their_order() -> None:
     assert list(changes) == [(2.0, 20), (3.0, 30), (4.0, 40)]
 
 
-# What is prepared for later costs no answer.
+# The warm-up delays no answer.
 
 
 def prepared(opened: LoadedModel) -> WarmUp:
-    """As of a bundle that has steady kernels."""
+    """As for a bundle that has steady kernels."""
     return WarmUp(opened.opened, opened.device, apart=False)
 
 

@@ -44,7 +44,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[MiniModel]:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Bundle]:
-    """Bundles that carry their times, so that they can be planned again."""
+    """Bundles that include launch times, so that they can be planned again."""
     folder = tmp_path_factory.mktemp("compiled")
     names = ("gptneo-tiny", "resnet-tiny")
     return [flashmem.compile(DATA / f"{name}.onnx", folder / f"{name}.flashmem", build=False) for name in names]
@@ -103,7 +103,7 @@ def test_every_model_gives_its_answers_in_order_and_the_budget_is_never_passed(
 
 
 def test_the_next_model_loads_while_one_still_runs(models: list[MiniModel], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first run waits in its last layer for the loads of the next one, which nobody else would begin."""
+    """The first run waits in its last launch for loads of the next one, which only the runtime can begin."""
     first, second = (model.open() for model in models[:2])
     with Runtime(2 * needed(first, "map")) as many:
         a, b = many.open(first, mode="map"), many.open(second, mode="map")
@@ -130,7 +130,7 @@ def test_the_next_model_loads_while_one_still_runs(models: list[MiniModel], monk
 def test_the_model_after_the_next_loads_too_and_residents_wait_for_the_next_turn(
     models: list[MiniModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run waits in its last layer for loads of the third model, whose turn comes after that of another."""
+    """A run waits in its last launch for loads of the third model, whose turn is after that of another."""
     bundles = [model.open() for model in models]
     wanted = [expected(model.path, model.inputs(), mode="map") for model in models]
     budget = sum(needed(bundle, "map") for bundle in bundles)
@@ -170,7 +170,7 @@ def test_plans_are_made_in_short_turns() -> None:
 
 
 def test_the_first_answer_waits_for_no_plan(compiled: list[Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does the next one, for any but its own."""
+    """Nor does the next answer, except for its own plan."""
     made, go, begun = again.plan_again, threading.Event(), list[str]()
 
     def later(program: Any, *rest: Any, **options: Any) -> Any:
@@ -188,7 +188,7 @@ def test_the_first_answer_waits_for_no_plan(compiled: list[Bundle], monkeypatch:
         deadline = time.monotonic() + 30
         while not begun and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert begun == [compiled[1].path.name]  # whose turn is next
+        assert begun == [compiled[1].path.name]  # the model whose turn is next
         go.set()
         assert same(second.result(30), expected(compiled[1], inputs[1], mode="map"))
         assert same(outputs, expected(compiled[0], inputs[0], mode="map"))
@@ -334,7 +334,7 @@ def test_many_threads_and_random_cancels_leave_nothing_behind(models: list[MiniM
 
 
 def halting(monkeypatch: pytest.MonkeyPatch, after: int, act: Callable[[], object]) -> None:
-    """Call `act` once, when layer `after` of the first run is enqueued."""
+    """Call `act` once, after launch `after` of the first run is enqueued."""
     play = Run.execute
     left = [act]
 
@@ -380,7 +380,7 @@ def test_a_run_goes_on_under_a_smaller_budget_with_the_same_bits(
 
 
 def test_kernels_that_another_plan_replaces_load_no_longer(compiled: list[Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where kernels move weights, each plan has its own."""
+    """If kernels copy weights, each plan has its own kernels."""
     begin, made = CachedKernels.__init__, list[CachedKernels]()
 
     def noted(kernels: CachedKernels, *arguments: Any) -> None:
@@ -399,7 +399,7 @@ def test_kernels_that_another_plan_replaces_load_no_longer(compiled: list[Bundle
 
 
 def test_nobody_has_to_wait_for_a_budget_that_is_moved(compiled: list[Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `asyncio.wait_for` does, which cancels what it waited for."""
+    """Like `asyncio.wait_for`, which cancels the future that it waits for."""
     inputs = drawn(compiled[0], 1)
     with Runtime() as many:
         model, cancelled = many.open(compiled[0], mode="map"), list[bool]()
@@ -461,7 +461,7 @@ def _no_thread_is_left() -> Iterator[None]:
 
 
 def test_the_examples_of_the_page_run(compiled: list[Bundle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them, one after the other, in one namespace."""
+    """All examples in sequence, in one namespace."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(compiled[0].path, tmp_path / "gptneo-copy.flashmem")
     for name, bundle in zip(("gptneo-125m", "resnet50"), compiled, strict=True):
@@ -476,7 +476,7 @@ def test_the_examples_of_the_page_run(compiled: list[Bundle], tmp_path: Path, mo
         for block in blocks:
             for said, named in names.items():
                 block = block.replace(f'"{said}"', repr(named))
-            if "with flashmem.Runtime" not in block:  # what follows an example is about its runtime
+            if "with flashmem.Runtime" not in block:  # the blocks after an example use its runtime
                 space["runtime"] = many
             exec(block, space)
             if "set_budget" in block:

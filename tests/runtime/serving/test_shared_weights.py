@@ -42,7 +42,7 @@ BYTES = whole_pages(8192)
 
 
 class Disk:
-    """Stands in for a weight file: notes what is brought in and dropped."""
+    """Replaces a weight file: records which pages are read in and dropped."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -78,7 +78,7 @@ def test_the_second_who_loads_borrows_and_holds_when_the_first_lets_go() -> None
     place.load(whole(PART), "a", first, "w")
     place.load(whole(PART), "b", second, "w")
     assert disk.notes == ["populate"] and (first.total, second.total, budget.total) == (BYTES, 0, BYTES)
-    assert budget.room == 0  # each may go on with them whatever the other does
+    assert budget.room == 0  # each may continue with them, whatever the other does
     place.free("a")
     assert disk.notes == ["populate"] and (first.total, second.total, budget.room) == (0, BYTES, BYTES)
     place.free("b")
@@ -174,7 +174,7 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[MiniModel]
 
 @pytest.fixture
 def brought(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of each part of a weight file that is brought in."""
+    """Bytes of each part of a weight file that is read in."""
     seen: list[int] = []
     populate = WeightFile.populate
 
@@ -205,7 +205,7 @@ def test_two_bundles_of_the_same_weights_load_and_hold_them_once(
                 np.testing.assert_array_equal(got, expected)
         assert sum(brought) == sum(part.file_bytes for part in a.open().program.slices)
         assert runtime.held <= whole_weights + 2 * fixed < 2 * whole_weights
-        first.close()  # whose file they are in
+        first.close()  # the owner of their file
         held = runtime.held
         assert whole_weights < held <= whole_weights + fixed
         count = len(brought)
@@ -252,7 +252,7 @@ def test_slices_of_the_same_bytes_are_told_from_others(twins: dict[str, list[Min
 
 
 def forged(folder: Path, of: MiniModel, *, seed: int) -> MiniModel:
-    """A bundle of other weights whose checksums.bin says that they are those of `of`."""
+    """A bundle with other weights, whose checksums.bin claims those of `of`."""
     made = write_mini_bundle(folder / "forged.flashmem", seed=seed)
     checksums, true = files_of(made.path) / "checksums.bin", (files_of(of.path) / "checksums.bin").read_bytes()
     hash_bytes = 16 * len(made.open().program.slices)
@@ -267,7 +267,7 @@ def forged(folder: Path, of: MiniModel, *, seed: int) -> MiniModel:
 def test_a_bundle_that_lies_about_its_weights_changes_no_answer_but_its_own(
     order: tuple[int, ...], verify_weights: bool, twins: dict[str, list[MiniModel]], tmp_path: Path
 ) -> None:
-    """Whoever comes first; and those that tell the truth still share."""
+    """In any order; and honest bundles still share."""
     models = [twins["buffer"][0], forged(tmp_path, twins["buffer"][0], seed=4), twins["buffer"][1]]
     inputs = models[0].inputs()
     with Runtime(verify_weights=verify_weights) as runtime:
@@ -316,7 +316,7 @@ def test_files_are_compared_once_and_not_by_a_name_that_another_may_get(
     same.close()
     del same, files[1]
     gc.collect()
-    assert len(one._same) == 2  # itself and the one that is still there
+    assert len(one._same) == 2  # itself and the one that still exists
     for file in files:
         file.close()
 
@@ -324,7 +324,7 @@ def test_files_are_compared_once_and_not_by_a_name_that_another_may_get(
 def test_kernels_that_a_bundle_brings_are_for_that_bundle_alone(
     twins: dict[str, list[MiniModel]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing says that a binary is of the text whose key it has."""
+    """Nothing proves that a binary belongs to the text of its key."""
     monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path / "cache"))
     model, device = twins["buffer"][0], list_devices()[0]
     bundle, inputs = model.open(), model.inputs()

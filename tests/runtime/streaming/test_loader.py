@@ -1,4 +1,4 @@
-"""Loader threads: which loads may start before their gate opens, which may not, and how threads end."""
+"""Loader threads: which loads may start before their release, which may not, and how threads end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.mini_bundle import write_mini_bundle
 
 
 class Noted(Transfer):
-    """Notes what it does. Loads named in `failing` fail once they may be copied."""
+    """Records its calls. Loads named in `failing` fail after they may be copied."""
 
     def __init__(self, *, reads_ahead: bool, failing: str = "") -> None:
         super().__init__(SimpleNamespace(missed=False))  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ def test_what_waits_in_staging_of_its_own_is_read_before_its_gate_and_copied_beh
     transfer = Noted(reads_ahead=True)
     run = LoaderRun(transfer, loads(0, 1, 1, 2, 2), {}, threads=2)
     run.wait("w0")
-    until(lambda: len(transfer.done) == 4)  # both threads hold a load of gate 1
+    until(lambda: len(transfer.done) == 4)  # both threads have a load of gate 1
     assert set(transfer.done) == {("read", "w0"), ("copy", "w0"), ("read", "w1"), ("read", "w2")}
     run.layer_done(1)
     run.wait("w1")
@@ -109,7 +109,7 @@ def test_what_is_not_admitted_does_not_begin_and_nothing_is_read_ahead_meanwhile
     run.wait("w1")
     assert len(transfer.done) == 4
     run.admit_all()
-    until(lambda: run.idle)  # both threads wait at gates
+    until(lambda: run.idle)  # both threads wait for releases
     assert set(transfer.done[4:]) == {("read", "w2"), ("read", "w3")}
     run.layer_done(4)
     run.wait("w2")
@@ -157,7 +157,7 @@ def test_reads_are_whole_whatever_the_page_cache_says(
     read = os.preadv
 
     def some(descriptor: int, views: list[Any], offset: int, flags: int = 0) -> int:
-        """What is cached ends after 1000 bytes, or cannot be asked for."""
+        """Cached bytes end after 1000 bytes, or cannot be queried."""
         if flags and refused is not None:
             raise refused
         return read(descriptor, [views[0][:1000]] if flags else views, offset)
@@ -171,7 +171,7 @@ def test_reads_are_whole_whatever_the_page_cache_says(
     if refused is None:
         file.missed = False
         file.read_into(got[:900], 7)
-        assert not file.missed  # all of it was there
+        assert not file.missed  # all bytes were cached
     file.close()
 
 
@@ -206,7 +206,7 @@ def test_nothing_is_left_mapped_where_staging_is_refused(device: Any, monkeypatc
 
     real = Queue.map
     monkeypatch.setattr(Queue, "map", noted)
-    for budget, maps in ((1 << 20, 0), (1 << 21, 1)):  # too small for both, and not
+    for budget, maps in ((1 << 20, 0), (1 << 21, 1)):  # too small for both, and large enough
         ledger, file = Ledger(context, budget), WeightFile(tmp_path / "weights.bin", 16)
         with pytest.raises(RunError, match="budget") if maps == 0 else nullcontext():
             InterleaveTransfer(context, ledger, file, (), layout).close()

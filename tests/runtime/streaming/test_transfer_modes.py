@@ -1,4 +1,4 @@
-"""Every device, both memory paths, every transfer mode and strategy: right answers, and the same bits."""
+"""Every device, both memory paths, every transfer mode and strategy: correct answers, and the same bits."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_moves_by_launches_of_their_own_give_the_same_bits(
 def test_where_memory_is_not_shared_staging_is_slots_that_are_never_mapped_and_loads_pass_through_a_ring(
     device: Device, path: MemoryPath, models: dict[tuple[str, str], MiniModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NVIDIA's driver keeps host memory for what was mapped: 463 MB for a budget of 86, with a place mapped for each slice."""
+    """NVIDIA's driver keeps host memory for mapped memory: 463 MB for a budget of 86, with a mapped place for each slice."""
     mapped: dict[int, int] = {}
     map_buffer = Queue.map
 
@@ -108,7 +108,7 @@ def test_where_memory_is_not_shared_staging_is_slots_that_are_never_mapped_and_l
     monkeypatch.setattr(Queue, "map", spy)
     monkeypatch.setattr("flashmem.runtime.options.find_device", lambda *_, **__: replace(device, unified_memory=False))
     program, plan = model.open().program, model.open().plan
-    piece = -(-max(part.file_bytes for part in program.slices) // 4096) * 4096  # none is cut
+    piece = -(-max(part.file_bytes for part in program.slices) // 4096) * 4096  # no slice is divided
     layout = streamed_layout(program, plan, "interleave", shares_memory=False)
     ring = layout.threads * piece
     slots = sum(layout.staging_slots)
@@ -180,7 +180,7 @@ def test_streaming_stays_below_the_weights_and_reports_what_it_held(models: dict
         assert starts == sorted(starts)
         assert report.memory.process_peak_rss_bytes is not None
         assert report.memory.process_peak_rss_bytes > report.memory.peak_bytes
-        # Every load ended before the layer that needs it began, as the device saw it.
+        # On the device's clock, every load ended before the launch that needs it began.
         began = {span.name: span.start for span in report.layers}
         assert all(span.end <= began[span.name] + 1e-3 for span in report.loads)
         session.run(None, model.inputs())

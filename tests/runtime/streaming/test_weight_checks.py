@@ -1,4 +1,4 @@
-"""Checksums of weights while they are read, and files that are cut short while kernels read them."""
+"""Checksums of weights while they are read, and files that are truncated while kernels read them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def model(tmp_path: Path) -> MiniModel:
 
 
 def damage(model: MiniModel, offset: int) -> None:
-    """One bit of the weight file is another."""
+    """Change one bit of the weight file."""
     with model.open().weights_path.open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)[0]
@@ -76,7 +76,7 @@ def test_a_damaged_slice_ends_the_run_where_it_is_checked(
             Session(model.path, **options) as session,  # type: ignore[arg-type]
         ):
             session.run(None, model.inputs())
-        damage(model, part.offset + part.file_bytes - 1)  # as it was
+        damage(model, part.offset + part.file_bytes - 1)  # restore the bit
 
 
 def test_constants_are_always_checked(model: MiniModel) -> None:
@@ -124,8 +124,8 @@ def test_nobody_cuts_the_file_while_kernels_read_it(model: MiniModel) -> None:
                 for _ in range(1000):
                     time.sleep(0.01)
                     file.check()
-            assert file.mapped[-1] >= 0  # would end this process if the file were cut by now
-            with file.guarded():  # one within another, as opening and running may be
+            assert file.mapped[-1] >= 0  # would end this process if the file were truncated
+            with file.guarded():  # nested, as opening and running may be
                 pass
             assert other.poll() is None
             file._let_go()

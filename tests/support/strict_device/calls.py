@@ -1,4 +1,4 @@
-"""The stand-in for pyopencl."""
+"""Replacement of pyopencl for the strict device."""
 # ruff: noqa: N802 - the names are OpenCL's
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _WORDS = (
     "channel_type", "command_execution_status", "command_queue_properties", "device_type", "map_flags", "mem_flags",
     "mem_object_type", "program_info", "status_code",
 )  # fmt: skip
-"""What of pyopencl calls nothing."""
+"""Names of pyopencl that call no OpenCL function."""
 
 
 class StrictOpenCL:
-    """The module pyopencl, with one strict device. Names that are not here are not checked, and so are refused."""
+    """The module pyopencl, with one strict device. It refuses names that are not defined here, because it cannot check them."""
 
     def __init__(self, profile: Profile, real: Any, *, by_event: bool = False) -> None:
-        """`real`: the pyopencl device underneath, a CPU with images. `by_event`: as of `Rules`."""
+        """`real`: the underlying pyopencl device, a CPU with images. `by_event`: see `Rules`."""
         self.world = World(profile, real, by_event=by_event)
         self.ImageDescriptor, self.Kernel, self.Context, self.CommandQueue = (
             ImageShape,
@@ -47,7 +47,7 @@ class StrictOpenCL:
 
     @property
     def rules(self) -> Rules:
-        """What has happened."""
+        """The recorded state."""
         return self.world.rules
 
     def __getattr__(self, name: str) -> Any:
@@ -98,7 +98,7 @@ class StrictOpenCL:
     def enqueue_map_buffer(
         self, queue: StrictQueue, buffer: Any, flags: int, offset: int, shape: Sequence[int], dtype: Any
     ) -> tuple[NDArray[Any], None]:
-        """A map, waited for."""
+        """A blocking map."""
         return objects.map_buffer(queue, buffer, flags, offset, tuple(shape), np.dtype(dtype)), None
 
     def _write_buffer(

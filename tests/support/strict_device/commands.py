@@ -1,6 +1,6 @@
 """Memory objects, commands, and the accesses of commands to memory. No OpenCL here.
 
-Section numbers are of the OpenCL 3.0 API specification.
+Section numbers are those of the OpenCL 3.0 API specification.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ COPIES = frozenset(("write", "unmap"))
 
 
 class BrokenRuleError(Exception):
-    """A program did what OpenCL, or the device, leaves undefined or refuses. `rule`: which one, in a word."""
+    """A program did something that OpenCL, or the device, leaves undefined or refuses. `rule`: the rule's name."""
 
     def __init__(self, rule: str, what: str) -> None:
         super().__init__(f"{rule}: {what}")
@@ -36,7 +36,7 @@ class Memory:
     released: bool = False
 
     def related(self, other: Memory) -> bool:
-        """Whether one of the two is made of the other."""
+        """Whether one is the other's ancestor."""
         return other in self._ancestors() or self in other._ancestors()
 
     def _ancestors(self) -> list[Memory]:
@@ -49,7 +49,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Access:
-    """What a command does with bytes of a memory object; `start` and `end` count in its allocation."""
+    """An access of a command to bytes of a memory object; `start` and `end` count in its allocation."""
 
     memory: Memory
     start: int
@@ -58,19 +58,19 @@ class Access:
 
     @classmethod
     def whole(cls, memory: Memory, *, writes: bool) -> Access:
-        """All of it."""
+        """An access to the whole object."""
         return cls(memory, memory.start, memory.end, writes)
 
     def meets(self, other: Access) -> bool:
-        """Whether the two are on the same bytes."""
+        """Whether the two accesses overlap."""
         return self.memory.allocation == other.memory.allocation and self.start < other.end and other.start < self.end
 
     def conflict(self, other: Access) -> str | None:
-        """Why the two must not happen at the same time; None if they may.
+        """The reason why the two must not be concurrent; None if they may.
 
-        To modify a memory object in one queue while another queue uses it is undefined, whichever bytes of it they touch
-        (appendix A.1). What concurrent commands do with a buffer and its sub-buffers, or with overlapping sub-buffers, is
-        undefined unless all of them read (clCreateSubBuffer); so with a buffer and an image made of it.
+        To modify a memory object in one queue while another queue uses it is undefined, whichever bytes they access (appendix
+        A.1). Concurrent commands on a buffer and its sub-buffers, or on overlapping sub-buffers, are undefined unless all of
+        them read (clCreateSubBuffer); the same applies to a buffer and an image made of it.
         """
         if not (self.writes or other.writes):
             return None
@@ -83,7 +83,7 @@ class Access:
 
 @dataclass(eq=False)
 class Command:
-    """Something enqueued: number `number` of a queue. `clock`: by queue, up to which number commands are complete before it."""
+    """A command: number `number` of a queue. `clock`: by queue, the number up to which commands complete before it."""
 
     kind: str
     what: str
@@ -100,7 +100,7 @@ class Command:
 
 @dataclass(eq=False)
 class Mapping:
-    """Bytes that the host has a pointer to. `unmapped`: the command that takes it back, which may not be complete."""
+    """Bytes to which the host has a pointer. `unmapped`: the unmap command, which may not be complete."""
 
     access: Access
     command: Command

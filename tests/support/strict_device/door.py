@@ -1,4 +1,4 @@
-"""Installs the strict device in flashmem: the one module here that knows the program."""
+"""Installs the strict device in flashmem: the only module here that depends on the program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.strict_device.profiles import Profile
 
 @functools.cache
 def base_device() -> Any:
-    """The device underneath: PoCL, or another CPU with images. First asked for where no strict device is in place."""
+    """The underlying device: PoCL, or another CPU with images. The first call must be before any strict device is installed."""
     found = [each for each in opencl.list_devices() if each.kind == "cpu" and each.has_images]
     if not found:
         pytest.skip("no CPU device with images is here")
@@ -27,7 +27,7 @@ def base_device() -> Any:
 
 @contextmanager
 def strict(profile: Profile) -> Iterator[StrictOpenCL]:
-    """While inside, the only OpenCL device is a strict one."""
+    """In the body, the only OpenCL device is a strict one."""
     instead = StrictOpenCL(profile, base_device(), by_event=True)  # flashmem's own rule (docs/opencl-notes.md)
     library = StrictLibrary(instead)
     with pytest.MonkeyPatch.context() as patch:

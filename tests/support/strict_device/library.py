@@ -1,4 +1,4 @@
-"""The stand-in for the OpenCL library behind ctypes: handles and events are numbers."""
+"""Replacement of the OpenCL library behind ctypes: handles and events are numbers."""
 # ruff: noqa: N802 - the names are OpenCL's
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _EVENT_COMMAND_EXECUTION_STATUS = 0x11D3
 
 
 class StrictLibrary:
-    """The library's functions, called as by ctypes. They raise where they break a rule."""
+    """The library's functions, called as by ctypes. They raise if a call breaks a rule."""
 
     def __init__(self, opencl: StrictOpenCL) -> None:
         self._world = opencl.world
         self._lock = threading.Lock()
         self._functions: dict[str, _Function] = {}
-        self._events: dict[int, tuple[StrictEvent, int]] = {}  # by handle: how many references the program has
-        self._buffers: dict[int, StrictBuffer] = {}  # those made here: nobody else keeps them
+        self._events: dict[int, tuple[StrictEvent, int]] = {}  # by handle: the number of the program's references
+        self._buffers: dict[int, StrictBuffer] = {}  # created here: nobody else references them
 
     def __getattr__(self, name: str) -> _Function:
         method = getattr(type(self), f"_{name}", None)
@@ -170,7 +170,7 @@ class StrictLibrary:
         return [self._event(handles[index] or 0) for index in range(number)]
 
     def _gave(self, where: Any, event: StrictEvent) -> int:
-        """Hand an event out where it is asked for."""
+        """Return an event through the pointer `where`."""
         if where:
             with self._lock:
                 self._events[event.int_ptr] = event, 1
@@ -204,7 +204,7 @@ class StrictLibrary:
 
 
 class _Function:
-    """A function as ctypes has it: its types may be set, and are not looked at."""
+    """A ctypes function: its types may be set, and are ignored."""
 
     def __init__(self, method: Callable[..., int]) -> None:
         self._method = method

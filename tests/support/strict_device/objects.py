@@ -1,4 +1,4 @@
-"""Stand-ins for pyopencl's devices, queues, memory objects, maps and events: the real object and the rules' state."""
+"""Replacements of pyopencl's devices, queues, memory objects, maps and events: the real object and the rules' state."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.support.strict_device.profiles import Profile
 from tests.support.strict_device.rules import Rules
 
 UNDEFINED = 0xFF
-"""What memory holds that nobody wrote: NaN as a float or a half, -1 as an integer."""
+"""The content of memory that nobody has written: NaN as a float or a half, -1 as an integer."""
 
 _contexts: dict[int, Any] = {}
 
 
 class World:
-    """One strict device: its profile, the real device underneath, and what happened. Objects and events by their handles."""
+    """One strict device: its profile, the underlying real device, and the rules' state. Objects and events by their handles."""
 
     def __init__(self, profile: Profile, real: Any, *, by_event: bool = False) -> None:
         self.profile, self.real, self.rules, self.overlap = profile, real, Rules(by_event=by_event), Overlap()
@@ -35,28 +35,30 @@ class World:
         self.own_queue = cl.CommandQueue(self.context, real)
         self.handles: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.events: weakref.WeakValueDictionary[int, StrictEvent] = weakref.WeakValueDictionary()
-        self.versions: dict[int, int] = {}  # of what allocations hold
+        self.versions: dict[int, int] = {}  # of the allocations' content
         self.platform = StrictPlatform(self)
         self.device = StrictDevice(self)
 
     def wrote(self, memory: Memory) -> None:
-        """Its content has changed."""
+        """Record a change of its content."""
         self.versions[memory.allocation] = self.versions.get(memory.allocation, 0) + 1
 
     def enqueued(self, queue: StrictQueue, command: Command, real: Any) -> StrictEvent:
-        """The event of a command that is enqueued now."""
+        """The event of a newly enqueued command."""
         if command.kind in COPIES:
             self.overlap.enqueued(command)
         return StrictEvent(queue, command, real)
 
     def known(self, command: Command) -> None:
-        """The host has waited for a command. Copies stay in flight a little longer, so that those of other threads overlap."""
+        """Record that the host has waited for a command. Copies stay in flight a little longer, to overlap those of other
+        threads.
+        """
         if copies := self.rules.copies_before(command):
             self.overlap.wait(copies)
         self.rules.known(command)
 
     def limit(self, what: str, wanted: int, most: int) -> None:
-        """Raise BrokenRuleError where the device's driver offers less."""
+        """Raise BrokenRuleError if the device's driver offers less."""
         if wanted > most:
             self.rules.broke("limit", f"{what}: {wanted}, and {self.profile.name} has {most}")
 
@@ -74,7 +76,7 @@ class StrictPlatform:
 
 
 class StrictDevice:
-    """What the profile says, by pyopencl's names."""
+    """The profile's properties, by pyopencl's names."""
 
     def __init__(self, world: World) -> None:
         profile = world.profile
@@ -97,7 +99,7 @@ class StrictDevice:
 
 
 class StrictContext:
-    """A context; all of a real device are one underneath."""
+    """A context; all contexts of a real device share an underlying one."""
 
     def __init__(self, devices: Iterable[StrictDevice]) -> None:
         (self.device,) = devices
@@ -115,17 +117,17 @@ class StrictQueue:
         self.profiling = bool(int(properties) & int(cl.command_queue_properties.PROFILING_ENABLE))
         self.real = cl.CommandQueue(self.world.context, device.world.real, int(properties))
         self.number = rules.queue()
-        self.lock = threading.RLock()  # so that commands are enqueued in the order in which the rules saw them
+        self.lock = threading.RLock()  # commands are enqueued in the order in which the rules see them
         self.int_ptr = self.real.int_ptr
         self.world.handles[self.int_ptr] = self
 
     def flush(self) -> None:
-        """Submit what is enqueued."""
+        """Submit the enqueued commands."""
         self.world.rules.flush(self.number)
         self.real.flush()
 
     def finish(self) -> None:
-        """Wait for what is enqueued."""
+        """Wait for the enqueued commands."""
         last = self.world.rules.last(self.number)
         self.real.finish()
         if last is not None:
@@ -133,7 +135,7 @@ class StrictQueue:
 
 
 class StrictEvent:
-    """A command, as its program sees it."""
+    """The event of a command, as the program uses it."""
 
     def __init__(self, queue: StrictQueue, command: Command, real: Any) -> None:
         self.command, self.real, self.world, self._queue = command, real, queue.world, queue
@@ -141,18 +143,18 @@ class StrictEvent:
         self.world.events[self.int_ptr] = self
 
     def wait(self) -> None:
-        """Wait for the command: the host knows then that it is complete, and sees what it did."""
+        """Wait for the command: the host then knows that it is complete, and sees its result."""
         self.real.wait()
         self.world.known(self.command)
 
     @property
     def command_execution_status(self) -> int:
-        """How far it is. To see that it is complete is no synchronization point (clGetEventInfo)."""
+        """The status of the command. Reading that it is complete is no synchronization point (clGetEventInfo)."""
         return int(self.real.command_execution_status)
 
     @property
     def profile(self) -> Any:
-        """When it ran: there once it is complete, of queues that take times (clGetEventProfilingInfo)."""
+        """Its times: available after completion, for queues with profiling (clGetEventProfilingInfo)."""
         rules = self.world.rules
         if not self._queue.profiling:
             rules.broke("event", f"times are asked of {self.command.what}, whose queue takes none")
@@ -170,18 +172,18 @@ class StrictMemory:
         world.handles[self.int_ptr] = self
 
     def release(self) -> None:
-        """Give it back."""
+        """Release it."""
         self.world.rules.check_alive(self.memory, "releasing it again")
         self.world.rules.release(self.memory)
         self.real.release()
 
     def __del__(self) -> None:
         if hasattr(self, "real"):
-            with suppress(BrokenRuleError):  # which is noted; nobody would hear it from here
+            with suppress(BrokenRuleError):  # the rules have recorded it; the caller could not handle it here
                 self.world.rules.release(self.memory)
 
     def access(self, *, writes: bool, offset: int = 0, nbytes: int | None = None) -> Access:
-        """Of `nbytes` from byte `offset` on, or of all."""
+        """An access to `nbytes` from byte `offset` on, or to all."""
         start = self.memory.start + offset
         return Access(self.memory, start, self.memory.end if nbytes is None else start + nbytes, writes)
 
@@ -234,15 +236,15 @@ class ImageShape:
 
 
 class StrictImage(StrictMemory):
-    """A two-dimensional image; over a buffer it is a copy, made anew before kernels that read it where the buffer changed."""
+    """A two-dimensional image. Over a buffer it is a copy, updated before kernels read it if the buffer has changed."""
 
     width = height = texel = 0
     row_pitch = 0
     view_of: StrictBuffer | None = None
-    seen = -1  # version of the buffer that the copy is of
+    seen = -1  # version of the copied buffer content
 
     def refresh(self, queue: Any) -> None:
-        """Bring the copy up to date, behind what is enqueued on a real queue."""
+        """Update the copy, after the commands enqueued on a real queue."""
         version = self.world.versions.get(self.memory.allocation, 0)
         if self.view_of is None or self.seen == version:
             return
@@ -294,7 +296,7 @@ def _view(world: World, desc: ImageShape, width: int, height: int, texel: int, *
 
 
 class StrictMap:
-    """Bytes of a buffer as the host sees them: a copy, which is the device's when it is given back, and nobody's then."""
+    """Mapped bytes of a buffer: a copy that is written to the device at the unmap, and unusable afterwards."""
 
     def __init__(self, buffer: StrictBuffer, mapping: Mapping, offset: int, shadow: NDArray[np.uint8], *, writes: bool) -> None:
         self._buffer, self._mapping, self._offset, self._shadow, self._writes = buffer, mapping, offset, shadow, writes
@@ -321,7 +323,7 @@ class StrictMap:
 def map_buffer(
     queue: StrictQueue, buffer: StrictBuffer, flags: int, offset: int, shape: tuple[int, ...], dtype: Any
 ) -> NDArray[Any]:
-    """clEnqueueMapBuffer, waited for."""
+    """clEnqueueMapBuffer, blocking."""
     world, bits = queue.world, int(flags)
     invalidates = bool(bits & int(cl.map_flags.WRITE_INVALIDATE_REGION))
     if invalidates and bits & int(cl.map_flags.READ | cl.map_flags.WRITE):

@@ -8,7 +8,7 @@ import threading
 from tests.support.strict_device.commands import Command
 
 SECONDS = 0.002
-"""How long a copy stays in flight for others at most: many times what a thread takes from one copy to the next."""
+"""Longest time that a copy stays in flight for others: many times a thread's interval between two copies."""
 
 
 class Overlap:
@@ -19,10 +19,10 @@ class Overlap:
         self._changed = threading.Condition()
         self._count = itertools.count(1)
         self._last: dict[int, int] = {}  # by thread: the number of its last copy
-        self._of: dict[Command, tuple[int, int]] = {}  # thread and number of copies that nobody has waited for
+        self._of: dict[Command, tuple[int, int]] = {}  # thread and number of copies without a wait
 
     def enqueued(self, copy: Command) -> None:
-        """The calling thread has enqueued a copy."""
+        """Record that the calling thread has enqueued a copy."""
         with self._changed:
             number, thread = next(self._count), threading.get_ident()
             self._last[thread] = number
@@ -30,7 +30,7 @@ class Overlap:
             self._changed.notify_all()
 
     def wait(self, copies: list[Command]) -> None:
-        """Return once a thread other than theirs has enqueued a copy behind the last of `copies`, or the time is over."""
+        """Wait until another thread has enqueued a copy after the last of `copies`, or the time is over."""
         with self._changed:
             mine = [self._of.pop(copy) for copy in copies if copy in self._of]
             if not mine or threading.active_count() == 1:

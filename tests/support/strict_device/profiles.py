@@ -1,10 +1,10 @@
-"""Properties that drivers of phones and of one GPU with memory of its own report, from published dumps.
+"""Properties reported by drivers of phones and of one GPU with its own memory, from published dumps.
 
 `assumed` lists the properties for which no dump of the family was found.
 
-A smaller figure is the stricter one: where dumps of a family differ, the smallest is taken. Extensions are those that the
-strict device can play on PoCL; a phone has more (cl_khr_fp16, subgroups, command buffers, cl_qcom_large_buffer), which a
-program that runs here does without.
+A smaller figure is the stricter one: if dumps of a family differ, the smallest is used. Extensions are those that the strict
+device can emulate on PoCL. A phone has more (cl_khr_fp16, subgroups, command buffers, cl_qcom_large_buffer), but a program that
+runs here does not need them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Profile:
     constant_arguments: int = 8
     constant_bytes: int = 64 << 10
     unified_memory: bool = True
-    fine_grained: bool = True  # buffers of shared virtual memory, which need no maps
+    fine_grained: bool = True  # shared virtual memory buffers that need no maps
     extensions: frozenset[str] = field(default_factory=lambda: frozenset((*_CORE, _VIEWS)))
 
 

@@ -1,4 +1,4 @@
-"""Stand-ins for programs and kernels: allowed language features, arguments, and launches."""
+"""Replacements of programs and kernels: permitted language features, arguments, and launches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAGIC = b"strict device: source\n"
 _COMMENTS = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _PRAGMA = re.compile(r"#\s*pragma\s+OPENCL\s+EXTENSION\s+(\w+)\s*:\s*(?:enable|require)")
 _STANDARD = re.compile(r"-cl-std=CL(\d)\.(\d)")
-_OPTIONAL = {  # what a kernel may name, and the extension that brings it
+_OPTIONAL = {  # names in kernels, and the extension that defines each
     r"\bdouble\d*\b": "cl_khr_fp64",
     r"\bsub_group_\w+": "cl_khr_subgroups",
     r"\batom_\w+": "cl_khr_int64_base_atomics",
@@ -30,7 +30,7 @@ _built: dict[tuple[int, str, tuple[str, ...]], Any] = {}
 """Real programs by device, source and options, for all strict devices."""
 
 _parameters: dict[tuple[str, str], tuple[Parameter, ...]] = {}
-"""Those of kernels, by source and name."""
+"""Parameters of kernels, by source and name."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Parameter:
 
 
 class StrictProgram:
-    """A program. Its binary is its source: real ones are shared by all strict devices."""
+    """A program. Its binary is its source: all strict devices share the real programs."""
 
     def __init__(self, context: StrictContext, source: Any, binaries: Sequence[bytes] | None = None) -> None:
         self.world = context.world
@@ -65,7 +65,7 @@ class StrictProgram:
             self.options = (*self.options, "-cl-std=CL1.2")
         key = self.world.real.int_ptr, self.source, self.options
         if key not in _built:
-            options = [*self.options, "-cl-opt-disable"]  # calls are what is checked
+            options = [*self.options, "-cl-opt-disable"]  # only the calls are under test
             _built[key] = cl.Program(self.world.context, self.source).build(options, cache_dir=False)
         self.real = _built[key]
         return self
@@ -77,7 +77,7 @@ class StrictProgram:
 
 
 def check_source(world: World, source: str, options: Sequence[str]) -> None:
-    """Raise BrokenRuleError where a program uses what the profile lacks."""
+    """Raise BrokenRuleError if a program uses a feature that the profile lacks."""
     profile, text = world.profile, _COMMENTS.sub(" ", source)
     wanted = set(_PRAGMA.findall(text))
     wanted |= {extension for pattern, extension in _OPTIONAL.items() if re.search(pattern, text)}
@@ -136,7 +136,7 @@ class StrictKernel:
     _set_arg_buf = set_arg
 
     def accesses(self) -> list[Access]:
-        """What a launch touches, as far as the parameters say: all of each object."""
+        """The accesses of a launch, as far as the parameters show: all of each object."""
         found = []
         for index, memory in self._memory.items():
             parameter = self.parameters[index]
@@ -147,7 +147,7 @@ class StrictKernel:
         return found
 
     def check(self) -> None:
-        """Raise BrokenRuleError where the arguments are not all set, or are more than the device takes."""
+        """Raise BrokenRuleError unless all arguments are set, and the device supports their number and size."""
         if self._checked:
             return
         profile, world, name = self.world.profile, self.world, self.function_name
@@ -168,13 +168,13 @@ class StrictKernel:
         self._checked = True
 
     def refresh(self, queue: Any) -> None:
-        """Bring images that are views of buffers up to date."""
+        """Update images that are views of buffers."""
         for refresh in self._images.values():
             refresh(queue)
 
 
 def declared(source: str, kernel: str) -> tuple[Parameter, ...]:
-    """The parameters of a kernel, as its text says: drivers tell them only of programs that are built so."""
+    """The parameters of a kernel, parsed from its text: drivers report them only for programs built with an option."""
     text = _COMMENTS.sub(" ", source)
     found = re.search(rf"\b(?:__)?kernel\b[^;{{}}]*?\b{kernel}\s*\(", text)
     assert found is not None, f"no kernel {kernel}"
@@ -225,7 +225,7 @@ def launch(
     with queue.lock:
         command = world.rules.enqueue(queue.number, "kernel", f"kernel {name}", accesses, commands(waits))
         if waits:
-            cl.enqueue_barrier(queue.real, wait_for=reals(waits))  # views of buffers are made behind it
+            cl.enqueue_barrier(queue.real, wait_for=reals(waits))  # updated views of buffers must be complete
         kernel.refresh(queue.real)
         real = cl.enqueue_nd_range_kernel(queue.real, kernel.real, global_size, local_size)
         for each in accesses:

@@ -1,8 +1,8 @@
 """The rules: which commands may overlap on which memory, and which bytes the host may access. No OpenCL here.
 
-What happens before what is kept as vector clocks with an entry for each queue: a command is behind those of its queue, those of
-its wait list, what those are behind, and what the host knew to be complete when it was enqueued. Section numbers are of the
-OpenCL 3.0 API specification, where not said otherwise.
+Vector clocks with an entry for each queue record the order. A command is ordered after the earlier commands of its queue and
+those of its wait list, and after all that these follow. It is also ordered after all commands that the host knew to be complete
+at its enqueue. Section numbers are of the OpenCL 3.0 API specification, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tests.support.strict_device.writers import Writers
 
 
 class Rules:
-    """What a program has done with one device. Safe to use from several threads."""
+    """The history of a program on one device. Safe to use from several threads."""
 
     def __init__(self, *, by_event: bool = False) -> None:
-        """`by_event`: what reads memory that another queue wrote must wait for an event of that queue (appendix A.1); that the
-        host has waited is not enough.
+        """`by_event`: a command that reads memory which another queue wrote must wait for an event of that queue (appendix
+        A.1); a wait of the host is not enough.
         """
         self._writers = Writers() if by_event else None
         self.broken: list[BrokenRuleError] = []
@@ -33,13 +33,13 @@ class Rules:
         self._queues = itertools.count(1)
         self._flying: dict[int, deque[Command]] = {}  # commands that are not known to be complete
         self._enqueued: dict[int, int] = {}
-        self._known: dict[int, int] = {}  # up to which number commands are known to be complete
-        self._flushed: dict[int, int] = {}  # up to which number commands are on their way to the device
+        self._known: dict[int, int] = {}  # by queue: all commands up to this number are known to be complete
+        self._flushed: dict[int, int] = {}  # by queue: all commands up to this number are submitted
         self._last_clock: dict[int, dict[int, int]] = {}
         self._maps: list[Mapping] = []
 
     def broke(self, rule: str, what: str) -> NoReturn:
-        """Note it, and raise."""
+        """Record the violation, and raise."""
         error = BrokenRuleError(rule, what)
         self.broken.append(error)
         raise error
@@ -47,7 +47,7 @@ class Rules:
     # -- memory
 
     def allocate(self, what: str, nbytes: int, *, kernels_write: bool = True, is_image: bool = False) -> Memory:
-        """A memory object of its own."""
+        """A new memory object with its own allocation."""
         with self._lock:
             return Memory(what, next(self._allocations), 0, nbytes, kernels_write=kernels_write, is_image=is_image)
 
@@ -62,7 +62,7 @@ class Rules:
         return Memory(what, parent.allocation, start, start + nbytes, parent, kernels_write, is_image)
 
     def release(self, memory: Memory) -> None:
-        """Its last reference is gone. Commands in flight may still use it (clReleaseMemObject); a host pointer may not."""
+        """Its last reference is released. Commands in flight may still use it (clReleaseMemObject); a host pointer may not."""
         with self._lock:
             if memory.released:
                 return
@@ -73,7 +73,7 @@ class Rules:
                     self.broke("mapped", f"{memory.what} is released while it is mapped")
 
     def check_alive(self, memory: Memory, doing: str) -> None:
-        """Raise BrokenRuleError unless the object is there."""
+        """Raise BrokenRuleError if the object is released."""
         if memory.released:
             self.broke("released", f"{doing} uses {memory.what}, which was released")
 
@@ -97,10 +97,10 @@ class Rules:
         *,
         unmaps: bool = False,
     ) -> Command:
-        """A command on a queue, behind those in `waits`.
+        """Enqueue a command on a queue, after those in `waits`.
 
-        Commands of one queue run one after the other. Commands of different queues may run at the same time unless an event or
-        the host orders them (5.15, appendix A.1).
+        Commands of one queue run in order. Commands of different queues may be concurrent unless an event or the host orders
+        them (5.15, appendix A.1).
         """
         with self._lock:
             clock = dict(self._last_clock[queue])
@@ -137,9 +137,9 @@ class Rules:
                 self.broke("overlap", text)
 
     def _check_maps(self, command: Command, *, exactly: bool) -> None:
-        """What is mapped for writing must be unmapped before a command begins that reads or writes the object, what it is made
-        of, or what is made of it; what is mapped for reading, before one that writes (5.5.4). `exactly`:
-        of the command's own bytes only, as for another map.
+        """Check maps. Memory mapped for writing must be unmapped before a command begins that reads or writes the object, its
+        parent, or an object made of it; memory mapped for reading, before one that writes (5.5.4). `exactly`: only the
+        command's own bytes count, as for another map.
         """
         for each in self._maps:
             if each.unmapped is not None and self._ordered(each.unmapped, command.clock):
@@ -171,7 +171,7 @@ class Rules:
                         self.broke("order", f"{text}. They are on two queues, and neither an event nor the host orders them")
 
     def _check_visible(self, command: Command, writers: Writers) -> None:
-        """What another queue wrote is read behind an event of that queue (appendix A.1)."""
+        """Data of another queue must be read after an event of that queue (appendix A.1)."""
         if (found := writers.unseen_by(command)) is not None:
             writer, memory = found
             text = f"{command} reads {memory.what} and waits for no event of {writer}, which wrote it on another queue"
@@ -179,7 +179,7 @@ class Rules:
         writers.note(command)
 
     def _check_flushed(self, awaited: Command, queue: int, what: str) -> None:
-        """An event of another queue may be waited for only once that queue was flushed (clFlush; appendix A.1)."""
+        """A wait for an event of another queue requires a flush of that queue (clFlush; appendix A.1)."""
         if awaited.queue != queue and awaited.number > max(self._flushed[awaited.queue], self._known[awaited.queue]):
             self.broke("flush", f"{what} waits for {awaited}, and nobody has flushed that queue since")
 
@@ -187,9 +187,9 @@ class Rules:
         return first.number <= max(clock.get(first.queue, 0), self._known[first.queue])
 
     def known(self, command: Command) -> None:
-        """The host knows that `command` is complete, and with it all before it: it has waited (5.15).
+        """The host knows that `command` is complete, and with it all commands before it: it has waited (5.15).
 
-        What follows from that is looked at before another thread can know the same, and go on: `when_known` under the lock.
+        Consequences are checked before another thread can learn the same and continue: `when_known` is called under the lock.
         """
         with self._lock:
             done: list[Command] = []
@@ -204,7 +204,7 @@ class Rules:
                     each.when_known.pop()()
 
     def flush(self, queue: int) -> None:
-        """What is enqueued is on its way to the device."""
+        """Submit the enqueued commands to the device."""
         with self._lock:
             self._flushed[queue] = self._enqueued[queue]
 
@@ -220,7 +220,7 @@ class Rules:
             return command.number <= self._known[command.queue]
 
     def last(self, queue: int) -> Command | None:
-        """The last command there that is not known to be complete."""
+        """The queue's last command that is not known to be complete."""
         with self._lock:
             return self._flying[queue][-1] if self._flying[queue] else None
 
@@ -235,7 +235,7 @@ class Rules:
             return command, mapping
 
     def unmap(self, queue: int, mapping: Mapping, waits: Iterable[Command] = ()) -> Command:
-        """Give mapped bytes back: the device may use them once this is complete."""
+        """Unmap bytes: the device may use them after this is complete."""
         with self._lock:
             if mapping.unmapped is not None:
                 self.broke("mapped", f"{mapping.access.memory.what} is unmapped twice")
@@ -247,6 +247,6 @@ class Rules:
 
     @property
     def mapped(self) -> list[Memory]:
-        """What is mapped now."""
+        """The memory objects that are mapped now."""
         with self._lock:
             return [each.access.memory for each in self._maps if each.unmapped is None]

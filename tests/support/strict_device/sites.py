@@ -1,4 +1,4 @@
-"""Call sites: which lines of the program led to a call, and on which thread of the host."""
+"""Call sites: the lines of the program that led to a call, and the host thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.paths import ROOT
 
 _HERE = str(Path(__file__).parent)
 _MOST = 4
-"""Callers that are named: the first is often a helper, and the ones behind it say what the call was for."""
+"""Number of named callers: the first is often a helper, and the next ones show the purpose of the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,12 @@ class Site:
 
 
 def call_site() -> Site:
-    """The call that is being made, from outside this package."""
+    """The current call, from outside this package."""
     frame, lines = sys._getframe(1), []
     while frame is not None and len(lines) < _MOST:
         file = frame.f_code.co_filename
         if not file.startswith(_HERE):
-            if lines and not file.startswith(str(ROOT)):  # the interpreter's own: what starts threads, and pytest
+            if lines and not file.startswith(str(ROOT)):  # the interpreter's own frames: thread starts, and pytest
                 break
             lines.append((file, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back  # type: ignore[assignment]

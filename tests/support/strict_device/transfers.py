@@ -27,7 +27,7 @@ def write_buffer(
     blocking: bool,
     raw: bool = False,
 ) -> StrictEvent:
-    """clEnqueueWriteBuffer. `raw`: `data` is over memory of which nobody says how long it is there."""
+    """clEnqueueWriteBuffer. `raw`: `data` is over memory of unknown lifetime."""
     world, rules = queue.world, queue.world.rules
     with queue.lock:
         access = buffer.access(writes=True, offset=offset, nbytes=data.nbytes)
@@ -56,7 +56,7 @@ def write_image(
     blocking: bool,
     raw: bool = False,
 ) -> StrictEvent:
-    """clEnqueueWriteImage, of two dimensions. `raw`: as of `write_buffer`."""
+    """clEnqueueWriteImage, of two dimensions. `raw`: see `write_buffer`."""
     world, rules = queue.world, queue.world.rules
     (left, top), (width, rows) = origin[:2], region[:2]
     pitch = row_pitch or width * image.texel
@@ -87,9 +87,9 @@ def _copy(data: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def _written(event: StrictEvent, data: NDArray[Any], copy: NDArray[np.uint8] | None, *, raw: bool) -> None:
-    """What is read from the host's memory must stay there until the host knows that it was (clEnqueueWriteBuffer).
+    """Host memory must stay valid and unchanged until the host knows that it has been read (clEnqueueWriteBuffer).
 
-    `copy`: what the real command reads, where it is not waited for.
+    `copy`: the source of the real command, if it is not waited for.
     """
     command, world = event.command, event.world
     if copy is None:
@@ -111,7 +111,7 @@ def _written(event: StrictEvent, data: NDArray[Any], copy: NDArray[np.uint8] | N
 def read_buffer(
     queue: StrictQueue, buffer: StrictBuffer, data: NDArray[Any], offset: int, waits: Waits = None, *, blocking: bool
 ) -> StrictEvent:
-    """clEnqueueReadBuffer; what is not waited for is there only when somebody has waited."""
+    """clEnqueueReadBuffer; the data of a non-blocking read exists only after a wait."""
     rules = queue.world.rules
     target = data.reshape(-1).view(np.uint8)
     copy = target if blocking else np.empty(target.nbytes, np.uint8)
@@ -134,24 +134,24 @@ def read_buffer(
 
 
 def marker(queue: StrictQueue, waits: Waits = None) -> StrictEvent:
-    """clEnqueueMarkerWithWaitList: complete when `waits` are, or, without them, when all that was enqueued before is."""
+    """clEnqueueMarkerWithWaitList: complete after `waits` or, without them, after all earlier commands."""
     with queue.lock:
         command = queue.world.rules.enqueue(queue.number, "marker", "a marker", (), commands(waits))
         return StrictEvent(queue, command, cl.enqueue_marker(queue.real, wait_for=reals(waits)))
 
 
 def barrier(queue: StrictQueue, waits: Waits = None) -> StrictEvent:
-    """clEnqueueBarrierWithWaitList: what is enqueued later begins once this is complete."""
+    """clEnqueueBarrierWithWaitList: later commands begin after this is complete."""
     with queue.lock:
         command = queue.world.rules.enqueue(queue.number, "barrier", "a barrier", (), commands(waits))
         return StrictEvent(queue, command, cl.enqueue_barrier(queue.real, wait_for=reals(waits)))
 
 
 def commands(waits: Waits) -> list[Command]:
-    """What a wait list waits for, as the rules know it."""
+    """The commands of a wait list, for the rules."""
     return [each.command for each in waits or ()]
 
 
 def reals(waits: Waits) -> list[Any] | None:
-    """What a wait list waits for, as the real device knows it: nothing else where it is empty."""
+    """The events of a wait list, for the real device; None if it is empty."""
     return [each.real for each in waits or ()] or None

@@ -12,7 +12,9 @@ class Writers:
         self._last: dict[int, list[tuple[Access, Command]]] = {}
 
     def unseen_by(self, command: Command) -> tuple[Command, Memory] | None:
-        """A command of another queue that wrote what `command` reads, which is not behind it by events; and what it reads."""
+        """A command of another queue that wrote data read by `command`, and is not ordered before it by events; and that
+        memory.
+        """
         for access in command.accesses:
             if access.writes:
                 continue
@@ -22,7 +24,7 @@ class Writers:
         return None
 
     def note(self, command: Command) -> None:
-        """What it writes is written. A map is not: its bytes are the device's when they are unmapped."""
+        """Record the writes of a command. A map is none: its bytes belong to the device after the unmap."""
         for access in command.accesses:
             if not access.writes or command.kind == "map":
                 continue

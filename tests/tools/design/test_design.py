@@ -140,7 +140,7 @@ def test_a_policy_has_the_shape_of_the_papers_and_an_answer_for_every_state() ->
 
 
 def test_sets_of_processors_are_those_that_can_be_switched_to() -> None:
-    """Neither one that has another's trouble, nor the same processors in another order."""
+    """Neither a set that contains another one, nor the same processors in another order."""
     seeing = [candidate("see", "m", where, ms, 100, 100, 0.8) for where, ms in (("gpu", 8), ("cpu", 9), ("npu", 30))]
     hearing = [candidate("hear", "m", where, ms, 100, 100, 0.8) for where, ms in (("gpu", 8), ("cpu", 9), ("npu", 30))]
     answer = solved(application(2), [*seeing, *hearing])

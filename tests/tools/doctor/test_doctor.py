@@ -1,4 +1,4 @@
-"""`flashmem doctor`: its findings on three phones, given as trees of files, and on every runtime of this machine."""
+"""`flashmem doctor`: its findings on three phones, given as file trees, and on every runtime of this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORBIDS = f'library "libOpenCL.so" needed or dlopened by "python3" is {FORBIDDEN
 
 
 class Phone:
-    """A tree of files, and Termux's environment in it."""
+    """A file tree, and Termux's environment in it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -34,7 +34,7 @@ class Phone:
         return self
 
     def termux_package(self, copied: str = "", *, age: int = 50) -> Phone:
-        """`opencl-vendor-driver`: an .icd file, and an empty library until it has copied the driver."""
+        """Install `opencl-vendor-driver`: an .icd file, and an empty library until it has copied the driver."""
         self.file(f"{PREFIX}/etc/OpenCL/vendors/vendor.icd", f"{PREFIX}/opt/vendor/lib/libOpenCL.so\n")
         return self.file(f"{PREFIX}/opt/vendor/lib/libOpenCL.so", copied, age=age)
 
@@ -44,7 +44,7 @@ class Phone:
 
 @pytest.fixture
 def adreno(tmp_path: Path) -> Phone:
-    """A Snapdragon phone: its libOpenCL.so is no driver that a loader could use."""
+    """A Snapdragon phone: its libOpenCL.so is not a driver that a loader could use."""
     phone = Phone(tmp_path).file("/vendor/lib64/libOpenCL.so").file("/vendor/lib64/libOpenCL_adreno.so")
     phone.file("/vendor/etc/public.libraries.txt", "libOpenCL.so\nlibadsprpc.so\n")
     phone.file("/system/build.prop", "ro.build.version.release=15\n")
@@ -53,7 +53,7 @@ def adreno(tmp_path: Path) -> Phone:
 
 @pytest.fixture
 def mali(tmp_path: Path) -> Phone:
-    """A phone of MediaTek: OpenCL is inside the GL driver, in a folder of the chip's own."""
+    """A MediaTek phone: OpenCL is inside the GL driver, in a folder for the chip."""
     phone = Phone(tmp_path).file("/vendor/lib64/egl/mt6895/libGLES_mali.so").file("/vendor/lib64/libOpenCL.so")
     phone.file("/vendor/etc/public.libraries.txt", "libnpu.so 64\n")
     return phone.file(f"{PREFIX}/lib/libOpenCL.so")

@@ -1,4 +1,4 @@
-"""The data of plots; the command line tests that they are drawn."""
+"""The data of plots; tests of the command line check that they are drawn."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One schedule, timed by the planner's clock and by the simulator with the runtime's own loads: the same times.
 
-The machine is the one that the clock knows: one thread that never takes a load apart, a disk that is told of every open gate,
-and a host that costs nothing. What the simulator adds to it (docs/simulation.md) is left out here.
+The machine is the one of the clock's model: one thread that never divides a load, a disk that learns of every release, and a
+host without cost. Additional effects of the simulator (docs/simulation.md) are excluded here.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
 from flashmem.compile import plan_graph, read_graph, with_layouts
 from flashmem.compiler.options import Options
-from flashmem.planning.latency.clock import needed_at, play
+from flashmem.planning.arithmetic.clock import needed_at, play
+from flashmem.planning.instance import build_instance
 from flashmem.planning.latency.first_answer import first_plan
 from flashmem.planning.latency.later_runs import later_seconds
 from flashmem.planning.limits import Limits
-from flashmem.planning.planner import make_plan, planning_problem
+from flashmem.planning.planner import make_plan, planning_instance
 from flashmem.program.launches import Launch
 from flashmem.program.program import Program
-from flashmem.schedule.instance import Problem, build_problem
+from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor, Rates
 from flashmem.tools.simulation.scenario import Scenario, describe
@@ -64,16 +65,16 @@ def devices(draw: st.DrawFn) -> DeviceDescriptor:
     return DeviceDescriptor("made-up", modes={"buffer": MODES}, memory_paths=("buffer",), rates=rates)
 
 
-def as_the_clock_knows_it(scenario: Scenario, plan: OverlapPlan, problem: Problem) -> Scenario:
+def as_the_clock_knows_it(scenario: Scenario, plan: OverlapPlan, instance: Instance) -> Scenario:
     """The scenario on the clock's machine."""
-    host = problem.host_bandwidth
-    copies = 1e30 if problem.mode in ("dma", "interleave") else host
+    host = instance.host_bandwidth
+    copies = 1e30 if instance.mode in ("dma", "interleave") else host
     machine = replace(
         scenario.machine, read_bandwidth=host, copy_bandwidth=copies, load_seconds=0.0, threads=1, copy_engine=False,
         disk_queue_bytes=1 << 60,
     )  # fmt: skip
     gates = {w.name: max(1, w.read_layer) for w in plan.weights}
-    needs = needed_at(problem, {w.name: w.moves for w in plan.weights})
+    needs = needed_at(instance, {w.name: w.moves for w in plan.weights})
     uses = {w.name: w.first_use for w in plan.weights}
     loads = sorted(scenario.loads, key=lambda load: (gates[load.name], needs[load.name], uses[load.name]))
     return replace(
@@ -81,7 +82,7 @@ def as_the_clock_knows_it(scenario: Scenario, plan: OverlapPlan, problem: Proble
         machine=machine,
         loads=tuple(replace(load, gate=gates[load.name] - 1, reads_ahead=False) for load in loads),
         announced=sum(gates[load.name] == 1 for load in loads),
-        context_seconds=problem.opening_seconds,
+        context_seconds=instance.opening_seconds,
         kernel_seconds=0.0,
         constants_bytes=0,
         gathered_bytes=0,
@@ -95,26 +96,26 @@ def as_the_clock_knows_it(scenario: Scenario, plan: OverlapPlan, problem: Proble
 def test_the_same_plan_takes_the_same_time_in_the_clock_and_in_the_simulator(
     model: str, mode: TransferMode, device: DeviceDescriptor, part: float
 ) -> None:
-    """Within 1 %: in `interleave` the clock counts whole chunks, and lanes move bytes."""
+    """Within 1 %: in `interleave` the clock counts whole chunks, and lanes copy bytes."""
     program = program_of(model)
     limits = Limits(m_peak=int(part * sum(each.nbytes for each in program.slices)), chunk=CHUNK)
     try:
         plan = with_layouts(program, make_plan(program, device, mode, limits), [mode])
     except BudgetError:
         return
-    problem = replace(planning_problem(program, device, mode, limits), piece_bytes=plan.piece_bytes)
-    scenario = as_the_clock_knows_it(describe(program, plan, device, mode, disk="cold"), plan, problem)
+    instance = replace(planning_instance(program, device, mode, limits), piece_bytes=plan.piece_bytes)
+    scenario = as_the_clock_knows_it(describe(program, plan, device, mode, disk="cold"), plan, instance)
     played = simulate(scenario)
-    clock = play(problem, {w.name: w.read_layer for w in plan.weights}, {w.name: w.moves for w in plan.weights})
+    clock = play(instance, {w.name: w.read_layer for w in plan.weights}, {w.name: w.moves for w in plan.weights})
     starts = zip(played.report.layers, clock.started, strict=True)
     assert max(abs(span.start - started) for span, started in starts) <= 0.01 * clock.seconds
     assert played.report.latency.integrated == pytest.approx(plan.objective, rel=0.01)
-    assert played.later == pytest.approx(later_seconds(problem, plan), rel=0.01)
+    assert played.later == pytest.approx(later_seconds(instance, plan), rel=0.01)
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """A capacity model of launches of 1 ms that were profiled with loads beside them: they end when their loads do."""
+    """A capacity model of launches of 1 ms that were profiled with simultaneous loads: they end when their loads do."""
 
     bandwidth: float
     note: str = "made up"
@@ -131,7 +132,7 @@ class Waiting:
 
 @pytest.mark.parametrize("mode", ["map", "alias", "dma"])
 def test_what_a_launch_waits_for_its_loads_is_counted_once(mode: TransferMode) -> None:
-    """Loads take twice as long as layers: a run takes their time, and not that of its layers as they were profiled."""
+    """Loads take twice as long as layers: a run takes the time of the loads, not that of the layers as profiled."""
     program = program_of("gptneo-tiny.onnx")
     total = sum(part.nbytes for part in program.slices)
     bandwidth = total / (2e-3 * len(program.launches))
@@ -140,8 +141,8 @@ def test_what_a_launch_waits_for_its_loads_is_counted_once(mode: TransferMode) -
         layer_seconds=0.0, contention=dict.fromkeys(MODES, 0.1),
     )  # fmt: skip
     device = DeviceDescriptor("made-up", modes={"buffer": MODES}, memory_paths=("buffer",), rates=rates)
-    problem = build_problem(program, device, chunk_bytes=CHUNK, m_peak=total // 2, mode=mode, model=Waiting(bandwidth))
-    plan = first_plan(problem)
+    instance = build_instance(program, device, chunk_bytes=CHUNK, m_peak=total // 2, mode=mode, model=Waiting(bandwidth))
+    plan = first_plan(instance)
     assert plan.objective <= total / bandwidth + 1.2e-3 * len(program.launches) / 2
-    profiled = [layer.seconds for layer in problem.layers]
-    assert max(layer.loaded_seconds(total) for layer in problem.layers) <= max(profiled) / (1 - 0.1) + 1e-12
+    profiled = [layer.seconds for layer in instance.layers]
+    assert max(layer.loaded_seconds(total) for layer in instance.layers) <= max(profiled) / (1 - 0.1) + 1e-12

@@ -1,4 +1,4 @@
-"""The simulation against real sessions: the same loads and the same memory, for every device, mode and strategy."""
+"""The simulation compared with real sessions: the same loads and the same memory, for every device, mode and strategy."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def test_memory_and_loads_are_those_of_the_session(
     held = {category: nbytes for category, nbytes in predicted.memory.by_category.items() if nbytes}
     layout = layout_for(bundle.program, bundle.plan, mode, strategy)
     most = fixed_bytes(bundle.program) + layout.total_bytes
-    if mode == "map" and strategy == "stream":  # how much of it is resident at once depends on who is faster
+    if mode == "map" and strategy == "stream":  # how much of it is resident at once depends on the faster side
         assert most / 2 < predicted.memory.peak_bytes <= most
         assert held.keys() == real.memory.by_category.keys() - {c for c, n in real.memory.by_category.items() if not n}
     else:
         assert predicted.memory.peak_bytes == real.memory.peak_bytes == most
         assert held == {category: nbytes for category, nbytes in real.memory.by_category.items() if nbytes}
-    if strategy == "stream" and mode != "interleave":  # elsewhere W comes in apart, and a report has the run's own loads
+    if strategy == "stream" and mode != "interleave":  # otherwise W is loaded separately, and a report has the run's own loads
         assert {span.name for span in predicted.loads} == {span.name for span in real.loads}
     assert predicted.memory.over_time[-1][1] == real.memory.over_time[-1][1]
 
 
 @pytest.mark.parametrize("mode", ["map", "alias", "dma", "interleave"])
 def test_rates_of_the_descriptor_are_what_a_run_takes(mode: TransferMode, tmp_path: Path) -> None:
-    """With one thing slow and all else fast, the run takes that thing's time: bytes over the rate."""
+    """With one slow resource and all others fast, the run takes that resource's time: bytes over the rate."""
     bundle = write_mini_bundle(tmp_path / "mini.flashmem").open()
     parts = bundle.program.slices
     moved = {"read_only": sum(part.nbytes for part in parts if mode != "map"), "file": sum(part.nbytes for part in parts)}

@@ -1,4 +1,4 @@
-"""The simulator against hand-computed runs and lower bounds; `test_one_schedule` compares it with the planner's clock."""
+"""The simulator compared with hand-computed runs and lower bounds; `test_one_schedule` compares it with the planner's clock."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_one_layer_waits_for_its_weight() -> None:
 def test_the_second_weight_comes_in_while_the_first_layer_computes() -> None:
     layers, loads = (layer(3.0, "a"), layer(1.0, "b")), (load("a", 50), load("b", 20))
     prediction = simulate(Scenario(PLAIN, layers, loads))
-    assert started(prediction) == [pytest.approx(5), pytest.approx(8)]  # b is there at 7, layer 1 done at 8: compute bound
+    assert started(prediction) == [pytest.approx(5), pytest.approx(8)]  # b is loaded at 7, layer 1 ends at 8: compute bound
     slow = simulate(Scenario(PLAIN, layers, (load("a", 50), load("b", 90))))
     assert started(slow) == [pytest.approx(5), pytest.approx(14)]  # bound by the loader
 
@@ -71,7 +71,7 @@ def test_a_copy_engine_does_one_copy_after_the_other_so_threads_fall_out_of_step
     shared = Scenario(replace(PLAIN, threads=2), (layer(1.0, *"abcd"),), loads)
     assert simulate(shared).report.latency.integrated == pytest.approx(4 * 10 + 1)
     engine = replace(shared, machine=replace(shared.machine, copy_engine=True))
-    assert simulate(engine).report.latency.integrated == pytest.approx(2 * 5 + 4 * 5 + 1)  # it is never idle again
+    assert simulate(engine).report.latency.integrated == pytest.approx(2 * 5 + 4 * 5 + 1)  # never idle again
 
 
 def test_a_cold_disk_begins_when_the_session_does() -> None:
@@ -79,14 +79,14 @@ def test_a_cold_disk_begins_when_the_session_does() -> None:
     opened = Scenario(cold, (layer(1.0, "w"),), (load("w", 50),), announced=1, context_seconds=4.0, kernel_seconds=2.0)
     prediction = simulate(opened)
     assert prediction.report.latency.init == pytest.approx(6)
-    # The disk brings 50 bytes by 10; the thread, at it from 6 on, would have had them by 11.
+    # The disk has read 50 bytes at 10; the thread, which reads from 6 on, would have had them at 11.
     assert prediction.report.latency.integrated == pytest.approx(11 + 1)
     assert simulate(replace(opened, machine=replace(cold, disk_bandwidth=2.0))).report.latency.integrated == pytest.approx(26)
     assert prediction.disk[0].end == pytest.approx(10)
 
 
 def test_announcing_more_than_the_disk_takes_does_not_hold_the_opening_up() -> None:
-    """Two loads of 50 bytes at 5 a second: whether the second is announced at once, or once the first is read at 10."""
+    """Two loads of 50 bytes at 5 a second: whether the second is announced at once, or after the first is read at 10."""
     for queue in (100, 99):
         machine = replace(PLAIN, disk_bandwidth=5.0, disk_queue_bytes=queue)
         loads = (load("a", 50), load("b", 50))
@@ -133,12 +133,12 @@ def test_a_later_run_opens_nothing_and_finds_w_and_the_file_in_memory() -> None:
     )  # fmt: skip
     prediction = simulate(scenario)
     assert simulate(replace(scenario, announced=0)).report.latency.integrated == pytest.approx(7 + 80 + 1)
-    assert prediction.report.latency.integrated == pytest.approx(80 + 1)  # reading keeps up with the disk
+    assert prediction.report.latency.integrated == pytest.approx(80 + 1)  # reading keeps pace with the disk
     assert prediction.later == pytest.approx(3 + 1)
 
 
 def test_memory_is_what_the_ledger_would_count() -> None:
-    """Opened at 2; a (100 bytes) held from 2, b (60) from when a is freed, which is after layer 1."""
+    """Opened at 2; a (100 bytes) is held from 2, b (60) from the free of a, which is after layer 1."""
     scenario = Scenario(
         PLAIN, (layer(3.0, "a"), layer(1.0, "b")),
         (load("a", 50, held=100), load("b", 20, gate=1, held=60)), frees={1: ("a",), 2: ("b",)},
@@ -162,7 +162,7 @@ def test_processes_that_wait_for_one_another_are_an_error_and_not_a_hang() -> No
 
 @st.composite
 def scenarios(draw: st.DrawFn) -> Scenario:
-    """Any machine and any plan that the runtime could play: loads in order of their gates, each needed after its gate."""
+    """Any machine and any plan that the runtime could run: loads in order of their release times, each needed after its own."""
     count = draw(st.integers(1, 8))
     wanted: list[tuple[int, int, int, bool]] = []
     for _ in range(draw(st.integers(0, 10))):
@@ -211,7 +211,7 @@ def test_no_run_beats_its_resources(scenario: Scenario) -> None:
     assert latency >= moved["read"] / machine.read_bandwidth * (1 - 1e-9)
     assert latency >= moved["copy"] / machine.copy_bandwidth * (1 - 1e-9)
     assert sum(span.end - span.start for span in prediction.report.layers) >= compute * (1 - 1e-9)
-    # With threads that take loads in turns, having less to do can take longer (Graham, 1966).
+    # With threads that take loads in turns, less work can take longer (Graham, 1966).
     assert prediction.later > 0
     assert prediction.later <= latency * (1 + 1e-9) or machine.threads > 1
 
@@ -247,9 +247,9 @@ def test_memory_stays_between_what_is_fixed_and_what_all_slices_take(scenario: S
 
 @st.composite
 def paced(draw: st.DrawFn) -> Scenario:
-    """One thread, and nobody beside it who announces reads: nothing can overtake anything, so more speed is never worse.
+    """One thread, and no other that announces reads: nothing can overtake anything, so more speed is never worse.
 
-    With a session's announcer beside it that is not so: a faster thread may reach the disk's full queue at a worse moment.
+    With a session's announcer this is not true: a faster thread may reach the disk's full queue at a worse time.
     """
     scenario = draw(scenarios())
     return replace(scenario, announced=0, machine=replace(scenario.machine, threads=1))

@@ -47,7 +47,7 @@ def ray_cluster() -> Iterator[str]:
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))  # workers take flashmem from here
+        patch.setenv("PYTHONPATH", str(ROOT))  # workers import flashmem from here
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         head = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
         cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -59,7 +59,7 @@ def ray_cluster() -> Iterator[str]:
 
 @contextmanager
 def imitated_ray() -> Iterator[str]:
-    """The calls of ray that are made, for where ray is not installed: tasks are pickled and run by a thread."""
+    """The calls of ray in use, for environments without ray: tasks are pickled and run by a thread."""
 
     class RayTaskError(Exception):
         def __init__(self, cause: Exception) -> None:
@@ -157,6 +157,6 @@ def test_a_dask_scheduler_that_goes_is_a_run_that_failed() -> None:
         cluster.close()
         with pytest.raises(RunError, match=r"^the dask cluster failed: the connection to its scheduler was lost.*are kept$"):
             point.result(timeout=60)
-        distributed.get_client().close()  # as it does itself when it has tried for ten seconds to find the scheduler again
+        distributed.get_client().close()  # as it does after ten seconds without finding the scheduler
         with pytest.raises(RunError, match="the connection to its scheduler was lost"):
             pool.submit(time.sleep, 0)

@@ -1,4 +1,4 @@
-"""Points of a sweep are planned as `compile` plans them: from a graph without its weights, with layers split."""
+"""Points of a sweep are planned like in `compile`: from a graph without its weights, with fusion groups split."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def graph_of(model: Path) -> Graph:
 
 
 def sent(graph: Graph) -> Graph:
-    """What a worker makes of `graph`."""
+    """The graph after transport to a worker."""
     read: PortableGraph = pickle.loads(pickle.dumps(portable(graph, RESIDENT_CONSTANT_BYTES)))
     return read.graph()
 
@@ -61,7 +61,7 @@ def test_a_deep_graph_travels_without_its_weights() -> None:
 
 @pytest.fixture
 def slow_copies(tmp_path: Path) -> str:
-    """A device whose copies are so slow that a matmul of the tiny model hides none of its neighbour's chunks."""
+    """A device with copies so slow that no matmul of the tiny model hides a chunk of its neighbour."""
     path = tmp_path / "slow-copies.toml"
     path.write_text(
         'name = "slow-copies"\n[rates]\ncopy_bandwidth = 4e8\nlaunch_seconds = 10e-6\ndisk_bandwidth = 4e8\n'
@@ -81,7 +81,7 @@ def point(device: str, mu: float) -> Point:
 def test_mu_splits_layers_of_a_simulated_point_as_compile_does(slow_copies: str, tmp_path: Path) -> None:
     subject = subject_of(point(slow_copies, 0.1))
     rows = {mu: simulated(subject, point(slow_copies, mu)) for mu in (0.0, 0.1)}
-    # At mu 0 layers are split until every weight finds room; what is left to gain after that is loading distance.
+    # At mu 0 groups are split until every weight has room; the only further gain is loading distance.
     assert rows[0.0]["preload_ratio"] == rows[0.1]["preload_ratio"] == 0
     further, enough = rows[0.1]["objective"], rows[0.0]["objective"]
     assert isinstance(further, float) and isinstance(enough, float) and further < 0.8 * enough
@@ -97,7 +97,7 @@ def test_mu_splits_layers_of_a_simulated_point_as_compile_does(slow_copies: str,
 
 
 def test_a_measured_point_runs_the_layers_it_was_planned_with(slow_copies: str, tmp_path: Path) -> None:
-    """Its bundle has the layers whole, so one with them split is made for the point, and does not outlive it."""
+    """Its bundle has unsplit groups, so a bundle with split ones is made for the point, and removed afterwards."""
     model, device = Path(point(slow_copies, 0.1).model), list_devices()[0].descriptor_name
     whole = flashmem.compile(model, tmp_path / "bundles" / "whole.flashmem", device=slow_copies, unfusion=False)
     subject = Subject(whole.descriptor, "dma", graph_of(model), whole.program, whole.path)

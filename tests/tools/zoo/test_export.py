@@ -1,6 +1,6 @@
 """The zoo: its list, its refusals, and exports that depend on their arguments.
 
-PyTorch is not needed for the tests of the committed exports; where it is installed, exporting is tested too.
+The tests of the committed exports do not need PyTorch; if it is installed, exporting is tested too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reas
 
 
 def answers(path: Path, model: ZooModel) -> list[list[np.ndarray]]:
-    """What the model at `path` answers to an example, and then to ones of which one input is another."""
+    """The answers of the model at `path` to an example, and to examples with one changed input each."""
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     assert [port.name for port in session.get_inputs()] == [each.name for each in model.inputs]
     assert [port.name for port in session.get_outputs()] == list(model.outputs)
@@ -42,7 +42,7 @@ def answers(path: Path, model: ZooModel) -> list[list[np.ndarray]]:
 
 
 def check_that_inputs_matter(path: Path, model: ZooModel) -> None:
-    """Another value of any input moves an output, and every output moves."""
+    """Check that another value of any input changes an output, and that every output changes."""
     usual, *others = answers(path, model)
     assert all(np.isfinite(output).all() for output in usual)
     spreads = [output.std() if output.size > 1 else np.abs(output).max() for output in usual]
@@ -70,7 +70,7 @@ def test_committed_exports_are_what_they_are_named_after() -> None:
         return onnx.load(DATA / f"{name}.onnx", load_external_data=False)
 
     constants = [any(n.op_type == "Constant" for n in load(name).graph.node) for name in ("vit-tiny-legacy", "vit-tiny")]
-    assert constants == [True, False]  # the ways the two exporters write shapes
+    assert constants == [True, False]  # how the two exporters write shapes
     assert any(node.op_type == "Attention" for node in load("vit-tiny-opset23").graph.node)
     assert [dim.dim_param != "" for dim in load("gptneo-tiny-dynamic").graph.input[0].type.tensor_type.shape.dim] == [True] * 2
     assert all(t.data_location for t in load("gptneo-tiny-external").graph.initializer if t.ByteSize() > 2048)
@@ -131,7 +131,7 @@ def test_export(name: str, exporter: Exporter, tmp_path: Path) -> None:
 @pytest.mark.parametrize("exporter", ["dynamo", "legacy"])
 @pytest.mark.parametrize("name", tiny_names())
 def test_every_architecture_can_be_exported(name: str, exporter: Exporter, tmp_path: Path) -> None:
-    """By both exporters, or it says why not. This is what to run on other releases (CONTRIBUTING.md)."""
+    """By both exporters, or with a reason why not. Run this for other releases (CONTRIBUTING.md)."""
     model = find(name)
     if exporter == "legacy" and model.dynamo_only:
         with pytest.raises(UserError, match=f"the legacy exporter cannot write {name}: .*; use dynamo"):
@@ -140,7 +140,7 @@ def test_every_architecture_can_be_exported(name: str, exporter: Exporter, tmp_p
     try:
         path = export(name, tmp_path, exporter=exporter)
     except UserError as error:
-        # The masks of transformers 5 need an operator (aten::diff) that the legacy exporter does not have.
+        # The masks of transformers 5 use an operator (aten::diff) that the legacy exporter lacks.
         assert exporter == "legacy" and name.startswith("gptneo") and f"cannot write {name} (" in str(error)
         pytest.skip(str(error))
     check_that_inputs_matter(path, model)

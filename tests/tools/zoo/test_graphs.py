@@ -17,8 +17,8 @@ from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
+from flashmem.planning.instance import build_instance
 from flashmem.program.program import Program
-from flashmem.schedule.instance import build_problem
 from flashmem.target.descriptor import load_descriptor
 from flashmem.tools.zoo.graphs import GptNeo, Llama, ResNet, Vit, WhisperEncoder, WideVit, zoo_graph
 from tests.support.paths import DATA
@@ -31,7 +31,7 @@ def program_of(graph: Graph, device: str = "pocl") -> Program:
 
 
 def planned(program: Program) -> list[tuple[Any, ...]]:
-    """What a planner sees of each layer."""
+    """The planner's input for each layer."""
     sizes = {part.name: part.nbytes for part in program.slices}
     return [
         (launch.operator_class, launch.macs, launch.bytes, len(launch.operators), launch.global_size,
@@ -60,7 +60,7 @@ def test_a_graph_from_a_configuration_is_planned_as_the_exported_file(file: str,
 
 
 @pytest.mark.parametrize(
-    ("name", "weights"),  # in millions; without what the file's tables of positions leave out beyond 128 tokens
+    ("name", "weights"),  # in millions; without the parts of position tables beyond 128 tokens that files lack
     [
         ("resnet50", 25.5), ("vit-b16", 86.5), ("vit-103m", 102.8), ("deepvit-204m", 203.6), ("vit-8b", 7520),
         ("whisper-medium-encoder", 307.2), ("whisper-tiny-encoder", 8.21), ("gptneo-125m", 162.5), ("gpt2", 123.75),
@@ -85,7 +85,7 @@ def test_the_arena_is_hardly_larger_than_what_is_needed_at_once(name: str, preci
 
 
 def _needed(program: Program, source: str) -> list[int]:
-    """At each layer, the bytes of the arena that it reads or writes, or that hold what is read later.
+    """At each layer, the bytes of the arena that it reads or writes, or that are read later.
 
     The launches of one operator, which write parts of its result, are one step.
     """
@@ -121,11 +121,11 @@ def test_grouped_queries_share_their_keys() -> None:
     weights = {value.name: value.shape for value in graph.constants()}
     assert weights["layers.0.k_proj.weight"] == (64, 16) and weights["layers.0.q_proj.weight"] == (64, 64)
     program = program_of(graph)
-    problem = build_problem(program, load_descriptor("pocl"), chunk_bytes=1024, m_peak=1 << 20)
-    # seven matrices, the head, attention, which reads each key where it lies, and, row by row on the host, the table of tokens
+    instance = build_instance(program, load_descriptor("pocl"), chunk_bytes=1024, m_peak=1 << 20)
+    # seven matrices, the head, attention, which reads each key in place, and the token table, looked up by rows on the host
     assert sum(launch.macs > 0 for launch in program.launches) == 7 + 1 + 1
     assert not any("repeat" in tensor.name or len(tensor.shape) == 5 for tensor in program.tensors)
-    assert len({part.weight for part in program.slices}) == 7 + 1 == len(problem.weights)
+    assert len({part.weight for part in program.slices}) == 7 + 1 == len(instance.weights)
 
 
 def test_every_name_can_be_asked_for_and_others_are_refused() -> None:

@@ -1,11 +1,11 @@
-"""Operators of ONNX Runtime's own (domain com.microsoft), said in ONNX's: files that its optimizer wrote hold them.
+"""ONNX Runtime's contrib operators (domain com.microsoft), expanded to ONNX operators. Its optimizer writes them to files.
 
-Each operator is a function that adds ONNX nodes in place of one node. Weights stay where they are: packed projections are one
-product whose result is cut, four-bit weights are the same bytes of another element type. Their specification is ONNX Runtime's
-list of contrib operators and ONNX Runtime itself.
+Each operator is a function that adds ONNX nodes in place of one node. Weights stay in their files: a packed projection is one
+product whose result is sliced, and four-bit weights are the same bytes with another element type. The specification is ONNX
+Runtime's list of contrib operators and ONNX Runtime itself.
 
-A node is expanded during the walk that infers shapes and folds constants (`compiler/frontend/folding.py`), once the shapes of
-its inputs are known. One that cannot be expanded stays, with the reason in its metadata, for the importer to report.
+The walk that infers shapes and folds constants (`compiler/frontend/folding.py`) expands a node once the shapes of its inputs
+are known. A node that cannot be expanded stays, with the reason in its metadata, and the importer reports it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ for _family in (attention, fused, grouped, normalization, others, quantized):
 
 _REASON = "flashmem.reason"
 
-# What ONNX Runtime registers in ONNX's own domain, and the operator set from which on ONNX has it.
+# Operators that ONNX Runtime registers in ONNX's own domain, and the first operator set in which ONNX has them.
 _IN_ONNX = {"SimplifiedLayerNormalization": None, "LayerNormalization": 17}
 
 _BLOCKED = "com.microsoft.nchwc"
@@ -36,12 +36,12 @@ _SAVE_AGAIN = "save the model without ONNX Runtime's optimizations, or export it
 
 
 def operators() -> list[str]:
-    """The operators of domain com.microsoft that are understood, in alphabetical order."""
+    """Names of the supported operators of domain com.microsoft, in alphabetical order."""
     return sorted(_EXPANSIONS)
 
 
 def mark(model: onnx.ModelProto) -> None:
-    """Write operators that ONNX Runtime has in ONNX's domain, and ONNX has not, in the domain com.microsoft, in place."""
+    """Move operators that only ONNX Runtime has, in ONNX's domain, to the domain com.microsoft, in place."""
     versions = {entry.domain: entry.version for entry in model.opset_import}
     for node in nodes_of(model.graph.node, Path()):
         if node.domain == "" and node.op_type in _IN_ONNX:
@@ -54,9 +54,9 @@ def mark(model: onnx.ModelProto) -> None:
 
 
 def expand(node: ir.Node, opset: int) -> tuple[Sequence[ir.Value], Sequence[ir.Node]] | None:
-    """What takes the place of `node`, in operators of the ONNX operator set `opset`: its outputs, and the nodes.
+    """The replacement of `node` in operators of the ONNX operator set `opset`: its outputs, and the nodes.
 
-    None for an operator that is not ONNX Runtime's, or not understood, and as long as a shape that is needed is unknown.
+    None for an operator that is not ONNX Runtime's or not supported, and as long as a required shape is unknown.
     """
     rule = _EXPANSIONS.get(node.op_type) if node.domain == DOMAIN else None
     if rule is None or not any(value.name for value in node.outputs):
@@ -72,19 +72,19 @@ def expand(node: ir.Node, opset: int) -> tuple[Sequence[ir.Value], Sequence[ir.N
     outputs: list[ir.Value] = []
     for index, output in enumerate(node.outputs):
         value = results[index] if index < len(results) else None
-        if not expansion.wants(index):  # a place holder: the others lend their values their names
+        if not expansion.wants(index):  # a placeholder: all other values get the names of their outputs
             value = ir.Value(name=output.name)
         elif value is None:
             node.metadata_props[_REASON] = f"{DOMAIN}.{node.op_type} whose output {index} is used is not implemented"
             return None
-        elif value in outputs or value in node.inputs:  # it keeps its name
+        elif value in outputs or value in node.inputs:  # the input keeps its name
             value = expansion.op("Identity", value)
         outputs.append(value)
     return outputs, expansion.nodes
 
 
 def why_not(node: ir.Node) -> str | None:
-    """Why `node`, of a domain that is not ONNX's, was not expanded, and what to do; None if it is none of ONNX Runtime's."""
+    """Why `node`, of a domain that is not ONNX's, was not expanded, and what to do; None if it is not ONNX Runtime's."""
     name = f"{node.domain}.{node.op_type}"
     if node.domain == _BLOCKED:
         return f"{name} keeps its weights in blocks whose size only the machine that wrote them knows: {_SAVE_EXTENDED}"

@@ -1,7 +1,8 @@
-"""Attention over heads, with projections packed into one weight or done before, masks, and keys and values of earlier calls.
+"""Expansion of attention over heads: packed or separate projections, masks, and keys and values of earlier calls.
 
-B is the batch, S the length of the queries, T that of all keys (P of them from earlier calls), N the number of heads, H the
-size of a head. A projection from a packed weight is one product, whose result is cut: the weight stays in its file.
+B is the batch and S the length of the queries. T is the number of keys, P of them from earlier calls. N is the number of heads
+and H the size of a head. A projection from a packed weight is one product, whose result is sliced: the weight stays in its
+file.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from flashmem.compiler.frontend.contrib.expansion import Expand, Expansion, Refu
 
 @dataclass
 class Heads:
-    """Queries, keys and values: `query` is [B, N, S, H], the others [B, N, T, H], and `value` of heads of size `value_size`.
+    """Queries, keys and values: `query` is [B, N, S, H], the others [B, N, T, H]; heads of `value` have size `value_size`.
 
     `length` is S, `past` is P, `total` is T; constants have the element type of the input `like`.
     """
@@ -49,14 +50,14 @@ def attend(e: Expansion, h: Heads, padding: ir.Value | None, bias: ir.Value | No
         seen = e.constant(np.tri(h.length, h.total, h.past, np.bool_), dtype=np.bool_)
         if padding is None and bias is None:
             scores = e.op("Where", seen, scores, lowest)
-        else:  # what lies ahead is masked whatever else is said of it
+        else:  # the keys ahead of a query are masked in any case
             padding = lowest_where_ahead(e, seen, padding, h.like, lowest)
-    scores = e.plus(scores, bias, padding)  # in this order rows of padding alone are rounded as ONNX Runtime does
+    scores = e.plus(scores, bias, padding)  # this order rounds rows that are all padding like ONNX Runtime
     return merge(e, e.op("MatMul", e.op("Softmax", scores, axis=-1), h.value), h), scores
 
 
 def lowest_where_ahead(e: Expansion, seen: ir.Value, padding: ir.Value | None, like: ir.Value, lowest: ir.Value) -> ir.Value:
-    """What is added to scores: `padding`, or nothing, where a key is seen, and the lowest number elsewhere."""
+    """The addend of scores: `padding`, or zero, where a key is seen, and the lowest number elsewhere."""
     return e.op("Where", seen, e.constant(0, like) if padding is None else padding, lowest)
 
 
@@ -71,7 +72,7 @@ def split_heads(e: Expansion, value: ir.Value, batch: int, length: int, heads: i
 
 
 def padding_mask(e: Expansion, index: int, batch: int, length: int, total: int) -> ir.Value | None:
-    """What input `index`, a mask of keys in one of its forms, adds to scores; broadcasts to [B, N, S, T].
+    """The addend of scores for input `index`, a mask of keys in one of its forms; broadcasts to [B, N, S, T].
 
     Masks are [B, T] or [B, S, T], not above 0 for padding; or [B], the lengths of the sentences; or [2 * B], the ends and then
     the starts of the sentences.
@@ -98,25 +99,25 @@ def padding_mask(e: Expansion, index: int, batch: int, length: int, total: int) 
 
 
 def float_type(e: Expansion, like: ir.Value) -> np.dtype[np.generic]:
-    """The element type of `like`, float32 where that is quantised."""
+    """The element type of `like`, or float32 if it is quantised."""
     dtype = e.dtype(like)
     return np.dtype(np.float32) if dtype in (np.uint8, np.int8) else dtype
 
 
 def attention_bias(e: Expansion, index: int, batch: int, heads: int, length: int, total: int) -> ir.Value | None:
-    """Input `index`, which is added to scores."""
+    """Input `index`, an addend of scores."""
     shapes = [(b, n, length, total) for b in (batch, 1) for n in (heads, 1)]
     e.expect(index, *shapes)
     return e.optional(index)
 
 
 def join(e: Expansion, past: ir.Value | None, new: ir.Value) -> ir.Value:
-    """Keys or values [B, N, P, H] of earlier calls, and then the new ones."""
+    """Concatenate keys or values [B, N, P, H] of earlier calls and the new ones."""
     return new if past is None else e.op("Concat", past, new, axis=2)
 
 
 def projected_columns(e: Expansion) -> int:
-    """Columns of the weight, input 1, that projects input 0; the bias, input 2, has as many."""
+    """Columns of the projection weight, input 1, of input 0; the bias, input 2, has as many."""
     width = e.ranked(0, 3)[2]
     depth, columns = e.ranked(1, 2)
     if depth != width:
@@ -135,7 +136,7 @@ def _attention(e: Expansion) -> list[ir.Value | None]:
 def project_and_attend(
     e: Expansion, projected: ir.Value, columns: int, mask: int, past: int, bias: int | None
 ) -> list[ir.Value | None]:
-    """Self attention over `projected`, [B, S, `columns`]: queries, keys and values; the others are indices of inputs."""
+    """Self attention over `projected`, [B, S, `columns`]: queries, keys and values. The other arguments are input indices."""
     batch, length, _ = e.ranked(0, 3)
     heads = head_count(e)
     for name in ("past_present_share_buffer", "do_rotary"):
@@ -176,7 +177,7 @@ def project_and_attend(
 
 
 def head_count(e: Expansion) -> int:
-    """Attribute num_heads."""
+    """Number of heads (attribute num_heads)."""
     heads = e.integer("num_heads")
     if heads < 1:
         raise RefusedError(f"with {heads} heads")
@@ -184,7 +185,7 @@ def head_count(e: Expansion) -> int:
 
 
 def _multi_head(e: Expansion) -> list[ir.Value | None]:
-    """Attention of queries, keys and values that are there, in one of four packings."""
+    """Attention of projected queries, keys and values, in one of four packings."""
     e.refuse_input(8, 9)
     heads = head_count(e)
     shape = e.ranked(0, 3, 5)
@@ -219,13 +220,13 @@ def _head_size(width: int, heads: int) -> int:
 
 
 def _biased(e: Expansion, value: ir.Value, start: int, width: int) -> ir.Value:
-    """`value` and its part of the packed bias, input 3."""
+    """`value` plus its part of the packed bias, input 3."""
     bias = e.optional(3)
     return value if bias is None else e.op("Add", value, e.part(bias, 0, start, start + width))
 
 
 def _packed(e: Expansion, index: int, parts: int, heads: int) -> tuple[ir.Value, ir.Value, ir.Value, int, int, tuple[int, int]]:
-    """Input `index`, [B, S, N, parts, H]: its parts as [B, N, S, H] (the first twice, if they are two), B, S and sizes."""
+    """Unpack input `index`, [B, S, N, parts, H]: its parts as [B, N, S, H] (the first twice, of two), B, S and sizes."""
     e.refuse_input(*range(index + 1, 3))
     batch, length, count, packed, size = e.ranked(index, 5)
     if (count, packed) != (heads, parts):
@@ -241,13 +242,13 @@ def _packed(e: Expansion, index: int, parts: int, heads: int) -> tuple[ir.Value,
 
 
 def _keys(e: Expansion, heads: int, batch: int, size: int, width: int) -> tuple[ir.Value, ir.Value, int, int]:
-    """Keys and values as [B, N, L, H], L, and the size of a value's head."""
+    """Keys and values as [B, N, L, H], L, and the head size of values."""
     shape = e.ranked(1, 3, 4, 5)
     if len(shape) == 5:
         _, key, value, _, new, _ = _packed(e, 1, 2, heads)
         e.expect(1, (batch, new, heads, 2, size))
         return key, value, new, size
-    if len(shape) == 4:  # they are in the form of past state already, and have no bias
+    if len(shape) == 4:  # they already have the form of past state, and no bias
         e.refuse_input(3)
         new, value_size = shape[2], e.ranked(2, 4)[3]
         e.expect(1, (batch, heads, new, size))
@@ -264,4 +265,4 @@ def _keys(e: Expansion, heads: int, batch: int, size: int, width: int) -> tuple[
 
 
 EXPANSIONS: dict[str, Expand] = {"Attention": _attention, "MultiHeadAttention": _multi_head}
-"""Operators by name."""
+"""Expansions by operator name."""

@@ -1,4 +1,4 @@
-"""Saying one node of ONNX Runtime's in ONNX's operators: what it reads, what it must write, and the nodes that do it."""
+"""Expansion of one ONNX Runtime node to ONNX operators: access to its inputs and attributes, and the new nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LOWEST = {name: float(np.finfo(name).min) for name in ("float16", "float32", "f
 
 
 class RefusedError(Exception):
-    """The node cannot be said in ONNX's operators; the text, which follows the operator's name, says why."""
+    """The node cannot be expanded to ONNX operators; the text, which follows the operator's name, says why."""
 
 
 class UnknownShapeError(Exception):
@@ -24,9 +24,9 @@ class UnknownShapeError(Exception):
 
 @dataclass
 class Expansion:
-    """One node and the nodes that take its place, for a model of ONNX operator set `opset`.
+    """One node and its replacement nodes, for a model of ONNX operator set `opset`.
 
-    Methods that add nodes give the value that the last of them computes.
+    Methods that add nodes return the value that the last of them computes.
     """
 
     node: ir.Node
@@ -34,16 +34,16 @@ class Expansion:
     nodes: list[ir.Node] = field(default_factory=list)
     shapes: dict[ir.Value, tuple[int, ...]] = field(default_factory=dict)
 
-    # What the node has
+    # -- inputs and attributes
 
     def optional(self, index: int) -> ir.Value | None:
-        """Input `index`, or None where it is left out."""
+        """Input `index`, or None if it is omitted."""
         inputs = self.node.inputs
         value = inputs[index] if index < len(inputs) else None
         return value if value is None or value.name else None
 
     def input(self, index: int) -> ir.Value:
-        """Input `index`, which must be there."""
+        """Input `index`, which must exist."""
         value = self.optional(index)
         if value is None:
             raise RefusedError(f"without input {index}")
@@ -59,7 +59,7 @@ class Expansion:
         return float(attribute.value)
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """Attribute `name`, an integer, which must be there if there is no default."""
+        """Attribute `name`, an integer, which must exist unless it has a default."""
         attribute = self.node.attributes.get(name)
         if attribute is None and default is not None:
             return default
@@ -77,7 +77,7 @@ class Expansion:
         return str(attribute.value)
 
     def numbers(self, name: str) -> list[float]:
-        """Attribute `name`, floats or integers; none where it is left out."""
+        """Attribute `name`, floats or integers; empty if it is omitted."""
         attribute = self.node.attributes.get(name)
         if attribute is None:
             return []
@@ -86,17 +86,17 @@ class Expansion:
         return list(attribute.value)
 
     def keep(self, *names: str) -> dict[str, Any]:
-        """The attributes of these names that are given, to hand on to an operator that has them too."""
+        """The given attributes among `names`, to pass to an operator with the same attributes."""
         given = ((name, self.node.attributes.get(name)) for name in names)
         return {name: attribute.value for name, attribute in given if attribute is not None}
 
     def wants(self, index: int) -> bool:
-        """Whether anybody reads output `index`."""
+        """Whether output `index` is used."""
         outputs = self.node.outputs
         return index < len(outputs) and bool(outputs[index].uses() or outputs[index].is_graph_output())
 
     def refuse_output(self, *indices: int) -> None:
-        """Refuse the node if anybody reads one of these outputs."""
+        """Refuse the node if one of these outputs is used."""
         for index in indices:
             if self.wants(index):
                 raise RefusedError(f"whose output {index} is used")
@@ -107,10 +107,10 @@ class Expansion:
             if self.optional(index) is not None:
                 raise RefusedError(f"with input {index}")
 
-    # What values are
+    # -- properties of values
 
     def shape(self, value: ir.Value) -> tuple[int, ...]:
-        """The static shape of an input, or of what `reshape` made."""
+        """The static shape of an input, or of a result of `reshape`."""
         if value in self.shapes:
             return self.shapes[value]
         if value.const_value is not None:
@@ -120,7 +120,7 @@ class Expansion:
         return tuple(value.shape.numpy())
 
     def ranked(self, index: int, *ranks: int) -> tuple[int, ...]:
-        """The shape of input `index`, which must be of one of these ranks."""
+        """The shape of input `index`, which must have one of these ranks."""
         shape = self.shape(self.input(index))
         if len(shape) not in ranks:
             raise RefusedError(f"whose input {index} has shape {shape}")
@@ -150,17 +150,17 @@ class Expansion:
             raise RefusedError(f"of {name}")
         return _LOWEST[name]
 
-    # What takes the node's place
+    # -- replacement nodes
 
     def op(self, op: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
-        """A node of ONNX's with one output."""
+        """Add an ONNX node with one output."""
         return self.ops(op, 1, *inputs, **attributes)[0]
 
     def ops(self, op: str, outputs: int, *inputs: ir.Value | None, **attributes: Any) -> Sequence[ir.Value]:
-        """A node of ONNX's with several outputs."""
+        """Add an ONNX node with several outputs."""
         step = f"{op}.{len(self.nodes)}"
         made = ir.node(op, list(inputs), attributes or None, num_outputs=outputs, name=f"{self.node.name}.{step}")
-        first = next(value.name for value in self.node.outputs if value.name)  # no other node's, as its own name may be
+        first = next(value.name for value in self.node.outputs if value.name)  # unique, unlike the node's own name
         for index, value in enumerate(made.outputs):
             value.name = f"{first}.{step}.{index}"
         self.nodes.append(made)
@@ -172,7 +172,7 @@ class Expansion:
         return self.tensor(ir.tensor(np.asarray(data, kind)))
 
     def tensor(self, tensor: ir.TensorProtocol) -> ir.Value:
-        """A constant that `tensor` holds, wherever its data lies."""
+        """A constant with the data of `tensor`, in memory or in a file."""
         made = self.op("Constant", value=tensor)
         made.const_value, made.dtype = tensor, tensor.dtype
         return made
@@ -182,7 +182,7 @@ class Expansion:
         return self.constant(values, dtype=np.int64)
 
     def reshape(self, value: ir.Value, *shape: int) -> ir.Value:
-        """`value` in another shape, all of it known."""
+        """`value` in another shape, which is fully known."""
         made = self.op("Reshape", value, self.integers(*shape))
         self.shapes[made] = shape
         return made
@@ -196,7 +196,7 @@ class Expansion:
         return self.op("Slice", value, self.integers(start), self.integers(end), self.integers(axis))
 
     def reduce(self, op: str, value: ir.Value, axis: int) -> ir.Value:
-        """A reduction along one axis, which stays as a dimension of one element."""
+        """A reduction along one axis, which stays as a dimension of size 1."""
         if self.opset >= (13 if op == "ReduceSum" else 18):
             return self.op(op, value, self.integers(axis), keepdims=1)
         return self.op(op, value, axes=[axis], keepdims=1)
@@ -206,7 +206,7 @@ class Expansion:
         return value if factor == 1.0 else self.op("Mul", value, self.constant(factor, like))
 
     def plus(self, value: ir.Value, *addends: ir.Value | None) -> ir.Value:
-        """`value` and all addends that are given."""
+        """The sum of `value` and all given addends."""
         for addend in addends:
             value = value if addend is None else self.op("Add", value, addend)
         return value
@@ -216,7 +216,7 @@ class Expansion:
         return self.op("Cast", value, to=int(dtype))
 
     def layer_norm(self, value: ir.Value, scale: ir.Value, bias: ir.Value | None, epsilon: float) -> ir.Value:
-        """Normalized along the last dimension, then scale and bias."""
+        """Layer normalization along the last dimension, then scale and bias."""
         return self.op("LayerNormalization", value, scale, *([] if bias is None else [bias]), axis=-1, epsilon=epsilon)
 
     def inverse_rms(self, value: ir.Value, size: int, epsilon: float, like: ir.Value) -> ir.Value:
@@ -226,4 +226,4 @@ class Expansion:
 
 
 Expand = Callable[[Expansion], Sequence[ir.Value | None]]
-"""Adds the nodes that compute what a node of ONNX Runtime's does, and gives its outputs; None for one that nobody reads."""
+"""Adds the nodes that replace an ONNX Runtime node, and returns its outputs; None for an unused output."""

@@ -1,4 +1,4 @@
-"""Products, convolutions and activations with what follows them fused in."""
+"""Expansion of products, convolutions and activations with fused operators after them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _matmul(e: Expansion) -> list[ir.Value]:
 
 
 def _operand(e: Expansion, index: int, name: str) -> ir.Value:
-    """An operand of FusedMatMul: dimension 0 moved behind the batch, then the last two exchanged, if that is asked for."""
+    """An operand of FusedMatMul: dimension 0 moved behind the batch, then the last two exchanged, as its attributes request."""
     value, rank = e.input(index), len(e.shape(e.input(index)))
     order = list(range(rank))
     if e.integer(f"transBatch{name}", 0) and rank > 2:
@@ -42,7 +42,7 @@ def _gemm(e: Expansion) -> list[ir.Value]:
 
 
 def _named_activation(e: Expansion, value: ir.Value) -> ir.Value:
-    """The activation of FusedGemm, with its parameters in attributes of their own."""
+    """The activation of FusedGemm, whose parameters are separate attributes."""
     given = {
         name: e.number(f"activation_{name}", 0.0)
         for name in ("alpha", "beta", "gamma")
@@ -52,7 +52,7 @@ def _named_activation(e: Expansion, value: ir.Value) -> ir.Value:
 
 
 def _listed_activation(e: Expansion, value: ir.Value) -> ir.Value:
-    """The activation of FusedConv, with its parameters in a list."""
+    """The activation of FusedConv, whose parameters are a list."""
     names, numbers = _PARAMETERS.get(e.text("activation", ""), ()), e.numbers("activation_params")
     if len(numbers) > len(names):
         raise RefusedError(f"with {len(numbers)} activation_params")
@@ -60,7 +60,7 @@ def _listed_activation(e: Expansion, value: ir.Value) -> ir.Value:
 
 
 def _activated(e: Expansion, value: ir.Value, parameters: dict[str, float]) -> ir.Value:
-    """`value` through the activation that the node names."""
+    """The activation named by the node, applied to `value`."""
     name = e.text("activation", "")
     if not name:
         return value
@@ -101,7 +101,7 @@ def _convolved(e: Expansion, x: ir.Value) -> ir.Value:
 
 
 def _nhwc_conv(e: Expansion) -> list[ir.Value]:
-    """Channels last: what is added, Z, too."""
+    """Channels-last convolution; its addend Z is channels-last too."""
     rank = len(e.shape(e.input(0)))
     if rank < 3:
         raise RefusedError(f"of a tensor of {rank} dimensions")
@@ -144,7 +144,7 @@ def _bias_split_gelu(e: Expansion) -> list[ir.Value]:
 
 
 def _bias_dropout(e: Expansion) -> list[ir.Value]:
-    """In inference nothing is dropped; the bias is the last dimension's, or of the data's shape."""
+    """Bias and residual without dropout, as in inference; the bias has the last dimension, or the shape of the data."""
     _check_inference(e, 4)
     return [e.plus(e.input(0), e.input(1), e.optional(2))]
 
@@ -180,4 +180,4 @@ EXPANSIONS: dict[str, Expand] = {
     "QuickGelu": _quick_gelu,
     "TransposeMatMul": _matmul,
 }
-"""Operators by name."""
+"""Expansions by operator name."""

@@ -1,4 +1,4 @@
-"""Attention with fewer heads for keys than for queries, and rotary positions."""
+"""Expansion of grouped-query attention (fewer heads for keys than for queries) and of rotary positions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flashmem.compiler.frontend.contrib.expansion import Expand, Expansion, Refu
 
 
 def _group_query(e: Expansion) -> list[ir.Value | None]:
-    """Causal attention, N heads of queries to M heads of keys and values; input 5 is how many keys there are, less 1."""
+    """Causal attention of N heads of queries over M heads of keys and values; input 5 is the number of keys minus 1."""
     e.refuse_input(12, 13, 14, 15)
     for name in ("kv_cache_bit_width", "qk_output", "sliding_window_cache"):
         if e.integer(name, 0):
@@ -59,11 +59,11 @@ def _group_query(e: Expansion) -> list[ir.Value | None]:
 
 @dataclass
 class _Cache:
-    """Keys and values of earlier calls: `past` of them, of `total` with those of this call.
+    """Keys and values of earlier calls: `past` of them; `total` with those of this call.
 
-    `seen` says which keys a query sees, `positions` where the queries stand, [B, S]. `rows` are the places of all keys among
-    the earlier ones and then the new ones of every head, [B, M, T]; None where that is their order. `filled` says which of
-    them are there, [B, 1, T, 1].
+    `seen` is the mask of keys that a query sees, and `positions` the positions of the queries, [B, S]. `rows` are the indices
+    of all keys, for every head, in the concatenation of the earlier and the new ones, [B, M, T]; None if that is their order.
+    `filled` is the mask of keys that exist, [B, 1, T, 1].
     """
 
     past: int
@@ -75,7 +75,7 @@ class _Cache:
 
 
 def _cache(e: Expansion, batch: int, groups: int, length: int, size: int) -> _Cache:
-    """The cache as inputs 3 to 6 and 9 describe it."""
+    """The cache that inputs 3 to 6 and 9 describe."""
     past = 0 if e.optional(3) is None else e.ranked(3, 4)[2]
     if past:
         e.expect(3, (batch, groups, past, size))
@@ -95,14 +95,14 @@ def _cache(e: Expansion, batch: int, groups: int, length: int, size: int) -> _Ca
 
 
 def _visible(e: Expansion, places: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which `keys` queries at `places` see: those up to theirs, the last few of them with a window."""
+    """The mask of `keys` that queries at `places` see: those up to their own place, or the last few of them with a window."""
     window = e.integer("local_window_size", -1)
     seen: NDArray[np.bool_] = keys <= places
     return seen & (keys > places - window) if window > 0 else seen
 
 
 def _filled_in_part(e: Expansion, batch: int, groups: int, length: int, past: int, wanted: int) -> _Cache:
-    """A cache of which each sentence has filled a part of its own: new keys go behind that part, what is behind them is 0."""
+    """A cache that each sentence has filled to its own length: new keys follow that part, and the rest is 0."""
     total = max(wanted, past)
     if wanted < length:
         raise RefusedError(f"of {length} words with a total_sequence_length of {wanted}")
@@ -130,7 +130,7 @@ def _filled_in_part(e: Expansion, batch: int, groups: int, length: int, past: in
 
 
 def _cached(e: Expansion, cache: _Cache, index: int, new: ir.Value) -> ir.Value:
-    """Keys or values, [B, M, T, H], of the cache in input `index` and the new ones."""
+    """Keys or values, [B, M, T, H]: the cache in input `index` and the new ones."""
     if not cache.past:
         return new
     joined = e.op("Concat", e.input(index), new, axis=2)
@@ -142,7 +142,7 @@ def _cached(e: Expansion, cache: _Cache, index: int, new: ir.Value) -> ir.Value:
 
 
 def _attend_in_groups(e: Expansion, h: Heads, groups: int, seen: ir.Value) -> ir.Value:
-    """The queries that share a key are rows of one product, so that no key is repeated."""
+    """Attention in groups: queries that share a key are rows of one product, so that no key is repeated."""
     each = h.heads // groups
     rows = h.query if each == 1 else e.reshape(h.query, h.batch, groups, each * h.length, h.size)
     scores = e.op("MatMul", rows, e.transpose(h.key, 0, 1, 3, 2))
@@ -168,7 +168,7 @@ def _attend_in_groups(e: Expansion, h: Heads, groups: int, seen: ir.Value) -> ir
 
 
 def _softmax_with_sink(e: Expansion, scores: ir.Value, h: Heads) -> ir.Value:
-    """Softmax, in which each head may have one more score, which counts in the sum and weighs nothing."""
+    """Softmax with an optional further score for each head, which counts in the sum and has no value."""
     sink = e.optional(11)
     if sink is None and e.integer("smooth_softmax", -1) < 1:
         return e.op("Softmax", scores, axis=-1)
@@ -189,10 +189,10 @@ def rotated(
     interleaved: int,
     outer: tuple[int, int, int],
 ) -> ir.Value:
-    """`value`, [B, N, S, `size`] with `outer` = (B, N, S), turned by the angles of `positions`, [B, S], in two tables.
+    """Rotate `value`, [B, N, S, `size`] with `outer` = (B, N, S), by the angles of `positions`, [B, S], in two tables.
 
-    The first 2 * (columns of the tables) elements of each head turn, as pairs of neighbours if `interleaved`, else one of each
-    half; the others stay.
+    The first 2 * (columns of the tables) elements of each head rotate, in pairs: neighbours if `interleaved`, else one of each
+    half. The others stay.
     """
     tables = [e.shape(table) for table in (cosines, sines)]
     if any(len(table) != 2 for table in tables) or tables[0] != tables[1] or not 0 < 2 * tables[0][1] <= size:
@@ -219,7 +219,7 @@ def rotated(
 
 
 def _rotary(e: Expansion) -> list[ir.Value | None]:
-    """Positions are [B, S], or [1]: where the first word of each sentence stands."""
+    """Rotary embedding. Positions are [B, S], or [1]: the position of the first word of each sentence."""
     if e.integer("is_packed_batching", 0) or e.number("scale", 1.0) not in (0.0, 1.0):
         raise RefusedError("with is_packed_batching or scale")
     x, shape = e.input(0), e.ranked(0, 3, 4)
@@ -246,4 +246,4 @@ def _rotary(e: Expansion) -> list[ir.Value | None]:
 
 
 EXPANSIONS: dict[str, Expand] = {"GroupQueryAttention": _group_query, "RotaryEmbedding": _rotary}
-"""Operators by name."""
+"""Expansions by operator name."""

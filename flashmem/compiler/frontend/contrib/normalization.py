@@ -1,4 +1,4 @@
-"""Normalizations with what is added before them, embeddings, softmax with its bias."""
+"""Expansion of normalizations with an addend before them, of embeddings, and of softmax with bias."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _skip_layer_norm(e: Expansion) -> list[ir.Value | None]:
 
 
 def _skip_rms_norm(e: Expansion) -> list[ir.Value | None]:
-    """input + skip (+ bias), divided by the root of its mean square; outputs as of SkipLayerNormalization."""
+    """input + skip (+ bias), divided by the root of its mean square; the same outputs as SkipLayerNormalization."""
     x = e.input(0)
     total = e.plus(x, e.input(1), e.optional(3))
     inverse = e.inverse_rms(total, _last(e), e.number("epsilon", 1e-12), x)
@@ -38,7 +38,7 @@ def _last(e: Expansion) -> int:
 
 
 def _rms_norm(e: Expansion) -> list[ir.Value | None]:
-    """x / sqrt(mean(x^2) + epsilon) * scale over all dimensions from `axis` on, which become one."""
+    """x / sqrt(mean(x^2) + epsilon) * scale over all dimensions from `axis` on, as one dimension."""
     x, scale = e.input(0), e.input(1)
     shape, epsilon = e.shape(x), e.number("epsilon", 1e-5)
     axis = e.integer("axis", -1)
@@ -56,7 +56,7 @@ def _rms_norm(e: Expansion) -> list[ir.Value | None]:
 
 
 def _layer_norm(e: Expansion) -> list[ir.Value | None]:
-    """ONNX's operator, in a file of an operator set that did not have it yet."""
+    """ONNX's LayerNormalization, for a file of an operator set without it."""
     e.refuse_output(1, 2)
     bias = e.optional(2)
     inputs = [e.input(0), e.input(1), *([] if bias is None else [bias])]
@@ -109,7 +109,7 @@ def _skip_group_norm(e: Expansion) -> list[ir.Value | None]:
 
 
 def _grouped(e: Expansion, x: ir.Value, scale: int, bias: int) -> ir.Value:
-    """Groups of channels of `x`, of the shape of input 0, normalized; then scale, bias and activation of each channel."""
+    """Normalize groups of channels of `x`, of the shape of input 0; then apply scale, bias and activation of each channel."""
     shape, last, groups = e.ranked(0, 4), e.integer("channels_last", 1), e.integer("groups")
     channels = shape[3] if last else shape[1]
     if groups < 1 or channels % groups:
@@ -136,7 +136,7 @@ def _grouped(e: Expansion, x: ir.Value, scale: int, bias: int) -> ir.Value:
 
 
 def _bias_softmax(e: Expansion) -> list[ir.Value | None]:
-    """Softmax of data + bias, over all dimensions from `axis` on as one."""
+    """Softmax of data + bias over all dimensions from `axis` on, as one dimension."""
     shape, bias = e.shape(e.input(0)), e.shape(e.input(1))
     axis = e.integer("axis", 1)
     if not -len(shape) <= axis < len(shape):
@@ -161,4 +161,4 @@ EXPANSIONS: dict[str, Expand] = {
     "SkipLayerNormalization": _skip_layer_norm,
     "SkipSimplifiedLayerNormalization": _skip_rms_norm,
 }
-"""Operators by name."""
+"""Expansions by operator name."""

@@ -1,4 +1,4 @@
-"""Operators that ONNX took over later, and Fourier transforms."""
+"""Expansion of operators that ONNX has adopted since, and of Fourier transforms."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LONGEST = 4096
 
 
 def _trilu(e: Expansion) -> list[ir.Value]:
-    """A choice by a constant mask."""
+    """Trilu as a Where with a constant mask."""
     x, shape = e.input(0), e.shape(e.input(0))
     diagonal = 0
     if (k := e.optional(1)) is not None:
@@ -50,7 +50,7 @@ def _expand_dims(e: Expansion) -> list[ir.Value]:
 
 
 def _rfft(e: Expansion) -> list[ir.Value]:
-    """The transform of real rows as a product: [..., n] -> [..., n / 2 + 1, 2]."""
+    """The Fourier transform of real rows as a product: [..., n] -> [..., n / 2 + 1, 2]."""
     x, shape = e.input(0), e.shape(e.input(0))
     size = _signal(e, shape[-1] if shape else 0)
     angles = 2 * np.pi / size * (np.outer(np.arange(size), np.arange(size // 2 + 1)) % size)
@@ -59,14 +59,14 @@ def _rfft(e: Expansion) -> list[ir.Value]:
 
 
 def _irfft(e: Expansion) -> list[ir.Value]:
-    """Its inverse: [..., n / 2 + 1, 2] -> [..., n]."""
+    """The inverse of Rfft as a product: [..., n / 2 + 1, 2] -> [..., n]."""
     x, shape = e.input(0), e.shape(e.input(0))
     if len(shape) < 2 or shape[-1] != 2:
         raise RefusedError(f"of a tensor of shape {shape}")
     size = _signal(e, 2 * (shape[-2] - 1))
     angles = 2 * np.pi / size * (np.outer(np.arange(size // 2 + 1), np.arange(size)) % size)
     weight = np.full((size // 2 + 1, 1), 2 / size)
-    weight[[0, -1]] = 1 / size  # all others stand for their conjugates too
+    weight[[0, -1]] = 1 / size  # all others also count for their conjugates
     table = np.stack([weight * np.cos(angles), -weight * np.sin(angles)], 1).reshape(-1, size)
     return [e.op("MatMul", e.reshape(x, *shape[:-2], 2 * shape[-2]), e.constant(table, x))]
 
@@ -87,4 +87,4 @@ EXPANSIONS: dict[str, Expand] = {
     "Rfft": _rfft,
     "Trilu": _trilu,
 }
-"""Operators by name."""
+"""Expansions by operator name."""

@@ -1,4 +1,4 @@
-"""Weights of four bits: the same bytes under another element type and shape, where they are in order, without a copy."""
+"""Packed four-bit weights: the same bytes with another element type and shape, without a copy if the order allows it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def reinterpreted(tensor: ir.TensorProtocol, dtype: ir.DataType, shape: tuple[in
 def quantised_matrix(
     tensor: ir.TensorProtocol, shape: tuple[int, int], block: int, bits: int, wanted: int | None = None
 ) -> ir.TensorProtocol:
-    """Rows of blocks of `block` numbers of `bits` bits, the last block filled up, as a matrix of `shape` of `wanted` bits.
+    """Rows of blocks of `block` numbers of `bits` bits, the last block padded, as a matrix of `shape` with `wanted` bits.
 
     Two numbers of four bits share a byte, the first in its low half, as in ONNX's uint4.
     """
@@ -46,10 +46,10 @@ def quantised_matrix(
 
 
 def packed_zero_points(data: NDArray[np.uint8], blocks: int, bits: int) -> NDArray[np.uint8]:
-    """Zero points of `bits` bits, each row packed by itself, as one byte each: [rows, `blocks`]."""
+    """Zero points of `bits` bits, each row packed separately, as one byte each: [rows, `blocks`]."""
     return data if bits == 8 else _nibbles(data)[:, :blocks]
 
 
 def _nibbles(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Every byte of each row as two numbers, the low half first."""
+    """Unpack every byte of each row to two numbers, the low half first."""
     return np.stack([data & 15, data >> 4], -1).reshape(len(data), -1)

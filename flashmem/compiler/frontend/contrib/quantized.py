@@ -1,5 +1,8 @@
-"""Quantised operators: ONNX's between a DequantizeLinear and a QuantizeLinear, integer products with their scales, and products
-with weights of four or eight bits in blocks."""
+"""Expansion of quantised operators.
+
+They become ONNX operators between a DequantizeLinear and a QuantizeLinear, integer products with scales, and products with
+weights of four or eight bits in blocks.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +22,18 @@ _WINDOW = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
 
 
 def _single(e: Expansion, value: ir.Value | None) -> ir.Value | None:
-    """`value`, which counts for a whole tensor, without dimensions if it has one of one element."""
+    """`value`, a scale or zero point; a single element becomes a scalar."""
     return e.reshape(value) if value is not None and e.shape(value) == (1,) else value
 
 
 def _dequantized(e: Expansion, index: int) -> ir.Value:
-    """Inputs `index`, `index` + 1 and, if given, `index` + 2: elements, scale and zero point of a whole tensor."""
+    """Dequantise inputs `index`, `index` + 1 and, if given, `index` + 2: elements, scale and zero point of a whole tensor."""
     scale, zero = (_single(e, value) for value in (e.input(index + 1), e.optional(index + 2)))
     return e.op("DequantizeLinear", e.input(index), scale, *([] if zero is None else [zero]))
 
 
 def _quantized(e: Expansion, value: ir.Value, index: int, like: ir.Value) -> ir.Value:
-    """`value` by scale and zero point in inputs `index` and `index` + 1; of the type of `like` without a zero point."""
+    """Quantise `value` by scale and zero point in inputs `index` and `index` + 1; without zero point, to the type of `like`."""
     scale, zero = (_single(e, given) for given in (e.input(index), e.optional(index + 1)))
     return e.op("QuantizeLinear", value, scale, e.constant(0, like) if zero is None else zero)
 
@@ -54,7 +57,7 @@ def _where(e: Expansion) -> list[ir.Value]:
 
 
 def _concat(e: Expansion) -> list[ir.Value]:
-    """Output scale and zero point, and then elements, scale and zero point of each part."""
+    """Concatenate: output scale and zero point, then elements, scale and zero point of each part."""
     count, rest = divmod(len(e.node.inputs) - 2, 3)
     if rest or count < 1:
         raise RefusedError(f"of {len(e.node.inputs)} inputs")
@@ -63,7 +66,7 @@ def _concat(e: Expansion) -> list[ir.Value]:
 
 
 def _softmax(e: Expansion, x: ir.Value) -> ir.Value:
-    """Before operator set 13 all dimensions from `axis` on are one."""
+    """Softmax; before operator set 13, all dimensions from `axis` on are one."""
     shape, axis = e.shape(e.input(0)), e.integer("axis", -1)
     if not -len(shape) <= axis < len(shape):
         raise RefusedError(f"along axis {axis} of a tensor of {len(shape)} dimensions")
@@ -87,7 +90,7 @@ def _reduce_mean(e: Expansion, x: ir.Value) -> ir.Value:
 
 
 def _channels_last(e: Expansion, x: ir.Value, apply: Callable[[ir.Value], ir.Value]) -> ir.Value:
-    """`apply` to `x`, which has as many dimensions as input 0, channels last if the attribute says so."""
+    """Call `apply` with `x`, which has the rank of input 0, and transpose around it if the node is channels-last."""
     if not e.integer("channels_last", 0):
         return apply(x)
     rank = len(e.shape(e.input(0)))
@@ -105,7 +108,7 @@ def _global_average_pool(e: Expansion, x: ir.Value) -> ir.Value:
 
 
 def _conv(e: Expansion) -> list[ir.Value]:
-    """ONNX's QLinearConv, or the same channels last."""
+    """ONNX's QLinearConv, or the same channels-last."""
     rest = [e.optional(index) for index in range(1, 9)]
     while rest and rest[-1] is None:
         rest.pop()
@@ -113,14 +116,14 @@ def _conv(e: Expansion) -> list[ir.Value]:
 
 
 def _same(op: str) -> Expand:
-    """ONNX's operator of that name, whose axis counts only where there is a scale for each of its elements."""
+    """The ONNX operator of that name; its axis counts only if each element along it has a scale."""
 
     def expand(e: Expansion) -> list[ir.Value]:
         scale, zero = (_single(e, value) for value in (e.input(1), e.optional(2)))
         single = e.shape(e.input(1)) in ((), (1,))
         axis = {} if single else {"axis": e.integer("axis")}
         if e.optional(2) is not None and e.dtype(e.input(2)).itemsize > 1:
-            axis["block_size"] = 0  # which only the version has that knows 16 bits
+            axis["block_size"] = 0  # only the version that supports 16 bits has this attribute
         return [e.op(op, e.input(0), scale, *([] if zero is None else [zero]), **axis)]
 
     return expand
@@ -134,7 +137,7 @@ def _product(
     scale: ir.Value,
     added: ir.Value | None = None,
 ) -> ir.Value:
-    """The product of integers `a` and `b` less their zero points, plus an integer, times `scale`."""
+    """The product of integers `a` and `b` minus their zero points, plus an integer, times `scale`."""
     points = list(zeros)
     while points and points[-1] is None:
         points.pop()
@@ -149,14 +152,14 @@ def _integer_to_float(e: Expansion) -> list[ir.Value]:
 
 
 def _dynamic_matmul(e: Expansion) -> list[ir.Value]:
-    """The first operand is quantised to 8 bits by its own range."""
+    """A product whose first operand is quantised to 8 bits by its own range."""
     a, a_scale, a_zero = e.ops("DynamicQuantizeLinear", 3, e.input(0))
     scale = e.op("Mul", a_scale, _single(e, e.input(2)))
     return [e.plus(_product(e, a, e.input(1), (a_zero, _single(e, e.optional(3))), scale), e.optional(4))]
 
 
 def _gemm(e: Expansion) -> list[ir.Value]:
-    """`C` counts in the units of the product; the answer is quantised if its scale is given."""
+    """Integer Gemm: `C` has the units of the product; the answer is quantised if its scale is given."""
     a, b = (
         e.transpose(e.input(index), 1, 0) if e.integer(name, 0) else e.input(index)
         for index, name in ((0, "transA"), (3, "transB"))
@@ -178,13 +181,13 @@ def _attention(e: Expansion) -> list[ir.Value | None]:
 
 
 def _embed_layer_norm(e: Expansion) -> list[ir.Value | None]:
-    """EmbedLayerNormalization of quantised tables: rows are picked first, and dequantised then."""
+    """EmbedLayerNormalization of quantised tables: rows are gathered first, then dequantised."""
     batch, length = e.ranked(0, 2)
     if e.ranked(3, 2)[0] < length:
         raise RefusedError(f"of {length} words with a table of {e.shape(e.input(3))[0]} positions")
 
     def meant(value: ir.Value, table: int) -> ir.Value:
-        """Elements of the table in input `table`, by its scale and zero point."""
+        """Dequantise elements of the table in input `table` by its scale and zero point."""
         return e.op("DequantizeLinear", value, _single(e, e.input(table + 6)), _single(e, e.input(table + 11)))
 
     words = meant(e.op("Gather", e.input(2), e.input(0)), 2)
@@ -227,7 +230,7 @@ def _matmul_nbits(e: Expansion) -> list[ir.Value]:
             if given.size != columns * row:
                 raise RefusedError(f"of {columns} x {blocks} blocks with {given.size} bytes of zero points")
             points = packed_zero_points(given.reshape(columns, row), blocks, bits)
-        else:  # of any value: what they are beyond the middle is taken off by the sum of each block
+        else:  # of any value: subtract their distance from the middle through the sum of each block
             if given.size != columns * blocks:
                 raise RefusedError(f"of {columns} x {blocks} blocks with {given.size} zero points")
             beyond = given.reshape(columns, blocks).astype(np.float32) - middle
@@ -267,4 +270,4 @@ EXPANSIONS: dict[str, Expand] = {
     "QLinearWhere": _where,
     "QuantizeLinear": _same("QuantizeLinear"),
 }
-"""Operators by name."""
+"""Expansions by operator name."""

@@ -13,7 +13,7 @@ _BRANCH_GAIN = 0.25
 """Gain of the last normalisation in ResNet's residual branches.
 
 Training starts it at 0 (Goyal et al., arXiv 1706.02677, section 5.1) and leaves it small. At 1, sixteen random blocks amplify
-the rounding of weights to fp16 to 1-3 % of the output, in every engine, so that the model could not reveal a wrong kernel.
+the rounding of weights to fp16 to 1-3 % of the output, in every engine. The model could then not reveal a wrong kernel.
 """
 
 _MIXING_NOISE = 0.05

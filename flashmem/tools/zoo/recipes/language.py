@@ -1,4 +1,4 @@
-"""GPT-Neo."""
+"""Recipes of GPT-Neo."""
 
 from __future__ import annotations
 

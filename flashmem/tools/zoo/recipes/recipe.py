@@ -1,4 +1,4 @@
-"""The form of a recipe, which describes one architecture of the zoo, and the drawing of example inputs.
+"""The form of a zoo recipe, which describes one architecture, and the drawing of example inputs.
 
 PyTorch and the libraries with the architectures are imported when a model is built; the `zoo` extra installs them.
 """

@@ -7,7 +7,7 @@ from typing import Any
 from flashmem.tools.zoo.recipes.recipe import Tensors, ZooModel, features, tokens, zoo_class
 
 _MODULE = "transformers.models.whisper.modeling_whisper"
-_SECONDS_30 = 3000  # frames of 10 ms that the published encoder takes
+_SECONDS_30 = 3000  # frames of 10 ms, the input of the published encoder
 _NO_LEGACY = "it cannot trace how transformers makes the mask of the decoder"
 
 _MEDIUM = {

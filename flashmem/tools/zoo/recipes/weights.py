@@ -2,7 +2,8 @@
 
 Default initialisation is useless for comparisons: outputs can be all zero, or almost independent of the input. So weights are
 drawn to keep activations near unit variance, with fan-in scaling for every matrix (He et al., ICCV 2015). No bias or scale
-stays at 0 or 1, where a kernel that omits it would go unnoticed. Recipes have what one architecture needs beyond that.
+stays at 0 or 1, where a kernel that omits it would go unnoticed. Recipes contain the additional corrections for one
+architecture.
 """
 
 from __future__ import annotations

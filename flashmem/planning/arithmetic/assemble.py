@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping
 
-from flashmem.planning.latency.clock import Moves, play, unlimited_seconds
-from flashmem.schedule.instance import Problem
+from flashmem.planning.arithmetic.clock import Moves, play, unlimited_seconds
+from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import PASSING_BYTES, BoundScope, Objective, OverlapPlan, PlannedWeight, Tier
 
 
-def moved_chunks(problem: Problem, moves: Moves) -> list[int]:
+def moved_chunks(instance: Instance, moves: Moves) -> list[int]:
     """Chunks moved at each layer, index l - 1."""
-    used = [0] * len(problem.layers)
+    used = [0] * len(instance.layers)
     for parts in moves.values():
         for layer, chunks in parts:
             used[layer - 1] += chunks
@@ -25,9 +25,9 @@ def slowdown(seconds: float, fastest: float) -> float:
 
 
 def assemble(
-    problem: Problem,
+    instance: Instance,
     preload: Collection[str],
-    gates: Mapping[str, int],
+    releases: Mapping[str, int],
     moves: Moves,
     *,
     kind: Objective,
@@ -46,15 +46,17 @@ def assemble(
     C_l binds the paper's objective only, whose plan lists where a tier relaxed it.
     """
     weights = tuple(
-        PlannedWeight(w.name, w.nbytes, problem.chunks(w), w.first_use, w.last_use, True, gates.get(w.name, 0))
+        PlannedWeight(w.name, w.nbytes, instance.chunks(w), w.first_use, w.last_use, True, releases.get(w.name, 0))
         if w.name in preload
-        else PlannedWeight(w.name, w.nbytes, problem.chunks(w), w.first_use, w.last_use, False, gates[w.name], moves[w.name])
-        for w in problem.weights
+        else PlannedWeight(
+            w.name, w.nbytes, instance.chunks(w), w.first_use, w.last_use, False, releases[w.name], moves[w.name]
+        )
+        for w in instance.weights
     )
-    used = moved_chunks(problem, moves)
+    used = moved_chunks(instance, moves)
     above = {
         layer: n - spec.capacity
-        for layer, (n, spec) in enumerate(zip(used, problem.layers, strict=True), start=1)
+        for layer, (n, spec) in enumerate(zip(used, instance.layers, strict=True), start=1)
         if n > spec.capacity
     }
     if above:
@@ -62,14 +64,14 @@ def assemble(
         what = "C_l relaxed" if kind == "paper" else "more than C_l is moved, at the price that the objective counts,"
         notes += (
             f"{what} at {len(above)} of {len(used)} layers by {sum(above.values())} chunks in all, most at layer "
-            f"{worst} {problem.layers[worst - 1].name!r} ({problem.layers[worst - 1].capacity} to {used[worst - 1]} chunks)",
+            f"{worst} {instance.layers[worst - 1].name!r} ({instance.layers[worst - 1].capacity} to {used[worst - 1]} chunks)",
         )
-    seconds = play(problem, {w.name: w.read_layer for w in weights}, moves).seconds
+    seconds = play(instance, {w.name: w.read_layer for w in weights}, moves).seconds
     return OverlapPlan(
         objective_kind=kind,
-        chunk_bytes=problem.chunk_bytes,
-        m_peak=problem.m_peak,
-        capacities=tuple(spec.capacity for spec in problem.layers),
+        chunk_bytes=instance.chunk_bytes,
+        m_peak=instance.m_peak,
+        capacities=tuple(spec.capacity for spec in instance.layers),
         relaxed=tuple((layer, used[layer - 1]) for layer in sorted(above)) if kind == "paper" else (),
         weights=weights,
         objective=objective,
@@ -79,10 +81,10 @@ def assemble(
         asked=tuple(sorted(asked)),
         solve_seconds=time.monotonic() - started,
         lambda_=lambda_,
-        mode=problem.mode,
-        piece_bytes=problem.piece_bytes or PASSING_BYTES,
-        loader_threads=problem.loader_threads,
-        shares_memory=problem.shares_memory,
-        expected_slowdown=slowdown(seconds, unlimited_seconds(problem, base)),
-        notes=(*problem.notes, *notes),
+        mode=instance.mode,
+        piece_bytes=instance.piece_bytes or PASSING_BYTES,
+        loader_threads=instance.loader_threads,
+        shares_memory=instance.shares_memory,
+        expected_slowdown=slowdown(seconds, unlimited_seconds(instance, base)),
+        notes=(*instance.notes, *notes),
     )

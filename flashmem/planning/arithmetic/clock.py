@@ -1,7 +1,7 @@
 """The planner's clock: predicted integrated latency of a plan.
 
-Three resources. The disk reads weights one after the other at `Problem.load_bandwidth`, from the moment the session is opened;
-the read of w begins once layer g_w - 1 is done. The host hands on what was read at `Problem.host_bandwidth`, once the session
+Three resources. The disk reads weights one after the other at `Instance.load_bandwidth`, from the moment the session is opened;
+the read of w begins once layer g_w - 1 is done. The host hands on what was read at `Instance.host_bandwidth`, once the session
 is open. One compute queue runs the layers in order, each once every weight that it uses (or, in mode `interleave`, is the first
 to move) is there; layer l takes t_l * s_l(b_l), b_l being the bytes that the plan moves beside it.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from flashmem.schedule.instance import Problem, WeightSpec
+from flashmem.schedule.instance import Instance, WeightSpec
 
 Moves = Mapping[str, tuple[tuple[int, int], ...]]
 """x_{w,l}: by weight, (layer, chunks) in ascending order."""
@@ -55,85 +55,85 @@ class Compute:
         return self.done[layer]
 
 
-def durations(problem: Problem, moves: Moves) -> list[float]:
+def durations(instance: Instance, moves: Moves) -> list[float]:
     """t_l * s_l(b_l) of every layer, with what `moves` has beside it."""
-    beside = [0] * len(problem.layers)
-    uses = {w.name: w.first_use for w in problem.weights}
+    beside = [0] * len(instance.layers)
+    uses = {w.name: w.first_use for w in instance.weights}
     for name, parts in moves.items():
         for layer, chunks in parts:
             if layer < uses[name]:
                 beside[layer - 1] += chunks
     return [
-        spec.loaded_seconds(chunks * problem.chunk_bytes) if chunks else spec.seconds
-        for spec, chunks in zip(problem.layers, beside, strict=True)
+        spec.loaded_seconds(chunks * instance.chunk_bytes) if chunks else spec.seconds
+        for spec, chunks in zip(instance.layers, beside, strict=True)
     ]
 
 
-def needed_at(problem: Problem, moves: Moves | None) -> dict[str, int]:
+def needed_at(instance: Instance, moves: Moves | None) -> dict[str, int]:
     """The layer that waits for each weight to be read: the first that uses it or, in `interleave`, that moves it."""
-    if moves is None or problem.mode != "interleave":
-        return {w.name: w.first_use for w in problem.weights}
-    return {w.name: moves[w.name][0][0] if moves.get(w.name) else w.first_use for w in problem.weights}
+    if moves is None or instance.mode != "interleave":
+        return {w.name: w.first_use for w in instance.weights}
+    return {w.name: moves[w.name][0][0] if moves.get(w.name) else w.first_use for w in instance.weights}
 
 
 class Timing:
-    """The clock of `problem` with `moves`, for the many gates that a planner compares.
+    """The clock of `instance` with `moves`, for the many release times that a planner compares.
 
     Without `moves` nothing slows a layer down. Weights are read in the order (g_w, first need, first use), each as soon as its
-    gate allows; gate 0 (of W) is as gate 1.
+    release time allows; release time 0 (of W) is as release time 1.
     """
 
-    def __init__(self, problem: Problem, moves: Moves | None = None) -> None:
-        self.problem = problem
+    def __init__(self, instance: Instance, moves: Moves | None = None) -> None:
+        self.instance = instance
         self.moves = moves or {}
-        self.needs = needed_at(problem, moves)
-        self.durations = durations(problem, self.moves)
-        self._by_need = sorted(problem.weights, key=lambda w: (self.needs[w.name], w.first_use))
-        self._needed = [min(self.needs[w.name], len(problem.layers)) for w in self._by_need]
-        self._handed = [w.nbytes / problem.host_bandwidth for w in self._by_need]
-        self._last_piece = [min(w.nbytes, problem.piece_bytes) / problem.host_bandwidth for w in self._by_need]
-        self._read = [w.nbytes / problem.load_bandwidth for w in self._by_need]
+        self.needs = needed_at(instance, moves)
+        self.durations = durations(instance, self.moves)
+        self._by_need = sorted(instance.weights, key=lambda w: (self.needs[w.name], w.first_use))
+        self._needed = [min(self.needs[w.name], len(instance.layers)) for w in self._by_need]
+        self._handed = [w.nbytes / instance.host_bandwidth for w in self._by_need]
+        self._last_piece = [min(w.nbytes, instance.piece_bytes) / instance.host_bandwidth for w in self._by_need]
+        self._read = [w.nbytes / instance.load_bandwidth for w in self._by_need]
         self._in_cache = [0.0] * len(self._by_need)
 
-    def order(self, gates: Mapping[str, int]) -> list[WeightSpec]:
+    def order(self, releases: Mapping[str, int]) -> list[WeightSpec]:
         """The weights in the order in which they are read."""
-        return [self._by_need[at] for at in self._order([gates[w.name] or 1 for w in self._by_need])]
+        return [self._by_need[at] for at in self._order([releases[w.name] or 1 for w in self._by_need])]
 
     def _order(self, opened: Sequence[int]) -> list[int]:
         return sorted(range(len(opened)), key=opened.__getitem__)  # stable
 
     def compute(self) -> Compute:
         """The compute queue before anything was read."""
-        return Compute(self.durations, self.problem.opening_seconds)
+        return Compute(self.durations, self.instance.opening_seconds)
 
-    def play(self, gates: Mapping[str, int], *, in_cache: bool = False) -> Clock:
+    def play(self, releases: Mapping[str, int], *, in_cache: bool = False) -> Clock:
         """The clock of g_w by weight. `in_cache`: with the file in the page cache, where reads take what handing on takes."""
-        loaded, read, compute = self._played(gates, in_cache)
+        loaded, read, compute = self._played(releases, in_cache)
         names = [w.name for w in self._by_need]
         return Clock(
             dict(zip(names, loaded, strict=True)), tuple(compute.started), tuple(compute.done[1:]),
             dict(zip(names, read, strict=True)),
         )  # fmt: skip
 
-    def seconds(self, gates: Mapping[str, int], *, in_cache: bool = False) -> float:
+    def seconds(self, releases: Mapping[str, int], *, in_cache: bool = False) -> float:
         """Integrated latency alone, as `play` has it."""
-        return self._played(gates, in_cache)[2].done[-1] if self.durations else 0.0
+        return self._played(releases, in_cache)[2].done[-1] if self.durations else 0.0
 
-    def _played(self, gates: Mapping[str, int], in_cache: bool) -> tuple[list[float], list[float], Compute]:
+    def _played(self, releases: Mapping[str, int], in_cache: bool) -> tuple[list[float], list[float], Compute]:
         """When each weight is there, and when the disk begins to read it, in the order of needs; and the layers."""
-        opened = [gates[w.name] or 1 for w in self._by_need]
+        opened = [releases[w.name] or 1 for w in self._by_need]
         order = self._order(opened)
         reading, handed, last_piece = self._in_cache if in_cache else self._read, self._handed, self._last_piece
         needed, compute = self._needed, self.compute()
         ready, done = compute.ready, compute.done
         loaded, read = [0.0] * len(order), [0.0] * len(order)
-        disk, host = 0.0, self.problem.opening_seconds
+        disk, host = 0.0, self.instance.opening_seconds
         for at in order:
-            gate = opened[at]
-            if gate > 1:
-                if gate > len(done):
-                    compute.until(gate - 1)
-                opens = done[gate - 1]
+            release = opened[at]
+            if release > 1:
+                if release > len(done):
+                    compute.until(release - 1)
+                opens = done[release - 1]
                 disk, host = max(disk, opens), max(host, opens)
             read[at] = disk
             disk += reading[at]
@@ -145,11 +145,11 @@ class Timing:
         return loaded, read, compute
 
 
-def play(problem: Problem, gates: Mapping[str, int], moves: Moves | None = None) -> Clock:
+def play(instance: Instance, releases: Mapping[str, int], moves: Moves | None = None) -> Clock:
     """The clock of one plan: see `Timing`."""
-    return Timing(problem, moves).play(gates)
+    return Timing(instance, moves).play(releases)
 
 
-def unlimited_seconds(problem: Problem, preload: Collection[str]) -> float:
+def unlimited_seconds(instance: Instance, preload: Collection[str]) -> float:
     """Integrated latency with W = `preload` and no memory limit: every other weight may be loaded from the start."""
-    return Timing(problem).seconds({w.name: 0 if w.name in preload else 1 for w in problem.weights})
+    return Timing(instance).seconds({w.name: 0 if w.name in preload else 1 for w in instance.weights})

@@ -9,7 +9,7 @@ from itertools import combinations, product
 from hypothesis import strategies as st
 
 from flashmem.program.tensors import Slice
-from flashmem.schedule.instance import LayerSpec, Problem, WeightSpec
+from flashmem.schedule.instance import Instance, LayerSpec, WeightSpec
 from flashmem.schedule.plan import OverlapPlan
 
 CLASSES = ("elemental", "reusable", "hierarchical")
@@ -20,7 +20,7 @@ def layers_of(capacities: list[int], seconds: float = 1.0) -> tuple[LayerSpec, .
 
 
 @st.composite
-def problems(
+def instances(
     draw: st.DrawFn,
     *,
     most_layers: int = 12,
@@ -28,8 +28,8 @@ def problems(
     most_chunks: int = 6,
     whole_chunks: bool = False,
     shared: bool = True,
-) -> Problem:
-    """Layers of every class, weights of any size (in whole chunks if asked), some used again later."""
+) -> Instance:
+    """Layers of every class, weights of any size (in whole chunks if requested), some used again later."""
     count = draw(st.integers(1, most_layers))
     chunk = draw(st.sampled_from([1, 4, 7, 16]))
     layers = tuple(
@@ -43,12 +43,12 @@ def problems(
         last = draw(st.integers(first, count)) if shared and draw(st.booleans()) else first
         weights.append(WeightSpec(f"w{n}", nbytes, first, last))
     m_peak = draw(st.integers(1, max(1, 3 * most_chunks * chunk)))
-    return Problem(layers, tuple(weights), chunk, m_peak, draw(st.sampled_from([1.0, 4.0, 64.0])))
+    return Instance(layers, tuple(weights), chunk, m_peak, draw(st.sampled_from([1.0, 4.0, 64.0])))
 
 
-def least_distance(problem: Problem, preload: Collection[str]) -> int | None:
-    """The least sum of i_w - z_w for W = `preload` by trying every move at every layer; None if no moves are allowed."""
-    streamed = [w for w in problem.weights if w.name not in preload]
+def least_distance(instance: Instance, preload: Collection[str]) -> int | None:
+    """The least sum of i_w - z_w for W = `preload`, by trying every move at every layer; None if no moves are possible."""
+    streamed = [w for w in instance.weights if w.name not in preload]
 
     @cache
     def best(layer: int, left: tuple[int, ...]) -> int | None:
@@ -58,49 +58,49 @@ def least_distance(problem: Problem, preload: Collection[str]) -> int | None:
         in_flight = sum(
             w.nbytes for n, w in enumerate(streamed) if w.last_use >= layer and left[n]
         )  # whole slices of which a part is moved at this layer or before, and which are still needed
-        if in_flight > problem.m_peak:
+        if in_flight > instance.m_peak:
             return None
         options = [range(left[n] + 1) if w.first_use > layer else (0,) for n, w in enumerate(streamed)]
         costs = []
         for moved in product(*options):
-            if sum(moved) <= problem.layers[layer - 1].capacity:
+            if sum(moved) <= instance.layers[layer - 1].capacity:
                 rest = best(layer - 1, tuple(a - b for a, b in zip(left, moved, strict=True)))
                 if rest is not None:
                     costs.append(rest)
         waiting = sum(1 for n, w in enumerate(streamed) if w.first_use > layer and left[n])
         return min(costs) + waiting if costs else None
 
-    return best(len(problem.layers), tuple(problem.chunks(w) for w in streamed))
+    return best(len(instance.layers), tuple(instance.chunks(w) for w in streamed))
 
 
-def least_objective(problem: Problem, lambda_: float, forced: Collection[str]) -> float:
-    """The optimum of the paper's objective: every W that holds `forced`."""
-    free = [w.name for w in problem.weights if w.name not in forced]
+def least_objective(instance: Instance, lambda_: float, forced: Collection[str]) -> float:
+    """The optimum of the paper's objective over every W that contains `forced`."""
+    free = [w.name for w in instance.weights if w.name not in forced]
     values = []
     for size in range(len(free) + 1):
         for chosen in combinations(free, size):
             preload = {*forced, *chosen}
-            distance = least_distance(problem, preload)
+            distance = least_distance(instance, preload)
             if distance is not None:
-                chunks = sum(problem.chunks(w) for w in problem.weights if w.name in preload)
+                chunks = sum(instance.chunks(w) for w in instance.weights if w.name in preload)
                 values.append(lambda_ * chunks + (1 - lambda_) * distance)
     return min(values)
 
 
-def in_flight(problem: Problem, moves: Mapping[str, Sequence[tuple[int, int]]]) -> list[int]:
-    """Bytes of streamed weights at each layer: all of each that has been moved to by then and is still to be used."""
-    weights = [w for w in problem.weights if w.name in moves]
+def in_flight(instance: Instance, moves: Mapping[str, Sequence[tuple[int, int]]]) -> list[int]:
+    """Bytes of streamed weights at each layer: whole weights whose first chunk has been moved and whose use is still ahead."""
+    weights = [w for w in instance.weights if w.name in moves]
 
     def held(w: WeightSpec, layer: int) -> int:
         return w.nbytes if moves[w.name][0][0] <= layer <= w.last_use else 0
 
-    return [sum(held(w, layer) for w in weights) for layer in range(1, len(problem.layers) + 1)]
+    return [sum(held(w, layer) for w in weights) for layer in range(1, len(instance.layers) + 1)]
 
 
-def keeps_the_rules(plan: OverlapPlan, problem: Problem) -> bool:
-    """C0-C3 of a plan for the problem's own weights and capacities, layer by layer, in the words of docs/planner.md.
+def keeps_the_rules(plan: OverlapPlan, instance: Instance) -> bool:
+    """C0-C3 of a plan for the problem's own weights and capacities, layer by layer, as docs/planner.md defines them.
 
-    C3 binds the paper's objective only.
+    C3 applies to the paper's objective only.
     """
     for w in plan.weights:
         if w.preload:
@@ -114,26 +114,26 @@ def keeps_the_rules(plan: OverlapPlan, problem: Problem) -> bool:
         ):
             return False
     streamed = [w for w in plan.weights if not w.preload]
-    for layer in range(1, len(problem.layers) + 1):
+    for layer in range(1, len(instance.layers) + 1):
         in_flight = 0
         for w in streamed:
-            if problem.mode != "interleave":
+            if instance.mode != "interleave":
                 in_flight += w.nbytes * (w.read_layer <= layer <= w.last_use)
             else:
                 in_flight += w.nbytes * (w.read_layer <= layer <= w.moves[-1][0])
                 in_flight += w.nbytes * (w.moves[0][0] <= layer <= w.last_use)
         here = sum(chunks for w in streamed for at, chunks in w.moves if at == layer)
-        if in_flight > problem.m_peak:
+        if in_flight > instance.m_peak:
             return False
         if plan.objective_kind == "paper" and here > plan.kept_capacities[layer - 1]:
             return False
     return True
 
 
-def slices_for(problem: Problem, *, images: bool) -> list[Slice]:
+def slices_for(instance: Instance, *, images: bool) -> list[Slice]:
     """A slice for each weight: buffers, or images of one row a byte-pair so that widths and heights differ."""
     made = []
-    for n, w in enumerate(problem.weights):
+    for n, w in enumerate(instance.weights):
         if images and n % 3:
             height = 1 + n % 2 if w.nbytes % (1 + n % 2) == 0 else 1
             width = max(1, w.nbytes // height // 16)

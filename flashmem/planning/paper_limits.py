@@ -8,19 +8,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashmem.base.errors import BudgetError
+from flashmem.planning.arithmetic.measure import Measure
 from flashmem.planning.baselines import fastest_within, operators_of
-from flashmem.planning.budget import Measure
 from flashmem.planning.latency.first_answer import smallest_m_peak
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.opg.lc_opg import ReadAhead, proven_bound, solve
 from flashmem.program.program import Program, fixed_bytes
-from flashmem.schedule.instance import Problem
+from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan, Units
 
 
 def paper_plan_inside(
-    problem: Problem, preload: frozenset[str], lambda_: float, units: Units, in_flight: Measure, *, limited: bool
+    instance: Instance, preload: frozenset[str], lambda_: float, units: Units, in_flight: Measure, *, limited: bool
 ) -> OverlapPlan:
     """The paper's plan whose layout, with what it wastes and with staging, takes no more than M_peak; no read runs ahead.
 
@@ -28,25 +28,25 @@ def paper_plan_inside(
         BudgetError: nothing fits; it names what the plan with the least takes.
     """
     plan = solve(
-        problem, objective="paper", lambda_=lambda_, preload=preload, units=units, time_limit=_SECONDS_FIRST, ahead=False
+        instance, objective="paper", lambda_=lambda_, preload=preload, units=units, time_limit=_SECONDS_FIRST, ahead=False
     )
     least = in_flight(plan)
-    if not limited or least <= problem.m_peak:
+    if not limited or least <= instance.m_peak:
         return plan
     for share in _SHARES:
         try:
             smaller = solve(
-                replace(problem, m_peak=int(problem.m_peak * share)), objective="paper", lambda_=lambda_, preload=preload,
+                replace(instance, m_peak=int(instance.m_peak * share)), objective="paper", lambda_=lambda_, preload=preload,
                 time_limit=_SECONDS_AGAIN, units=units, ahead=False,
             )  # fmt: skip
         except BudgetError:
             break
         taken = in_flight(smaller)
         least = min(least, taken)
-        if taken <= problem.m_peak:
-            return replace(smaller, m_peak=problem.m_peak, bound=min(plan.bound, smaller.objective))
+        if taken <= instance.m_peak:
+            return replace(smaller, m_peak=instance.m_peak, bound=min(plan.bound, smaller.objective))
     raise BudgetError(
-        f"M_peak of {problem.m_peak} bytes is too small: {least} bytes are in flight with what staging and the layout take; "
+        f"M_peak of {instance.m_peak} bytes is too small: {least} bytes are in flight with what staging and the layout take; "
         f"raise the limit to {least} bytes or more",
         smallest_bytes=least,
         binding="",
@@ -54,15 +54,15 @@ def paper_plan_inside(
 
 
 def paper_plan_within(
-    program_problem: Problem, program: Program, limits: Limits, preload: frozenset[str], in_all: Measure
+    program_instance: Instance, program: Program, limits: Limits, preload: frozenset[str], in_all: Measure
 ) -> OverlapPlan:
     """The paper's objective under a budget: W and M_peak share it, the largest share for M_peak that works."""
     assert limits.budget is not None
-    smallest, _ = smallest_m_peak(program_problem, preload)
+    smallest, _ = smallest_m_peak(program_instance, preload)
     for share in _SHARES:
         m_peak = max(smallest, int(limits.budget * share))
         plan = solve(
-            replace(program_problem, m_peak=m_peak),
+            replace(program_instance, m_peak=m_peak),
             objective="paper",
             lambda_=limits.resolved_lambda,
             preload=preload,
@@ -75,25 +75,25 @@ def paper_plan_within(
             # What is proven of this split of the budget says nothing about another: the bound is of plans that have all of
             # it for W, and all of it for what is in flight.
             room = max(m_peak, limits.budget - fixed_bytes(program))
-            roomy = replace(program_problem, m_peak=room)
+            roomy = replace(program_instance, m_peak=room)
             bound = proven_bound(roomy, preload, limits.resolved_lambda, room, limits.units, _SECONDS_EACH)
             return replace(plan, bound=min(bound, plan.objective))
     # The other planner knows the smallest budget, or finds the plan that the shares above stepped over.
-    plan = fastest_within(program_problem, operators_of(program), limits.budget, in_all, preload, 0.0)
+    plan = fastest_within(program_instance, operators_of(program), limits.budget, in_all, preload, 0.0)
     return replace(
         plan, notes=(*plan.notes, "no plan of the paper's objective fits the budget; this one is for the first answer")
     )
 
 
-def reading_ahead(problem: Problem, plan: OverlapPlan, program: Program, limit: int | None, measure: Measure) -> OverlapPlan:
+def reading_ahead(instance: Instance, plan: OverlapPlan, program: Program, limit: int | None, measure: Measure) -> OverlapPlan:
     """`plan`, in which no read runs ahead, with reads that run as far ahead as `measure` of its layout has room in `limit`."""
-    staging = problem.mode == "interleave" and limit is not None
+    staging = instance.mode == "interleave" and limit is not None
     most = plan.m_peak
     if staging:  # what reads ahead waits in staging, and takes nothing else
-        layout = lay_out_pools(program.slices, plan, [problem.mode], page_bytes=program.page_bytes)[problem.mode]
+        layout = lay_out_pools(program.slices, plan, [instance.mode], page_bytes=program.page_bytes)[instance.mode]
         most = (limit or 0) - measure(plan) + layout.all_staging_bytes
 
-    reads = ReadAhead(problem, plan)
+    reads = ReadAhead(instance, plan)
     widest = reads.within(most, staging=staging)
     if limit is None or (taken := measure(widest)) <= limit:
         return widest

@@ -1,0 +1,123 @@
+"""The pipeline from a graph to a checked plan, repeated by the adaptive searches with other slices or other fusion groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+
+from flashmem.compiler.ir.fusion_group import FusionGroup
+from flashmem.compiler.ir.graph import Graph, Node
+from flashmem.compiler.lowering.context import Cuts as SlicesOfWeights
+from flashmem.compiler.lowering.program import Generated, generate
+from flashmem.compiler.memory.launch_order import in_lowest_order
+from flashmem.compiler.options import Options
+from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.selection.selector import KernelSelector
+from flashmem.compiler.weights.sharing import NOTHING_STORED, StoredWeights
+from flashmem.compiler.weights.slicing import FINEST, Slicing
+from flashmem.planning.planner import plan_instance, planning_instance
+from flashmem.program.launches import LaunchOrder
+from flashmem.program.program import Program
+from flashmem.schedule.instance import Instance
+from flashmem.schedule.plan import OverlapPlan
+
+Cuts = frozenset[Node]
+"""Nodes before which a fusion group is split."""
+
+Watch = Callable[[str], AbstractContextManager[None]]
+"""Entered for each step of the pipeline, with the name of the step."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A program for some cuts, the instance that it poses, and its plan."""
+
+    generated: Generated
+    instance: Instance
+    plan: OverlapPlan
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Programs of `graph` under `options`, their planning instances, and their plans.
+
+    Attributes:
+        selector: the kernel selector that all programs share.
+        slicing: the sizes of slices.
+        watch: entered for each "fuse", "generate" and "plan_and_check".
+        final: called with each program before it is planned.
+        lowest_order: whether launches are put into the order with the lowest peak of activations.
+        earlier: weights that a program for other shapes has placed.
+    """
+
+    graph: Graph
+    options: Options
+    selector: KernelSelector
+    slicing: Slicing = FINEST
+    watch: Watch = lambda step: nullcontext()
+    final: Callable[[Generated], None] = lambda generated: None
+    lowest_order: bool = True
+    earlier: StoredWeights = NOTHING_STORED
+
+    def attempt(self, cuts: Cuts, generated: Generated | None = None) -> Attempt:
+        """The program with `cuts` (or `generated`, which was made with them), and its plan.
+
+        Raises:
+            BudgetError: no plan fits the limits.
+        """
+        generated = generated or self.generate(cuts)
+        instance = self.instance(generated.program)
+        return Attempt(generated, instance, self.plan(instance, generated.program))
+
+    def generate(self, cuts: Cuts) -> Generated:
+        """The program with the fusion groups that `cuts` leave."""
+        with self.watch("fuse"):
+            layers, order = self._fused(cuts)
+        with self.watch("generate"):
+            made = self._lowered(layers, order)
+            if self.selector.select():
+                made = self._lowered(layers, order)
+        self.final(made)
+        return made
+
+    def instance(self, program: Program) -> Instance:
+        """The planning instance of `program`."""
+        with self.watch("plan_and_check"):
+            return planning_instance(program, self.options.descriptor, self.options.mode, self.options.limits)
+
+    def plan(self, instance: Instance, program: Program) -> OverlapPlan:
+        """The checked plan of `instance`, without what only the chosen plan needs (`planning.planner.completed`).
+
+        Raises:
+            BudgetError: no plan fits the limits.
+        """
+        with self.watch("plan_and_check"):
+            return plan_instance(instance, program, self.options.mode, self.options.limits, complete=False)
+
+    def _fused(self, cuts: Cuts) -> tuple[Sequence[FusionGroup], LaunchOrder | None]:
+        layers = fuse(self.graph, cuts)
+        if not self.lowest_order:
+            return layers, None
+        return in_lowest_order(self.graph, layers, half=self.options.precision == "fp16")
+
+    def _lowered(self, layers: Sequence[FusionGroup], order: LaunchOrder | None) -> Generated:
+        made = self._generated(layers, self.selector)
+        again = partial(self._for_later_runs, layers, made.cuts)
+        return replace(made, program=replace(made.program, order=order), again=again)
+
+    def _for_later_runs(self, layers: Sequence[FusionGroup], packed: SlicesOfWeights) -> Generated | None:
+        """The program that is faster in later runs over the same packed weights; None where it is the same."""
+        if not self.selector.differs_later() and all(len(parts) == 1 for parts in packed.values()):
+            return None
+        return self._generated(layers, self.selector.for_later_runs(), packed)
+
+    def _generated(
+        self, layers: Sequence[FusionGroup], selector: KernelSelector, packed: SlicesOfWeights | None = None
+    ) -> Generated:
+        slicing = replace(self.slicing, later=self.options.optimize == "steady")
+        return generate(
+            self.graph, layers, self.options.descriptor, precision=self.options.precision, slicing=slicing, selector=selector,
+            earlier=self.earlier, cuts=packed,
+        )  # fmt: skip

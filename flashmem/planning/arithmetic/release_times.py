@@ -1,0 +1,204 @@
+"""Release times g_w: the layer from whose start the read of a weight may begin, so that reads run ahead of their use.
+
+`earliest_releases` releases reads as early as memory permits, in use order, before moves are known. `releases_ahead` does the
+same for moves that are already decided. `settled` then lets the weights of the resident set be read in turn with the others
+(`in_turn`). It makes release times later where the clock shows no difference (`released_late`): the same answer, less memory.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Collection, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashmem.planning.arithmetic.clock import Clock, Moves, Timing
+from flashmem.schedule.instance import Instance, WeightSpec
+from flashmem.schedule.plan import LOADER_THREADS
+
+MARGIN = 1.25
+"""How many times as long as predicted a read may take before a late release time delays a layer."""
+
+LEAD_BYTES = 16 << 20
+"""What is to be waiting for the disk before a weight: as much as Linux lets wait (docs/simulation.md)."""
+
+_SCAN = 256
+"""Layers looked at in one step when a release time is moved to the front."""
+
+
+def held_bytes(instance: Instance, releases: Mapping[str, int], moves: Moves, keep: Collection[str] = ()) -> NDArray[np.int64]:
+    """Bytes that C2 counts at each layer, index l (0 and N + 1 are unused): see docs/planner.md.
+
+    Weights without moves are of W and do not count.
+    """
+    layers = len(instance.layers)
+    change = np.zeros(layers + 3, np.int64)
+    for w in instance.weights:
+        if w.name not in moves:
+            continue
+        home = release = releases[w.name]
+        if instance.mode == "interleave":
+            home = moves[w.name][0][0]
+            change[release] += w.nbytes
+            change[moves[w.name][-1][0] + 1] -= w.nbytes
+        change[1 if w.name in keep else home] += w.nbytes
+        change[(layers if w.name in keep else w.last_use) + 1] -= w.nbytes
+    held: NDArray[np.int64] = np.cumsum(change)
+    return held
+
+
+def earliest_releases(instance: Instance, preload: Collection[str], limit: int) -> dict[str, int]:
+    """g_w of every weight (0 for W): in use order, each as early as whole slices from g_w to the last use fit `limit` bytes.
+
+    `limit` must be at least what the uses themselves need (`latency.least_in_use`).
+    """
+    releases = {w.name: 0 for w in instance.weights if w.name in preload}
+    freed = [0] * (len(instance.layers) + 1)
+    layer, resident = 1, 0  # bytes of the weights placed so far whose last use is at `layer` or later
+    for w in sorted((w for w in instance.weights if w.name not in preload), key=lambda w: w.first_use):
+        while resident + w.nbytes > limit:
+            resident -= freed[layer]
+            layer += 1
+        releases[w.name] = layer
+        resident += w.nbytes
+        freed[w.last_use] += w.nbytes
+    return releases
+
+
+def releases_ahead(
+    instance: Instance, preload: Collection[str], moves: Moves, limit: int, *, staging: bool = False
+) -> dict[str, int]:
+    """g_w of every weight (0 for W) for moves that are decided: in the order of z_w, each as early as `limit` bytes permit.
+
+    They limit what C2 counts; with `staging` (mode `interleave`) only what waits to be moved. Without room to read ahead,
+    g_w = z_w.
+    """
+    releases = {w.name: 0 if w.name in preload else moves[w.name][0][0] for w in instance.weights}
+    held = staged_bytes(instance, moves) if staging else held_bytes(instance, releases, moves)
+    earliest = 1
+    for w in sorted((w for w in instance.weights if w.name not in preload), key=lambda w: (releases[w.name], w.first_use)):
+        release = releases[w.name]
+        while release > earliest:
+            low = max(earliest, release - _SCAN)
+            full = np.flatnonzero(held[low:release] + w.nbytes > limit)
+            opened = low + int(full[-1]) + 1 if full.size else low
+            held[opened:release] += w.nbytes
+            release = opened
+            if full.size:
+                break
+        releases[w.name] = earliest = release
+    return releases
+
+
+def staged_bytes(instance: Instance, moves: Moves) -> NDArray[np.int64]:
+    """Bytes that are in staging at each layer, index l, if every release time is at the first move (mode `interleave`)."""
+    change = np.zeros(len(instance.layers) + 3, np.int64)
+    for w in instance.weights:
+        if parts := moves.get(w.name):
+            change[parts[0][0]] += w.nbytes
+            change[parts[-1][0] + 1] -= w.nbytes
+    staged: NDArray[np.int64] = np.cumsum(change)
+    return staged
+
+
+def settled(timing: Timing, preload: Collection[str], releases: Mapping[str, int]) -> tuple[dict[str, int], Clock]:
+    """Release times of a plan, the resident set's too, from the earliest `releases` of streamed weights; and their clock."""
+    releases = in_turn(timing, preload, releases)
+    clock = timing.play(releases)
+    late = in_turn(timing, preload, released_late(timing, releases, clock))
+    closed = timing.play(late)
+    return (late, closed) if closed.seconds <= clock.seconds * (1 + _NOTICED) else (dict(releases), clock)
+
+
+_NOTICED = 1e-9
+"""A share of the latency that late release times may cost: rounding."""
+
+
+def released_late(timing: Timing, releases: Mapping[str, int], clock: Clock, margin: float = MARGIN) -> dict[str, int]:
+    """`releases`, each as late as every layer still starts in time if reads take `margin` times as long as predicted.
+
+    In time is when `clock` says, and what the clock says of a file in the page cache, where layers are less far apart. A loader
+    thread always has a released load while a layer waits. Where layers wait for the disk, a load need not be released much
+    sooner than the disk gets to it. No release time becomes earlier, none passes z_w, and those of the resident set stay.
+    """
+    instance = timing.instance
+    handing = 1 / instance.host_bandwidth
+    closed = _released_late(timing, releases, clock, margin * (1 / instance.load_bandwidth + handing))
+    if instance.host_bandwidth == math.inf:
+        return closed
+    also = _released_late(timing, releases, timing.play(releases, in_cache=True), margin * handing)
+    return {name: min(release, also[name]) for name, release in closed.items()}
+
+
+def _released_late(timing: Timing, releases: Mapping[str, int], clock: Clock, seconds_per_byte: float) -> dict[str, int]:
+    needs, moves = timing.needs, timing.moves
+    later = dict(releases)
+    begin = clock.done[-1] if clock.done else 0.0
+    done = (timing.instance.opening_seconds, *clock.done)  # index l: when layer l is done
+    bound = len(timing.durations)
+    order = [w for w in timing.order(releases) if w.name in moves]
+    for nth in range(len(order) - 1, -1, -1):
+        w = order[nth]
+        due = min(begin, clock.started[needs[w.name] - 1])
+        begin = max(due - w.nbytes * seconds_per_byte, clock.read[w.name] - (w.nbytes + LEAD_BYTES) * seconds_per_byte)
+        # The last layer that ends no later than that releases the load at the start of the next one.
+        opened = bisect_right(done, begin)
+        if nth > LOADER_THREADS:
+            opened = min(opened, needs[order[nth - LOADER_THREADS - 1].name])
+        later[w.name] = bound = min(bound, moves[w.name][0][0], max(releases[w.name], opened))
+    return later
+
+
+def in_turn(timing: Timing, preload: Collection[str], releases: Mapping[str, int]) -> dict[str, int]:
+    """`releases` with those of the resident set (0 or a layer), which is read in turn with streamed weights, not before them.
+
+    Whenever the disk is free, it reads the released weight that is needed first. Memory limits no resident weight: each has a
+    place of its own. Of that order for a file on disk, the one for a file in the page cache, and W before
+    everything, the one is taken that answers first in both cases together.
+    """
+    instance = timing.instance
+    first = {**releases, **dict.fromkeys(preload, 0)}
+    resident = [w for w in instance.weights if w.name in preload and w.first_use > 1]
+    if not resident or not timing.moves:
+        return first
+    handing = 1 / instance.host_bandwidth
+    orders = [first, _in_turn(timing, resident, first, max(1 / instance.load_bandwidth, handing))]
+    if instance.host_bandwidth < math.inf:
+        orders.append(_in_turn(timing, resident, first, handing))
+    return min(orders, key=lambda order: timing.seconds(order) + timing.seconds(order, in_cache=True))
+
+
+def _in_turn(
+    timing: Timing, resident: list[WeightSpec], releases: Mapping[str, int], seconds_per_byte: float
+) -> dict[str, int]:
+    needs, compute = timing.needs, timing.compute()
+    streamed = [w for w in timing.order(releases) if w.name in timing.moves]
+    waiting = sorted(resident, key=lambda w: w.first_use)
+    found = dict(releases)
+    now, release, at = 0.0, 1, 0
+    for w in timing.instance.weights:  # of W, what layer 1 uses
+        if w.first_use == 1:
+            now += w.nbytes * seconds_per_byte
+    for w in streamed:
+        while at < len(waiting):
+            other = waiting[at]
+            if releases[w.name] <= other.first_use:  # else the release time waits for it
+                opens = compute.until(releases[w.name] - 1) if releases[w.name] > 1 else 0.0
+                if opens <= now and needs[w.name] <= other.first_use:
+                    break
+                if opens > now and opens - now < other.nbytes * seconds_per_byte / 2 and needs[w.name] <= other.first_use:
+                    break  # it is opened while the other one would be read
+            now += other.nbytes * seconds_per_byte
+            compute.ready[other.first_use] = max(compute.ready[other.first_use], now)
+            found[other.name] = release
+            at += 1
+        release = max(release, releases[w.name])
+        opens = compute.until(releases[w.name] - 1) if releases[w.name] > 1 else 0.0
+        now = max(now, opens) + w.nbytes * seconds_per_byte
+        need = needs[w.name]
+        compute.ready[need] = max(compute.ready[need], now)
+    for other in waiting[at:]:
+        found[other.name] = min(release, other.first_use)
+    return found

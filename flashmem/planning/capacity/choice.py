@@ -1,0 +1,29 @@
+"""Choice of the capacity model for a descriptor: the trained predictor where there is one, else the roofline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flashmem.base.resources import names
+from flashmem.base.types import MemoryPath
+from flashmem.planning.capacity.model import SECONDS, CapacityModel
+from flashmem.planning.capacity.roofline import Roofline
+from flashmem.target.descriptor import DeviceDescriptor
+
+
+def default_model(descriptor: DeviceDescriptor, memory_path: MemoryPath) -> CapacityModel:
+    """The trained model beside the descriptor, or the roofline with the reason in its note.
+
+    Raises:
+        UserError: the model that the descriptor names is missing, or is not one of flashmem.
+    """
+    name = descriptor.capacity_model
+    if not name:
+        return Roofline(descriptor)
+    if not Path(name).is_absolute() and name not in names("devices", SECONDS):  # of a bundle from another machine
+        return Roofline(descriptor, f"the trained model {name} is not here")
+    try:
+        from flashmem.planning.capacity.predictor import Predictor  # xgboost is imported where a predictor runs
+    except ImportError:
+        return Roofline(descriptor, "xgboost is not installed; it comes with flashmem[compile]")
+    return Predictor.load(name, memory_path)

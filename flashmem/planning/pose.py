@@ -1,0 +1,76 @@
+"""An instance from a program and layers whose times are known, and how much staging it gets. Needs no capacity model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from flashmem.base.types import TransferMode
+from flashmem.program.program import Program
+from flashmem.schedule.instance import Instance, LayerSpec, WeightSpec
+from flashmem.schedule.plan import LOADER_THREADS, PASSING_BYTES
+from flashmem.target.descriptor import DeviceDescriptor
+
+
+def pose(
+    program: Program,
+    layers: Sequence[LayerSpec],
+    descriptor: DeviceDescriptor,
+    mode: TransferMode,
+    *,
+    chunk_bytes: int,
+    m_peak: int,
+    notes: tuple[str, ...] = (),
+) -> Instance:
+    """The problem of `program`'s weights and of `layers`, as they run on a device with the rates of `descriptor`."""
+    rates = descriptor.rates
+    sizes = {part.name: part.nbytes for part in program.slices}
+    weights = [WeightSpec(name, sizes[name], first, last) for name, (first, last) in program.uses().items()]
+    kernels = {launch.kernel for launch in program.launches}
+    opening = rates.session_seconds + rates.kernel_seconds * len(kernels) + rates.layer_seconds * len(program.launches)
+    host = {"map": rates.copy_bandwidth, "dma": min(rates.cached_bandwidth, rates.copy_bandwidth)}
+    return Instance(
+        tuple(layers), tuple(weights), chunk_bytes, m_peak, rates.disk_bandwidth, notes, mode,
+        host.get(mode, rates.cached_bandwidth), opening, PASSING_BYTES,
+        loader_threads=descriptor.loader_threads, shares_memory=descriptor.shares_memory,
+    )  # fmt: skip
+
+
+def staged_within(instance: Instance, limit: int) -> Instance:
+    """`instance` with as much staging as `limit` bytes of memory can spare."""
+    piece = max(1, min(PASSING_BYTES, limit // _PIECES))
+    threads = max(min(LOADER_THREADS, instance.loader_threads), min(instance.loader_threads, limit // (_RINGS * piece)))
+    return replace(instance, piece_bytes=piece, loader_threads=threads)
+
+
+def staged_least(instance: Instance) -> Instance:
+    """`instance` with as little staging as it can do with."""
+    return replace(instance, piece_bytes=1, loader_threads=min(LOADER_THREADS, instance.loader_threads))
+
+
+def with_less_staging(instance: Instance, lack: int) -> Instance | None:
+    """`instance` with smaller pieces in its staging, of `lack` bytes less in all if that leaves them large enough to be of use,
+    else as small as can be; None where they are, or nothing is staged.
+    """
+    least = staged_least(instance)
+    if instance.mode in _UNSTAGED or instance == least:
+        return None
+    room = (instance.loader_threads * instance.piece_bytes - lack) // least.loader_threads
+    piece = min(instance.piece_bytes // _LESS, room)
+    return replace(least, piece_bytes=piece) if piece >= _OF_USE else least
+
+
+_UNSTAGED: Collection[TransferMode] = ("map", "alias")
+
+_LESS = 4
+"""By how much pieces get smaller at least where a plan does not fit: what reads ahead needs room as well."""
+
+_OF_USE = 1 << 17
+"""Each piece is a call of the driver: in pieces of 8 KiB an H200 took 0.53 s for the first answer of ResNet-50, in large ones
+0.26 s. Smaller ones only save the last bytes of the smallest budget."""
+
+_RINGS = 8
+"""What all loader threads together have of staging is no more than this part of the limit; two threads there are always."""
+
+_PIECES = 32
+"""A piece that passes through staging is no more than this part of the limit: staging must not take the place of weights."""
