@@ -48,7 +48,7 @@ class CodeStyle:
     `samplers`: textures are read through a sampler. `private_arrays`: the last columns of a row are stored through an array,
     which some compilers keep in memory; else one by one. `vector_loads`: plain contractions read four steps of depth of the
     left operand by one aligned load, and address tensors by offsets of 32 bits. `divisions`: stream lanes find a texel's row by
-    an integer division; else by a reciprocal, which is corrected.
+    an integer division; else by a corrected reciprocal, with aligned loads, and what a block's units share selected once.
     """
 
     multiply_add: MultiplyAdd = "fma"  # where products are summed; fma only where the device has it in hardware
