@@ -12,6 +12,7 @@ import pytest
 import flashmem
 from flashmem.base.types import MemoryPath
 from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.devices import HALF_ARITHMETIC
 from tests.support.compared import Nodes, require_right
 from tests.support.paths import ROOT
 
@@ -58,35 +59,48 @@ def _descriptor(phone: str, code: str, folder: Path) -> str:
     return str(folder / f"{phone}.toml")
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("phone", "precision"), [("adreno750", "fp32"), ("mali-g710", "fp16")])
-@pytest.mark.filterwarnings("ignore::flashmem.base.errors.FlashmemWarning")
-def test_the_same_bits(device: str, path: MemoryPath, phone: str, precision: str, tmp_path: Path) -> None:
-    file = tmp_path / "m.onnx"
+STYLES = {
+    "plain": 'multiply_add = "fma"',
+    "phone": "samplers = false\nprivate_arrays = false\nvector_loads = true\ndivisions = false",
+}
+
+
+def _compared(device: str, path: MemoryPath, phone: str, precision: str, config: str, folder: Path) -> list[str]:
+    """The kernels in both styles, after answers on `device` were compared, in the phone's style also with stream lanes."""
+    file = folder / "m.onnx"
     file.write_bytes(NODES.proto().SerializeToString())
-    styles = {
-        "plain": 'multiply_add = "fma"',
-        "phone": "samplers = false\nprivate_arrays = false\nvector_loads = true\ndivisions = false",
-    }
     answers, sources = [], []
-    for name, code in styles.items():
-        # A config that sums in half needs a device with such arithmetic: the tile alone is compared.
-        described = _descriptor(phone, code, tmp_path / name)
-        text = Path(described).read_text()
-        Path(described).write_text('only = "tile"\n' + text)
+    for name, code in STYLES.items():
+        described = _descriptor(phone, code, folder / name)
+        Path(described).write_text(f'only = "{config}"\n{Path(described).read_text()}')
         bundle = flashmem.compile(
-            file, tmp_path / f"{name}.flashmem", device=described, memory_path=path, precision=precision, build=False
+            file, folder / f"{name}.flashmem", device=described, memory_path=path, precision=precision, build=False
         )
         sources.append(bundle.source.plain)
         for mode in ("auto", "interleave") if name == "phone" else ("auto",):
             with flashmem.Session(bundle, device=device, mode=mode) as session:
                 answers.append(session.run(None, NODES.feeds))
-    plain, written = sources
-    assert "*(__global const float4*)(a + (o0 + k))" in written and "float part[" not in written
-    assert "NEAREST" not in written and ("NEAREST" in plain) == (path == "texture")
     for answer in answers[1:]:
         for got, expected in zip(answer, answers[0], strict=True):
             np.testing.assert_array_equal(got, expected)
     if precision == "fp32":
         require_right(NODES.proto(), NODES.feeds, answers[1])
+    return sources
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("phone", "precision"), [("adreno750", "fp32"), ("mali-g710", "fp16")])
+@pytest.mark.filterwarnings("ignore::flashmem.base.errors.FlashmemWarning")
+def test_the_same_bits(device: str, path: MemoryPath, phone: str, precision: str, tmp_path: Path) -> None:
+    plain, written = _compared(device, path, phone, precision, "tile", tmp_path)
+    assert "*(__global const float4*)(a + (o0 + k))" in written and "float part[" not in written
+    assert "NEAREST" not in written and ("NEAREST" in plain) == (path == "texture")
+
+
+@pytest.mark.parametrize("device", [each.descriptor_name for each in list_devices() if HALF_ARITHMETIC in each.extensions])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.filterwarnings("ignore::flashmem.base.errors.FlashmemWarning")
+def test_sums_in_half(device: str, path: MemoryPath, tmp_path: Path) -> None:
+    _, written = _compared(device, path, "adreno750", "fp16", "8x4-half", tmp_path)
+    assert "const half4 q0 = *(__global const half4*)" in written
