@@ -27,7 +27,7 @@ _PARSERS = {"freedreno": adreno.parse, "panfrost": mali.parse}
 
 
 @dataclass(frozen=True)
-class Report:
+class CompilerReport:
     """What a GPU's compiler made of some kernels. `failures` has the errors of those that do not compile, by name."""
 
     gpu: Gpu
@@ -67,7 +67,7 @@ def _row(each: KernelStatistics) -> tuple[str, ...]:
     return (name, *map(str, numbers), "-" if ratio is None else f"{ratio:.2f}", *map(str, of_loop))
 
 
-def examine(texts: Mapping[str, str], gpu: Gpu, jobs: int = 0) -> Report:
+def examine(texts: Mapping[str, str], gpu: Gpu, jobs: int = 0) -> CompilerReport:
     """Compile kernels, each a text of its own by its name, `jobs` at a time (0: as many as there are processors).
 
     Raises:
@@ -78,7 +78,7 @@ def examine(texts: Mapping[str, str], gpu: Gpu, jobs: int = 0) -> Report:
         made = list(pool.map(partial(_examined, gpu, root), texts, texts.values()))
     kernels = tuple(each for each in made if isinstance(each, KernelStatistics))
     failures = {name: each for name, each in zip(texts, made, strict=True) if isinstance(each, str)}
-    return Report(gpu, root.mesa, kernels, failures)
+    return CompilerReport(gpu, root.mesa, kernels, failures)
 
 
 def _examined(gpu: Gpu, root: Root, name: str, text: str) -> KernelStatistics | str:

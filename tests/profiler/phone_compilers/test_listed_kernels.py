@@ -9,7 +9,7 @@ import pytest
 from flashmem.profiler.phone_compilers import roots
 from flashmem.profiler.phone_compilers.cases import CONTRACTIONS, kernels_of, lane_kernels_of
 from flashmem.profiler.phone_compilers.gpus import gpu_of
-from flashmem.profiler.phone_compilers.report import Report, examine
+from flashmem.profiler.phone_compilers.report import CompilerReport, examine
 from flashmem.target.descriptor import load_descriptor
 
 EMULATED = 4.0
@@ -25,7 +25,7 @@ KNOWN = {
 """What does not hold yet. A kernel that is mended has to leave the list."""
 
 
-def _broken(report: Report) -> set[str]:
+def _broken(report: CompilerReport) -> set[str]:
     """The rules that kernels break, by name."""
     broken = {f"{name}: does not build" for name in report.failures}
     for each in report.kernels:

@@ -14,7 +14,7 @@ from flashmem.base.errors import UserError
 from flashmem.profiler.phone_compilers import adreno, mali, roots
 from flashmem.profiler.phone_compilers.compiling import Compiled, options_of, root_of
 from flashmem.profiler.phone_compilers.gpus import GPUS, gpu_of
-from flashmem.profiler.phone_compilers.report import Report, examine, texts_of
+from flashmem.profiler.phone_compilers.report import CompilerReport, examine, texts_of
 from flashmem.profiler.phone_compilers.statistics import LoopStatistics, bodies, main_loop
 from flashmem.target.descriptor import descriptor_names
 from tests.support.command_line import command_line
@@ -109,7 +109,7 @@ def test_kernels_with_shuffles_are_newer_opencl() -> None:
 def test_a_report_names_what_failed() -> None:
     found = adreno.parse("sum", _recorded("adreno750"))
     assert found is not None
-    report = Report(GPUS["adreno750"], "26.1", (found,), {"other": "no\nsuch type"})
+    report = CompilerReport(GPUS["adreno750"], "26.1", (found,), {"other": "no\nsuch type"})
     assert report.to_dict()["kernels"][0]["main_loop"]["slots_per_mac"] == 8.75
     assert report.table().splitlines()[-2].split()[:3] == ["sum", "128", "28"]
     assert report.table().endswith("other: no such type")
