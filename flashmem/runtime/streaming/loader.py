@@ -159,8 +159,11 @@ class LoaderRun:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
-        while self._to_free:
-            self._transfer.free(self._to_free.pop())
+        if self._to_free:
+            while self._to_free:
+                self._transfer.free(self._to_free.pop())
+            with self._changed:
+                self._tell_freed()
         if self._failure is not None:
             raise RunError(self._failure)
 

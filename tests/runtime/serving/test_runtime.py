@@ -130,19 +130,24 @@ def test_the_next_model_loads_while_one_still_runs(models: list[MiniModel], monk
 def test_the_model_after_the_next_loads_too_and_residents_wait_for_the_next_turn(
     models: list[MiniModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run waits in its last launch for loads of the third model, whose turn is after that of another."""
+    """A run waits in its last launch for loads of the third model, whose turn is after that of another.
+
+    The first run waits until all requests are queued, because what a run leaves resident depends on the queue at its start.
+    """
     bundles = [model.open() for model in models]
     wanted = [expected(model.path, model.inputs(), mode="map") for model in models]
     budget = sum(needed(bundle, "map") for bundle in bundles)
     with Runtime(budget) as many:
         opened = [many.open(bundle, mode="map") for bundle in bundles]
-        last, play, seen, runs = opened[2].loaded, Run.execute, threading.Event(), list[Run]()
+        last, play, runs = opened[2].loaded, Run.execute, list[Run]()
+        queued, seen = threading.Event(), threading.Event()
 
         def slow(run: Run, *ports: Any, **options: Any) -> Any:
+            runs.append(run)
+            assert queued.wait(30)
             played = play(run, *ports, **options)
             begun = time.monotonic()
-            runs.append(run)
-            while len(runs) == 2 and not seen.is_set():
+            while len(runs) == 3 and not seen.is_set():
                 assert time.monotonic() - begun < 30, "nothing was loaded for the third model"
                 if last.current is not None and last.current.loader is not None and any(last.current.loader.loaded.values()):
                     seen.set()
@@ -150,12 +155,13 @@ def test_the_model_after_the_next_loads_too_and_residents_wait_for_the_next_turn
             return played
 
         monkeypatch.setattr(Run, "execute", slow)
-        order = [0, 0, 1, 2]
+        order = [0, 0, 0, 1, 2]
         answers = [many.submit(opened[which], models[which].inputs()) for which in order]
+        queued.set()
         for which, answer in zip(order, answers, strict=True):
             assert same(answer.result(60), wanted[which])
         assert seen.is_set()
-        first, again = (answers[number].report for number in (0, 1))
+        first, again = (answers[number].report for number in (0, 2))
         assert first is not None and again is not None and len(again.loads) < len(first.loads)
         assert many.peak <= budget
 
