@@ -39,12 +39,23 @@ def compile_(
         Path | None,
         typer.Option(metavar="DIR", help="Write the graph as text, as imported and after each pass, to this folder."),
     ] = None,
+    inspect: Annotated[
+        bool,
+        typer.Option("--inspect", help="Show what the open compiler of --device, an Adreno or Mali, makes of the kernels."),
+    ] = False,
 ) -> None:
     """Compile a model into a bundle, compile its kernels if the device is local, and print the bundle's path."""
     from flashmem.cli.commands.compiling import compile_here
 
+    gpu = None
+    if inspect:
+        from flashmem.cli.commands.inspect_kernels import inspect_kernels, inspected_gpu
+
+        gpu = inspected_gpu(options)
     made = compile_here(model, output, options, build=build, with_binaries=with_binaries, dump_passes=dump_passes)
     print(made.path)
+    if gpu is not None:
+        inspect_kernels(made, gpu)
 
 
 @with_bundle_options

@@ -10,7 +10,7 @@ import math
 import tomllib
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.pages import LARGEST_PAGE, is_page_size
@@ -34,6 +34,28 @@ class PlainTile:
     vector: int = 16
     local_size: tuple[int, int] = (1, 1)
     lanes: int = 1
+
+
+MultiplyAdd = Literal["fma", "mad", "expression"]
+"""How kernels multiply and add: by the built-in `fma`, rounded once, by `mad`, rounded as the device does it fastest, or by
+`x * y + z`, rounded twice."""
+
+
+@dataclass(frozen=True)
+class CodeStyle:
+    """How OpenCL C is written for a device's compiler. No key changes what is summed in which order.
+
+    `samplers`: textures are read through a sampler. `private_arrays`: the last columns of a row are stored through an array,
+    which some compilers keep in memory; else one by one. `vector_loads`: plain contractions read four steps of depth of the
+    left operand by one aligned load, and address tensors by offsets of 32 bits. `divisions`: stream lanes find a texel's row by
+    an integer division; else by a corrected reciprocal, with aligned loads, and what a block's units share selected once.
+    """
+
+    multiply_add: MultiplyAdd = "fma"  # where products are summed; fma only where the device has it in hardware
+    samplers: bool = True
+    private_arrays: bool = True
+    vector_loads: bool = False
+    divisions: bool = True
 
 
 SHUFFLES = ("cl_khr_subgroup_shuffle", "cl_qcom_subgroup_shuffle")
@@ -199,9 +221,11 @@ class DeviceDescriptor:
     cores: int = 0  # the cores of `parallelism` and `gemm_flops`, if devices of this name differ in cores; 0: they do not
     page_bytes: int = DEFAULT_PAGE  # page size of the system, or a multiple: weight files for the device are laid out for it
     parallelism: int = 8  # work-items that keep it busy; few on a CPU, where a work-item is a thread's vector loop
+    local_bytes: int = 32768  # local memory of a work-group that leaves a core enough groups; attention's plain form fits it
     loader_threads: int = 2  # threads that read and copy weights; fewer where a limit is too small for their staging
     tile: PlainTile = field(default_factory=PlainTile)
     configs: tuple[KernelConfig, ...] = ()  # for contractions, to choose from in addition to `tile`
+    code: CodeStyle = field(default_factory=CodeStyle)  # how kernels are written for the device's compiler
     only: str = ""  # name of the one config to use wherever it is possible, for measurements
     tuned: str = ""  # the tuning database beside the descriptor, without .tuned.csv; "": none
     command_buffers: bool = False  # whether recorded launches were faster in measurements (flashmem profile)
@@ -256,6 +280,7 @@ class DeviceDescriptor:
         if "name" not in values:
             raise UserError(f"{where}: the key 'name' is missing; add it")
         values["tile"] = build(PlainTile, values.get("tile", {}))
+        values["code"] = build(CodeStyle, values.get("code", {}))
         rates = dict(values.get("rates", {}))
         rates.setdefault("contention", {})  # no default: a plain CPU's contention would be wrong for another device
         values["rates"] = build(Rates, rates)
@@ -263,6 +288,8 @@ class DeviceDescriptor:
         if "modes" in values:
             values["modes"] = {path: tuple(modes) for path, modes in values["modes"].items()}
         descriptor: DeviceDescriptor = build(cls, values)
+        if descriptor.code.multiply_add not in (ways := get_args(MultiplyAdd)):
+            raise UserError(f"{where}: multiply_add is {descriptor.code.multiply_add!r}; name one of: {', '.join(ways)}")
         threads = descriptor.loader_threads
         if not isinstance(threads, int) or not 1 <= threads <= MOST_LOADER_THREADS:
             raise UserError(f"{where}: loader_threads is {threads}; give a number from 1 to {MOST_LOADER_THREADS}")
@@ -293,8 +320,9 @@ class DeviceDescriptor:
             return (KernelConfig("tile", (family,), tile.rows, tile.columns, tile.vector, tile.local_size),)
         if self.kind == "cpu":
             return (KernelConfig("tile", (family,), 2 * tile.vector, 8, tile.vector),)
+        block = KernelConfig("tile", (family,), 8, 2, 2, (8, 16), k_block=32)
         return (
-            KernelConfig("tile", (family,), 8, 2, 2, (8, 16), k_block=32),
+            block if block.local_bytes <= self.local_bytes else replace(block, rows=4),
             KernelConfig("few", (family,), 4, 4, 4, slice_k=64),
         )
 

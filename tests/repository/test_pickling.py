@@ -22,6 +22,8 @@ from flashmem import Bundle, RunReport, Session
 from flashmem.base.errors import BudgetError, MissingFileError, UnsupportedModelError
 from flashmem.cli.commands.plan_zoo import ZooPlan
 from flashmem.planning.opg.srpt import SrptPlan
+from flashmem.profiler.phone_compilers.gpus import GPUS
+from flashmem.profiler.phone_compilers.report import CompilerReport
 from flashmem.runtime.engine.failures import RequestError
 from flashmem.schedule.plan import OverlapPlan, PlanViolation
 from tests.support.mini_bundle import write_mini_bundle
@@ -44,6 +46,7 @@ EXAMPLES: dict[type, Example] = {
     RunReport: lambda _, report: report,
     OverlapPlan: lambda bundle, _: bundle.plan,
     SrptPlan: lambda *_: SrptPlan({"w": ((1, 2),)}, feasible=True),
+    CompilerReport: lambda *_: CompilerReport(GPUS["adreno750"], "26.1", (), {"matmul": "no such type"}),
     ZooPlan: lambda bundle, _: ZooPlan("mini", bundle.descriptor, "map", bundle.program, bundle.plan, None, {"total": 1.0}),
 }
 """Arguments of the errors that are not created from one sentence."""

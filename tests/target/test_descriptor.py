@@ -100,6 +100,14 @@ def test_a_file_that_is_refused(tmp_path: Path, text: str, message: str) -> None
     assert "wrong.toml" in str(caught.value)
 
 
+def test_how_kernels_multiply_and_add() -> None:
+    ways = {name: load_descriptor(name).code.multiply_add for name in descriptor_names()}
+    assert {name for name, way in ways.items() if way == "mad"} == {name for name in ways if name.startswith("adreno")}
+    assert set(ways.values()) == {"fma", "mad"}
+    with pytest.raises(UserError, match="multiply_add is 'fast'; name one of: fma, mad, expression"):
+        DeviceDescriptor.from_dict({**load_descriptor("pocl").to_dict(), "code": {"multiply_add": "fast"}})
+
+
 def test_an_unknown_name_lists_the_known() -> None:
     with pytest.raises(MissingFileError, match=r"no device descriptor 'adreno9000'.*pocl"):
         load_descriptor("adreno9000")

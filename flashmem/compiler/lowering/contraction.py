@@ -68,6 +68,7 @@ def _tile(
         stored=context.stored(layer.output), aligned=workload.depth % 4 == 0, aligned_columns=workload.columns % 4 == 0,
         whole=bool(config.k_block) and run % config.k_block == 0,
         looped=context.descriptor.kind == "cpu" and not config.k_block and config.rows * config.columns > config.vector,
+        depth_vector=4 if context.descriptor.code.vector_loads and floats and not config.k_block and run % 4 == 0 else 1,
     )  # fmt: skip
 
 
@@ -171,6 +172,8 @@ def lower_packed(
         parts = context.parts(node, packing, tile.launched(rows, 1)[0])
     texture, scattered = parts[0].width > 0, layer.moved is not None
     tile = replace(tile, texture=texture, folded=texture and parts[0].height < depth, scattered=scattered)
+    if family == "deform_conv" or node.op == "ConvTranspose" or values.get("volume"):
+        tile = replace(tile, depth_vector=1)
     if family == "conv":
         direct = tile.scalar == tile.activation == "float" and not (
             tile.k_block or tile.integers or tile.folded or values["volume"]
@@ -231,7 +234,7 @@ def _fold_unit(family: str, tile: ContractionTile, run: int, step: int) -> int:
         return step
     if tile.half and not tile.k_block:
         return tile.half if (step if family == "matmul" else run) % tile.half == 0 else run if family == "conv" else step
-    return 1
+    return tile.depth_vector
 
 
 def _packed_at_run_time(context: LoweringContext, layer: FusionGroup, groups: int, panel: int) -> Arg:
@@ -287,8 +290,11 @@ def lower_depthwise(context: LoweringContext, layer: FusionGroup) -> None:
     storage = "float32" if binding.storage == "float16" else binding.storage.replace("int4", "int8")
     plain = ContractionTile(
         "depthwise", ("depthwise",), 1, vector, vector, weights=storage, scalar=accumulator, activation=context.stored(x),
-        stored=stored,
+        stored=stored, aligned_columns=columns % 4 == 0,
     )  # fmt: skip
+    floats = (accumulator, storage) == ("float", "float32") and plain.activation in ("float", "half") and binding.scale is None
+    if context.descriptor.code.vector_loads and floats and vector == 4 and plain.aligned_columns:
+        plain = replace(plain, depth_vector=vector)
     tile = _with(plain, replace(binding, block=0))
     tail = context.tail(layer, vector)
     items = (-(-columns // vector), rows)

@@ -118,7 +118,15 @@ def generate(
     buffers = assign_buffers(launched, early, [port.value for port in results if port.value.size], aliases, storage)
     weights = PackingList(descriptor.page_bytes, earlier.size)
     context = LoweringContext(
-        descriptor, path, half, slicing, KernelLibrary(), selector or KernelSelector(descriptor), buffers, weights, earlier
+        descriptor,
+        path,
+        half,
+        slicing,
+        KernelLibrary(descriptor.code),
+        selector or KernelSelector(descriptor),
+        buffers,
+        weights,
+        earlier,
     )
     context.cuts = cuts or {}
     for value in gathered:

@@ -20,8 +20,12 @@ from flashmem.base.resources import read_text
 from flashmem.base.types import Channel
 from flashmem.program.kernel_text import Source, kernel_source
 from flashmem.program.lanes import LaneKind, lane_places
+from flashmem.target.descriptor import CodeStyle
 
 _PLACEHOLDER = "KERNEL_NAME"
+
+DEFAULT_STYLE = CodeStyle()
+"""The code style of CPUs and of GPUs that no descriptor says more about."""
 
 _LANE_UNITS, _STAGED_UNITS, _COPY_UNITS = 2, 1, 4
 """Units of the copy stream that a work-item copies at a time: in a kernel that computes; in a staged contraction, whose sums
@@ -30,9 +34,9 @@ and next stage fill the registers; and in a kernel that only copies, so that man
 
 
 @cache
-def _environment() -> Environment:
-    """The template environment, one for all programs, so that a process compiles each template once."""
-    return Environment(
+def _environment(style: CodeStyle) -> Environment:
+    """The template environment for one code style, which templates see as `style`: a process compiles each template once."""
+    environment = Environment(
         loader=FunctionLoader(lambda name: read_text("kernels", f"templates/{name}")),
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -40,6 +44,8 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
+    environment.globals["style"] = style
+    return environment
 
 
 @dataclass(frozen=True)
@@ -79,25 +85,28 @@ def _typed(value: Any) -> tuple[object, ...]:
 
 
 @lru_cache(maxsize=1024)  # equal layers have equal kernels, and a model is generated several times before its plan is final
-def _rendered(template: str, lane: Lane | None, given: _TemplateValues) -> str:
-    text: str = _environment().get_template(f"{template}.cl.j2").render(name=_PLACEHOLDER, lane=lane, **given.values)
+def _rendered(template: str, lane: Lane | None, given: _TemplateValues, style: CodeStyle) -> str:
+    text: str = _environment(style).get_template(f"{template}.cl.j2").render(name=_PLACEHOLDER, lane=lane, **given.values)
     if lane:
-        module: Any = _environment().get_template("common/lane.cl.j2").module
+        module: Any = _environment(style).get_template("common/lane.cl.j2").module
         text = module.definitions(lane) + text
+    if style.multiply_add != "expression":  # the prelude defines FM_MAD as an expression
+        text = text.replace("FM_MAD(", f"{style.multiply_add}(")
     return "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n"
 
 
 class KernelLibrary:
-    """Library of rendered kernels: stores each once."""
+    """Library of rendered kernels: stores each once. `style`: as in the device's descriptor."""
 
-    def __init__(self) -> None:
+    def __init__(self, style: CodeStyle = DEFAULT_STYLE) -> None:
+        self._style = style
         self._plain: dict[str, str] = {}
         self._given: dict[str, tuple[str, _TemplateValues]] = {}
 
     def kernel(self, template: str, **values: Any) -> str:
         """Render the template `template` (a path in kernels/templates without .cl.j2) for `values`; returns its name."""
         given = _TemplateValues(values)
-        plain = _rendered(template, None, given)
+        plain = _rendered(template, None, given, self._style)
         name = f"{PurePosixPath(template).name}_{hashlib.sha256(plain.encode()).hexdigest()[:10]}"
         if name not in self._plain:
             self._plain[name] = plain.replace(_PLACEHOLDER, name)
@@ -110,12 +119,12 @@ class KernelLibrary:
         Kernels that only copy are added, for buffers and for textures of `channels`.
         """
         laned = {
-            name: _rendered(template, Lane(lane, _units(given.values)), given).replace(_PLACEHOLDER, name)
+            name: _rendered(template, Lane(lane, _units(given.values)), given, self._style).replace(_PLACEHOLDER, name)
             for name, (template, given) in self._given.items()
         }
         kinds: list[LaneKind] = ["buffer", *sorted({*channels, lane} - {"buffer"})]
         for kind in kinds:
-            text = _rendered("common/lane_copy", Lane(kind, _COPY_UNITS), _TemplateValues({}))
+            text = _rendered("common/lane_copy", Lane(kind, _COPY_UNITS), _TemplateValues({}), self._style)
             laned[f"lane_copy_{kind}"] = text.replace(_PLACEHOLDER, f"lane_copy_{kind}")
         return Source(
             plain=kernel_source({name: _prelude(text) + text for name, text in self._plain.items()}),
@@ -131,7 +140,7 @@ def _units(given: dict[str, Any]) -> int:
 
 def _prelude(text: str) -> str:
     """The part of the prelude that `text` uses, without comments, because a driver reads it for each kernel."""
-    lines: list[str] = _environment().get_template("common/prelude.cl.j2").render(text=text).splitlines()
+    lines: list[str] = _environment(DEFAULT_STYLE).get_template("common/prelude.cl.j2").render(text=text).splitlines()
     defined = {match[1]: line for line in lines if (match := _DEFINES.match(line))}
     used, new = set[str](), set(_WORD.findall(text)) & defined.keys()
     while new:

@@ -26,6 +26,7 @@ class ContractionTile(KernelConfig):
     start at a multiple of 16 bytes; `aligned_columns`: the same for the right one. `looped`: one copy of the epilogue finishes
     all sums, for slow compilers and processors whose stack is in cache. `whole`: a stage never passes the end of the depth, nor
     of the channels of a tap. `folded`: the weights' texture is folded. `scattered`: the result is stored with columns first.
+    `depth_vector`: steps of depth of the left operand that a plain config reads by one load; a row has a multiple of them.
     """
 
     texture: bool = False
@@ -44,6 +45,7 @@ class ContractionTile(KernelConfig):
     folded: bool = False
     scattered: bool = False
     looped: bool = False
+    depth_vector: int = 1
 
     @classmethod
     def of(cls, config: KernelConfig, **types: Any) -> ContractionTile:

@@ -118,6 +118,7 @@ def _describe(platform: Any, device: Any) -> Device:
         handle=device,
         local_memory_bytes=device.local_mem_size,
         max_group_items=device.max_work_group_size,
+        fuses=bool(device.single_fp_config & cl.device_fp_config.FMA),
         target=compile_target(platform.name, kind),
         variables=driver_variables(platform.name),
     )

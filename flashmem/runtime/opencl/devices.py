@@ -16,10 +16,18 @@ from typing import Any, Literal
 from flashmem.base.errors import NoDeviceError
 from flashmem.base.pages import page_size
 from flashmem.base.types import TRANSFER_MODES, MemoryPath, TransferMode
-from flashmem.target.descriptor import SHUFFLES, DeviceDescriptor, KernelConfig, descriptor_names, load_descriptor
+from flashmem.target.descriptor import (
+    SHUFFLES,
+    CodeStyle,
+    DeviceDescriptor,
+    KernelConfig,
+    descriptor_names,
+    load_descriptor,
+)
 
 IMAGE_FROM_BUFFER = "cl_khr_image2d_from_buffer"
 HALF_ARITHMETIC = "cl_khr_fp16"
+_GENERIC_GPU = "generic-gpu"
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,7 @@ class Device:
     handle: Any = field(repr=False, compare=False)
     local_memory_bytes: int = 0  # of a work-group; 0: unknown
     max_group_items: int = 0  # of a work-group; 0: unknown
+    fuses: bool = True  # multiply-adds of floats in hardware, by CL_FP_FMA of its driver
     target: str = ""  # compile target of its driver (`flashmem.runtime.opencl.compile_target`)
     variables: Mapping[str, str] = field(default_factory=dict, compare=False)  # of the driver, at its start
 
@@ -99,7 +108,7 @@ def fitting_descriptor(kind: str, platform: str, name: str, version: str, shippe
         return "nvidia"
     model = _GPU_MODEL.search(f"{name} {version}".lower())
     own = f"adreno{model['adreno']}" if model and model["adreno"] else f"mali-{model['mali']}" if model else ""
-    return own if own in shipped else "generic-gpu"
+    return own if own in shipped else _GENERIC_GPU
 
 
 _GPU_MODEL = re.compile(r"\badreno ?\(tm\) ?(?P<adreno>\d+)\b|\bmali-(?P<mali>g\d+)\b")
@@ -170,7 +179,18 @@ def descriptor_for(device: Device) -> DeviceDescriptor:
         max_alloc_bytes=device.max_alloc_bytes,
         page_bytes=max(base.page_bytes, page_size()),
         configs=tuple(each for each in base.configs if _can(device, each)),
+        code=_code(base, device),
     )
+
+
+def _code(base: DeviceDescriptor, device: Device) -> CodeStyle:
+    """The code style of `base`; on a GPU that no descriptor names, `mad` where `fma` is emulated.
+
+    Adreno's `fma` is emulated whatever the driver reports, and a descriptor of the GPU knows better than its driver: Mesa's
+    reports no fused multiply-add for a Mali, which has it.
+    """
+    emulated = not device.fuses or "qualcomm" in device.vendor.lower()
+    return replace(base.code, multiply_add="mad") if base.name == _GENERIC_GPU and emulated else base.code
 
 
 def _offered(base: DeviceDescriptor, path: MemoryPath, reasons: Collection[TransferMode]) -> tuple[TransferMode, ...]:

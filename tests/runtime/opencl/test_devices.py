@@ -98,6 +98,18 @@ def test_what_the_driver_lacks_is_not_taken_from_the_descriptor() -> None:
     assert without_images.memory_paths == ("buffer",) == tuple(without_images.modes)
 
 
+def test_a_gpu_that_emulates_fma_multiplies_and_adds_by_mad() -> None:
+    def way(**changes: Any) -> str:
+        return descriptor_for(phone(**changes)).code.multiply_add
+
+    unknown = {"platform": ARM, "name": "Mali-G610 MC6 r0p0", "vendor": "ARM", "version": "OpenCL 3.0 v1.g13p0"}
+    assert (way(), way(version="OpenCL 3.0 Adreno(TM) 725")) == ("mad", "mad")
+    assert (way(**unknown), way(**unknown, fuses=False)) == ("fma", "mad")
+    assert way(**{**unknown, "name": "Mali-G710 r0p0"}, fuses=False) == "fma", "its descriptor knows better"
+    for device in list_devices():  # Intel's CPU runtime reports none, on processors that have it
+        assert descriptor_for(device).code == load_descriptor(device.descriptor_name).code
+
+
 def test_the_order_of_modes_is_the_descriptors() -> None:
     listed = load_descriptor("adreno740").modes["texture"]
     assert descriptor_for(phone()).modes["texture"][: len(listed)] == listed

@@ -20,8 +20,8 @@ from tests.support.strict_device.transfers import Waits
 
 _WORDS = (
     "CompilerWarning", "Error", "ImageFormat", "LogicError", "MemoryError", "RuntimeError", "VERSION_TEXT", "channel_order",
-    "channel_type", "command_execution_status", "command_queue_properties", "device_type", "map_flags", "mem_flags",
-    "mem_object_type", "program_info", "status_code",
+    "channel_type", "command_execution_status", "command_queue_properties", "device_fp_config", "device_type", "map_flags",
+    "mem_flags", "mem_object_type", "program_info", "status_code",
 )  # fmt: skip
 """Names of pyopencl that call no OpenCL function."""
 

@@ -95,6 +95,7 @@ class StrictDevice:
         self.mem_base_addr_align = 8 * profile.base_align
         self.max_mem_alloc_size, self.global_mem_size = profile.max_alloc, profile.global_memory
         self.max_compute_units, self.local_mem_size = profile.compute_units, profile.local_memory
+        self.single_fp_config = cl.device_fp_config.ROUND_TO_NEAREST | (cl.device_fp_config.FMA if profile.fuses else 0)
         self.max_work_group_size, self.max_work_item_sizes = profile.max_group, list(profile.max_group_sizes)
 
 

@@ -54,6 +54,7 @@ class Profile:
     constant_arguments: int = 8
     constant_bytes: int = 64 << 10
     unified_memory: bool = True
+    fuses: bool = True  # multiply-adds of floats: dumps of Adreno's drivers report none
     fine_grained: bool = True  # shared virtual memory buffers that need no maps
     extensions: frozenset[str] = field(default_factory=lambda: frozenset((*_CORE, _VIEWS)))
 
@@ -82,6 +83,7 @@ PROFILES = (
         platform=_SNAPDRAGON,
         device="QUALCOMM Adreno(TM)",
         vendor="QUALCOMM",
+        fuses=False,
         version="OpenCL 2.0 Adreno(TM) 650",
         driver="OpenCL 2.0 QUALCOMM Compiler E031.37.12.01",
         sources=(
@@ -106,6 +108,7 @@ PROFILES = (
         platform=_SNAPDRAGON,
         device="QUALCOMM Adreno(TM) 750",
         vendor="QUALCOMM",
+        fuses=False,
         version="OpenCL 3.0 Adreno(TM) 750",
         driver="OpenCL 3.0 QUALCOMM build: commit unknown Compiler E031.45.02.06",
         sources=(
@@ -130,6 +133,7 @@ PROFILES = (
         platform=_SNAPDRAGON,
         device="QUALCOMM Adreno(TM) 830",
         vendor="QUALCOMM",
+        fuses=False,
         version="OpenCL 3.0 Adreno(TM) 830",
         driver="OpenCL 3.0 QUALCOMM build: commit unknown Compiler E031.47.18.23",
         sources=(

@@ -1,0 +1,89 @@
+"""One kernel of each family and kernel config that a device descriptor lists, as OpenCL C, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from flashmem.compiler.ir.graph import Graph
+from flashmem.profiler.cases import Precision, targets_of
+from flashmem.profiler.shapes import Attention, Matmul, RowSoftmax
+from flashmem.profiler.sketch import Sketch
+from flashmem.program.kernel_text import kernel_texts
+from flashmem.target.descriptor import DeviceDescriptor
+
+ROWS, DEPTH, COLUMNS, PLACES, HEAD = 128, 256, 256, 14, 64
+"""Sizes that every listed config divides, so that no case is cut to a smaller tile: ViT's and ResNet's have such sizes."""
+
+CONTRACTIONS = ("matmul", "conv", "matmul_dynamic")
+
+
+def kernels_of(descriptor: DeviceDescriptor) -> dict[str, str]:
+    """Kernels by family and config, for instance `matmul-8x4`: the tile, each listed config, and those of other families."""
+    return {name: _text(name, *case) for name, case in _cases(descriptor)}
+
+
+def lane_kernels_of(descriptor: DeviceDescriptor) -> dict[str, str]:
+    """The kernels that only copy weights, one for each kind of memory."""
+    [target] = targets_of(Matmul(ROWS, DEPTH, COLUMNS).graph(), descriptor, "fp32", "phones", "lane")
+    return {name: text for name, text in kernel_texts(target.source.lane).items() if name.startswith("lane_copy")}
+
+
+_Case = tuple[Graph, DeviceDescriptor, Precision]
+
+
+def _cases(descriptor: DeviceDescriptor) -> Iterator[tuple[str, _Case]]:
+    for family in CONTRACTIONS:
+        for config in descriptor.configs_of(family):
+            precision: Precision = "fp16" if config.half else "fp32"
+            yield f"{family}-{config.name}", (_contraction(family), replace(descriptor, only=config.name), precision)
+        buffers = descriptor.on_path("buffer")
+        if family != "matmul_dynamic" and buffers.memory_paths != descriptor.memory_paths:
+            yield f"{family}-tile-buffer", (_contraction(family), replace(buffers, only="tile"), "fp32")
+    many, few = Attention(12, ROWS, HEAD), Attention(12, 1, HEAD, ROWS)
+    yield "attention-many", (many.graph(), descriptor, "fp32")
+    yield "attention-few", (few.graph(), descriptor, "fp32")
+    for config in descriptor.configs_of("reduce_rows"):
+        yield f"reduce_rows-{config.name}", (RowSoftmax(1024, 768).graph(), replace(descriptor, only=config.name), "fp32")
+    for family, graph in _others():
+        yield family, (graph, descriptor, "fp32")
+
+
+def _contraction(family: str) -> Graph:
+    """A contraction of what another operator computes, and so stores in half where precision is fp16."""
+    g = Sketch()
+    if family == "matmul":
+        x = g.node("Tanh", [g.input(1, ROWS, DEPTH)], (1, ROWS, DEPTH))
+        return g.finish(g.node("MatMul", [x, g.weight(DEPTH, COLUMNS)], (1, ROWS, COLUMNS)))
+    if family == "conv":
+        shape = (1, HEAD, PLACES, PLACES)
+        x, weight = g.node("Tanh", [g.input(*shape)], shape), g.weight(HEAD, HEAD, 3, 3)
+        return g.finish(g.node("Conv", [x, weight], shape, kernel_shape=[3, 3], pads=[1] * 4))
+    left, right = (1, 12, ROWS, HEAD), (1, 12, HEAD, ROWS)
+    a, b = g.node("Tanh", [g.input(*left)], left), g.node("Tanh", [g.input(*right)], right)
+    return g.finish(g.node("MatMul", [a, b], (1, 12, ROWS, ROWS)))
+
+
+def _others() -> Iterator[tuple[str, Graph]]:
+    """A graph for each family that no config changes."""
+    rows = (1, ROWS, COLUMNS)
+    image = (1, HEAD, PLACES, PLACES)
+    g = Sketch()
+    yield "elementwise", g.finish(g.node("Gelu", [g.node("Add", [g.input(*rows), g.input(*rows)], rows)], rows))
+    g = Sketch()
+    yield "movement", g.finish(g.node("Transpose", [g.input(1, ROWS, 12, HEAD)], (1, 12, ROWS, HEAD), perm=[0, 2, 1, 3]))
+    g = Sketch()
+    depthwise = g.node("Conv", [g.input(*image), g.weight(HEAD, 1, 3, 3)], image, kernel_shape=[3, 3], pads=[1] * 4, group=HEAD)
+    yield "depthwise", g.finish(depthwise)
+    g = Sketch()
+    pooled = (1, HEAD, PLACES // 2, PLACES // 2)
+    yield "pool", g.finish(g.node("MaxPool", [g.input(*image)], pooled, kernel_shape=[2, 2], strides=[2, 2]))
+    g = Sketch()
+    yield "reduce_columns", g.finish(g.node("ReduceMean", [g.input(*rows)], (1, 1, COLUMNS), axes=[1]))
+
+
+def _text(name: str, graph: Graph, descriptor: DeviceDescriptor, precision: Precision) -> str:
+    """The text of the last kernel of the case's family."""
+    family = name.partition("-")[0]
+    found = [each for each in targets_of(graph, descriptor, precision, "phones", name) if each.launch.shape.family == family]
+    return kernel_texts(found[-1].source.plain)[found[-1].launch.kernel]

@@ -1,0 +1,109 @@
+"""Compiles kernels for a phone's GPU, several at a time, and reports their statistics as a table or JSON."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from flashmem.base.errors import MissingFileError, UserError
+from flashmem.bundle.bundle import Bundle
+from flashmem.profiler.phone_compilers import adreno, mali
+from flashmem.profiler.phone_compilers.compiling import compile_text, options_of, root_of
+from flashmem.profiler.phone_compilers.gpus import Gpu
+from flashmem.profiler.phone_compilers.roots import Root
+from flashmem.profiler.phone_compilers.statistics import KernelStatistics
+from flashmem.program.kernel_text import KERNEL_MARK, kernel_texts
+
+_COLUMNS = (
+    "kernel", "instr.", "regs", "spills", "threads", "group", "local B", "slots/MAC", "loop slots", "MACs", "load B", "tex.",
+    "stack",
+)  # fmt: skip
+_PARSERS = {"freedreno": adreno.parse, "panfrost": mali.parse}
+
+
+@dataclass(frozen=True)
+class CompilerReport:
+    """What a GPU's compiler made of some kernels. `failures` has the errors of those that do not compile, by name."""
+
+    gpu: Gpu
+    mesa: str
+    kernels: tuple[KernelStatistics, ...]
+    failures: Mapping[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON data."""
+        rows = [asdict(each) for each in self.kernels]
+        for row, each in zip(rows, self.kernels, strict=True):
+            if each.main_loop is not None:
+                row["main_loop"]["slots_per_mac"] = each.main_loop.slots_per_mac
+        return {"gpu": self.gpu.name, "mesa": self.mesa, "kernels": rows, "failures": dict(self.failures)}
+
+    def table(self) -> str:
+        """The report as text, one line for each kernel."""
+        rows = [_COLUMNS, *(_row(each) for each in self.kernels)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
+            for row in rows
+        ]
+        failed = [f"{name}: {' '.join(error.split())}" for name, error in self.failures.items()]
+        return "\n".join([f"{self.gpu.name}, Mesa {self.mesa}", *lines, *failed])
+
+
+def _row(each: KernelStatistics) -> tuple[str, ...]:
+    loop = each.main_loop
+    name, *numbers = (
+        each.kernel, each.instructions, each.registers, each.spills, each.threads, each.work_group, each.local_bytes,
+    )  # fmt: skip
+    if loop is None:
+        return (name, *map(str, numbers), *("-",) * 6)
+    ratio = loop.slots_per_mac
+    of_loop = (loop.slots, loop.macs, loop.load_bytes, loop.textures, loop.stack)
+    return (name, *map(str, numbers), "-" if ratio is None else f"{ratio:.2f}", *map(str, of_loop))
+
+
+def examine(texts: Mapping[str, str], gpu: Gpu, jobs: int = 0) -> CompilerReport:
+    """Compile kernels, each a text of its own by its name, `jobs` at a time (0: as many as there are processors).
+
+    Raises:
+        UserError: the compilers cannot be set up or started on this machine.
+    """
+    root = root_of(gpu)
+    with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as pool:
+        made = list(pool.map(partial(_examined, gpu, root), texts, texts.values()))
+    kernels = tuple(each for each in made if isinstance(each, KernelStatistics))
+    failures = {name: each for name, each in zip(texts, made, strict=True) if isinstance(each, str)}
+    return CompilerReport(gpu, root.mesa, kernels, failures)
+
+
+def _examined(gpu: Gpu, root: Root, name: str, text: str) -> KernelStatistics | str:
+    compiled = compile_text(gpu, root, text, options_of(text))
+    if compiled.error:
+        return compiled.error
+    return _PARSERS[gpu.driver](name, compiled) or "the compiler printed no code"
+
+
+def texts_of(path: Path, *, lanes: bool = False) -> dict[str, str]:
+    """The kernels in a bundle, or in a file of OpenCL C. `lanes`: those with a stream lane.
+
+    Raises:
+        MissingFileError: there is no such file or folder.
+        UserError: it holds no kernels.
+    """
+    if path.is_dir():
+        found: dict[str, str] = {}
+        for variant in Bundle.open(path).variants:
+            found |= kernel_texts(variant.source.lane if lanes else variant.source.plain)
+    elif path.is_file():
+        text = path.read_text(encoding="utf-8")
+        found = kernel_texts(text) if text.startswith(KERNEL_MARK) else {path.stem: text}
+    else:
+        raise MissingFileError(f"{path}: no such bundle or file of OpenCL C")
+    if not found:
+        raise UserError(f"{path} holds no kernels; name a bundle or a file of OpenCL C")
+    return found

@@ -1,0 +1,73 @@
+"""Instruction statistics of a compiled kernel: what both compilers' output is parsed into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LoopStatistics:
+    """One pass through a loop, for one work-item, without the loops inside it.
+
+    `slots` are issue slots: an instruction that is repeated counts each time, and so do the slots that it waits. `macs` are
+    multiply-adds of floats, those of a vector of halves each by itself. `load_bytes` are read from buffers, not through
+    textures. `stack` counts loads and stores of scratch memory: spilled registers, and arrays that are not in registers.
+    """
+
+    instructions: int
+    slots: int
+    macs: int
+    load_bytes: int
+    loads: int
+    textures: int
+    local: int
+    stack: int
+
+    @property
+    def slots_per_mac(self) -> float | None:
+        """Issue slots for each multiply-add; None if the loop has none."""
+        return self.slots / self.macs if self.macs else None
+
+
+@dataclass(frozen=True)
+class KernelStatistics:
+    """The code of one kernel on one GPU.
+
+    `registers` of 32 bits a work-item has. `threads`: on Adreno, waves that a core holds, of at most 16; on Mali, 2 where a
+    core holds as many threads as it can, 1 where registers leave half of them. `spills` are instructions that access scratch
+    memory. `main_loop` is the loop with the most multiply-adds, or the longest one; None if the kernel has no loop.
+    """
+
+    kernel: str
+    instructions: int
+    slots: int
+    registers: int
+    spills: int
+    threads: int
+    work_group: int
+    local_bytes: int
+    private_bytes: int
+    seconds: float
+    loops: int
+    main_loop: LoopStatistics | None
+
+
+def bodies(loops: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """The indices that each loop has for itself, without the loops inside it.
+
+    `loops` are first and last indices; those with the same first index are one.
+    """
+    ends: dict[int, int] = {}
+    for first, last in loops:
+        ends[first] = max(last, ends.get(first, last))
+    whole = {first: set(range(first, last + 1)) for first, last in ends.items()}
+    return [
+        sorted(own.difference(*(other for head, other in whole.items() if head != first and other < own)))
+        for first, own in whole.items()
+    ]
+
+
+def main_loop(loops: Sequence[LoopStatistics]) -> LoopStatistics | None:
+    """The loop with the most multiply-adds of its own, of equal ones the longest."""
+    return max(loops, key=lambda loop: (loop.macs, loop.slots), default=None)

@@ -1,0 +1,53 @@
+"""Every kernel config that descriptors list for Adreno and Mali, through their compilers: what must hold of the code."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from flashmem.profiler.phone_compilers import roots
+from flashmem.profiler.phone_compilers.cases import CONTRACTIONS, kernels_of, lane_kernels_of
+from flashmem.profiler.phone_compilers.gpus import gpu_of
+from flashmem.profiler.phone_compilers.report import CompilerReport, examine
+from flashmem.target.descriptor import load_descriptor
+
+EMULATED = 4.0
+"""Issue slots for each multiply-add of a contraction or attention, or more, if an operation is emulated in software."""
+
+LEAST_WAVES = 4
+"""Waves that an Adreno's core must hold, of 16."""
+
+KNOWN = {
+    "adreno750": {"attention-few: stack", "attention-few: slots"},
+    "mali-g710": {"attention-few: stack", "attention-few: slots", "attention-many: stack"},
+}
+"""What does not hold yet. A kernel that is mended has to leave the list."""
+
+
+def _broken(report: CompilerReport) -> set[str]:
+    """The rules that kernels break, by name."""
+    broken = {f"{name}: does not build" for name in report.failures}
+    for each in report.kernels:
+        loop = each.main_loop
+        multiplies = each.kernel.partition("-")[0] in (*CONTRACTIONS, "attention")
+        if loop is not None and loop.stack:
+            broken.add(f"{each.kernel}: stack")
+        if multiplies and (loop is None or loop.slots_per_mac is None or loop.slots_per_mac >= EMULATED):
+            broken.add(f"{each.kernel}: slots")
+        if report.gpu.driver == "freedreno" and each.threads < LEAST_WAVES:
+            broken.add(f"{each.kernel}: waves")
+    return broken
+
+
+@pytest.mark.parametrize("device", ["adreno750", "mali-g710"])
+def test_code_of_phones(device: str) -> None:
+    gpu = gpu_of(device)
+    if os.environ.get("CI") != "true" and roots.find_root(gpu.architecture) is None:
+        pytest.skip("the compilers are not set up")
+    descriptor = load_descriptor(device)
+    kernels = {**kernels_of(descriptor), **lane_kernels_of(descriptor)}
+    listed = {f"{family}-{config.name}" for config in descriptor.configs for family in config.families}
+    assert listed <= set(kernels)
+    report = examine(kernels, gpu)
+    assert _broken(report) == KNOWN[device], report.table()
