@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
-from flashmem.profiler.phone_compilers import roots
 from flashmem.profiler.phone_compilers.cases import CONTRACTIONS, kernels_of, lane_kernels_of
 from flashmem.profiler.phone_compilers.gpus import gpu_of
 from flashmem.profiler.phone_compilers.report import CompilerReport, examine
 from flashmem.target.descriptor import load_descriptor
+from tests.support.phone_compilers import need_compilers
 
 EMULATED = 4.0
 """Issue slots for each multiply-add of a contraction or attention, or more, if an operation is emulated in software."""
@@ -43,8 +41,7 @@ def _broken(report: CompilerReport) -> set[str]:
 @pytest.mark.parametrize("device", ["adreno750", "mali-g710"])
 def test_code_of_phones(device: str) -> None:
     gpu = gpu_of(device)
-    if os.environ.get("CI") != "true" and roots.find_root(gpu.architecture) is None:
-        pytest.skip("the compilers are not set up")
+    need_compilers(gpu.architecture)
     descriptor = load_descriptor(device)
     kernels = {**kernels_of(descriptor), **lane_kernels_of(descriptor)}
     listed = {f"{family}-{config.name}" for config in descriptor.configs for family in config.families}

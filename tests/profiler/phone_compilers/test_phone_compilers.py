@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from flashmem.profiler.phone_compilers.report import CompilerReport, examine, te
 from flashmem.profiler.phone_compilers.statistics import LoopStatistics, bodies, main_loop
 from flashmem.target.descriptor import descriptor_names
 from tests.support.command_line import command_line
+from tests.support.phone_compilers import need_compilers
 
 DATA = Path(__file__).parent / "data"
 BOTH = ("adreno750", "mali-g610")
@@ -170,8 +170,7 @@ def test_inspect_needs_a_phone(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Ca
 
 @pytest.mark.parametrize("gpu", BOTH)
 def test_a_kernel_is_compiled(gpu: str, tmp_path: Path) -> None:
-    if os.environ.get("CI") != "true" and roots.find_root(GPUS[gpu].architecture) is None:
-        pytest.skip("the compilers are not set up")
+    need_compilers(GPUS[gpu].architecture)
     file = tmp_path / "kernels.cl"
     file.write_text(f"//# sum\n{(DATA / 'sum.cl').read_text()}\n//# wrong\n__kernel void wrong() {{ missing(1); }}\n")
     report = examine(texts_of(file), GPUS[gpu])
