@@ -1,17 +1,17 @@
-"""Plans of simpler strategies, for the same program, runtime and budget: what the planner has to beat.
+"""Baseline strategies: overlap plans of simpler rules for the same program, runtime and budget, to compare the planner with.
 
-- on-demand: a weight is loaded when the operator that uses it is next; whatever it does not find there it waits for.
-- always-next: while a layer executes, the weights of the next layer are loaded (FlashMem section 5.4).
-- next-operator: while an operator with weights executes, the weights of the next one are loaded, across layers that have none.
-- same-op: while an operator executes, the weights of the next one of its type are loaded (FlashMem section 5.4).
-- resident-first: as many weights as the budget takes stay resident from the start, the rest is loaded as next-operator.
+- on-demand: load a weight when its operator is next. The operator waits for it.
+- always-next: while a layer executes, load the weights of the next layer (FlashMem section 5.4).
+- next-operator: while an operator with weights executes, load the weights of the next such operator; skip layers without weights.
+- same-op: while an operator executes, load the weights of the next operator of its type (FlashMem section 5.4).
+- resident-first: preload as many weights as the budget can hold, and load the rest as next-operator does.
 
-Where depth is counted in operators, all slices of a weight may come in together, each as soon as M_peak permits: more than the
-paper's depth of one layer, in the baselines' favour. A *type* of operators is one kernel: the same operator, shape and fused
-tail. The first operator of a type has none before it, so its weights are loaded as next-operator.
+Strategies that count depth in operators may load all slices of a weight together, each as soon as M_peak permits. That is more
+than the paper's depth of one layer, and favours the baselines. A *type* of operators is one kernel: the same operator, shape
+and epilogue. The first operator of a type has no predecessor, so its weights are loaded as next-operator loads them.
 
-Only on-demand loads at layer i_w itself (g_w = i_w: the loader starts once layer i_w - 1 is done). Its weights are then moved
-at i_w too, by launches of their own before the layer's kernel, so that in no transfer mode anything is hidden.
+Only on-demand loads at layer i_w itself (g_w = i_w: the loader starts once layer i_w - 1 is done). It also moves the weights at
+i_w, in separate launches before the layer's kernel. So no transfer mode hides any of its transfers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from flashmem.schedule.plan import OverlapPlan, Strategy
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator with weights: its first layer, its type, and the slices it is the first to use."""
+    """An operator with weights: its first layer, its type, and the slices that no earlier operator uses."""
 
     first: int
     kind: str
@@ -47,7 +47,7 @@ class Operator:
 
 
 def operators_of(program: Program) -> list[Operator]:
-    """The operators with weights, in execution order; several weights first used at one layer belong to one operator."""
+    """The operators with weights, in execution order. Weights first used at the same layer belong to one operator."""
     uses = program.uses()
     first_of: dict[str, int] = {}
     for part in program.slices:
@@ -61,7 +61,7 @@ def operators_of(program: Program) -> list[Operator]:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The plans of one strategy for one program. `asked`: weights that the user wants in W."""
+    """The plans of one strategy for one program. `asked`: weights that the user asked to preload."""
 
     strategy: Strategy
     operators: Sequence[Operator]
@@ -70,18 +70,18 @@ class Baseline:
 
     @property
     def waits(self) -> bool:
-        """Whether weights may be loaded at the layer that uses them."""
+        """Whether the strategy loads weights only at the layer that uses them."""
         return self.strategy == "on-demand"
 
     def least_preload(self, instance: Instance) -> frozenset[str]:
-        """The least W."""
+        """The smallest W that the strategy can work with."""
         return self.asked if self.waits else forced_preload(instance, self.asked)
 
     def smallest(self, instance: Instance, preload: Collection[str]) -> tuple[int, str]:
-        """The smallest M_peak for W = `preload`, in bytes, and the layer that binds."""
+        """The smallest M_peak for W = `preload`, in bytes, and the name of the layer that requires it."""
         if not self.waits:
             return smallest_m_peak(instance, preload)
-        copies = 2 if instance.mode == "interleave" else 1  # in staging, and at home
+        copies = 2 if instance.mode == "interleave" else 1  # one in staging, one in its final place
         change = [0] * (len(instance.layers) + 2)
         for w in instance.weights:
             if w.name not in preload:
@@ -107,8 +107,8 @@ class Baseline:
         return opens
 
     def releases(self, instance: Instance, preload: Collection[str], limit: int) -> dict[str, int]:
-        """g_w of every weight (0 for W): in use order, each as early as the strategy and `limit` bytes for whole slices
-        permit."""
+        """g_w of every weight (0 for W), in order of use. Each is as early as the strategy permits, and as early as whole
+        slices fit `limit` bytes."""
         opens = self.opens(instance)
         releases = dict.fromkeys(preload, 0)
         held = np.zeros(len(instance.layers) + 2, np.int64)  # bytes in flight, by layer
@@ -122,10 +122,10 @@ class Baseline:
         return releases
 
     def plan(self, instance: Instance, preload: frozenset[str] | None = None, note: str = "") -> OverlapPlan:
-        """The strategy's plan inside M_peak with W = `preload` (default: `least_preload`); nothing is proven of it.
+        """The strategy's plan inside M_peak with W = `preload` (default: `least_preload`), without a proven bound.
 
         Raises:
-            BudgetError: M_peak is too small for it.
+            BudgetError: M_peak is too small for the strategy.
         """
         begun = time.monotonic()
         chosen = self.least_preload(instance) if preload is None else preload
@@ -147,7 +147,7 @@ class Baseline:
         return replace(plan, strategy=self.strategy)
 
     def _read_and_move(self, instance: Instance, preload: frozenset[str]) -> tuple[dict[str, int], Moves]:
-        """Release times and moves; in mode `interleave` in as small a part of M_peak as leaves room for staging."""
+        """Release times and moves. Mode `interleave` uses the largest part of M_peak that leaves enough room for staging."""
         latest = 0 if self.waits else 1
         streamed = [w for w in instance.weights if w.name not in preload]
         at_the_last = {w.name: ((w.first_use - latest, instance.chunks(w)),) for w in streamed}
@@ -162,10 +162,10 @@ class Baseline:
         return releases, at_the_last
 
     def within(self, instance: Instance, budget: int, measure: Measure) -> OverlapPlan:
-        """The strategy's plan whose every byte fits `budget`, as `measure` counts bytes.
+        """The strategy's plan within `budget` bytes, counted by `measure`.
 
         Raises:
-            BudgetError: nothing fits; it names the smallest budget that works.
+            BudgetError: no plan fits; the error names the smallest budget that works.
         """
         if self.strategy == "resident-first":
             return self._resident_within(instance, budget, measure)
@@ -183,7 +183,7 @@ class Baseline:
         )
 
     def _resident_within(self, instance: Instance, budget: int, measure: Measure) -> OverlapPlan:
-        """W filled in each of a few orders; the plan that the clock says answers first, or the one with the fewest bytes."""
+        """Fill W in several orders. Return the plan with the earliest predicted answer, or, if none fits, the smallest plan."""
         base = self.least_preload(instance)
         rest = [w for w in instance.weights if w.name not in base]
         plans = []
@@ -197,11 +197,11 @@ class Baseline:
         return min(plans, key=lambda plan: plan.objective)
 
     def _leanest_within(self, instance: Instance, budget: int, measure: Measure) -> OverlapPlan:
-        """The plan with the fewest bytes, whatever its W: where moving a weight takes staging beside its place, a larger W can
-        take less than what it saves in flight.
+        """The plan with the fewest bytes, for any W. If moving a weight needs staging beside its place, a larger W can need
+        less memory: it saves more in flight than it adds.
 
         Raises:
-            BudgetError: that is more than `budget`; it names how much.
+            BudgetError: that plan needs more than `budget`; the error names how much.
         """
         base = self.least_preload(instance)
         rest = [w for w in instance.weights if w.name not in base]
@@ -231,14 +231,14 @@ _ORDERS: Mapping[str, Callable[[WeightSpec], tuple[int, ...]]] = {
 
 
 _PARTS = (1.0, 0.75, 0.5, 0.25)
-"""Parts of M_peak that are tried for what stays at home where staging comes on top."""
+"""Parts of M_peak to try for weights in their final places; staging needs memory in addition."""
 
 _LEAN_STEPS = 32
-"""Sizes of W, from the least to all weights, among which the plan with the fewest bytes is looked for."""
+"""Number of sizes of W, from the least to all weights, among which to search for the plan with the fewest bytes."""
 
 
 def _most_that_fit(names: Sequence[str], fits: Callable[[frozenset[str]], bool]) -> frozenset[str]:
-    """The longest beginning of `names` that fits, by bisection."""
+    """The longest prefix of `names` that fits, found by bisection."""
     low, high = 0, len(names)
     while low < high:
         middle = (low + high + 1) // 2
@@ -250,11 +250,11 @@ def _most_that_fit(names: Sequence[str], fits: Callable[[frozenset[str]], bool])
 
 
 def fastest(instance: Instance, operators: Sequence[Operator], preload: frozenset[str], lambda_: float) -> OverlapPlan:
-    """The plan for the first answer inside M_peak; or, should the clock say that a baseline answers sooner, what that one
-    decides.
+    """The plan with the earliest first answer inside M_peak: the planner's, or a baseline's if the clock predicts it faster.
 
-    The former is the fastest that reads whole slices in use order. Where a slice does not fit yet and a smaller one of a later
-    layer would, leaving that order can gain a little. Baselines know no lambda, and are asked where it is 0.
+    The planner's plan is the fastest one that reads whole slices in order of use. A different order can gain a little: where a
+    slice does not fit yet, a smaller slice of a later layer may fit. Baselines do not support lambda, so they compete only at
+    lambda 0.
     """
     best = first_plan(instance, preload, lambda_=lambda_)
     if lambda_:
@@ -273,14 +273,13 @@ def fastest_within(
     *,
     counts_w: bool = True,
 ) -> OverlapPlan:
-    """The same within a budget, which also covers what a layout takes beside the slices: staging, and what it wastes.
+    """The plan with the earliest first answer within a budget, which also covers staging and the unused bytes of a layout.
 
-    A weight of W takes less of that, so where the budget `counts_w`, resident-first is a candidate too. Where a layout
-    wastes so
-    much that the planner's own plan does not fit at all, a candidate that does is taken.
+    A weight of W causes less of both, so resident-first is a candidate if the budget `counts_w`. If the layout leaves so many
+    bytes unused that the planner's own plan does not fit, use a candidate that fits.
 
     Raises:
-        BudgetError: nothing fits; it names the smallest budget that works.
+        BudgetError: no plan fits; the error names the smallest budget that works.
     """
     asked = [Baseline(strategy, operators, preload, lambda_) for strategy in (_RIVALS if counts_w else _RIVALS[:2])]
     candidates = [partial(baseline.within, instance, budget, measure) for baseline in asked]
@@ -292,13 +291,13 @@ def fastest_within(
 
 
 _RIVALS: tuple[Strategy, ...] = ("next-operator", "same-op", "resident-first")
-"""Their plans keep C0 and C1 as the planner's do. Always-next is next-operator with less."""
+"""Baselines whose plans keep C0 and C1 as the planner's do. Always-next is omitted: it is next-operator with less depth."""
 
 _TIE = 1e-6
 
 
 def _of_those_that_fit(candidates: Iterable[Callable[[], OverlapPlan]], refused: BudgetError) -> OverlapPlan:
-    """What the candidate decides that answers first of those that fit; none does: the error that names the smallest budget."""
+    """The plan of the fastest candidate that fits. If none fits, raise the error that names the smallest budget."""
     plans = []
     for candidate in candidates:
         try:
@@ -313,7 +312,7 @@ def _of_those_that_fit(candidates: Iterable[Callable[[], OverlapPlan]], refused:
 
 def _soonest(instance: Instance, best: OverlapPlan, candidates: Iterable[Callable[[], OverlapPlan]]) -> OverlapPlan:
     if best.objective <= unlimited_seconds(instance, {w.name for w in best.weights if w.preload}) * (1 + _TIE):
-        return best  # memory costs it nothing
+        return best  # the plan's memory has no cost
     for candidate in candidates:
         try:
             plan = candidate()

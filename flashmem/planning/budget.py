@@ -1,7 +1,7 @@
-"""From a budget to M_peak: the fastest plan whose every byte, as the caller counts bytes, fits.
+"""From a budget to M_peak: search for the fastest plan whose total bytes, as the caller counts them, fit the budget.
 
-A budget covers W, what is in flight, staging, activations and the padding of a layout, and how much each takes depends on the
-plan and the transfer mode. So M_peak is searched: the largest for which the finished plan measures no more than the budget.
+A budget covers W, bytes in flight, staging, activations and the padding of a layout. The share of each depends on the plan and
+the transfer mode. So M_peak is searched: the largest for which the finished plan measures no more than the budget.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan
 
 _STEPS = 8
-"""Halvings of the range of M_peak, at the most."""
+"""Maximum number of bisections of the range of M_peak."""
 
 _FULL = 0.99
-"""A plan that takes this part of the budget is not searched any further."""
+"""Stop the search at a plan that uses this part of the budget."""
 
 _GUESSES, _BELOW = 3, 0.995
-"""How often a smaller M_peak is guessed from what a larger one took, and by how much less than in proportion."""
+"""How often to guess a smaller M_peak from the bytes of a larger one, and the factor below the proportional guess."""
 
 
 def plan_within(
@@ -35,12 +35,12 @@ def plan_within(
     lambda_: float = 0.9,
     quick: bool = False,
 ) -> tuple[OverlapPlan, Instance]:
-    """The latency plan for the largest M_peak found with `measure(plan) <= budget`, and the problem with that M_peak.
+    """The latency plan for the largest M_peak found with `measure(plan) <= budget`, and the instance with that M_peak.
 
-    `instance.m_peak` is ignored. `quick`: as `first_plan` has it.
+    `instance.m_peak` is ignored. `quick`: as in `first_plan`.
 
     Raises:
-        BudgetError: even the smallest M_peak measures more; it names a budget that works and the layer that binds.
+        BudgetError: even the smallest M_peak measures more; the error names a budget that works and the layer that requires it.
     """
     chosen = forced_preload(instance, preload)
     plan = largest_within(
@@ -57,9 +57,9 @@ def plan_within(
 def roomiest(instance: Instance, plan: OverlapPlan, room: int | None) -> Instance:
     """`instance` with the largest M_peak that any plan with the W of `plan` can use in `room` bytes (None: no limit).
 
-    `room` covers W and what is in flight. A bound that is proven in less does not hold for plans with more.
+    `room` covers W and the bytes in flight. A bound proven for less memory does not hold for plans with more.
     """
-    everything = 2 * sum(w.nbytes for w in instance.weights)  # some modes hold a slice twice
+    everything = 2 * sum(w.nbytes for w in instance.weights)  # some modes keep two copies of a slice
     if room is None:
         return replace(instance, m_peak=max(1, everything, plan.m_peak))
     resident = sum(w.nbytes for w in plan.weights if w.preload)
@@ -69,10 +69,10 @@ def roomiest(instance: Instance, plan: OverlapPlan, room: int | None) -> Instanc
 def with_staging_that_fits(
     instance: Instance, limit: int | None, make: Callable[[Instance], OverlapPlan]
 ) -> tuple[Instance, OverlapPlan]:
-    """What `make` plans of `instance` with its staging, or with less where `limit` bytes have no room; and the instance.
+    """Plan with `make` and the staging of `instance`, or less staging if `limit` bytes cannot hold it; also the instance used.
 
     Raises:
-        BudgetError: nothing fits beside the least staging; it names what works.
+        BudgetError: no plan fits even with the least staging; the error names a budget that works.
     """
     while True:
         try:
@@ -92,12 +92,12 @@ def largest_within(
     smallest: tuple[int, str],
     preload: Collection[str],
 ) -> OverlapPlan:
-    """What `make` plans in the largest M_peak found with `measure(plan) <= budget`.
+    """The plan that `make` returns for the largest M_peak found with `measure(plan) <= budget`.
 
-    `smallest`: the least M_peak that `make` takes, and the layer that binds it. `preload`: W, which M_peak does not cover.
+    `smallest`: the least M_peak that `make` accepts, and the layer that requires it. `preload`: W, which M_peak does not cover.
 
     Raises:
-        BudgetError: even the smallest M_peak measures more; it names a budget that works and the layer that binds.
+        BudgetError: even the smallest M_peak measures more; the error names a budget that works and the layer that requires it.
     """
     streamed = sum(w.nbytes for w in instance.weights if w.name not in preload)
 
@@ -106,7 +106,7 @@ def largest_within(
         return plan, measure(plan)
 
     low, binding = smallest
-    high = max(low, min(2 * streamed, budget))  # some modes hold a slice twice
+    high = max(low, min(2 * streamed, budget))  # some modes keep two copies of a slice
     best, needed = attempt(high)
     if needed <= budget:
         return best
@@ -118,7 +118,7 @@ def largest_within(
             smallest_bytes=needed_least,
             binding=binding,
         )
-    for _ in range(_GUESSES):  # a layout takes about as much of a smaller M_peak
+    for _ in range(_GUESSES):  # the bytes of a layout are about proportional to M_peak
         guess = min(high - 1, int(high * budget / needed * _BELOW))
         if guess <= low:
             break

@@ -1,7 +1,7 @@
-"""What a bundle carries so that it can be planned again where it runs: how long its layers take, and what slows them down.
+"""The planning instance that a bundle carries, so that it can be planned again on the device: layer times and slowdowns.
 
-The predictors that know this stay in the offline half. The bundle has their answers in its `meta`: seconds of each layer, and
-s_l (`LayerSpec.beside`), both once for all layers that are alike. C_l and S are those of the plan it carries.
+The predictors of these times stay in the offline half. The bundle's `meta` contains their results: the seconds and s_l
+(`LayerSpec.beside`) of each layer, stored once for identical layers. C_l and S are those of the bundle's plan.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor
 
 KEY = "layers"
-"""Where a bundle's `meta` holds it."""
+"""The key of these times in a bundle's `meta`."""
 
 
 def carried(instance: Instance) -> dict[str, Any]:
-    """The times of `instance` as JSON-able values."""
+    """The times of `instance` as values that JSON can represent."""
     numbers: dict[tuple[float, tuple[tuple[float, float], ...]], int] = {}
     of = [numbers.setdefault((spec.seconds, spec.beside), len(numbers)) for spec in instance.layers]
     return {"times": [[seconds, [list(point) for point in beside]] for seconds, beside in numbers], "of": of}
@@ -31,12 +31,12 @@ def carried(instance: Instance) -> dict[str, Any]:
 def carried_instance(
     program: Program, plan: OverlapPlan, descriptor: DeviceDescriptor, mode: TransferMode, meta: Mapping[str, Any]
 ) -> Instance | None:
-    """The problem that a bundle's `program` poses on its device, without a limit on memory; None where its `meta` has no times.
+    """The planning problem of a bundle's `program` on its device, without a memory limit. None if its `meta` has no times.
 
-    What `run --learn` measured in `mode` takes the place of what was predicted.
+    Times that `run --learn` measured in `mode` replace predicted ones.
 
     Raises:
-        BundleError: what is there is not what was written.
+        BundleError: the stored times are malformed.
     """
     if KEY not in meta:
         return None

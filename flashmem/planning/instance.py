@@ -1,4 +1,4 @@
-"""An instance from a program and a capacity model: what each layer takes, and what it can stream while it computes."""
+"""Build a planning instance from a program and a capacity model: the latency and the load capacity of each layer."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ def build_instance(
     mode: TransferMode | None = None,
     model: CapacityModel | None = None,
 ) -> Instance:
-    """The problem that `program` poses on a device: one layer a launch, one weight a slice that some launch reads.
+    """The planning problem of `program` on a device: one layer for each launch, one weight for each slice that a launch reads.
 
-    `chunk_bytes` (S; None: `chosen_chunk`) and `m_peak` are bytes. `model` says what a layer can stream while it computes,
-    in transfer `mode`; by
-    default the descriptor's own, in its first mode.
+    `chunk_bytes` (S; None: `chosen_chunk`) and `m_peak` are bytes. `model` predicts how many bytes a layer can stream while it
+    computes, in transfer `mode`. The defaults are the descriptor's own model and its first mode.
 
     Raises:
-        UserError: the descriptor does not say how transfers of that mode slow down what computes.
+        UserError: the descriptor has no slowdowns of kernels for that transfer mode.
     """
     model = model or default_model(descriptor, program.memory_path)
     mode = mode or descriptor.modes[program.memory_path][0]
@@ -56,9 +55,9 @@ def build_instance(
 
 
 def chosen_chunk(capacities: Sequence[float]) -> int:
-    """S for layers that can carry `capacities` bytes: a power of two of which the median layer carries four at least.
+    """The chunk size S for layers with `capacities` bytes: a power of two, at most a quarter of the median capacity.
 
-    Between 16 KiB, below which there are more chunks than a plan needs, and 1 MiB.
+    It is between 16 KiB, below which the number of chunks only slows planning down, and 1 MiB.
     """
     carried = [nbytes for nbytes in capacities if nbytes > 0]
     wished = median(carried) / _CHUNKS_CARRIED if carried else _MOST_CHUNK
@@ -72,11 +71,11 @@ _LEAST_CHUNK, _MOST_CHUNK = 1 << 14, 1 << 20
 def slowdown_curve(
     model: CapacityModel, launch: Launch, weight_bytes: int, mode: TransferMode, rates: Rates
 ) -> tuple[tuple[float, float], ...]:
-    """s_l of `launch` as `LayerSpec.beside` has it, at a few amounts of bytes up to three times what it reads and writes.
+    """s_l of `launch` in the form of `LayerSpec.beside`, at several amounts of bytes up to three times those it accesses.
 
-    A model's `loaded_seconds` end when the launch and the loads beside it are done. Where loader threads move bytes, the clock
-    has their time as a resource of its own, and here is only what they take from the launch: the mode's contention, for as long
-    as they are at work beside it.
+    A model's `loaded_seconds` end when both the launch and the loads beside it are done. If loader threads move the bytes, the
+    clock models their time as a separate resource. Then s_l includes only the time that they cost the launch: the mode's
+    contention, while they work beside it.
     """
     alone = model.seconds(launch, weight_bytes)
     own = max(1, launch.bytes + weight_bytes)
@@ -92,4 +91,4 @@ def slowdown_curve(
 
 
 _RATIOS = (0.125, 0.25, 0.5, 1.0, 2.0, 3.0)
-"""Bytes beside a launch over its own at which s_l is asked for; between them it is a line."""
+"""Bytes beside a launch over its own bytes, at which s_l is sampled; s_l is linear between samples."""

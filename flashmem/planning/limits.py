@@ -1,4 +1,4 @@
-"""The user's limits and wishes, as the planner takes them."""
+"""The user's limits and options for the planner."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from flashmem.schedule.plan import Objective, Strategy, Units
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes in bytes. `objective` "auto": "first".
+    """Limits and options of a plan; sizes are in bytes. `objective` "auto" means "first".
 
-    `lambda_` weighs latency (0) against memory (1); None: 0.9, the paper's value, for "paper", and 0, the fastest, for the
-    others.
+    `lambda_` weighs latency (0) against memory (1). None means 0.9, the paper's value, for objective "paper", and 0, the
+    fastest plan, for the others.
 
-    `chunk` is S; None: as large as leaves the median reusable layer four chunks at least. `units`: of the paper's objective.
+    `chunk` is S. None means the largest size that gives the median reusable layer at least four chunks. `units`: the units of
+    the paper's objective. `strategy`: "stream" selects the planner; any other value selects a baseline for comparison.
 
-    `strategy`: "stream" plans; any other is a baseline to compare with. Adaptive unfusion
-    (`flashmem.compiler.adaptive.unfusion`) ranks layers by lambda |W_new| + `mu` times the loading distance, and splits where
-    C_l grows by the share `alpha` at least. The paper names neither value: `mu` is what its objective charges for distance at
-    lambda 0.9, and `alpha` asks for a tenth.
+    Adaptive unfusion (`flashmem.compiler.adaptive.unfusion`) ranks layers by lambda |W_new| + `mu` times the loading distance.
+    It splits a layer if C_l grows by at least the share `alpha`. The paper gives neither value: `mu` is the weight of distance
+    in its objective at lambda 0.9, and `alpha` requires a growth of one tenth.
 
     Raises:
-        UserError: a number out of its range, a word that is unknown, or a budget together with an M_peak.
+        UserError: a number out of its range, an unknown word, or both a budget and an M_peak.
     """
 
     budget: int | None = None
@@ -61,14 +61,14 @@ class Limits:
 
     @property
     def resolved_objective(self) -> Objective:
-        """The objective that "auto" stands for, or the one that was named."""
+        """The objective that was named; "auto" resolves to a concrete one."""
         if self.objective != "auto":
             return self.objective
         return "first"
 
     @property
     def resolved_lambda(self) -> float:
-        """lambda as it was given, or what the objective takes."""
+        """The given lambda, or the default of the objective."""
         if self.lambda_ is not None:
             return self.lambda_
         return 0.9 if self.resolved_objective == "paper" else 0.0
@@ -88,10 +88,10 @@ def read_limits(
     alpha: float = Limits.alpha,
     units: Units = Limits.units,
 ) -> Limits:
-    """Limits with their sizes as people write them, for instance "256MB".
+    """Limits from sizes in text form, for instance "256MB".
 
     Raises:
-        UserError: one that is not a size, or what `Limits` refuses.
+        UserError: a text that is not a size, or values that `Limits` refuses.
     """
     return Limits(
         budget=None if budget is None else parse_size(budget, what="budget"),

@@ -1,6 +1,6 @@
-"""The paper's objective within the user's limits: what it plans has to leave room for staging and for what a layout wastes.
+"""The paper's objective within the user's limits: its plans must leave room for staging and for the padding of a layout.
 
-Left out of the wheel for phones: a plan of this objective is for comparing with the paper.
+The wheel for phones omits this module: plans of this objective serve to compare with the paper.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from flashmem.schedule.plan import OverlapPlan, Units
 def paper_plan_inside(
     instance: Instance, preload: frozenset[str], lambda_: float, units: Units, in_flight: Measure, *, limited: bool
 ) -> OverlapPlan:
-    """The paper's plan whose layout, with what it wastes and with staging, takes no more than M_peak; no read runs ahead.
+    """The paper's plan whose layout, with padding and staging, needs at most M_peak. No read starts before its first move.
 
     Raises:
-        BudgetError: nothing fits; it names what the plan with the least takes.
+        BudgetError: no plan fits; the error names the bytes of the smallest plan.
     """
     plan = solve(
         instance, objective="paper", lambda_=lambda_, preload=preload, units=units, time_limit=_SECONDS_FIRST, ahead=False
@@ -56,7 +56,7 @@ def paper_plan_inside(
 def paper_plan_within(
     program_instance: Instance, program: Program, limits: Limits, preload: frozenset[str], in_all: Measure
 ) -> OverlapPlan:
-    """The paper's objective under a budget: W and M_peak share it, the largest share for M_peak that works."""
+    """The paper's objective under a budget: W and M_peak share the budget, with the largest share for M_peak that works."""
     assert limits.budget is not None
     smallest, _ = smallest_m_peak(program_instance, preload)
     for share in _SHARES:
@@ -72,13 +72,13 @@ def paper_plan_within(
             ahead=False,
         )
         if in_all(plan) <= limits.budget:
-            # What is proven of this split of the budget says nothing about another: the bound is of plans that have all of
-            # it for W, and all of it for what is in flight.
+            # A proof for this split of the budget does not hold for other splits. So the bound is for plans that may use the
+            # whole budget for W and the whole budget for bytes in flight.
             room = max(m_peak, limits.budget - fixed_bytes(program))
             roomy = replace(program_instance, m_peak=room)
             bound = proven_bound(roomy, preload, limits.resolved_lambda, room, limits.units, _SECONDS_EACH)
             return replace(plan, bound=min(bound, plan.objective))
-    # The other planner knows the smallest budget, or finds the plan that the shares above stepped over.
+    # The other planner knows the smallest budget, or finds a plan between the shares tried above.
     plan = fastest_within(program_instance, operators_of(program), limits.budget, in_all, preload, 0.0)
     return replace(
         plan, notes=(*plan.notes, "no plan of the paper's objective fits the budget; this one is for the first answer")
@@ -86,10 +86,10 @@ def paper_plan_within(
 
 
 def reading_ahead(instance: Instance, plan: OverlapPlan, program: Program, limit: int | None, measure: Measure) -> OverlapPlan:
-    """`plan`, in which no read runs ahead, with reads that run as far ahead as `measure` of its layout has room in `limit`."""
+    """`plan`, which has no early reads, with reads as early as `limit` bytes of its layout, counted by `measure`, permit."""
     staging = instance.mode == "interleave" and limit is not None
     most = plan.m_peak
-    if staging:  # what reads ahead waits in staging, and takes nothing else
+    if staging:  # early reads wait in staging, and need no other memory
         layout = lay_out_pools(program.slices, plan, [instance.mode], page_bytes=program.page_bytes)[instance.mode]
         most = (limit or 0) - measure(plan) + layout.all_staging_bytes
 
@@ -97,7 +97,7 @@ def reading_ahead(instance: Instance, plan: OverlapPlan, program: Program, limit
     widest = reads.within(most, staging=staging)
     if limit is None or (taken := measure(widest)) <= limit:
         return widest
-    # What is taken falls about as the share does: look around there for the widest one that fits.
+    # The bytes of a layout are about proportional to the share: search near the estimate for the largest one that fits.
     last = len(_READ_AHEAD) - 1
     likely = next((at for at, share in enumerate(_READ_AHEAD) if share * taken <= limit), last)
     tried: dict[int, OverlapPlan] = {}
@@ -116,7 +116,7 @@ def reading_ahead(instance: Instance, plan: OverlapPlan, program: Program, limit
 
 
 _READ_AHEAD = (0.99, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.0)
-"""Parts of what there is within which reads may run ahead, where a layout wastes the rest."""
+"""Parts of the free memory to try for early reads; the padding of a layout needs the rest."""
 
 _SHARES = (0.9, 0.8, 0.65, 0.5, 0.35, 0.2, 0.1)
 _SECONDS_EACH = 4.0

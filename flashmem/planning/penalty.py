@@ -1,9 +1,9 @@
-"""What a fused layer costs the plan: Penalty(v) = lambda |W_new| + mu * dz (FlashMem section 4.3).
+"""The cost of a fused layer to the plan: Penalty(v) = lambda |W_new| + mu * dz (FlashMem section 4.3).
 
-Fusing lowers load capacity, because a group streams only what its most sensitive operator tolerates. W_new are the chunks that
-found no room because of it: preloaded although a layer before their use could have moved them, or moved above some C_l. dz is
-by how much the loading distances would shrink. Both are estimates, made by planning with the capacity that a split would give;
-the planner then decides on the program that was really split.
+Fusion lowers load capacity, because a group streams only as much as its most sensitive operator tolerates. W_new are the chunks
+without capacity for that reason: preloaded although a layer before their use could have moved them, or moved above some C_l. dz
+is the decrease of the loading distances. Both are estimates from a plan with the capacity that a split would give. The planner
+then decides on the program that was really split.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from flashmem.schedule.plan import OverlapPlan
 
 
 class Penalties:
-    """Penalties of the fused layers of one program under one plan. `asked`: weights that are in W whatever the capacities."""
+    """Penalties of the fused layers of one program under one plan. `asked`: weights that are in W for any capacities."""
 
     def __init__(self, instance: Instance, plan: OverlapPlan, asked: frozenset[str], lambda_: float, mu: float) -> None:
         self._instance = replace(instance, m_peak=plan.m_peak)
         self._lambda, self._mu = lambda_, mu
         self._preload = {w.name for w in plan.weights if w.preload}
         forced = forced_preload(instance, asked)
-        # (first layer, last layer) of the window in which a weight without room could have been moved, and its chunks
+        # (first layer, last layer) of the window in which a weight without capacity could have been moved, and its chunks
         self._without_room = [(1, w.first_use - 1, w.chunks) for w in plan.weights if w.preload and w.name not in forced]
         self._without_room += _above_capacity(instance, plan)
         now = srpt(self._instance, self._preload) if mu else None
@@ -32,11 +32,11 @@ class Penalties:
 
     @property
     def shortage(self) -> int:
-        """Chunks that found no room at all."""
+        """Number of chunks without any capacity."""
         return sum(chunks for _, _, chunks in self._without_room)
 
     def of(self, layer: int, gain: int) -> float:
-        """The penalty of a fused layer at `layer` (1-based) that would move `gain` chunks more if it were split."""
+        """The penalty of a fused layer at `layer` (1-based) that could move `gain` more chunks if it were split."""
         affected = sum(chunks for first, last, chunks in self._without_room if first <= layer <= last)
         return self._lambda * min(gain, affected) + self._mu * self._distance_saved(layer, gain)
 
@@ -50,7 +50,7 @@ class Penalties:
 
 
 def _above_capacity(instance: Instance, plan: OverlapPlan) -> list[tuple[int, int, int]]:
-    """Windows of the chunks moved above C_l; of a layer's chunks those of the latest uses are called the ones too many."""
+    """Windows of the chunks moved above C_l. In each layer, the chunks with the latest use count as the excess."""
     left = [spec.capacity for spec in instance.layers]
     windows = []
     for w in sorted((w for w in plan.weights if not w.preload), key=lambda w: w.first_use):

@@ -1,7 +1,7 @@
-"""From a program and the user's limits to a plan: which objective, which M_peak, and what a budget has to cover.
+"""Make a plan from a program and the user's limits: choose the objective and M_peak, and keep the budget.
 
-*Budget* is the most that flashmem holds at any moment on the device and in host staging: preloaded and in-flight weights with
-their padding, staging, activations, constants, and arrays that outputs are copied to.
+*Budget* is the most memory that flashmem uses at any moment on the device and in host staging: preloaded and in-flight weights
+with their padding, staging, activations, constants, and arrays that outputs are copied to.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from flashmem.target.descriptor import DeviceDescriptor
 
 
 def planning_instance(program: Program, descriptor: DeviceDescriptor, mode: TransferMode, limits: Limits) -> Instance:
-    """The problem that `make_plan` solves; without an M_peak, all weights may be in flight."""
+    """The planning problem that `make_plan` solves. Without an M_peak, all weights may be in flight."""
     total = sum(part.nbytes for part in program.slices)
-    m_peak = limits.m_peak or max(2 * total, 1)  # of which one mode holds every byte twice
+    m_peak = limits.m_peak or max(2 * total, 1)  # one mode keeps every byte twice
     instance = build_instance(program, descriptor, chunk_bytes=limits.chunk, m_peak=m_peak, mode=mode)
     limit = limits.m_peak or limits.budget
     return instance if limit is None else staged_within(instance, limit)
@@ -43,7 +43,7 @@ def make_plan(program: Program, descriptor: DeviceDescriptor, mode: TransferMode
     """The plan of `program` within `limits`, for transfer `mode`, without its layouts.
 
     Raises:
-        BudgetError: nothing fits; it names the smallest budget (or M_peak) that works, and what binds it.
+        BudgetError: no plan fits; the error names the smallest budget (or M_peak) that works, and what requires it.
         UserError: an unknown name to preload.
     """
     instance = planning_instance(program, descriptor, mode, limits)
@@ -53,9 +53,9 @@ def make_plan(program: Program, descriptor: DeviceDescriptor, mode: TransferMode
 def plan_instance(
     instance: Instance, program: Program, mode: TransferMode, limits: Limits, *, complete: bool = True
 ) -> OverlapPlan:
-    """The plan of `instance`, which is `program`'s, as `make_plan` makes it. It has passed `schedule.check`.
+    """The plan that `make_plan` makes of `instance`, the planning problem of `program`. It has passed `schedule.check`.
 
-    Not `complete`: what neither "first" nor "paper" asks is left to `completed`.
+    The steps that objectives "first" and "paper" do not require are left to `completed`.
     """
     limit = limits.m_peak or limits.budget
     instance, plan = with_staging_that_fits(instance, limit, lambda staged: _plan(staged, program, mode, limits))
@@ -65,7 +65,7 @@ def plan_instance(
 
 
 def completed(instance: Instance, plan: OverlapPlan, program: Program, mode: TransferMode, limits: Limits) -> OverlapPlan:
-    """A plan for the first answer with what stays for later runs, or the paper's with its reads running ahead. It has passed
+    """Complete a plan: "first" gets weights that stay for later runs, "paper" gets early reads. The result has passed
     `schedule.check`.
     """
     objective, budget = limits.resolved_objective, limits.budget
@@ -87,7 +87,7 @@ def completed(instance: Instance, plan: OverlapPlan, program: Program, mode: Tra
 
 
 def _roomiest(instance: Instance, plan: OverlapPlan, program: Program, limits: Limits) -> Instance:
-    """`instance` with the most bytes in flight that any plan of the same W can have within the user's limits."""
+    """`instance` with the largest M_peak that any plan with the same W can have within the user's limits."""
     if limits.m_peak is not None:
         return replace(instance, m_peak=max(limits.m_peak, plan.m_peak))
     return roomiest(instance, plan, None if limits.budget is None else limits.budget - fixed_bytes(program))
@@ -96,10 +96,10 @@ def _roomiest(instance: Instance, plan: OverlapPlan, program: Program, limits: L
 def _searched(
     instance: Instance, plan: OverlapPlan, program: Program, limits: Limits, measure: Measure
 ) -> tuple[OverlapPlan, float]:
-    """`plan` for the first answer as CP-SAT makes it better, if that is installed and what is not proven is worth a search; and
+    """Improve `plan` for the first answer with CP-SAT, if it is installed and the unproven part is worth a search. Also return
     the bound that CP-SAT proves for this W within the user's limits (0: none).
 
-    It holds no more at once than `plan` does, and `measure` of it is within the limits.
+    The result never needs more bytes at once than `plan`, and its `measure` is within the limits.
     """
     roomy = _roomiest(instance, plan, program, limits)
     if limits.resolved_lambda:
@@ -133,22 +133,22 @@ def _searched(
 
 
 _SEARCH_SECONDS = 4.0
-"""Of CP-SAT, for one plan."""
+"""Time limit of CP-SAT for one plan."""
 
 _SEARCHED_BY_CP_SAT = 2000
-"""Weights of the largest plan that CP-SAT searches: the clock is played for each neighbourhood."""
+"""Number of weights in the largest plan that CP-SAT searches: each neighbourhood needs a pass of the clock."""
 
 _WORTH_SECONDS, _WORTH_SHARE = 1e-3, 2e-3
-"""What must be unproven of a first answer to be searched: seconds, and a share."""
+"""Search only if at least so much of the first answer is unproven: seconds, and a share."""
 
 
 def _sealed(
     instance: Instance, plan: OverlapPlan, program: Program, mode: TransferMode, limits: Limits, proven: float = 0.0
 ) -> OverlapPlan:
-    """`plan`, checked, with the M_peak that it keeps (the one that was asked for, or what its layout takes), and with a bound
-    within the limits that were given, however little of them it was made in. `proven`: as `judged` has it.
+    """Check `plan` and set its M_peak (the limit that the user gave, or the bytes of its layout). Its bound holds for the given
+    limits, even if the plan was made with less memory. `proven`: as in `judged`.
     """
-    if plan.objective_kind == "first" and not limits.resolved_lambda:  # else the bound is for what lambda leaves
+    if plan.objective_kind == "first" and not limits.resolved_lambda:  # otherwise the bound is for the memory lambda leaves
         plan = judged(_roomiest(instance, plan, program, limits), plan, proven)
     in_flight = _in_flight(program, mode)(plan)
     plan = replace(plan, m_peak=max(in_flight, limits.m_peak or plan.m_peak))
@@ -157,13 +157,13 @@ def _sealed(
 
 
 def _in_all(program: Program, mode: TransferMode) -> Measure:
-    """All bytes that a session holds."""
+    """Measure all bytes of a session."""
     fixed = fixed_bytes(program)
     return lambda plan: fixed + lay_out_pools(program.slices, plan, [mode], page_bytes=program.page_bytes)[mode].total_bytes
 
 
 def _in_flight(program: Program, mode: TransferMode) -> Measure:
-    """Those that M_peak limits."""
+    """Measure the bytes that M_peak limits."""
     return lambda plan: lay_out_pools(program.slices, plan, [mode], page_bytes=program.page_bytes)[mode].in_flight_bytes
 
 
@@ -186,7 +186,7 @@ def _plan(instance: Instance, program: Program, mode: TransferMode, limits: Limi
 
 @contextmanager
 def _where_the_compiler_is() -> Iterator[None]:
-    """Around imports of the paper's objective, which `flashmem-runtime` has not got. Raises UserError there."""
+    """Context for imports of the paper's objective, which `flashmem-runtime` does not include. Raises UserError there."""
     try:
         yield
     except ImportError as error:
@@ -197,10 +197,10 @@ def _where_the_compiler_is() -> Iterator[None]:
 def _first_plan(
     instance: Instance, program: Program, limits: Limits, preload: frozenset[str], limit: int | None, measure: Measure
 ) -> OverlapPlan:
-    """The plan that answers first. Where M_peak alone is limited, slices too large for it go to W.
+    """The plan with the earliest first answer. If only M_peak is limited, slices too large for it are preloaded.
 
     Raises:
-        BudgetError: nothing fits.
+        BudgetError: no plan fits.
     """
     operators, lambda_ = operators_of(program), limits.resolved_lambda
     if limit is None:
@@ -208,7 +208,7 @@ def _first_plan(
     if limits.m_peak is None:
         return fastest_within(instance, operators, limit, measure, preload, lambda_)
     refused: BudgetError | None = None
-    streamed: OverlapPlan | None = None  # with nothing of W that could be streamed
+    streamed: OverlapPlan | None = None  # the plan that streams every slice that can be streamed
     for part in (1, *(_TOO_LARGE if instance.w_may_grow else ())):
         large = frozenset(w.name for w in instance.weights if part > 1 and w.nbytes > limit // part)
         if part > 1 and not large:
@@ -234,14 +234,14 @@ def _first_plan(
 
 
 _WORTH_W = 0.02
-"""A share of the first answer: where so much is unproven, large slices are tried in W, and stay there if it gains as much."""
+"""A share of the first answer. If at least so much is unproven, try large slices in W; keep them there for an equal gain."""
 
 _TOO_LARGE = (2, 3, 4, 6, 8, 12, 16, 32, 64)
-"""Of M_peak, the parts above which slices are put into W, should it be too small to stream everything."""
+"""If M_peak is too small to stream everything, preload slices larger than M_peak divided by one of these numbers."""
 
 
 def _for_later_runs(instance: Instance, plan: OverlapPlan, program: Program, limits: Limits, measure: Measure) -> OverlapPlan:
-    """`plan` with weights kept for later runs; for "steady", the plan whose later runs are the fastest."""
+    """`plan` with weights kept for later runs. For "steady", the plan with the fastest later runs."""
     objective, limit = limits.resolved_objective, limits.m_peak if limits.budget is None else limits.budget
     if limit is None:
         plan = with_kept(instance, plan, None, measure)
@@ -271,9 +271,9 @@ def _for_later_runs(instance: Instance, plan: OverlapPlan, program: Program, lim
 
 
 def _steady_bound(instance: Instance, plan: OverlapPlan, limits: Limits, fixed: int) -> tuple[float, BoundScope]:
-    """What no later run beats, in seconds: all layers one after the other, and reading what memory cannot keep.
+    """A lower bound of a later run, in seconds: the sum of all layers, or the time to read what memory cannot keep.
 
-    A budget limits all that stays, so it holds for every W; M_peak does not limit W, so it holds for this one.
+    A budget limits all kept weights, so that bound holds for every W. M_peak does not limit W, so that bound holds for this W.
     """
     compute = sum(layer.seconds for layer in instance.layers)
     if limits.budget is not None:
@@ -287,14 +287,14 @@ def _steady_bound(instance: Instance, plan: OverlapPlan, limits: Limits, fixed: 
 
 
 _SEARCHED = 20_000
-"""Plans of more weights are kept as they are: a search would take as long as planning it several times."""
+"""Plans of more weights are not searched: a search would cost as much time as several plans."""
 
 
 def _slices_of(program: Program, names: tuple[str, ...]) -> frozenset[str]:
-    """Slices named by themselves or by their weight.
+    """The slices with the given names; a name is that of a slice or of a weight.
 
     Raises:
-        UserError: a name that is neither's.
+        UserError: no slice or weight has that name.
     """
     chosen: set[str] = set()
     for name in names:
@@ -306,7 +306,7 @@ def _slices_of(program: Program, names: tuple[str, ...]) -> frozenset[str]:
 
 
 def _baseline(instance: Instance, program: Program, limits: Limits, preload: frozenset[str], measure: Measure) -> OverlapPlan:
-    """The plan of a strategy that others use."""
+    """The plan of a baseline strategy."""
     baseline = Baseline(limits.strategy, operators_of(program), preload, limits.resolved_lambda)
     if limits.budget is not None:
         return baseline.within(instance, limits.budget, measure)

@@ -1,4 +1,4 @@
-"""An instance from a program and layers whose times are known, and how much staging it gets. Needs no capacity model."""
+"""Build a planning instance from a program and layers with known times, and size its staging. Needs no capacity model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pose(
     m_peak: int,
     notes: tuple[str, ...] = (),
 ) -> Instance:
-    """The problem of `program`'s weights and of `layers`, as they run on a device with the rates of `descriptor`."""
+    """The planning problem of `program`'s weights and of `layers`, on a device with the rates of `descriptor`."""
     rates = descriptor.rates
     sizes = {part.name: part.nbytes for part in program.slices}
     weights = [WeightSpec(name, sizes[name], first, last) for name, (first, last) in program.uses().items()]
@@ -37,20 +37,20 @@ def pose(
 
 
 def staged_within(instance: Instance, limit: int) -> Instance:
-    """`instance` with as much staging as `limit` bytes of memory can spare."""
+    """`instance` with as much staging as a memory limit of `limit` bytes permits."""
     piece = max(1, min(PASSING_BYTES, limit // _PIECES))
     threads = max(min(LOADER_THREADS, instance.loader_threads), min(instance.loader_threads, limit // (_RINGS * piece)))
     return replace(instance, piece_bytes=piece, loader_threads=threads)
 
 
 def staged_least(instance: Instance) -> Instance:
-    """`instance` with as little staging as it can do with."""
+    """`instance` with the least staging that works."""
     return replace(instance, piece_bytes=1, loader_threads=min(LOADER_THREADS, instance.loader_threads))
 
 
 def with_less_staging(instance: Instance, lack: int) -> Instance | None:
-    """`instance` with smaller pieces in its staging, of `lack` bytes less in all if that leaves them large enough to be of use,
-    else as small as can be; None where they are, or nothing is staged.
+    """`instance` with smaller pieces in its staging: `lack` bytes less in all if the pieces stay large enough to be useful,
+    else the least staging. None if it already has the least staging, or uses none.
     """
     least = staged_least(instance)
     if instance.mode in _UNSTAGED or instance == least:
@@ -63,14 +63,14 @@ def with_less_staging(instance: Instance, lack: int) -> Instance | None:
 _UNSTAGED: Collection[TransferMode] = ("map", "alias")
 
 _LESS = 4
-"""By how much pieces get smaller at least where a plan does not fit: what reads ahead needs room as well."""
+"""The least factor by which pieces shrink if a plan does not fit: early reads need room as well."""
 
 _OF_USE = 1 << 17
-"""Each piece is a call of the driver: in pieces of 8 KiB an H200 took 0.53 s for the first answer of ResNet-50, in large ones
-0.26 s. Smaller ones only save the last bytes of the smallest budget."""
+"""The least useful piece. Each piece is a call of the driver: in pieces of 8 KiB an H200 took 0.53 s for the first answer of
+ResNet-50, in large ones 0.26 s. Smaller pieces only save the last bytes of the smallest budget."""
 
 _RINGS = 8
-"""What all loader threads together have of staging is no more than this part of the limit; two threads there are always."""
+"""The staging of all loader threads together is at most this part (divisor) of the limit. At least two threads remain."""
 
 _PIECES = 32
-"""A piece that passes through staging is no more than this part of the limit: staging must not take the place of weights."""
+"""A piece in staging is at most this part (divisor) of the limit, so that staging does not displace weights."""

@@ -1,7 +1,7 @@
-"""A plan for another budget, where the bundle runs: in well below a second, with nothing but numpy.
+"""Plan a bundle for another budget on the device, in well below a second, with numpy alone.
 
-The plan is `first_plan`'s in the least memory in which it answers about as soon as in all of the budget: what is left over is
-of more use to what stays resident, and to other models.
+The plan is that of `first_plan`, in the least memory that gives about the same first answer as the whole budget. The remaining
+memory is more useful for resident weights and for other models.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan
 
 _NEAR = 8
-"""The part of a budget that is not worth another plan: the less memory there is, the longer each takes to make."""
+"""A part (divisor) of the budget too small to justify another plan: with less memory, a plan needs more time."""
 
 
 def plan_again(
@@ -30,10 +30,10 @@ def plan_again(
 ) -> OverlapPlan:
     """The checked plan of `instance` within `budget` bytes, with its layout for `mode`.
 
-    `preload`: weights that are of W whatever the budget. `keep`: what the budget has beside it holds weights for later runs.
+    `preload`: weights that are in W for any budget. `keep`: use the rest of the budget to keep weights for later runs.
 
     Raises:
-        BudgetError: nothing fits; it names the smallest budget that works.
+        BudgetError: no plan fits; the error names the smallest budget that works.
     """
     if budget is None:
         return _sealed(program, instance, mode, first_plan(instance, preload, quick=True), None)
@@ -58,7 +58,7 @@ def plan_again(
 
 
 def smallest_budget(program: Program, instance: Instance, mode: TransferMode, preload: Collection[str]) -> int:
-    """The least budget, in bytes, that `plan_again` takes."""
+    """The least budget, in bytes, for which `plan_again` finds a plan."""
     instance = staged_least(instance)
     instance = replace(instance, m_peak=max(1, smallest_m_peak(instance, preload)[0]))
     return _measure(program, mode)(first_plan(instance, preload, quick=True))

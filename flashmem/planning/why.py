@@ -1,7 +1,7 @@
-"""Why each weight of W is there: plain arithmetic on a finished plan.
+"""Explain why each weight of W is preloaded, by arithmetic on a finished plan.
 
-Beside the decisions of the plan, a weight of W is tried in what they leave over: the capacity that no streamed weight takes,
-and the bytes below M_peak. What stands in its way is the reason.
+Each weight of W is tried with the resources that the plan leaves over: load capacity that no streamed weight uses, and bytes
+below M_peak. The reason is the resource that is missing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Kind = Literal["first-layer", "asked", "resident-first", "too-large", "no-capaci
 
 @dataclass(frozen=True)
 class Reason:
-    """Why weight `name` is in W. `waits` is how many layers it would be loaded ahead if it were streamed (0: it cannot be)."""
+    """Why weight `name` is in W. `waits`: how many layers ahead it would be loaded if streamed (0: it cannot be streamed)."""
 
     name: str
     kind: Kind
@@ -28,7 +28,7 @@ class Reason:
 
 
 def in_flight_bytes(plan: OverlapPlan, *, ahead: bool = True) -> list[int]:
-    """Bytes that C2 counts at each layer, index l - 1; not `ahead`: as if every release time were at the first move."""
+    """Bytes that C2 counts at each layer, index l - 1. Without `ahead`: with every release time at the first move."""
     layers = len(plan.capacities)
     change = [0] * (layers + 2)
     for w in plan.weights:
@@ -72,8 +72,8 @@ def reasons(plan: OverlapPlan) -> list[Reason]:
 @dataclass(frozen=True)
 class _Judge:
     plan: OverlapPlan
-    capacity: Sequence[int]  # of layers 1 to l together
-    left: Sequence[int]  # capacity that no weight takes, of layers 1 to l
+    capacity: Sequence[int]  # cumulative over layers 1 to l
+    left: Sequence[int]  # capacity that no weight uses, cumulative over layers 1 to l
     in_flight: Sequence[int]
     asked: frozenset[str]
 
@@ -82,14 +82,14 @@ class _Judge:
             return Reason(w.name, "first-layer", 0, "used by layer 1, which has no layer before it to load it")
         if w.name in self.asked:
             return Reason(w.name, "asked", 0, "asked for with --preload")
-        if self.plan.objective_kind != "paper":  # whose own W holds nothing else: nothing is gained by it
+        if self.plan.objective_kind != "paper":  # other objectives preload no further weights: it gains them nothing
             return Reason(w.name, "resident-first", 0, "strategy resident-first fills the budget with weights")
         if w.nbytes > self.plan.m_peak:
             return Reason(w.name, "too-large", 0, f"its {w.nbytes} bytes are more than M_peak")
         free = self.left[w.first_use - 1]
         if free < w.chunks:
             return Reason(w.name, "no-capacity", 0, self._no_capacity(w, free))
-        start = bisect_right(self.left, free - w.chunks, 0, w.first_use)  # the last layer with T(w) chunks free from it on
+        start = bisect_right(self.left, free - w.chunks, 0, w.first_use)  # the latest start with T(w) free chunks
         waits = w.first_use - start
         a_chunk, a_layer = self.plan.prices
         stream, preload = a_layer * waits, a_chunk * w.chunks
@@ -108,7 +108,7 @@ class _Judge:
         return Reason(w.name, "unproven", waits, f"streaming it would gain {gain:.4g}: the plan is not proven to be the best")
 
     def _held(self, w: PlannedWeight, layer: int) -> int:
-        """Bytes of w at `layer` if it took what is left before its use."""
+        """Bytes of w at `layer` if it used the capacity left before its use."""
         return w.nbytes * (2 if self.plan.mode == "interleave" and layer < w.first_use else 1)
 
     def _no_capacity(self, w: PlannedWeight, free: int) -> str:
@@ -121,7 +121,7 @@ class _Judge:
         return f"{before}earlier ones have {free} of the {w.chunks} chunks it needs"
 
     def _full_before(self, w: PlannedWeight) -> str:
-        """The run of layers right before the use of w that have no capacity left."""
+        """A phrase for the contiguous layers right before the use of w that have no capacity left."""
         last = w.first_use - 1
         first = bisect_left(self.left, self.left[last], 0, last) + 1
         if first > last:

@@ -1,4 +1,4 @@
-"""From decisions (W, g, x) to an overlap plan: what every planner does at its end."""
+"""Assemble an overlap plan from decisions (W, g, x): the last step of every planner."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def moved_chunks(instance: Instance, moves: Moves) -> list[int]:
 
 
 def slowdown(seconds: float, fastest: float) -> float:
-    """By what share `seconds` are more than `fastest`, those without a memory limit."""
+    """The relative increase of `seconds` over `fastest`, the seconds without a memory limit."""
     return max(0.0, seconds / fastest - 1) if fastest else 0.0
 
 
@@ -41,9 +41,9 @@ def assemble(
     base: Collection[str],
     asked: Collection[str] = (),
 ) -> OverlapPlan:
-    """The plan of these decisions. Its expected slowdown is against W = `base` and no memory limit; `asked` is written down.
+    """The plan of these decisions. Its expected slowdown is relative to W = `base` and no memory limit; `asked` is recorded.
 
-    C_l binds the paper's objective only, whose plan lists where a tier relaxed it.
+    C_l limits only the paper's objective; such a plan lists the layers where a tier relaxed it.
     """
     weights = tuple(
         PlannedWeight(w.name, w.nbytes, instance.chunks(w), w.first_use, w.last_use, True, releases.get(w.name, 0))

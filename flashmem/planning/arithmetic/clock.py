@@ -1,9 +1,9 @@
 """The planner's clock: predicted integrated latency of a plan.
 
-Three resources. The disk reads weights one after the other at `Instance.load_bandwidth`, from the moment the session is opened;
-the read of w begins once layer g_w - 1 is done. The host hands on what was read at `Instance.host_bandwidth`, once the session
-is open. One compute queue runs the layers in order, each once every weight that it uses (or, in mode `interleave`, is the first
-to move) is there; layer l takes t_l * s_l(b_l), b_l being the bytes that the plan moves beside it.
+It models three resources. The disk reads weights one after the other at `Instance.load_bandwidth`, from the moment the session is
+opened; the read of w begins once layer g_w - 1 is done. The host passes on the bytes at `Instance.host_bandwidth`, once the
+session is open. One compute queue runs the layers in order. A layer starts when every weight that it uses (or, in mode
+`interleave`, is the first to move) is loaded. Layer l needs t_l * s_l(b_l), where b_l is the bytes that the plan moves beside it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Moves = Mapping[str, tuple[tuple[int, int], ...]]
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds since the session was opened: `loaded` by weight, `started` and `done` by layer (index l - 1).
+    """Times in seconds since the session was opened: `loaded` by weight, `started` and `done` by layer (index l - 1).
 
-    `read` is when the disk begins to read each weight.
+    `read` is the time at which the disk begins to read each weight.
     """
 
     loaded: dict[str, float]
@@ -31,21 +31,21 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        """Integrated latency: when the last layer is done."""
+        """Integrated latency: the end of the last layer."""
         return self.done[-1] if self.done else 0.0
 
 
 class Compute:
-    """The compute queue, advanced as far as someone asks. `durations`: seconds by layer; it begins at `opening` seconds."""
+    """The compute queue, computed up to the layer requested. `durations`: seconds by layer; it begins at `opening` seconds."""
 
     def __init__(self, durations: Sequence[float], opening: float) -> None:
         self.durations = durations
-        self.ready = [0.0] * (len(durations) + 1)  # when the weights first needed by a layer are all resident
+        self.ready = [0.0] * (len(durations) + 1)  # time at which all weights first needed by a layer are resident
         self.started: list[float] = []
         self.done = [opening]
 
     def until(self, layer: int) -> float:
-        """When `layer` is done; everything it needs must have been loaded before this is asked."""
+        """The time at which `layer` is done. The loads that it needs must have been added before."""
         now = self.done[-1]
         for at in range(len(self.done), layer + 1):
             now = max(now, self.ready[at])
@@ -56,7 +56,7 @@ class Compute:
 
 
 def durations(instance: Instance, moves: Moves) -> list[float]:
-    """t_l * s_l(b_l) of every layer, with what `moves` has beside it."""
+    """t_l * s_l(b_l) of every layer, with the bytes that `moves` puts beside it."""
     beside = [0] * len(instance.layers)
     uses = {w.name: w.first_use for w in instance.weights}
     for name, parts in moves.items():
@@ -70,17 +70,17 @@ def durations(instance: Instance, moves: Moves) -> list[float]:
 
 
 def needed_at(instance: Instance, moves: Moves | None) -> dict[str, int]:
-    """The layer that waits for each weight to be read: the first that uses it or, in `interleave`, that moves it."""
+    """By weight, the layer that waits for its read: the first that uses it or, in `interleave`, that moves it."""
     if moves is None or instance.mode != "interleave":
         return {w.name: w.first_use for w in instance.weights}
     return {w.name: moves[w.name][0][0] if moves.get(w.name) else w.first_use for w in instance.weights}
 
 
 class Timing:
-    """The clock of `instance` with `moves`, for the many release times that a planner compares.
+    """The clock of `instance` with fixed `moves`, for the many release times that a planner compares.
 
-    Without `moves` nothing slows a layer down. Weights are read in the order (g_w, first need, first use), each as soon as its
-    release time allows; release time 0 (of W) is as release time 1.
+    Without `moves` no layer is slowed down. Weights are read in the order (g_w, first need, first use), each as soon as its
+    release time allows. Release time 0 (of W) equals release time 1.
     """
 
     def __init__(self, instance: Instance, moves: Moves | None = None) -> None:
@@ -96,18 +96,18 @@ class Timing:
         self._in_cache = [0.0] * len(self._by_need)
 
     def order(self, releases: Mapping[str, int]) -> list[WeightSpec]:
-        """The weights in the order in which they are read."""
+        """The weights in the order of their reads."""
         return [self._by_need[at] for at in self._order([releases[w.name] or 1 for w in self._by_need])]
 
     def _order(self, opened: Sequence[int]) -> list[int]:
-        return sorted(range(len(opened)), key=opened.__getitem__)  # stable
+        return sorted(range(len(opened)), key=opened.__getitem__)  # the sort must be stable
 
     def compute(self) -> Compute:
-        """The compute queue before anything was read."""
+        """The compute queue before any read."""
         return Compute(self.durations, self.instance.opening_seconds)
 
     def play(self, releases: Mapping[str, int], *, in_cache: bool = False) -> Clock:
-        """The clock of g_w by weight. `in_cache`: with the file in the page cache, where reads take what handing on takes."""
+        """The clock for g_w by weight. `in_cache`: the file is in the page cache, so a read takes only the host's time."""
         loaded, read, compute = self._played(releases, in_cache)
         names = [w.name for w in self._by_need]
         return Clock(
@@ -116,11 +116,11 @@ class Timing:
         )  # fmt: skip
 
     def seconds(self, releases: Mapping[str, int], *, in_cache: bool = False) -> float:
-        """Integrated latency alone, as `play` has it."""
+        """Integrated latency alone, as in `play`."""
         return self._played(releases, in_cache)[2].done[-1] if self.durations else 0.0
 
     def _played(self, releases: Mapping[str, int], in_cache: bool) -> tuple[list[float], list[float], Compute]:
-        """When each weight is there, and when the disk begins to read it, in the order of needs; and the layers."""
+        """The end of each load and the start of each read, in the order of needs; and the compute queue."""
         opened = [releases[w.name] or 1 for w in self._by_need]
         order = self._order(opened)
         reading, handed, last_piece = self._in_cache if in_cache else self._read, self._handed, self._last_piece

@@ -1,4 +1,4 @@
-"""The bytes that a plan takes."""
+"""The type of functions that measure the bytes of a plan."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from collections.abc import Callable
 from flashmem.schedule.plan import OverlapPlan
 
 Measure = Callable[[OverlapPlan], int]
-"""The bytes that a plan takes, of those that the caller's limit covers: all of a budget, or what is in flight."""
+"""The bytes of a plan that the caller's limit covers: all bytes of a budget, or the bytes in flight."""

@@ -1,8 +1,8 @@
-"""Release times g_w: the layer from whose start the read of a weight may begin, so that reads run ahead of their use.
+"""Release times g_w: the layer at whose start the read of a weight may begin, so that reads precede their use.
 
-`earliest_releases` releases reads as early as memory permits, in use order, before moves are known. `releases_ahead` does the
-same for moves that are already decided. `settled` then lets the weights of the resident set be read in turn with the others
-(`in_turn`). It makes release times later where the clock shows no difference (`released_late`): the same answer, less memory.
+`earliest_releases` releases reads as early as memory permits, in order of use, before moves are known. `releases_ahead` does the
+same for given moves. `settled` then interleaves the reads of the resident set with the others (`in_turn`). It delays release
+times if the predicted latency does not change (`released_late`): the same answer with less memory.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from flashmem.schedule.instance import Instance, WeightSpec
 from flashmem.schedule.plan import LOADER_THREADS
 
 MARGIN = 1.25
-"""How many times as long as predicted a read may take before a late release time delays a layer."""
+"""How much longer than predicted (a factor) a read may take before a late release time delays a layer."""
 
 LEAD_BYTES = 16 << 20
-"""What is to be waiting for the disk before a weight: as much as Linux lets wait (docs/simulation.md)."""
+"""Bytes that should be queued at the disk ahead of a weight: as much as Linux queues (docs/simulation.md)."""
 
 _SCAN = 256
-"""Layers looked at in one step when a release time is moved to the front."""
+"""Layers examined in one step when a release time is moved earlier."""
 
 
 def held_bytes(instance: Instance, releases: Mapping[str, int], moves: Moves, keep: Collection[str] = ()) -> NDArray[np.int64]:
     """Bytes that C2 counts at each layer, index l (0 and N + 1 are unused): see docs/planner.md.
 
-    Weights without moves are of W and do not count.
+    Weights without moves are in W and do not count.
     """
     layers = len(instance.layers)
     change = np.zeros(layers + 3, np.int64)
@@ -50,13 +50,13 @@ def held_bytes(instance: Instance, releases: Mapping[str, int], moves: Moves, ke
 
 
 def earliest_releases(instance: Instance, preload: Collection[str], limit: int) -> dict[str, int]:
-    """g_w of every weight (0 for W): in use order, each as early as whole slices from g_w to the last use fit `limit` bytes.
+    """g_w of every weight (0 for W), in order of use. Each is as early as whole slices, from g_w to the last use, fit `limit`.
 
-    `limit` must be at least what the uses themselves need (`latency.least_in_use`).
+    `limit` must be at least the bytes that the uses themselves need (`latency.least_in_use`).
     """
     releases = {w.name: 0 for w in instance.weights if w.name in preload}
     freed = [0] * (len(instance.layers) + 1)
-    layer, resident = 1, 0  # bytes of the weights placed so far whose last use is at `layer` or later
+    layer, resident = 1, 0  # bytes of the weights placed so far with their last use at `layer` or later
     for w in sorted((w for w in instance.weights if w.name not in preload), key=lambda w: w.first_use):
         while resident + w.nbytes > limit:
             resident -= freed[layer]
@@ -70,10 +70,10 @@ def earliest_releases(instance: Instance, preload: Collection[str], limit: int) 
 def releases_ahead(
     instance: Instance, preload: Collection[str], moves: Moves, limit: int, *, staging: bool = False
 ) -> dict[str, int]:
-    """g_w of every weight (0 for W) for moves that are decided: in the order of z_w, each as early as `limit` bytes permit.
+    """g_w of every weight (0 for W) for given moves, in the order of z_w. Each is as early as `limit` bytes permit.
 
-    They limit what C2 counts; with `staging` (mode `interleave`) only what waits to be moved. Without room to read ahead,
-    g_w = z_w.
+    The limit covers the bytes that C2 counts; with `staging` (mode `interleave`), only the bytes that wait to be moved. If no
+    room is left for early reads, g_w = z_w.
     """
     releases = {w.name: 0 if w.name in preload else moves[w.name][0][0] for w in instance.weights}
     held = staged_bytes(instance, moves) if staging else held_bytes(instance, releases, moves)
@@ -93,7 +93,7 @@ def releases_ahead(
 
 
 def staged_bytes(instance: Instance, moves: Moves) -> NDArray[np.int64]:
-    """Bytes that are in staging at each layer, index l, if every release time is at the first move (mode `interleave`)."""
+    """Bytes in staging at each layer, index l, with every release time at the first move (mode `interleave`)."""
     change = np.zeros(len(instance.layers) + 3, np.int64)
     for w in instance.weights:
         if parts := moves.get(w.name):
@@ -104,7 +104,7 @@ def staged_bytes(instance: Instance, moves: Moves) -> NDArray[np.int64]:
 
 
 def settled(timing: Timing, preload: Collection[str], releases: Mapping[str, int]) -> tuple[dict[str, int], Clock]:
-    """Release times of a plan, the resident set's too, from the earliest `releases` of streamed weights; and their clock."""
+    """Final release times, also for the resident set, from the earliest `releases` of streamed weights; and their clock."""
     releases = in_turn(timing, preload, releases)
     clock = timing.play(releases)
     late = in_turn(timing, preload, released_late(timing, releases, clock))
@@ -113,15 +113,16 @@ def settled(timing: Timing, preload: Collection[str], releases: Mapping[str, int
 
 
 _NOTICED = 1e-9
-"""A share of the latency that late release times may cost: rounding."""
+"""A share of the latency that late release times may add, to allow for rounding."""
 
 
 def released_late(timing: Timing, releases: Mapping[str, int], clock: Clock, margin: float = MARGIN) -> dict[str, int]:
-    """`releases`, each as late as every layer still starts in time if reads take `margin` times as long as predicted.
+    """Delay `releases` as far as every layer still starts in time, with reads `margin` times as long as predicted.
 
-    In time is when `clock` says, and what the clock says of a file in the page cache, where layers are less far apart. A loader
-    thread always has a released load while a layer waits. Where layers wait for the disk, a load need not be released much
-    sooner than the disk gets to it. No release time becomes earlier, none passes z_w, and those of the resident set stay.
+    A layer is in time if it starts as in `clock`, and as in the clock for a file in the page cache, where layers follow each
+    other more closely. A loader thread always has a released load while a layer waits. If layers wait for the disk, a load need
+    not be released much sooner than the disk reaches it. No release time becomes earlier, none exceeds z_w, and those of the
+    resident set do not change.
     """
     instance = timing.instance
     handing = 1 / instance.host_bandwidth
@@ -136,14 +137,14 @@ def _released_late(timing: Timing, releases: Mapping[str, int], clock: Clock, se
     needs, moves = timing.needs, timing.moves
     later = dict(releases)
     begin = clock.done[-1] if clock.done else 0.0
-    done = (timing.instance.opening_seconds, *clock.done)  # index l: when layer l is done
+    done = (timing.instance.opening_seconds, *clock.done)  # index l: the end of layer l
     bound = len(timing.durations)
     order = [w for w in timing.order(releases) if w.name in moves]
     for nth in range(len(order) - 1, -1, -1):
         w = order[nth]
         due = min(begin, clock.started[needs[w.name] - 1])
         begin = max(due - w.nbytes * seconds_per_byte, clock.read[w.name] - (w.nbytes + LEAD_BYTES) * seconds_per_byte)
-        # The last layer that ends no later than that releases the load at the start of the next one.
+        # The last layer that ends by then releases the load at the start of the next one.
         opened = bisect_right(done, begin)
         if nth > LOADER_THREADS:
             opened = min(opened, needs[order[nth - LOADER_THREADS - 1].name])
@@ -152,11 +153,11 @@ def _released_late(timing: Timing, releases: Mapping[str, int], clock: Clock, se
 
 
 def in_turn(timing: Timing, preload: Collection[str], releases: Mapping[str, int]) -> dict[str, int]:
-    """`releases` with those of the resident set (0 or a layer), which is read in turn with streamed weights, not before them.
+    """`releases` with those of the resident set (0 or a layer), so that its reads alternate with those of streamed weights.
 
     Whenever the disk is free, it reads the released weight that is needed first. Memory limits no resident weight: each has a
-    place of its own. Of that order for a file on disk, the one for a file in the page cache, and W before
-    everything, the one is taken that answers first in both cases together.
+    separate place. Three orders compete: this one for a file on disk, this one for a file in the page cache, and W before
+    everything. The order with the least sum of latencies, on disk and in the page cache, is returned.
     """
     instance = timing.instance
     first = {**releases, **dict.fromkeys(preload, 0)}
@@ -178,18 +179,18 @@ def _in_turn(
     waiting = sorted(resident, key=lambda w: w.first_use)
     found = dict(releases)
     now, release, at = 0.0, 1, 0
-    for w in timing.instance.weights:  # of W, what layer 1 uses
+    for w in timing.instance.weights:  # the weights of W that layer 1 uses
         if w.first_use == 1:
             now += w.nbytes * seconds_per_byte
     for w in streamed:
         while at < len(waiting):
             other = waiting[at]
-            if releases[w.name] <= other.first_use:  # else the release time waits for it
+            if releases[w.name] <= other.first_use:  # otherwise the release time waits for the resident weight
                 opens = compute.until(releases[w.name] - 1) if releases[w.name] > 1 else 0.0
                 if opens <= now and needs[w.name] <= other.first_use:
                     break
                 if opens > now and opens - now < other.nbytes * seconds_per_byte / 2 and needs[w.name] <= other.first_use:
-                    break  # it is opened while the other one would be read
+                    break  # it is released while the other weight would be read
             now += other.nbytes * seconds_per_byte
             compute.ready[other.first_use] = max(compute.ready[other.first_use], now)
             found[other.name] = release

@@ -1,4 +1,4 @@
-"""CP-SAT with limits, which Ctrl+C interrupts. OR-tools is imported here: import this module where a search runs."""
+"""CP-SAT with limits, which Ctrl+C interrupts. It imports OR-tools: import this module only where a search runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ortools.sat.python import cp_model
 
 
 class _Solver(cp_model.CpSolver):
-    """Ctrl-C ends the search. CP-SAT's own handler would keep it from Python, and leave the next one to kill the process."""
+    """A solver that Ctrl-C stops. CP-SAT's own handler hides the first one from Python, and the next one kills the process."""
 
     def solve(
         self, model: cp_model.CpModel, solution_callback: cp_model.CpSolverSolutionCallback | None = None
@@ -24,10 +24,10 @@ class _Solver(cp_model.CpSolver):
 
 
 def cp_solver(workers: int, seconds: float) -> cp_model.CpSolver:
-    """CP-SAT, repeatable as far as its time limit allows."""
+    """CP-SAT with a time limit; its result is repeatable unless the limit ends the search."""
     cp = _Solver()
     cp.parameters.max_time_in_seconds = max(seconds, 0.01)
     cp.parameters.num_workers = workers
     cp.parameters.random_seed = 1
-    cp.parameters.cp_model_presolve = seconds > 1  # presolve of one window alone takes about as long
+    cp.parameters.cp_model_presolve = seconds > 1  # presolve of one window alone needs about that long
     return cp

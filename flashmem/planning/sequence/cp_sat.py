@@ -1,8 +1,8 @@
-"""CP-SAT on the order of a few layers: see `planning/sequence/order.py` for the problem.
+"""CP-SAT for the order of a few layers: see `planning/sequence/order.py` for the problem.
 
-Layers are unit intervals that do not overlap, tensors intervals from the first layer that touches them to the last, and the
-peak is the capacity of a cumulative constraint. One worker, a fixed seed and a limit in deterministic time: the same layers get
-the same order on every machine.
+Layers are unit intervals that do not overlap. Tensors are intervals from the first layer that touches them to the last. The peak
+is the capacity of a cumulative constraint. One worker, a fixed seed and a limit in deterministic time ensure that the same layers
+get the same order on every machine.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def solve(
     hint: Sequence[int],
     deterministic_time: float,
 ) -> tuple[list[int] | None, int, float]:
-    """An order of the layers, None if none was found in time; a bound on the peak; and the deterministic time that it took.
+    """An order of the layers (None if none was found in time), a bound on the peak, and the deterministic time used.
 
-    `needs`: by layer, those before it, as bits. `tensors`: bytes, the layers that touch them as bits, whether they are there
-    before all layers, and after them. `base`: bytes alive all the time.
+    `needs`: by layer, its predecessors, as bits. `tensors`: bytes, the layers that touch them as bits, whether they are alive
+    before all layers, and after all layers. `base`: bytes that are always alive.
     """
     count = len(needs)
     model = cp_model.CpModel()

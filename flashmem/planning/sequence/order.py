@@ -1,26 +1,27 @@
-"""In which order layers run, so that activations take the least memory at once.
+"""Order of layers with the lowest peak memory of activations.
 
-Given are layers 0..n-1 in an order that works, which layers each comes after, and tensors: how many bytes, which layers write
-or read them, whether they are there before the first layer runs (inputs) or after the last one (outputs). What shares memory (a
-view and its source) is one tensor. An order runs each layer once, after those it comes after. A tensor is alive from the first
-layer that touches it to the last one, both included. Wanted is an order whose *peak*, the most bytes alive during a layer, is
-smallest. That is NP-hard (register allocation, Sethi 1975), but networks leave little choice:
+The input is layers 0..n-1 in a valid order, the predecessors of each layer, and tensors. A tensor has a size in bytes, and the
+layers that write or read it. It may be alive before the first layer runs (inputs) or after the last one (outputs). Tensors that
+share memory (a view and its source) are one tensor. An order runs each layer once, after its predecessors. A tensor is alive
+from the first layer that touches it to the last one, both included. The goal is an order with the smallest *peak*, the most
+bytes alive during a layer. The problem is NP-hard (register allocation, Sethi 1975), but networks have few valid choices:
 
-1. A layer's *mandatory* tensors are alive while it runs in any order: touched by it or something before it, and by it or
-   something after it. If the given order's peak is what is mandatory there, it is optimal.
-2. Layers that are comparable with all others cut the rest into segments, each of which can be ordered alone.
-3. What a segment holds after some of its layers is known from their set alone, so the best order is a path of least maximum
-   through sets, found best first as Dijkstra finds shortest paths (`planning/sequence/search.py`). A layer, or a chain, that
-   can run without passing the maximum so far and leaves no more alive than before is run at once: in any order of the rest, it
-   could be moved here. One that only takes more memory runs right before the one that goes on with it (`Segment.together`). So
-   what is large early is found soon, and, by the same search backwards in time, what is large late. Where sets are too many,
-   small tensors are taken as free, in one search after the other; what those prove is a bound all the same.
-4. CP-SAT takes the segments of up to `CP_LAYERS` layers that this leaves open (`planning/sequence/cp_sat.py`).
+1. A layer's *mandatory* tensors are alive while it runs in any order: touched by it or a predecessor, and by it or a successor.
+   If the given order's peak equals the mandatory bytes at that layer, the order is optimal.
+2. Layers that are comparable with all others divide the rest into segments. Each segment can be ordered alone.
+3. The bytes alive after some layers of a segment depend only on the set of these layers. So the best order is a path of least
+   maximum through sets. It is found by best-first search, like shortest paths by Dijkstra (`planning/sequence/search.py`).
+   A layer or a chain runs at once if it does not exceed the maximum so far and leaves no more bytes alive than before: in any
+   order of the rest, it could be moved here. A layer that only adds memory runs right before the layer that consumes its
+   result (`Segment.together`). So large tensors that are alive early are found soon. The same search backwards in time finds
+   large tensors that are alive late. If there are too many sets, successive searches ignore small tensors; their bounds hold
+   for the whole problem.
+4. CP-SAT solves the remaining segments of up to `CP_LAYERS` layers (`planning/sequence/cp_sat.py`).
 
-The given order is kept where it is as good, segment by segment, and followed as far as the peak allows elsewhere: weights are
-streamed in it. Each search has a limit, and all searches of a problem together have one (`_WORK`, `_CP_SECONDS`). Limits are
-counts and CP-SAT's deterministic time, so that the same layers always get the same order. `Order.status` says whether a limit
-ended the search.
+Segments keep the given order if it is as good. Other segments follow it as far as the peak allows, because weights are streamed
+in it. Each search has a limit, and all searches of a problem together have another one (`_WORK`, `_CP_SECONDS`). Limits are counts
+and CP-SAT's deterministic time, so that the same layers always get the same order. `Order.status` tells whether a limit ended
+the search.
 """
 
 from __future__ import annotations
@@ -35,38 +36,38 @@ from typing import Literal, get_args
 from flashmem.planning.sequence.search import Segment, WorkLimit, beam, near_given, search
 
 Method = Literal["CP-SAT", "beam", "search", "as given"]
-"""What an order was found by: of several segments, the first of these that any was found by."""
+"""The method that found an order. If segments differ, the first of these that any segment used."""
 
 Status = Literal["optimal", "tolerance", "limit"]
 """How the search for an order ended.
 
 - "optimal": the peak equals the bound.
-- "tolerance": the peak is so little above the bound, or above the peak of another order, that nothing more was searched.
-- "limit": a search stopped at its limit. The order is the best one found until then, and its gap is what is not proven.
+- "tolerance": the peak is so near the bound, or the peak of another order, that the search stopped.
+- "limit": a search stopped at its limit. The order is the best one found until then, and its gap is unproven.
 """
 
 CP_LAYERS = 60
-"""Segments of at most as many layers are given to CP-SAT where the search proves no optimum."""
+"""The most layers in a segment that CP-SAT solves if the search proves no optimum."""
 
 _TRIES = 20_000
-"""Layers that one search tries at the ends of orders."""
+"""The most extensions of partial orders by a layer in one search."""
 
 _WORK = 50_000_000
-"""`WorkLimit` of all searches for one problem together: some ten seconds of a processor core."""
+"""`WorkLimit` of all searches for one problem together: about ten seconds of a processor core."""
 
 _CP_SECONDS = 20.0
 """CP-SAT's deterministic time for all segments of one problem together."""
 
 _WORTH = 0.005
-"""A peak that is above its bound, or above another order's, by no more than this part is good enough."""
+"""The relative tolerance: a peak within this part of its bound, or of another order's peak, is good enough."""
 
 _FREE = (1 << 6, 0, 1 << 9)
-"""Tensors of less than a part of the bound (its divisor; 0: none) are taken as free in one search after the other."""
+"""Successive searches ignore tensors smaller than the bound divided by one of these numbers (0: ignore none)."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor: which layers touch it, and whether it is there before all layers (`early`), or after them (`late`)."""
+    """A tensor: the layers that touch it, and whether it is alive before all layers (`early`) or after them (`late`)."""
 
     nbytes: int
     layers: tuple[int, ...]
@@ -76,7 +77,7 @@ class Held:
 
 @dataclass(frozen=True)
 class OrderProblem:
-    """Layers by number, in the given order; `after[i]` are those that layer i comes after, all of them below i."""
+    """Layers by number, in the given order. `after[i]`: the predecessors of layer i, all of them below i."""
 
     after: tuple[tuple[int, ...], ...]
     tensors: tuple[Held, ...]
@@ -95,9 +96,9 @@ class OrderProblem:
 
 @dataclass(frozen=True)
 class Order:
-    """An order, the peak of the given one (`before`) and its own, and a bound that no order is below; in bytes.
+    """An order with its peak, the peak of the given order (`before`), and a lower bound for all orders; in bytes.
 
-    `method`: what found the order of those layers that are not in the given one. `status`: how the search ended.
+    `method`: the method that found the order of the moved layers. `status`: how the search ended.
     """
 
     layers: tuple[int, ...]
@@ -109,7 +110,7 @@ class Order:
 
     @property
     def gap(self) -> float:
-        """By what part the peak may be above the best one."""
+        """The relative distance of the peak from its lower bound."""
         return self.peak / self.bound - 1 if self.bound else 0.0
 
 
@@ -122,10 +123,10 @@ def lowest_order(
     cp_seconds: float = 5.0,
     worth: float = _WORTH,
 ) -> Order:
-    """The order with the lowest peak that was found within the limits. The given order is kept as far as it is as good.
+    """The order with the lowest peak found within the limits. It keeps the given order in segments where that is as good.
 
-    `tries`, `work`, `worth`: see `_TRIES`, `_WORK` and `_WORTH`. `cp_seconds`: of CP-SAT's deterministic time, for each
-    segment; 0: none.
+    `tries`, `work`, `worth`: see `_TRIES`, `_WORK` and `_WORTH`. `cp_seconds`: CP-SAT's deterministic time for each segment;
+    0 disables CP-SAT.
     """
     given = tuple(range(len(problem.after)))
     live = problem.live(given)
@@ -163,7 +164,7 @@ def lowest_order(
 
 
 def _status(peak: int, bound: int, worth: float, *, stopped: bool) -> Status:
-    """`stopped`: whether a limit ended the search of a segment with a gap."""
+    """The status of an order. `stopped`: whether a limit ended the search of a segment with a gap."""
     if peak <= bound:
         return "optimal"
     return "limit" if stopped and peak > bound * (1 + worth) else "tolerance"
@@ -171,7 +172,7 @@ def _status(peak: int, bound: int, worth: float, *, stopped: bool) -> Status:
 
 @dataclass
 class _Effort:
-    """The limits of the searches for one problem, and what is left of those that all segments share."""
+    """The limits of the searches for one problem, and the rest of the limits that all segments share."""
 
     tries: int
     work: WorkLimit
@@ -181,7 +182,7 @@ class _Effort:
 
 
 class _Relatives:
-    """What comes before and after each layer in every order, as sets of bits."""
+    """The transitive predecessors and successors of each layer, as sets of bits."""
 
     def __init__(self, problem: OrderProblem) -> None:
         count = len(problem.after)
@@ -196,7 +197,7 @@ class _Relatives:
         self._tensors = [(tensor, sum(1 << each for each in set(tensor.layers))) for tensor in problem.tensors if tensor.layers]
 
     def mandatory(self, layer: int) -> int:
-        """Bytes alive while `layer` runs, whatever the order."""
+        """Bytes alive while `layer` runs, in any order."""
         earlier, later = self.before[layer] | 1 << layer, self.after[layer] | 1 << layer
         return sum(
             tensor.nbytes
@@ -205,7 +206,7 @@ class _Relatives:
         )
 
     def separators(self) -> Iterator[int]:
-        """The layers that come before or after each other one in every order."""
+        """The layers that are comparable with every other layer: before or after it in every order."""
         count = len(self.before)
         for at in range(count):
             if self.before[at].bit_count() + self.after[at].bit_count() == count - 1:
@@ -213,7 +214,7 @@ class _Relatives:
 
 
 def _segments(problem: OrderProblem, relatives: _Relatives, limit: WorkLimit) -> list[Segment]:
-    """The pieces between layers that are comparable with all others; those are pieces of one layer themselves."""
+    """The segments between layers that are comparable with all others. Each of those layers is a segment itself."""
     count = len(problem.after)
     cuts = set(relatives.separators())
     starts = [at for at in range(count) if at == 0 or at in cuts or at - 1 in cuts]
@@ -242,7 +243,7 @@ def _segments(problem: OrderProblem, relatives: _Relatives, limit: WorkLimit) ->
         through[min(end, len(segments) - 1) + 1] -= tensor.nbytes
         for index, layers in parts.items():
             segment = segments[index]
-            segment.base -= tensor.nbytes  # it is counted by itself there
+            segment.base -= tensor.nbytes  # the segment counts this tensor individually
             mask = sum(1 << layer - segment.first for layer in layers)
             for layer in layers:
                 segment.touched[layer - segment.first].append(len(segment.tensors))
@@ -255,9 +256,9 @@ def _segments(problem: OrderProblem, relatives: _Relatives, limit: WorkLimit) ->
 
 @dataclass(frozen=True)
 class _Found:
-    """An order of a segment by its own numbers, its peak, and a bound on the peak of all orders of all layers.
+    """An order of a segment in its local numbers, its peak, and a bound on the peak of all orders of all layers.
 
-    `stopped`: a limit ended the search, and the peak is above the bound by more than the tolerance.
+    `stopped`: a limit ended the search, and the peak exceeds the bound by more than the tolerance.
     """
 
     order: Sequence[int]
@@ -268,7 +269,7 @@ class _Found:
 
 
 def _solve(segment: Segment, floor: int, effort: _Effort) -> _Found:
-    """The best order of a segment that was found. `floor`: what some layer needs in any order, here or elsewhere."""
+    """The best order found for a segment. `floor`: bytes that some layer of the problem needs in any order."""
     worth = effort.worth
     sizes = segment.true_sizes()
     best = _Found(range(segment.count), segment.given_peak, floor)
@@ -285,7 +286,7 @@ def _solve(segment: Segment, floor: int, effort: _Effort) -> _Found:
         best = _better(best, beam(segment, sizes), 0, segment, "beam")
     cp_seconds = min(effort.cp_seconds, effort.cp_seconds_left)
     if best.peak > best.bound * (1 + worth) and segment.count <= CP_LAYERS and cp_seconds > 0:
-        from flashmem.planning.sequence.cp_sat import solve  # OR-tools is imported where it runs
+        from flashmem.planning.sequence.cp_sat import solve  # imports OR-tools only when it is needed
 
         order, proven, taken = solve(segment.needs, segment.tensors, segment.base, best.order, cp_seconds)
         effort.cp_seconds_left -= taken

@@ -1,4 +1,4 @@
-"""Orders of the layers of one segment, by search through the sets of layers that have run: see `planning/sequence/order.py`."""
+"""Search for orders of one segment's layers through the sets of layers that have run: see `planning/sequence/order.py`."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 _WIDTH = 8
-"""Sets of one size that are kept where all searches were too long."""
+"""Beam width: the number of sets of one size to keep if all searches exceeded their limits."""
 
 
 @dataclass
 class WorkLimit:
-    """The work that the searches of one problem may still do together.
+    """The remaining work of all searches for one problem.
 
-    Its unit is one layer: run after a set of layers, or looked at to see which layers can run next. So it grows with time, but
-    is the same on every machine.
+    A unit is one layer: run after a set of layers, or tested for whether it can run next. So work is proportional to time, but
+    equal on every machine.
     """
 
     left: int
 
     @property
     def reached(self) -> bool:
-        """Whether no work is left."""
+        """Whether the limit is used up."""
         return self.left <= 0
 
 
 @dataclass
 class Segment:
-    """Layers `first`.. by numbers of their own, from 0 on; `base` bytes are alive during all of them.
+    """Layers from `first` on, in local numbers from 0. `base` bytes are alive during all of them.
 
     `touched`: the tensors of each layer; tensors are (bytes, layers that touch them as bits, early, late). `limit` counts the
     work of all searches; several segments share one.
@@ -45,12 +45,12 @@ class Segment:
 
     @property
     def count(self) -> int:
-        """Layers."""
+        """The number of layers."""
         return len(self.needs)
 
     @property
     def all(self) -> int:
-        """All of its layers, as bits."""
+        """The set of all its layers, as bits."""
         return (1 << self.count) - 1
 
     def start(self, sizes: Sequence[int]) -> int:
@@ -58,7 +58,7 @@ class Segment:
         return self.base + sum(size for size, (_, _, early, _) in zip(sizes, self.tensors, strict=True) if early)
 
     def step(self, sizes: Sequence[int], done: int, held: int, layer: int) -> tuple[int, int]:
-        """Bytes alive while `layer` runs after `done`, and after it."""
+        """Bytes alive while `layer` runs after the set `done`, and after it."""
         self.limit.left -= 1
         made = gone = 0
         now = done | 1 << layer
@@ -71,7 +71,7 @@ class Segment:
         return held + made, held + made - gone
 
     def ready_after(self, ready: tuple[int, ...], done: int, layer: int) -> tuple[int, ...]:
-        """What can run next, in the given order, once `layer` has; `done` has it already."""
+        """The layers that can run after `layer`, in the given order; `done` already contains `layer`."""
         self.limit.left -= len(ready)
         new = self.newly_ready(done, layer)
         return tuple(sorted([*(each for each in ready if each != layer), *new])) if new else tuple(
@@ -79,22 +79,22 @@ class Segment:
         )  # fmt: skip
 
     def newly_ready(self, done: int, layer: int) -> list[int]:
-        """What waited only for `layer`; `done` has it already."""
+        """The layers that waited only for `layer`; `done` already contains it."""
         return [each for each in self.followers[layer] if not self.needs[each] & ~done]
 
     def backwards(self) -> Segment:
-        """The same segment, with time running backwards: orders of the same peak are each other's reverse."""
+        """The same segment with time reversed. An order of one and its reverse in the other have the same peak."""
         needs = [sum(1 << each for each in after) for after in self.followers]
         followers = [[each for each in range(self.count) if before >> each & 1] for before in self.needs]
         tensors = [(size, layers, late, early) for size, layers, early, late in self.tensors]
         return Segment(self.first, needs, followers, self.touched, tensors, self.base, limit=self.limit)
 
     def together(self, sizes: Sequence[int]) -> list[int | None]:
-        """The layer that may as well run right after each layer; None if that could be worse.
+        """By layer, the layer that can run directly after it without loss; None if that could be worse.
 
-        Layer a may wait for the only layer b that goes on with it, and with nothing else, if what a makes in any order is no
-        less than what it is the last to need (so that less is alive while it waits), b makes no less either (so that a needs
-        no more where it runs then), and a cannot be the last to need what others, in some orders, need later.
+        Layer a may wait for layer b if b is its only successor, a is b's only predecessor, and three conditions hold. In every
+        order, a makes at least as many bytes as it frees, so fewer bytes are alive while it waits. b also makes at least as many
+        as a frees, so a needs no more memory where it then runs. And no tensor that a frees has users later in some orders.
         """
         earlier, later = [0] * self.count, [0] * self.count
         for layer in self._in_order():
@@ -119,7 +119,7 @@ class Segment:
         return found
 
     def _made(self, sizes: Sequence[int], layer: int, later: Sequence[int]) -> int:
-        """Bytes that begin to be alive with `layer` in every order."""
+        """Bytes that become alive with `layer` in every order."""
         made = 0
         for index in self.touched[layer]:
             _, layers, early, _ = self.tensors[index]
@@ -128,7 +128,7 @@ class Segment:
         return made
 
     def _in_order(self) -> list[int]:
-        """The layers, each after those it needs."""
+        """The layers in topological order."""
         done, order = 0, []
         ready = list(self.ready_first())
         while ready:
@@ -139,15 +139,15 @@ class Segment:
         return order
 
     def ready_first(self) -> tuple[int, ...]:
-        """What can run first, in the given order."""
+        """The layers that can run first, in the given order."""
         return tuple(each for each in range(self.count) if not self.needs[each])
 
     def true_sizes(self) -> list[int]:
-        """Bytes of each tensor, none of which is taken as free."""
+        """Bytes of each tensor, with no tensor ignored."""
         return [tensor[0] for tensor in self.tensors]
 
     def peak(self, order: Sequence[int]) -> int:
-        """The most bytes alive in that order."""
+        """The most bytes alive in the given order of layers."""
         sizes, done, most = self.true_sizes(), 0, 0
         held = self.start(sizes)
         for layer in order:
@@ -158,9 +158,9 @@ class Segment:
 
 
 def search(segment: Segment, floor: int, sizes: Sequence[int], tries: int) -> tuple[list[int] | None, int]:
-    """The order with the lowest peak, and a bound on the peak of all orders; peaks below `floor` count as `floor`.
+    """The order with the lowest peak, and a bound on the peak of all orders. Peaks below `floor` count as `floor`.
 
-    None instead of an order: the search took `tries`, or all that was left of the segment's limit. The bound holds even then.
+    The order is None if the search used up `tries` or the segment's limit. The bound holds even then.
     """
     together = segment.together(sizes)
     reached: dict[int, int] = {0: floor}
@@ -198,9 +198,9 @@ def search(segment: Segment, floor: int, sizes: Sequence[int], tries: int) -> tu
 def _run_on(
     segment: Segment, sizes: Sequence[int], most: int, done: int, held: int, ready: tuple[int, ...], moves: list[int]
 ) -> tuple[int, int, tuple[int, ...]]:
-    """Run what can run within `most` bytes and leaves no more than before, layers and chains of them; `moves` gets it.
+    """Run layers, and chains of them, that fit `most` bytes and leave no more alive than before; append them to `moves`.
 
-    It may stop anywhere: at the limit of work, or where nothing more can run.
+    It may stop anywhere: at the limit of work, or where no more layers can run.
     """
     at = 0
     while at < len(ready) and not segment.limit.reached:
@@ -217,9 +217,9 @@ def _run_on(
 def _chain_down(
     segment: Segment, sizes: Sequence[int], most: int, done: int, held: int, ready: tuple[int, ...], layer: int
 ) -> tuple[list[int], int, int, tuple[int, ...]] | None:
-    """From `layer` on, layers of which each alone becomes ready by the one before, up to the first that leaves no more than
-    `held`; None if none does, or one passes `most`. More is alive after each of them than after the last, so in any order of
-    the rest they can all be moved here.
+    """The chain of layers from `layer` on, each the only one that its predecessor makes ready, up to the first that leaves at
+    most `held` bytes alive. None if no layer does, or one exceeds `most`. More bytes are alive after each layer of the chain
+    than after its last one, so in any order of the rest the whole chain can be moved here.
     """
     layers, now = [], held
     while True:
@@ -245,9 +245,9 @@ def _path(came: Mapping[int, tuple[int, list[int]]], done: int) -> list[int]:
 
 
 def beam(segment: Segment, sizes: Sequence[int]) -> list[int] | None:
-    """An order by keeping only the best few sets of each size: those of the lowest peak, then of the fewest bytes.
+    """An order by beam search: keep only the best few sets of each size, by lowest peak, then by fewest bytes alive.
 
-    None at the segment's limit of work.
+    None if the segment's limit of work is reached.
     """
     came: dict[int, tuple[int, list[int]]] = {}
     front = {0: (0, segment.start(sizes), segment.ready_first())}
@@ -268,14 +268,14 @@ def beam(segment: Segment, sizes: Sequence[int]) -> list[int] | None:
 
 
 def near_given(segment: Segment, limit: int, tries: int) -> list[int] | None:
-    """An order within `limit` bytes that keeps to the given one where it can.
+    """An order within `limit` bytes that follows the given one as far as possible.
 
-    None after `tries` dead ends, or at the segment's limit of work.
+    None after `tries` dead ends, or if the segment's limit of work is reached.
     """
     sizes = segment.true_sizes()
     dead: set[int] = set()
     order: list[int] = []
-    stack = [(0, segment.start(sizes), segment.ready_first(), 0)]  # executed, bytes, ready, the next of them to try
+    stack = [(0, segment.start(sizes), segment.ready_first(), 0)]  # executed, bytes, ready, index of the next one to try
     while stack:
         done, held, ready, at = stack.pop()
         if done == segment.all:
