@@ -2,7 +2,8 @@
 
 - on-demand: load a weight when its operator is next. The operator waits for it.
 - always-next: while a layer executes, load the weights of the next layer (FlashMem section 5.4).
-- next-operator: while an operator with weights executes, load the weights of the next such operator; skip layers without weights.
+- next-operator: while an operator with weights executes, load the weights of the next such operator; skip layers without
+  weights.
 - same-op: while an operator executes, load the weights of the next operator of its type (FlashMem section 5.4).
 - resident-first: preload as many weights as the budget can hold, and load the rest as next-operator does.
 

@@ -1,8 +1,8 @@
 """Release times g_w: the layer at whose start the read of a weight may begin, so that reads precede their use.
 
-`earliest_releases` releases reads as early as memory permits, in order of use, before moves are known. `releases_ahead` does the
-same for given moves. `settled` then interleaves the reads of the resident set with the others (`in_turn`). It delays release
-times if the predicted latency does not change (`released_late`): the same answer with less memory.
+`earliest_releases` releases reads as early as memory permits, in order of use, before moves are known. `releases_ahead` does
+the same for given moves. `settled` then interleaves the reads of the resident set with the others (`in_turn`). It delays
+release times if the predicted latency does not change (`released_late`): the same answer with less memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a trained predictor starts from: the device's rates, and the roofline over them. Needs no training library."""
+"""The basis of a trained predictor: the device's rates, and the roofline over them. Needs no training library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from flashmem.planning.capacity.features import LaunchFeatures, roofline_seconds
 
 @dataclass(frozen=True)
 class Basis:
-    """What the two models were trained with. Rates in FLOP and bytes per second; `mode_rates` of transfers that run alone."""
+    """The rates that the two models were trained with, in FLOP and bytes per second. `mode_rates`: of transfers that run
+    alone."""
 
     gemm_flops: float
     memory_bandwidth: float
@@ -20,11 +21,11 @@ class Basis:
     source: str  # device, driver and date of the measurement
 
     def roofline(self, features: LaunchFeatures) -> float:
-        """The latency the predictor starts from, seconds."""
+        """The roofline latency, in seconds, that the predictor corrects."""
         return roofline_seconds(features, self.gemm_flops, self.memory_bandwidth, self.launch_seconds)
 
     def limited_by_arithmetic(self, features: LaunchFeatures) -> bool:
-        """Whether the roofline is that of arithmetic, not of traffic."""
+        """Whether arithmetic limits the roofline, not memory traffic."""
         return 2 * features.macs / self.gemm_flops > (features.bytes + features.weight_bytes) / self.memory_bandwidth
 
     def rate(self, path: MemoryPath, mode: TransferMode) -> float:

@@ -1,4 +1,4 @@
-"""Choice of the capacity model for a descriptor: the trained predictor where there is one, else the roofline."""
+"""Select the capacity model of a descriptor: the trained predictor if it has one, else the roofline."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from flashmem.target.descriptor import DeviceDescriptor
 
 
 def default_model(descriptor: DeviceDescriptor, memory_path: MemoryPath) -> CapacityModel:
-    """The trained model beside the descriptor, or the roofline with the reason in its note.
+    """The trained model of the descriptor, or the roofline with the reason in its note.
 
     Raises:
-        UserError: the model that the descriptor names is missing, or is not one of flashmem.
+        UserError: the descriptor names a model that is missing or is not one of flashmem.
     """
     name = descriptor.capacity_model
     if not name:
         return Roofline(descriptor)
-    if not Path(name).is_absolute() and name not in names("devices", SECONDS):  # of a bundle from another machine
+    if not Path(name).is_absolute() and name not in names("devices", SECONDS):  # the bundle is from another machine
         return Roofline(descriptor, f"the trained model {name} is not here")
     try:
-        from flashmem.planning.capacity.predictor import Predictor  # xgboost is imported where a predictor runs
+        from flashmem.planning.capacity.predictor import Predictor  # imports xgboost only when it is needed
     except ImportError:
         return Roofline(descriptor, "xgboost is not installed; it comes with flashmem[compile]")
     return Predictor.load(name, memory_path)

@@ -1,6 +1,6 @@
-"""What a measured predictor knows of a launch: launch features, which the dataset keeps, and numbers made of them.
+"""Features of a launch for the measured predictor: those in the dataset, and the numbers computed from them.
 
-Everything comes from the launch itself, so that a program can be priced on a machine that never saw the device.
+All features depend on the launch alone, so that a machine without the device can predict the latency of a program.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ FAMILIES: Final = (
     "matmul", "conv", "depthwise", "matmul_dynamic", "elementwise", "reduce_rows", "reduce_columns", "gather", "movement",
     "pool", "resize", "attention",
 )  # fmt: skip
-"""Kernel families: the templates. A launch of another one is priced by its size alone."""
+"""Kernel families: the templates. For other families, the size of the launch is its only feature."""
 
 MAX_RATIO: Final = 3.0
-"""The most that is streamed beside a kernel when profiling, as a multiple of the bytes it reads itself."""
+"""The most bytes streamed beside a kernel when profiling, as a multiple of the bytes that it reads itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchFeatures(KernelShape):
-    """One launch as the dataset describes it: what its kernel does, its cost, and its work-items.
+    """One launch in the dataset: the shape and cost of its kernel, and its work-items.
 
-    `items` and `group`: work-items in all, and in a work-group; `across`: work-items in the first direction.
+    `items` and `group`: work-items in all, and in a work-group; `across`: work-items in the first dimension.
     """
 
     operator_class: OperatorClass
@@ -46,7 +46,7 @@ class LaunchFeatures(KernelShape):
 
     @property
     def own_bytes(self) -> int:
-        """The kernel's own input: activations and weights that it reads."""
+        """Bytes of activations and weights that the kernel reads itself."""
         return max(self.bytes + self.weight_bytes - 4 * self.rows * self.columns, 64)
 
 
@@ -78,10 +78,10 @@ KERNEL_FEATURES: Final = (
 LOAD_FEATURES: Final = (
     *KERNEL_FEATURES, "log_seconds", *(f"mode_{mode}" for mode in TRANSFER_MODES), "log_streamed", "ratio", "share",
 )  # fmt: skip
-"""`ratio`: streamed bytes over the kernel's own; `share`: the time the transfer takes alone over the kernel's."""
+"""`ratio`: streamed bytes over the kernel's own. `share`: the time of the transfer alone over the time of the kernel."""
 
 GROWING: Final = frozenset({"log_streamed", "ratio", "share"})
-"""Features that grow with the streamed bytes and with nothing else: predictions must not fall as they rise."""
+"""Features that grow with the streamed bytes alone: predictions must not fall as they grow."""
 
 
 def roofline_seconds(features: LaunchFeatures, flops: float, bandwidth: float, launch: float) -> float:
@@ -114,7 +114,8 @@ def load_features(
     streamed: NDArray[np.float64],
     rates: NDArray[np.float64],
 ) -> Matrix:
-    """[kernels, LOAD_FEATURES]: `kernel_features`, and beside each kernel `streamed` bytes at `rates` bytes per second."""
+    """[kernels, LOAD_FEATURES]: `kernel_features`, and the load beside each kernel: `streamed` bytes at `rates` bytes a
+    second."""
     flags = np.array([[mode == known for known in TRANSFER_MODES] for mode in modes], np.float32)
     load = np.stack([np.log2(1 + streamed / 4096), streamed / own_bytes, streamed / rates / seconds], 1)
     parts = [kernels, np.log2(seconds)[:, None], flags.reshape(len(modes), len(TRANSFER_MODES)), load]

@@ -1,8 +1,8 @@
-"""The predictor: two XGBoost models, trained on what `flashmem profile` measured (FlashMem section 4.2, Figure 4).
+"""The trained predictor: two XGBoost models, trained on measurements of `flashmem profile` (FlashMem section 4.2, Figure 4).
 
-The first predicts how far a kernel's latency lies from its roofline, the second by what factor streaming slows it down, with
-predictions that never fall as the streamed bytes grow. They lie beside the descriptor as NAME.seconds.ubj and
-NAME.slowdown.ubj, in XGBoost's own format; what they need to know of the device is among their attributes.
+The first predicts the ratio of a kernel's latency to its roofline. The second predicts the factor by which streaming slows the
+kernel down; its predictions never fall as the streamed bytes grow. The models are files beside the descriptor, NAME.seconds.ubj
+and NAME.slowdown.ubj, in XGBoost's format. Their attributes contain the rates of the device that they need.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from flashmem.program.launches import Launch
 FORMAT_VERSION = 1
 _ATTRIBUTE = "flashmem"
 _GRID = MAX_RATIO * np.linspace(0, 1, 49)
-"""Ratios at which the slowdown of a kernel is predicted; between them it is a line."""
+"""Ratios at which the slowdown of a kernel is predicted; it is linear between them."""
 
 
 class Predictor:
@@ -59,13 +59,13 @@ class Predictor:
 
     @property
     def trained_on(self) -> tuple[str, ...]:
-        """The origins of the launches it was trained on (`profiler.dataset.Row`); empty where the models do not say."""
+        """The origins of the launches it was trained on (`profiler.dataset.Row`); empty if the models do not record them."""
         about = json.loads(self._seconds.attr(_ATTRIBUTE) or "{}")
         return tuple(about.get("origins", ()))
 
     @property
     def note(self) -> str:
-        """Says what was measured."""
+        """The source of the measurements."""
         return f"load capacities from the model trained on {self.basis.source}"
 
     def seconds(self, launch: Launch, weight_bytes: int = 0) -> float:
@@ -73,18 +73,18 @@ class Predictor:
         return self.seconds_of(launch_features(launch, weight_bytes, self._path))
 
     def loaded_seconds(self, launch: Launch, weight_bytes: int, streamed_bytes: float, mode: TransferMode) -> float:
-        """Latency with bytes streamed beside it. Beyond what was profiled (`MAX_RATIO`), more bytes take their full time."""
+        """Latency with bytes streamed beside it. Beyond the profiled range (`MAX_RATIO`), more bytes add their full time."""
         features = launch_features(launch, weight_bytes, self._path)
         ratio = streamed_bytes / features.own_bytes
         within = self.slowdown_of(features, streamed_bytes, mode) * self.seconds_of(features)
         return within + max(0.0, ratio - MAX_RATIO) * features.own_bytes / self.basis.rate(self._path, mode)
 
     def streamable_bytes(self, launch: Launch, weight_bytes: int, slowdown: float, mode: TransferMode) -> float:
-        """The most bytes within a slowdown, and never more than were profiled beside such a kernel."""
+        """The most bytes within a slowdown, at most as many as were profiled beside such a kernel."""
         return self.streamable_of(launch_features(launch, weight_bytes, self._path), slowdown, mode)
 
     def seconds_of(self, features: LaunchFeatures) -> float:
-        """`seconds` of a launch known by its features."""
+        """`seconds` of a launch, from its features."""
         if features not in self._known:
             roofline = self.basis.roofline(features)
             difference = self._seconds.inplace_predict(kernel_features([features], [roofline])[:, self._kernel_columns])
@@ -92,7 +92,7 @@ class Predictor:
         return self._known[features]
 
     def slowdown_curve(self, features: LaunchFeatures, mode: TransferMode) -> NDArray[np.float64]:
-        """The factor by which streaming slows it down, at the ratios of `_GRID`; from 1 on, and never falling."""
+        """The factor by which streaming slows the launch down, at the ratios of `_GRID`; at least 1, and never falling."""
         key = (features, mode)
         if key not in self._curves:
             count = len(_GRID)
@@ -107,16 +107,16 @@ class Predictor:
         return self._curves[key]
 
     def slowdown_of(self, features: LaunchFeatures, streamed_bytes: float, mode: TransferMode) -> float:
-        """The factor by which `streamed_bytes`, at most `MAX_RATIO` times its own, slow it down."""
+        """The factor by which `streamed_bytes`, at most `MAX_RATIO` times its own bytes, slow the launch down."""
         return float(np.interp(streamed_bytes / features.own_bytes, _GRID, self.slowdown_curve(features, mode)))
 
     def streamable_of(self, features: LaunchFeatures, slowdown: float, mode: TransferMode) -> float:
-        """`streamable_bytes` of a launch known by its features."""
+        """`streamable_bytes` of a launch, from its features."""
         return ratio_within(_GRID, self.slowdown_curve(features, mode), slowdown) * features.own_bytes
 
     @classmethod
     def load(cls, name_or_stem: str, memory_path: MemoryPath) -> Predictor:
-        """The models of a shipped descriptor by its name, or of a file by its path without `.seconds.ubj`.
+        """Load the models of a shipped descriptor by its name, or of a file by its path without `.seconds.ubj`.
 
         Raises:
             UserError: they are missing, damaged, or of another version.
@@ -141,15 +141,16 @@ class Predictor:
 
 @lru_cache(maxsize=8)
 def _booster(data: bytes) -> xgboost.Booster:
-    """The model in `data`. It is only asked, so that all predictors of the same bytes share it: parsing takes 10 ms."""
+    """The model in `data`. It is read-only, so all predictors of the same bytes share it: parsing takes 10 ms."""
     booster = xgboost.Booster()
     booster.load_model(bytearray(data))
-    booster.set_param({"nthread": 1})  # a few rows at a time, which more threads take longer for
+    booster.set_param({"nthread": 1})  # for a few rows at a time, more threads are slower
     return booster
 
 
 def ratio_within(ratios: NDArray[np.float64], slowdowns: NDArray[np.float64], allowed: float) -> float:
-    """The last ratio up to which `slowdowns` (factors, at ascending `ratios`) stay within 1 + `allowed`; lines between them."""
+    """The last ratio up to which `slowdowns` (factors, at ascending `ratios`, with linear interpolation) are at most 1 +
+    `allowed`."""
     limit = 1.0 + allowed
     beyond = np.flatnonzero(slowdowns > limit)
     if not beyond.size:
@@ -162,12 +163,12 @@ def ratio_within(ratios: NDArray[np.float64], slowdowns: NDArray[np.float64], al
 
 
 def _columns(booster: xgboost.Booster, features: Sequence[str]) -> list[int]:
-    """Where the features that a model was trained with are: one trained before a feature was known does without it."""
+    """Columns of the features that a model was trained with. A model trained before a feature was added does not use it."""
     trained = json.loads(booster.attr(_ATTRIBUTE) or "{}").get("features", features)
     return [features.index(name) for name in trained]
 
 
 def describe(booster: Any, basis: Basis, features: tuple[str, ...], origins: Sequence[str] = ()) -> None:
-    """Write into `booster` what `Predictor.load` asks for, and what it was trained on."""
+    """Write the attributes that `Predictor.load` needs into `booster`, and the origins of its training data."""
     about = {"version": FORMAT_VERSION, "features": features, "basis": asdict(basis), "origins": list(origins)}
     booster.set_attr(**{_ATTRIBUTE: json.dumps(about, sort_keys=True)})

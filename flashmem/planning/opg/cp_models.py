@@ -1,4 +1,4 @@
-"""The models behind LC-OPG: the choice of W over a window of layers, and the full model over x, z and W."""
+"""CP-SAT models of LC-OPG: the choice of W over a window of layers, and the full model over x, z and W."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashmem.schedule.instance import Instance, WeightSpec
 
 @dataclass(frozen=True)
 class Unit:
-    """Bytes are counted in units that keep the model's numbers small; rounding sizes down keeps it a relaxation."""
+    """The unit of bytes that keeps the model's numbers small. Sizes are rounded down, so that the model stays a relaxation."""
 
     nbytes: int
     m_peak: int
@@ -34,7 +34,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class _Row:
-    """One layer of the choice model: weights used at the next one, chunks that one serves, and the variables B_l, R_l, n_l."""
+    """A layer of the choice model: weights used at the next layer, chunks that it serves, and the variables B_l, R_l, n_l."""
 
     new: list[str]
     served: int
@@ -46,13 +46,13 @@ class _Row:
 
 
 class Window:
-    """Which weights to preload: p_w, and by layer the chunks B_l, bytes R_l and weights n_l that must still be pending.
+    """CP-SAT model of the choice of W: p_w, and by layer the chunks B_l, bytes R_l and weights n_l that must still be pending.
 
-    B_l and R_l follow the recurrence of the backward walk, in whole chunks and in true bytes; both are lower bounds of what any
-    plan holds. n_l, whose sum is the sum of loading distances, is at least B_l over the largest weight, and counts w for the
-    distance it would need if it were alone. Covers layers `first` to `last` and the weights moved at the latest there;
-    `carry` is what is pending from the layers after them, in chunks and in units of bytes; `room` is the most bytes that W may
-    take here.
+    B_l and R_l follow the recurrence of the backward walk, in whole chunks and in true bytes. Both are lower bounds of the
+    amounts in any plan. The sum of n_l is the sum of loading distances. n_l is at least B_l over the largest weight, and counts
+    w for the distance that it would need alone. The window covers layers `first` to `last` and the weights whose latest moves
+    are in it. `carry`: the amounts pending from later layers, in chunks and in units of bytes. `room`: the most bytes that W
+    may use in this window.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Window:
         model.minimize(cost + paper.distance_cost * cp_model.LinearExpr.sum(counts))
 
     def hint(self, preload: frozenset[str]) -> None:
-        """Start CP-SAT at W = `preload`, every variable at its least."""
+        """Set the hint of CP-SAT: W = `preload`, with every variable at its minimum."""
         for name, var in self.chosen.items():
             self.model.add_hint(var, name in preload)
         chunks, nbytes = self.carry
@@ -133,7 +133,7 @@ class Window:
 
 
 class FullModel:
-    """x_{w,l}, z_w and W at once, for problems small enough: what it proves, it proves of the true objective."""
+    """CP-SAT model of x_{w,l}, z_w and W together, for problems small enough. Its proofs hold for the true objective."""
 
     def __init__(self, paper: PaperInstance, forced: frozenset[str]) -> None:
         self.paper = paper
@@ -173,8 +173,8 @@ class FullModel:
                 if hint is not None:
                     model.add_hint(x, planned.get(layer, 0))
                     model.add_hint(loading, bool(planned) and min(planned) <= layer)
-                in_flight[layer].append(loading * size)  # at home, all of it
-                if instance.mode == "interleave":  # and in staging, up to its last move
+                in_flight[layer].append(loading * size)  # the whole weight in its final place
+                if instance.mode == "interleave":  # and in staging, until its last move
                     complete = model.new_bool_var(f"all of {w.name} before {layer}")
                     model.add(done >= total * complete)
                     in_flight[layer].append((loading - complete) * size)

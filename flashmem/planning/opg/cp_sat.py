@@ -1,7 +1,8 @@
-"""CP-SAT on what the dynamic program leaves: M_peak binds among partly filled chunks, a weight is used twice, or W is limited.
+"""CP-SAT for the problems that the dynamic program leaves open.
 
-Small problems are solved by the full model over x, z and W. A limit on W needs the choice model, one boolean a weight and three
-integers a layer, of which CP-SAT sees a long model in rolling windows.
+There M_peak binds among partly filled chunks, a weight is used twice, or W is limited. The full model over x, z and W solves
+small problems. A limit on W needs the choice model, with one boolean for each weight and three integers for each layer. CP-SAT
+solves a long choice model in rolling windows.
 """
 
 from __future__ import annotations
@@ -19,38 +20,38 @@ from flashmem.planning.opg.objective import Decision, PaperInstance
 from flashmem.planning.opg.relaxation import relaxed
 
 _WINDOW = 1000
-"""Layers that one window decides."""
+"""The number of layers that one window decides."""
 
 _LOOKAHEAD = 250
-"""Layers that a window sees beyond those it decides."""
+"""The number of layers that a window includes beyond those it decides."""
 
 _FULL_MODEL_MOVES = 4000
-"""The full model is built for at most that many variables x_{w,l}."""
+"""The most variables x_{w,l} for which the full model is built."""
 
 _POLISHED_WEIGHTS = 2000
-"""Plans of more weights are not polished: one exchange takes a walk over all of them."""
+"""The most weights of a plan that is polished: one exchange requires a walk over all of them."""
 
 _RELAXING, _ROUNDINGS = 0.3, 16
-"""The share of the time for the linear relaxation, and at how many values what it has partly in W is rounded."""
+"""The share of the time for the linear relaxation, and the number of thresholds at which its fractional W is rounded."""
 
 _FOUND = (cp_model.OPTIMAL, cp_model.FEASIBLE)
 
 
 class CpSat:
-    """The search until `deadline` (of `time.monotonic`) with `workers` threads."""
+    """The CP-SAT search until `deadline` (of `time.monotonic`) with `workers` threads."""
 
     def __init__(self, paper: PaperInstance, deadline: float, workers: int) -> None:
         self.paper = paper
         self.deadline = deadline
         self.workers = workers
         self.alone = paper.distances_alone()
-        self.fixed = frozenset(paper.sizes.keys() - self.alone.keys())  # in W whatever is chosen
+        self.fixed = frozenset(paper.sizes.keys() - self.alone.keys())  # in every W
 
     def _remaining(self) -> float:
         return max(0.0, self.deadline - time.monotonic())
 
     def improve(self, best: Decision | None, bound: int) -> tuple[Decision | None, int]:
-        """A plan no worse than `best`, the same object if no better was found, and a bound no worse than `bound`."""
+        """A plan no worse than `best` (the same object if none is better), and a bound no worse than `bound`."""
         paper = self.paper
         if paper.limit is not None and paper.bytes_of(self.fixed) > paper.limit:
             return None, 0
@@ -74,7 +75,7 @@ class CpSat:
         return best, bound
 
     def _relaxed(self, best: Decision, bound: int) -> tuple[Decision, int]:
-        """The bound of the linear relaxation, and the plans of W as it has them, rounded."""
+        """The bound of the linear relaxation, and the best plan from its W, rounded."""
         found = relaxed(self.paper, self.alone, _RELAXING * self._remaining())
         if found is None:
             return best, bound
@@ -85,7 +86,7 @@ class CpSat:
         return best, max(bound, found.bound)
 
     def _windows(self) -> Iterator[tuple[int, int]]:
-        """(first, last) layer each window decides, from the last layer backwards."""
+        """(first, last) layer that each window decides, from the last layer backwards."""
         last = len(self.paper.instance.layers)
         while last > 0:
             first = max(1, last - _WINDOW + 1)
@@ -94,9 +95,9 @@ class CpSat:
             last = first - 1
 
     def _choose(self, hint: frozenset[str]) -> tuple[frozenset[str] | None, int]:
-        """W by CP-SAT, and its bound where one window saw it all; None if no window had a solution in time.
+        """W by CP-SAT, and its bound if one window covered all layers; None if no window had a solution in time.
 
-        A window that had none takes what `hint` says.
+        A window without a solution uses the part of `hint` in it.
         """
         paper = self.paper
         windows = list(self._windows())
@@ -119,7 +120,7 @@ class CpSat:
         return (preload if found else None), bound
 
     def _pending(self, preload: frozenset[str], layer: int) -> tuple[int, int]:
-        """B and R of the choice model at `layer`, from the weights used after it; nothing is pending after the last layer."""
+        """B and R of the choice model at `layer`, from the weights used after it. Both are 0 after the last layer."""
         instance = self.paper.instance
         unit = Unit.of(instance, [w for w in instance.weights if w.name in self.alone])
         arrivals: defaultdict[int, list[str]] = defaultdict(list)

@@ -1,15 +1,15 @@
 """The LC-OPG planner: `solve` makes the overlap plan (FlashMem section 3; DESIGN section 4).
 
-For the paper's objective only W is to be chosen: given W, SRPT (`planning.opg.srpt`) is the exact plan. The tiers:
+For the paper's objective, W is the only choice: for a given W, SRPT (`planning.opg.srpt`) is the exact plan. The tiers:
 
 - dynamic program: the walk over the layers from the last to the first, with a bound (`planning.opg.preload_dp`). It solves most
   problems, up to 10^5 slices, within seconds.
-- CP-SAT, where the walk leaves a gap (`planning.opg.cp_sat`).
-- Without a plan that keeps every C_l, the heuristic tiers of C4 follow (`planning.opg.objective`).
+- CP-SAT, if the walk leaves a gap (`planning.opg.cp_sat`).
+- If no plan keeps every C_l, the heuristic tiers of C4 follow (`planning.opg.objective`).
 
-This is the paper's hybrid execution: whatever a tier leaves infeasible, or unproven when its time is up, the next one takes.
-The objective `first` needs no solver (`planning.latency.first_answer`). OR-tools is known in `planning.opg.cp_sat` and
-`planning.opg.cp_models`, which are imported where the dynamic program leaves a gap: most plans need neither.
+This is the paper's hybrid execution: if a tier is infeasible, or unproven at the end of its time, the next tier continues.
+The objective `first` needs no solver (`planning.latency.first_answer`). Only `planning.opg.cp_sat` and `planning.opg.cp_models`
+use OR-tools. They are imported if the dynamic program leaves a gap: most plans need neither.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ def solve(
     minimises the predicted integrated latency in seconds, with W no larger than it must be.
 
     Args:
-        problem: what to plan; the weights of layer 1 are preloaded in every plan.
-        objective: which of the two.
+        problem: the instance to plan; the weights of layer 1 are preloaded in every plan.
+        objective: "paper" or "first".
         lambda_: from 0 to 1.
         preload: weights that must be in W.
-        time_limit: seconds for the dynamic program and CP-SAT together ("paper"); the fallback tiers take theirs in addition.
-        workers: threads of CP-SAT; 0: it is not asked.
-        preload_limit: most bytes W may take beyond those that must be in it ("paper"); None for no limit.
-        units: of the paper's objective: as shares of all chunks and all layers, or in chunks and layers as printed.
-        ahead: whether reads run as far ahead as M_peak permits ("paper"), which its objective does not ask; else each begins
-            with its first move, and `ReadAhead` lets it begin sooner.
+        time_limit: seconds for the dynamic program and CP-SAT together ("paper"); the heuristic tiers need additional time.
+        workers: threads of CP-SAT; 0 disables it.
+        preload_limit: the most bytes in W beyond the weights that must be in it ("paper"); None for no limit.
+        units: units of the paper's objective: shares of all chunks and all layers, or chunks and layers as printed.
+        ahead: whether reads start as early as M_peak permits ("paper"). The paper's objective does not require it. If not, each
+            read begins with its first move, and `ReadAhead` can start it sooner.
 
     Raises:
-        UserError: lambda out of range, or `preload` names a weight that is not there.
-        BudgetError: nothing fits M_peak; it names the smallest that works and the layer that binds.
+        UserError: lambda is out of range, or `preload` names an unknown weight.
+        BudgetError: no plan fits M_peak; the error names the smallest M_peak that works and the layer that requires it.
     """
     if not 0 <= lambda_ <= 1:
         raise UserError(f"lambda {lambda_} is not between 0 and 1; 0.9 favours memory, small values favour early loading")
@@ -112,7 +112,7 @@ def _solve_paper(
 
 
 class ReadAhead:
-    """A plan in which no read runs ahead, and the same with reads that do."""
+    """Early reads for a plan in which every read begins with its first move."""
 
     def __init__(self, instance: Instance, plan: OverlapPlan) -> None:
         self._instance, self._plan = instance, plan
@@ -121,7 +121,7 @@ class ReadAhead:
         self._fastest = unlimited_seconds(instance, forced_preload(instance, plan.asked))
 
     def within(self, limit: int, *, staging: bool = False) -> OverlapPlan:
-        """Reads begin as early as `limit` bytes permit (of all in flight, or of staging), then as late as nobody notices."""
+        """The plan with reads as early as `limit` bytes (in flight, or in staging) permit, then as late as costs no latency."""
         ahead = releases_ahead(self._instance, self._preload, self._timing.moves, limit, staging=staging)
         releases, clock = settled(self._timing, self._preload, ahead)
         weights = tuple(replace(w, read_layer=releases[w.name]) for w in self._plan.weights)
@@ -129,8 +129,8 @@ class ReadAhead:
 
 
 def _keeping_capacities(paper: PaperInstance, deadline: float, workers: int) -> tuple[Decision | None, int, Tier | None]:
-    """The tiers that keep every C_l: the best plan, a proven bound on its cost, and the tier that found it."""
-    # Where the walk cannot finish, CP-SAT gets half of the time.
+    """The best plan of the tiers that keep every C_l, a proven bound on its cost, and the tier that found it."""
+    # If the walk cannot finish, CP-SAT gets half of the time.
     best, bound = choose_preload(paper, 0.5 * (time.monotonic() + deadline))
     if best is not None and best.cost <= bound:
         return best, bound, "dynamic-program"

@@ -1,4 +1,4 @@
-"""The paper's objective, and what can be done for it without a solver: costs, local search, the fallback tiers of C4.
+"""The paper's objective, and the methods for it that need no solver: costs, local search, the heuristic tiers of C4.
 
 Costs are integers: the objective times the denominator of lambda, so that bounds and plans compare exactly.
 """
@@ -23,7 +23,7 @@ from flashmem.schedule.plan import Tier, Units
 
 @dataclass(frozen=True)
 class Decision:
-    """W, and x of the streamed weights (whose first layer is z), and what they cost."""
+    """A decision: W, x of the streamed weights (whose first layer is z), and their cost."""
 
     preload: frozenset[str]
     moves: Moves
@@ -31,14 +31,14 @@ class Decision:
 
 
 _MOST = 2**52
-"""About the largest cost: sums of a few stay exact, and far below the program's infinity."""
+"""The approximate largest cost: sums of a few costs stay exact, and far below the infinity of the dynamic program."""
 
 
 class PaperInstance:
-    """A problem with the paper's objective: lambda * sum of T(w) over W + (1 - lambda) * sum of i_w - z_w over the others,
-    in `units`.
+    """A problem with the paper's objective, in `units`: lambda * sum of T(w) over W + (1 - lambda) * sum of i_w - z_w over the
+    other weights.
 
-    `forced` are the weights that must be in W; `limit` is the most bytes W may take (None: any).
+    `forced`: the weights that must be in W. `limit`: the most bytes in W (None: no limit).
     """
 
     def __init__(
@@ -62,19 +62,19 @@ class PaperInstance:
             whole, a_chunk, a_layer = whole * chunks * distances, a_chunk * distances, a_layer * chunks
             common = math.gcd(whole, a_chunk, a_layer)
             whole, a_chunk, a_layer = whole // common, a_chunk // common, a_layer // common
-        # Rounded down where they are too large, so that what is proven of these costs holds for the exact ones.
+        # Large costs are rounded down, so that bounds on them hold for the exact costs.
         divisor = -(-whole // _MOST)
         a_chunk, a_layer = a_chunk // divisor, a_layer // divisor
         self.scale = whole / divisor
-        self.preload_cost = a_chunk  # of a chunk in W
-        self.distance_cost = a_layer  # of a layer between z_w and i_w
+        self.preload_cost = a_chunk  # cost of a chunk in W
+        self.distance_cost = a_layer  # cost of a layer between z_w and i_w
 
     def bytes_of(self, preload: frozenset[str]) -> int:
         """Bytes of the weights in `preload`."""
         return sum(self.sizes[name] for name in preload)
 
     def distances_alone(self) -> dict[str, int]:
-        """i_w - z_w of each weight if it were the only one; without those that cannot be streamed within C_l and M_peak."""
+        """i_w - z_w of each weight if it were the only one. Weights that exceed C_l or M_peak even alone are omitted."""
         capacity = [0, *accumulate(spec.capacity for spec in self.instance.layers)]
         alone = {}
         for w in self.instance.weights:
@@ -84,14 +84,14 @@ class PaperInstance:
         return alone
 
     def decision(self, preload: frozenset[str], plan: SrptPlan) -> Decision:
-        """The decision that SRPT made for W = `preload`."""
+        """The decision of SRPT for W = `preload`."""
         cost = self.preload_cost * sum(self.chunks[name] for name in preload) + self.distance_cost * plan.distance(
             self.instance
         )
         return Decision(preload, plan.moves, cost)
 
     def repaired(self, preload: frozenset[str]) -> Decision | None:
-        """SRPT for W = `preload`, which grows where that does not fit; None where it may not grow enough."""
+        """The decision of SRPT for W = `preload`, grown if it does not fit; None if W may not grow enough."""
         for instance in self._inside():
             grown = incremental_preload(instance, preload, None, self.limit)
             if grown is None or (self.limit is not None and self.bytes_of(grown[0]) > self.limit):
@@ -101,20 +101,20 @@ class PaperInstance:
         return None
 
     def holds(self, preload: frozenset[str], plan: SrptPlan) -> bool:
-        """Whether a feasible plan keeps to M_peak with what mode `interleave` has in staging beside what SRPT counts."""
+        """Whether a feasible plan keeps M_peak in mode `interleave`, with the staging that SRPT does not count."""
         if self.instance.mode != "interleave":
             return True
         releases = {w.name: 0 if w.name in preload else plan.moves[w.name][0][0] for w in self.instance.weights}
         return int(held_bytes(self.instance, releases, plan.moves).max()) <= self.instance.m_peak
 
     def _inside(self) -> tuple[Instance, ...]:
-        """The problem, and with less of M_peak, down to half, where staging takes as much again as SRPT counts at the most."""
+        """The problem, also with less of M_peak, down to half: staging needs at most as much again as SRPT counts."""
         if self.instance.mode != "interleave":
             return (self.instance,)
         return tuple(replace(self.instance, m_peak=self.instance.m_peak * part // 10) for part in range(10, 4, -1))
 
     def polished(self, best: Decision, until: float) -> Decision:
-        """Weights moved in and out of W, one at a time, while that lowers the cost and `time.monotonic` is below `until`."""
+        """Local search: move weights in and out of W, one at a time, while the cost falls and time is below `until`."""
         fixed = self.sizes.keys() - self.distances_alone().keys()
         improved = True
         while improved:
@@ -131,7 +131,7 @@ class PaperInstance:
         return best
 
     def _exchange_order(self, best: Decision, fixed: set[str]) -> list[str]:
-        """Weights whose change of side promises most: what each costs now less what it would cost if it stood alone."""
+        """Weights by the expected gain of an exchange: the present cost of each, less its cost alone on the other side."""
         promise: dict[str, int] = {}
         for w in self.instance.weights:
             if w.name not in fixed:
@@ -142,7 +142,7 @@ class PaperInstance:
         return sorted(promise, key=lambda name: -promise[name])
 
     def fallback(self) -> tuple[Decision, Tier, int]:
-        """The tiers of C4 that may relax C_l, in order, and a bound on the cost that supposes C_l without limit.
+        """The tiers of C4 that may relax C_l, in order. Also a bound on the cost with no limit on C_l.
 
         Raises:
             BudgetError: no W of at most `limit` bytes was found that fits M_peak.

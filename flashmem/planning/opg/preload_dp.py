@@ -1,23 +1,24 @@
-"""The choice of W as a dynamic program over the backward walk (DESIGN section 4): fast enough for 10^5 slices, and a proof.
+"""Dynamic program that chooses W on the backward walk (DESIGN section 4): fast enough for 10^5 slices, with a proven bound.
 
-SRPT (`planning.opg.srpt`) is the best plan for a given W, so only W is to be chosen: walking from the last layer to the
-first, each weight is streamed or preloaded when the walk comes to its first use. What has been decided matters for the rest
-only through the chunks each pending weight still needs.
+SRPT (`planning.opg.srpt`) is the best plan for a given W, so W is the only choice. The walk goes from the last layer to the
+first, and streams or preloads each weight when it reaches its first use. Earlier decisions affect the rest only through the
+chunks that each pending weight still needs.
 
-*Cost to go.* Of that state keep only B, the chunks pending in all. A layer then costs at least
-ceil(B / largest T(w) that may be pending) waiting weights, and holds at least B times the fewest bytes a chunk stands for. The
-least cost from (layer, B) down to layer 1 is a table, computed upwards from layer 1. Where all weights that can be pending at
-once have the same number of chunks, nothing was relaxed (SRPT finishes them one after the other) and the table is exact.
+*Cost to go.* Reduce that state to B, the number of pending chunks. A layer then costs at least
+ceil(B / largest T(w) that may be pending) waiting weights, and holds at least B times the fewest bytes of a chunk. The least
+cost from (layer, B) down to layer 1 is a table, computed upwards from layer 1. If all weights that can be pending at once have
+the same number of chunks, the reduction relaxes nothing (SRPT finishes them one after the other), and the table is exact.
 
-*Labels.* The full state is the sorted tuple of remaining chunks. Labels (state, cost so far) are carried through the layers;
-one is dropped where its cost so far and the table's cost to go reach the best plan known. If more are left than time admits,
-the best are kept and the smallest estimate among those dropped is the bound that is proven.
+*Labels.* The full state is the sorted tuple of remaining chunks. Labels (state, cost so far) are carried through the layers.
+A label is dropped if its cost so far plus the table's cost to go reaches the cost of the best known plan. If time does not
+admit all labels, the best are kept, and the smallest estimate among the dropped ones is the proven bound.
 
 *A window.* In a best plan no streamed weight waits longer than (lambda / (1 - lambda)) T(w) layers: preloading it would cost
-less and delay no other. So only weights used within that many layers can be pending: this bounds B, and makes T(w) local.
+less and delay no other weight. So only weights used within that many layers can be pending. This limits B, and makes T(w)
+local.
 
-Two relaxations are left to the caller to check, by running SRPT on the W found: a weight used again later is counted until its
-first use only, and partly filled chunks count as the lightest of their kind.
+The caller must check two relaxations by running SRPT on the W found. A weight used again later is counted until its first use
+only, and partly filled chunks count as the lightest of their kind.
 """
 
 from __future__ import annotations
@@ -38,33 +39,33 @@ from flashmem.planning.opg.objective import Decision, PaperInstance
 from flashmem.schedule.instance import WeightSpec
 
 _NEVER = 1 << 60
-"""The cost of what cannot be; far above any plan's, and sums of a few stay below 2**63."""
+"""The cost of an impossible state: far above any plan's, and sums of a few stay below 2**63."""
 
 _TABLE_ENTRIES = 20_000_000
-"""Entries of the table kept at once (160 MB); of larger ones some rows are kept, the others computed again when needed."""
+"""The most table entries in memory (160 MB). Larger tables keep some rows, and compute the others again on demand."""
 
 _TABLE_MOST = 2_000_000_000
-"""Entries of a table that is worth computing: some ten seconds."""
+"""The most entries of a table that is worth computing: about ten seconds."""
 
 _FIRST_WIDTH, _WIDER = 16, 8
-"""Most labels of a layer in the first pass, and how many times more in each next one: better plans cut off more labels."""
+"""The most labels of a layer in the first pass, and the factor for each next pass. Better plans let it drop more labels."""
 
 _LABEL_SECONDS = 3e-6
-"""About what one label costs at one layer."""
+"""The approximate time of one label at one layer."""
 
 _COUNTED_WEIGHTS = 2000
-"""Most weights whose chunks are sorted by what they weigh at each layer; of more the lightest one speaks for all."""
+"""The most weights whose chunks are sorted by bytes at each layer. For more weights, the lightest chunk represents all."""
 
 _PEAK = 4
-"""How many times the average a layer may have of labels; should all layers use that, later ones get fewer."""
+"""The most labels of a layer, as a multiple of the average that time admits. If all layers use it, later ones get fewer."""
 
 State = tuple[int, ...]
-"""Chunks still needed by each pending weight, fewest first."""
+"""Chunks that each pending weight still needs, fewest first."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """W (None if no better one was found), its cost to the walk, and a proven bound; all without weights that must be in W."""
+    """W (None if no better one was found), its cost in the walk, and a proven bound, all without weights that must be in W."""
 
     preload: frozenset[str] | None
     cost: int
@@ -72,9 +73,9 @@ class Choice:
 
 
 def choose_preload(paper: PaperInstance, deadline: float) -> tuple[Decision | None, int]:
-    """The best plan found until `deadline` (of `time.monotonic`), and a proven bound on the cost of any.
+    """The best plan found until `deadline` (of `time.monotonic`), and a proven bound on the cost of any plan.
 
-    No plan if `paper.limit` is less than the W of every plan tried, or if the table would take too long.
+    The plan is None if the W of every plan tried exceeds `paper.limit`, or if the table would need too much time.
     """
     free = paper.distances_alone()
     fixed = frozenset(paper.sizes.keys() - free.keys())
@@ -108,7 +109,7 @@ def choose_preload(paper: PaperInstance, deadline: float) -> tuple[Decision | No
 
 
 _FULLNESS = (0.0, 0.5, 1.0)
-"""How full partly filled chunks are taken to be: 0 for the bound; where M_peak binds, the others lead to better plans."""
+"""Assumed fullness of partly filled chunks: 0 for the bound. If M_peak binds, the other values lead to better plans."""
 
 
 def _better(one: Decision | None, other: Decision | None) -> Decision | None:
@@ -118,8 +119,8 @@ def _better(one: Decision | None, other: Decision | None) -> Decision | None:
 class PreloadDynamicProgram:
     """The dynamic program for the weights in `free`; all others are in W.
 
-    Pending chunks stand for the fewest bytes that so many chunks of weights that may be pending there can stand for, at
-    `fullness` 0, and for S bytes each at `fullness` 1. What is proven holds for all plans at 0 only.
+    At `fullness` 0, pending chunks count as the fewest bytes that so many chunks of weights pending there can have. At
+    `fullness` 1 they count as S bytes each. Only the bound at 0 holds for all plans.
     """
 
     def __init__(self, paper: PaperInstance, free: Mapping[str, int], fullness: float = 0.0) -> None:
@@ -137,7 +138,7 @@ class PreloadDynamicProgram:
         self.table = _CostToGo(self)
 
     def _look_around(self, weights: list[WeightSpec], fullness: float) -> None:
-        """Of weights that may be pending at layer l (index l): the `largest` T(w), what a chunk `weighs`; the `most` chunks."""
+        """By layer, for weights that may be pending: the `largest` T(w), the bytes of a chunk (`weighs`), the `most` chunks."""
         chunk = self.paper.instance.chunk_bytes
         largest: list[tuple[int, int, float]] = []
         lightest: list[tuple[int, int, float]] = []
@@ -165,23 +166,24 @@ class PreloadDynamicProgram:
         )
 
     def pending_beside(self, layer: int, nbytes: int) -> int:
-        """Most chunks pending at a layer whose own streamed weights take `nbytes`; negative if these alone are too many."""
+        """The most chunks pending at a layer beside `nbytes` of weights that it uses; negative if these alone exceed M_peak."""
         room = self.paper.instance.m_peak - nbytes
         if self.lightest_first and room >= 0:
             return self.lightest_first[layer].most(room)
         return math.floor(room / self.weighs[layer] * (1 + 1e-12))
 
     def bound(self) -> int:
-        """A proven bound: the table's cost of everything."""
+        """A proven bound: the table's cost of the whole problem."""
         return int(self.table.row(self.layers)[0])
 
     def search(self, best: int, width: int, deadline: float) -> Choice:
-        """The W of the cheapest walk below `best`, the cost of a plan that is known, and what is proven: `best`, at the most.
+        """The W of the cheapest walk that costs less than `best`, the cost of a known plan; and a proven bound of at most
+        `best`.
 
-        At most `width` labels are kept at a layer, fewer if otherwise the walk would not end by `deadline`.
+        A layer keeps at most `width` labels, or fewer so that the walk ends by `deadline`.
         """
         labels: dict[State, int] = {(): 0}
-        origins: list[dict[State, tuple[State, int]]] = []  # from the last layer: where labels came from
+        origins: list[dict[State, tuple[State, int]]] = []  # predecessors of labels, from the last layer on
         dropped = best
         serve = _Served()
         for layer in range(self.layers, 0, -1):
@@ -211,7 +213,7 @@ class PreloadDynamicProgram:
         return Choice(self._preloaded(origins), labels[()], min(dropped, labels[()]))
 
     def _options(self, layer: int, left: State, pending: int, arrivals: list[tuple[int, int]]) -> list[tuple[State, int, int]]:
-        """Ways to go on: the state before the next layer, the price of what is preloaded, a bit for each weight streamed."""
+        """The choices at a layer: the state before the next one, the cost of preloaded weights, a bit for each streamed one."""
         price = self.paper.preload_cost
         options = [(left, 0, 0, 0)]
         for bit, (chunks, nbytes) in enumerate(arrivals):
@@ -234,7 +236,7 @@ class PreloadDynamicProgram:
 
 
 class _Served(dict[tuple[State, int], State]):
-    """States after a layer has moved so many chunks, fewest remaining first; remembered, for few differ."""
+    """Cache of states after a layer has moved a number of chunks, fewest remaining first. Few states differ."""
 
     def __call__(self, state: State, chunks: int) -> State:
         if not chunks or not state:
@@ -262,7 +264,7 @@ class _CostToGo:
         self._waits: dict[int, NDArray[np.int64]] = {}
         self.block = max(1, _TABLE_ENTRIES // self.width)
         start = np.full(self.width, _NEVER, np.int64)
-        start[0] = 0  # after layer 1 nothing may be pending
+        start[0] = 0  # after layer 1 no chunk may be pending
         self.kept: list[NDArray[np.int64]] = [start]  # rows 0, block, 2 block ...
         self.begin, self.rows = 0, [start]
         layers = program.layers
@@ -272,7 +274,7 @@ class _CostToGo:
             self._compute(begin, min(begin + self.block, layers))
 
     def row(self, layer: int) -> NDArray[np.int64]:
-        """The row of `layer`. Asked for from the last layer to the first, each row is computed twice at most."""
+        """The row of `layer`. If rows are requested from the last layer to the first, each is computed at most twice."""
         if not self.begin <= layer < self.begin + len(self.rows):
             number = max(0, layer - 1) // self.block
             self._compute(number * self.block, min((number + 1) * self.block, self.program.layers))
@@ -307,7 +309,7 @@ class _CostToGo:
         return row
 
     def _before(self, after: NDArray[np.int64], served: int) -> NDArray[np.int64]:
-        """`after` by what was pending before `served` chunks were moved."""
+        """`after`, indexed by the chunks pending before `served` chunks were moved."""
         served = min(served, self.width - 1)
         row = np.empty_like(after)
         row[: served + 1] = after[0]
@@ -315,7 +317,7 @@ class _CostToGo:
         return row
 
     def _waiting(self, largest: int) -> NDArray[np.int64]:
-        """The cost of the weights that wait, by B, if none needs more than `largest` chunks."""
+        """The cost of the waiting weights, by B, if none needs more than `largest` chunks."""
         found = self._waits.get(largest)
         if found is None:
             pending = np.arange(self.width, dtype=np.int64)
@@ -324,19 +326,19 @@ class _CostToGo:
 
 
 class _Lightest:
-    """The chunks that may be pending at a layer, the lightest first: how many of them so many bytes hold at the most."""
+    """The chunks that may be pending at a layer, the lightest first, to find how many of them fit a number of bytes."""
 
     def __init__(self) -> None:
         self.chunks: list[int] = [0]
         self.nbytes: list[float] = [0.0]
 
     def add(self, chunks: int, weighs: float) -> None:
-        """Chunks of a weight; none that was added before is heavier."""
+        """Add the chunks of a weight, which must be at least as heavy as those added before."""
         self.chunks.append(self.chunks[-1] + chunks)
         self.nbytes.append(self.nbytes[-1] + chunks * weighs)
 
     def most(self, room: int) -> int:
-        """Chunks in `room` bytes, not less than 0."""
+        """The most chunks that fit `room` bytes, at least 0."""
         full = room * (1 + 1e-12)
         at = bisect_right(self.nbytes, full)
         if at == len(self.nbytes):
@@ -346,7 +348,7 @@ class _Lightest:
 
 
 def _greatest(spans: list[tuple[int, int, float]], layers: int, otherwise: float) -> list[float]:
-    """The greatest value of the spans (first, last, value) that hold each layer, index l; `otherwise` where there is none."""
+    """By layer (index l), the greatest value of the spans (first, last, value) that contain it; `otherwise` if none does."""
     queue = sorted(spans, reverse=True)
     open_spans: list[tuple[float, int]] = []  # (-value, last)
     found = [otherwise] * (layers + 1)

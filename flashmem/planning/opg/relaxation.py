@@ -1,9 +1,9 @@
-"""The linear relaxation of the paper's objective, layer by layer: a bound, and a W to begin with (docs/planner.md).
+"""Linear relaxation of the paper's objective, layer by layer: a bound, and a W to start from (docs/planner.md).
 
-Of each streamed weight two numbers between 0 and 1 by layer: y, that a part of it was moved at the layer or before, and f, the
-share of it that was. Memory holds y of it at home and, in mode `interleave`, in staging what y has and f has not; C_l limits
-what f gains; and no more is moved at a layer than y of a whole capacity. Where W has no limit, weights keep to the window in
-which waiting costs no more than W would.
+Each streamed weight has two variables between 0 and 1 for each layer: y, whether a part of it was moved at or before the layer,
+and f, the share of it moved by then. Memory holds the share y of its bytes at home. In mode `interleave`, staging holds the
+difference y - f too. C_l limits the increase of f, and each layer moves at most y times a whole capacity. If W has no limit,
+weights stay within the window in which waiting costs no more than W would.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from flashmem.planning.opg.objective import PaperInstance
 from flashmem.schedule.instance import WeightSpec
 
 _SLACK = 1e-7
-"""Of the cost of all weights in W, what may be rounding of the optimum."""
+"""The part of the cost of all weights in W that may be a rounding error of the optimum."""
 
 _MOST = 12_000
-"""Pairs of a weight and a layer, at the most: some seconds."""
+"""The most pairs of a weight and a layer: some seconds."""
 
 _Terms = list[tuple[Any, float]]
 """Variables and their factors."""
@@ -32,14 +32,14 @@ _Terms = list[tuple[Any, float]]
 
 @dataclass(frozen=True)
 class Relaxed:
-    """A proven bound on the cost of any plan, and how far the relaxation has each weight in W."""
+    """A proven bound on the cost of any plan, and the fraction of each weight that the relaxation has in W."""
 
     bound: int
     preload: dict[str, float]
 
 
 def relaxed(paper: PaperInstance, alone: Mapping[str, int], seconds: float) -> Relaxed | None:
-    """The relaxation's optimum; None if it was not found in time, or would be too large.
+    """The relaxation's optimum; None if it was not found in time, or if the problem is too large.
 
     `alone`: the weights that may be streamed, with the least i_w - z_w of each.
     """
@@ -50,8 +50,8 @@ def relaxed(paper: PaperInstance, alone: Mapping[str, int], seconds: float) -> R
     solver = pywraplp.Solver.CreateSolver("GLOP")
     solver.SetTimeLimit(max(1, int(1000 * seconds)))
     held: defaultdict[int, _Terms] = defaultdict(list)  # by layer, in parts of M_peak
-    served: defaultdict[int, _Terms] = defaultdict(list)  # in chunks
-    free: defaultdict[int, float] = defaultdict(lambda: 1.0)  # of M_peak, beside what must be in use
+    served: defaultdict[int, _Terms] = defaultdict(list)  # by layer, in chunks
+    free: defaultdict[int, float] = defaultdict(lambda: 1.0)  # part of M_peak beside weights that must be in use
     resident: _Terms = []  # bytes of W
     objective = solver.Objective()
     everything = max(1, sum(paper.chunks.values())) * max(1, paper.preload_cost)
@@ -92,7 +92,7 @@ def relaxed(paper: PaperInstance, alone: Mapping[str, int], seconds: float) -> R
             row(-infinity, 0.0, *gained, (y, -float(capacity)))
             served[layer] += gained
             before = y, f
-        row(float(alone[w.name]), infinity, (p, float(alone[w.name])), *begun)  # no sooner than if it were alone
+        row(float(alone[w.name]), infinity, (p, float(alone[w.name])), *begun)  # it waits no less than it would alone
         row(1.0, 1.0, (p, 1.0), *([(before[1], 1.0)] if before else []))
         for layer in range(w.first_use, w.last_use + 1):
             held[layer].append((p, -share))
@@ -114,6 +114,6 @@ def relaxed(paper: PaperInstance, alone: Mapping[str, int], seconds: float) -> R
 def _first(paper: PaperInstance, w: WeightSpec, alone: int) -> int:
     """The first layer at which a best plan may begin to move `w`."""
     longest = w.first_use
-    if paper.distance_cost and paper.limit is None:  # a weight that W has no room for waits as long as it must
+    if paper.distance_cost and paper.limit is None:  # with a limit, a weight that does not fit W waits as long as it must
         longest = max(alone, paper.preload_cost * paper.chunks[w.name] // paper.distance_cost)
     return max(1, w.first_use - longest)

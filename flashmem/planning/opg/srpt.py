@@ -2,12 +2,11 @@
 
 Seen from the last layer, weight w is released at i_w, needs T(w) chunks, layer l serves C_l of them, and i_w - z_w is its flow
 time. Serving the weight with the fewest remaining chunks first never idles and leaves the fewest weights unfinished at every
-layer, so it minimises the sum of loading distances. What it holds are whole slices, each from z_w to its last use; among
-weights
-of one size no other order holds less. Release times come after it (`planning.arithmetic.release_times`).
+layer, so it minimises the sum of loading distances. It holds whole slices, each from z_w to its last use. Among weights of one
+size no other order holds less. Release times are computed afterwards (`planning.arithmetic.release_times`).
 
-The same walk serves the soft threshold of C4: where a layer holds more than M_peak, chunks are moved to later layers above
-their capacity, up to a ceiling, where that costs least.
+The same walk serves the soft threshold of C4. If a layer holds more than M_peak, chunks are moved to later layers above their
+capacity, up to a ceiling, where the cost is least.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from dataclasses import dataclass
 from flashmem.schedule.instance import Instance
 
 _SENSITIVITY = {"elemental": 1.0, "reusable": 1.0, "hierarchical": 8.0}
-"""How much dearer a chunk above capacity is beside an operator of that class (FlashMem Figure 4: hierarchical ones suffer)."""
+"""The cost factor of a chunk above capacity beside each class of operators (FlashMem Figure 4: hierarchical ones suffer)."""
 
 _SCAN = 32
-"""Layers looked at when a chunk is moved above capacity: those nearest to its use."""
+"""The number of layers, nearest to its use, that may move a chunk above capacity."""
 
 
 @dataclass(frozen=True)
 class SrptPlan:
-    """Decisions for one W, of the streamed weights. Where a plan is not `feasible`, some are missing."""
+    """The decisions of SRPT for one W, of the streamed weights. A plan that is not `feasible` is incomplete."""
 
     moves: Mapping[str, tuple[tuple[int, int], ...]]
     feasible: bool
@@ -50,9 +49,9 @@ def srpt(instance: Instance, preload: Collection[str], ceiling: Sequence[int] | 
 def offenders(
     instance: Instance, preload: Collection[str], ceiling: Sequence[int] | None = None, room: int | None = None
 ) -> frozenset[str]:
-    """Weights to preload besides `preload` so that the walk gets through: the heaviest in flight wherever it would stop.
+    """Weights to add to `preload` so that the walk completes: the heaviest in flight wherever it would stop.
 
-    `room`: most bytes they may take; with too little of it they do not suffice.
+    `room`: the most bytes of these weights. If it is too small, they do not suffice.
     """
     walk = _Walk(instance, preload, ceiling)
     walk.room = sum(w.nbytes for w in walk.streamed) if room is None else room
@@ -74,12 +73,12 @@ class _Walk:
         self.used = [0] * (len(instance.layers) + 1)
         self.pending: list[tuple[int, bool, int, int]] = []
         self.pending_bytes = 0
-        self.in_use: set[int] = set()  # first used at this layer or before, last used at it or after
+        self.in_use: set[int] = set()  # first used at or before this layer, last used at or after it
         self.room = 0  # bytes that may be evicted to W
         self.evicted: list[str] = []
 
     def run(self) -> int:
-        """Walk to layer 1; the bytes that were too many where the walk stopped, 0 if it got through."""
+        """Walk to layer 1. Return the excess bytes at the layer where the walk stopped, 0 if it completed."""
         arrivals: defaultdict[int, list[int]] = defaultdict(list)
         last_uses: defaultdict[int, list[int]] = defaultdict(list)
         for index, w in enumerate(self.streamed):
@@ -105,7 +104,7 @@ class _Walk:
         return self._evict(excess) if excess else 0
 
     def _evict(self, excess: int) -> int:
-        """Send the heaviest in flight to W until `excess` bytes are gone; what is left of `excess`."""
+        """Move the heaviest weights in flight to W until `excess` bytes are removed. Return the rest of `excess`."""
         in_flight = {index: self._bytes(index, remaining) for remaining, _, _, index in self.pending}
         in_flight.update({index: self.streamed[index].nbytes for index in self.in_use})
         for index in sorted(in_flight, key=lambda index: (-in_flight[index], index)):
@@ -123,7 +122,7 @@ class _Walk:
         return max(0, excess)
 
     def _bytes(self, index: int, remaining: int) -> int:
-        """What a weight holds before the layers that move its `remaining` chunks: all of it, or nothing."""
+        """Bytes of a weight before the layers that move its `remaining` chunks: the whole weight, or 0."""
         return self.streamed[index].nbytes if remaining else 0
 
     def _release(self, index: int) -> None:
@@ -150,9 +149,9 @@ class _Walk:
         self.pending_bytes -= self._bytes(index, remaining) - self._bytes(index, remaining - taken)
 
     def _move_above_capacity(self, earliest: int, excess: int) -> int:
-        """Move pending chunks, fewest remaining first, to layers from `earliest` on until `excess` bytes are gone.
+        """Move pending chunks, fewest remaining first, to layers from `earliest` on, until `excess` bytes are removed.
 
-        A weight that still waits here found every layer up to its use full, so whatever is moved there is above capacity.
+        Every layer up to the use of a weight that still waits here is full, so these moves are above capacity.
         """
         assert self.ceiling is not None
         target = self.pending_bytes - excess
@@ -174,7 +173,7 @@ class _Walk:
         return max(0, self.pending_bytes - target)
 
     def _cheapest(self, first: int, last: int) -> int | None:
-        """The layer where one more chunk above capacity weighs least against the layer's own latency; the latest of equals."""
+        """The layer where one more chunk above capacity costs least relative to the layer's latency; the latest of equals."""
         assert self.ceiling is not None
         best, least = None, math.inf
         for layer in range(last, max(first, last - _SCAN + 1) - 1, -1):

@@ -1,8 +1,8 @@
 """CP-SAT for the order of a few layers: see `planning/sequence/order.py` for the problem.
 
-Layers are unit intervals that do not overlap. Tensors are intervals from the first layer that touches them to the last. The peak
-is the capacity of a cumulative constraint. One worker, a fixed seed and a limit in deterministic time ensure that the same layers
-get the same order on every machine.
+Layers are unit intervals that do not overlap. Tensors are intervals from the first layer that touches them to the last. The
+peak is the capacity of a cumulative constraint. One worker, a fixed seed and a limit in deterministic time ensure that the same
+layers get the same order on every machine.
 """
 
 from __future__ import annotations

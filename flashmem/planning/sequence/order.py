@@ -19,9 +19,9 @@ bytes alive during a layer. The problem is NP-hard (register allocation, Sethi 1
 4. CP-SAT solves the remaining segments of up to `CP_LAYERS` layers (`planning/sequence/cp_sat.py`).
 
 Segments keep the given order if it is as good. Other segments follow it as far as the peak allows, because weights are streamed
-in it. Each search has a limit, and all searches of a problem together have another one (`_WORK`, `_CP_SECONDS`). Limits are counts
-and CP-SAT's deterministic time, so that the same layers always get the same order. `Order.status` tells whether a limit ended
-the search.
+in it. Each search has a limit, and all searches of a problem together have another one (`_WORK`, `_CP_SECONDS`). Limits are
+counts and CP-SAT's deterministic time, so that the same layers always get the same order. `Order.status` tells whether a limit
+ended the search.
 """
 
 from __future__ import annotations

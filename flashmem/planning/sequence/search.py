@@ -93,8 +93,9 @@ class Segment:
         """By layer, the layer that can run directly after it without loss; None if that could be worse.
 
         Layer a may wait for layer b if b is its only successor, a is b's only predecessor, and three conditions hold. In every
-        order, a makes at least as many bytes as it frees, so fewer bytes are alive while it waits. b also makes at least as many
-        as a frees, so a needs no more memory where it then runs. And no tensor that a frees has users later in some orders.
+        order, a makes at least as many bytes as it frees, so fewer bytes are alive while it waits. b also makes at least as
+        many as a frees, so a needs no more memory where it then runs. And no tensor that a frees has users later in some
+        orders.
         """
         earlier, later = [0] * self.count, [0] * self.count
         for layer in self._in_order():
