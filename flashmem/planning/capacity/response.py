@@ -1,9 +1,9 @@
 """Operator classes learned from the measured response to streaming, beside those of the paper's Table 5.
 
 An operator type's *tolerance* is the amount of streamed bytes, relative to the kernel's own input, at which its latency has
-grown by 20 %: the marker in the paper's Figure 2. Table 5 orders the classes by it: reusable operators tolerate most, elemental
-ones less, hierarchical ones least. So the types of one device are cut into three groups where their tolerances leave the
-widest gaps, in the sense of least squares over logarithms (Fisher's natural breaks).
+grown by 20 %: the marker in the paper's Figure 2. Table 5 orders the classes by tolerance: reusable operators tolerate most,
+elemental ones less, hierarchical ones least. So the types of one device are cut into three groups at the widest gaps between
+their tolerances, by least squares over logarithms (Fisher's natural breaks).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final
 from flashmem.base.types import OperatorClass
 
 MARKER: Final = 0.20
-"""The slowdown at which tolerance is read."""
+"""The slowdown that defines tolerance."""
 
 _ORDER: Final[tuple[OperatorClass, ...]] = ("hierarchical", "elemental", "reusable")  # from least tolerance to most
 _LEAST: Final = 1e-3
@@ -41,11 +41,11 @@ class Learned:
 
 
 def learn_classes(tolerances: Mapping[str, Sequence[float]], paper: Mapping[str, OperatorClass]) -> list[Learned]:
-    """The class of each operator type from the tolerances of its launches; by falling tolerance.
+    """The class of each operator type from the tolerances of its launches, sorted by falling tolerance.
 
-    `paper`: the class of each type in Table 5, which its launches carry.
+    `paper`: the class of each type in Table 5, which its launches have.
 
-    With fewer than three types of different tolerance there is nothing to cut, and all are called reusable.
+    Fewer than three types of different tolerance cannot be cut: all are called reusable.
     """
     typical = {operator: median(values) for operator, values in tolerances.items() if values}
     ordered = sorted(typical, key=typical.__getitem__)
@@ -58,7 +58,7 @@ def learn_classes(tolerances: Mapping[str, Sequence[float]], paper: Mapping[str,
 
 
 def _cut(values: Sequence[float]) -> list[OperatorClass]:
-    """Classes of ascending `values`: the two cuts that leave the least squared distance to the groups' means."""
+    """Classes of ascending `values`: the two cuts with the least squared distance to the groups' means."""
     if len(set(values)) < len(_ORDER):
         return [_ORDER[-1]] * len(values)
     best = min(combinations(range(1, len(values)), 2), key=lambda cuts: _scatter(values, (0, *cuts, len(values))))

@@ -19,7 +19,8 @@ def predict_seconds(launch: Launch, descriptor: DeviceDescriptor, weight_bytes: 
 
 
 class Roofline:
-    """Capacity model without training: the roofline, delayed by the contention of the mode while bytes are transferred."""
+    """Capacity model without training: the roofline, and the delay by the contention of the mode while bytes are
+    transferred."""
 
     def __init__(self, descriptor: DeviceDescriptor, why: str = "") -> None:
         """`why`: why there is no better model, for the note."""
@@ -28,7 +29,7 @@ class Roofline:
 
     @property
     def note(self) -> str:
-        """States that it is the roofline, and why."""
+        """States that the model is the roofline, and why."""
         return f"load capacities from the roofline over the descriptor's rates ({self._why})"
 
     def seconds(self, launch: Launch, weight_bytes: int = 0) -> float:
@@ -36,13 +37,13 @@ class Roofline:
         return predict_seconds(launch, self._descriptor, weight_bytes)
 
     def loaded_seconds(self, launch: Launch, weight_bytes: int, streamed_bytes: float, mode: TransferMode) -> float:
-        """Latency alone, plus the share of the transfer's time by which `mode` delays what computes."""
+        """Latency alone, plus the share of the transfer's time by which `mode` delays the launch."""
         rates = self._descriptor.rates
         delay = rates.contention_of(mode) * streamed_bytes / rates.transfer_bandwidth(mode)
         return self.seconds(launch, weight_bytes) + delay
 
     def streamable_bytes(self, launch: Launch, weight_bytes: int, slowdown: float, mode: TransferMode) -> float:
-        """The most bytes that delay it by no more than `slowdown`, and can be transferred while it runs."""
+        """The most bytes that delay the launch by no more than `slowdown`, and can be transferred while it runs."""
         rates, alone = self._descriptor.rates, self.seconds(launch, weight_bytes)
         share = min(slowdown / max(rates.contention_of(mode), 1e-9), 1.0 + slowdown)
         return share * alone * rates.transfer_bandwidth(mode)

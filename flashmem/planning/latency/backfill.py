@@ -1,7 +1,7 @@
-"""Reads out of turn: while the disk waits for memory, it reads a slice of a later layer that fits (docs/planner.md).
+"""Backfilling: while the next read waits for memory, read a later slice that fits (docs/planner.md).
 
-In use order the disk stands still until the next slice fits as a whole. What is left of M_peak until then often holds a smaller
-slice that is needed later. Such slices are released earlier, one at a time, where the clock says that the answer comes sooner.
+In order of use, the disk is idle until the next slice fits as a whole. Until then, the rest of M_peak often has room for a
+smaller slice that is needed later. Such slices are released earlier, one at a time, if the clock predicts an earlier answer.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from flashmem.planning.arithmetic.release_times import held_bytes
 from flashmem.schedule.instance import Instance, WeightSpec
 
 _WORK = 20_000
-"""Weights that the clock looks at in all: so many tries times the weights of the plan."""
+"""The limit on the search: tries times the weights of the plan, each of which the clock evaluates."""
 
 _LOOKAHEAD, _CANDIDATES = 64, 4
-"""Weights behind a stall among which those that fit are looked for, and how many are tried."""
+"""The number of weights after a stall to search for ones that fit, and the number of these to try."""
 
 _GAIN = 1e-7
-"""A share of the latency below which a gain is rounding."""
+"""The share of the latency below which a gain counts as rounding."""
 
 
 @dataclass(frozen=True)
 class Stall:
-    """The disk, free at `begin`, waits for the release time of the weight at place `at` of the order of reads, until `end`."""
+    """A wait of the disk, from `begin` to `end`, for the release time of the weight at position `at` in the order of reads."""
 
     at: int
     begin: float
@@ -36,7 +36,7 @@ class Stall:
 
 
 def stalls(instance: Instance, order: list[WeightSpec], clock: Clock) -> list[Stall]:
-    """Where the disk waits for memory, in the order of time."""
+    """The waits of the disk for memory, in order of time."""
     found, free = [], 0.0
     for at, w in enumerate(order):
         begin = clock.read[w.name]
@@ -47,17 +47,17 @@ def stalls(instance: Instance, order: list[WeightSpec], clock: Clock) -> list[St
 
 
 Moving = Callable[[Mapping[str, int]], Moves]
-"""Moves for release times."""
+"""A function that computes moves for release times."""
 
 
 def filled(
     instance: Instance, releases: Mapping[str, int], moves: Moves, limit: int, moving: Moving | None = None
 ) -> tuple[dict[str, int], Moves]:
-    """Release times and moves that never hold more than `limit` bytes, and answer no later than `releases` and `moves`.
+    """Improve release times and moves by backfilling: at most `limit` bytes in flight, and an answer no later than before.
 
-    A slice that is read out of turn is released where the disk stops. Either the other release times stay, or all slices to be
-    read behind it are released again in their order, as early as there is room. `moving` makes the moves for such release
-    times; without it they stay.
+    A backfilled slice is released where the disk stops. Either the other release times do not change, or the slices read after
+    it are released again in their order, as early as there is room. `moving` computes moves for new release times; without it
+    the moves do not change.
     """
     best = dict(releases)
     timing = Timing(instance, moves)
@@ -106,8 +106,8 @@ def _opened_again(
     limit: int,
     moving: Moving | None,
 ) -> tuple[dict[str, int], Moves] | None:
-    """`releases` with `first` read before place `at` of the order of reads, at `release`, and what is behind it as early as
-    there is room; None if a weight has none in time. What lies at home in `interleave` stays as it is.
+    """Release times with `first` read before position `at` of the order of reads, at `release`, and the slices after it as
+    early as there is room. None if a weight has no room in time. In `interleave`, weights in their final places do not change.
     """
     rest = [first, *(w for w in order[at:] if w is not first and w.name in moves)]
     found = dict(releases)

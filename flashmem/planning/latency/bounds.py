@@ -1,4 +1,4 @@
-"""Proven lower bounds on integrated latency (docs/planner.md): what no plan with a given W inside M_peak can beat."""
+"""Proven lower bounds on the integrated latency of every plan with a given W inside M_peak (docs/planner.md)."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from numpy.typing import NDArray
 from flashmem.schedule.instance import Instance, WeightSpec
 
 _SCAN, _SCANS = 512, 8
-"""Layers looked at in one step, and most steps, when the earliest release time of a weight is looked for."""
+"""Layers per step, and the most steps, of the search for the earliest release time of a weight."""
 
 _WINDOW = 2048
-"""Layers back from which a read that could not begin earlier is counted: fewer of them still make a bound."""
+"""The number of layers back from which delayed reads count. Fewer reads still give a valid bound."""
 
 _CHECKPOINTS, _FIRST = 16, 8
-"""Layers between which the bytes that must be moved there are priced: so many, and the first ones, which everything awaits."""
+"""The number of layers between which the cost of moves is computed, and the number of first layers that are included."""
 
 
 def fastest_seconds(instance: Instance, preload: Collection[str]) -> float:
     """A proven lower bound on the integrated latency of every plan that preloads `preload` and keeps to M_peak.
 
-    It holds whatever the order of the reads. Layer l cannot start before all bytes first used by layers 1..l are in, and:
+    The bound holds for any order of reads. Layer l cannot start before all bytes first used by layers 1..l are loaded, and:
 
-    - the bytes brought in never exceed M_peak plus what the finished layers freed;
-    - a slice is held as a whole from its release time on, so its read begins no sooner than a layer beside which it fits with
-      what that layer and the next ones use;
-    - the host hands on what was read at its rate, from when the session is open;
-    - what is moved beside layers slows them down, at least as if every byte went where that costs least.
+    - the bytes loaded never exceed M_peak plus the bytes that finished layers freed;
+    - a slice occupies its whole size from its release time on, so its read begins no sooner than a layer beside which it fits,
+      with the weights that this layer and the next ones use;
+    - the host passes on bytes at its rate, from when the session is open;
+    - moves slow layers down by at least the cost with every byte at the cheapest layer.
 
     M_peak must be at least `smallest_m_peak`.
     """
@@ -39,7 +39,7 @@ def fastest_seconds(instance: Instance, preload: Collection[str]) -> float:
     streamed = [w for w in instance.weights if w.name not in preload]
     needed: list[list[WeightSpec]] = [[] for _ in range(len(instance.layers) + 1)]
     for w in instance.weights:
-        before = 1 if instance.mode == "interleave" and w.name not in preload else 0  # the layer that moves it waits
+        before = 1 if instance.mode == "interleave" and w.name not in preload else 0  # the layer that moves it waits for it
         needed[max(1, w.first_use - before)].append(w)
     unit = math.gcd(0, *(w.nbytes for w in streamed)) or 1
     disk = _Disk(instance, streamed, instance.m_peak // unit * unit)
@@ -59,21 +59,21 @@ def fastest_seconds(instance: Instance, preload: Collection[str]) -> float:
 
 
 class _Disk:
-    """When the disk can have brought in the weights that were asked for so far, in the order of their need."""
+    """The earliest time at which the disk can have loaded the weights requested so far, in the order of need."""
 
     def __init__(self, instance: Instance, streamed: Sequence[WeightSpec], limit: int) -> None:
         layers = len(instance.layers)
         self.rate = instance.load_bandwidth
-        self.ready = 0.0  # of a fluid of bytes inside `limit`
-        self.room, self.layer = limit, 0  # bytes that may still come in; layers known to be done
+        self.ready = 0.0  # end of the reads, if bytes inside `limit` could be divided at will
+        self.room, self.layer = limit, 0  # bytes that may still be loaded; layers known to be done
         self.freed = [0] * (layers + 2)
         for w in streamed:
             self.freed[w.last_use] += w.nbytes
         self.opens = earliest_opens(layers, streamed, limit)
-        self.behind: NDArray[np.float64] = np.zeros(layers + 2)  # bytes asked for whose release time is no earlier than layer l
+        self.behind: NDArray[np.float64] = np.zeros(layers + 2)  # requested bytes with release times at or after layer l
 
     def read(self, w: WeightSpec, done: Sequence[float], *, resident: bool) -> None:
-        """All of `w` is to be brought in."""
+        """Request a read of all of `w`."""
         left = w.nbytes
         if resident:
             self.ready += left / self.rate
@@ -93,7 +93,7 @@ class _Disk:
             self.behind[max(2, opens - _WINDOW) : opens + 1] += w.nbytes
 
     def arrival(self, layer: int, done: Sequence[float]) -> float:
-        """When everything asked for can be in, before `layer` starts."""
+        """The earliest time at which all requested bytes can be loaded, before `layer` starts."""
         low = max(2, layer - _WINDOW // 2)
         if layer < low:
             return self.ready
@@ -106,9 +106,10 @@ class _Disk:
 
 
 def earliest_opens(layers: int, streamed: Sequence[WeightSpec], limit: int) -> dict[str, int]:
-    """By weight, a layer before which no plan inside `limit` bytes releases it.
+    """By weight, a lower bound on its release time for every plan inside `limit` bytes.
 
-    At a layer its own weights are held, and those first used at the next one: what does not fit beside them is not held yet.
+    Each layer holds at least the weights that it uses and those first used at the next layer. A weight that does not fit beside
+    them cannot be in memory yet.
     """
     change = np.zeros(layers + 3, np.int64)
     for w in streamed:
@@ -132,14 +133,14 @@ def earliest_opens(layers: int, streamed: Sequence[WeightSpec], limit: int) -> d
 
 
 class _Slowdowns:
-    """Ends of layers with what must be moved beside them, at a few layers apart."""
+    """Lower bounds on the ends of some layers, with the slowdown by the bytes that must be moved by then."""
 
     def __init__(self, instance: Instance, streamed: Sequence[WeightSpec]) -> None:
         layers = len(instance.layers)
         self.m_peak = instance.m_peak
         step = -(-layers // _CHECKPOINTS)
         self.points = {*range(2, min(_FIRST, layers)), *range(step, layers, step), layers}
-        self.before: list[tuple[int, float]] = [(1, instance.opening_seconds)]  # (layer, when it starts)
+        self.before: list[tuple[int, float]] = [(1, instance.opening_seconds)]  # (layer, its start)
         self.alone = [0.0, *accumulate(spec.seconds for spec in instance.layers)]
         first = [0] * (layers + 1)
         for w in streamed:
@@ -151,13 +152,13 @@ class _Slowdowns:
         self.free = not all(spec.beside for spec in instance.layers)
 
     def done(self, layer: int, start: float, end: float) -> float:
-        """When `layer` can be done, which starts no sooner than `start` and by itself is done at `end`."""
+        """The earliest end of `layer`, if it starts no sooner than `start` and ends at `end` without slowdown."""
         if self.free or layer not in self.points:
             return end
         best = end
         for first, begun in self.before:
             moved = self.first_used[layer] - self.first_used[first]
-            if first > 1:  # what could be held before it was perhaps moved before it
+            if first > 1:  # up to M_peak bytes may have been moved before the layer `first`
                 moved -= self.m_peak
             at_least = begun + self.alone[layer] - self.alone[first - 1]
             if moved > 0 and layer > first:
@@ -171,9 +172,9 @@ class _Slowdowns:
 
 
 def cheapest_pieces(seconds: float, beside: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The convex hull of a slowdown's curve from below: (seconds a byte, bytes), the cheapest first.
+    """The lower convex hull of a slowdown curve, as pieces (seconds per byte, bytes), the cheapest first.
 
-    Behind its last point the curve goes on as between the last two, so nothing on the hull is steeper than that.
+    Beyond its last point the curve keeps its last slope, so no piece of the hull is steeper than that.
     """
     pieces: list[tuple[float, float]] = []
     steepest = (beside[-1][1] - beside[-2][1]) / (beside[-1][0] - beside[-2][0]) if len(beside) > 1 else 0.0
@@ -193,7 +194,7 @@ def cheapest_pieces(seconds: float, beside: Sequence[tuple[float, float]]) -> li
 
 
 def cost_of(nbytes: float, pieces: Sequence[tuple[float, float]]) -> float:
-    """Seconds that `nbytes` cost where the cheapest of `pieces` (seconds a byte, bytes) are taken first."""
+    """The least cost in seconds of `nbytes`, with the cheapest of `pieces` (seconds per byte, bytes) used first."""
     cost, left = 0.0, float(nbytes)
     for price, length in sorted(pieces):
         taken = min(left, length)

@@ -1,9 +1,9 @@
-"""CP-SAT for the objective `first`: neighbourhoods around a plan, and a bound for plans that are small enough.
+"""CP-SAT for the objective `first`: neighbourhood search around a plan, and a bound for plans that are small enough.
 
-A neighbourhood is a range of layers. Weights first used in it, and not read before it, get any release times, in any order;
-everything else stays. Layers, reads and memory are those of the clock and of C2; what comes out is accepted only where the
-clock agrees. Where one neighbourhood is the whole plan, the same model with layers that nothing slows down, and a host that
-takes no time, proves a bound for every order of reads.
+A neighbourhood is a range of layers. Weights first used in it, and not read before it, may get any release times, in any order;
+all other decisions are fixed. Layers, reads and memory follow the clock and C2. A result is accepted only if the clock confirms
+it. If one neighbourhood is the whole plan, the same model proves a bound for every order of reads. There, moves do not slow
+layers down, and the host needs no time.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from flashmem.planning.latency.backfill import stalls
 from flashmem.schedule.instance import Instance, WeightSpec
 
 _MOST_CHOICES = 5000
-"""The most pairs of a weight and a layer that may release it in one model."""
+"""The most pairs in one model of a weight and a layer that may release it."""
 
 _TICKS = 4_000_000
-"""Parts into which the time of a plan is divided."""
+"""The number of time steps (ticks) into which the latency of a plan is divided."""
 
 _FOUND = (cp_model.OPTIMAL, cp_model.FEASIBLE)
 
 
 @dataclass(frozen=True)
 class Improved:
-    """Release times (of streamed weights), and a proven bound on the seconds of any plan with the same W; 0: none."""
+    """Release times (of streamed weights), and a proven bound on the seconds of any plan with the same W; 0: no bound."""
 
     releases: dict[str, int]
     bound: float
@@ -49,10 +49,10 @@ def improve(
     enough: float,
     workers: int = 2,
 ) -> Improved:
-    """Better `releases` for the same `moves` within `limit` bytes, found in `seconds`, and a bound for all plans with this
-    resident set within `roomiest` bytes.
+    """Improve `releases` for the same `moves` within `limit` bytes and `seconds` of search. Also prove a bound for all plans
+    with this resident set within `roomiest` bytes.
 
-    It ends when the clock has no more than `enough` seconds, which are proven to be a bound.
+    The search ends when the latency by the clock is at most `enough` seconds, a proven bound.
     """
     deadline = time.monotonic() + seconds
     best = dict(releases)
@@ -83,12 +83,12 @@ def _choices(instance: Instance, releases: Mapping[str, int], moves: Moves, firs
 
 
 def _free(instance: Instance, releases: Mapping[str, int], moves: Moves, first: int, last: int) -> list[WeightSpec]:
-    """Streamed weights whose release times a neighbourhood decides."""
+    """The streamed weights whose release times a neighbourhood decides."""
     return [w for w in instance.weights if w.name in moves and first < w.first_use <= last and releases[w.name] >= first]
 
 
 def _around_stalls(timing: Timing, releases: Mapping[str, int], clock: Clock) -> Iterator[tuple[int, int]]:
-    """Ranges of layers about the longest waits of the disk for memory, as long as a model can have them."""
+    """Ranges of layers around the longest waits of the disk for memory, as long as one model permits."""
     instance, moves, order = timing.instance, timing.moves, timing.order(releases)
     layers = len(instance.layers)
     taken: set[int] = set()
@@ -105,7 +105,8 @@ def _around_stalls(timing: Timing, releases: Mapping[str, int], clock: Clock) ->
 
 
 class _Neighbourhood:
-    """The model for the weights first used at layers `first` + 1 to `last`; in ticks from the session's opening."""
+    """The CP-SAT model for the weights first used at layers `first` + 1 to `last`; times are ticks since the session's
+    opening."""
 
     def __init__(self, timing: Timing, releases: Mapping[str, int], clock: Clock, limit: int, first: int, last: int) -> None:
         self.instance, self.moves, self.needs = timing.instance, timing.moves, timing.needs
@@ -118,7 +119,7 @@ class _Neighbourhood:
         order = timing.order(releases)
         begin = next((at for at, w in enumerate(order) if w.name in names), len(order))
         self.read_before = order[:begin]
-        # Read among them or after them; what opens behind the last layer is left out.
+        # Fixed weights that are read among the free ones or after them, without those released after the last layer.
         self.others = [w for w in order[begin:] if w.name not in names and releases[w.name] <= last]
         self.model = cp_model.CpModel()
         self._layers()
@@ -142,7 +143,7 @@ class _Neighbourhood:
         return self._ticks(w.nbytes / self.instance.load_bandwidth)
 
     def _layers(self) -> None:
-        """Ends of layers, with what was read before."""
+        """Add the ends of layers; earlier reads are fixed."""
         instance, clock = self.instance, self.clock
         self.horizon = 2 * _TICKS
         opened = clock.done[self.first - 2] if self.first > 1 else instance.opening_seconds
@@ -158,7 +159,7 @@ class _Neighbourhood:
             self.done[layer] = end
 
     def _reads(self) -> None:
-        """One after the other, behind their release times; layers wait for them."""
+        """Add the reads: sequential, after their release times; layers wait for them."""
         instance, model = self.instance, self.model
         before = self.read_before
         begin = self._ticks(self.clock.read[before[-1].name]) + self._size(before[-1]) if before else 0
@@ -188,13 +189,13 @@ class _Neighbourhood:
         model.add_no_overlap(intervals)
 
     def _memory(self, limit: int) -> None:
-        """What C2 counts, at every layer at which a choice matters."""
+        """Add the limit on bytes that C2 counts, at every layer that a choice affects."""
         held = held_bytes(self.instance, self.releases, self.moves)
         chosen: dict[int, list[cp_model.LinearExpr]] = {}
         fixed = {layer: int(held[layer]) for layer in range(self.first, self.last + 1)}
         for w in self.free:
             for place, later in enumerate(self.opens[w.name]):
-                layer = self.first + place  # held there unless the release time is at the next layer or later
+                layer = self.first + place  # in memory there unless the release time is at the next layer or later
                 chosen.setdefault(layer, []).append(w.nbytes * (1 - later))
                 if self.releases[w.name] <= layer:
                     fixed[layer] -= w.nbytes
@@ -202,7 +203,7 @@ class _Neighbourhood:
             self.model.add(cp_model.LinearExpr.sum(terms) <= limit - fixed[layer])
 
     def solve(self, seconds: float, workers: int) -> dict[str, int] | None:
-        """Release times of all weights, in the order of the reads that were found; None if nothing was."""
+        """Release times of all weights, in the order of the reads found; None if no solution was found."""
         if not self.free:
             return None
         cp = cp_solver(workers, seconds)
@@ -222,7 +223,7 @@ class _Neighbourhood:
 def _proven(
     instance: Instance, releases: Mapping[str, int], moves: Moves, clock: Clock, limit: int, seconds: float, workers: int
 ) -> float:
-    """A bound on the seconds of every plan with this W that holds at most `limit` bytes: times are rounded down."""
+    """A bound on the seconds of every plan with this W and at most `limit` bytes in flight; times are rounded down."""
     model = cp_model.CpModel()
     tick = clock.seconds / _TICKS
     most = _TICKS

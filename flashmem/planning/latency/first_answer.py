@@ -1,13 +1,14 @@
-"""The objective `first`: the plan that answers soonest inside M_peak, and then holds least on average.
+"""Planner for the objective `first`: the plan with the earliest answer inside M_peak, then with the least memory on average.
 
-W is only what must be there before layer 1 (and what the caller asks for): a preloaded weight delays layer 1 and keeps its
-bytes for good. Every other weight is read in use order, as early as memory permits. Among plans that read whole slices in use
-order no other is faster but for what moving slows down; where the disk waits for memory, that order is left (`filled`). Then
-each release time is as late as costs no time. It takes O(n log n), so a plan can be made again whenever the budget changes.
+W contains only the weights needed before layer 1 (and those that the caller requests): a preloaded weight delays layer 1 and
+occupies its bytes permanently. Every other weight is read in order of use, as early as memory permits. Among plans that read
+whole slices in order of use no plan is faster, except for the slowdown by moves. If the disk waits for memory, backfilling
+(`filled`) changes that order. Then each release time is as late as costs no time. This takes O(n log n), so a plan can be made
+again whenever the budget changes.
 
-lambda weighs latency against average memory. Plans are made for a ladder of limits, from M_peak to the least that works, and
-lambda says where between the average of the fastest (0) and of the smallest (1) the average must stay: the plan is the fastest
-of those that keep to it. So a sweep of lambda traces the Pareto front of the ladder, and neither end can be passed.
+lambda weighs latency against average memory. Plans are made for a ladder of limits, from M_peak to the least that works.
+lambda sets the allowed average between that of the fastest plan (0) and that of the smallest (1). The result is the fastest
+plan within that average. So a sweep of lambda traces the Pareto front of the ladder, and cannot pass either end.
 """
 
 from __future__ import annotations
@@ -36,22 +37,22 @@ def forced_preload(instance: Instance, preload: Collection[str] = ()) -> frozens
 
 
 def smallest_m_peak(instance: Instance, preload: Collection[str] = ()) -> tuple[int, str]:
-    """The smallest M_peak (bytes) that the planner makes a plan with W = `forced_preload` for, and the layer that binds.
+    """The smallest M_peak (bytes) for which the planner makes a plan with W = `forced_preload`, and the layer that requires it.
 
-    All of a weight is moved before the layer that uses it, so at layer l its own weights are in flight together with those
-    first used at layer l + 1. Load capacities do not count: they can be relaxed. In mode `interleave` weights are moved in the
-    layer before their use, and in staging as well there; elsewhere no plan does with less.
+    All of a weight is moved before the layer that uses it. So at layer l its own weights are in flight together with those
+    first used at layer l + 1. Load capacities do not count, because they can be relaxed. In mode `interleave`, weights are
+    moved in the layer before their use, and are in staging there as well. In other modes no plan needs less.
     """
     return _in_use(instance, forced_preload(instance, preload), 2 if instance.mode == "interleave" else 1)
 
 
 def least_in_use(instance: Instance, preload: Collection[str] = ()) -> int:
-    """The same without staging: what `earliest_releases` needs."""
+    """The same without staging: the bytes that `earliest_releases` needs."""
     return _in_use(instance, forced_preload(instance, preload), 1)[0]
 
 
 def _in_use(instance: Instance, chosen: frozenset[str], copies: int) -> tuple[int, str]:
-    """`copies`: of a weight at the layer before its first use."""
+    """Bytes in use at the layer that needs most. `copies`: of a weight at the layer before its first use."""
     change = [0] * (len(instance.layers) + 2)
     for w in instance.weights:
         if w.name not in chosen:
@@ -69,7 +70,7 @@ def require_m_peak(instance: Instance, preload: Collection[str]) -> None:
     """Check that M_peak is enough for some plan.
 
     Raises:
-        BudgetError: it is not.
+        BudgetError: M_peak is too small.
     """
     smallest, binding = smallest_m_peak(instance, preload)
     if instance.m_peak < smallest:
@@ -85,13 +86,13 @@ def require_m_peak(instance: Instance, preload: Collection[str]) -> None:
 def late_moves(
     instance: Instance, releases: Mapping[str, int], clock: Clock, near: int
 ) -> dict[str, tuple[tuple[int, int], ...]]:
-    """x_{w,l} of the streamed weights: within C_l where that can be, above it where it costs least.
+    """x_{w,l} of the streamed weights: within C_l if possible, above it where the cost is least.
 
     A chunk is moved between g_w (in mode `interleave`: the layer that first starts with its weight read) and i_w - 1. These
-    windows open and close in use order, so serving the latest use first, walking backwards, keeps most chunks within capacity.
-    What is left goes beside layers whose successors wait anyway, by `clock`, as far as that takes. The rest is spread over the
-    last `near` layers of the window in proportion to their latency. None of it goes beside hierarchical operators unless there
-    is nothing else.
+    windows open and close in order of use. So serving the latest use first, walking backwards, keeps most chunks within
+    capacity. Remaining chunks are moved beside layers whose successors wait anyway, by `clock`, as far as they fit. The rest is
+    spread over the last `near` layers of the window in proportion to their latency. Hierarchical operators get chunks only if
+    the window has no other layers.
     """
     queue = sorted((w for w in instance.weights if releases[w.name]), key=lambda w: w.first_use)
     waits = instance.mode == "interleave"
@@ -115,8 +116,8 @@ def late_moves(
 def _serve(
     queue: Sequence[WeightSpec], opens: Sequence[int], left: list[int], moves: list[dict[int, int]], rooms: Sequence[int]
 ) -> None:
-    """Move what is `left` of `queue` (in use order) beside layers that have room for so many chunks, walking backwards."""
-    waiting: list[int] = []  # latest use first; those before `head` are finished, or their window has closed
+    """Move the chunks `left` of `queue` (in order of use) beside layers with capacity `rooms`, walking backwards."""
+    waiting: list[int] = []  # latest use first; entries before `head` are finished, or their window has closed
     head, unseen = 0, len(queue) - 1
     for layer in range(len(rooms), 0, -1):
         while unseen >= 0 and queue[unseen].first_use > layer:
@@ -135,7 +136,7 @@ def _serve(
 
 
 def _unnoticed(instance: Instance, clock: Clock, moves: Sequence[Mapping[int, int]]) -> list[int]:
-    """Chunks by layer that may be moved there beside `moves` while the next layer waits for what it needs."""
+    """By layer, the chunks that can be moved there in addition to `moves` while the next layer waits for its weights."""
     moved = [0] * (len(instance.layers) + 1)
     for parts in moves:
         for layer, chunks in parts.items():
@@ -150,7 +151,7 @@ def _unnoticed(instance: Instance, clock: Clock, moves: Sequence[Mapping[int, in
 
 
 class _Spread:
-    """Shares chunks among the layers of a window in proportion to their latency."""
+    """Distribute chunks among the layers of a window in proportion to their latency."""
 
     def __init__(self, instance: Instance) -> None:
         able = [0.0 if spec.operator_class == "hierarchical" else spec.seconds for spec in instance.layers]
@@ -169,9 +170,10 @@ class _Spread:
 
 
 def read_and_move(instance: Instance, preload: frozenset[str], limit: int) -> tuple[dict[str, int], Moves, Clock]:
-    """Release times, moves and their clock for W = `preload`, holding at most `limit` bytes (at least `smallest_m_peak`).
+    """Release times, moves and their clock for W = `preload` with at most `limit` bytes in flight.
 
-    Weights are released as early as whole slices fit. Where staging makes that too much, a smaller part of `limit` is used.
+    `limit` must be at least `smallest_m_peak`. Weights are released as early as whole slices fit. If staging then exceeds
+    `limit`, a smaller part of it is used.
     """
     best: tuple[dict[str, int], Moves, Clock] | None = None
     for near in _NEAR:
@@ -180,13 +182,13 @@ def read_and_move(instance: Instance, preload: frozenset[str], limit: int) -> tu
             best = found
         releases, _, clock = best
         if clock.seconds <= play(instance, releases).seconds * (1 + _TIE):
-            break  # what is moved costs nothing
+            break  # the moves cost no time
     assert best is not None
     return best
 
 
 _NEAR = (1 << 30, 1)
-"""Layers before its use among which what capacities have no room for is spread: all, or those where it holds up no others."""
+"""Number of layers before its use that share the chunks of a weight above capacity: all, or the one that delays no other."""
 
 _TIE = 1e-9
 
@@ -201,7 +203,7 @@ def _read_and_move(instance: Instance, preload: frozenset[str], limit: int, near
         moves = moving(releases)
         if instance.mode != "interleave" or int(held_bytes(instance, releases, moves).max()) <= limit:
             break
-    else:  # every weight in the layer before its use, and read ahead as far as there is room
+    else:  # move every weight in the layer before its use, and read it as early as there is room
         moves = {w.name: ((w.first_use - 1, instance.chunks(w)),) for w in instance.weights if w.name not in preload}
         releases = releases_ahead(instance, preload, moves, limit)
     releases, moves = filled(instance, releases, moves, limit, None if instance.mode == "interleave" else moving)
@@ -210,24 +212,24 @@ def _read_and_move(instance: Instance, preload: frozenset[str], limit: int, near
 
 
 _STEPS = 8
-"""Parts of the limit that are tried for what stays at home where staging comes on top."""
+"""Number of parts of the limit to try for weights in their final places; staging needs memory in addition."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What `read_and_move` decides inside `limit` bytes, and the bytes of weights that a session then holds on average."""
+    """The decisions of `read_and_move` inside `limit` bytes, and the average bytes of weights in memory during a session."""
 
     limit: int
     releases: dict[str, int]
     moves: Moves
     clock: Clock
-    held: int  # at the most, beside W
+    held: int  # maximum, beside W
     average: int
-    left: int  # bytes in flight that lambda leaves of M_peak: for plans within them the bound is proven
+    left: int  # bytes in flight that lambda permits, at most M_peak: the bound is proven for plans within them
 
 
 def candidate(instance: Instance, preload: frozenset[str], limit: int) -> Candidate:
-    """The plan inside `limit` bytes. Places are taken while the session lasts; in mode `map` pages come and go."""
+    """The plan inside `limit` bytes. Places are allocated for the whole session; in mode `map` pages are not."""
     releases, moves, clock = read_and_move(instance, preload, limit)
     held = int(held_bytes(instance, releases, moves).max(initial=0))
     resident = sum(w.nbytes for w in instance.weights if w.name in preload)
@@ -242,10 +244,10 @@ def candidate(instance: Instance, preload: frozenset[str], limit: int) -> Candid
 
 
 def traced(instance: Instance, preload: frozenset[str], lambda_: float, *, quick: bool = False) -> Candidate:
-    """The fastest candidate whose average is no more than lambda admits, between that of the fastest and of the smallest.
+    """The fastest candidate within the average memory that lambda permits, between that of the fastest and of the smallest.
 
-    The same ladder of limits is asked for every lambda, so latency never falls and the average never rises with it. Of many
-    weights, and if it has to be `quick`, only the rung at lambda is made.
+    The ladder of limits is the same for every lambda, so latency never falls and the average never rises with lambda. For many
+    weights, or if `quick`, only the plan for the limit at lambda is made.
     """
     smallest, _ = smallest_m_peak(instance, preload)
 
@@ -271,23 +273,25 @@ def traced(instance: Instance, preload: frozenset[str], lambda_: float, *, quick
     fastest, least = min(family, key=order), min(one.average for one in family)
     allowed = least + int((fastest.average - least) * (1 - lambda_))
     chosen = min((one for one in family if one.average <= allowed), key=order)
-    # Where places are taken all the time, the average limits what is in flight; of pages it does not.
+    # If places are always allocated, the average limits the bytes in flight; the average of pages does not.
     left = instance.m_peak if not lambda_ or instance.mode == "map" else allowed - resident
     return replace(chosen, left=min(instance.m_peak, left))
 
 
 _RUNGS = 10
-"""Steps of the ladder below the plan that may hold most."""
+"""Steps of the ladder below the plan with the largest limit."""
 
 _LADDER_WEIGHTS, _THOROUGH_WEIGHTS = 1500, 64
-"""Most weights for which the whole ladder is asked; at lambda 0, where the widest limit is all but always the fastest."""
+"""The most weights for which all limits are tried, above lambda 0 and at 0. There, the largest limit is nearly always
+fastest."""
 
 
 def first_plan(instance: Instance, preload: Collection[str] = (), *, lambda_: float = 0.0, quick: bool = False) -> OverlapPlan:
-    """The fastest plan inside M_peak (or what lambda leaves of it); `objective` and `bound` are seconds of integrated latency.
+    """The fastest plan inside M_peak (or the part that lambda permits); `objective` and `bound` are integrated latency in
+    seconds.
 
-    The bound holds for every plan inside M_peak, or what lambda leaves of it, of this W at least: see `judged`. `quick`: as
-    `traced` has it.
+    The bound holds at least for every plan of this W inside M_peak, or the part that lambda permits: see `judged`. `quick`: as
+    in `traced`.
 
     Raises:
         BudgetError: M_peak is below `smallest_m_peak`.
@@ -306,8 +310,8 @@ def first_plan(instance: Instance, preload: Collection[str] = (), *, lambda_: fl
 def judged(instance: Instance, plan: OverlapPlan, proven: float = 0.0) -> OverlapPlan:
     """`plan` for the first answer with the bound that holds for every plan with its W inside the M_peak of `instance`.
 
-    `proven`: such a bound from elsewhere, in seconds. A plan as fast as if memory had no limit is the best of every W. Of plans
-    that move weights at the layer that uses them ("on-demand") nothing is proven.
+    `proven`: such a bound from another source, in seconds. A plan as fast as without a memory limit is the best for every W.
+    Plans that move weights at the layer that uses them ("on-demand") get no bound.
     """
     if plan.strategy == "on-demand":
         return plan

@@ -1,7 +1,7 @@
-"""What stays for later runs: weights that a run does not let go, in the memory that its reads leave over.
+"""Weights kept for later runs, in the memory that the first run does not need.
 
-The first run reads everything, and needs no more memory than keeps its reads ahead of the layers. What a budget has beside that
-holds weights that later runs then need not read. They keep their places from the start: nothing is moved between two runs.
+The first run reads everything, and needs only enough memory to keep its reads ahead of the layers. The rest of a budget holds
+weights that later runs then need not read. They have separate places from the start: nothing is moved between two runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flashmem.schedule.plan import OverlapPlan, PlannedWeight
 
 
 def later_seconds(instance: Instance, plan: OverlapPlan) -> float:
-    """Predicted latency of a later run: W and what was kept are there, the file is in the page cache."""
+    """Predicted latency of a later run: W and kept weights are resident, the file is in the page cache."""
     streamed = {w.name: w for w in plan.weights if not (w.preload or w.keep)}
     rest = replace(
         instance,
@@ -30,9 +30,9 @@ def later_seconds(instance: Instance, plan: OverlapPlan) -> float:
 
 
 def with_kept(instance: Instance, plan: OverlapPlan, limit: int | None, measure: Measure) -> OverlapPlan:
-    """`plan` with as many weights kept as `limit` bytes hold (None: all), those that make later runs the fastest.
+    """`plan` with as many weights kept as fit `limit` bytes (None: all), chosen to make later runs the fastest.
 
-    `measure`: the bytes of a plan that `limit` limits; those of `plan` are within it.
+    `measure`: the bytes of a plan that `limit` covers; those of `plan` are within it.
     """
     streamed = [w for w in plan.weights if not w.preload]
     if not streamed:
@@ -46,22 +46,22 @@ def with_kept(instance: Instance, plan: OverlapPlan, limit: int | None, measure:
 
 
 def by_later_runs(instance: Instance, plan: OverlapPlan) -> tuple[float, int]:
-    """Plans in the order of their later runs: the faster, to a microsecond; of equals the one that reads less."""
+    """Sort key of plans by their later runs: latency in whole microseconds, then bytes read."""
     return round(later_seconds(instance, plan), 6), -sum(w.nbytes for w in plan.weights if w.keep)
 
 
 _ORDERS: Sequence[Callable[[PlannedWeight], tuple[int, ...]]] = (
-    lambda w: (w.first_use,),  # what a later run needs before it could read ahead
+    lambda w: (w.first_use,),  # weights that a later run needs before it could read ahead
     lambda w: (-w.nbytes, w.first_use),
 )
-"""In which weights are kept until the memory is full."""
+"""Orders in which weights are kept until the memory is full."""
 
 _TRIES = 5
-"""Layouts tried for one order: what a place really takes is known only then."""
+"""The number of layouts tried for one order: only a layout determines the exact bytes of a place."""
 
 
 def _filled(plan: OverlapPlan, order: Sequence[PlannedWeight], limit: int, measure: Measure) -> OverlapPlan:
-    """`plan` with the first of `order` kept that fit."""
+    """`plan` that keeps the first weights of `order`, as many as fit."""
     best, most = plan, -1
     room = limit - measure(plan)
     for _ in range(_TRIES):
@@ -91,9 +91,9 @@ def leanest(
     value: Callable[[OverlapPlan], float],
     near: int = 0,
 ) -> OverlapPlan:
-    """A plan as good as `best` by `value`, but for a little, that `make` makes in the smallest M_peak from `least` bytes on.
+    """The plan of `make` in the smallest M_peak, at least `least` bytes, that is nearly as good as `best` by `value`.
 
-    It is searched until less than `near` bytes can be gained.
+    The search ends when less than `near` bytes can be gained.
     """
     low, high, chosen = least, best.m_peak, best
     worst = value(best) * (1 + _WORTH)
@@ -110,6 +110,6 @@ def leanest(
 
 
 _WORTH = 0.02
-"""A share of the first answer that room for later runs may cost."""
+"""The share of the first answer that memory for later runs may cost."""
 
 _HALVINGS = 5

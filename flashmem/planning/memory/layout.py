@@ -1,7 +1,7 @@
-"""Static memory layout: where everything with a lifetime lives, decided before the first layer runs.
+"""Static memory layout: a fixed place for every object with a lifetime, decided before the first layer runs.
 
-`lay_out` places intervals of layers in one buffer (the activation arena, the weight pool, staging); two that are alive at once
-never overlap. `lay_out_pools` derives from an overlap plan what each transfer mode holds: see `PoolLayout`.
+`lay_out` places intervals of layers in one buffer (the activation arena, the weight pool, staging). Two intervals that are
+alive at once never overlap. `lay_out_pools` derives the memory of each transfer mode from an overlap plan: see `PoolLayout`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from flashmem.schedule.plan import OverlapPlan, PlannedWeight, PoolLayout, passi
 from flashmem.schedule.staging_slots import staging_slots
 
 _RING_WIDENING = 128
-"""A ring that is too small is made wider by this part of the least size, then by twice that, and so on."""
+"""A ring that is too small is widened by the least size divided by this number, then by twice that, and so on."""
 
 _RING_STEPS = 12
-"""Bisections below the best that was found."""
+"""The number of bisections below the best size found."""
 
 _WASTED = 1000
-"""A ring that wastes less than this part of the least size is good enough."""
+"""A ring that wastes less than the least size divided by this number is good enough."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Interval:
 
 
 def max_concurrent(intervals: Iterable[Interval], alignment: int = 1) -> int:
-    """Most bytes alive at one layer, sizes rounded up to `alignment`: no layout is smaller."""
+    """The most bytes alive at one layer, with sizes rounded up to `alignment`: a lower bound for every layout."""
     change: dict[int, int] = {}
     for i in intervals:
         change[i.first] = change.get(i.first, 0) + _round_up(i.nbytes, alignment)
@@ -52,10 +52,10 @@ def max_concurrent(intervals: Iterable[Interval], alignment: int = 1) -> int:
 def lay_out(intervals: Sequence[Interval], alignment: int) -> tuple[dict[str, int], int]:
     """Offsets (multiples of `alignment`) by name, and the size of the buffer that holds them.
 
-    What is alive all the time (W) lies below the rest. Streams come and go in order, so the rest is placed round a ring, as
-    small as widening it and then a bisection find. Unless that is all but as small as `max_concurrent`, it is placed one after
-    the other too, where the smallest gap among those alive at the same time takes it, in a few orders, each given up once it
-    is no smaller; should one be smaller, a ring below it is looked for again.
+    Intervals that are always alive (W) are placed below the others. Streamed weights are loaded and freed in order, so the
+    others are placed in a ring. Widening and then bisection find a small ring. If its size is not near `max_concurrent`, best
+    fit also places the intervals one after the other, in several orders. An order is given up once it is no smaller. If one is
+    smaller, the search for a ring below it is repeated.
 
     Raises:
         ValueError: two intervals of one name.
@@ -94,7 +94,7 @@ def _lay_out_above(intervals: Sequence[Interval], alignment: int) -> tuple[dict[
 
 
 def _place(intervals: Sequence[Interval], alignment: int, limit: int) -> tuple[dict[str, int], int] | None:
-    """Best fit in the given order, below `limit`; None if that is too little. O(n * (n / vector width + alive log alive))."""
+    """Best fit in the given order, below `limit`; None if it does not fit. O(n * (n / vector width + alive log alive))."""
     count = len(intervals)
     first, last = (np.array([getattr(i, end) for i in intervals], np.int64) for end in ("first", "last"))
     size = np.array([_round_up(i.nbytes, alignment) for i in intervals], np.int64)
@@ -102,7 +102,7 @@ def _place(intervals: Sequence[Interval], alignment: int, limit: int) -> tuple[d
     for at in range(count):
         alive = np.flatnonzero((first[:at] <= last[at]) & (last[:at] >= first[at]))
         alive = alive[np.argsort(start[alive], kind="stable")]
-        tops = np.maximum.accumulate(np.concatenate(([0], start[alive] + size[alive])))  # where a gap may begin
+        tops = np.maximum.accumulate(np.concatenate(([0], start[alive] + size[alive])))  # possible starts of gaps
         gaps = start[alive] - tops[:-1]
         fits = np.flatnonzero(gaps >= size[at])
         start[at] = tops[fits[np.argmin(gaps[fits])]] if fits.size else tops[-1]
@@ -115,7 +115,7 @@ def _place(intervals: Sequence[Interval], alignment: int, limit: int) -> tuple[d
 def _smaller_ring(
     in_time: Sequence[Interval], alignment: int, bound: int, best: tuple[dict[str, int], int]
 ) -> tuple[dict[str, int], int]:
-    """The smallest ring between `bound` and `best` that a bisection finds, or `best`."""
+    """The smallest ring between `bound` and `best` that bisection finds, or `best`."""
     low = bound
     for _ in range(_RING_STEPS):
         if best[1] - low <= alignment:
@@ -130,7 +130,7 @@ def _smaller_ring(
 
 
 def _wide_ring(in_time: Sequence[Interval], alignment: int, bound: int) -> tuple[dict[str, int], int]:
-    """A ring of `bound` bytes, the least there can be, or of as little more as `_RING_WIDENING` says."""
+    """A ring of `bound` bytes, the lower bound, or the first wider one in steps of `_RING_WIDENING` that works."""
     size, more = bound, bound // _RING_WIDENING
     while (ring := _ring(in_time, alignment, size)) is None:
         more = max(more, alignment)
@@ -139,7 +139,7 @@ def _wide_ring(in_time: Sequence[Interval], alignment: int, bound: int) -> tuple
 
 
 def _ring(intervals: Sequence[Interval], alignment: int, size: int) -> tuple[dict[str, int], int] | None:
-    """Next fit in order of time within `size` bytes, starting again at 0 where the end is reached; None if one does not fit."""
+    """Next fit in order of time within `size` bytes, continuing at 0 after the end; None if an interval does not fit."""
     offsets: dict[str, int] = {}
     alive: list[tuple[int, int]] = []  # (offset, end), sorted
     expiry: list[tuple[int, int, int]] = []  # (last, offset, end), a heap
@@ -164,7 +164,7 @@ def _ring(intervals: Sequence[Interval], alignment: int, size: int) -> tuple[dic
 
 
 def _next_fit(alive: Sequence[tuple[int, int]], nbytes: int, start: int, size: int) -> int | None:
-    """The first offset from `start` on with `nbytes` free below `size`."""
+    """The first offset at or after `start` with `nbytes` free below `size`."""
     at = bisect_left(alive, (start, start))
     offset = max(start, alive[at - 1][1]) if at else start
     while at < len(alive) and alive[at][0] - offset < nbytes:
@@ -181,8 +181,8 @@ def lay_out_pools(
     page_bytes: int = DEFAULT_PAGE,
     loader_threads: int | None = None,
 ) -> dict[str, PoolLayout]:
-    """The layout of each of `modes` for the planned slices, by mode. `page_bytes`: the program's, which slices start on.
-    `loader_threads`: the plan's, unless others are named.
+    """The layout of the planned slices in each of `modes`, by mode. `page_bytes`: the program's alignment of slices.
+    `loader_threads`: by default the plan's.
 
     Raises:
         ValueError: the plan has a weight that is not among `slices`.
@@ -204,7 +204,7 @@ def lay_out_pools(
 
 
 class _Pools:
-    """The planned slices, and how each mode holds them. `piece`: bytes that pass through the ring at a time; `page`: bytes of a
+    """The planned slices, and the layout of each mode. `piece`: bytes that pass through the ring at a time; `page`: bytes of a
     page of the weight file.
     """
 
@@ -215,23 +215,23 @@ class _Pools:
         self.page = page
 
     def mapped(self) -> PoolLayout:
-        """Nothing is allocated; pages of the file are resident from g_w to the last use."""
+        """Layout without allocations; pages of the file are resident from g_w to the last use."""
         peak = max_concurrent(self._whole(part for part in self.planned), self.page)
         return PoolLayout(mapped_peak_bytes=peak, resident_bytes=self._resident(self.page))
 
     def alias(self) -> PoolLayout:
-        """Every slice in one buffer; textures are views of it."""
+        """Layout with every slice in one buffer; textures are views of it."""
         offsets, total = lay_out(self._whole(self.planned), POOL_ALIGNMENT)
         return PoolLayout(pool_bytes=total, offsets=offsets, resident_bytes=self._resident(POOL_ALIGNMENT))
 
     def dma(self, loader_threads: int) -> PoolLayout:
-        """Slices are written from g_w on, through a ring of one part for each loader thread, in pieces if they are large."""
+        """Layout with slices written from g_w on, through a ring with one part for each loader thread, large ones in pieces."""
         return replace(self._targets(lambda w: w.read_layer), ring_bytes=loader_threads * self._passing(self.planned))
 
     def interleave(self, loader_threads: int, *, shares_memory: bool) -> PoolLayout:
-        """Slices wait in staging from g_w to their last move; kernels move them from the first move on.
+        """Layout with slices in staging from g_w to their last move; kernels move them home from the first move on.
 
-        W passes through a ring. So does what is streamed where host and device do not share memory.
+        W passes through a ring. Streamed slices do too if host and device do not share memory.
         """
         layout = self._targets(lambda w: w.first_mover)
         if not shares_memory:
@@ -246,21 +246,22 @@ class _Pools:
         return replace(layout, ring_bytes=loader_threads * passed)
 
     def _passing(self, planned: Sequence[tuple[Slice, PlannedWeight]]) -> int:
-        """Bytes that pass through the ring at a time of the largest slice."""
+        """Bytes of the largest slice that pass through the ring at a time."""
         return max((_round_up(passing_bytes(s, self.piece), POOL_ALIGNMENT) for s, _ in planned), default=0)
 
     def _whole(self, planned: Iterable[tuple[Slice, PlannedWeight]]) -> list[Interval]:
         return [Interval(w.name, s.file_bytes, *self._lifetime(w, w.read_layer)) for s, w in planned]
 
     def _resident(self, unit: int) -> int:
-        """Bytes of W, each slice in whole units."""
+        """Bytes of W, with each slice rounded up to `unit` bytes."""
         return sum(_round_up(s.file_bytes, unit) for s, w in self.planned if w.preload)
 
     def _lifetime(self, w: PlannedWeight, first: int) -> tuple[int, int]:
         return w.home_life(first, self.layers)
 
     def _targets(self, begins: Callable[[PlannedWeight], int]) -> PoolLayout:
-        """Plain buffers in the pool, images in texture slots, each from `begins` (streamed slices) to its last use."""
+        """Final places: plain buffers in the pool, images in texture slots, each from `begins` (if streamed) to its last
+        use."""
         lives = [(s, self._lifetime(w, 0 if w.preload else begins(w))) for s, w in self.planned]
         buffers = [Interval(s.name, s.file_bytes, *life) for s, life in lives if not s.is_image]
         offsets, total = lay_out(buffers, POOL_ALIGNMENT)
@@ -276,7 +277,7 @@ class _Pools:
 
 
 def _piece_bytes(slices: Sequence[Slice], wished: int) -> int:
-    """Bytes that pass through the ring at a time: whole places of a pool, and a row of an image at least."""
+    """Bytes that pass through the ring at a time: a multiple of the pool alignment, and at least one row of an image."""
     rows = max((part.row_pitch for part in slices), default=0)
     return _round_up(max(wished, rows, 1), POOL_ALIGNMENT)
 

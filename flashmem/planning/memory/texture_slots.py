@@ -1,4 +1,4 @@
-"""Texture slots: images that slices take turns in, because a texture cannot be placed at an offset of a buffer."""
+"""Texture slots: images that slices occupy in turn, because a texture cannot be placed at an offset of a buffer."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from flashmem.program.tensors import Slice
 from flashmem.schedule.plan import TextureSlot
 
 _NEVER = sys.maxsize
-"""The end of a gap that nothing follows."""
+"""The end of a gap that has no end."""
 
 
 def colour_slots(images: Sequence[tuple[Slice, int, int]]) -> tuple[tuple[TextureSlot, ...], dict[str, int]]:
-    """Texture slots that `images` (slice, first layer, last layer) take turns in, and the slot of each slice by name.
+    """Assign `images` (slice, first layer, last layer) to texture slots: the slots, and the slot of each slice by name.
 
-    Two greedy orders, largest first and in order of time; the one with fewer bytes is kept. A slice takes the smallest slot
-    that is free and large enough in both directions, or a new one of its own size.
+    Two greedy orders are tried, largest first and by time; the one with fewer bytes is kept. A slice gets the smallest free
+    slot that is large enough in both directions, or a new one of its size.
     """
     largest_first = sorted(images, key=lambda image: (-image[0].width * image[0].height, image[1]))
     in_time = sorted(images, key=lambda image: (image[1], -image[0].width * image[0].height))
@@ -45,16 +45,16 @@ class _SlotSize:
         return slot.channel == part.channel and slot.width >= part.width and slot.height >= part.height
 
     def shortest(self, last: int) -> int | None:
-        """Where the shortest of the gaps is that last through layer `last`."""
+        """Index of the shortest gap that extends to layer `last` at least."""
         at = bisect_left(self.gaps, (last, -1))
         return at if at < len(self.gaps) else None
 
 
 class TextureSlotAllocator:
-    """Slots and their turns. Images are placed in any order; quickly, as long as their first layers ascend.
+    """Allocator of texture slots, each occupied by several images in turn. Ascending first layers are fast; any order works.
 
-    As layers go by, gaps between turns open; a free slot of a size is then found without looking at its turns. When an image
-    comes that begins before the one placed last, the gaps are computed again from its first layer.
+    The allocator tracks the gaps that are open at the present layer, so it finds a free slot without a search of its images. If
+    an image begins before the one placed last, the gaps are computed again from its first layer.
     """
 
     def __init__(self) -> None:
@@ -62,11 +62,11 @@ class TextureSlotAllocator:
         self._turns: list[list[tuple[int, int]]] = []  # by slot: (first, last), sorted
         self._size: list[_SlotSize] = []  # by slot
         self._sizes: dict[tuple[int, int, str], _SlotSize] = {}
-        self._opening: list[tuple[int, int, int]] = []  # gaps to come, a heap: (first layer, slot, last layer)
+        self._opening: list[tuple[int, int, int]] = []  # future gaps, a heap: (first layer, slot, last layer)
         self._now = 0
 
     def place(self, part: Slice, first: int, last: int) -> int:
-        """The slot that `part` takes in layers `first` to `last`."""
+        """The slot that `part` occupies in layers `first` to `last`."""
         self._advance(first)
         until, number = self._free(part, last) or (_NEVER, self._new(part))
         insort(self._turns[number], (first, last))
@@ -94,8 +94,8 @@ class TextureSlotAllocator:
         yield begin, number, _NEVER
 
     def _free(self, part: Slice, last: int) -> tuple[int, int] | None:
-        """Take the smallest slot that holds `part` and is free from now to `last`, of those the one that is free for the
-        shortest time: the layer to which it was, and its number.
+        """Allocate the smallest slot that holds `part` and is free from now to `last`; among equals, the one with the shortest
+        gap. Return the last layer of the gap and the slot number; None if no slot is free.
         """
         best: tuple[_SlotSize, int] | None = None
         for same_size in self._sizes.values():
