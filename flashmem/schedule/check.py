@@ -36,7 +36,7 @@ def check(plan: OverlapPlan, instance: Instance, slices: Sequence[Slice] = ()) -
 
 
 def check_rules(plan: OverlapPlan, instance: Instance, slices: Sequence[Slice] = ()) -> None:
-    """The same but for an objective in seconds: what can be said where the rates of the problem are not known."""
+    """Verify all rules except an objective in seconds: these checks do not need the rates of the problem."""
     _check_weights(plan, instance)
     for w in plan.weights:
         _check_moves(w, w.first_use if plan.strategy == "on-demand" else w.first_use - 1)
@@ -49,7 +49,7 @@ def check_rules(plan: OverlapPlan, instance: Instance, slices: Sequence[Slice] =
 
 
 def _check_weights(plan: OverlapPlan, instance: Instance) -> None:
-    """Every weight of the problem once, as the problem describes it."""
+    """Check that the plan has every weight of the problem once, with the problem's description of it."""
     if (plan.chunk_bytes, plan.m_peak, plan.mode) != (instance.chunk_bytes, instance.m_peak, instance.mode):
         raise PlanViolation("problem", "the plan was made for another chunk size, another M_peak or another transfer mode")
     planned = {w.name: w for w in plan.weights}
@@ -65,7 +65,7 @@ def _check_weights(plan: OverlapPlan, instance: Instance) -> None:
 
 
 def _check_memory(plan: OverlapPlan, instance: Instance) -> None:
-    """C2: what the runtime holds beside W in the plan's mode, at every layer, and what the layout of that mode takes."""
+    """Check C2: the bytes beside W in the plan's mode, at every layer, and the bytes of that mode's layout."""
     layers = len(instance.layers)
     change = [0] * (layers + 2)
     for w in plan.weights:
@@ -89,7 +89,7 @@ def _check_memory(plan: OverlapPlan, instance: Instance) -> None:
 
 
 def _check_capacities(plan: OverlapPlan, instance: Instance) -> None:
-    """The problem's capacities, and for the paper's objective C3, and that only a relaxing tier has raised one."""
+    """Check the plan's capacities. For the paper's objective check C3, and that only a relaxing tier has raised a C_l."""
     if len(plan.capacities) != len(instance.layers):
         raise PlanViolation("C3", f"{len(plan.capacities)} capacities for {len(instance.layers)} layers")
     for layer, (stated, spec) in enumerate(zip(plan.capacities, instance.layers, strict=True), start=1):
@@ -132,7 +132,7 @@ def _check_objective(plan: OverlapPlan) -> None:
 
 
 def _check_seconds(plan: OverlapPlan, instance: Instance) -> None:
-    """An objective in seconds, recomputed from the release times and from what is moved beside each layer."""
+    """Recompute an objective in seconds, from the release times and the bytes moved beside each layer."""
     if plan.objective_kind == "paper":
         return
     later = plan.objective_kind == "steady"
@@ -142,7 +142,7 @@ def _check_seconds(plan: OverlapPlan, instance: Instance) -> None:
 
 
 def _seconds(plan: OverlapPlan, instance: Instance, *, later: bool) -> float:
-    """Latency of the first run, or of a `later` one, which finds W and what was kept, and the file in the page cache."""
+    """Latency of the first run, or of a `later` one: then W and kept weights are resident, the file is in the page cache."""
     opening = 0.0 if later else instance.opening_seconds
     cached = later and instance.host_bandwidth < float("inf")
     weights = [w for w in plan.weights if not (later and (w.preload or w.keep))]
@@ -170,11 +170,11 @@ def _seconds(plan: OverlapPlan, instance: Instance, *, later: bool) -> float:
         piece = min(w.nbytes, instance.piece_bytes) / instance.host_bandwidth
         host = loaded[w.name] = max(host + w.nbytes / instance.host_bandwidth, disk + piece)
     run(len(instance.layers))
-    return done[-1] if instance.layers else 0.0  # when the last layer is done
+    return done[-1] if instance.layers else 0.0  # the end of the last layer
 
 
 def _check_moves(w: PlannedWeight, latest: int) -> None:
-    """C0 and C1 of one weight, which is read and moved no later than layer `latest`."""
+    """Check C0 and C1 of one weight, which must be read and moved no later than layer `latest`."""
     if w.preload:
         if w.moves:
             raise PlanViolation("C0", f"preloaded weight {w.name} is streamed as well")
@@ -246,7 +246,7 @@ def _check_layout(
 
 
 def _check_staging(mode: str, layout: PoolLayout, streamed: list[PlannedWeight]) -> None:
-    """Each streamed slice has a place in the one buffer, or a slot, for itself from its release time to its last move."""
+    """Check that each streamed slice has its own place in the buffer, or a slot, from its release time to its last move."""
     for w in streamed:
         places, other = layout.staging, layout.staging_slot_of
         if layout.staging_slots:
@@ -293,8 +293,8 @@ def _check_turns(mode: str, turns: dict[int, list[tuple[int, int, str]]], what: 
 def _check_disjoint(where: str, places: Iterable[_Placed], size: int) -> None:
     """Check that places alive at the same time are disjoint.
 
-    It sweeps over the layers and keeps the live places sorted by offset, so that a new place is compared with two neighbours
-    only.
+    It sweeps over the layers and keeps the live places sorted by offset, so that a new place is compared with its two
+    neighbours only.
     """
     events = sorted(
         [(p.first, 1, p) for p in places] + [(p.last + 1, 0, p) for p in places], key=lambda e: (e[0], e[1], e[2].offset)

@@ -1,4 +1,4 @@
-"""An instance of overlap-plan generation (docs/planner.md; FlashMem §3.1): what is given, before anything is decided."""
+"""An instance of overlap-plan generation: the input of the planners (docs/planner.md; FlashMem §3.1)."""
 
 from __future__ import annotations
 

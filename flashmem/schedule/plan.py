@@ -41,7 +41,7 @@ BoundScope = Literal["problem", "resident-set"]
 
 Tier = Literal["dynamic-program", "cp-sat", "soft-threshold", "incremental-preload", "greedy"]
 Strategy = Literal["stream", "on-demand", "always-next", "next-operator", "same-op", "resident-first"]
-"""Who made the plan: "stream" is the planner, the others are baselines for comparison (planning/baselines.py)."""
+"""The planner ("stream"), or the baseline for comparison (planning/baselines.py), that made the plan."""
 
 
 RELAXING_TIERS: frozenset[Tier] = frozenset({"soft-threshold", "incremental-preload", "greedy"})
@@ -63,13 +63,12 @@ class PlanViolation(ValueError):  # noqa: N818 - a finding, named as such in the
 class PlannedWeight:
     """The plan's decisions for weight w.
 
-    A preloaded weight (w in W) has no `moves`; its place is its own from before layer 1 to the end of the session. Weights are
-    read from disk from their release time `read_layer` (g_w) on: the loader may start once layer g_w - 1 is done. For a
-    weight of W, which takes nothing from what is in flight, it only says which others are read before it; 0: none.
+    A preloaded weight (w in W) has no `moves`; its place is reserved from before layer 1 to the end of the session. Weights are
+    read from disk from their release time `read_layer` (g_w) on: the loader may start once layer g_w - 1 is done. A weight of
+    W uses none of the bytes in flight, so its release time only determines which others are read before it; 0: none.
     `moves` holds (layer, chunks) with chunks > 0, ascending: x_{w,l}; the first of these layers is z_w. It is freed when layer
-    `last_use` is done, unless it is to `keep`: then it stays for later runs, which find it resident. A move at layer
-    `first_use`
-    itself (strategy "on-demand" only) is made before that layer computes, with nothing beside it.
+    `last_use` is done, unless `keep` is set: then it stays resident for later runs. A move at layer `first_use` itself
+    (strategy "on-demand" only) is made before that layer computes, with nothing beside it.
     """
 
     name: str

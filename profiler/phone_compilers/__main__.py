@@ -1,4 +1,4 @@
-"""`python -m flashmem.profiler.phone_compilers GPU BUNDLE`: what a phone's open compiler makes of a bundle's kernels."""
+"""`python -m flashmem.profiler.phone_compilers GPU BUNDLE`: statistics of a bundle's kernels from a phone's open compiler."""
 
 from __future__ import annotations
 

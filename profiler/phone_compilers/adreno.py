@@ -1,4 +1,4 @@
-"""Parses what freedreno's compiler ir3 prints with IR3_SHADER_DEBUG=cs: assembly and a summary of each kernel."""
+"""Parse the output of freedreno's compiler ir3 with IR3_SHADER_DEBUG=cs: assembly and a summary of each kernel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MACS = ("mad.f32", "mad.f16")
 
 
 def parse(kernel: str, compiled: Compiled) -> KernelStatistics | None:
-    """The statistics of the last kernel that was printed; None if there is none."""
+    """The statistics of the last kernel in the output; None if it has no kernel."""
     programs = _PREFIX.sub("", compiled.printed).split("Native code for ")[1:]
     if not programs:
         return None
@@ -34,7 +34,7 @@ def parse(kernel: str, compiled: Compiled) -> KernelStatistics | None:
     labels = {match[1]: at for at, line in enumerate(code) if (match := _LABEL.match(line))}
     jumps = [(labels[match[1]], at) for at, line in enumerate(code) if (match := _JUMP.search(line)) and match[1] in labels]
     loops = bodies([(to, at) for to, at in jumps if to <= at])
-    said = next(iter(compiled.kernels.values()), {})  # a text has one kernel, whose name may be another one
+    said = next(iter(compiled.kernels.values()), {})  # a text has one kernel, whose name may differ from `kernel`
     return KernelStatistics(
         kernel=kernel,
         instructions=summary.get("instr", 0),
@@ -67,7 +67,7 @@ def _read(program: str) -> tuple[list[str], dict[str, int]]:
 
 
 def _counted(code: Sequence[str]) -> LoopStatistics:
-    """The instructions of a part of the code."""
+    """Statistics of the instructions in `code`."""
     counts = dict.fromkeys(("instructions", "slots", "macs", "load_bytes", "loads", "textures", "local", "stack"), 0)
     for line in code:
         if _LABEL.match(line):

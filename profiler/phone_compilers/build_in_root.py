@@ -1,6 +1,6 @@
-"""Builds the OpenCL C of standard input, and prints what the driver says about its kernels. Runs inside a compiler root.
+"""Build OpenCL C from standard input, and print the driver's properties of its kernels. Runs inside a compiler root.
 
-Nothing but the standard library is there. The last line printed is `BUILT` and JSON: the device, the kernels, or an error.
+Only the standard library is available there. The last line of output is `BUILT` and JSON: the device, the kernels, or an error.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""One kernel of each family and kernel config that a device descriptor lists, as OpenCL C, without a model."""
+"""One kernel of each family and of each kernel config in a device descriptor, as OpenCL C, without a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashmem.program.kernel_text import kernel_texts
 from flashmem.target.descriptor import DeviceDescriptor
 
 ROWS, DEPTH, COLUMNS, PLACES, HEAD = 128, 256, 256, 14, 64
-"""Sizes that every listed config divides, so that no case is cut to a smaller tile: ViT's and ResNet's have such sizes."""
+"""Sizes divisible by every listed config, so that no case uses a smaller tile: ViT's and ResNet's have such sizes."""
 
 CONTRACTIONS = ("matmul", "conv", "matmul_dynamic")
 
@@ -24,7 +24,7 @@ def kernels_of(descriptor: DeviceDescriptor) -> dict[str, str]:
 
 
 def lane_kernels_of(descriptor: DeviceDescriptor) -> dict[str, str]:
-    """The kernels that only copy weights, one for each kind of memory."""
+    """The kernels that only copy weights, one for each memory path."""
     [target] = targets_of(Matmul(ROWS, DEPTH, COLUMNS).graph(), descriptor, "fp32", "phones", "lane")
     return {name: text for name, text in kernel_texts(target.source.lane).items() if name.startswith("lane_copy")}
 
@@ -50,7 +50,7 @@ def _cases(descriptor: DeviceDescriptor) -> Iterator[tuple[str, _Case]]:
 
 
 def _contraction(family: str) -> Graph:
-    """A contraction of what another operator computes, and so stores in half where precision is fp16."""
+    """A contraction whose operand another operator computes, and so stores in half if the precision is fp16."""
     g = Sketch()
     if family == "matmul":
         x = g.node("Tanh", [g.input(1, ROWS, DEPTH)], (1, ROWS, DEPTH))
@@ -65,7 +65,7 @@ def _contraction(family: str) -> Graph:
 
 
 def _others() -> Iterator[tuple[str, Graph]]:
-    """A graph for each family that no config changes."""
+    """A graph for each family that has no configs."""
     rows = (1, ROWS, COLUMNS)
     image = (1, HEAD, PLACES, PLACES)
     g = Sketch()

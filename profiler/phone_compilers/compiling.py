@@ -1,4 +1,4 @@
-"""Runs one OpenCL C text through the compiler of a phone's GPU, in the root that has it."""
+"""Compile one OpenCL C text with the compiler of a phone's GPU, inside its compiler root."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashmem.profiler.phone_compilers.gpus import Gpu
 from flashmem.profiler.phone_compilers.roots import Root, set_up
 
 MOST_SECONDS = 900
-"""How long one text may take to compile."""
+"""Time limit for the compilation of one text."""
 
 _TRIPLES = {"amd64": "x86_64-linux-gnu", "arm64": "aarch64-linux-gnu"}
 _EMULATOR = "qemu-aarch64-static"
@@ -26,7 +26,7 @@ _BUILT = re.compile(r"^BUILT (\{.*\})$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a compiler made of a text: the code that it printed, and what the driver says about the kernel; or the error."""
+    """The result of a compiler: the code that it printed, and the driver's properties of the kernel; or the error."""
 
     printed: str
     error: str = ""
@@ -36,10 +36,10 @@ class Compiled:
 
 
 def root_of(gpu: Gpu) -> Root:
-    """The root with the compiler of `gpu`, set up if it is not there.
+    """The root with the compiler of `gpu`, set up if it does not exist.
 
     Raises:
-        UserError: it cannot be set up or used on this machine.
+        UserError: the root cannot be set up or used on this machine.
     """
     needed, package = ("unshare", "util-linux") if gpu.architecture == "amd64" else (_EMULATOR, "qemu-user-static")
     if shutil.which(needed) is None:
@@ -48,7 +48,7 @@ def root_of(gpu: Gpu) -> Root:
 
 
 def options_of(text: str) -> list[str]:
-    """The build options of a kernel, as the runtime's: kernels with subgroup shuffles are OpenCL C 3.0."""
+    """The build options of a kernel, equal to the runtime's: kernels with subgroup shuffles are OpenCL C 3.0."""
     return ["-cl-std=CL3.0" if "FM_SHUFFLE" in text else "-cl-std=CL1.2"]
 
 

@@ -1,4 +1,4 @@
-"""The GPUs that Mesa's compilers can be asked for, and how each is named there."""
+"""The GPUs that Mesa's compilers support, and the name of each in Mesa."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GPUS = {
         _adreno(740, "adreno740"),
         _adreno(750, "adreno750"),
         _adreno(830, "adreno830"),
-        _mali("g610", "a867:0", "mali-g710", "mali-g715"),  # Mali-G610 has the core of the G710; no driver has the G715's
+        _mali("g610", "a867:0", "mali-g710", "mali-g715"),  # Mali-G610 has the core of the G710; no driver supports the G715's
         _mali("g720", "c870:4", "mali-g720"),
         _mali("g725", "d830:4"),
     )
@@ -49,10 +49,10 @@ GPUS = {
 
 
 def gpu_of(name: str) -> Gpu:
-    """The GPU called `name`, or the one whose core a device descriptor of this name has.
+    """The GPU called `name`, or the one with the core of the device descriptor of this name.
 
     Raises:
-        UserError: there is none.
+        UserError: no GPU has that name.
     """
     found = GPUS.get(name) or next((gpu for gpu in GPUS.values() if name in gpu.descriptors), None)
     if found is None:

@@ -1,4 +1,4 @@
-"""Parses what panfrost's compiler prints with BIFROST_MESA_DEBUG=shaders,shaderdb: blocks of code, and a summary."""
+"""Parse the output of panfrost's compiler with BIFROST_MESA_DEBUG=shaders,shaderdb: blocks of code, and a summary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BITS = re.compile(r"\.i(\d+)")
 
 
 def parse(kernel: str, compiled: Compiled) -> KernelStatistics | None:
-    """The statistics of the last kernel that was printed; None if there is none."""
+    """The statistics of the last kernel in the output; None if it has no kernel."""
     summaries = list(_SUMMARY.finditer(compiled.printed))
     if not summaries:
         return None
@@ -27,7 +27,7 @@ def parse(kernel: str, compiled: Compiled) -> KernelStatistics | None:
     at = {number: index for index, (number, _, _) in enumerate(blocks)}
     back = [(at[to], index) for index, (_, _, after) in enumerate(blocks) for to in after if at.get(to, index + 1) <= index]
     loops = bodies(back)
-    said = next(iter(compiled.kernels.values()), {})  # a text has one kernel, whose name may be another one
+    said = next(iter(compiled.kernels.values()), {})  # a text has one kernel, whose name may differ from `kernel`
     return KernelStatistics(
         kernel=kernel,
         instructions=instructions,
@@ -45,7 +45,7 @@ def parse(kernel: str, compiled: Compiled) -> KernelStatistics | None:
 
 
 def _blocks(printed: str) -> list[tuple[int, list[str], list[int]]]:
-    """Blocks of the last listing, which is that after register allocation: number, instructions, successors."""
+    """Blocks of the last listing, made after register allocation: number, instructions, successors."""
     found = [
         (int(match[1]), match[2].splitlines(), [int(to) for to in _TO.findall((match[3] or "").split("from")[0])])
         for match in _BLOCK.finditer(printed)
@@ -55,7 +55,7 @@ def _blocks(printed: str) -> list[tuple[int, list[str], list[int]]]:
 
 
 def _counted(code: Sequence[str]) -> LoopStatistics:
-    """The instructions of a part of the code. Each takes one slot."""
+    """Statistics of the instructions in `code`. Each instruction uses one slot."""
     counts = dict.fromkeys(("instructions", "slots", "macs", "load_bytes", "loads", "textures", "local", "stack"), 0)
     for line in code:
         match = _INSTRUCTION.match(line.strip())

@@ -1,4 +1,4 @@
-"""Compiles kernels for a phone's GPU, several at a time, and reports their statistics as a table or JSON."""
+"""Compile kernels for a phone's GPU, several at a time, and report their statistics as a table or JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PARSERS = {"freedreno": adreno.parse, "panfrost": mali.parse}
 
 @dataclass(frozen=True)
 class CompilerReport:
-    """What a GPU's compiler made of some kernels. `failures` has the errors of those that do not compile, by name."""
+    """Statistics of some kernels compiled for a GPU. `failures`: the errors of those that do not compile, by name."""
 
     gpu: Gpu
     mesa: str
@@ -68,7 +68,7 @@ def _row(each: KernelStatistics) -> tuple[str, ...]:
 
 
 def examine(texts: Mapping[str, str], gpu: Gpu, jobs: int = 0) -> CompilerReport:
-    """Compile kernels, each a text of its own by its name, `jobs` at a time (0: as many as there are processors).
+    """Compile kernels, given as one text for each name, `jobs` at a time (0: as many as the machine has processors).
 
     Raises:
         UserError: the compilers cannot be set up or started on this machine.
@@ -89,11 +89,11 @@ def _examined(gpu: Gpu, root: Root, name: str, text: str) -> KernelStatistics | 
 
 
 def texts_of(path: Path, *, lanes: bool = False) -> dict[str, str]:
-    """The kernels in a bundle, or in a file of OpenCL C. `lanes`: those with a stream lane.
+    """The kernels in a bundle, or in a file of OpenCL C. `lanes`: those with an interleaved copy stream.
 
     Raises:
-        MissingFileError: there is no such file or folder.
-        UserError: it holds no kernels.
+        MissingFileError: the file or folder does not exist.
+        UserError: it contains no kernels.
     """
     if path.is_dir():
         found: dict[str, str] = {}

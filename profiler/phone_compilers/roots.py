@@ -1,6 +1,6 @@
-"""Compiler roots: folders with Mesa's compilers and all they need, unpacked from Debian's packages and not installed.
+"""Compiler roots: folders with Mesa's compilers and their dependencies, unpacked from Debian's packages and not installed.
 
-apt downloads the packages of one architecture by name and verifies them with its own signatures. Nothing of the system changes
+apt downloads the packages of one architecture by name and verifies them with its own signatures. The system does not change,
 and no root rights are needed.
 """
 
@@ -18,13 +18,13 @@ from flashmem.base.errors import UserError
 from flashmem.base.paths import cache_folder, make_private
 
 MESA = "26.1"
-"""The series of Mesa whose numbers docs/phone-compilers.md has. The next one does not link `fma` on Adreno."""
+"""The series of Mesa that made the numbers in docs/phone-compilers.md. The next one does not link `fma` on Adreno."""
 
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 """The keys that sign Debian's archive."""
 
 MIRROR = "http://deb.debian.org/debian"
-"""Debian's archive. Its files are verified by signature, and apt's configuration may send requests elsewhere."""
+"""Debian's archive. Its files are verified by signature, and apt's configuration may redirect requests."""
 
 _SUITES = ("trixie", "trixie-backports")
 _BACKPORTS = "trixie-backports"
@@ -81,7 +81,7 @@ def set_up(architecture: str) -> Root:
         (made / "mesa-version").write_text(version, encoding="utf-8")
         try:
             made.rename(folder)
-        except OSError:  # another process was sooner
+        except OSError:  # another process created the root first
             if find_root(architecture) is None:
                 raise
     return Root(folder, architecture, version)
@@ -92,7 +92,7 @@ def _folder(architecture: str) -> Path:
 
 
 def _download(architecture: str, apt: Path) -> list[Path]:
-    """The packages' files, in a state of apt of its own."""
+    """Download the packages' files, with a separate state of apt."""
     for each in ("state/lists/partial", "cache/archives/partial"):
         (apt / each).mkdir(parents=True)
     (apt / "status").touch()
@@ -118,7 +118,7 @@ def _download(architecture: str, apt: Path) -> list[Path]:
 
 
 def _apt(arguments: list[str]) -> None:
-    """Run apt-get. Raises UserError with its last complaint."""
+    """Run apt-get. Raises UserError with its last error message."""
     environment = {**os.environ, "LC_ALL": "C.UTF-8", "DEBIAN_FRONTEND": "noninteractive"}
     try:
         done = subprocess.run(
@@ -134,7 +134,7 @@ def _apt(arguments: list[str]) -> None:
 
 
 def _unpack(archives: list[Path], root: Path) -> str:
-    """Unpack packages into a new folder with one /usr; the version of Mesa."""
+    """Unpack packages into a new folder with one /usr. Return the version of Mesa."""
     for name in ("bin", "lib", "lib64", "sbin"):
         (root / "usr" / name).mkdir(parents=True)
         (root / name).symlink_to(f"usr/{name}")

@@ -1,4 +1,4 @@
-"""Instruction statistics of a compiled kernel: what both compilers' output is parsed into."""
+"""Instruction statistics of a compiled kernel, parsed from the output of both compilers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 class LoopStatistics:
     """One pass through a loop, for one work-item, without the loops inside it.
 
-    `slots` are issue slots: an instruction that is repeated counts each time, and so do the slots that it waits. `macs` are
-    multiply-adds of floats, those of a vector of halves each by itself. `load_bytes` are read from buffers, not through
+    `slots` are issue slots: a repeated instruction counts each time, and so do the slots that it waits. `macs` are
+    multiply-adds of floats; each element of a vector of halves counts. `load_bytes` are read from buffers, not through
     textures. `stack` counts loads and stores of scratch memory: spilled registers, and arrays that are not in registers.
     """
 
@@ -26,7 +26,7 @@ class LoopStatistics:
 
     @property
     def slots_per_mac(self) -> float | None:
-        """Issue slots for each multiply-add; None if the loop has none."""
+        """Issue slots for each multiply-add; None if the loop has no multiply-add."""
         return self.slots / self.macs if self.macs else None
 
 
@@ -34,9 +34,9 @@ class LoopStatistics:
 class KernelStatistics:
     """The code of one kernel on one GPU.
 
-    `registers` of 32 bits a work-item has. `threads`: on Adreno, waves that a core holds, of at most 16; on Mali, 2 where a
-    core holds as many threads as it can, 1 where registers leave half of them. `spills` are instructions that access scratch
-    memory. `main_loop` is the loop with the most multiply-adds, or the longest one; None if the kernel has no loop.
+    `registers`: registers of 32 bits for each work-item. `threads`: on Adreno, waves that a core holds, of at most 16; on Mali,
+    2 if a core holds its full number of threads, 1 if registers leave half of them. `spills` are instructions that access
+    scratch memory. `main_loop` is the loop with the most multiply-adds, or the longest one; None if the kernel has no loop.
     """
 
     kernel: str
@@ -54,9 +54,9 @@ class KernelStatistics:
 
 
 def bodies(loops: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """The indices that each loop has for itself, without the loops inside it.
+    """The indices of each loop, without those of the loops inside it.
 
-    `loops` are first and last indices; those with the same first index are one.
+    `loops` are first and last indices; loops with the same first index are merged.
     """
     ends: dict[int, int] = {}
     for first, last in loops:
@@ -69,5 +69,5 @@ def bodies(loops: Sequence[tuple[int, int]]) -> list[list[int]]:
 
 
 def main_loop(loops: Sequence[LoopStatistics]) -> LoopStatistics | None:
-    """The loop with the most multiply-adds of its own, of equal ones the longest."""
+    """The loop with the most multiply-adds, not counting the loops inside it; among equals, the longest."""
     return max(loops, key=lambda loop: (loop.macs, loop.slots), default=None)

@@ -48,7 +48,7 @@ def test_nothing_false_is_said_of_the_first_answer(case: FirstCase) -> None:
 
 
 def short_of_room() -> PaperCase:
-    """W has room for five chunks of 13, so weights wait longer than W would have cost."""
+    """W has room for five chunks of 13, so weights wait longer than a place in W would cost."""
     sizes = ((3, 6), (1, 4), (1, 3), (3, 3), (1, 3), (2, 5))
     weights = tuple(WeightSpec(f"w{n}", chunks, first, first) for n, (chunks, first) in enumerate(sizes))
     instance = Instance(layers_of([2, 0, 2, 2, 1, 0]), weights, 1, 100, 1.0)
@@ -80,7 +80,7 @@ def test_a_bound_for_the_first_answer_holds_for_plans_that_hold_more_than_this_o
 
 
 def test_a_plan_made_in_less_memory_is_judged_in_what_was_given() -> None:
-    """Within 9 bytes all is read while layer 1 runs, within 6 the last read waits: the best plan there is not the best here."""
+    """In 9 bytes all is read while layer 1 runs; in 6 the last read waits. The best plan for 6 is not the best for 9."""
     weights = tuple(WeightSpec(f"w{n}", 3, n, n) for n in (2, 3, 4))
     layers = tuple(replace(layer, seconds=each) for layer, each in zip(layers_of([9] * 4), (4.0, 1.0, 1.0, 1.0), strict=True))
     instance = Instance(layers, weights, 3, 9, 1.5)

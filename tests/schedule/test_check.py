@@ -116,7 +116,7 @@ def test_the_checker_agrees_with_the_rules_on_random_changes(instance: Instance,
         plan = with_weight(plan, w.name, moves=tuple(sorted(moves.items())), read_layer=data.draw(layers))
     try:
         check(plan, inside)
-    except PlanViolation as violation:  # the objective comes after the rules
+    except PlanViolation as violation:  # the objective is checked after the rules
         assert (violation.constraint == "objective") == keeps_the_rules(plan, inside)
     else:
         assert keeps_the_rules(plan, inside)
@@ -129,7 +129,7 @@ def laid_out(*, shares_memory: bool = True) -> OverlapPlan:
     early = tuple(replace(w, read_layer=1) if w.name == "b" else w for w in plan.weights)  # so that it waits beside a
     plan = replace(plan, weights=early)
     plan = replace(plan, layouts=lay_out_pools(SLICES, plan, MODES))  # type: ignore[arg-type]
-    check_rules(plan, instance, SLICES)  # not the objective, which reads in another order change
+    check_rules(plan, instance, SLICES)  # without the objective, which changes with the order of reads
     return plan
 
 
@@ -199,7 +199,7 @@ def test_a_slot_may_be_taken_again_once_it_is_free() -> None:
 
 
 def test_checked_is_what_the_checker_says_of_the_plan_that_is_shown(tmp_path: Path) -> None:
-    """It knows each launch's own C_l and which ones were relaxed: the same moves pass with one and not without."""
+    """The checker knows each launch's C_l and which of them were relaxed: the same moves pass with one and not without."""
     bundle = Bundle.open(write_mini_bundle(tmp_path / "mini").path)
     plan, program = bundle.plan, bundle.program
     assert summary(plan, program)["checked"] is True

@@ -30,7 +30,7 @@ def first_attempt(pipeline: Pipeline, limits: Limits) -> tuple[Pipeline, Attempt
     """`pipeline` with the best sizes of slices under `limits`, and its attempt with no group split.
 
     Raises:
-        BudgetError: even the smallest slices do not fit; it names the smallest budget of all attempts.
+        BudgetError: even the smallest slices do not fit; the error names the smallest budget of all attempts.
     """
     best: tuple[Pipeline, Attempt] | None = None
     worse = 0

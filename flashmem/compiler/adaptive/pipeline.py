@@ -32,7 +32,7 @@ Watch = Callable[[str], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Attempt:
-    """A program for some cuts, the instance that it poses, and its plan."""
+    """A program for some cuts, its planning instance, and its plan."""
 
     generated: Generated
     instance: Instance
@@ -88,7 +88,7 @@ class Pipeline:
             return planning_instance(program, self.options.descriptor, self.options.mode, self.options.limits)
 
     def plan(self, instance: Instance, program: Program) -> OverlapPlan:
-        """The checked plan of `instance`, without what only the chosen plan needs (`planning.planner.completed`).
+        """The checked plan of `instance`, without the steps that only the chosen plan needs (`planning.planner.completed`).
 
         Raises:
             BudgetError: no plan fits the limits.
@@ -108,7 +108,7 @@ class Pipeline:
         return replace(made, program=replace(made.program, order=order), again=again)
 
     def _for_later_runs(self, layers: Sequence[FusionGroup], packed: SlicesOfWeights) -> Generated | None:
-        """The program that is faster in later runs over the same packed weights; None where it is the same."""
+        """The program that is faster in later runs over the same packed weights; None if it is the same."""
         if not self.selector.differs_later() and all(len(parts) == 1 for parts in packed.values()):
             return None
         return self._generated(layers, self.selector.for_later_runs(), packed)

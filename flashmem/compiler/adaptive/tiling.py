@@ -83,12 +83,12 @@ def fitting_patches(
     attempt: Callable[[Graph], object],
     watch: Callable[[str], AbstractContextManager[None]],
 ) -> tuple[Graph, str]:
-    """`graph` with chains in patches, in as few as fit the budget that was `refused` without them; and a note for its plan.
+    """`graph` with as few chains in patches as fit the budget that was `refused` without them; and a note for its plan.
 
-    `attempt` plans a graph, and raises a BudgetError if that does not fit.
+    `attempt` plans a graph, and raises a BudgetError if it does not fit.
 
     Raises:
-        BudgetError: nothing fits; it names the smallest budget with patches, and the one without.
+        BudgetError: no plan fits; the error names the smallest budget with patches, and the one without.
     """
     budget = options.limits.budget
     assert budget is not None

@@ -19,8 +19,7 @@ def predict_seconds(launch: Launch, descriptor: DeviceDescriptor, weight_bytes: 
 
 
 class Roofline:
-    """Capacity model without training: the roofline, and the delay by the contention of the mode while bytes are
-    transferred."""
+    """Capacity model without training: the roofline, delayed by the mode's contention while bytes are transferred."""
 
     def __init__(self, descriptor: DeviceDescriptor, why: str = "") -> None:
         """`why`: why there is no better model, for the note."""

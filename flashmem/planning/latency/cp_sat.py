@@ -105,8 +105,7 @@ def _around_stalls(timing: Timing, releases: Mapping[str, int], clock: Clock) ->
 
 
 class _Neighbourhood:
-    """The CP-SAT model for the weights first used at layers `first` + 1 to `last`; times are ticks since the session's
-    opening."""
+    """The CP-SAT model for the weights first used at layers `first` + 1 to `last`. Times are ticks since the session opened."""
 
     def __init__(self, timing: Timing, releases: Mapping[str, int], clock: Clock, limit: int, first: int, last: int) -> None:
         self.instance, self.moves, self.needs = timing.instance, timing.moves, timing.needs

@@ -61,7 +61,7 @@ _TRIES = 5
 
 
 def _filled(plan: OverlapPlan, order: Sequence[PlannedWeight], limit: int, measure: Measure) -> OverlapPlan:
-    """`plan` that keeps the first weights of `order`, as many as fit."""
+    """`plan` that keeps weights greedily in `order`, as many as fit."""
     best, most = plan, -1
     room = limit - measure(plan)
     for _ in range(_TRIES):

@@ -79,7 +79,7 @@ def test_filling_and_closing_keep_memory_and_the_answer(instance: Instance) -> N
 
 
 def test_the_disk_reads_out_of_turn_while_it_waits() -> None:
-    """The large slice does not fit with the first two until 20 s; the small one, which is used later, fits at once."""
+    """The large slice does not fit with the first two until 20 s. The small one is used later, but fits at once."""
     weights = (WeightSpec("a", 4, 2, 2), WeightSpec("b", 4, 3, 3), WeightSpec("large", 8, 5, 5), WeightSpec("small", 3, 6, 6))
     layers = tuple(replace(layer, seconds=10.0 if n < 2 else 0.1) for n, layer in enumerate(layers_of([9] * 6)))
     instance = Instance(layers, weights, 1, 15, 1.0)

@@ -95,7 +95,7 @@ def test_the_status_of_an_order_is_true(problem: OrderProblem, work: int, worth:
 
 
 def wide(chains: int) -> OrderProblem:
-    """Chains of three layers that nothing orders against each other, between a first layer and a last one."""
+    """Independent chains of three layers, between a first layer and a last one."""
     count = 3 * chains + 2
     after: list[tuple[int, ...]] = [()]
     touching: list[list[int]] = [[0]]

@@ -1,4 +1,4 @@
-"""Every kernel config that descriptors list for Adreno and Mali, through their compilers: what must hold of the code."""
+"""Properties of the code of every kernel config that descriptors list for Adreno and Mali, by their compilers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashmem.target.descriptor import load_descriptor
 from tests.support.phone_compilers import need_compilers
 
 EMULATED = 4.0
-"""Issue slots for each multiply-add of a contraction or attention, or more, if an operation is emulated in software."""
+"""Issue slots for each multiply-add of a contraction or attention. At least as many show an operation emulated in software."""
 
 LEAST_WAVES = 4
 """Waves that an Adreno's core must hold, of 16."""
@@ -20,7 +20,7 @@ KNOWN = {
     "adreno750": {"attention-few: stack", "attention-few: slots"},
     "mali-g710": {"attention-few: stack", "attention-few: slots", "attention-many: stack"},
 }
-"""What does not hold yet. A kernel that is mended has to leave the list."""
+"""Rules that kernels break at present. A kernel that is fixed must be removed from the list."""
 
 
 def _broken(report: CompilerReport) -> set[str]:

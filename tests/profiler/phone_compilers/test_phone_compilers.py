@@ -1,4 +1,4 @@
-"""The compilers of phones: their output is parsed, and their absence is explained."""
+"""The compilers of phones: parsing of their output, and the errors if they are missing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BOTH = ("adreno750", "mali-g610")
 
 
 def _recorded(gpu: str) -> Compiled:
-    """What Mesa 26.1.6 printed of sum.cl, its last variant."""
+    """The output of Mesa 26.1.6 for sum.cl, its last variant."""
     return Compiled((DATA / f"sum.{gpu}.txt").read_text())
 
 
