@@ -2,7 +2,7 @@
 
 Layers are 1..N, one kernel launch each. A weight here is a slice of the program. docs/planner.md has the formulation: release
 times g_w, moves x_{w,l} with first mover z_w, load capacities C_l, and the memory that each transfer mode holds (C2). With its
-checker (`schedule.check`) this is what the runtime imports of planning, so it needs the standard library only.
+checker (`schedule.check`) this is all that the runtime imports of planning, so it needs the standard library only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Staging slots: buffers that streamed slices occupy in turn until kernels copy them home (transfer mode `interleave`).
 
-They are for devices with memory of their own. There a copy writes one slice while kernels read others, which OpenCL leaves
-undefined within one memory object. So each slice has a slot to itself from its release time to its last copy.
+They are for devices that do not share the host's memory. There a copy writes one slice while kernels read others, which OpenCL
+leaves undefined within one memory object. So each slice has a slot to itself from its release time to its last copy.
 """
 
 from __future__ import annotations

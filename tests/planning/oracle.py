@@ -9,8 +9,8 @@ plan that breaks a rule, or a refusal although a plan exists. One refusal is acc
 in the layer before its use when memory is short. With a limit on W and without CP-SAT, they may then find no W. Findings are
 printed; with a finding the exit code is 1.
 
-The oracle shares no code with the planner: it walks the layers forwards with what is left of every weight (`best_cost`), and
-tries every release time with every move under a clock of its own (`fastest`).
+The oracle shares no code with the planner. It walks the layers forwards with the remaining chunks of every weight
+(`best_cost`). It tries every release time with every move under a separate clock (`fastest`).
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def least_distance(instance: Instance, preload: Collection[str], *, capacities: 
     return walk(1, total)
 
 
-# The first answer: every release time and every move, under its own clock.
+# The first answer: every release time and every move, under a separate clock.
 
 
 def seconds_of(instance: Instance, resident: Collection[str], releases: dict[str, int], moves: Moves) -> float:
@@ -355,7 +355,7 @@ def first_findings(case: FirstCase) -> tuple[str, list[str]]:
     """The same for the first answer, and for its improvement by CP-SAT."""
     instance = case.instance
     least = must_be_resident(instance, case.preload)
-    best = fastest(instance, least)  # at lambda 0; else within what lambda leaves
+    best = fastest(instance, least)  # at lambda 0; otherwise within the memory that lambda permits
     try:
         plan = first_plan(instance, case.preload, lambda_=case.lambda_)
     except BudgetError as refusal:

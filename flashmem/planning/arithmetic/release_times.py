@@ -119,10 +119,10 @@ _NOTICED = 1e-9
 def released_late(timing: Timing, releases: Mapping[str, int], clock: Clock, margin: float = MARGIN) -> dict[str, int]:
     """Delay `releases` as far as every layer still starts in time, with reads `margin` times as long as predicted.
 
-    A layer is in time if it starts as in `clock`, and as in the clock for a file in the page cache, where layers follow each
-    other more closely. A loader thread always has a released load while a layer waits. If layers wait for the disk, a load need
-    not be released much sooner than the disk reaches it. No release time becomes earlier, none exceeds z_w, and those of the
-    resident set do not change.
+    A layer is in time if it starts as in `clock`, and as in the clock for a file in the page cache. In the latter, layers
+    follow each other more closely. A loader thread always has a released load while a layer waits. If layers wait for the disk,
+    a load need not be released much sooner than the disk reaches it. No release time becomes earlier, none exceeds z_w, and
+    those of the resident set do not change.
     """
     instance = timing.instance
     handing = 1 / instance.host_bandwidth

@@ -27,8 +27,8 @@ def fastest_seconds(instance: Instance, preload: Collection[str]) -> float:
     The bound holds for any order of reads. Layer l cannot start before all bytes first used by layers 1..l are loaded, and:
 
     - the bytes loaded never exceed M_peak plus the bytes that finished layers freed;
-    - a slice occupies its whole size from its release time on, so its read begins no sooner than a layer beside which it fits,
-      with the weights that this layer and the next ones use;
+    - a slice occupies its whole size from its release time on. So its read begins no sooner than at a layer where it fits
+      beside the weights that this layer and the next ones use;
     - the host passes on bytes at its rate, from when the session is open;
     - moves slow layers down by at least the cost with every byte at the cheapest layer.
 
