@@ -96,7 +96,8 @@ def _operators(instance: Instance) -> list[Operator]:
 
 @given(instances())
 @settings(max_examples=150, deadline=None)
-def test_every_strategy_keeps_the_rules_and_answers_no_sooner_than_ours(instance: Instance) -> None:
+def test_every_strategy_keeps_the_rules_and_the_bound_of_our_plan(instance: Instance) -> None:
+    """A strategy may be faster than `first_plan`, which tries one order for weights of one layer; its plan is used then."""
     operators = _operators(instance)
     for strategy in STRATEGIES[:4]:
         baseline = Baseline(strategy, operators)
@@ -107,7 +108,8 @@ def test_every_strategy_keeps_the_rules_and_answers_no_sooner_than_ours(instance
             check(plan, inside)
             assert plan.bound <= plan.objective + 1e-9
             if strategy != "on-demand":  # which also streams the weights of layer 1, and so may need less
-                assert first_plan(inside).objective <= plan.objective * (1 + 1e-9)  # on its own: `fastest` would use theirs
+                ours = first_plan(inside)
+                assert ours.bound <= min(ours.objective, plan.objective) * (1 + 1e-9)
                 assert held(plan) - sum(w.nbytes for w in plan.weights if w.preload) <= m_peak
 
 
