@@ -49,12 +49,13 @@ def at_one_place(number: int) -> Any:
     return at(*PLACES[first : first + 1])
 
 
-STEP = 1 / 255
-"""One step of activations in 8 bits, over their range.
+ROUNDED = 6e-3
+"""How far answers in 8 bits may differ, over their range.
 
 Between floats and 8 bits, the last bit of a sum decides how a value halfway is rounded, and no definition fixes the order of
-sums. ONNX Runtime's own answers of `magika_in_8_bits` change by 1.1e-3 of their range if each float weight changes by one unit
-in the last place (40 draws, in QOperator; 2.4e-4 in QDQ).
+sums. ONNX Runtime's own answers change by up to 5.7e-3 if each float weight changes by one unit in the last place, and ours
+were up to 4.1e-3 from them (2026-11-24, AMD EPYC with AVX-512, PoCL: 300 zip files of random dates, four changes of the
+weights, both forms of `magika_in_8_bits`). Rounding to 8 bits itself changes answers by up to 1.9e-2.
 """
 
 
@@ -94,7 +95,7 @@ class Opener:
         session = self.stack.enter_context(flashmem.Session(bundle, device=self.device.descriptor_name))
         assert session.device.descriptor_name == self.device.descriptor_name
         assert bundle.program.memory_path == self.memory_path
-        return Checked(session, model, STEP if in_8_bits else TOLERANCE["fp32"])
+        return Checked(session, model, ROUNDED if in_8_bits else TOLERANCE["fp32"])
 
 
 @pytest.fixture(autouse=True)

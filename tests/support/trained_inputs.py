@@ -50,8 +50,8 @@ def files() -> dict[str, bytes]:
     """Files of known types, generated here or in the repository."""
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as file:
-        file.writestr("readme.txt", "hello")
-        file.writestr("data.csv", "a,b\n1,2\n")
+        for name, text in (("readme.txt", "hello"), ("data.csv", "a,b\n1,2\n")):
+            file.writestr(zipfile.ZipInfo(name), text)  # dated 1980: without a date, the bytes would be others in each run
     return {
         "zip": archive.getvalue(),
         "gzip": gzip.compress(b"hello " * 50, mtime=0),
