@@ -22,6 +22,8 @@ _CORE = (
     "cl_khr_local_int32_extended_atomics",
 )
 _VIEWS = "cl_khr_image2d_from_buffer"
+_RECORDING = "cl_qcom_recordable_queues"
+_IMPORTS = ("cl_arm_import_memory", "cl_arm_import_memory_host")
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Profile:
     constant_bytes: int = 64 << 10
     unified_memory: bool = True
     fuses: bool = True  # multiply-adds of floats: dumps of Adreno's drivers report none
+    recordable: int = 0  # CL_DEVICE_RECORDABLE_QUEUE_MAX_SIZE
     fine_grained: bool = True  # shared virtual memory buffers that need no maps
     extensions: frozenset[str] = field(default_factory=lambda: frozenset((*_CORE, _VIEWS)))
     kernel_groups: tuple[tuple[int, int], ...] = ()  # largest group of a kernel with up to so many registers, ascending
@@ -83,6 +86,7 @@ _NVIDIA_ARGUMENTS = "https://github.com/BVLC/caffe/issues/5406"
 _NVIDIA_CONSTANTS = "https://github.com/apache/tvm/issues/3492"
 _NVIDIA_DRIVER = "https://github.com/10gic/vanitygen-plusplus/issues/100"
 _MALI_52 = "https://github.com/ARM-software/ComputeLibrary/issues/999"
+_MALI_IMPORTS = "https://github.com/hominoids/sgminer-arm/issues/12"
 _MALI_BINARY = "https://github.com/viennacl/viennacl-dev/pull/225"
 _MALI_REGISTERS = "http://infocenter.arm.com/help/topic/com.arm.doc.101574_0302_00_en/nic1465568963198.html"
 _ADRENO_REGISTERS = "https://github.com/ysh329/OpenCL-101/issues/33"
@@ -132,11 +136,11 @@ PROFILES = (
         driver="OpenCL 3.0 QUALCOMM build: commit unknown Compiler E031.45.02.06",
         sources=(
             f"version, driver, largest allocation, memory, fine-grained SVM: clinfo of an Adreno 750, {_ADRENO_7}",
-            f"cl_khr_image2d_from_buffer: clinfo of an Adreno 740, {_ADRENO_740}",
+            f"cl_khr_image2d_from_buffer, cl_qcom_recordable_queues: clinfo of an Adreno 740, {_ADRENO_740}",
             f"images, their alignments and arguments, local memory: clinfo of an Adreno under OpenCL 3.0, {_ADRENO_IMAGES}",
             _OF_KERNELS,
         ),
-        assumed="compute units; work-group, base address, parameters and constant memory as of the 6xx",
+        assumed="compute units; work-group, base address, parameters and constant memory as of the 6xx; 32 recorded launches",
         max_alloc=1024 * MIB,
         global_memory=5814714368,
         base_align=128,
@@ -148,6 +152,8 @@ PROFILES = (
         max_group=1024,
         max_group_sizes=(1024, 1024, 1024),
         kernel_groups=_ADRENO_KERNELS,
+        recordable=32,
+        extensions=frozenset((*_CORE, _VIEWS, _RECORDING)),
     ),
     Profile(
         name="adreno8xx",
@@ -187,6 +193,7 @@ PROFILES = (
             f"version, compute units, global and local memory: a Pixel 7, {_PIXEL_7_CORES}",
             f"parameters, images, their alignments: clinfo of a Mali-G610, {_MALI_610}",
             f"work-group: the smallest that clinfo of a Mali was found to say, of a Mali-G52, {_MALI_52}",
+            f"cl_arm_import_memory_host: clinfo of a Mali-G610, {_MALI_IMPORTS}",
             f"registers: 64 of a work-item, {_MALI_REGISTERS}",
             f"kernels are compiled by clCreateKernel: measured on a Mali-T628, {_MALI_BINARY}",
         ),
@@ -204,6 +211,7 @@ PROFILES = (
         max_group_sizes=(384, 384, 384),
         kernel_groups=((32, 384), (64, 192)),
         compiles_kernels_apart=True,
+        extensions=frozenset((*_CORE, _VIEWS, *_IMPORTS)),
         fine_grained=False,
     ),
     Profile(

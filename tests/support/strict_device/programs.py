@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -131,6 +133,7 @@ class StrictKernel:
         self.parameters = _parameters[key]
         self.registers, self.required_group = _groups[key]
         assert len(self.parameters) == self.num_args, f"the text of {name} was not understood"
+        self.given: dict[int, Callable[[], Any]] = {}  # the arguments; memory objects are not kept alive
         self._memory: dict[int, Memory] = {}
         self._images: dict[int, Any] = {}
         self._bytes: dict[int, int] = {}
@@ -142,6 +145,7 @@ class StrictKernel:
         parameter, rules = self.parameters[index], self.world.rules
         where = f"argument {parameter.name} of {self.function_name}"
         self._checked = False
+        self.given[index] = weakref.ref(value) if isinstance(value, StrictMemory) else partial(_number, value)
         self._memory.pop(index, None)
         self._images.pop(index, None)
         if isinstance(value, StrictMemory):
@@ -198,6 +202,10 @@ class StrictKernel:
         """Update images that are views of buffers."""
         for refresh in self._images.values():
             refresh(queue)
+
+
+def _number(value: Any) -> Any:
+    return value
 
 
 def declared(source: str, kernel: str) -> tuple[Parameter, ...]:
