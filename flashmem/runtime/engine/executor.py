@@ -242,7 +242,6 @@ class Executor:
         loaded = loader.loaded if loader is not None else {}
         arrived = list(self._transfer.arrived) if self._transfer is not None else []
         self._follow([name for name in arrived if name not in loaded])
-        self._bind(name for step in self._steps[:done] for name in step.needs if name not in loaded)
         again = [name for step in self._steps[:done] for name in step.needs if name in loaded]  # used before and after
         while layer < last:
             if halted() and (layer == 0 or self._launches[layer - 1]):  # these launches do the work of all up to here
