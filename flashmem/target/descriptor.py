@@ -312,6 +312,9 @@ class DeviceDescriptor:
             raise UserError(f"{where}: loader_threads is {threads}; give a number from 1 to {MOST_LOADER_THREADS}")
         if type(descriptor.page_bytes) is int and not is_page_size(descriptor.page_bytes):
             raise UserError(f"{where}: page_bytes is {descriptor.page_bytes}; name a power of two from 4096 to {LARGEST_PAGE}")
+        probed = descriptor.probed
+        if not isinstance(probed, dict) or not all(isinstance(driver, str) for driver in probed.values()):
+            raise UserError(f"{where}: probed is {probed!r}; give a table with the driver of each extension whose probe passed")
         descriptor.check_contention(where)
         return descriptor
 
