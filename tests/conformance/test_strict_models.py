@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import onnxruntime
 import pytest
 
 import flashmem
+from flashmem.base.errors import UserError
 from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.runtime.kernels import build_worker
@@ -127,6 +129,28 @@ def test_loads_of_small_bundles_break_no_rule(
                 for _ in range(2):
                     np.testing.assert_allclose(session.run(None, inputs)[0], model.reference(inputs)[0], rtol=0, atol=2e-5)
             assert device.rules.broken == [] and device.rules.mapped == []
+
+
+@pytest.mark.parametrize("path", ["buffer", "texture"])
+def test_a_pool_beyond_the_largest_allocation_leaves_other_modes(path: MemoryPath, tmp_path: Path) -> None:
+    """Compiled for a driver that allocates 1 GiB at a time, run on one that allocates less."""
+    model = write_mini_bundle(tmp_path / "m.flashmem", path, preload=LAYERS)
+    bundle, inputs = model.open(), model.inputs()
+    most = bundle.plan.layouts["alias"].pool_bytes - 1
+    slots = [slot.nbytes for layout in bundle.plan.layouts.values() for slot in layout.slots]
+    assert most > max(*slots, bundle.program.arena_bytes, bundle.program.constants_bytes)
+    with strict(replace(PHONE, max_alloc=most)) as device:
+        refused = f"mode alias here: resident and streamed weights take {most + 1} bytes in one buffer"
+        with pytest.raises(UserError, match=refused):
+            flashmem.Session(bundle, mode="alias")
+        if path == "texture":  # each weight is a texture in the other modes
+            with flashmem.Session(bundle) as session:
+                assert session.mode == "interleave"
+                np.testing.assert_allclose(session.run(None, inputs)[0], model.reference(inputs)[0], rtol=0, atol=2e-5)
+        else:
+            with pytest.raises(UserError, match=r"cannot be preloaded here: .*; stream it"):
+                flashmem.Session(bundle, strategy="preload")
+        assert device.rules.broken == []
 
 
 def test_compiled_kernels_have_what_their_driver_compiles_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
