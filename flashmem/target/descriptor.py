@@ -59,7 +59,7 @@ class CodeStyle:
     divisions: bool = True
 
 
-IMPORT_HOST_MEMORY = "cl_arm_import_memory"
+IMPORT_HOST_MEMORY = "cl_arm_import_memory_host"
 """OpenCL extension by which a GPU uses pages of the process in place. Its probe tells whether those of a mapped file, too."""
 
 SHUFFLES = ("cl_khr_subgroup_shuffle", "cl_qcom_subgroup_shuffle")

@@ -140,7 +140,7 @@ def test_several_models_import_under_one_budget(share: float, tmp_path: Path) ->
     [
         (MALI, lambda device: "", "no probe has shown"),
         (MALI, lambda device: f"{device.name}, {device.version}, 4.0", "no probe has shown"),  # an older driver
-        (ADRENO, lambda device: device.driver, "only a CPU, or a GPU with cl_arm_import_memory, reads"),
+        (ADRENO, lambda device: device.driver, "only a CPU, or a GPU with cl_arm_import_memory_host, reads"),
     ],
     ids=["no-probe", "other-driver", "no-extension"],
 )

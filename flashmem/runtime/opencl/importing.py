@@ -18,7 +18,7 @@ from flashmem.base.errors import RunError
 from flashmem.base.pages import SYSTEM_PAGE
 from flashmem.runtime.opencl import binding
 from flashmem.runtime.opencl.context import Bytes, Context, Memory
-from flashmem.runtime.opencl.launching import extension_function, functions_of
+from flashmem.runtime.opencl.launching import c_function, functions_of
 
 _IMPORT_TYPE, _HOST = 0x40B2, 0x40B3  # CL_IMPORT_TYPE_ARM, CL_IMPORT_TYPE_HOST_ARM
 _POINTER = ctypes.c_void_p
@@ -32,7 +32,7 @@ class HostImports:
         self._context = context
         flags, size = ctypes.c_ulonglong, ctypes.c_size_t
         find = functions_of(context.device.handle.platform)
-        self._import = extension_function(find, "clImportMemoryARM", _POINTER, _POINTER, flags, *[_POINTER] * 2, size, _POINTER)
+        self._import = c_function(find, "clImportMemoryARM", _POINTER, _POINTER, flags, *[_POINTER] * 2, size, _POINTER)
 
     def buffer(self, data: Bytes) -> Memory:
         """A buffer over `data`, which starts on a page and must stay mapped. The buffer has whole pages.
