@@ -52,6 +52,9 @@ _IMPORT_FLAGS = int(
 
 _Given = dict[int, Callable[[], Any]]
 
+_callbacks: list[Any] = []
+"""Every C function whose address was given: a program may release what it holds long after its device is gone."""
+
 
 class ImportedBuffer(StrictBuffer):
     """A buffer over pages of the program, which are pinned until it is released."""
@@ -93,6 +96,7 @@ class Vendors:
             return 0
         if name not in self._callbacks:
             self._callbacks[name] = ctypes.CFUNCTYPE(*types)(self._guarded(getattr(self, f"_{name}"), types[0]))
+            _callbacks.append(self._callbacks[name])
         return int(ctypes.cast(self._callbacks[name], _P).value or 0)
 
     def _guarded(self, method: Callable[..., int], result: Any) -> Callable[..., int]:
