@@ -16,6 +16,9 @@ EMULATED = 4.0
 LEAST_WAVES = 4
 """Waves that an Adreno's core must hold, of 16."""
 
+MOST_COPY_SLOTS = 100
+"""Issue slots for each 64 bytes that a kernel without computation copies."""
+
 KNOWN = {
     "adreno750": {"attention-few: stack", "attention-few: slots"},
     "mali-g710": {"attention-few: stack", "attention-few: slots", "attention-many: stack"},
@@ -32,6 +35,8 @@ def _broken(report: CompilerReport) -> set[str]:
         if loop is not None and loop.stack:
             broken.add(f"{each.kernel}: stack")
         if multiplies and (loop is None or loop.slots_per_mac is None or loop.slots_per_mac >= EMULATED):
+            broken.add(f"{each.kernel}: slots")
+        if each.kernel.startswith("lane_copy") and (loop is None or 64 * loop.slots > MOST_COPY_SLOTS * loop.load_bytes):
             broken.add(f"{each.kernel}: slots")
         if report.gpu.driver == "freedreno" and each.threads < LEAST_WAVES:
             broken.add(f"{each.kernel}: waves")
