@@ -6,16 +6,13 @@ from flashmem.base.types import ITEMSIZE
 from flashmem.compiler.ir.broadcast import affine, place
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.strided import Dimension
-from flashmem.compiler.lowering.context import LoweringContext
+from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
 from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.operators.attention import Access, Scores
 from flashmem.compiler.operators.vector import scalar_literal
 from flashmem.compiler.selection.attention_form import QueryRows, form_of
 from flashmem.compiler.selection.workload import Workload
 from flashmem.program.launches import Arg, KernelShape
-
-MOST_OFFSET = 1 << 32
-"""Offsets in bytes are below this number: they have 32 bits."""
 
 
 def lower_attention(context: LoweringContext, layer: FusionGroup) -> None:
