@@ -15,7 +15,7 @@ from flashmem.compiler.selection.tuning_database import SUFFIX
 from flashmem.planning.capacity.model import SECONDS, SLOWDOWN
 from flashmem.target.descriptor import DeviceDescriptor, Rates
 
-_TABLES = ("modes", "tile", "code", "rates", "sources")
+_TABLES = ("modes", "tile", "code", "probed", "rates", "sources")
 _OF_CONFIGS = "configs"
 _TUNED = re.compile(r"^tuned *=.*$", re.MULTILINE)
 _NAME = re.compile(r"^name *=.*$", re.MULTILINE)
