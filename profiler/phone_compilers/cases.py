@@ -40,9 +40,9 @@ def _cases(descriptor: DeviceDescriptor) -> Iterator[tuple[str, _Case]]:
         buffers = descriptor.on_path("buffer")
         if family != "matmul_dynamic" and buffers.memory_paths != descriptor.memory_paths:
             yield f"{family}-tile-buffer", (_contraction(family), replace(buffers, only="tile"), "fp32")
-    many, few = Attention(12, ROWS, HEAD), Attention(12, 1, HEAD, ROWS)
-    yield "attention-many", (many.graph(), descriptor, "fp32")
-    yield "attention-few", (few.graph(), descriptor, "fp32")
+    for config in descriptor.configs_of("attention"):
+        attention = Attention(12, 1 if config.slice_k > 1 else ROWS, HEAD, ROWS)
+        yield f"attention-{config.name}", (attention.graph(), replace(descriptor, only=config.name), "fp32")
     for config in descriptor.configs_of("reduce_rows"):
         yield f"reduce_rows-{config.name}", (RowSoftmax(1024, 768).graph(), replace(descriptor, only=config.name), "fp32")
     for family, graph in _others():
