@@ -45,7 +45,7 @@ from benchmarks.streaming.models_page import page
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.base.files import written_whole
 from flashmem.bundle.bundle import Bundle
-from flashmem.cli.commands.verify import compare
+from flashmem.tools.verify import compare
 from flashmem.compile import plan_graph, read_graph
 from flashmem.options import resolve
 from flashmem.planning.limits import read_limits

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import flashmem
 from flashmem.base.errors import MissingFileError, UserError
-from flashmem.cli.commands.verify import compare
+from flashmem.tools.verify import compare
 from flashmem.cli.demo import ocr
 from flashmem.cli.demo.run import PAGE, draw_page, open_image
 from flashmem.runtime.opencl.context import list_devices

@@ -22,7 +22,7 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 import flashmem
 from examples import file_type, notes, romanise_name, similar_sentences, speech_or_not, text_direction
 from examples.trained import Run, Trained
-from flashmem.cli.commands.verify import TOLERANCE, compare
+from flashmem.tools.verify import TOLERANCE, compare
 from flashmem.cli.demo.run import PAGE
 from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.opencl.context import list_devices

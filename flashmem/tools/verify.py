@@ -1,0 +1,105 @@
+"""Compares the outputs of a bundle with those of ONNX Runtime for the same inputs on the original model (`--verify`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashmem.base.errors import MissingFileError, UserError
+
+TOLERANCE = {"fp32": 1e-3, "fp16": 1e-2}
+"""The largest accepted error, as a fraction of the range of the reference output."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of a comparison. `relative_error` is the largest over the outputs of max abs error / range of the
+    reference.
+    """
+
+    ok: bool
+    max_abs_error: float
+    relative_error: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object `verify`; an error that is not a number is null."""
+        return {key: value if isinstance(value, bool) or np.isfinite(value) else None for key, value in asdict(self).items()}
+
+
+def check_installed() -> None:
+    """Check that ONNX Runtime is installed, before a model is compiled and run for the comparison.
+
+    Raises:
+        UserError: onnxruntime is not installed.
+    """
+    if find_spec("onnxruntime") is None:
+        raise UserError("--verify needs ONNX Runtime; install it with: pip install onnxruntime")
+
+
+def reference(model: Path, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> list[NDArray[Any]]:
+    """The outputs of ONNX Runtime on the CPU.
+
+    Raises:
+        MissingFileError: the model is no longer at the path recorded in the bundle.
+        UserError: ONNX Runtime cannot run this model on these inputs.
+    """
+    if not model.is_file():
+        raise MissingFileError(f"{model}: the original model is needed to verify, and is not there; name it with --model")
+    import onnxruntime
+
+    onnxruntime.set_default_logger_severity(4)  # the errors that it logs are raised too
+    try:
+        session = onnxruntime.InferenceSession(str(model), providers=["CPUExecutionProvider"])
+        answers: list[NDArray[Any]] = session.run(list(outputs), dict(inputs))
+    except Exception as error:  # it has an exception class for each kind of failure
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"ONNX Runtime cannot answer with {model} ({reason}); name the bundle's original with --model"
+        ) from error
+    return answers
+
+
+def compare(
+    answers: Sequence[NDArray[Any]], references: Sequence[NDArray[Any]], precision: Literal["fp32", "fp16"]
+) -> Verification:
+    """Compare output by output. NaN or infinity is infinitely wrong unless the other output has the same."""
+    errors = [_errors(answer, expected) for answer, expected in zip(answers, references, strict=True)]
+    absolute = max((error for error, _ in errors), default=0.0)
+    relative = max((error for _, error in errors), default=0.0)
+    return Verification(relative <= TOLERANCE[precision], absolute, relative)
+
+
+def complaint(verification: Verification, precision: Literal["fp32", "fp16"]) -> str:
+    """The message for a failed verification."""
+    if precision == "fp16" and not np.isfinite(verification.relative_error):
+        return (
+            "the answer holds infinities or NaN where ONNX Runtime's holds numbers: fp16 stores what passes 65504 as infinity; "
+            "use --precision fp32"
+        )
+    advice = "; --precision fp32 rounds less" if precision == "fp16" else ""
+    return (
+        f"the answer differs from ONNX Runtime's by {verification.relative_error:.2g} of the output's range; "
+        f"{TOLERANCE[precision]:g} is allowed{advice}"
+    )
+
+
+def _errors(answer: NDArray[Any], expected: NDArray[Any]) -> tuple[float, float]:
+    """The max abs error, and the same relative to the range of `expected` (to its magnitude if it is constant)."""
+    if answer.shape != expected.shape:
+        return np.inf, np.inf
+    got, want = answer.astype(np.float64), expected.astype(np.float64)
+    same = (got == want) | (np.isnan(got) & np.isnan(want))
+    if same.all():
+        return 0.0, 0.0
+    if not np.isfinite(got[~same]).all() or not np.isfinite(want[~same]).all():
+        return np.inf, np.inf
+    error = float(np.abs(got[~same] - want[~same]).max())
+    finite = want[np.isfinite(want)]
+    span = float(np.ptp(finite)) or float(np.abs(finite).max()) or 1.0
+    return error, error / span
