@@ -83,7 +83,7 @@ def _save_model(model: KitModel, folder: Path) -> Path:
     names = [output.name for output in model.proto.graph.output]
     np.savez_compressed(folder / f"{model.name}-inputs.npz", **model.inputs)  # type: ignore[arg-type]
     answers = dict(zip(names, reference(path, model.inputs, names), strict=True))
-    np.savez_compressed(folder / f"{model.name}-answers.npz", **answers)  # type: ignore[arg-type]
+    np.savez_compressed(folder / f"{model.name}-answers.npz", **answers)
     return path
 
 

@@ -222,7 +222,7 @@ def _read_in_place(extension: str, context: Context, folder: Path, imported: Cal
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(numbers.data)
         file.flush()
-        kinds = {
+        kinds: dict[str, Callable[[], mmap.mmap]] = {
             "file pages, shared, read only": lambda: mmap.mmap(file.fileno(), BYTES, mmap.MAP_SHARED, mmap.PROT_READ),
             "file pages, private, writable": lambda: mmap.mmap(file.fileno(), BYTES, mmap.MAP_PRIVATE),
             "anonymous memory": lambda: mmap.mmap(-1, BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS),
