@@ -112,15 +112,13 @@ class CommandBuffers:
     def __init__(self, find: Find, queue: int) -> None:
         """Raises RunError: the driver lacks a function."""
         self._queues = (_POINTER * 1)(queue)
-        self._create = extension_function(find, "clCreateCommandBufferKHR", _POINTER, _NUMBER, *[_POINTER] * 3)
-        self._add = extension_function(
+        self._create = c_function(find, "clCreateCommandBufferKHR", _POINTER, _NUMBER, *[_POINTER] * 3)
+        self._add = c_function(
             find, "clCommandNDRangeKernelKHR", _CODE, *[_POINTER] * 4, _NUMBER, *[_POINTER] * 3, _NUMBER, *[_POINTER] * 3
         )
-        self._finalize = extension_function(find, "clFinalizeCommandBufferKHR", _CODE, _POINTER)
-        self._enqueue = extension_function(
-            find, "clEnqueueCommandBufferKHR", _CODE, _NUMBER, *[_POINTER] * 2, _NUMBER, *[_POINTER] * 2
-        )
-        self._release = extension_function(find, "clReleaseCommandBufferKHR", _CODE, _POINTER)
+        self._finalize = c_function(find, "clFinalizeCommandBufferKHR", _CODE, _POINTER)
+        self._enqueue = c_function(find, "clEnqueueCommandBufferKHR", _CODE, _NUMBER, *[_POINTER] * 2, _NUMBER, *[_POINTER] * 2)
+        self._release = c_function(find, "clReleaseCommandBufferKHR", _CODE, _POINTER)
 
     def record(self, launches: Sequence[Launch]) -> Recording:
         """See `Recorder`."""
@@ -146,19 +144,17 @@ class RecordableQueues:
     def __init__(self, find: Find, queue: int, context: int, device: int) -> None:
         """Raises RunError: the driver lacks a function, or refuses such a queue."""
         self._queue = queue
-        self._new = extension_function(find, "clNewRecordingQCOM", _POINTER, *[_POINTER] * 2)
-        self._end = extension_function(find, "clEndRecordingQCOM", _CODE, _POINTER)
-        self._release = extension_function(find, "clReleaseRecordingQCOM", _CODE, _POINTER)
+        self._new = c_function(find, "clNewRecordingQCOM", _POINTER, *[_POINTER] * 2)
+        self._end = c_function(find, "clEndRecordingQCOM", _CODE, _POINTER)
+        self._release = c_function(find, "clReleaseRecordingQCOM", _CODE, _POINTER)
         updates = [_SIZE, _POINTER] * 4  # of arguments, offsets, global and local sizes: no updates
-        self._play = extension_function(
-            find, "clEnqueueRecordingQCOM", _CODE, *[_POINTER] * 2, *updates, _NUMBER, *[_POINTER] * 2
-        )
-        self._enqueue = extension_function(
+        self._play = c_function(find, "clEnqueueRecordingQCOM", _CODE, *[_POINTER] * 2, *updates, _NUMBER, *[_POINTER] * 2)
+        self._enqueue = c_function(
             find, "clEnqueueNDRangeKernel", _CODE, *[_POINTER] * 2, _NUMBER, *[_POINTER] * 3, _NUMBER, *[_POINTER] * 2
         )
-        information = extension_function(find, "clGetDeviceInfo", _CODE, _POINTER, _NUMBER, _SIZE, *[_POINTER] * 2)
-        make = extension_function(find, "clCreateCommandQueue", _POINTER, *[_POINTER] * 2, ctypes.c_ulonglong, _POINTER)
-        let_go = extension_function(find, "clReleaseCommandQueue", _CODE, _POINTER)
+        information = c_function(find, "clGetDeviceInfo", _CODE, _POINTER, _NUMBER, _SIZE, *[_POINTER] * 2)
+        make = c_function(find, "clCreateCommandQueue", _POINTER, *[_POINTER] * 2, ctypes.c_ulonglong, _POINTER)
+        let_go = c_function(find, "clReleaseCommandQueue", _CODE, _POINTER)
         most, error = ctypes.c_uint(), _CODE()
         code = information(device, _RECORDABLE_QUEUE_MAX_SIZE, ctypes.sizeof(most), ctypes.byref(most), None)
         checked("ask how much can be recorded", code)
@@ -185,12 +181,8 @@ class RecordableQueues:
         return recording
 
 
-def extension_function(find: Find, name: str, result: Any, *parameters: Any) -> Callable[..., Any]:
-    """A C function of the driver, for calls with these types.
-
-    Raises:
-        RunError: the driver lacks it.
-    """
+def c_function(find: Find, name: str, result: Any, *parameters: Any) -> Callable[..., Any]:
+    """The C function `name`, with the types of its result and its parameters. Raises RunError: the driver lacks it."""
     address = find(name)
     if not address:
         raise RunError(f"the driver lacks {name}")

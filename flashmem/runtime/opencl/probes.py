@@ -38,7 +38,7 @@ from flashmem.runtime.opencl.launching import (
     Find,
     RecordableQueues,
     Recorder,
-    extension_function,
+    c_function,
     functions_of,
 )
 
@@ -107,7 +107,7 @@ def results(data: object) -> dict[str, Probe]:
 
 def arm_import_memory(context: Context, find: Find, folder: Path) -> Probe:
     """Import memory by cl_arm_import_memory: mapped file pages in two kinds of mapping, and anonymous memory."""
-    create = extension_function(
+    create = c_function(
         find, "clImportMemoryARM", _POINTER, _POINTER, _FLAGS, ctypes.POINTER(ctypes.c_ssize_t), _POINTER, _SIZE, _POINTER
     )
     kind = (ctypes.c_ssize_t * 3)(_IMPORT_TYPE, _IMPORT_HOST, 0)
@@ -130,7 +130,7 @@ def qcom_host_pointer(context: Context, find: Find, folder: Path) -> Probe:
         return Probe(
             QCOM_HOST_POINTER, "failed", f"the driver lacks {_QCOM_DMA_BUF_EXTENSION}, so no dma-buf can be given to it"
         )
-    create = extension_function(find, "clCreateBuffer", _POINTER, _POINTER, _FLAGS, _SIZE, _POINTER, _POINTER)
+    create = c_function(find, "clCreateBuffer", _POINTER, _POINTER, _FLAGS, _SIZE, _POINTER, _POINTER)
 
     class HostPointer(ctypes.Structure):
         _fields_ = (("allocation", _NUMBER), ("policy", _NUMBER), ("descriptor", _CODE), ("address", _POINTER))
@@ -147,13 +147,13 @@ def qcom_host_pointer(context: Context, find: Find, folder: Path) -> Probe:
 
 def khr_dma_buf(context: Context, find: Find, folder: Path) -> Probe:
     """Import a dma-buf of the system's heap by cl_khr_external_memory_dma_buf."""
-    create = extension_function(
+    create = c_function(
         find, "clCreateBufferWithProperties",
         _POINTER, _POINTER, ctypes.POINTER(ctypes.c_ulonglong), _FLAGS, _SIZE, _POINTER, _POINTER,
     )  # fmt: skip
     names = ("clEnqueueAcquireExternalMemObjectsKHR", "clEnqueueReleaseExternalMemObjectsKHR")
     acquire, release = (
-        extension_function(find, name, _CODE, _POINTER, _NUMBER, _POINTER, _NUMBER, _POINTER, _POINTER) for name in names
+        c_function(find, name, _CODE, _POINTER, _NUMBER, _POINTER, _NUMBER, _POINTER, _POINTER) for name in names
     )
 
     def imported(descriptor: int, address: int) -> Any:
