@@ -3,7 +3,7 @@
 Each probe uses an extension as the runtime would, on a small input, and checks the kernel's result: drivers report extensions
 that do not work. A driver may crash, so each probe runs in its own process:
 
-    python -m flashmem.runtime.opencl.probes cl_arm_import_memory DEVICE-NUMBER FOLDER
+    python -m flashmem.runtime.opencl.probes cl_arm_import_memory_host DEVICE-NUMBER FOLDER
 
 Prints the result as one line of JSON. `results` reads results back. Specifications: registry.khronos.org/OpenCL/extensions
 (arm/cl_arm_import_memory.txt, qcom/cl_qcom_ext_host_ptr.txt, cl_khr_external_memory_dma_buf), and CL/cl_ext.h for numbers.
@@ -44,7 +44,7 @@ from flashmem.runtime.opencl.launching import (
 
 Outcome = Literal["passed", "failed", "absent"]
 
-ARM_IMPORT = "cl_arm_import_memory"
+ARM_IMPORT = "cl_arm_import_memory_host"
 QCOM_HOST_POINTER = "cl_qcom_ext_host_ptr"
 DMA_BUF = "cl_khr_external_memory_dma_buf"
 HOST_POINTER = "CL_MEM_USE_HOST_PTR"
@@ -223,7 +223,7 @@ def _read_in_place(extension: str, context: Context, folder: Path, imported: Cal
         file.write(numbers.data)
         file.flush()
         kinds: dict[str, Callable[[], mmap.mmap]] = {
-            "file pages, shared, read only": lambda: mmap.mmap(file.fileno(), BYTES, mmap.MAP_SHARED, mmap.PROT_READ),
+            _AS_THE_RUNTIME: lambda: mmap.mmap(file.fileno(), BYTES, mmap.MAP_SHARED, mmap.PROT_READ),
             "file pages, private, writable": lambda: mmap.mmap(file.fileno(), BYTES, mmap.MAP_PRIVATE),
             "anonymous memory": lambda: mmap.mmap(-1, BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS),
         }
@@ -234,7 +234,7 @@ def _read_in_place(extension: str, context: Context, folder: Path, imported: Cal
             except RunError as error:
                 facts[kind] = str(error)
     good = [kind for kind, found in facts.items() if found in (IN_PLACE, IN_PLACE_WHEN_MAPPED)]
-    if any(kind.startswith("file") for kind in good):
+    if good and facts[_AS_THE_RUNTIME] in (IN_PLACE, UNSEEN):
         return Probe(extension, "passed", f"kernels read in place: {'; '.join(good)}", facts)
     return Probe(extension, "failed", "; ".join(f"{kind}: {found}" for kind, found in facts.items()), facts)
 
@@ -243,6 +243,12 @@ IN_PLACE = "in place"
 """The judgement of memory whose later changes kernels see at once."""
 
 IN_PLACE_WHEN_MAPPED = "in place, and changes are seen after a map"
+
+UNSEEN = "right, but later changes are not seen"
+"""A copy, or caches that are not coherent: the other kinds of memory tell which."""
+
+_AS_THE_RUNTIME = "file pages, shared, read only"
+"""The kind of mapping in which the runtime has the weight file: it has to work, and one kind has to be in place."""
 
 
 class _Reader:
@@ -281,7 +287,7 @@ class _Reader:
         if file is not None:
             os.pwrite(file, changed.data, 0)
             try:
-                return IN_PLACE if self.reads(buffer, changed) else "later changes are not seen"
+                return IN_PLACE if self.reads(buffer, changed) else UNSEEN
             finally:
                 os.pwrite(file, numbers.data, 0)
         view[:] = changed

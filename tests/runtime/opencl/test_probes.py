@@ -77,8 +77,29 @@ def test_imported_file_pages_are_read_in_place(tmp_path: Path) -> None:
 def test_a_driver_that_copies_imported_memory_fails(tmp_path: Path) -> None:
     found = run_probe(ARM_IMPORT, _context(ARM_IMPORT), tmp_path, Driver(_READ_ONLY | _COPY_HOST_PTR).find)
     assert found.outcome == "failed"
-    assert found.facts["file pages, shared, read only"] == "later changes are not seen"
+    assert found.facts["file pages, shared, read only"] == "right, but later changes are not seen"
     assert found.facts["file pages, private, writable"] == found.facts["anonymous memory"] == "copied"
+
+
+def test_caches_that_are_not_coherent_are_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device sees changes of anonymous memory only after a map; those of a file, which is not mapped, never."""
+    total, stale = probes._Reader._total, [0, False]
+
+    def late(reader: Any, buffer: Any) -> int:
+        stale[1], found = False, stale[0] if stale[1] else total(reader, buffer)
+        stale[0] = found
+        return found
+
+    def changed(seed: int) -> Any:
+        stale[1] = seed == 2  # the host changes the memory now
+        return numbers(seed)
+
+    numbers = probes._numbers
+    monkeypatch.setattr(probes._Reader, "_total", late)
+    monkeypatch.setattr(probes, "_numbers", changed)
+    found = run_probe(ARM_IMPORT, _context(ARM_IMPORT), tmp_path, Driver(_READ_ONLY | _USE_HOST_PTR).find)
+    assert found.outcome == "passed"
+    assert list(found.facts.values()) == [probes.UNSEEN, probes.IN_PLACE_WHEN_MAPPED, probes.IN_PLACE_WHEN_MAPPED]
 
 
 def test_a_driver_that_refuses_or_lacks_the_function_fails(tmp_path: Path) -> None:
