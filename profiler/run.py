@@ -47,7 +47,7 @@ def profile(request: Request, progress: Progress) -> Path:
     predictor = train(at_usual_pace(found.growing.rows, found.basis), found.basis)
     found.write(request.output, name)
     save(predictor, request.output / name)
-    measured = replace(found.descriptor, name=name, capacity_model=name)
+    measured = replace(found.descriptor, name=name, capacity_model=name, pipelines=None)
     path = write_descriptor(request.output, measured, found.source, device.kind)
     found.done()
     return path
@@ -78,7 +78,7 @@ def retrain(dataset: Path, without: Sequence[str] = ()) -> Path:
     if "descriptor" not in about or stem.with_name(f"{stem.name}.toml").exists():
         return stem
     descriptor = DeviceDescriptor.from_dict(about["descriptor"], where=str(dataset))
-    measured = replace(descriptor, name=stem.name, capacity_model="" if untrained else stem.name)
+    measured = replace(descriptor, name=stem.name, capacity_model="" if untrained else stem.name, pipelines=None)
     return write_descriptor(dataset.parent, measured, str(about["source"]), descriptor.kind)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -34,11 +34,12 @@ _REFUSED = 2  # exit code of a command that does not do what was asked, and says
 
 @dataclass(frozen=True)
 class Chosen:
-    """The device under test: its number in the list of devices, its name, and the name of its descriptor."""
+    """The device under test: its number in the list of devices, its name, its descriptor's, its modes by memory path."""
 
     number: int
     name: str
     descriptor: str
+    modes: Mapping[str, Sequence[str]]
 
 
 @dataclass
@@ -88,7 +89,8 @@ def doctor(kit: Kit) -> Json:
         report: Json = json.loads(ended.out)
     except ValueError:
         raise StepFailedError(ended.said or "flashmem doctor printed no report") from None
-    found = [Chosen(number, each["name"], each["descriptor"]) for number, each in enumerate(report["devices"])]
+    devices = enumerate(report["devices"])
+    found = [Chosen(number, each["name"], each["descriptor"], each["modes"]) for number, each in devices]
     if not found:
         raise StepFailedError(f"OpenCL lists no device; type: {'; '.join(report['next']) or 'flashmem doctor'}", report)
     if kit.wanted != "auto":
@@ -208,7 +210,7 @@ def _is_bad(row: Json) -> bool:
 
 
 def _run(kit: Kit, bundle: KitBundle, mode: str, seconds: float, *, words: tuple[str, ...] = ()) -> Json:
-    """`flashmem run` on a bundle; `outcome`: right, wrong, refused (the device lacks the mode) or failed."""
+    """`flashmem run` on a bundle; `outcome`: right, wrong, refused (the device lacks the mode), or failed."""
     assert kit.device is not None
     row: Json = {"model": bundle.model, "memory_path": bundle.memory_path, "mode": mode}
     output = kit.work / "output.npz"
@@ -218,7 +220,8 @@ def _run(kit: Kit, bundle: KitBundle, mode: str, seconds: float, *, words: tuple
     ended = kit.child(seconds, "flashmem", "run", bundle.folder, *given, *chosen)
     row["seconds"] = round(ended.seconds, 3)
     if not ended.ok:
-        return row | {"outcome": "refused" if ended.code == _REFUSED else "failed", "said": ended.said}
+        lacks = ended.code == _REFUSED and mode in TRANSFER_MODES and mode not in kit.device.modes.get(bundle.memory_path, ())
+        return row | {"outcome": "refused" if lacks else "failed", "said": ended.said}
     wanted = kit.contents.answers(bundle.model)
     with np.load(output) as file:
         answers = {name: file[name] for name in wanted}

@@ -21,6 +21,7 @@ from flashmem.profiler import rates as machine_rates
 from flashmem.profiler.dataset import read_dataset, write_dataset
 from flashmem.profiler.phone_kit import models, packing, storage
 from flashmem.profiler.phone_kit import steps as kit_steps
+from flashmem.profiler.phone_kit.children import Ended
 from flashmem.profiler.phone_kit.contents import STREAMED, Contents
 from flashmem.profiler.phone_kit.measuring import run_steps, write_record
 from flashmem.profiler.phone_kit.start import unpack
@@ -58,7 +59,7 @@ def unpacked(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def kit(unpacked: Path, tmp_path: Path) -> Kit:
-    device = Chosen(NUMBER, DEVICE.name, DEVICE.descriptor_name)
+    device = Chosen(NUMBER, DEVICE.name, DEVICE.descriptor_name, load_descriptor(DEVICE.descriptor_name).modes)
     return Kit(Contents.open(unpacked), tmp_path, monotonic() + 300, device=device, wanted=DEVICE.descriptor_name)
 
 
@@ -112,7 +113,8 @@ def test_a_kit_runs_from_its_file_and_is_read(archive: Path, tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(record) and not (folder / "work").exists()
     found = json.loads(record.read_text())
-    assert found["device"] == {"number": NUMBER, "name": DEVICE.name, "descriptor": DEVICE.descriptor_name}
+    device = {"number": NUMBER, "name": DEVICE.name, "descriptor": DEVICE.descriptor_name}
+    assert found["device"].items() >= device.items() and set(found["device"]["modes"]) == set(PATHS)
     ran = found["steps"]["correctness"]["result"]
     assert {row["model"] for row in ran} == {"small", STREAMED} and len(ran) == 2 * 4 * len(PATHS)
     right = {(row["memory_path"], row["mode"]) for row in ran if row["outcome"] == "right"}
@@ -155,6 +157,16 @@ def test_a_wrong_answer_is_told_with_its_output(kit: Kit, monkeypatch: pytest.Mo
     record = run_steps(kit, {"correctness": STEPS["correctness"]})["steps"]["correctness"]
     assert not record["ok"] and "small, " in record["said"] and "Identity" in record["said"]
     assert {row["outcome"] for row in record["result"] if row["model"] == STREAMED} <= {"right", "refused"}
+
+
+def test_a_refusal_of_a_mode_that_the_device_has_is_a_failure(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 2 alone does not tell whether the device lacks the mode."""
+    refused = Ended("", 2, "flashmem: Bad address", 0.1)
+    monkeypatch.setattr(Kit, "child", lambda *given: refused)
+    record = run_steps(kit, {"streamed": STEPS["streamed"]})["steps"]["streamed"]
+    offered = {(path, mode) for path in PATHS for mode in load_descriptor(DEVICE.descriptor_name).modes[path]}
+    failed = {(row["memory_path"], row["mode"]) for row in record["result"] if row["outcome"] == "failed"}
+    assert not record["ok"] and failed == offered | {(path, "preload") for path in PATHS}
 
 
 def _of_module(body: str, seconds: float = 20) -> Any:
