@@ -187,10 +187,15 @@ class Baseline:
         """Fill W in several orders. Return the plan with the earliest predicted answer, or, if none fits, the smallest plan."""
         base = self.least_preload(instance)
         rest = [w for w in instance.weights if w.name not in base]
+        nbytes = {w.name: w.nbytes for w in instance.weights}
+
+        def fits(added: frozenset[str]) -> bool:
+            preload = base | added
+            return sum(nbytes[name] for name in preload) <= budget and measure(self._tight(instance, preload)) <= budget
+
         plans = []
         for name, order in _ORDERS.items():
-            names = [w.name for w in sorted(rest, key=order)]
-            preload = base | _most_that_fit(names, lambda added: measure(self._tight(instance, base | added)) <= budget)
+            preload = base | _most_that_fit([w.name for w in sorted(rest, key=order)], fits)
             with suppress(BudgetError):
                 plans.append(self._stretched(instance, budget, measure, preload, f"; W filled {name}"))
         if not plans:
@@ -208,8 +213,15 @@ class Baseline:
         rest = [w for w in instance.weights if w.name not in base]
         sizes = {len(rest) * step // _LEAN_STEPS for step in range(_LEAN_STEPS + 1)}
         chosen = {frozenset(w.name for w in sorted(rest, key=order)[:size]) for order in _ORDERS.values() for size in sizes}
-        plans = [self._tight(instance, base | added) for added in sorted(chosen, key=lambda added: (len(added), sorted(added)))]
-        needed, plan = min(((measure(plan), plan) for plan in plans), key=lambda pair: pair[0])
+        nbytes = {w.name: w.nbytes for w in instance.weights}
+        plan = self._tight(instance, base)
+        needed = measure(plan)
+        for added in sorted(chosen, key=lambda added: (len(added), sorted(added))):
+            preload = base | added
+            if sum(nbytes[name] for name in preload) < needed:  # else no plan with this W needs fewer bytes
+                smaller = self._tight(instance, preload)
+                if measure(smaller) < needed:
+                    plan, needed = smaller, measure(smaller)
         if needed > budget:
             raise BudgetError(
                 f"budget of {budget} bytes is too small: {needed} bytes are needed, with {plan.preload_ratio:.0%} of the "

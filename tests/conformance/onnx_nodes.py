@@ -25,11 +25,7 @@ import onnx
 from onnx import numpy_helper
 
 from flashmem.base.types import DType
-
-try:
-    from tests.support.isolated import call_isolated
-except ImportError:  # pytest adds this folder to the path, not its parent
-    from tests.support.isolated import call_isolated  # type: ignore[no-redef]
+from tests.support.isolated import call_isolated
 
 LIST = Path(__file__).with_suffix(".txt")
 PASSES = "passes"

@@ -9,12 +9,8 @@ from flashmem.compiler.frontend import contrib
 from flashmem.compiler.ir.limits import CHOSEN, UNROLLED
 from flashmem.compiler.operators import FAMILIES, REGISTRY, Operator
 from flashmem.compiler.operators.registry import ANY, BOOL, FLOAT, INDEX, INTEGERS, NEWEST_OPSET, NUMBERS, WIDE, Types
+from tests.conformance.onnx_nodes import counts
 from tests.support.paths import ROOT
-
-try:
-    from tests.conformance.onnx_nodes import counts
-except ImportError:  # pytest adds this folder to the path, not its parent
-    from tests.conformance.onnx_nodes import counts  # type: ignore[no-redef]
 
 PAGE = ROOT / "docs" / "operators.md"
 

@@ -13,6 +13,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
+from tests.support.recurrent import recurrent
+
 Array = NDArray[Any]
 
 
@@ -223,11 +225,20 @@ def _conv_transpose(node: onnx.NodeProto, x: Array, weight: Array, bias: Array |
     given, kernel = attributes_of(node), weight.shape[2:]
     rank, groups = len(kernel), given.get("group", 1)
     strides, dilations = given.get("strides", [1] * rank), given.get("dilations", [1] * rank)
-    pads, more = given.get("pads", [0] * 2 * rank), given.get("output_padding", [0] * rank)
+    more = given.get("output_padding", [0] * rank)
     reach = [
         stride * (n - 1) + dilation * (k - 1) + 1 + extra
         for n, k, stride, dilation, extra in zip(x.shape[2:], kernel, strides, dilations, more, strict=True)
     ]
+    automatic = given.get("auto_pad", b"NOTSET").decode()
+    wanted = given.get("output_shape")
+    if wanted is None and automatic.startswith("SAME"):
+        wanted = [n * stride for n, stride in zip(x.shape[2:], strides, strict=True)]
+    pads = given.get("pads", [0] * 2 * rank)
+    if wanted is not None:
+        cut = [max(0, full - size) for full, size in zip(reach, wanted[-rank:], strict=True)]
+        before = [-(-each // 2) if automatic == "SAME_LOWER" else each // 2 for each in cut]
+        pads = [*before, *(each - first for each, first in zip(cut, before, strict=True))]
     y = np.zeros((x.shape[0], weight.shape[1] * groups, *reach))
     parts = zip(np.split(x, groups, 1), np.split(weight, groups, 0), np.split(y, groups, 1), strict=True)
     for part, factors, into in parts:
@@ -242,7 +253,7 @@ def _conv_transpose(node: onnx.NodeProto, x: Array, weight: Array, bias: Array |
     return y if bias is None else y + bias.reshape(-1, *[1] * rank)
 
 
-NUMPY: dict[str, Callable[..., Array]] = {
+NUMPY: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "Celu": _exponential(1.0, 1.0),
     "ConvTranspose": _conv_transpose,
     "Elu": _exponential(1.0, 1.0),
@@ -254,5 +265,6 @@ NUMPY: dict[str, Callable[..., Array]] = {
     "Selu": _exponential(1.67326319217681884765625, 1.05070102214813232421875),
     "Sigmoid": lambda node, x: np.where(x < 0, np.exp(np.minimum(x, 0)), 1) / (1 + np.exp(-np.abs(x))),
     "Softplus": lambda node, x: np.logaddexp(0, x),
+    **dict.fromkeys(("GRU", "LSTM", "RNN"), recurrent),
 }
 """Operators that the reference evaluator of onnx 1.23 lacks or computes wrongly, or whose definitions overflow or cancel."""

@@ -26,11 +26,7 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-try:
-    from tests.support.definitions import DEFINITIONS, NUMPY, by_numpy
-except ImportError:  # pytest adds this folder to the path, not its parent
-    from tests.support.definitions import DEFINITIONS, NUMPY, by_numpy  # type: ignore[no-redef]
-
+from tests.support.definitions import DEFINITIONS, NUMPY, by_numpy
 
 Array = NDArray[Any]
 
@@ -241,7 +237,7 @@ def _function(
     if node.op_type in _BY_RUNTIME:
         return lambda arrays: _by_runtime(node, arrays, opset)
     if by_numpy(node):
-        return lambda arrays: [np.asarray(NUMPY[node.op_type](node, *arrays))]
+        return lambda arrays: _outputs(node, NUMPY[node.op_type](node, *arrays))
     names = list(dict.fromkeys(name for name in node.input if name))
     evaluator = ReferenceEvaluator(_alone(node, names, opset))
 
@@ -251,6 +247,11 @@ def _function(
         return [x.astype(np.float64) if x.dtype == np.float32 else x for x in made]
 
     return run
+
+
+def _outputs(node: onnx.NodeProto, made: Array | tuple[Array, ...]) -> list[Array]:
+    """The outputs that `node` names, of all or of the only one."""
+    return [np.asarray(each) for each, _ in zip(made if isinstance(made, tuple) else (made,), node.output, strict=False)]
 
 
 _BY_RUNTIME = frozenset({"MaxPool", "Pad", "QLinearConv"})

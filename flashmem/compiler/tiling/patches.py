@@ -58,13 +58,15 @@ def units(graph: Graph, layers: Sequence[FusionGroup]) -> list[list[Node]]:
     return made
 
 
-def patch_of(nodes: Sequence[Node], end: Value, span: AxisRange, whole: Collection[Value]) -> tuple[Patch, set[Value]]:
+def patch_of(
+    nodes: Sequence[Node], made: Collection[Value], end: Value, span: AxisRange, whole: Collection[Value]
+) -> tuple[Patch, set[Value]]:
     """The parts of `nodes` (in order) that compute `span` of `end`, and all values that must be computed whole before.
 
-    The latter are `whole`, values that operators without such a part compute or need whole, and their own operands.
+    The latter are `whole`, values that operators without such a part compute or need whole, and their own operands. `made`: the
+    results of `nodes`.
     """
     patch, before = Patch({end: span}), set(whole)
-    made = {value for node in nodes for value in node.outputs}
     for node in reversed(nodes):
         wanted = patch.needs.get(node.outputs[0])
         part = None
@@ -117,11 +119,12 @@ def alike(
     None if `end` has no such parts, or if the patches still differ after `rounds`. `overlapping`: results of such patches that
     must not be divided, since their parts overlap.
     """
+    made = {value for node in nodes for value in node.outputs}
     whole: set[Value] = set()
     for _ in itertools.count() if rounds is None else range(rounds):
         patches, found = [], set(whole)
         for span in spans:
-            patch, before = patch_of(nodes, end, span, found)
+            patch, before = patch_of(nodes, made, end, span, found)
             patches.append(patch)
             found |= before
         if end in found:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-import flashmem
 from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.passes.decompose import decompose
-from flashmem.runtime.opencl.context import list_devices
+from tests.support.compared import PLACES, answers_of, require_right
+from tests.support.inputs import KINDS
 
-DEVICES = [(device.descriptor_name, path) for device in list_devices() for path in ("buffer", "texture")]
 Array = NDArray[Any]
 
 # An equation, shapes, and which operands are constant.
@@ -54,17 +54,17 @@ EQUATIONS: list[tuple[str, list[tuple[int, ...]], set[int]]] = [
 
 
 def model_of(
-    equations: list[tuple[str, list[tuple[int, ...]], set[int]]], dtype: str = "float32"
+    equations: list[tuple[str, list[tuple[int, ...]], set[int]]], dtype: str = "float32", kinds: Sequence[str] = ("normal",)
 ) -> tuple[onnx.ModelProto, dict[str, Array]]:
-    """A model with a node for each equation, and its inputs."""
+    """A model with a node for each equation and kind of numbers (`KINDS`; integers have one), and its inputs."""
     random_ = np.random.default_rng(3)
     feeds: dict[str, Array] = {}
     constants, nodes, outputs = [], [], []
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
-    for i, (equation, shapes, fixed) in enumerate(equations):
+    for i, ((equation, shapes, fixed), form) in enumerate(product(equations, kinds)):
         names = [f"x{i}_{j}" for j in range(len(shapes))]
         for j, shape in enumerate(shapes):
-            data = random_.normal(0, 1, shape) if dtype == "float32" else random_.integers(-9, 9, shape)
+            data = KINDS[form](random_, shape) if dtype == "float32" else random_.integers(-9, 9, shape)
             if j in fixed:
                 constants.append(numpy_helper.from_array(np.asarray(data, dtype), names[j]))
             else:
@@ -163,16 +163,10 @@ def test_no_more_is_moved_than_has_to_be(index: int, kept: dict[str, int], tmp_p
     assert counts == kept, EQUATIONS[index]
 
 
-@pytest.mark.parametrize(("device", "path"), DEVICES)
-def test_on_a_device(device: str, path: Any, tmp_path: Path) -> None:
-    model, feeds = model_of([EQUATIONS[i] for i in (0, 2, 8, 9)])
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    onnx.save(model, tmp_path / "model.onnx")
-    bundle = flashmem.compile(tmp_path / "model.onnx", tmp_path / "b.flashmem", device=device, memory_path=path)
-    with flashmem.Session(bundle, device=device) as flash:
-        for answer, expected in zip(flash.run(None, feeds), session.run(None, feeds), strict=True):
-            assert answer.shape == expected.shape
-            np.testing.assert_allclose(answer, expected, rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("place", PLACES, ids="-".join)
+def test_on_a_device(place: tuple[str, str], tmp_path: Path) -> None:
+    model, feeds = model_of([EQUATIONS[i] for i in (0, 2, 8, 9)], kinds=list(KINDS))
+    require_right(model, feeds, answers_of(model, feeds, place, tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,9 @@ from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.operators.resize_taps import Axis, Rule, resize_taps
 from flashmem.compiler.passes.decompose import decompose
-from flashmem.runtime.opencl.context import list_devices
+from tests.support.compared import DEVICES, answers_of, apart
+from tests.support.inputs import floats
+from tests.support.rounding import EPS, SAMPLES, Answer
 
 Floats = NDArray[np.float32]
 
@@ -35,7 +37,6 @@ SHAPE = (1, 2, 10, 7)
 FACTORS = ((0.7, 0.9), (1.3, 2.3), (0.3, 3.3), (2.0, 0.15), (1.0, 1.4), (1.1, 1.0))
 SIZES = ((4, 17), (20, 14), (1, 3), (10, 5))
 REGION = [0.0, 0.0, -0.2, 0.3, 1.0, 1.0, 0.9, 0.8]
-DEVICES = list_devices()
 
 
 def model_of(shape: tuple[int, ...], opset: int = 19, **attributes: Any) -> onnx.ModelProto:
@@ -58,7 +59,7 @@ def imported(model: onnx.ModelProto, folder: Path) -> Graph:
     return decompose(import_model(folder / "resize.onnx"))
 
 
-def evaluated(graph: Graph, x: Floats) -> NDArray[Any]:
+def evaluated(graph: Graph, x: NDArray[Any]) -> NDArray[Any]:
     """The result of a graph of Resize and Reshape, by the taps of the kernels."""
     values: dict[Any, NDArray[Any]] = {graph.inputs[0].value: x}
     for node in graph.nodes:
@@ -206,14 +207,25 @@ ON_DEVICES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES, ids=[d.descriptor_name for d in DEVICES])
+@pytest.mark.parametrize("place", DEVICES, ids="-".join)
 @pytest.mark.parametrize("name", ON_DEVICES)
-def test_kernels(name: str, device: Any, tmp_path: Path) -> None:
-    shape = (1, 5, 10, 7)
-    model, x = model_of(shape, **ON_DEVICES[name]), drawn(shape)
+def test_kernels(name: str, place: tuple[str, str], tmp_path: Path) -> None:
+    """Compared with the taps in float64: onnx's reference computes other sizes."""
+    shape, random = (1, 5, 10, 7), np.random.default_rng(2)
+    model = model_of(shape, **ON_DEVICES[name])
+    for kind in ("normal", "around 1e6", "of many sizes"):
+        x = floats(*shape, kind=kind)
+        (answer,) = answers_of(model, {"x": x}, place, tmp_path)
+        graph, wide = imported(model, tmp_path), x.astype(np.float64)
+        noisy = [evaluated(graph, wide * (1 + EPS * random.uniform(-1, 1, shape))) for _ in range(SAMPLES)]
+        wrong = apart(answer, Answer(evaluated(graph, wide), tuple(noisy), alone=False), expected_of(model, x))
+        assert not wrong.any(), (kind, np.argwhere(wrong)[:3])
+
+
+@pytest.mark.parametrize("place", DEVICES, ids="-".join)
+@pytest.mark.parametrize("name", ON_DEVICES)
+def test_nan_stays_where_it_is(name: str, place: tuple[str, str], tmp_path: Path) -> None:
+    model, x = model_of((1, 5, 10, 7), **ON_DEVICES[name]), floats(1, 5, 10, 7)
     x[0, 0, 0, 0] = np.nan
-    onnx.save(model, tmp_path / "resize.onnx")
-    bundle = flashmem.compile(tmp_path / "resize.onnx", tmp_path / "b.flashmem", device=device.descriptor_name)
-    with flashmem.Session(bundle, device=device.descriptor_name) as session:
-        (answer,) = session.run(None, {"x": x})
-    np.testing.assert_allclose(answer, expected_of(model, x), rtol=1e-4, atol=2e-5)
+    (answer,) = answers_of(model, {"x": x}, place, tmp_path)
+    np.testing.assert_array_equal(np.isnan(answer), np.isnan(expected_of(model, x)))

@@ -14,12 +14,11 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-import flashmem
 from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.passes.decompose import decompose
-from flashmem.runtime.opencl.context import list_devices
+from tests.support.compared import DEVICES, answers_of, require_right
+from tests.support.inputs import floats
 
-DEVICES = list_devices()
 Case = tuple[str, dict[str, Any]]
 
 
@@ -145,31 +144,27 @@ def test_pads_of_transposed_convolutions(name: str, tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("device", DEVICES, ids=[d.descriptor_name for d in DEVICES])
+@pytest.mark.parametrize("place", DEVICES, ids="-".join)
+@pytest.mark.parametrize("kind", ["normal", "around 1e6", "of many sizes"])
 @pytest.mark.parametrize("name", list(MODELS)[:3])
-def test_values_are_onnxruntimes(name: str, device: Any, tmp_path: Path) -> None:
+def test_values_are_right(name: str, kind: str, place: tuple[str, str], tmp_path: Path) -> None:
     cases, shape = MODELS[name]
     cases = cases[::10]  # each one compiles new kernels
-    model = model_of(cases, shape)
-    onnx.save(model, tmp_path / "windows.onnx")
-    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    bundle = flashmem.compile(tmp_path / "windows.onnx", tmp_path / "b.flashmem", device=device.descriptor_name)
-    with flashmem.Session(bundle, device=device.descriptor_name) as session:
-        answers = session.run(None, {"x": x})
-    for case, answer, expected in zip(cases, answers, expected_of(model, x), strict=True):
+    model, feeds = model_of(cases, shape), {"x": floats(*shape, kind=kind)}
+    answers = answers_of(model, feeds, place, tmp_path)
+    for case, answer, expected in zip(cases, answers, expected_of(model, feeds["x"]), strict=True):
         lowest = expected == np.finfo(np.float32).min  # a window of padding only, which is -inf here
-        np.testing.assert_allclose(answer, np.where(lowest, -np.inf, expected), rtol=1e-4, atol=1e-5, err_msg=str(case))
+        assert (answer[lowest] == -np.inf).all(), case
+        answer[lowest] = expected[lowest]
+    require_right(model, feeds, answers)
 
 
-@pytest.mark.parametrize("device", DEVICES, ids=[d.descriptor_name for d in DEVICES])
+@pytest.mark.parametrize("place", DEVICES, ids="-".join)
 @pytest.mark.parametrize("channels", [1, 5])
-def test_a_maximum_with_nan_is_nan(channels: int, device: Any, tmp_path: Path) -> None:
+def test_a_maximum_with_nan_is_nan(channels: int, place: tuple[str, str], tmp_path: Path) -> None:
     """As in numpy: ONNX Runtime's result depends on the position of the NaN in the window, and on the dilation."""
     x = np.random.default_rng(0).standard_normal((1, channels, 6, 7)).astype(np.float32)
     x[:, :, 2:4, 3], x[:, 0, 0, 0] = np.nan, -np.inf
-    onnx.save(model_of([("MaxPool", {"kernel_shape": [2, 3]})], x.shape), tmp_path / "nan.onnx")
-    bundle = flashmem.compile(tmp_path / "nan.onnx", tmp_path / "b.flashmem", device=device.descriptor_name)
-    with flashmem.Session(bundle, device=device.descriptor_name) as session:
-        (answer,) = session.run(None, {"x": x})
+    (answer,) = answers_of(model_of([("MaxPool", {"kernel_shape": [2, 3]})], x.shape), {"x": x}, place, tmp_path)
     windows = np.lib.stride_tricks.sliding_window_view(x, (2, 3), axis=(2, 3))
     np.testing.assert_array_equal(answer, windows.max((4, 5)))

@@ -11,10 +11,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper
 
-try:
-    from tests.support.inputs import KINDS
-except ImportError:  # pytest adds the folder of tests to the path, not its parent
-    from tests.support.inputs import KINDS  # type: ignore[no-redef]
+from tests.support.inputs import KINDS
 
 from .values import DTYPES, FLOATS, INTEGERS, RejectedNodeError, Value, evaluate, leaf
 

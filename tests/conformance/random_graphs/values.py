@@ -28,10 +28,7 @@ from numpy.typing import NDArray
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
 
-try:
-    from tests.support.rounding import EXACT, SAMPLES, Answer, computed, spread_of
-except ImportError:  # pytest adds the folder of tests to the path, not its parent
-    from tests.support.rounding import EXACT, SAMPLES, Answer, computed, spread_of  # type: ignore[no-redef]
+from tests.support.rounding import EXACT, SAMPLES, Answer, computed, spread_of
 
 Array = NDArray[Any]
 
