@@ -1,4 +1,4 @@
-"""Execution and load capacity of the paper's models on the OnePlus 12, from compiled code, beside the paper's figures.
+"""Execution and load capacity of the paper's models on the OnePlus 12, from compiled code.
 
     python -m benchmarks.paper.compiled_costs [--models NAME,...] [--host-bandwidth 9.45e8] [--json o.json]
 
