@@ -171,6 +171,11 @@ def stem_of(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(SUFFIX).removesuffix(".json"))
 
 
+def probes_in_record(path: Path) -> Any:
+    """The results of probes in a phone kit's record, as JSON data (`runtime.opencl.probes.results`); {} without any."""
+    return json.loads(path.read_text(encoding="utf-8"))["steps"].get("probes", {}).get("result") or {}
+
+
 def _in_record(path: Path) -> str:
     """The text of the dataset in a phone kit's record.
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from time import perf_counter
+from types import MappingProxyType
 
 from flashmem.runtime.engine.executor import Command, Executor, Step
 from flashmem.runtime.opencl.context import Context, Queue
@@ -22,13 +24,15 @@ def nothing_steps(context: Context, count: int) -> list[Step]:
     return [Step("nothing", (commands[i % _OBJECTS],)) for i in range(count)]
 
 
-def recording_pays(context: Context, queue: Queue) -> bool:
+def recording_pays(context: Context, queue: Queue, probed: Mapping[str, str] = MappingProxyType({})) -> bool:
     """Whether recorded launches are faster by more than the variation of runs. False if the driver cannot record.
+
+    `probed`: results of probes (`DeviceDescriptor.probed`).
 
     Raises:
         RunError: the device fails.
     """
-    recorder = context.recorder(queue)
+    recorder = context.recorder(queue, probed)
     if recorder is None:
         return False
     steps = nothing_steps(context, _LAUNCHES)

@@ -129,7 +129,9 @@ def measure(
             for path in descriptor.memory_paths
         ]
         machine, spent = _kept_rates(rates_file) or _measured_rates(rates_file, benches, request.device, progress)
-        descriptor = replace(descriptor, command_buffers=recording_pays(benches[0].context, benches[0].queue))
+        descriptor = replace(
+            descriptor, command_buffers=recording_pays(benches[0].context, benches[0].queue, descriptor.probed)
+        )
         _measure(request, growing, benches, models, spent, progress)
     return Measurement(device, descriptor, machine, growing, request.seed)
 

@@ -15,9 +15,10 @@ from flashmem.base.errors import UserError
 from flashmem.planning.capacity.basis import Basis
 from flashmem.runtime.opencl.context import find_device
 from flashmem.runtime.opencl.devices import descriptor_for
+from flashmem.runtime.opencl.probes import probed, results
 from flashmem.target.descriptor import DeviceDescriptor
 
-from .dataset import SAMPLE, Row, at_usual_pace, is_record, read_dataset, stem_of
+from .dataset import SAMPLE, Row, at_usual_pace, is_record, probes_in_record, read_dataset, stem_of
 from .descriptor import write_descriptor
 from .measure import LEAST_LAUNCHES, Progress, measure
 from .measure import Request as Request
@@ -58,6 +59,7 @@ def retrain(dataset: Path, without: Sequence[str] = ()) -> Path:
 
     If the dataset contains the descriptor and none exists, it is written too. Returns the models' stem, or the path of the
     written descriptor. The record of a phone kit with too few launches gives a descriptor with measured rates and no models.
+    Extensions whose probes passed on the phone are in the descriptor (`DeviceDescriptor.probed`).
 
     `without`: models whose launches are excluded from training, so that `flashmem profile --report` can evaluate on them.
 
@@ -79,6 +81,8 @@ def retrain(dataset: Path, without: Sequence[str] = ()) -> Path:
         return stem
     descriptor = DeviceDescriptor.from_dict(about["descriptor"], where=str(dataset))
     measured = replace(descriptor, name=stem.name, capacity_model="" if untrained else stem.name, pipelines=None)
+    if is_record(dataset):
+        measured = measured.with_probed(probed(results(probes_in_record(dataset))))
     return write_descriptor(dataset.parent, measured, str(about["source"]), descriptor.kind)
 
 

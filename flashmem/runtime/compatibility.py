@@ -11,12 +11,13 @@ from dataclasses import replace
 
 from flashmem.base.errors import FlashmemWarning, UserError
 from flashmem.base.pages import page_size
-from flashmem.base.types import TEXEL_BYTES, TransferMode
+from flashmem.base.types import TEXEL_BYTES, TRANSFER_MODES, TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.program.program import Program
 from flashmem.runtime.opencl.devices import Device, descriptor_for
 from flashmem.runtime.options import choose_mode
-from flashmem.schedule.residency import Strategy
+from flashmem.schedule.plan import PoolLayout
+from flashmem.schedule.residency import Strategy, preloaded_layout
 from flashmem.target.descriptor import DeviceDescriptor, descriptor_names
 
 
@@ -32,7 +33,8 @@ def usable_modes(bundle: Bundle, device: Device, mode: str) -> DeviceDescriptor:
     misfit = next(filter(None, (_misfit(program, device) for program in programs)), "")
     if misfit:
         raise UserError(f"bundle {bundle.path}, which was compiled for {target}, {misfit}; compile the model for this device")
-    reasons = {mode: reason for program in programs for mode, reason in _reasons(program, device).items()}
+    reasons = _too_large_pools(bundle, device)
+    reasons |= {mode: reason for program in programs for mode, reason in _reasons(program, device).items()}
     for refused, reason in reasons.items():
         if refused == mode:
             what = f"bundle {bundle.path} cannot be played in mode {mode} here"
@@ -41,7 +43,7 @@ def usable_modes(bundle: Bundle, device: Device, mode: str) -> DeviceDescriptor:
         here = f"{device.name} ({device.descriptor_name})"
         text = f"{bundle.path} was compiled for {target} and runs on {here}; compiled for that, it would be faster"
         warnings.warn(FlashmemWarning(text), stacklevel=4)
-    descriptor = descriptor_for(device)
+    descriptor = descriptor_for(device, bundle.descriptor.probed)
     path = bundle.program.memory_path
     if not reasons or path not in descriptor.modes:
         return descriptor
@@ -59,7 +61,31 @@ def mode_for(bundle: Bundle, device: Device, mode: str, strategy: Strategy = "st
     laid_out = [known for known in first if all(known in layouts for layouts in others)]
     path, planned = bundle.program.memory_path, bundle.meta.get("mode")
     descriptor = usable_modes(bundle, device, mode)
-    return choose_mode(descriptor, mode, path=path, planned=planned, strategy=strategy, layouts=laid_out)
+    chosen = choose_mode(descriptor, mode, path=path, planned=planned, strategy=strategy, layouts=laid_out)
+    if strategy == "preload":
+        for variant in bundle.variants:
+            layout = preloaded_layout(variant.program, chosen, variant.plan.loader_threads)
+            if reason := _too_large(layout, device):
+                raise UserError(f"bundle {bundle.path} cannot be preloaded here: {reason}; stream it")
+    return chosen
+
+
+def _too_large_pools(bundle: Bundle, device: Device) -> dict[TransferMode, str]:
+    """Transfer modes whose layout has an allocation that the device cannot make, each with the reason."""
+    reasons: dict[TransferMode, str] = {}
+    for variant in bundle.variants:
+        for mode in TRANSFER_MODES:
+            if mode in variant.plan.layouts and (reason := _too_large(variant.plan.layouts[mode], device)):
+                reasons[mode] = reason
+    return reasons
+
+
+def _too_large(layout: PoolLayout, device: Device) -> str:
+    """The allocation of a layout that the device cannot make, for a message; "" if it can make all."""
+    found = layout.larger_than(device.max_alloc_bytes) if device.max_alloc_bytes else None
+    if found is None:
+        return ""
+    return f"{found[0]} {found[1]} bytes in one buffer, and {device.name} allocates at most {device.max_alloc_bytes} at a time"
 
 
 def _misfit(program: Program, device: Device) -> str:

@@ -157,6 +157,16 @@ class PoolLayout:
     ring_bytes: int = 0
     threads: int = LOADER_THREADS
 
+    def larger_than(self, most: int) -> tuple[str, int] | None:
+        """The first allocation above `most` bytes: what takes it, for a message, and its bytes."""
+        allocations = (
+            ("resident and streamed weights take", self.pool_bytes),
+            ("staged weights take", max(self.staging_bytes, *self.staging_slots, 0)),
+            ("the staging ring takes", self.ring_bytes),
+            *(("a texture takes", slot.nbytes) for slot in self.slots),
+        )
+        return next((found for found in allocations if found[1] > most), None)
+
     @property
     def home_bytes(self) -> int:
         """Bytes of the pool and of textures."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import tomllib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -58,6 +59,9 @@ class CodeStyle:
     vector_loads: bool = False
     divisions: bool = True
 
+
+IMPORT_HOST_MEMORY = "cl_arm_import_memory_host"
+"""OpenCL extension by which a GPU uses pages of the process in place. Its probe tells whether those of a mapped file, too."""
 
 SHUFFLES = ("cl_khr_subgroup_shuffle", "cl_qcom_subgroup_shuffle")
 """OpenCL C extensions by which work-items of a subgroup exchange registers."""
@@ -230,6 +234,7 @@ class DeviceDescriptor:
     only: str = ""  # name of the one config to use wherever it is possible, for measurements
     tuned: str = ""  # the tuning database beside the descriptor, without .tuned.csv; "": none
     command_buffers: bool = False  # whether recorded launches were faster in measurements (flashmem profile)
+    probed: dict[str, str] = field(default_factory=dict)  # by extension, the `Device.driver` on which its probe passed
     rates: Rates = field(default_factory=Rates)
     capacity_model: str = ""  # beside the descriptor: NAME.seconds.ubj (trained), or NAME.code.csv; "": the roofline
     pipelines: Pipelines | None = None  # for NAME.code.csv
@@ -239,8 +244,8 @@ class DeviceDescriptor:
 
     @property
     def uses_host_memory(self) -> bool:
-        """Whether kernels access host memory in place, which mode `map` requires."""
-        return any("map" in modes for modes in self.modes.values())
+        """Whether kernels access any host memory in place. A GPU that imports pages of files reads those alone."""
+        return self.kind == "cpu" and any("map" in modes for modes in self.modes.values())
 
     @property
     def shares_memory(self) -> bool:
@@ -255,6 +260,18 @@ class DeviceDescriptor:
     def portable(self) -> DeviceDescriptor:
         """The same descriptor without this machine's folders: files beside a descriptor file are named without a path."""
         return replace(self, capacity_model=Path(self.capacity_model).name, tuned=Path(self.tuned).name)
+
+    def with_probed(self, probed: Mapping[str, str]) -> DeviceDescriptor:
+        """The same device with results of probes: by extension, the driver (`Device.driver`) on which its probe passed.
+
+        A GPU that imports host memory gets mode `map` after its own modes, where it has `alias`. Both only share the memory's
+        bandwidth with kernels, so `map` has the contention of `alias`.
+        """
+        if self.kind == "cpu" or IMPORT_HOST_MEMORY not in probed:
+            return replace(self, probed=dict(probed))
+        modes = {path: (*dict.fromkeys((*own, "map")),) if "alias" in own else own for path, own in self.modes.items()}
+        contention: dict[TransferMode, float] = {"map": self.rates.contention_of("alias"), **self.rates.contention}
+        return replace(self, probed=dict(probed), modes=modes, rates=replace(self.rates, contention=contention))
 
     def with_cores(self, cores: int) -> DeviceDescriptor:
         """The same device with another number of cores, its arithmetic rates in proportion; unchanged if it states no cores."""
@@ -302,6 +319,9 @@ class DeviceDescriptor:
             raise UserError(f"{where}: loader_threads is {threads}; give a number from 1 to {MOST_LOADER_THREADS}")
         if type(descriptor.page_bytes) is int and not is_page_size(descriptor.page_bytes):
             raise UserError(f"{where}: page_bytes is {descriptor.page_bytes}; name a power of two from 4096 to {LARGEST_PAGE}")
+        probed = descriptor.probed
+        if not isinstance(probed, dict) or not all(isinstance(driver, str) for driver in probed.values()):
+            raise UserError(f"{where}: probed is {probed!r}; give a table with the driver of each extension whose probe passed")
         descriptor.check_contention(where)
         return descriptor
 

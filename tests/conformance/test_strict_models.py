@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,8 +13,11 @@ import onnxruntime
 import pytest
 
 import flashmem
+from flashmem.base.errors import UserError
 from flashmem.base.types import MemoryPath, TransferMode
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.program.kernel_text import kernel_texts
+from flashmem.runtime.kernels import build_worker
+from flashmem.runtime.opencl.context import Context, list_devices
 from flashmem.schedule import loads as schedule
 from flashmem.schedule.plan import passing_bytes
 from tests.conformance.random_graphs.graph import draw
@@ -26,7 +30,16 @@ from tests.support.zoo_data import DATA, EXPORTS, examples
 
 SHAPES = {"gptneo-tiny-dynamic": {"input_ids": (1, 16)}, "gptneo-tiny-dynamic-legacy": {"input_ids": (2, 11)}}
 BAND = 16 << 10
-PHONE, GPU = (next(each for each in PROFILES if each.name == name) for name in ("adreno7xx", "nvidia"))
+PHONE, MALI, GPU = (next(each for each in PROFILES if each.name == name) for name in ("adreno7xx", "mali-valhall", "nvidia"))
+
+
+OTHERS: dict[str, TransferMode] = {
+    "adreno6xx": "dma",
+    "adreno8xx": "interleave",
+    "mali-valhall": "alias",
+    "nvidia": "dma",
+}
+"""The other profiles, each with one mode: `test_strict_device.py` has all modes of each, for fewer models."""
 
 
 def _family(export: str) -> str:
@@ -46,6 +59,9 @@ KINDS: list[tuple[Profile, MemoryPath, TransferMode]] = [
 ]
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*was compiled for")  # one bundle serves all profiles
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _small_segments_and_a_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Slices in small segments, so that threads share those of small models too; and a separate kernel cache."""
@@ -57,7 +73,8 @@ def _small_segments_and_a_cache(tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.mark.parametrize(("model", "path"), MODELS)
 def test_every_model_breaks_no_rule(model: str, path: MemoryPath, tmp_path: Path) -> None:
-    """A model's second export, if it has one, runs in `interleave`, the first one in `dma` and `alias`.
+    """A model's second export, if it has one, runs in `interleave`, the first one in `dma` and `alias`; the same bundle then
+    runs under each other profile, with the same bits.
 
     Copies are launches of the copy kernel: `test_strict_device.py` tests kernels with lanes, which take as long again to build.
     """
@@ -85,6 +102,15 @@ def test_every_model_breaks_no_rule(model: str, path: MemoryPath, tmp_path: Path
                 for got, right in zip(answer, wanted, strict=True):
                     assert np.abs(got - right).max() <= 1e-3 * (np.ptp(right) or np.abs(right).max())
             assert device.rules.broken == [] and device.rules.mapped == []
+    for profile in PROFILES:
+        if profile is PHONE:
+            continue
+        with strict(profile) as device:
+            with flashmem.Session(bundle, mode=OTHERS[profile.name], lanes=False) as session:
+                elsewhere = session.run(None, inputs)
+            for got, same in zip(elsewhere, answers[0], strict=True):
+                assert np.array_equal(got, same)
+            assert device.rules.broken == [] and device.rules.mapped == []
 
 
 @pytest.mark.parametrize("preload", [0, 2, LAYERS * SLICES])
@@ -103,6 +129,46 @@ def test_loads_of_small_bundles_break_no_rule(
                 for _ in range(2):
                     np.testing.assert_allclose(session.run(None, inputs)[0], model.reference(inputs)[0], rtol=0, atol=2e-5)
             assert device.rules.broken == [] and device.rules.mapped == []
+
+
+@pytest.mark.parametrize("path", ["buffer", "texture"])
+def test_a_pool_beyond_the_largest_allocation_leaves_other_modes(path: MemoryPath, tmp_path: Path) -> None:
+    """Compiled for a driver that allocates 1 GiB at a time, run on one that allocates less."""
+    model = write_mini_bundle(tmp_path / "m.flashmem", path, preload=LAYERS)
+    bundle, inputs = model.open(), model.inputs()
+    most = bundle.plan.layouts["alias"].pool_bytes - 1
+    slots = [slot.nbytes for layout in bundle.plan.layouts.values() for slot in layout.slots]
+    assert most > max(*slots, bundle.program.arena_bytes, bundle.program.constants_bytes)
+    with strict(replace(PHONE, max_alloc=most)) as device:
+        refused = f"mode alias here: resident and streamed weights take {most + 1} bytes in one buffer"
+        with pytest.raises(UserError, match=refused):
+            flashmem.Session(bundle, mode="alias")
+        if path == "texture":  # each weight is a texture in the other modes
+            with flashmem.Session(bundle) as session:
+                assert session.mode == "interleave"
+                np.testing.assert_allclose(session.run(None, inputs)[0], model.reference(inputs)[0], rtol=0, atol=2e-5)
+        else:
+            with pytest.raises(UserError, match=r"cannot be preloaded here: .*; stream it"):
+                flashmem.Session(bundle, strategy="preload")
+        assert device.rules.broken == []
+
+
+def test_compiled_kernels_have_what_their_driver_compiles_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Mali's binary has the kernels that were created before it was fetched: after runs, and in the building processes."""
+    monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path / "cache"))
+    model = write_mini_bundle(tmp_path / "m.flashmem")
+    with strict(MALI) as device:
+        for _ in range(2):  # the second session loads what the first one has saved
+            with flashmem.Session(model.path, mode="dma") as session:
+                session.run(None, model.inputs())
+            assert [each for each in (tmp_path / "cache").rglob("*.bin") if each.stat().st_size]
+        context = Context(list_devices()[0])
+        bundle = model.open()
+        for name, text in kernel_texts(bundle.source.plain).items():
+            job = {"name": name, "text": text, "options": bundle.program.build_options, "trials": []}
+            binary = build_worker._built(context, job, tmp_path)
+            context.load(binary, bundle.program.build_options).check(name)
+        assert device.rules.broken == []
 
 
 @pytest.mark.parametrize(("profile", "device"), [(PHONE, "adreno750"), (GPU, "nvidia")], ids=["phone", "gpu"])

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.strict_device import PROFILES, BrokenRuleError, StrictLibrary, StrictOpenCL
 from tests.support.strict_device.door import base_device
-from tests.support.strict_program import BYTES, FLOATS, PART, Small, limited, profile
+from tests.support.strict_program import BYTES, FLOATS, PART, SOURCE, Small, limited, profile
 
 
 @pytest.fixture(params=["adreno7xx"])
@@ -170,6 +170,10 @@ def group_does_not_divide(p: Small) -> None:
     p.launch(p.kernel("copy", p.part(0), p.part(1)), items=10, group=4)
 
 
+def group_is_not_the_required_one(p: Small) -> None:
+    p.launch(p.kernel("eight", p.part(0)), items=64, group=16)
+
+
 def argument_is_missing(p: Small) -> None:
     p.launch(p.kernel("copy", p.part(0)))
 
@@ -251,7 +255,8 @@ BROKEN: dict[str, list[Callable[[Small], None]]] = {
     "aligned": [part_begins_anywhere, rows_of_an_image_lie_anywhere, image_begins_anywhere],
     "range": [part_beyond_the_end, image_beyond_its_buffer, copy_beyond_the_end, copy_beyond_an_image],
     "arguments": [
-        part_of_a_part, group_does_not_divide, argument_is_missing, buffer_for_an_image, kernel_writes_what_is_for_reading,
+        part_of_a_part, group_does_not_divide, group_is_not_the_required_one, argument_is_missing, buffer_for_an_image,
+        kernel_writes_what_is_for_reading,
     ],
     "released": [argument_was_released, argument_was_collected, released_twice],
     "event": [times_of_a_queue_without, times_before_the_end],
@@ -288,6 +293,12 @@ def large_group(p: Small) -> None:
     p.launch(p.kernel("copy", p.part(0), p.part(1)), items=16, group=16)
 
 
+def large_group_of_many_registers(p: Small) -> None:
+    p.launch(p.kernel("copy", p.part(0), p.part(1)), group=32)
+    p.launch(p.kernel("wide", p.part(0), p.part(1)), group=16)
+    p.launch(p.kernel("wide", p.part(0), p.part(1)), group=32)
+
+
 def many_images(p: Small) -> None:
     p.launch(p.kernel("both", p.image(8, 1), p.image(8, 1)), items=1)
 
@@ -309,6 +320,7 @@ def local_memory(p: Small) -> None:
         (tall_image, {"image_height": 8}),
         (large_group, {"max_group": 8}),
         (large_group, {"max_group_sizes": (8, 1024, 1024)}),
+        (large_group_of_many_registers, {"kernel_groups": ((8, 32), (48, 16))}),
         (many_images, {"read_images": 0}),
         (many_images, {"write_images": 0}),
         (long_arguments, {"max_parameters": 15}),
@@ -322,6 +334,30 @@ def test_limits(program: Callable[[Small], None], limits: dict[str, Any]) -> Non
     with pytest.raises(BrokenRuleError) as caught:
         program(limited(**limits))
     assert caught.value.rule == "limit"
+
+
+def test_registers_are_the_values_of_a_place() -> None:
+    p = Small(StrictOpenCL(profile("mali-valhall"), base_device()))
+    assert p.kernel("copy").registers == 0 and p.kernel("copy").required_group is None
+    assert p.kernel("wide").registers == 2 * 16 + 2 * 8  # the two blocks after each other, and the four floats of one are gone
+    assert p.kernel("eight").required_group == (8, 1, 1)
+    assert [p.cl.world.profile.group_of(count) for count in (0, 32, 33, 64, 65)] == [384, 384, 192, 192, 192]
+
+
+@pytest.mark.parametrize("name", ["mali-valhall", "adreno7xx"])
+def test_a_binary_has_the_kernels_that_were_created_before(name: str) -> None:
+    """On Malis; elsewhere it has all of them."""
+    p = Small(StrictOpenCL(profile(name), base_device()))
+    program = p.cl.Program(p.context, SOURCE).build([])
+    p.cl.Kernel(program, "copy")
+    (binary,) = program.get_info(p.cl.program_info.BINARIES)
+    loaded = p.cl.Program(p.context, [p.device], [binary]).build([])
+    p.cl.Kernel(loaded, "copy")
+    if name == "adreno7xx":
+        p.cl.Kernel(loaded, "wide")
+        return
+    with pytest.raises(BrokenRuleError, match="binary: wide is compiled again"):
+        p.cl.Kernel(loaded, "wide")
 
 
 def test_a_right_program_computes() -> None:

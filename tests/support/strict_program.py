@@ -28,6 +28,14 @@ __kernel void both(__read_only image2d_t x, __write_only image2d_t y)
 { write_imagef(y, (int2)(0, 0), read_imagef(x, CLK_NORMALIZED_COORDS_FALSE, (int2)(0, 0))); }
 __kernel void shared(__global float* y, __constant float* z)
 { __local float all[1024]; all[get_local_id(0)] = z[0]; barrier(CLK_LOCAL_MEM_FENCE); y[get_global_id(0)] = all[0]; }
+__kernel __attribute__((reqd_work_group_size(8, 1, 1))) void eight(__global float* y) { y[get_global_id(0)] = 8; }
+__kernel void wide(__global const float* x, __global float* y)
+{
+    float16 sums[2];
+    { const float4 first = vload4(0, x); sums[0] = (float16)(first.s0); }
+    { const float8 next = vload8(0, x), last = vload8(1, x); sums[1] = (float16)(next.s0 + last.s0); }
+    y[get_global_id(0)] = sums[0].s0 + sums[1].s0;
+}
 """
 
 

@@ -35,6 +35,7 @@ def test_a_shipped_descriptor_makes_sense(name: str) -> None:
     assert all(mode in TRANSFER_MODES and share >= 0 for mode, share in descriptor.rates.contention.items())
     assert set(descriptor.rates.contention) >= set(TRANSFER_MODES) - ({"map"} if descriptor.kind == "gpu" else set())
     assert "contention" in descriptor.sources
+    assert not descriptor.probed, "results of probes are of one device, not of its kind"
     assert set(descriptor.sources) <= {*vars(descriptor.rates), *vars(descriptor)}, "a source must be of something"
     if {"map", "alias"} & set(descriptor.modes.get("texture", ())):
         assert descriptor.image_pitch_alignment > 0, "a texture over a buffer needs the device's row pitch"
@@ -90,6 +91,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         ("name = 'x'", r"the contention of transfer mode 'alias' is missing; add it under \[rates.contention\], or measure"),
         ("name = 'x'\n[modes]\nbuffer = ['map', 'dma']\n[rates]\ncontention = {map = 0.1}", "transfer mode 'dma' is missing"),
         ("name = ", "not valid TOML"),
+        ("name = 'x'\nprobed = ['cl_arm_import_memory']", "give a table with the driver of each extension whose probe passed"),
     ],
 )
 def test_a_file_that_is_refused(tmp_path: Path, text: str, message: str) -> None:

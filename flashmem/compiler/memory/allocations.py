@@ -6,13 +6,12 @@ all activations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from flashmem.base.errors import UserError
 from flashmem.base.types import TransferMode
 from flashmem.program.program import Program
-from flashmem.schedule.plan import OverlapPlan, PoolLayout
+from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor
 
 
@@ -34,20 +33,12 @@ def within_allocations(program: Program, plan: OverlapPlan, descriptor: DeviceDe
             raise _refused(f"weight {part.weight!r} takes", part.file_bytes, descriptor, advice)
     layouts = {}
     for each, layout in plan.layouts.items():
-        too_large = next((found for found in _allocations(layout) if found[1] > most), None)
+        too_large = layout.larger_than(most)
         if too_large is None:
             layouts[each] = layout
         elif each == mode:
             raise _refused(f"in mode {mode} {too_large[0]}", too_large[1], descriptor, f"name a budget of {most} bytes or less")
     return replace(plan, layouts=layouts)
-
-
-def _allocations(layout: PoolLayout) -> Iterator[tuple[str, int]]:
-    yield "resident and streamed weights take", layout.pool_bytes
-    yield "staged weights take", max(layout.staging_bytes, *layout.staging_slots, 0)
-    yield "the staging ring takes", layout.ring_bytes
-    for slot in layout.slots:
-        yield "a texture takes", slot.nbytes
 
 
 def _refused(what: str, nbytes: int, descriptor: DeviceDescriptor, advice: str) -> UserError:

@@ -76,7 +76,7 @@ def patch_of(
             part = REGISTRY[node.op].tile_of(node, wanted)
         if part is None:
             before.update(node.outputs)
-            before.update(value for value in node.inputs if value in made)
+            before.update(value for value in node.inputs if value is not None and value in made)
             continue
         patch.parts[node] = part
         if part.made is not None:

@@ -191,8 +191,9 @@ class BoundKernels:
         transfer = weights.transfer
         staged = transfer.staged if isinstance(transfer, InterleaveTransfer) else {}
         assert activations.arena is not None
+        memories = dict.fromkeys(opened.slices) if transfer.binds_late else transfer.memories
         self._resources: Resources | None = Resources(
-            device.context, activations.arena, activations.constants, transfer.memories, staged
+            device.context, activations.arena, activations.constants, memories, staged
         )
         self._steady: Steady | None = None
         self._rebinds = True  # the steps of the first run differ from those of later runs
@@ -211,8 +212,10 @@ class BoundKernels:
             self._rebinds = False  # all runs have these steps
 
     def _executor_of(self, steps: Sequence[Step]) -> Executor:
-        recorder = self._device.recorder if self._opened.bundle.descriptor.command_buffers else None
-        return Executor(self._device.queue, steps, recorder, self._weights.transfer)
+        descriptor, transfer = self._opened.bundle.descriptor, self._weights.transfer
+        records = descriptor.command_buffers and not transfer.binds_late  # a recording keeps its arguments
+        recorder = self._device.recorder(descriptor.probed) if records else None
+        return Executor(self._device.queue, steps, recorder, transfer)
 
     @property
     def executor(self) -> Executor:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Mapping
 from weakref import WeakValueDictionary
 
 from flashmem.runtime.engine.report import process_rss
 from flashmem.runtime.memory.accounts import Budget
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context, Program, Queue
-from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.opencl.devices import Device, passed_probes
 from flashmem.runtime.opencl.launching import Recorder
 from flashmem.runtime.streaming.shared_pages import SharedSlices
 
@@ -32,15 +32,18 @@ class DeviceInUse:
         self.shared_slices = SharedSlices()  # in mode `map`
         self.start_rss = process_rss()
         self._beside: Queue | None = None
+        self._recorders: dict[frozenset[str], Recorder | None] = {}  # by the extensions whose probe has passed
 
     def ledger(self) -> Ledger:
         """A new account on the budget."""
         return Ledger(self.context, self.budget)
 
-    @cached_property
-    def recorder(self) -> Recorder | None:
-        """The recorder of launches on the queue, if the device can record."""
-        return self.context.recorder(self.queue)
+    def recorder(self, probed: Mapping[str, str]) -> Recorder | None:
+        """The recorder of launches on the queue, if the device can record; `probed` as in a bundle's descriptor."""
+        key = frozenset(passed_probes(self.device, probed))
+        if key not in self._recorders:
+            self._recorders[key] = self.context.recorder(self.queue, probed)
+        return self._recorders[key]
 
     @property
     def beside(self) -> Queue:

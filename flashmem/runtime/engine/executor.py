@@ -22,7 +22,7 @@ from flashmem.base.errors import FlashmemWarning, RunError
 from flashmem.program.launches import Arg
 from flashmem.program.launches import Launch as Launched
 from flashmem.program.program import Program as BundleProgram
-from flashmem.runtime.opencl.context import Context, Event, Kernel, Memory, Queue, event_seconds, has_ended, wait
+from flashmem.runtime.opencl.context import Context, Event, Kernel, Memory, Queue, event_seconds, has_ended, set_memory, wait
 from flashmem.runtime.opencl.launching import Launch, Recorder, Recording, not_recorded
 from flashmem.runtime.streaming.interleaved import COPY_GROUP, CopyStream, LayerMoves
 from flashmem.runtime.streaming.loader import LoaderRun
@@ -51,12 +51,16 @@ def _never() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One kernel launch, ready to be enqueued. It holds `arguments` because a kernel does not keep its memory alive."""
+    """One kernel launch, ready to be enqueued. It holds `arguments` because a kernel does not keep its memory alive.
+
+    `slices`: the arguments that are slices, by index and name.
+    """
 
     kernel: Kernel
     global_size: tuple[int, ...]
     local_size: tuple[int, ...] | None
     arguments: tuple[Any, ...]
+    slices: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ class Resources:
     context: Context
     arena: Memory
     constants: Memory | None
-    weights: Mapping[str, Memory]
+    weights: Mapping[str, Memory]  # None: set before a launch (`Transfer.binds_late`)
     staged: Mapping[str, Memory]  # where streamed slices wait for the copy to their places
 
 
@@ -114,23 +118,29 @@ def make_steps(
             steps.append(Step(cold.name, (), needs.get(layer, ())))
             continue
         arguments = [binder.bind(arg) for arg in launch.args]
+        slices = tuple((index, str(arg.value)) for index, arg in enumerate(launch.args) if arg.kind == "slice")
         moving = moves.get(layer)
         commands = [_copy(lane, stream, resources) for stream in (moving.leading if moving else ())]
         if moving is None or moving.interleaved is None:
-            commands.append(_command(plain, launch.kernel, launch.global_size, launch.local_size, arguments))
+            commands.append(_command(plain, launch.kernel, launch.global_size, launch.local_size, arguments, slices))
         else:
             assert lane is not None
             arguments += _lane(moving.interleaved, resources)
-            commands.append(_command(lane, launch.kernel, launch.global_size, launch.local_size, arguments))
+            commands.append(_command(lane, launch.kernel, launch.global_size, launch.local_size, arguments, slices))
         commands += [_copy(lane, stream, resources) for stream in (moving.separate if moving else ())]
         steps.append(Step(launch.name, tuple(commands), needs.get(layer, ())))
     return steps
 
 
 def _command(
-    program: Kernels, name: str, size: tuple[int, ...], group: tuple[int, ...] | None, arguments: Sequence[Any]
+    program: Kernels,
+    name: str,
+    size: tuple[int, ...],
+    group: tuple[int, ...] | None,
+    arguments: Sequence[Any],
+    slices: tuple[tuple[int, str], ...] = (),
 ) -> Command:
-    return Command(program.kernel(name, arguments), size, group, tuple(arguments))
+    return Command(program.kernel(name, arguments), size, group, tuple(arguments), slices)
 
 
 def _copy(lane: Kernels | None, stream: CopyStream, resources: Resources) -> Command:
@@ -186,6 +196,11 @@ class Executor:
         self._recordings: dict[int, tuple[int, Recording]] | None = None  # by first launch: the last one, and the recording
         self._stops: frozenset[int] | None = None  # where the recordings of the last run end
         self._longest = 0  # most launches in one recording
+        self._users: dict[str, list[tuple[Kernel, int]]] = {}  # by slice: arguments to set before a launch
+        self._set: dict[str, Memory] = {}  # what they were set to
+        for command in (each for step in steps for each in step.commands) if transfer and transfer.binds_late else ():
+            for index, name in command.slices:
+                self._users.setdefault(name, []).append((command.kernel, index))
         self._launches = [[queue.prepare(c.kernel, c.global_size, c.local_size) for c in step.commands] for step in steps]
         self._apart = LAYERS_APART[0]
 
@@ -250,6 +265,7 @@ class Executor:
                             retire()
                         loader.wait(name)
             self._follow(needs)
+            self._bind(needs)
             if trace is not None:
                 events = [queue.launch(each) for each in launches] or [queue.marker()]
                 traced.append((step.name, events[0], events[-1]))
@@ -282,6 +298,17 @@ class Executor:
         """Make the queue wait for the commands on other queues that load these slices."""
         if self._transfer is not None and (events := self._transfer.take_arrived(names)):
             self._queue.follow(events)
+
+    def _bind(self, names: Iterable[str]) -> None:
+        """Set these slices as arguments of all kernels that use them, where their memory has changed (`binds_late`)."""
+        if self._transfer is None or not self._users:
+            return
+        for name in names:
+            memory = self._transfer.memories[name]
+            if memory is not None and self._set.get(name) is not memory:
+                for kernel, index in self._users.get(name, ()):
+                    set_memory(kernel, index, memory)
+                self._set[name] = memory
 
     def _recorded(self, loader: LoaderRun | None, stops: Iterable[int]) -> Mapping[int, tuple[int, Recording]]:
         """The recordings for this run; none for the first run of its kind. They end at `stops` and before waiting launches."""

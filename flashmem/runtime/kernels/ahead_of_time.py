@@ -125,7 +125,10 @@ class KernelBuilder:
         program = request.program
         try:
             mode = choose_mode(
-                descriptor_for(device), path=program.memory_path, planned=request.planned, strategy=request.strategy
+                descriptor_for(device, request.descriptor.probed),
+                path=program.memory_path,
+                planned=request.planned,
+                strategy=request.strategy,
             )
         except UserError:  # a descriptor of the same name that is not for this device
             return None

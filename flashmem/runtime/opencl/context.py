@@ -1,8 +1,8 @@
 """OpenCL objects: devices, queues, memory objects and programs.
 
-Only this module, `launching.py` and `copier.py` call OpenCL, through `binding.py` and `undocumented.py`, so that tests can
-check every call (tests/support/strict_device). `Context` creates memory objects; other modules request them from the ledger
-(`flashmem.runtime.memory.ledger`), which counts their bytes.
+Only this module, `launching.py`, `copier.py` and `importing.py` call OpenCL, through `binding.py` and `undocumented.py`, so
+that tests can check every call (tests/support/strict_device). `Context` creates memory objects; other modules request them
+from the ledger (`flashmem.runtime.memory.ledger`), which counts their bytes.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import ctypes
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -26,7 +27,7 @@ from flashmem.runtime.opencl.binding import cl as cl
 from flashmem.runtime.opencl.binding import explained as _explained
 from flashmem.runtime.opencl.binding import run_error as _run_error
 from flashmem.runtime.opencl.compile_target import compile_target, driver_variables
-from flashmem.runtime.opencl.devices import IMAGE_FROM_BUFFER, Device, choose
+from flashmem.runtime.opencl.devices import IMAGE_FROM_BUFFER, Device, choose, passed_probes
 from flashmem.runtime.opencl.devices import descriptor_for as descriptor_for
 from flashmem.runtime.opencl.devices import why_not as why_not
 from flashmem.runtime.opencl.icd import vendors_folder
@@ -283,13 +284,16 @@ class Context:
         with _explained("create a queue"):
             return Queue(self.handle, self.device.handle, profiling=profiling)
 
-    def recorder(self, queue: Queue) -> Recorder | None:
-        """A recorder for launches of `queue`; None if the driver lacks an extension for it or, with a warning, refuses."""
+    def recorder(self, queue: Queue, probed: Mapping[str, str] = MappingProxyType({})) -> Recorder | None:
+        """A recorder for launches of `queue`; None if the driver lacks an extension for it or, with a warning, refuses.
+
+        `probed`: results of probes (`DeviceDescriptor.probed`). Qualcomm's queues are used after theirs has passed.
+        """
         find, own = functions_of(self.device.handle.platform), queue.handle.int_ptr
         try:
             if COMMAND_BUFFERS in self.device.extensions:
                 return CommandBuffers(find, own)
-            if RECORDABLE_QUEUES in self.device.extensions:
+            if RECORDABLE_QUEUES in passed_probes(self.device, probed):
                 return RecordableQueues(find, own, self.handle.int_ptr, self.device.handle.int_ptr)
         except RunError as error:
             warnings.warn(not_recorded(error), FlashmemWarning, stacklevel=2)
@@ -342,6 +346,12 @@ class Context:
             return Program(cl.Program(self.handle, [self.device.handle], [binary]).build(list(options)))
 
 
+def set_memory(kernel: Kernel, index: int, memory: Memory) -> None:
+    """Set an argument of a kernel to a memory object, for its next launches."""
+    with _explained(f"set up the kernel {kernel.function_name}"):
+        kernel.set_arg(index, memory)
+
+
 class Program:
     """A compiled program."""
 
@@ -349,13 +359,15 @@ class Program:
         self._handle = handle
 
     def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
-        """A new kernel object with its arguments set: memory objects, `numpy.int32`, `numpy.float32`."""
+        """A new kernel object with its arguments set: memory objects, `numpy.int32`, `numpy.float32`; None: not set yet."""
         with _explained(f"set up the kernel {name}"):
             with undocumented.without_invokers():
                 kernel = cl.Kernel(self._handle, name)
             if kernel.num_args != len(arguments):
                 raise RunError(f"kernel {name} takes {kernel.num_args} arguments, the program has {len(arguments)}")
             for index, argument in enumerate(arguments):
+                if argument is None:
+                    continue
                 if isinstance(argument, np.generic):
                     undocumented.set_number(kernel, index, argument)
                 else:

@@ -11,12 +11,14 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from flashmem.base.errors import NoDeviceError
 from flashmem.base.pages import page_size
 from flashmem.base.types import TRANSFER_MODES, MemoryPath, TransferMode
 from flashmem.target.descriptor import (
+    IMPORT_HOST_MEMORY,
     SHUFFLES,
     CodeStyle,
     DeviceDescriptor,
@@ -64,6 +66,11 @@ class Device:
         """All properties that may change a compiled program."""
         names = (self.platform, self.platform_version, self.vendor, self.name, self.version, self.driver_version)
         return "\n".join((*names, self.target))
+
+    @property
+    def driver(self) -> str:
+        """The device and its driver's version: results of probes are valid for these (`DeviceDescriptor.probed`)."""
+        return ", ".join((self.name, self.version, self.driver_version))
 
     @property
     def survives_fork(self) -> bool:
@@ -160,13 +167,18 @@ def choose(devices: Sequence[Device], name: str, prefer: str | None = None) -> D
     raise NoDeviceError(f"no OpenCL device is called {name!r}; name one of these, or 'auto': {here}")
 
 
-def descriptor_for(device: Device) -> DeviceDescriptor:
+def passed_probes(device: Device, probed: Mapping[str, str]) -> dict[str, str]:
+    """The entries of `DeviceDescriptor.probed` that are valid for `device`: it has the extension, and the same driver."""
+    return {name: driver for name, driver in probed.items() if name in device.extensions and driver == device.driver}
+
+
+def descriptor_for(device: Device, probed: Mapping[str, str] = MappingProxyType({})) -> DeviceDescriptor:
     """The shipped descriptor for `device` with the limits that the driver reports.
 
-    It keeps the transfer modes that the driver supports, in the descriptor's order.
+    It keeps the transfer modes that the driver supports, in the descriptor's order, and those that `probed` adds.
     """
-    base = load_descriptor(device.descriptor_name)
-    reasons = why_not(device)
+    base = load_descriptor(device.descriptor_name).with_probed(passed_probes(device, probed))
+    reasons = why_not(device, probed)
     paths: tuple[MemoryPath, ...] = tuple(path for path in base.memory_paths if path == "buffer" or device.has_images)
     modes: dict[str, tuple[TransferMode, ...]] = {path: _offered(base, path, reasons[path]) for path in paths}
     return replace(
@@ -209,11 +221,16 @@ def _can(device: Device, config: KernelConfig) -> bool:
     return half and (not config.subgroups or device.shuffles)
 
 
-def why_not(device: Device) -> dict[MemoryPath, dict[TransferMode, str]]:
-    """By memory path, the transfer modes that `device` does not support, each with the reason."""
+def why_not(device: Device, probed: Mapping[str, str] = MappingProxyType({})) -> dict[MemoryPath, dict[TransferMode, str]]:
+    """By memory path, the transfer modes that `device` does not support, each with the reason.
+
+    `probed`: results of probes (`DeviceDescriptor.probed`).
+    """
     everywhere: dict[TransferMode, str] = {}
-    if device.kind != "cpu":
-        everywhere["map"] = "only a CPU reads the mapped file in place"
+    if device.kind != "cpu" and not (IMPORT_HOST_MEMORY in device.extensions and device.unified_memory):
+        everywhere["map"] = f"only a CPU, or a GPU with {IMPORT_HOST_MEMORY}, reads the mapped file in place"
+    elif device.kind != "cpu" and IMPORT_HOST_MEMORY not in passed_probes(device, probed):
+        everywhere["map"] = f"no probe has shown that the driver's {IMPORT_HOST_MEMORY} works (docs/android.md)"
     if not device.unified_memory:
         everywhere["alias"] = "the device has memory of its own, into which the host cannot read a file"
     if not device.has_images:

@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, get_args
@@ -41,10 +41,11 @@ from flashmem.runtime.opencl.launching import (
     c_function,
     functions_of,
 )
+from flashmem.target.descriptor import IMPORT_HOST_MEMORY
 
 Outcome = Literal["passed", "failed", "absent"]
 
-ARM_IMPORT = "cl_arm_import_memory_host"
+ARM_IMPORT = IMPORT_HOST_MEMORY
 QCOM_HOST_POINTER = "cl_qcom_ext_host_ptr"
 DMA_BUF = "cl_khr_external_memory_dma_buf"
 HOST_POINTER = "CL_MEM_USE_HOST_PTR"
@@ -80,13 +81,14 @@ _ITEMS = 64
 class Probe:
     """The result of one probe. `absent`: the driver does not report the extension. `said`: one sentence.
 
-    `facts`: what else was found, by name: kinds of memory that worked, seconds.
+    `facts`: what else was found, by name: kinds of memory that worked, seconds. `driver`: the `Device.driver` it is valid for.
     """
 
     extension: str
     outcome: Outcome
     said: str
     facts: Mapping[str, str | float] = field(default_factory=dict)
+    driver: str = ""
 
 
 def results(data: object) -> dict[str, Probe]:
@@ -103,6 +105,11 @@ def results(data: object) -> dict[str, Probe]:
         if probe.outcome not in get_args(Outcome):
             raise UserError(f"{probe.outcome!r} is not the outcome of a probe; make the file again")
     return found
+
+
+def probed(found: Mapping[str, Probe]) -> dict[str, str]:
+    """`DeviceDescriptor.probed` from results: the drivers on which probes of extensions passed."""
+    return {name: probe.driver for name, probe in found.items() if probe.outcome == "passed" and name != HOST_POINTER}
 
 
 def arm_import_memory(context: Context, find: Find, folder: Path) -> Probe:
@@ -208,11 +215,12 @@ def run_probe(extension: str, context: Context, folder: Path, find: Find | None 
     if extension not in PROBES:
         raise UserError(f"no probe of {extension!r}; name one of: {', '.join(PROBES)}")
     if extension != HOST_POINTER and extension not in context.device.extensions:
-        return Probe(extension, "absent", "the driver does not report it")
+        return Probe(extension, "absent", "the driver does not report it", driver=context.device.driver)
     try:
-        return PROBES[extension](context, find or functions_of(context.device.handle.platform), folder)
+        found = PROBES[extension](context, find or functions_of(context.device.handle.platform), folder)
     except (RunError, OSError) as error:
-        return Probe(extension, "failed", str(error))
+        found = Probe(extension, "failed", str(error))
+    return replace(found, driver=context.device.driver)
 
 
 def _read_in_place(extension: str, context: Context, folder: Path, imported: Callable[[int], Any]) -> Probe:

@@ -176,12 +176,16 @@ class LoaderRun:
                     self._transfer.preload(load.part, load.segment, thread, turn)
                 else:
                     self._transfer.load(load.part, load.segment, thread, turn)
+                with self._changed:
+                    self._missing[name] -= 1
+                    complete = not self._missing[name]
+                if complete:
+                    self._transfer.complete(load.part, turn)
                 interval = TimedInterval(name, turn.start, time.perf_counter(), thread, tuple(turn.steps))
                 with self._changed:
                     self.intervals.append(interval)
                     self._loading -= 1
-                    self._missing[name] -= 1
-                    if not self._missing[name]:
+                    if complete:
                         self.loaded[name] = True
                         if name == self._wanted:
                             self._arrived.notify_all()

@@ -42,13 +42,16 @@ class Transfer(ABC):
     reads_ahead = False
     """Whether a load may begin before its release: the data waits in the thread's own part of staging."""
 
+    binds_late = False
+    """Whether a slice has a memory object only while it is loaded (`memories`), so that arguments are set before a launch."""
+
     checksums: Mapping[str, Checksum] | None = None
     """The checksum of each slice, compared at its load, which then covers the whole slice; None: not compared."""
 
     def __init__(self, file: WeightFile) -> None:
         self.file = file
         self.files: tuple[WeightFile, ...] = (file,)  # the files with the slices
-        self.memories: dict[str, Memory] = {}  # the memory of each slice, as a kernel argument
+        self.memories: dict[str, Memory] = {}  # the memory of each slice, as a kernel argument; None: see `binds_late`
         self.arrived: dict[str, list[Event]] = {}  # by slice: events of its copies that the launch queue does not wait for yet
 
     @abstractmethod
@@ -58,6 +61,9 @@ class Transfer(ABC):
     def preload(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
         """Load a segment of a slice of W completely."""
         self.load(part, segment, thread, turn)
+
+    def complete(self, part: Slice, turn: Turn) -> None:  # noqa: B027 - most modes have nothing left to do
+        """Finish the load of a slice, after all its segments are loaded and before anybody is told. Raises RunError."""
 
     def take_arrived(self, names: Iterable[str]) -> list[Event]:
         """Remove and return the events of these slices in `arrived`; the caller makes the launch queue wait for them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import cast
+from typing import Any, cast
 
 from flashmem.base.types import TransferMode
 from flashmem.bundle.checksums import Checksum
@@ -12,6 +12,7 @@ from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.streaming.copied import DmaTransfer, InterleaveTransfer
+from flashmem.runtime.streaming.imported import ImportTransfer
 from flashmem.runtime.streaming.in_place import AliasTransfer, MapTransfer
 from flashmem.runtime.streaming.shared_pages import SharedSlices
 from flashmem.runtime.streaming.transfer import Transfer
@@ -44,7 +45,8 @@ def make_transfer(
     """
     made: Transfer
     if mode == "map":
-        made = MapTransfer(context, ledger, file, slices, places, content_hashes, together, cast(MapTransfer | None, after))
+        kind = MapTransfer if context.device.kind == "cpu" else ImportTransfer
+        made = kind(context, ledger, file, slices, places, content_hashes, together, cast(Any, after))
     elif mode == "alias":
         made = AliasTransfer(context, ledger, file, slices, layout, cast(AliasTransfer | None, after))
     elif mode == "dma":

@@ -83,6 +83,7 @@ class WeightFile:
             raise BundleError(f"{path} is not {nbytes} bytes long as its bundle says; compile the model again")
         hold_shared(self._descriptor)  # protects it from the bundle cache's eviction
         self._mapped: Bytes | None = None
+        self._mapping = threading.Lock()
         self._address = 0
         self._guards = 0
         self._leased = False
@@ -173,12 +174,13 @@ class WeightFile:
 
     @property
     def mapped(self) -> Bytes:
-        """The whole file, mapped read-only. Nothing is read until an access or `populate`."""
-        if self._mapped is None:
-            mapping = mmap.mmap(self._descriptor, self.nbytes, prot=mmap.PROT_READ)
-            self._mapped = np.frombuffer(mapping, np.uint8)
-            self._address = self._mapped.ctypes.data
-        return self._mapped
+        """The whole file, mapped read-only, once. Nothing is read until an access or `populate`."""
+        with self._mapping:  # a second mapping would replace the first one, in use without a reference by imports
+            if self._mapped is None:
+                mapping = mmap.mmap(self._descriptor, self.nbytes, prot=mmap.PROT_READ)
+                self._mapped = np.frombuffer(mapping, np.uint8)
+                self._address = self._mapped.ctypes.data
+            return self._mapped
 
     def populate(self, offset: int, nbytes: int) -> None:
         """Read pages of the mapping in, so that kernels never wait for the disk. `offset` is a multiple of the page size.

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -27,7 +27,8 @@ from flashmem.profiler.phone_kit.measuring import run_steps, write_record
 from flashmem.profiler.phone_kit.start import unpack
 from flashmem.profiler.phone_kit.steps import STEPS, Chosen, Kit
 from flashmem.runtime.opencl.context import list_devices
-from flashmem.target.descriptor import load_descriptor
+from flashmem.runtime.opencl.probes import Probe
+from flashmem.target.descriptor import IMPORT_HOST_MEMORY, load_descriptor
 from flashmem.tools.verify import TOLERANCE, compare, reference
 from tests.support.made_profile import BASIS, law
 
@@ -277,6 +278,23 @@ def test_a_record_becomes_a_descriptor(count: int, tmp_path: Path) -> None:
     trained = str(tmp_path / "my-phone") if count == 40 else ""
     assert (descriptor.name, descriptor.capacity_model) == ("my-phone", trained)
     assert (tmp_path / "my-phone.seconds.ubj").exists() == bool(trained)
+
+
+def test_a_passed_probe_turns_its_way_on(tmp_path: Path) -> None:
+    from flashmem.profiler.run import retrain
+
+    found = [
+        Probe(IMPORT_HOST_MEMORY, "passed", "", driver="a phone, 1.0"),
+        Probe("CL_MEM_USE_HOST_PTR", "passed", "", driver="a phone, 1.0"),
+        Probe("cl_qcom_recordable_queues", "failed", "", driver="a phone, 1.0"),
+    ]
+    rates = {"ok": True, "said": "", "result": _dataset_text(tmp_path, 3)}
+    probes = {"ok": True, "said": "", "result": {each.extension: asdict(each) for each in found}}
+    write_record(tmp_path / "my.json", {"steps": {"rates": rates, "probes": probes}})
+    descriptor = load_descriptor(str(retrain(tmp_path / "my.json")))
+    assert descriptor.probed == {IMPORT_HOST_MEMORY: "a phone, 1.0"}
+    assert descriptor.modes["buffer"] == (*load_descriptor("adreno750").modes["buffer"], "map")
+    assert descriptor.rates.contention["map"] == descriptor.rates.contention["alias"]
 
 
 def test_other_files_are_no_records(tmp_path: Path) -> None:

@@ -11,8 +11,16 @@ import pytest
 from flashmem.cli.commands.devices import show_devices
 from flashmem.runtime.opencl import processor
 from flashmem.runtime.opencl.context import list_devices
-from flashmem.runtime.opencl.devices import IMAGE_FROM_BUFFER, Device, choose, descriptor_for, fitting_descriptor, no_device
-from flashmem.target.descriptor import descriptor_names, load_descriptor
+from flashmem.runtime.opencl.devices import (
+    IMAGE_FROM_BUFFER,
+    Device,
+    choose,
+    descriptor_for,
+    fitting_descriptor,
+    no_device,
+    why_not,
+)
+from flashmem.target.descriptor import IMPORT_HOST_MEMORY, descriptor_names, load_descriptor
 
 ADRENO, ARM, MESA = "QUALCOMM Snapdragon(TM)", "ARM Platform", "rusticl"
 
@@ -122,6 +130,25 @@ def test_the_order_of_modes_is_the_descriptors() -> None:
             kept = [mode for mode in shipped.modes.get(path, ()) if mode in modes]
             assert list(modes[: len(kept)]) == kept
             assert set(modes) <= set(found.rates.contention), "the cost of every mode is known"
+
+
+def test_a_gpu_reads_files_in_place_after_a_probe_has_passed_on_it() -> None:
+    driver = "OpenCL 3.0 v1.r53p0"
+    mali = phone(
+        platform=ARM, name="Mali-G720-Immortalis r0p0", version=driver, extensions=phone().extensions | {IMPORT_HOST_MEMORY}
+    )
+    assert "no probe has shown" in why_not(mali)["buffer"]["map"] and "map" not in descriptor_for(mali).modes["buffer"]
+    passed = {IMPORT_HOST_MEMORY: mali.driver, "cl_qcom_recordable_queues": mali.driver}
+    found, shipped = descriptor_for(mali, passed), load_descriptor("mali-g720")
+    for path in ("buffer", "texture"):
+        assert found.modes[path] == (*shipped.modes[path], "map", "dma")
+        assert "map" not in why_not(mali, passed)[path]
+    assert found.rates.contention["map"] == shipped.rates.contention["alias"] and not found.uses_host_memory
+    assert found.probed == {IMPORT_HOST_MEMORY: mali.driver}, "the device lacks the other extension"
+    updated = replace(mali, driver_version="newer")
+    apart = replace(mali, unified_memory=False)
+    for other in (updated, apart, phone()):
+        assert "map" in why_not(other, passed)["buffer"] and "map" not in descriptor_for(other, passed).modes["buffer"]
 
 
 def test_arithmetic_follows_the_number_of_cores() -> None:

@@ -106,7 +106,7 @@ def test_a_driver_that_refuses_or_lacks_the_function_fails(tmp_path: Path) -> No
     refusing = run_probe(ARM_IMPORT, _context(ARM_IMPORT), tmp_path, Driver(1 << 40).find)
     assert refusing.outcome == "failed" and "OpenCL failed to import host memory: INVALID_VALUE" in refusing.said
     lacking = run_probe(ARM_IMPORT, _context(ARM_IMPORT), tmp_path, lambda name: None)
-    assert lacking == Probe(ARM_IMPORT, "failed", "the driver lacks clImportMemoryARM")
+    assert lacking == Probe(ARM_IMPORT, "failed", "the driver lacks clImportMemoryARM", driver=DEVICE.driver)
 
 
 def test_a_dma_buf_is_given_as_qualcomm_specifies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +145,7 @@ def test_probes_run_in_their_own_process(number: int, extension: str, tmp_path: 
     found = results({extension: json.loads(done.stdout)})[extension]
     reported = extension == HOST_POINTER or extension in DEVICES[number].extensions
     assert found.extension == extension and (found.outcome != "absent") == reported
+    assert found.driver == DEVICES[number].driver
     if extension == HOST_POINTER and DEVICES[number].kind == "cpu":
         assert found.outcome == "passed"
     if extension == "cl_khr_command_buffer" and reported:

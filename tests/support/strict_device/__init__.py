@@ -11,7 +11,9 @@ contains NaNs.
   in flight until an event, a `clFinish` or a blocking call shows that it is complete, whatever the real device has done
   meanwhile: a missing wait is always found.
 - `overlap.py`: forces copies of several threads to be in flight at the same time.
+- `registers.py`: what a kernel's text says of its registers, which limit its work-group.
 - `objects.py`, `transfers.py`, `programs.py`: replacements of pyopencl's objects.
+- `vendors.py`: imports of host memory (Arm) and recorded launches (Qualcomm).
 - `calls.py`, `library.py`: replacements of pyopencl and the library.
 
 Two commands that use one memory object, one of them to write it, must be ordered: by their queue, by events, or by a wait of

@@ -26,6 +26,22 @@ _WORDS = (
 """Names of pyopencl that call no OpenCL function."""
 
 
+class _Buffers:
+    """pyopencl's class of buffers."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def __call__(self, context: StrictContext, flags: int, size: int = 0, hostbuf: Any = None) -> objects.StrictBuffer:
+        """A new buffer."""
+        return objects.make_buffer(context, flags, size, hostbuf)
+
+    def from_int_ptr(self, handle: int, *, retain: bool) -> Any:
+        """The buffer with a handle, which the caller owns."""
+        assert not retain
+        return self._world.kept.pop(handle)
+
+
 class StrictOpenCL:
     """The module pyopencl, with one strict device. It refuses names that are not defined here, because it cannot check them."""
 
@@ -38,6 +54,8 @@ class StrictOpenCL:
             StrictContext,
             StrictQueue,
         )
+        self.Buffer = _Buffers(self.world)
+        self.Event = SimpleNamespace(from_int_ptr=self._event)
         self._cl = SimpleNamespace(
             __file__=cl._cl.__file__,
             _enqueue_write_buffer=self._write_buffer,
@@ -58,10 +76,6 @@ class StrictOpenCL:
     def get_platforms(self) -> list[objects.StrictPlatform]:
         """The platform."""
         return [self.world.platform]
-
-    def Buffer(self, context: StrictContext, flags: int, size: int = 0, hostbuf: Any = None) -> objects.StrictBuffer:
-        """A buffer."""
-        return objects.make_buffer(context, flags, size, hostbuf)
 
     def Image(self, context: StrictContext, flags: int, image_format: Any, desc: ImageShape) -> objects.StrictImage:
         """An image."""
@@ -100,6 +114,10 @@ class StrictOpenCL:
     ) -> tuple[NDArray[Any], None]:
         """A blocking map."""
         return objects.map_buffer(queue, buffer, flags, offset, tuple(shape), np.dtype(dtype)), None
+
+    def _event(self, handle: int, *, retain: bool) -> StrictEvent:
+        assert not retain
+        return self.world.events[handle]
 
     def _write_buffer(
         self, queue: StrictQueue, buffer: Any, data: Any, offset: int = 0, wait_for: Waits = None, *, is_blocking: bool

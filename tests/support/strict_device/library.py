@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from tests.support.strict_device import transfers
 from tests.support.strict_device.calls import StrictOpenCL
 from tests.support.strict_device.objects import StrictBuffer, StrictEvent
 from tests.support.strict_device.programs import launch
+from tests.support.strict_device.vendors import Vendors
 
 _IMAGE_PITCH_ALIGNMENT, _IMAGE_BASE_ALIGNMENT = 0x104A, 0x104B
 _CREATE_TYPE_REGION = 0x1220
@@ -30,12 +32,16 @@ class StrictLibrary:
         self._functions: dict[str, _Function] = {}
         self._events: dict[int, tuple[StrictEvent, int]] = {}  # by handle: the number of the program's references
         self._buffers: dict[int, StrictBuffer] = {}  # created here: nobody else references them
+        self._vendors = Vendors(opencl.world, self._gave)
 
     def __getattr__(self, name: str) -> _Function:
         method = getattr(type(self), f"_{name}", None)
         if method is None:
             raise AttributeError(f"the strict device does not know {name}: teach it the rules of that call")
-        return self._functions.setdefault(name, _Function(method.__get__(self)))
+        return self._functions.setdefault(name, _Function(method.__get__(self), partial(self._vendors.address, name)))
+
+    def _clGetExtensionFunctionAddressForPlatform(self, _: Any, name: Any) -> int:
+        return self._vendors.address(name.decode())
 
     def _clGetDeviceInfo(self, device: Any, parameter: Any, size: Any, value: Any, _: Any) -> int:
         """The alignments of images over buffers."""
@@ -204,12 +210,16 @@ class StrictLibrary:
 
 
 class _Function:
-    """A ctypes function: its types may be set, and are ignored."""
+    """A ctypes function: its types may be set, and are ignored. `address`: of a C function that does the same."""
 
-    def __init__(self, method: Callable[..., int]) -> None:
-        self._method = method
+    def __init__(self, method: Callable[..., int], address: Callable[[], int]) -> None:
+        self._method, self._address = method, address
         self.restype: Any = ctypes.c_int
         self.argtypes: Any = None
+
+    @property
+    def _as_parameter_(self) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self._address())
 
     def __call__(self, *arguments: Any) -> int:
         return self._method(*arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 import weakref
 from collections.abc import Iterable
@@ -36,6 +37,9 @@ class World:
         self.handles: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.events: weakref.WeakValueDictionary[int, StrictEvent] = weakref.WeakValueDictionary()
         self.versions: dict[int, int] = {}  # of the allocations' content
+        self.pinned: list[range] = []  # pages of the host that imports hold
+        self.most_pinned = 0  # bytes
+        self.kept: dict[int, Any] = {}  # memory objects that the program knows by their handle only
         self.platform = StrictPlatform(self)
         self.device = StrictDevice(self)
 
@@ -57,6 +61,11 @@ class World:
             self.overlap.wait(copies)
         self.rules.known(command)
 
+    def pin(self, pages: range) -> None:
+        """Record that the device holds pages of the host."""
+        self.pinned.append(pages)
+        self.most_pinned = max(self.most_pinned, mmap.PAGESIZE * len({page for each in self.pinned for page in each}))
+
     def limit(self, what: str, wanted: int, most: int) -> None:
         """Raise BrokenRuleError if the device's driver offers less."""
         if wanted > most:
@@ -68,6 +77,7 @@ class StrictPlatform:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self.int_ptr = world.real.platform.int_ptr
         self.name, self.vendor, self.version = world.profile.platform, world.profile.vendor, world.profile.version
 
     def get_devices(self, *_: object) -> list[StrictDevice]:

@@ -22,6 +22,8 @@ _CORE = (
     "cl_khr_local_int32_extended_atomics",
 )
 _VIEWS = "cl_khr_image2d_from_buffer"
+_RECORDING = "cl_qcom_recordable_queues"
+_IMPORTS = ("cl_arm_import_memory", "cl_arm_import_memory_host")
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,16 @@ class Profile:
     constant_bytes: int = 64 << 10
     unified_memory: bool = True
     fuses: bool = True  # multiply-adds of floats: dumps of Adreno's drivers report none
+    recordable: int = 0  # CL_DEVICE_RECORDABLE_QUEUE_MAX_SIZE
     fine_grained: bool = True  # shared virtual memory buffers that need no maps
     extensions: frozenset[str] = field(default_factory=lambda: frozenset((*_CORE, _VIEWS)))
+    kernel_groups: tuple[tuple[int, int], ...] = ()  # largest group of a kernel with up to so many registers, ascending
+    compiles_kernels_apart: bool = False  # clCreateKernel compiles; a binary has only the kernels that were created before
+
+    def group_of(self, registers: int) -> int:
+        """CL_KERNEL_WORK_GROUP_SIZE of a kernel with so many registers; with more than all listed ones, it spills."""
+        fits = (group for most, group in self.kernel_groups if registers <= most)
+        return min(self.max_group, next(fits, self.kernel_groups[-1][1] if self.kernel_groups else self.max_group))
 
 
 _SNAPDRAGON = "QUALCOMM Snapdragon(TM)"
@@ -76,6 +86,17 @@ _NVIDIA_ARGUMENTS = "https://github.com/BVLC/caffe/issues/5406"
 _NVIDIA_CONSTANTS = "https://github.com/apache/tvm/issues/3492"
 _NVIDIA_DRIVER = "https://github.com/10gic/vanitygen-plusplus/issues/100"
 _MALI_52 = "https://github.com/ARM-software/ComputeLibrary/issues/999"
+_MALI_IMPORTS = "https://github.com/hominoids/sgminer-arm/issues/12"
+_MALI_BINARY = "https://github.com/viennacl/viennacl-dev/pull/225"
+_MALI_REGISTERS = "http://infocenter.arm.com/help/topic/com.arm.doc.101574_0302_00_en/nic1465568963198.html"
+_ADRENO_REGISTERS = "https://github.com/ysh329/OpenCL-101/issues/33"
+_ADRENO_GROUPS = "https://github.com/tensorflow/tensorflow/issues/61373"
+
+_ADRENO_KERNELS = ((48, 1024), (96, 512), (192, 256))
+_OF_KERNELS = (
+    f"groups of kernels: a compute unit has 128 x 96 registers of four floats, {_ADRENO_REGISTERS}, a work-item at most 48; "
+    f"an Adreno 610 refuses groups above 256 of some kernels, {_ADRENO_GROUPS}"
+)
 
 PROFILES = (
     Profile(
@@ -90,6 +111,7 @@ PROFILES = (
             f"version, driver, compute units: clinfo of an Adreno 650, {_ADRENO_650}",
             f"allocations, global memory, base address, images, work-group, fine-grained SVM: an Adreno 643, {_ADRENO_6}",
             f"image alignments, arguments, local and constant memory: clinfo of an Adreno under OpenCL 2.0, {_ADRENO_OLD}",
+            _OF_KERNELS,
         ),
         assumed="the Adreno of the third source is not named there; 128 bytes of base address are newer than the 650's driver",
         max_alloc=910 * MIB,
@@ -102,6 +124,7 @@ PROFILES = (
         compute_units=3,
         max_group=1024,
         max_group_sizes=(1024, 1024, 1024),
+        kernel_groups=_ADRENO_KERNELS,
     ),
     Profile(
         name="adreno7xx",
@@ -113,10 +136,11 @@ PROFILES = (
         driver="OpenCL 3.0 QUALCOMM build: commit unknown Compiler E031.45.02.06",
         sources=(
             f"version, driver, largest allocation, memory, fine-grained SVM: clinfo of an Adreno 750, {_ADRENO_7}",
-            f"cl_khr_image2d_from_buffer: clinfo of an Adreno 740, {_ADRENO_740}",
+            f"cl_khr_image2d_from_buffer, cl_qcom_recordable_queues: clinfo of an Adreno 740, {_ADRENO_740}",
             f"images, their alignments and arguments, local memory: clinfo of an Adreno under OpenCL 3.0, {_ADRENO_IMAGES}",
+            _OF_KERNELS,
         ),
-        assumed="compute units; work-group, base address, parameters and constant memory as of the 6xx",
+        assumed="compute units; work-group, base address, parameters and constant memory as of the 6xx; 32 recorded launches",
         max_alloc=1024 * MIB,
         global_memory=5814714368,
         base_align=128,
@@ -127,6 +151,9 @@ PROFILES = (
         compute_units=6,
         max_group=1024,
         max_group_sizes=(1024, 1024, 1024),
+        kernel_groups=_ADRENO_KERNELS,
+        recordable=32,
+        extensions=frozenset((*_CORE, _VIEWS, _RECORDING)),
     ),
     Profile(
         name="adreno8xx",
@@ -139,6 +166,7 @@ PROFILES = (
         sources=(
             f"version, driver, base address, largest allocation, fine-grained SVM: an Adreno 830, {_ADRENO_8}",
             f"image alignments, size of images: clinfo of an Adreno under a newer driver, {_ADRENO_NEW}",
+            _OF_KERNELS,
         ),
         assumed="global memory; compute units; work-group, arguments, local and constant memory as of the 6xx",
         max_alloc=1024 * MIB,
@@ -151,6 +179,7 @@ PROFILES = (
         compute_units=12,
         max_group=1024,
         max_group_sizes=(1024, 1024, 1024),
+        kernel_groups=_ADRENO_KERNELS,
     ),
     Profile(
         name="mali-valhall",
@@ -164,8 +193,12 @@ PROFILES = (
             f"version, compute units, global and local memory: a Pixel 7, {_PIXEL_7_CORES}",
             f"parameters, images, their alignments: clinfo of a Mali-G610, {_MALI_610}",
             f"work-group: the smallest that clinfo of a Mali was found to say, of a Mali-G52, {_MALI_52}",
+            f"cl_arm_import_memory_host: clinfo of a Mali-G610, {_MALI_IMPORTS}",
+            f"registers: 64 of a work-item, {_MALI_REGISTERS}",
+            f"kernels are compiled by clCreateKernel: measured on a Mali-T628, {_MALI_BINARY}",
         ),
-        assumed="a largest allocation of 1 GiB: a Mali-G610 reports all of its memory; constant memory as of older Malis",
+        assumed="a largest allocation of 1 GiB: a Mali-G610 reports all of its memory; constant memory as of older Malis; "
+        "half the threads for kernels above 32 registers, as Mesa's compiler for Valhall has it",
         max_alloc=1024 * MIB,
         global_memory=1862 * MIB,
         base_align=128,
@@ -176,6 +209,9 @@ PROFILES = (
         compute_units=7,
         max_group=384,
         max_group_sizes=(384, 384, 384),
+        kernel_groups=((32, 384), (64, 192)),
+        compiles_kernels_apart=True,
+        extensions=frozenset((*_CORE, _VIEWS, *_IMPORTS)),
         fine_grained=False,
     ),
     Profile(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import pyopencl as cl
 
 from tests.support.strict_device.commands import Access, Memory
 from tests.support.strict_device.objects import StrictContext, StrictEvent, StrictImage, StrictMemory, StrictQueue, World
+from tests.support.strict_device.registers import private_values, required_group
 from tests.support.strict_device.transfers import Waits, commands, reals
 
 _MAGIC = b"strict device: source\n"
@@ -32,6 +35,9 @@ _built: dict[tuple[int, str, tuple[str, ...]], Any] = {}
 _parameters: dict[tuple[str, str], tuple[Parameter, ...]] = {}
 """Parameters of kernels, by source and name."""
 
+_groups: dict[tuple[str, str], tuple[int, tuple[int, int, int] | None]] = {}
+"""Registers of kernels, and the work-groups that they require, by source and name."""
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -45,16 +51,22 @@ class Parameter:
 
 
 class StrictProgram:
-    """A program. Its binary is its source: all strict devices share the real programs."""
+    """A program. Its binary is its source: all strict devices share the real programs.
+
+    `compiled` has the kernels that its binary is complete for; None: all of them.
+    """
 
     def __init__(self, context: StrictContext, source: Any, binaries: Sequence[bytes] | None = None) -> None:
         self.world = context.world
         self.source, self.options = str(source), ("",)
+        self.loaded = binaries is not None
+        self.compiled: set[str] | None = set() if self.world.profile.compiles_kernels_apart else None
         if binaries is not None:
             text = bytes(binaries[0])
             if not text.startswith(_MAGIC):
                 raise cl.LogicError("clCreateProgramWithBinary", cl.status_code.INVALID_BINARY, "not a strict device's")
-            self.source, _ = json.loads(text[len(_MAGIC) :])
+            self.source, _, compiled = json.loads(text[len(_MAGIC) :])
+            self.compiled = None if compiled is None else set(compiled)
         self.real: Any = None
 
     def build(self, options: Sequence[str] = (), *_: object, **__: object) -> StrictProgram:
@@ -73,7 +85,20 @@ class StrictProgram:
     def get_info(self, what: Any) -> list[bytes]:
         """The binary."""
         assert what == cl.program_info.BINARIES
-        return [_MAGIC + json.dumps([self.source, self.options]).encode()]
+        compiled = None if self.compiled is None else sorted(self.compiled)
+        return [_MAGIC + json.dumps([self.source, self.options, compiled]).encode()]
+
+    def create(self, kernel: str) -> None:
+        """Compile a kernel, on a device that does so when its object is created.
+
+        Raises:
+            BrokenRuleError: the program was loaded from a binary that lacks the kernel, so it is compiled in each process.
+        """
+        if self.compiled is None or kernel in self.compiled:
+            return
+        if self.loaded:
+            self.world.rules.broke("binary", f"{kernel} is compiled again: its binary was fetched before it was created")
+        self.compiled.add(kernel)
 
 
 def check_source(world: World, source: str, options: Sequence[str]) -> None:
@@ -97,13 +122,18 @@ class StrictKernel:
     def __init__(self, program: StrictProgram, name: str) -> None:
         self.world, self.function_name = program.world, name
         self.real = cl.Kernel(program.real, name)
+        program.create(name)
         self.int_ptr = self.real.int_ptr
         self.num_args = self.real.num_args
         key = program.source, name
         if key not in _parameters:
+            text = _COMMENTS.sub(" ", program.source)
             _parameters[key] = declared(program.source, name)
+            _groups[key] = private_values(text, name), required_group(text, name)
         self.parameters = _parameters[key]
+        self.registers, self.required_group = _groups[key]
         assert len(self.parameters) == self.num_args, f"the text of {name} was not understood"
+        self.given: dict[int, Callable[[], Any]] = {}  # the arguments; memory objects are not kept alive
         self._memory: dict[int, Memory] = {}
         self._images: dict[int, Any] = {}
         self._bytes: dict[int, int] = {}
@@ -115,6 +145,7 @@ class StrictKernel:
         parameter, rules = self.parameters[index], self.world.rules
         where = f"argument {parameter.name} of {self.function_name}"
         self._checked = False
+        self.given[index] = weakref.ref(value) if isinstance(value, StrictMemory) else partial(_number, value)
         self._memory.pop(index, None)
         self._images.pop(index, None)
         if isinstance(value, StrictMemory):
@@ -173,6 +204,10 @@ class StrictKernel:
             refresh(queue)
 
 
+def _number(value: Any) -> Any:
+    return value
+
+
 def declared(source: str, kernel: str) -> tuple[Parameter, ...]:
     """The parameters of a kernel, parsed from its text: drivers report them only for programs built with an option."""
     text = _COMMENTS.sub(" ", source)
@@ -218,7 +253,11 @@ def launch(
     if local_size is not None:
         if len(local_size) != len(global_size) or any(size % part for size, part in zip(global_size, local_size, strict=True)):
             world.rules.broke("arguments", f"{name} has {global_size} work-items in groups of {local_size}: not whole groups")
-        world.limit(f"work-items of a group of {name}", int(np.prod(local_size)), profile.max_group)
+        most, items = profile.group_of(kernel.registers), int(np.prod(local_size))
+        world.limit(f"work-items of a group of {name}, which has {kernel.registers} registers", items, most)
+        required = kernel.required_group
+        if required is not None and (*local_size, 1, 1)[:3] != required:
+            world.rules.broke("arguments", f"{name} is launched in groups of {local_size}, and requires {required}")
         for size, most in zip(local_size, profile.max_group_sizes, strict=False):
             world.limit(f"work-items of a group of {name} in one direction", size, most)
     accesses = kernel.accesses()
