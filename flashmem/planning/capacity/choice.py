@@ -21,7 +21,8 @@ def default_model(descriptor: DeviceDescriptor, memory_path: MemoryPath) -> Capa
     name = descriptor.capacity_model
     if not name:
         return Roofline(descriptor)
-    if Path(f"{name}{CODE}").is_file() if Path(name).is_absolute() else name in names("devices", CODE):
+    beside = Path(name).is_absolute() and Path(f"{name}{CODE}").is_file()
+    if beside or (descriptor.pipelines is not None and Path(name).name in names("devices", CODE)):
         return CompiledCode.load(descriptor, memory_path)
     if not Path(name).is_absolute() and name not in names("devices", SECONDS):  # the bundle is from another machine
         return Roofline(descriptor, f"the trained model {name} is not here")

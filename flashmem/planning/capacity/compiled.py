@@ -89,7 +89,7 @@ class CompiledCode:
 
     @classmethod
     def load(cls, descriptor: DeviceDescriptor, path: MemoryPath) -> CompiledCode:
-        """The model whose file the descriptor names.
+        """The model whose file the descriptor names: beside it, or the shipped one, for a copy of a shipped descriptor.
 
         Raises:
             UserError: the file is damaged, or the descriptor has no [pipelines].
@@ -97,7 +97,8 @@ class CompiledCode:
         name = f"{descriptor.capacity_model}{CODE}"
         if descriptor.pipelines is None:
             raise UserError(f"device descriptor {descriptor.name} names {name} and has no [pipelines]; add them")
-        text = Path(name).read_text(encoding="utf-8") if Path(name).is_absolute() else read_text("devices", name)
+        beside = Path(name).is_absolute() and Path(name).is_file()
+        text = Path(name).read_text(encoding="utf-8") if beside else read_text("devices", Path(name).name)
         return cls(descriptor, descriptor.pipelines, read_codes(text, name), path)
 
     @property

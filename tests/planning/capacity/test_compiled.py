@@ -115,6 +115,12 @@ def test_a_file_beside_a_descriptor_is_found(tmp_path: Path) -> None:
         default_model(replace(descriptor, pipelines=None), "texture")
 
 
+def test_a_copy_of_a_shipped_descriptor_has_the_shipped_numbers(tmp_path: Path) -> None:
+    (tmp_path / "my.toml").write_text(read_text("devices", "adreno750.toml"))
+    copy, shipped = (default_model(load_descriptor(name), "texture") for name in (str(tmp_path / "my.toml"), "adreno750"))
+    assert isinstance(copy, CompiledCode) and copy.seconds(launch()) == shipped.seconds(launch())
+
+
 def test_cores_change_the_widths() -> None:
     wider = replace(PHONE, cores=4).with_cores(8).pipelines
     assert wider is not None and (wider.lanes, wider.texture_bytes, wider.load_bytes, wider.clock) == (2000, 200, 400, 1e9)
