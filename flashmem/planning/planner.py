@@ -12,9 +12,7 @@ from dataclasses import replace
 
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.base.types import TransferMode
-from flashmem.planning.arithmetic.clock import Timing
 from flashmem.planning.arithmetic.measure import Measure
-from flashmem.planning.arithmetic.release_times import held_bytes, settled
 from flashmem.planning.baselines import Baseline, fastest, fastest_within, operators_of
 from flashmem.planning.budget import roomiest, with_staging_that_fits
 from flashmem.planning.instance import build_instance
@@ -76,13 +74,8 @@ def completed(instance: Instance, plan: OverlapPlan, program: Program, mode: Tra
         with _where_the_compiler_is():
             from flashmem.planning.paper_limits import reading_ahead
         plan = reading_ahead(instance, plan, program, limit, measure)
-    elif limits.strategy == "stream" and objective != "paper":
-        proven = 0.0
-        if objective == "first":
-            plan, proven = _searched(instance, plan, program, limits, measure)
-        if objective == "steady" or limits.m_peak is None:
-            plan = _for_later_runs(instance, plan, program, limits, measure)
-        return _sealed(instance, plan, program, mode, limits, proven)
+    elif limits.strategy == "stream" and (objective == "steady" or (objective == "first" and limits.m_peak is None)):
+        plan = _for_later_runs(instance, plan, program, limits, measure)
     return _sealed(instance, plan, program, mode, limits)
 
 
@@ -93,63 +86,12 @@ def _roomiest(instance: Instance, plan: OverlapPlan, program: Program, limits: L
     return roomiest(instance, plan, None if limits.budget is None else limits.budget - fixed_bytes(program))
 
 
-def _searched(
-    instance: Instance, plan: OverlapPlan, program: Program, limits: Limits, measure: Measure
-) -> tuple[OverlapPlan, float]:
-    """Improve `plan` for the first answer with CP-SAT, if it is installed and the unproven part is worth a search. Also return
-    the bound that CP-SAT proves for this W within the user's limits (0: none).
-
-    The result never needs more bytes at once than `plan`, and its `measure` is within the limits.
-    """
-    roomy = _roomiest(instance, plan, program, limits)
-    if limits.resolved_lambda:
-        roomy = replace(instance, m_peak=roomy.m_peak if plan.bound_within is None else plan.bound_within)
-    plan = judged(roomy, plan)
-    unproven = plan.objective - plan.bound
-    large = len(plan.weights) > _SEARCHED_BY_CP_SAT
-    if plan.objective_kind != "first" or large or unproven <= max(_WORTH_SECONDS, _WORTH_SHARE * plan.objective):
-        return plan, 0.0
-    try:
-        from flashmem.planning.latency.cp_sat import improve
-    except ModuleNotFoundError:
-        return plan, 0.0
-    preload = frozenset(w.name for w in plan.weights if w.preload)
-    moves = {w.name: w.moves for w in plan.weights if not w.preload}
-    releases = {w.name: w.read_layer for w in plan.weights}
-    held = int(held_bytes(instance, releases, moves).max(initial=0))
-    enough = plan.bound * (1 + 1e-9)
-    found = improve(instance, releases, moves, held, roomy.m_peak, seconds=_SEARCH_SECONDS, enough=enough)
-    better, clock = settled(Timing(instance, moves), preload, found.releases)
-    note = f"searched by CP-SAT for {_SEARCH_SECONDS:.0f} s at the most"
-    if found.bound > plan.bound:
-        note += ", which proved the bound"
-    if clock.seconds < plan.objective:
-        trial = replace(plan, weights=tuple(replace(w, read_layer=better[w.name]) for w in plan.weights))
-        limit = limits.m_peak if limits.budget is None else limits.budget
-        if limit is None or measure(trial) <= limit:
-            note += f"; first answer {plan.objective:.6g} s before"
-            plan = replace(trial, objective=clock.seconds)
-    return judged(roomy, replace(plan, notes=(*plan.notes, note)), found.bound), found.bound
-
-
-_SEARCH_SECONDS = 4.0
-"""Time limit of CP-SAT for one plan."""
-
-_SEARCHED_BY_CP_SAT = 2000
-"""Number of weights in the largest plan that CP-SAT searches: each neighbourhood needs a pass of the clock."""
-
-_WORTH_SECONDS, _WORTH_SHARE = 1e-3, 2e-3
-"""Search only if at least so much of the first answer is unproven: seconds, and a share."""
-
-
-def _sealed(
-    instance: Instance, plan: OverlapPlan, program: Program, mode: TransferMode, limits: Limits, proven: float = 0.0
-) -> OverlapPlan:
+def _sealed(instance: Instance, plan: OverlapPlan, program: Program, mode: TransferMode, limits: Limits) -> OverlapPlan:
     """Check `plan` and set its M_peak (the limit that the user gave, or the bytes of its layout). Its bound holds for the given
-    limits, even if the plan was made with less memory. `proven`: as in `judged`.
+    limits, even if the plan was made with less memory.
     """
     if plan.objective_kind == "first" and not limits.resolved_lambda:  # otherwise the bound is for the memory lambda leaves
-        plan = judged(_roomiest(instance, plan, program, limits), plan, proven)
+        plan = judged(_roomiest(instance, plan, program, limits), plan)
     in_flight = _in_flight(program, mode)(plan)
     plan = replace(plan, m_peak=max(in_flight, limits.m_peak or plan.m_peak))
     check(plan, replace(instance, m_peak=plan.m_peak))

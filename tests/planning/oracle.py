@@ -29,7 +29,6 @@ from unittest import mock
 
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
-from flashmem.planning.latency.cp_sat import improve
 from flashmem.planning.latency.first_answer import first_plan
 from flashmem.planning.opg import preload_dp
 from flashmem.planning.opg.lc_opg import solve
@@ -63,12 +62,11 @@ class PaperCase:
 
 @dataclass(frozen=True)
 class FirstCase:
-    """A problem for the first answer, with the options of the planner. `proof`: seconds for CP-SAT."""
+    """A problem for the first answer, with the options of the planner."""
 
     instance: Instance
     lambda_: float
     preload: frozenset[str]
-    proof: float
 
 
 def paper_case(pick: Pick) -> PaperCase:
@@ -127,7 +125,7 @@ def first_case(pick: Pick) -> FirstCase:
         piece_bytes=pick((0, 3)),
     )
     asked = frozenset(pick(weights).name for _ in range(pick((0, 0, 1)))) if weights else frozenset()
-    return FirstCase(instance, pick((0.0, 0.0, 0.5, 1.0)), asked, pick((0.0, 0.0, 1.0)))
+    return FirstCase(instance, pick((0.0, 0.0, 0.5, 1.0)), asked)
 
 
 # The paper's objective: every W, every x.
@@ -352,7 +350,7 @@ def _false_refusal(case: PaperCase, best: float | None, refusal: BudgetError) ->
 
 
 def first_findings(case: FirstCase) -> tuple[str, list[str]]:
-    """The same for the first answer, and for its improvement by CP-SAT."""
+    """The same for the first answer."""
     instance = case.instance
     least = must_be_resident(instance, case.preload)
     best = fastest(instance, least)  # at lambda 0; otherwise within the memory that lambda permits
@@ -389,12 +387,6 @@ def first_findings(case: FirstCase) -> tuple[str, list[str]]:
                 other = fastest(instance, least | set(more))
                 if other is not None and plan.objective > other + EPSILON:
                     found.append(f"optimal at {plan.objective:.9g} s, with {more} in W it is {other:.9g} s")
-    if case.proof:
-        proven = improve(
-            instance, releases, moves, instance.m_peak, instance.m_peak, seconds=case.proof, enough=plan.bound
-        ).bound
-        if proven > best + 1e-5:  # the model's times are whole ticks, rounded down
-            found.append(f"CP-SAT proves {proven:.9g} s, the optimum of this W is {best:.9g} s")
     return plan.status, found
 
 

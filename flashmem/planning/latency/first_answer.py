@@ -307,17 +307,17 @@ def first_plan(instance: Instance, preload: Collection[str] = (), *, lambda_: fl
     ))  # fmt: skip
 
 
-def judged(instance: Instance, plan: OverlapPlan, proven: float = 0.0) -> OverlapPlan:
+def judged(instance: Instance, plan: OverlapPlan) -> OverlapPlan:
     """`plan` for the first answer with the bound that holds for every plan with its W inside the M_peak of `instance`.
 
-    `proven`: such a bound from another source, in seconds. A plan as fast as without a memory limit is the best for every W.
-    Plans that move weights at the layer that uses them ("on-demand") get no bound.
+    A plan as fast as without a memory limit is the best for every W. Plans that move weights at the layer that uses them
+    ("on-demand") get no bound.
     """
     if plan.strategy == "on-demand":
         return plan
     meets = plan.objective * (1 - _TIE)
     if fastest_seconds(instance, {w.name for w in instance.weights}) >= meets:
         return replace(plan, bound=plan.objective, bound_scope="problem", bound_within=None)
-    bound = max(proven, fastest_seconds(instance, {w.name for w in plan.weights if w.preload}))
+    bound = fastest_seconds(instance, {w.name for w in plan.weights if w.preload})
     bound = plan.objective if bound >= meets else bound
     return replace(plan, bound=bound, bound_scope="resident-set", bound_within=instance.m_peak)

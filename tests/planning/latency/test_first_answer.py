@@ -15,7 +15,6 @@ from flashmem.planning.arithmetic.clock import Moves, Timing, play
 from flashmem.planning.arithmetic.release_times import earliest_releases, held_bytes, in_turn, released_late, settled
 from flashmem.planning.latency.backfill import filled
 from flashmem.planning.latency.bounds import fastest_seconds
-from flashmem.planning.latency.cp_sat import improve
 from flashmem.planning.latency.first_answer import first_plan, forced_preload, smallest_m_peak
 from flashmem.schedule.instance import Instance, WeightSpec
 from tests.support.planning_instances import instances, layers_of
@@ -112,19 +111,3 @@ def test_weights_of_w_are_read_when_their_turn_comes() -> None:
     turned = in_turn(Timing(instance, moves), {"w"}, releases)
     assert turned["w"] >= 1 and turned["a"] == 1 and turned["b"] == 2
     assert play(instance, turned, moves).seconds < play(instance, releases, moves).seconds
-
-
-@given(machines())
-@settings(max_examples=25, deadline=None)
-def test_cp_sat_finds_no_more_than_there_is_and_proves_no_more(instance: Instance) -> None:
-    """The target is beyond the optimum, so CP-SAT searches and proves; if copies cost nothing, both reach the optimum."""
-    plan = first_plan(instance)
-    moves = {w.name: w.moves for w in plan.weights if not w.preload}
-    late = {w.name: 0 if w.preload else w.first_mover for w in plan.weights}
-    found = improve(instance, late, moves, instance.m_peak, instance.m_peak, seconds=20.0, enough=0.0)
-    assert int(held_bytes(instance, found.releases, moves).max(initial=0)) <= instance.m_peak
-    best = min(play(instance, *each).seconds for each in every_plan(instance))
-    assert 0 < found.bound <= best + 1e-6
-    if instance.mode != "interleave" and instance.host_bandwidth == float("inf") and not instance.layers[0].beside:
-        assert found.bound == pytest.approx(best, rel=1e-4)
-        assert play(instance, found.releases, moves).seconds <= play(instance, late, moves).seconds
