@@ -48,7 +48,7 @@ class Run(LoaderRun):
 
     def _next(self) -> int | None:
         """No load before the start signal, even if it could be read ahead."""
-        return super()._next() if self.is_open(1) else None
+        return super()._next() if self.is_done(1) else None
 
 
 class Loads:
@@ -94,7 +94,7 @@ class Loads:
         """Prepare loader threads that load `count` slices after the start signal, and free the slices of the last call."""
         self._turn ^= 1
         parts = self._sets[self._turn][:count]
-        loads = [Load(part, whole(part), gate=1) for part in parts]
+        loads = [Load(part, whole(part), after=1) for part in parts]
         frees = {1: self._loaded.get(mode, [])}
         self._loaded[mode] = parts
         return Run(self.transfer(mode), loads, frees, threads=self._threads), parts
@@ -131,7 +131,7 @@ class Loads:
         try:
             times = []
             for _ in range(7):
-                run = Run(transfer, [Load(part, whole(part), gate=1) for part in parts], {}, threads=self._threads)
+                run = Run(transfer, [Load(part, whole(part), after=1) for part in parts], {}, threads=self._threads)
                 times.append(_bring_in(run, parts, transfer))
                 for part in parts:
                     transfer.free(part)

@@ -82,7 +82,7 @@ def seconds(program: Program, options: Options, *, opening: bool) -> dict[str, f
     """Simulated integrated latency of each strategy on a cold file, with or without opening the session."""
     found: dict[str, float] = {}
     made: dict[str, tuple[Strategy, OverlapPlan]] = {name: (name, plan) for name, plan in plans(program, options).items()}
-    made[HELD] = "stream", replace(made["stream"][1], strategy="next-operator")  # any whose reads wait for their gates
+    made[HELD] = "stream", replace(made["stream"][1], strategy="next-operator")  # any whose reads wait for their release
     for name, (strategy, plan) in made.items():
         scenario = describe(program, plan, options.descriptor, options.mode, disk="cold", strategy=strategy)
         if not opening:

@@ -56,7 +56,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def steps(loads: Sequence[TimedInterval], what: str) -> list[tuple[float, float]]:
-    """The intervals in which loads read, waited for their release ("gate"), or copied."""
+    """The intervals in which loads read, waited for their release ("wait"), or copied."""
     found = []
     for load in loads:
         since = load.start
@@ -192,10 +192,10 @@ class Bench:
 
     def threads(self, begun: float, seconds: float, report: RunReport) -> None:
         """Print each loader thread's times in the median run, and the times of single steps."""
-        print("\n  thread: loads; ms reading, behind gates, copying, between loads; first load, last load end at ms")
+        print("\n  thread: loads; ms reading, waiting, copying, between loads; first load, last load end at ms")
         for thread in sorted({load.thread for load in report.loads}):
             loads = [load for load in report.loads if load.thread == thread]
-            spent = [sum(end - start for start, end in steps(loads, what)) for what in ("read", "gate", "copy")]
+            spent = [sum(end - start for start, end in steps(loads, what)) for what in ("read", "wait", "copy")]
             first, last = min(load.start for load in loads), max(load.end for load in loads)
             between = last - first - sum(spent)
             print(
@@ -203,7 +203,7 @@ class Bench:
                 + ", ".join(f"{1e3 * each:.2f}" for each in (*spent, between))
                 + f"; {1e3 * (first - begun):.2f}, {1e3 * (last - begun):.2f} of {1e3 * seconds:.2f}"
             )
-        for what in ("read", "gate", "copy"):
+        for what in ("read", "wait", "copy"):
             each = sorted(end - start for start, end in steps(report.loads, what))
             if each:
                 print(
@@ -214,24 +214,24 @@ class Bench:
     def timeline(self, begun: float, seconds: float, report: RunReport, bundle: flashmem.Bundle) -> None:
         """Print each load of the traced run, and the launch that waits for it; ms since the run began."""
         program = bundle.program
-        uses, gates = program.uses(), {w.name: w.read_layer for w in bundle.plan.later().weights}
+        uses, releases = program.uses(), {w.name: w.read_layer for w in bundle.plan.later().weights}
         sizes = {part.name: part.nbytes for part in program.slices}
 
         def at(moment: float) -> str:
             return f"{1e3 * (moment - begun):8.2f}"
 
         print(
-            f"\n  the traced run took {1e3 * seconds:.2f} ms. When each load began, was read, passed its gate, was copied; "
-            "when its first layer began, and the gate's layer ended:"
+            f"\n  the traced run took {1e3 * seconds:.2f} ms. When each load began, was read, was released, was copied; "
+            "when its first layer began, and when it was released:"
         )
         for load in sorted(report.loads, key=lambda load: load.start):
             ends = {what: until for what, until in load.steps}
             layer = uses[load.name][0]
             print(
                 f"  thread {load.thread} {at(load.start)} {at(ends.get('read', load.start))} "
-                f"{at(ends['gate']) if 'gate' in ends else '       -'} {at(ends.get('copy', load.end))}  "
-                f"layer {layer} began {at(report.layers[layer - 1].start)}, gate {gates[load.name]} "
-                f"opened {at(report.layers[gates[load.name] - 2].end) if gates[load.name] > 1 else '       -'}  "
+                f"{at(ends['wait']) if 'wait' in ends else '       -'} {at(ends.get('copy', load.end))}  "
+                f"layer {layer} began {at(report.layers[layer - 1].start)}, released at layer {releases[load.name]}, "
+                f"at {at(report.layers[releases[load.name] - 2].end) if releases[load.name] > 1 else '       -'}  "
                 f"{load.name} ({sizes[load.name] / 1e6:.1f} MB)"
             )
         print(flush=True)

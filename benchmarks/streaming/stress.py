@@ -91,8 +91,8 @@ class Delays:
         delays, turn = self, loader._Turn
 
         class Late(turn):  # type: ignore[valid-type, misc]
-            def __init__(self, run: loader.LoaderRun, gate: int) -> None:
-                super().__init__(run, gate)
+            def __init__(self, run: loader.LoaderRun, after: int) -> None:
+                super().__init__(run, after)
                 self.sleeps = delays.draw(len(run.loaded))
 
             def did(self, what: Step) -> None:

@@ -57,11 +57,11 @@ def whole(part: Slice) -> Segment:
 
 @dataclass(frozen=True)
 class Load:
-    """A segment to load. `gate` is the layer that must be done first (0: none). `preload`: the slice is in W."""
+    """A segment to load. `after` is the layer that must be done first (0: none). `preload`: the slice is in W."""
 
     part: Slice
     segment: Segment
-    gate: int = 0
+    after: int = 0
     preload: bool = False
 
     @property
@@ -70,7 +70,7 @@ class Load:
         return self.part.offset + self.segment.first, self.segment.nbytes
 
 
-Step = Literal["read", "gate", "copy"]
+Step = Literal["read", "wait", "copy"]
 """The steps of a load: read from disk, wait for its release, copy to the device."""
 
 
@@ -113,8 +113,8 @@ def planned_loads(
 
     loads: list[Load] = []
     for w in sorted((w for w in plan.weights if preload or not w.preload), key=order):
-        part, gate = slices[w.name], free.get(w.name, 0)
-        loads += [Load(part, segment, gate, w.preload) for segment in (segments(part, mode) if segmented else (whole(part),))]
+        part, after = slices[w.name], free.get(w.name, 0)
+        loads += [Load(part, segment, after, w.preload) for segment in (segments(part, mode) if segmented else (whole(part),))]
     return tuple(loads)
 
 
@@ -123,7 +123,7 @@ def read_while_opening(loads: Sequence[Load], program: Program, rates: Rates) ->
 
     A longer queue would delay reads that cannot be announced to the disk: table rows, and those of the opening itself.
     """
-    first = tuple(takewhile(lambda load: load.gate == 0, loads))
+    first = tuple(takewhile(lambda load: load.after == 0, loads))
     kernels = {launch.kernel for launch in program.launches}
     opening = rates.session_seconds + rates.kernel_seconds * len(kernels) + rates.layer_seconds * len(program.launches)
     read = accumulate(load.segment.nbytes for load in first)

@@ -87,7 +87,8 @@ class KernelConfig:
 
     Attention: `rows` are queries and `columns` keys. With `k_block` a group computes blocks of keys, `columns` of them for
     each work-item, and `k_block` channels are in local memory at a time. Without it, vectors run along the queries, `columns`
-    keys are summed side by side, and `slice_k` work-items share the keys of at most `rows` queries.
+    keys are summed side by side, and `slice_k` work-items share the keys of at most `rows` queries. If it has a `local_size`,
+    a group shares only weights through local memory (attention/shared.cl.j2), and its `slice_k` parts share the keys.
 
     Reductions, softmax and normalizations ("reduce_rows"): `slice_k` work-items share a row and read vectors of `vector`. With
     `subgroups` the work-items of a subgroup combine their numbers by shuffles, in the same order, without local memory and
@@ -121,6 +122,11 @@ class KernelConfig:
         return self.rows * self.local_size[0], self.columns * self.local_size[1]
 
     @property
+    def shares_weights(self) -> bool:
+        """Whether it is a config of attention whose groups have only weights in local memory."""
+        return "attention" in self.families and not self.k_block and self.local_size[1] > 1
+
+    @property
     def items(self) -> int:
         """Number of work-items of a work-group."""
         return self.local_size[0] * self.local_size[1] * self.slice_k
@@ -142,6 +148,10 @@ class KernelConfig:
         """Bytes of local memory of a work-group: its stages, or the sums that its parts exchange, whichever is larger."""
         if "reduce_rows" in self.families:
             return 4 * self.slice_k if self.slice_k > 1 else 0
+        if self.shares_weights:  # weights, a maximum of each work-item and of each query; sums of all but one part
+            lines, across = self.local_size[0] * self.slice_k, self.local_size[1]
+            numbers = lines * self.rows * (across * self.columns + across + 1)
+            return 4 * (numbers + (4 * self.slice_k * across if self.slice_k > 1 else 0))
         if not self.k_block:
             return 4 * self.vector * self.slice_k * JOINED if self.slice_k > 1 else 0
         if "attention" in self.families:  # queries, weights, keys or values, and one number of each work-item for each query
@@ -338,7 +348,8 @@ class DeviceDescriptor:
         """The configs for contractions, or attention, that the listed ones cannot compute.
 
         They are the plain tile and, for attention on a GPU, two configs: one fits every GPU's local memory, and in the other,
-        work-items share the keys of few queries.
+        work-items share the keys of few queries. Listed configs of attention that share weights
+        replace both.
         """
         tile = self.tile
         if family == "reduce_rows":
@@ -347,6 +358,9 @@ class DeviceDescriptor:
             return (KernelConfig("tile", (family,), tile.rows, tile.columns, tile.vector, tile.local_size),)
         if self.kind == "cpu":
             return (KernelConfig("tile", (family,), 2 * tile.vector, 8, tile.vector),)
+        shared = tuple(each for each in self.configs if each.shares_weights and each.slice_k == 1)
+        if shared:
+            return shared
         block = KernelConfig("tile", (family,), 8, 2, 2, (8, 16), k_block=32)
         return (
             block if block.local_bytes <= self.local_bytes else replace(block, rows=4),
@@ -355,7 +369,8 @@ class DeviceDescriptor:
 
     def configs_of(self, family: str) -> tuple[KernelConfig, ...]:
         """The kernel configs of `family`; the first is the plain one."""
-        listed = (*self.plain(family), *(each for each in self.configs if family in each.families))
+        plain = self.plain(family)
+        listed = (*plain, *(each for each in self.configs if family in each.families and each not in plain))
         return tuple(each for each in listed if each.name == self.only) or listed
 
     def on_path(self, path: str) -> DeviceDescriptor:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from flashmem.profiler.phone_compilers.compiling import Compiled
-from flashmem.profiler.phone_compilers.statistics import KernelStatistics, LoopStatistics, bodies, main_loop
+from flashmem.profiler.phone_compilers.statistics import KernelStatistics, LoopStatistics, bodies, innermost, main_loop
 
 _PREFIX = re.compile(r"^MESA: info: ", re.MULTILINE)
 _SUMMARY = re.compile(r"; CL prog \S+ (.*)")
@@ -48,7 +48,7 @@ def parse(kernel: str, compiled: Compiled) -> KernelStatistics | None:
         private_bytes=said.get("private_bytes", 0),
         seconds=compiled.seconds,
         loops=len(loops),
-        main_loop=main_loop([_counted([code[at] for at in loop]) for loop in loops]),
+        main_loop=main_loop([_counted([code[at] for at in loop]) for loop in innermost(loops)]),
     )
 
 

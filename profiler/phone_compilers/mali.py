@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from flashmem.profiler.phone_compilers.compiling import Compiled
-from flashmem.profiler.phone_compilers.statistics import KernelStatistics, LoopStatistics, bodies, main_loop
+from flashmem.profiler.phone_compilers.statistics import KernelStatistics, LoopStatistics, bodies, innermost, main_loop
 
 _SUMMARY = re.compile(
     r"^MESA_SHADER_KERNEL shader: (\d+) instrs.*?(\d+) threads.*?(\d+):(\d+) spills:fills.*?(\d+) registers used", re.MULTILINE
@@ -40,7 +40,7 @@ def parse(kernel: str, compiled: Compiled) -> KernelStatistics | None:
         private_bytes=said.get("private_bytes", 0),
         seconds=compiled.seconds,
         loops=len(loops),
-        main_loop=main_loop([_counted([line for index in loop for line in blocks[index][1]]) for loop in loops]),
+        main_loop=main_loop([_counted([line for index in loop for line in blocks[index][1]]) for loop in innermost(loops)]),
     )
 
 

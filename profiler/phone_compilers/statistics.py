@@ -36,7 +36,8 @@ class KernelStatistics:
 
     `registers`: registers of 32 bits for each work-item. `threads`: on Adreno, waves that a core holds, of at most 16; on Mali,
     2 if a core holds its full number of threads, 1 if registers leave half of them. `spills` are instructions that access
-    scratch memory. `main_loop` is the loop with the most multiply-adds, or the longest one; None if the kernel has no loop.
+    scratch memory. `main_loop` is the loop with the most multiply-adds, or the longest one, of those without a loop inside;
+    None if the kernel has no loop.
     """
 
     kernel: str
@@ -68,6 +69,11 @@ def bodies(loops: Sequence[tuple[int, int]]) -> list[list[int]]:
     ]
 
 
+def innermost(loops: Sequence[list[int]]) -> list[list[int]]:
+    """Those of the loops that `bodies` returned that contain no other loop: their indices have no gap."""
+    return [own for own in loops if len(own) == own[-1] - own[0] + 1]
+
+
 def main_loop(loops: Sequence[LoopStatistics]) -> LoopStatistics | None:
-    """The loop with the most multiply-adds, not counting the loops inside it; among equals, the longest."""
+    """The loop with the most multiply-adds; among equals, the longest."""
     return max(loops, key=lambda loop: (loop.macs, loop.slots), default=None)

@@ -255,8 +255,8 @@ def test_what_is_moved_beside_a_layer_is_in_the_seconds_of_a_plan(instance: Inst
     moves[source] -= 1
     moved = with_moves(plan, w, {**moves, layer: moves.get(layer, 0) + 1})
     every = {each.name: each.moves for each in moved.weights if not each.preload}
-    gates = {each.name: each.read_layer for each in moved.weights}
-    seconds = later_seconds(instance, moved) if later else play(instance, gates, every).seconds
+    releases = {each.name: each.read_layer for each in moved.weights}
+    seconds = later_seconds(instance, moved) if later else play(instance, releases, every).seconds
     assume(abs(seconds - plan.objective) > 1e-5 * plan.objective)
     with pytest.raises(PlanViolation) as violation:
         check(moved, instance)

@@ -6,7 +6,7 @@ from flashmem.base.types import ITEMSIZE
 from flashmem.compiler.ir.broadcast import affine, place
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.strided import Dimension
-from flashmem.compiler.lowering.context import LoweringContext
+from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
 from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.operators.attention import Access, Scores
 from flashmem.compiler.operators.vector import scalar_literal
@@ -35,7 +35,8 @@ def lower_attention(context: LoweringContext, layer: FusionGroup) -> None:
     strides: list[int] = []
     tensors = (node.input(0), node.input(1), node.input(2), layer.output)
     places = zip((query, key, value, answer), ("query", "key", "key", "query"), map(context.stored, tensors), strict=True)
-    q, k, v, y = (_template_values(access, row, stored, strides) for access, row, stored in places)
+    vectors = context.descriptor.code.vector_loads and all(context.nbytes(each) < MOST_OFFSET for each in tensors)
+    q, k, v, y = (_template_values(access, row, stored, strides, vectors=vectors) for access, row, stored in places)
     kernel = context.kernels.kernel(
         "attention/attention",
         f=form,
@@ -57,7 +58,7 @@ def lower_attention(context: LoweringContext, layer: FusionGroup) -> None:
     if dropped:
         pointers.append(context.operand(dropped.value))
     blocks = -(-rows // form.rows)
-    items = (form.lanes * blocks, batches) if isinstance(form, QueryRows) else (form.across, form.down * blocks, batches)
+    items = (form.lanes * blocks, batches) if isinstance(form, QueryRows) else (form.across, form.local[1] * blocks, batches)
     sizes = [ITEMSIZE[context.storage(each)] for each in tensors]
     counts = [rows * query.channels, keys * query.channels, keys * value.channels, rows * value.channels]
     nbytes = batches * sum(size * count for size, count in zip(sizes, counts, strict=True))
@@ -77,11 +78,13 @@ def lower_attention(context: LoweringContext, layer: FusionGroup) -> None:
     )
 
 
-def _template_values(access: Access, row: str, stored: str, strides: list[int]) -> dict[str, object]:
+def _template_values(access: Access, row: str, stored: str, strides: list[int], *, vectors: bool) -> dict[str, object]:
     """Template values of a matrix operand: offsets as expressions of `batch` and of `row`, and the stride between channels.
 
-    `stored` is the element type in memory. Strides that the expressions name are appended to `strides`. They become kernel
-    arguments, so that models share kernels that differ in such sizes only.
+    `step` is the stride between rows; empty if rows have several. `stored` is the element type in memory. `aligned`: rows have
+    a multiple of four channels and start at a multiple of four elements, and the device reads them by vectors (`vectors`).
+    Strides that the expressions name are appended to `strides`. They become kernel arguments, so that models share kernels
+    that differ in such sizes only.
     """
 
     def argument(stride: int) -> str:
@@ -91,9 +94,14 @@ def _template_values(access: Access, row: str, stored: str, strides: list[int]) 
     def offset(dimension: Dimension, index: str) -> str:
         return affine([size for size, _ in dimension], [stride for _, stride in dimension], index, stride_as=argument)
 
+    batch, rows = offset(access.batch, "batch"), offset(access.row, row)
+    starts = (access.start, access.channels, *(stride for _, stride in (*access.batch, *access.row)))
+    [(_, stride), *more] = access.row or ((1, 0),)
     return {
-        "batch": offset(access.batch, "batch"),
-        "row": offset(access.row, row),
+        "batch": batch,
+        "row": rows,
+        "step": "" if more else rows.removeprefix(f"{row} * ") if rows.startswith(f"{row} * ") else stride,
         "channel": access.channel,
         "stored": stored,
+        "aligned": vectors and access.channel == 1 and not any(each % 4 for each in starts),
     }

@@ -40,6 +40,10 @@ Cuts = Mapping[tuple[Value, Packing], Sequence[PackedSlice]]
 """The slices of packed weights, by weight and packing."""
 
 
+MOST_OFFSET = 1 << 32
+"""Offsets in bytes are below this number in kernels with aligned vector loads: they have 32 bits."""
+
+
 def joinable(parts: Sequence[PackedSlice], descriptor: DeviceDescriptor) -> list[PackedSlice]:
     """Join slices for a single launch into one slice where that is possible.
 

@@ -17,7 +17,7 @@ from flashmem.base.types import ITEMSIZE
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.strided import broadcast_strides
-from flashmem.compiler.lowering.context import LoweringContext
+from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
 from flashmem.compiler.lowering.movement import move
 from flashmem.compiler.lowering.quantisation import WeightBinding, read_both, read_weights
 from flashmem.compiler.lowering.tile import ContractionTile
@@ -63,12 +63,14 @@ def _tile(
     if activation != "half" or weights != "float16":
         config = replace(config, half=0)
     config = cut(config, workload)
+    vectors = context.descriptor.code.vector_loads and floats and not config.k_block and run % 4 == 0
+    offsets = 4 * max(workload.depth * workload.columns, layer.main.input(0).size)  # in bytes, of 32 bits
     return ContractionTile.of(
         config, texture=packed and context.memory_path == "texture", weights=weights, scalar=scalar, activation=activation,
         stored=context.stored(layer.output), aligned=workload.depth % 4 == 0, aligned_columns=workload.columns % 4 == 0,
         whole=bool(config.k_block) and run % config.k_block == 0,
         looped=context.descriptor.kind == "cpu" and not config.k_block and config.rows * config.columns > config.vector,
-        depth_vector=4 if context.descriptor.code.vector_loads and floats and not config.k_block and run % 4 == 0 else 1,
+        depth_vector=4 if vectors and offsets < MOST_OFFSET else 1,
     )  # fmt: skip
 
 

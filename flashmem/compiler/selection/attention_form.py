@@ -20,6 +20,9 @@ LEAST_BLOCK = (2, 4)
 WIDE_HEAD = 128
 """The largest head, in channels, for which a work-item of a block has many queries: their sums must fit its registers."""
 
+MIDDLE_HEAD = 64
+"""Channels of the head for which configs that share weights are written: wider heads have fewer queries of a work-item."""
+
 
 @dataclass(frozen=True)
 class QueryRows:
@@ -92,7 +95,45 @@ class KeyBlock:
         return replace(shape, vector=self.vector, tile_rows=self.each, tile_columns=self.vector, k_block=self.staged)
 
 
-def form_of(config: KernelConfig, rows: int, depth: int, channels: int, wide: int) -> QueryRows | KeyBlock:
+@dataclass(frozen=True)
+class SharedWeights:
+    """Attention form of shared weights: a work-group of `across` x (`down` or `parts`) work-items, each with `each` queries.
+
+    Each has `vector` keys of a block, and four channels of every `4 * across`. Only weights are in local memory. `parts` parts
+    of the group share the keys.
+    """
+
+    across: int
+    down: int
+    each: int
+    vector: int
+    parts: int
+    form: str = "shared"
+
+    @property
+    def rows(self) -> int:
+        """Queries of a work-group."""
+        return self.down * self.each
+
+    @property
+    def ivec(self) -> str:
+        """The integer type that matches a vector of scores."""
+        return Vector(self.vector).named("int")
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The work-group."""
+        return (self.across, self.down * self.parts, 1)
+
+    def described(self, shape: KernelShape) -> KernelShape:
+        """`shape` with the numbers of this config."""
+        return replace(shape, vector=self.vector, tile_rows=self.each, tile_columns=self.vector, slice_k=self.parts)
+
+
+AttentionForm = QueryRows | KeyBlock | SharedWeights
+
+
+def form_of(config: KernelConfig, rows: int, depth: int, channels: int, wide: int) -> AttentionForm:
     """Fit `config` to `rows` queries of a matrix, with heads of `depth` channels and values of `channels`.
 
     `wide` channels of a value are contiguous.
@@ -105,6 +146,12 @@ def form_of(config: KernelConfig, rows: int, depth: int, channels: int, wide: in
         return KeyBlock(
             config.local_size[1], down, config.rows if many else min(few, config.rows), config.vector, config.k_block
         )
+    if config.shares_weights:
+        down, across = config.local_size
+        each, most = min(config.rows, fitting), config.rows * -(-MIDDLE_HEAD // (4 * across))
+        while each > 1 and each * -(-channels // (4 * across)) > most:
+            each //= 2
+        return SharedWeights(across, min(down, max(1, fitting // each)), each, config.vector, config.slice_k)
     vector = min(config.vector, fitting)
     if config.slice_k > 1:
         return QueryRows(vector, 1, config.slice_k, 2 * config.columns, config.columns, wide)

@@ -125,7 +125,14 @@ def _attention(descriptor: DeviceDescriptor, workload: Workload, config: KernelC
     each.
     """
     fitting = 1 << (workload.rows - 1).bit_length()
-    if config.k_block:
+    if config.shares_weights:
+        block, keys = config.block
+        queries, items = min(block, fitting), config.items
+        rounds = math.ceil(workload.columns / (keys * config.slice_k))
+        outputs = queries * keys * config.slice_k / items
+        reads = 1 / min(config.rows, fitting) + 1 / config.columns
+        steps = rounds * (2 * workload.depth * outputs * (1 + _READ * reads / 4) + 2 * _WAIT)
+    elif config.k_block:
         block, keys = config.block
         queries, items = min(block, max(math.prod(LEAST_BLOCK), fitting)), config.items
         rounds = math.ceil(workload.columns / keys)

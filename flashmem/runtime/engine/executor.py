@@ -313,8 +313,8 @@ class Executor:
     def _recorded(self, loader: LoaderRun | None, stops: Iterable[int]) -> Mapping[int, tuple[int, Recording]]:
         """The recordings for this run; none for the first run of its kind. They end at `stops` and before waiting launches."""
         waiting = loader.loaded if loader is not None else {}
-        gates = [n for n, step in enumerate(self._steps) if any(name in waiting for name in step.needs)]
-        here = frozenset((*stops, *gates))
+        waits = [n for n, step in enumerate(self._steps) if any(name in waiting for name in step.needs)]
+        here = frozenset((*stops, *waits))
         unfit = self._recordings is not None and not self._longest <= 4 * self._apart <= 16 * self._longest
         if here != self._stops or unfit:  # another run, or a large change of the distance between events
             self._stops, self._recordings = here, None

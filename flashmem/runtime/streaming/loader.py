@@ -23,10 +23,10 @@ from flashmem.schedule.loads import LOOKED_AT, Load, Step, TimedInterval
 class _Turn:
     """One load of a run: its steps, and whether it is released."""
 
-    __slots__ = ("_run", "gate", "start", "steps")
+    __slots__ = ("_run", "after", "start", "steps")
 
-    def __init__(self, run: LoaderRun, gate: int) -> None:
-        self._run, self.gate = run, gate
+    def __init__(self, run: LoaderRun, after: int) -> None:
+        self._run, self.after = run, after
         self.start = time.perf_counter()
         self.steps: list[tuple[Step, float]] = []
 
@@ -34,11 +34,11 @@ class _Turn:
         """Record that `what` took until now."""
         self.steps.append((what, time.perf_counter()))
 
-    def opened(self) -> None:
+    def wait_for_release(self) -> None:
         """Wait for its release time. Raises _StoppedError if the run stops before."""
-        if not self._run.is_open(self.gate):
-            self._run.wait_for_gate(self.gate)
-            self.did("gate")
+        if not self._run.is_done(self.after):
+            self._run.wait_for(self.after)
+            self.did("wait")
 
 
 class _StoppedError(Exception):
@@ -67,7 +67,7 @@ class LoaderRun:
         self._transfer = transfer
         self._loads = loads
         self._frees = frees if transfer.frees else {}
-        self.wakes = frozenset(load.gate for load in loads) | frozenset(self._frees)  # launches to wait for
+        self.wakes = frozenset(load.after for load in loads) | frozenset(self._frees)  # launches to wait for
         lock = threading.Lock()
         self._changed = threading.Condition(lock)  # for loader threads: releases, frees, the end
         self._arrived = threading.Condition(lock)  # for threads that wait for a slice
@@ -78,7 +78,7 @@ class LoaderRun:
         self._done = done  # completed launches
         self._admit = admit
         self._loading = 0  # threads with a load
-        self._at_gates = 0  # of those, the ones that wait for the release
+        self._unreleased = 0  # of those, the ones that wait for the release
         self.when_freed: Callable[[int], None] | None = None  # called with a completed launch, after its slices are freed
         self._to_free: list[Slice] = []
         self._freeing = 0
@@ -124,8 +124,8 @@ class LoaderRun:
         """Whether the disk is free for other models: nothing is loading, and nothing can before the next launch ends."""
         with self._changed:
             following = self._following()
-            begins = following is not None and (self.is_open(self._loads[following].gate) or self._at_gates < self._count)
-            return self._stopping or (not begins and self._loading == self._at_gates)
+            begins = following is not None and (self.is_done(self._loads[following].after) or self._unreleased < self._count)
+            return self._stopping or (not begins and self._loading == self._unreleased)
 
     def wake(self) -> None:
         """Retry loads that were not admitted: memory may be available now."""
@@ -171,7 +171,7 @@ class LoaderRun:
         try:
             self._start_next()
             while (load := self._take()) is not None:
-                turn, name = _Turn(self, load.gate), load.part.name
+                turn, name = _Turn(self, load.after), load.part.name
                 if load.preload:
                     self._transfer.preload(load.part, load.segment, thread, turn)
                 else:
@@ -198,19 +198,19 @@ class LoaderRun:
                 self._changed.notify_all()
                 self._arrived.notify_all()
 
-    def is_open(self, gate: int) -> bool:
-        """Whether launch `gate` is known to be complete."""
-        return gate <= self._done
+    def is_done(self, layer: int) -> bool:
+        """Whether launch `layer` is known to be complete."""
+        return layer <= self._done
 
-    def wait_for_gate(self, gate: int) -> None:
-        """Wait until launch `gate` is complete. Raises _StoppedError if the run stops before."""
+    def wait_for(self, layer: int) -> None:
+        """Wait until launch `layer` is complete. Raises _StoppedError if the run stops before."""
         with self._changed:
-            self._at_gates += 1
-            while gate > self._done:
+            self._unreleased += 1
+            while layer > self._done:
                 if self._stopping:
                     raise _StoppedError
                 self._changed.wait()
-            self._at_gates -= 1
+            self._unreleased -= 1
 
     def _take(self) -> Load | None:
         """The next released load; frees slices first. None when the run stops."""
@@ -247,13 +247,13 @@ class LoaderRun:
         if number is None or self._admit is None:
             return number
         load = self._loads[number]
-        return number if self.is_open(load.gate) and self._admit(load) else None
+        return number if self.is_done(load.after) and self._admit(load) else None
 
     def _following(self) -> int | None:
         """The first released load, else one to read ahead."""
         first = None
         for number in self._waiting(LOOKED_AT):
-            if self.is_open(self._loads[number].gate):
+            if self.is_done(self._loads[number].after):
                 return number
             first = number if first is None else first
         return first if self._transfer.reads_ahead else None
@@ -267,7 +267,7 @@ class LoaderRun:
 
     def _announce(self, taken: int) -> Sequence[Load]:
         """Announce this load and the next few released ones to the disk, so that it reads without pause."""
-        ahead = [taken, *(number for number in self._waiting(self._ahead) if self.is_open(self._loads[number].gate))]
+        ahead = [taken, *(number for number in self._waiting(self._ahead) if self.is_done(self._loads[number].after))]
         ahead = [number for number in ahead if not self._announced[number]]
         for number in ahead:
             self._announced[number] = True

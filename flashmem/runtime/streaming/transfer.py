@@ -24,7 +24,7 @@ from flashmem.schedule.loads import Segment, Step, whole_words
 class Turn(Protocol):
     """One load of a run, as a transfer sees it."""
 
-    def opened(self) -> None:
+    def wait_for_release(self) -> None:
         """Wait until the load is released: only then may its planned places be written."""
         ...
 
@@ -116,7 +116,7 @@ class Transfer(ABC):
                 if first + step >= end:
                     self.file.compare_checksum(f"slice {part.name!r}", value, self.checksums[part.name])
             turn.did("read")
-            turn.opened()
+            turn.wait_for_release()
             copy = begin(piece, first)
             self._arrives(part, copy)
             copy.wait()

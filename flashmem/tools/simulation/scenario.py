@@ -50,7 +50,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class SimulatedLoad:
-    """The load of a segment of slice `name`, from byte `first` of it on, released when launch `gate` is complete.
+    """The load of a segment of slice `name`, from byte `first` of it on, released when launch `after` is complete.
 
     `held` bytes are counted from its start until the slice is freed (mode `map`). Later runs find the slice resident if it is
     in W or has `keep`. A load with `reads_ahead` waits for its release only before it copies.
@@ -59,7 +59,7 @@ class SimulatedLoad:
     name: str
     nbytes: int
     pieces: tuple[Piece, ...]
-    gate: int = 0
+    after: int = 0
     preload: bool = False
     held: int = 0
     first: int = 0
@@ -199,7 +199,7 @@ def describe(
                 load.part.name,
                 load.segment.nbytes,
                 travel.pieces(load),
-                load.gate,
+                load.after,
                 load.preload,
                 travel.held(load.segment),
                 load.segment.first,

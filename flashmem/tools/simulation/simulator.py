@@ -201,12 +201,12 @@ class _SimulatedRun:
         self._disk_queue.append(load)
         self._backlog += load.nbytes
 
-    def transfer(self, load: SimulatedLoad, is_open: Callable[[], bool]) -> Process:
-        """The steps of a loader thread for one load. `is_open` returns whether it is released."""
+    def transfer(self, load: SimulatedLoad, is_released: Callable[[], bool]) -> Process:
+        """The steps of a loader thread for one load. `is_released` returns whether it is released."""
         yield Work("slice", self.machine.load_seconds)
         for index, (resource, nbytes) in enumerate(load.pieces):
             if resource == "copy":
-                yield is_open
+                yield is_released
             yield Work(resource, nbytes)
             if index == load.last_of_file and self.machine.disk_bandwidth is not None:
                 yield lambda: (load.name, load.first) in self._in_cache
@@ -269,7 +269,7 @@ class _Loader:
             start = events.now
             if load.held:
                 simulated.memory.change(start, "weights", load.held)
-            yield from simulated.transfer(load, lambda gate=load.gate: gate <= self._done)  # type: ignore[misc]
+            yield from simulated.transfer(load, lambda after=load.after: after <= self._done)  # type: ignore[misc]
             simulated.loads.append((TimedInterval(load.name, start, events.now), thread))
             self._missing[load.name] -= 1
             if not self._missing[load.name]:
@@ -287,7 +287,7 @@ class _Loader:
         return waiting[0] if ready is None and waiting and self._loads[waiting[0]].reads_ahead else ready
 
     def _is_open(self, index: int) -> bool:
-        return self._loads[index].gate <= self._done
+        return self._loads[index].after <= self._done
 
     def _ahead_of_it(self, load: SimulatedLoad) -> Sequence[SimulatedLoad]:
         """The load just taken and the next few released ones, without those announced before."""

@@ -22,7 +22,7 @@ from flashmem.base.errors import BundleError
 from flashmem.bundle.lane_bounds import check_lanes
 from flashmem.compile import plan_graph, read_graph
 from flashmem.compiler.lowering.program import Generated
-from flashmem.compiler.lowering.templates import KernelLibrary
+from flashmem.compiler.lowering.templates import KernelLibrary, Lane, _environment
 from flashmem.compiler.options import Options
 from flashmem.planning.limits import Limits
 from flashmem.program.lanes import LANE_UNIT, LaneKind, lane_kind, lane_places
@@ -33,10 +33,11 @@ from flashmem.runtime.opencl.context import Context, list_devices
 from flashmem.runtime.opencl.devices import Device
 from flashmem.runtime.streaming import interleaved as lanes
 from flashmem.runtime.streaming.interleaved import COPY_GROUP, CopyStream, LayerMoves, Move
-from flashmem.target.descriptor import KernelConfig, load_descriptor
+from flashmem.target.descriptor import CodeStyle, KernelConfig, load_descriptor
 
 DEVICES = [pytest.param(device, id=device.descriptor_name) for device in list_devices()]
 KINDS: tuple[LaneKind, ...] = ("buffer", "float", "half", "uint8", "uint16")
+PHONE = load_descriptor("adreno750").code
 SHAPES = ((37, 11, 64), (5, 3, 64), (64, 40, 64), (1, 1, 64), (130, 2, 192))  # width, height, pitch in texels
 WORDS = (1000, 1, 77, 4099, 64)
 
@@ -131,15 +132,16 @@ def bench(device: Device, kind: LaneKind) -> Bench:
 
 
 @cache
-def copiers(device: Device, kind: LaneKind) -> CompiledKernels:
+def copiers(device: Device, kind: LaneKind, style: CodeStyle) -> CompiledKernels:
     channels = () if kind == "buffer" else (kind,)
-    return CompiledKernels(bench(device, kind).context, KernelLibrary().source(kind, channels).lane, ("-cl-std=CL1.2",))
+    return CompiledKernels(bench(device, kind).context, KernelLibrary(style).source(kind, channels).lane, ("-cl-std=CL1.2",))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_number_of_moves_by_launches_of_their_own(kind: LaneKind, device: Device) -> None:
-    here, kernels = bench(device, kind), copiers(device, kind)
+@pytest.mark.parametrize("style", [pytest.param(CodeStyle(), id="plain"), pytest.param(PHONE, id="phone")])
+def test_any_number_of_moves_by_launches_of_their_own(style: CodeStyle, kind: LaneKind, device: Device) -> None:
+    here, kernels = bench(device, kind), copiers(device, kind, style)
 
     @settings(max_examples=10, deadline=None, derandomize=True)
     @given(moves(kind, most=9))
@@ -156,6 +158,40 @@ def test_any_number_of_moves_by_launches_of_their_own(kind: LaneKind, device: De
         here.check(drawn)
 
     check()
+
+
+PLACES = """
+__kernel void places(__global const int* at, __global const int* wide, __global const int* distance, __global int2* place)
+{
+    const int each = get_global_id(0), lane_at = at[each], lane_left = distance[each], lane_item0 = distance[each] + each % 2;
+    LANE_WIDE(wide[each]) LANE_ROW LANE_PLACE(0)
+    place[each] = (int2)(lane_x0, lane_y0);
+}
+"""
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.filterwarnings("ignore::pyopencl.CompilerWarning")
+def test_places_in_textures_of_any_size(device: Device) -> None:
+    random, count = np.random.default_rng(7), 1 << 18
+    wide = np.maximum(1, random.integers(0, 65536, count) >> random.integers(0, 16, count))
+    rows = np.maximum(1, random.integers(0, 65536, count) >> random.integers(0, 16, count))
+    edge = random.integers(0, rows) * wide - random.integers(0, 2, count)  # where a quotient is nearly whole
+    at = np.where(random.random(count) < 0.5, np.clip(edge, 0, None), random.integers(0, rows * wide))
+    at %= 1 << 28
+    distance = random.integers(0, 4096, count)
+    module: Any = _environment(PHONE).get_template("common/lane.cl.j2").module
+    text = (module.definitions(Lane("float", 4)) + PLACES).replace("FM_MAD(", "mad(")
+    context = Context(device)
+    queue, program = cl.CommandQueue(context.handle), cl.Program(context.handle, text).build(["-cl-std=CL1.2"], cache_dir=False)
+    given = [cl.Buffer(context.handle, cl.mem_flags.READ_WRITE, 4 * count) for _ in range(3)]
+    place = cl.Buffer(context.handle, cl.mem_flags.READ_WRITE, 8 * count)
+    for each, numbers in zip(given, (at, wide, distance), strict=True):
+        cl.enqueue_copy(queue, each, numbers.astype(np.int32))
+    program.places(queue, (count,), None, *given, place)
+    got = np.empty((count, 2), np.int32)
+    cl.enqueue_copy(queue, got, place)
+    np.testing.assert_array_equal(got, np.stack([(at + distance) % wide, (at + distance) // wide], axis=1))
 
 
 @settings(max_examples=200, deadline=None)
@@ -263,8 +299,13 @@ class Runner:
         return after
 
 
+TILES = [
+    ("texture", "nvidia", "64x64"), ("buffer", "generic-cpu", ""), ("texture", "adreno750", ""), ("buffer", "mali-g710", ""),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("path", "tiles", "config"), [("texture", "nvidia", "64x64"), ("buffer", "generic-cpu", "")])
+@pytest.mark.parametrize(("path", "tiles", "config"), TILES)
 def test_whatever_rides_arrives_and_changes_no_bit(path: str, tiles: str, config: str, device: Device, tmp_path: Path) -> None:
     descriptor = replace(load_descriptor(tiles).on_path(path), only=config, capacity_model="", tuned="")
     if descriptor.kind == "gpu":  # rows are then joined by shuffles, if this device has them

@@ -87,6 +87,13 @@ def test_kernels_of_a_gpu_give_the_same_answers(device: str, path: str, tmp_path
     _compare(_all_of(SOME[:2] if device == "pocl" else SOME), "nvidia", device, path, tmp_path)
 
 
+@pytest.mark.parametrize(("device", "path"), DEVICES)
+@pytest.mark.parametrize("phone", ["adreno750", "mali-g710"])
+def test_kernels_of_a_phone_give_the_same_answers(phone: str, device: str, path: str, tmp_path: Path) -> None:
+    # PoCL takes a minute to build blocks of work-items with barriers between them: one case of few queries, and one of many.
+    _compare(_all_of(("three queries", "causal") if device == "pocl" else SOME), phone, device, path, tmp_path)
+
+
 @pytest.mark.parametrize("device", ["pocl", "nvidia", "mali-g715"])
 def test_memory_does_not_grow_with_the_scores(device: str, tmp_path: Path) -> None:
     model = Model()

@@ -208,13 +208,15 @@ def test_shipped_configs_can_be_built(name: str) -> None:
             assert (config.k_block, config.slice_k) in ((0, 1), (config.winograd, 16))
         else:
             assert config.k_block % config.slice_k == 0
-        assert (config.rows if attends and not config.k_block else config.columns) % config.vector == 0
+        along_queries = attends and not config.k_block and not config.shares_weights
+        assert (config.rows if along_queries else config.columns) % config.vector == 0
         assert attends or "attention" not in config.families
         if config.k_block:
             assert config.vector == (config.columns if attends else 4)
             assert 0 < config.local_bytes <= 48 << 10
             assert config.local_bytes % 16 == 0 and config.items <= 1024
         elif attends:
+            assert not config.shares_weights or (config.rows in (1, 2, 4) and config.local_size[1] % 4 == 0)
             assert config.local_bytes <= 48 << 10 and config.items <= 1024
 
 

@@ -54,10 +54,10 @@ class FakeQueue:
 class FakeLoader:
     """Loads that complete at their release; a load is released when the executor reports the end of its launch."""
 
-    def __init__(self, queue: FakeQueue, gates: dict[str, int], frees: Iterable[int]) -> None:
-        self.queue, self.gates = queue, gates
-        self.loaded = dict.fromkeys(gates, False)
-        self.wakes = frozenset(gates.values()) | frozenset(frees)
+    def __init__(self, queue: FakeQueue, releases: dict[str, int], frees: Iterable[int]) -> None:
+        self.queue, self.releases = queue, releases
+        self.loaded = dict.fromkeys(releases, False)
+        self.wakes = frozenset(releases.values()) | frozenset(frees)
         self.done: list[int] = []
 
     def layer_done(self, layer: int) -> None:
@@ -67,20 +67,20 @@ class FakeLoader:
 
     def wait(self, name: str) -> None:
         assert self.queue.submitted == len(self.queue.enqueued), "the device would idle, and perhaps for ever"
-        assert self.gates[name] <= max(self.done, default=0), "the gate would never open"
+        assert self.releases[name] <= max(self.done, default=0), "its release would never come"
         self.loaded[name] = True
 
 
 @st.composite
 def sessions(draw: st.DrawFn) -> tuple[int, dict[str, int], dict[int, tuple[str, ...]], set[int], int]:
     layers = draw(st.integers(1, 200))
-    gates, needs = {}, dict[int, tuple[str, ...]]()
+    releases, needs = {}, dict[int, tuple[str, ...]]()
     for number in range(draw(st.integers(0, 20))):
         layer = draw(st.integers(1, layers))
-        gates[f"s{number}"] = draw(st.integers(0, layer - 1))
+        releases[f"s{number}"] = draw(st.integers(0, layer - 1))
         needs[layer] = (*needs.get(layer, ()), f"s{number}")
     frees = draw(st.sets(st.integers(1, layers), max_size=10))
-    return layers, gates, needs, frees, draw(st.integers(*LAYERS_APART))
+    return layers, releases, needs, frees, draw(st.integers(*LAYERS_APART))
 
 
 @given(sessions(), st.booleans(), st.integers(1, 300))
@@ -89,12 +89,12 @@ def test_every_gate_opens_and_nothing_else_is_waited_for(
     session: tuple[int, dict[str, int], dict[int, tuple[str, ...]], set[int], int], streamed: bool, quick: int
 ) -> None:
     """`quick`: one of so many launches has ended at each check."""
-    layers, gates, needs, frees, apart = session
+    layers, releases, needs, frees, apart = session
     queue = FakeQueue()
     steps = [Step(str(n), (Command(n, (1,), None, ()),), needs.get(n, ())) for n in range(1, layers + 1)]
     executor = Executor(queue, steps)  # type: ignore[arg-type]
     executor._apart = apart
-    loader = FakeLoader(queue, gates, frees) if streamed else None
+    loader = FakeLoader(queue, releases, frees) if streamed else None
     most = 0
 
     def ahead() -> None:
@@ -110,7 +110,7 @@ def test_every_gate_opens_and_nothing_else_is_waited_for(
     assert most <= 2 * apart
     waking = loader.wakes - {0} if loader else set()
     if loader:
-        assert loader.done == sorted(waking) and all(loader.loaded[name] for name in gates)
+        assert loader.done == sorted(waking) and all(loader.loaded[name] for name in releases)
     assert waking <= set(queue.events)
     assert len(set(queue.events) - waking) <= layers // apart + 1
 

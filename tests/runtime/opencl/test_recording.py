@@ -55,7 +55,7 @@ def test_recordings_end_where_something_is_waited_for(
     session: tuple[int, dict[str, int], dict[int, tuple[str, ...]], set[int], int], streamed: bool, most: int, quick: int
 ) -> None:
     """`quick` as in `test_executor`."""
-    layers, gates, needs, frees, apart = session
+    layers, releases, needs, frees, apart = session
     queue, recorder = PlayingQueue(), FakeRecorder(most)
     steps = [Step(str(n), (Command(n, (1,), None, ()),), needs.get(n, ())) for n in range(1, layers + 1)]
     executor = Executor(queue, steps, recorder)  # type: ignore[arg-type]
@@ -68,7 +68,7 @@ def test_recordings_end_where_something_is_waited_for(
 
     for turn in range(3):
         queue.__init__()  # type: ignore[misc]
-        loader = FakeLoader(queue, gates, frees) if streamed else None
+        loader = FakeLoader(queue, releases, frees) if streamed else None
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "wait", queue.wait)
             patch.setattr(module, "has_ended", lambda event: event % quick == 0)
@@ -80,7 +80,7 @@ def test_recordings_end_where_something_is_waited_for(
         if not turn:
             assert not recorder.made  # this run may never repeat
     assert ahead < 3 * apart
-    waking = {*gates.values(), *frees} if streamed else set()
+    waking = {*releases.values(), *frees} if streamed else set()
     for made in recorder.made:
         assert list(made) == list(range(made[0], made[-1] + 1)) and FEWEST <= len(made) <= min(apart, most)
         assert not waking & set(made[:-1])

@@ -43,15 +43,15 @@ class Noted(Transfer):
     def load(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
         self.done.append(("read", part.name))
         turn.did("read")
-        turn.opened()
+        turn.wait_for_release()
         if part.name == self.failing:
             raise RunError("the disk is gone")
         self.done.append(("copy", part.name))
         turn.did("copy")
 
 
-def loads(*gates: int) -> list[Load]:
-    return [Load(Slice(f"w{n}", "w", 0, 16), Segment(0, 16), gate) for n, gate in enumerate(gates)]
+def loads(*layers: int) -> list[Load]:
+    return [Load(Slice(f"w{n}", "w", 0, 16), Segment(0, 16), layer) for n, layer in enumerate(layers)]
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -65,7 +65,7 @@ def test_what_waits_in_staging_of_its_own_is_read_before_its_gate_and_copied_beh
     transfer = Noted(reads_ahead=True)
     run = LoaderRun(transfer, loads(0, 1, 1, 2, 2), {}, threads=2)
     run.wait("w0")
-    until(lambda: len(transfer.done) == 4)  # both threads have a load of gate 1
+    until(lambda: len(transfer.done) == 4)  # both threads have a load that waits for layer 1
     assert set(transfer.done) == {("read", "w0"), ("copy", "w0"), ("read", "w1"), ("read", "w2")}
     run.layer_done(1)
     run.wait("w1")
@@ -76,7 +76,7 @@ def test_what_waits_in_staging_of_its_own_is_read_before_its_gate_and_copied_beh
     run.wait("w4")
     run.stop()
     intervals = {interval.name: [what for what, _ in interval.steps] for interval in run.intervals}
-    assert intervals["w0"] == ["read", "copy"] and intervals["w3"] == ["read", "gate", "copy"]
+    assert intervals["w0"] == ["read", "copy"] and intervals["w3"] == ["read", "wait", "copy"]
     assert {interval.thread for interval in run.intervals} == {0, 1}
 
 

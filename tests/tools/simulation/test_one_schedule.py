@@ -73,15 +73,15 @@ def as_the_clock_knows_it(scenario: Scenario, plan: OverlapPlan, instance: Insta
         scenario.machine, read_bandwidth=host, copy_bandwidth=copies, load_seconds=0.0, threads=1, copy_engine=False,
         disk_queue_bytes=1 << 60,
     )  # fmt: skip
-    gates = {w.name: max(1, w.read_layer) for w in plan.weights}
+    releases = {w.name: max(1, w.read_layer) for w in plan.weights}
     needs = needed_at(instance, {w.name: w.moves for w in plan.weights})
     uses = {w.name: w.first_use for w in plan.weights}
-    loads = sorted(scenario.loads, key=lambda load: (gates[load.name], needs[load.name], uses[load.name]))
+    loads = sorted(scenario.loads, key=lambda load: (releases[load.name], needs[load.name], uses[load.name]))
     return replace(
         scenario,
         machine=machine,
-        loads=tuple(replace(load, gate=gates[load.name] - 1, reads_ahead=False) for load in loads),
-        announced=sum(gates[load.name] == 1 for load in loads),
+        loads=tuple(replace(load, after=releases[load.name] - 1, reads_ahead=False) for load in loads),
+        announced=sum(releases[load.name] == 1 for load in loads),
         context_seconds=instance.opening_seconds,
         kernel_seconds=0.0,
         constants_bytes=0,

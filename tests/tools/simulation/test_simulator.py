@@ -17,8 +17,8 @@ from flashmem.tools.simulation.simulator import Prediction, simulate
 PLAIN = Machine(read_bandwidth=10.0, copy_bandwidth=20.0, threads=1)
 
 
-def load(name: str, nbytes: int, gate: int = 0, *, preload: bool = False, held: int = 0) -> SimulatedLoad:
-    return SimulatedLoad(name, nbytes, (("read", nbytes),), gate, preload, held)
+def load(name: str, nbytes: int, after: int = 0, *, preload: bool = False, held: int = 0) -> SimulatedLoad:
+    return SimulatedLoad(name, nbytes, (("read", nbytes),), after, preload, held)
 
 
 def layer(seconds: float, *needs: str) -> SimulatedLayer:
@@ -45,7 +45,7 @@ def test_the_second_weight_comes_in_while_the_first_layer_computes() -> None:
 
 
 def test_a_gate_keeps_a_load_back_until_its_layer_is_done() -> None:
-    scenario = Scenario(PLAIN, (layer(3.0, "a"), layer(1.0, "b")), (load("a", 50), load("b", 20, gate=1)))
+    scenario = Scenario(PLAIN, (layer(3.0, "a"), layer(1.0, "b")), (load("a", 50), load("b", 20, after=1)))
     prediction = simulate(scenario)
     assert [span.start for span in prediction.report.loads] == [0.0, pytest.approx(8)]
     assert prediction.report.latency.integrated == pytest.approx(5 + 3 + 2 + 1)
@@ -141,7 +141,7 @@ def test_memory_is_what_the_ledger_would_count() -> None:
     """Opened at 2; a (100 bytes) is held from 2, b (60) from the free of a, which is after layer 1."""
     scenario = Scenario(
         PLAIN, (layer(3.0, "a"), layer(1.0, "b")),
-        (load("a", 50, held=100), load("b", 20, gate=1, held=60)), frees={1: ("a",), 2: ("b",)},
+        (load("a", 50, held=100), load("b", 20, after=1, held=60)), frees={1: ("a",), 2: ("b",)},
         allocations=(Allocation("arena", 10), Allocation("weights", 5)), context_seconds=2.0,
     )  # fmt: skip
     memory = simulate(scenario).report.memory
@@ -171,15 +171,15 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     wanted.sort()
     names = [f"w{number}" for number in range(len(wanted))]
     loads, needs, frees = [], {}, {}
-    for name, (gate, first, nbytes, preload) in zip(names, wanted, strict=True):
-        gate = 0 if preload else gate
+    for name, (after, first, nbytes, preload) in zip(names, wanted, strict=True):
+        after = 0 if preload else after
         pieces = draw(st.sampled_from(((("read", nbytes),), (("copy", nbytes),), (("read", nbytes), ("copy", nbytes)))))
-        loads.append(SimulatedLoad(name, nbytes, pieces, gate, preload, draw(st.sampled_from((0, nbytes)))))
+        loads.append(SimulatedLoad(name, nbytes, pieces, after, preload, draw(st.sampled_from((0, nbytes)))))
         needs[first] = (*needs.get(first, ()), name)
         if not preload:
             last = draw(st.integers(first, count))
             frees[last] = (*frees.get(last, ()), name)
-    loads.sort(key=lambda one: one.gate)
+    loads.sort(key=lambda one: one.after)
     machine = Machine(
         read_bandwidth=draw(st.sampled_from((5.0, 10.0, 40.0))),
         copy_bandwidth=draw(st.sampled_from((5.0, 20.0))),
@@ -228,7 +228,7 @@ def test_layers_run_in_order_with_their_weights_and_behind_their_gates(scenario:
     for at, played in zip(scenario.layers, layers, strict=True):
         assert all(spans[name].end <= played.start + 1e-9 for name in at.needs)
     for one in scenario.loads:
-        assert one.gate == 0 or spans[one.name].start >= layers[one.gate - 1].end - 1e-9
+        assert one.after == 0 or spans[one.name].start >= layers[one.after - 1].end - 1e-9
 
 
 @given(scenarios())
