@@ -1,7 +1,7 @@
 """The dataset: one row for each launch, transfer mode and amount of streamed bytes.
 
 While it grows it is a CSV file to which the rows of one launch at a time are appended. A row that a kill leaves incomplete is
-dropped when the profile resumes. Finished, it is NAME.profile.csv.gz.
+dropped when the profile resumes. Finished, it is NAME.profile.csv.gz. The record of a phone kit, a JSON file, contains one.
 """
 
 from __future__ import annotations
@@ -161,17 +161,49 @@ def write_dataset(path: Path, about: dict[str, Any], rows: Iterable[Row]) -> Non
         file.write(gzip.compress(content.encode(), 9, mtime=0))
 
 
+def is_record(path: Path) -> bool:
+    """Whether a file is the record of a phone kit (`phone_kit.measuring`)."""
+    return path.suffix == ".json"
+
+
+def stem_of(path: Path) -> Path:
+    """The path of a dataset or of a record, without its suffix."""
+    return path.with_name(path.name.removesuffix(SUFFIX).removesuffix(".json"))
+
+
+def probes_in_record(path: Path) -> Any:
+    """The results of probes in a phone kit's record, as JSON data (`runtime.opencl.probes.results`); {} without any."""
+    return json.loads(path.read_text(encoding="utf-8"))["steps"].get("probes", {}).get("result") or {}
+
+
+def _in_record(path: Path) -> str:
+    """The text of the dataset in a phone kit's record.
+
+    Raises:
+        UserError: the phone measured none.
+        ValueError: not a record.
+    """
+    try:
+        step = json.loads(path.read_text(encoding="utf-8"))["steps"]["rates"]
+        text, said = step["result"], step["said"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{error!r}") from error
+    if not isinstance(text, str):
+        raise UserError(f"{path} has no rates of the phone ({said}); run the kit again")
+    return text
+
+
 def read_dataset(path: Path) -> tuple[dict[str, Any], list[Row]]:
-    """Read a dataset: its description, and its rows.
+    """Read a dataset, or that in the record of a phone kit: its description, and its rows.
 
     Raises:
         MissingFileError: no such file.
-        UserError: not a dataset of this version.
+        UserError: not a dataset of this version, or a record without one.
     """
     if not path.is_file():
         raise MissingFileError(f"{path}: no such dataset; flashmem profile writes one")
     try:
-        text = gzip.decompress(path.read_bytes()).decode()
+        text = _in_record(path) if is_record(path) else gzip.decompress(path.read_bytes()).decode()
         head, _, table = text.partition("\n")
         about = json.loads(head.removeprefix("# "))
     except (OSError, EOFError, ValueError, zlib.error) as error:

@@ -12,10 +12,11 @@ from typing import Any
 from flashmem.base.files import written_whole
 from flashmem.base.resources import read_bytes
 from flashmem.compiler.selection.tuning_database import SUFFIX
+from flashmem.planning.capacity.compiled import CODE
 from flashmem.planning.capacity.model import SECONDS, SLOWDOWN
 from flashmem.target.descriptor import DeviceDescriptor, Rates
 
-_TABLES = ("modes", "tile", "code", "probed", "rates", "sources")
+_TABLES = ("modes", "tile", "code", "pipelines", "probed", "rates", "sources")
 _OF_CONFIGS = "configs"
 _TUNED = re.compile(r"^tuned *=.*$", re.MULTILINE)
 _NAME = re.compile(r"^name *=.*$", re.MULTILINE)
@@ -46,7 +47,8 @@ def name_table(folder: Path, descriptor: DeviceDescriptor, name: str) -> Path:
         if _TUNED.search(text):
             return _write(path, _TUNED.sub(line, text, count=1))
         return _write(path, _NAME.sub(lambda found: f"{found[0]}\n{line}", text, count=1))
-    model = _beside(folder, descriptor.capacity_model, (SECONDS, SLOWDOWN))
+    suffixes = (CODE,) if descriptor.pipelines is not None else (SECONDS, SLOWDOWN)
+    model = _beside(folder, descriptor.capacity_model, suffixes)
     head = "# Written by flashmem tune; everything but its table is that of the descriptor of the same name."
     return _write(path, _toml(replace(descriptor, capacity_model=model, tuned=name), head))
 
@@ -68,7 +70,7 @@ def _toml(descriptor: DeviceDescriptor, head: str) -> str:
     apart = (*_TABLES, _OF_CONFIGS, "only")
     lines = [head, *(f"{key} = {_value(value)}" for key, value in data.items() if key not in apart)]
     for table in _TABLES:
-        content = data[table]
+        content = data[table] or {}
         nested = {key: value for key, value in content.items() if isinstance(value, dict)}
         lines += ["", f"[{table}]", *(f"{key} = {_value(value)}" for key, value in content.items() if key not in nested)]
         for key, values in nested.items():

@@ -13,7 +13,7 @@ from flashmem.base.errors import UserError
 from flashmem.planning.capacity.features import MAX_RATIO
 from flashmem.tools.plots.figure import COLOURS, figure, plain_axes
 
-from .dataset import SUFFIX, Row, read_dataset
+from .dataset import Row, read_dataset, stem_of
 from .report import HeldOut, curves, default_path, operator_type
 
 _GRID = np.linspace(0, MAX_RATIO, 61)
@@ -34,7 +34,7 @@ def draw_figures(dataset: Path, parts: Sequence[HeldOut], folder: Path) -> list[
     """
     about, rows = read_dataset(dataset)
     folder.mkdir(parents=True, exist_ok=True)
-    name = dataset.name.removesuffix(SUFFIX)
+    name = stem_of(dataset).name
     device = about["source"].removeprefix("flashmem profile, ")
     paths = [folder / f"{name}-response.png", folder / f"{name}-prediction.png"]
     draw_response(rows, device, paths[0])

@@ -17,7 +17,7 @@ from flashmem.planning.capacity.model import THRESHOLDS
 from flashmem.planning.capacity.predictor import Predictor, ratio_within
 from flashmem.planning.capacity.response import MARKER, Learned, learn_classes
 
-from .dataset import SAMPLE, SUFFIX, Row, at_usual_pace, read_dataset
+from .dataset import SAMPLE, Row, at_usual_pace, read_dataset, stem_of
 from .rates import MachineRates
 from .run import basis_of
 from .train import train
@@ -128,7 +128,7 @@ def judged_by_shipped(dataset: Path) -> tuple[tuple[str, ...], list[HeldOut]]:
     Both are empty if the predictor is missing or does not name its training data.
     """
     known = _Known.read(dataset)
-    stem = dataset.with_name(dataset.name.removesuffix(SUFFIX)).absolute()
+    stem = stem_of(dataset).absolute()
     try:
         predictor = Predictor.load(str(stem), known.paced[0].features.memory_path)
     except UserError:

@@ -15,11 +15,12 @@ from flashmem.base.errors import UserError
 from flashmem.planning.capacity.basis import Basis
 from flashmem.runtime.opencl.context import find_device
 from flashmem.runtime.opencl.devices import descriptor_for
+from flashmem.runtime.opencl.probes import probed, results
 from flashmem.target.descriptor import DeviceDescriptor
 
-from .dataset import SAMPLE, SUFFIX, at_usual_pace, read_dataset
+from .dataset import SAMPLE, Row, at_usual_pace, is_record, probes_in_record, read_dataset, stem_of
 from .descriptor import write_descriptor
-from .measure import Progress, measure
+from .measure import LEAST_LAUNCHES, Progress, measure
 from .measure import Request as Request
 from .models import read_models
 from .train import save, train
@@ -47,7 +48,7 @@ def profile(request: Request, progress: Progress) -> Path:
     predictor = train(at_usual_pace(found.growing.rows, found.basis), found.basis)
     found.write(request.output, name)
     save(predictor, request.output / name)
-    measured = replace(found.descriptor, name=name, capacity_model=name)
+    measured = replace(found.descriptor, name=name, capacity_model=name, pipelines=None)
     path = write_descriptor(request.output, measured, found.source, device.kind)
     found.done()
     return path
@@ -57,7 +58,8 @@ def retrain(dataset: Path, without: Sequence[str] = ()) -> Path:
     """Train again on a finished dataset and write the models beside it; no device is needed.
 
     If the dataset contains the descriptor and none exists, it is written too. Returns the models' stem, or the path of the
-    written descriptor.
+    written descriptor. The record of a phone kit with too few launches gives a descriptor with measured rates and no models.
+    Extensions whose probes passed on the phone are in the descriptor (`DeviceDescriptor.probed`).
 
     `without`: models whose launches are excluded from training, so that `flashmem profile --report` can evaluate on them.
 
@@ -69,15 +71,24 @@ def retrain(dataset: Path, without: Sequence[str] = ()) -> Path:
         known = ", ".join(sorted({row.origin for row in rows} - {SAMPLE})) or "none"
         raise UserError(f"{dataset} has no launches of a model {unknown[0]!r}; the models in it: {known}")
     basis = basis_of(about)
-    stem = dataset.with_name(dataset.name.removesuffix(SUFFIX))
+    stem = stem_of(dataset)
     paced = at_usual_pace(rows, basis)
     held = {row.features for row in paced if row.origin in without}
-    save(train([row for row in paced if row.features not in held], basis), stem)
+    untrained = is_record(dataset) and not _enough(rows)
+    if not untrained:
+        save(train([row for row in paced if row.features not in held], basis), stem)
     if "descriptor" not in about or stem.with_name(f"{stem.name}.toml").exists():
         return stem
     descriptor = DeviceDescriptor.from_dict(about["descriptor"], where=str(dataset))
-    measured = replace(descriptor, name=stem.name, capacity_model=stem.name)
+    measured = replace(descriptor, name=stem.name, capacity_model="" if untrained else stem.name, pipelines=None)
+    if is_record(dataset):
+        measured = measured.with_probed(probed(results(probes_in_record(dataset))))
     return write_descriptor(dataset.parent, measured, str(about["source"]), descriptor.kind)
+
+
+def _enough(rows: Sequence[Row]) -> bool:
+    """Whether `rows` suffice to train: see `train`."""
+    return sum(row.mode == "none" for row in rows) >= LEAST_LAUNCHES and any(row.mode != "none" for row in rows)
 
 
 def basis_of(about: dict[str, Any]) -> Basis:

@@ -20,7 +20,7 @@ import numpy as np
 
 import flashmem
 from benchmarks.command import Arguments, run_command
-from flashmem.cli.commands.verify import compare
+from flashmem.tools.verify import compare
 
 MODELS = ("gptneo-125m", "vit-b16", "resnet50")
 TURN = 6

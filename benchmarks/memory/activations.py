@@ -41,10 +41,10 @@ from benchmarks.memory.budgets import TABLE_8, Precision, Row, compiled_at_small
 from benchmarks.processes import run_bundle, run_worker, take_turns, weights_of
 from flashmem.base.files import written_whole
 from flashmem.bundle.bundle import Bundle
-from flashmem.cli.commands.verify import compare
 from flashmem.program.launches import first_and_last
 from flashmem.program.program import Program
 from flashmem.runtime.options import device_here
+from flashmem.tools.verify import compare
 from flashmem.tools.zoo.export import INPUTS
 from flashmem.tools.zoo.models import names, tiny_names
 

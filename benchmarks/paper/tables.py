@@ -8,11 +8,12 @@ multiply-adds, if that is not the default size (`flashmem zoo export NAME --size
 its configuration (`zoo:NAME`), if one exists.
 
 Rates of the descriptor that are assumptions (`--free`) are fitted to the latency of at most four rows (`--fit`). Without
-`--fit` the shipped descriptor is used, which is fitted to the rows named above. Plans are made again with the fitted rates, and
-the rates are fitted again. Errors are those of the other rows; memory is not fitted, and evaluated for all rows. The second
-table splits a row's latency into opening, loading, and the seconds of each kernel family. As a check that no fit has used, it
-also shows the execution time that the paper measured for its base framework (Table 7, SmartMem, Exec). The last lines compare
-each claim with the same figure of its simplest rival (`benchmarks/paper/tables_verdict.py`). Needs the `compile` extra.
+`--fit` the shipped descriptor is used, which is fitted to the rows named above; launches have the seconds of its compiled
+code, unless `--roofline` is given. Plans are made again with the fitted rates, and the rates are fitted again. Errors are
+those of the other rows; memory is not fitted, and evaluated for all rows. The second table splits a row's latency into
+opening, loading, and the seconds of each kernel family. As a check that no fit has used, it also shows the execution time that
+the paper measured for its base framework (Table 7, SmartMem, Exec). The last lines compare each claim with the same figure of
+its simplest rival (`benchmarks/paper/tables_verdict.py`). Needs the `compile` extra.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from flashmem.compile import plan_graph, read_graph, with_layouts
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.pipeline import prepare
-from flashmem.planning.capacity.roofline import predict_seconds
+from flashmem.planning.capacity.choice import default_model
 from flashmem.planning.limits import read_limits
 from flashmem.program.program import Program
 from flashmem.runtime.options import choose_mode
@@ -101,11 +102,12 @@ class Planned:
 
     def computing(self, descriptor: DeviceDescriptor) -> dict[str, float]:
         """Seconds of the launches by kernel family, the largest first."""
+        model = default_model(descriptor, self.program.memory_path)
         sizes = {part.name: part.nbytes for part in self.program.slices}
         seconds: Counter[str] = Counter()
         for launch in self.program.launches:
             read = sum(sizes[str(arg.value)] for arg in launch.args if arg.kind == "slice")
-            seconds[launch.shape.family] += predict_seconds(launch, descriptor, read)  # type: ignore[assignment]
+            seconds[launch.shape.family] += model.seconds(launch, read)  # type: ignore[assignment]
         return dict(seconds.most_common())
 
 
@@ -208,6 +210,9 @@ def main() -> None:
     parser.add_argument("--m-peak", default="500MB")
     parser.add_argument("--lambda", dest="lambda_", type=float)
     parser.add_argument("--set", action="append", default=[], metavar="RATE=VALUE", help="instead of the descriptor's")
+    parser.add_argument(
+        "--roofline", action="store_true", help="seconds from gemm_flops, as with --fit, not from compiled code"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows_fitted = [name for name in args.fit.split(",") if name]
@@ -219,6 +224,8 @@ def main() -> None:
     if unknown := set(free) - set(RATES):
         parser.error(f"{', '.join(sorted(unknown))}: no such rate; there are {', '.join(RATES)}")
     base = load_descriptor(DEVICE)
+    if args.roofline or rows_fitted:
+        base = replace(base, capacity_model="", pipelines=None)
     assumed = ASSUMED if rows_fitted else {}
     given = assumed | {name: float(value) for name, _, value in (text.partition("=") for text in args.set)}
     base = replace(base, rates=replace(base.rates, **given))

@@ -45,11 +45,11 @@ from benchmarks.streaming.models_page import page
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.base.files import written_whole
 from flashmem.bundle.bundle import Bundle
-from flashmem.cli.commands.verify import compare
 from flashmem.compile import plan_graph, read_graph
 from flashmem.options import resolve
 from flashmem.planning.limits import read_limits
 from flashmem.runtime.options import device_here
+from flashmem.tools.verify import compare
 from flashmem.tools.zoo.export import INPUTS, NOTES
 from flashmem.tools.zoo.models import names, tiny_names
 

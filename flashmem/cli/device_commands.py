@@ -58,7 +58,8 @@ def profile(
         Path | None, typer.Option(metavar="x.kit", help="Measure with a kit, without the compiler, and write the dataset only.")
     ] = None,
     dataset: Annotated[
-        Path | None, typer.Option(metavar="x.profile.csv.gz", help="Measure nothing: train again on this dataset.")
+        Path | None,
+        typer.Option(metavar="x.profile.csv.gz", help="Measure nothing: train on this dataset, or on a phone kit's JSON."),
     ] = None,
     without: Annotated[
         list[str] | None,

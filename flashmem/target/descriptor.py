@@ -17,6 +17,7 @@ from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.pages import LARGEST_PAGE, is_page_size
 from flashmem.base.resources import names, read_text
 from flashmem.base.types import DEFAULT_PAGE, MemoryPath, TransferMode
+from flashmem.target.pipelines import Pipelines
 
 MOST_LOADER_THREADS = 64
 """The most loader threads that a descriptor or a bundle may have."""
@@ -245,7 +246,8 @@ class DeviceDescriptor:
     command_buffers: bool = False  # whether recorded launches were faster in measurements (flashmem profile)
     probed: dict[str, str] = field(default_factory=dict)  # by extension, the `Device.driver` on which its probe passed
     rates: Rates = field(default_factory=Rates)
-    capacity_model: str = ""  # the trained predictor beside the descriptor, without .seconds.ubj; "": the roofline
+    capacity_model: str = ""  # beside the descriptor: NAME.seconds.ubj (trained), or NAME.code.csv; "": the roofline
+    pipelines: Pipelines | None = None  # for NAME.code.csv
     measured: bool = False
     measured_on: str = ""  # the processor of measured rates, as named by `runtime.opencl.processor.processor_of`
     sources: dict[str, str] = field(default_factory=dict)
@@ -287,7 +289,11 @@ class DeviceDescriptor:
             return self
         share = cores / self.cores
         rates = replace(self.rates, gemm_flops=self.rates.gemm_flops * share, conv_flops=self.rates.conv_flops * share)
-        return replace(self, cores=cores, parallelism=max(1, round(self.parallelism * share)), rates=rates)
+        pipes = self.pipelines
+        if pipes is not None:
+            widths = {name: getattr(pipes, name) * share for name in ("lanes", "texture_bytes", "load_bytes")}
+            pipes = replace(pipes, **widths)
+        return replace(self, cores=cores, parallelism=max(1, round(self.parallelism * share)), rates=rates, pipelines=pipes)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], *, where: str = "device descriptor") -> DeviceDescriptor:
@@ -308,6 +314,7 @@ class DeviceDescriptor:
             raise UserError(f"{where}: the key 'name' is missing; add it")
         values["tile"] = build(PlainTile, values.get("tile", {}))
         values["code"] = build(CodeStyle, values.get("code", {}))
+        values["pipelines"] = build(Pipelines, values["pipelines"]) if values.get("pipelines") else None
         rates = dict(values.get("rates", {}))
         rates.setdefault("contention", {})  # no default: a plain CPU's contention would be wrong for another device
         values["rates"] = build(Rates, rates)

@@ -22,11 +22,11 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 import flashmem
 from examples import file_type, notes, romanise_name, similar_sentences, speech_or_not, text_direction
 from examples.trained import Run, Trained
-from flashmem.cli.commands.verify import TOLERANCE, compare
 from flashmem.cli.demo.run import PAGE
 from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
+from flashmem.tools.verify import TOLERANCE, compare
 from tests.support.trained_inputs import NAME, PAIRS, SPELT, files, line, missing, path_of, played
 
 PLACES = [(device, path) for device in list_devices() for path in descriptor_for(device).memory_paths]

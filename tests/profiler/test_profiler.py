@@ -14,12 +14,14 @@ import pytest
 from typer.testing import CliRunner
 
 from flashmem.base.errors import UserError
+from flashmem.base.resources import names
 from flashmem.cli.main import app
 from flashmem.compiler.operators import REGISTRY
 from flashmem.planning.capacity.basis import Basis
 from flashmem.planning.capacity.choice import default_model
+from flashmem.planning.capacity.compiled import CompiledCode
 from flashmem.planning.capacity.features import FAMILIES, KERNEL_FEATURES, MAX_RATIO, kernel_features, launch_features
-from flashmem.planning.capacity.model import load_capacity
+from flashmem.planning.capacity.model import SECONDS, load_capacity
 from flashmem.planning.capacity.predictor import Predictor, ratio_within
 from flashmem.planning.capacity.response import learn_classes
 from flashmem.planning.capacity.roofline import Roofline
@@ -158,7 +160,8 @@ def test_a_capacity_is_the_most_that_keeps_a_launch_within_its_class(name: str) 
     descriptor = load_descriptor(name)
     for path in descriptor.memory_paths:
         model = default_model(descriptor, path)
-        assert isinstance(model, Predictor if descriptor.capacity_model else Roofline)
+        named = CompiledCode if descriptor.pipelines else Predictor if descriptor.capacity_model else Roofline
+        assert isinstance(model, named)
         for family in ("matmul", "conv", "elementwise", "reduce_rows"):
             launch, weights = launch_of(_target(family, descriptor.on_path(path)))
             allowed = (1 + {"hierarchical": 0.0, "reusable": 0.2, "elemental": 3.0}[launch.operator_class]) * model.seconds(
@@ -180,7 +183,7 @@ def test_a_capacity_is_the_most_that_keeps_a_launch_within_its_class(name: str) 
                 assert more > most or model.loaded_seconds(launch, weights, more, mode) > allowed, (path, family, mode)
 
 
-@pytest.mark.parametrize("name", [name for name in descriptor_names() if load_descriptor(name).capacity_model])
+@pytest.mark.parametrize("name", [name for name in descriptor_names() if name in names("devices", SECONDS)])
 def test_shipped_models_predict_what_was_measured(name: str) -> None:
     """For their training launches, at the usual pace: half of them within a tenth; the roofline has larger errors."""
     about, rows = read_dataset(ROOT / f"devices/{name}.profile.csv.gz")

@@ -188,6 +188,15 @@ def test_a_phone_has_a_doctor(unpacked: Path, tmp_path: Path) -> None:
     assert {each["name"] for each in report["devices"]} == {device.name for device in list_devices()}
 
 
+def test_a_phone_has_the_steps_of_the_phone_kit(unpacked: Path, tmp_path: Path) -> None:
+    """Each is run in a test of its own with all packages (tests/profiler/phone_kit); here it is imported with a phone's."""
+    modules = ("measuring", "rates", "heat", "storage")
+    program = _ONLY + "".join(f"import flashmem.profiler.phone_kit.{name}\n" for name in modules)
+    program += "import flashmem.runtime.opencl.probes, flashmem.tools.verify\n"
+    done = phone(unpacked, tmp_path, program=program)
+    assert done.returncode == 0, done.stderr
+
+
 def test_compiling_is_refused_in_one_sentence(unpacked: Path, tmp_path: Path) -> None:
     done = phone(unpacked, tmp_path, "run", MODEL)
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr

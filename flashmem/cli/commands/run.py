@@ -27,7 +27,7 @@ from flashmem.runtime.engine.report import RunReport, process_rss
 from flashmem.runtime.session import Session, Strategy
 
 if TYPE_CHECKING:
-    from flashmem.cli.commands.verify import Verification
+    from flashmem.tools.verify import Verification
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
         if path is not None:
             check_target(path, flag)
     if options.verify:
-        from flashmem.cli.commands.verify import check_installed  # a phone has neither ONNX Runtime nor the model
+        from flashmem.tools.verify import check_installed  # a phone has neither ONNX Runtime nor the model
 
         check_installed()
     if options.learn and options.strategy == "preload":
@@ -109,7 +109,7 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
         _learn(outcome)
     verification = None
     if options.verify:
-        from flashmem.cli.commands.verify import compare, reference
+        from flashmem.tools.verify import compare, reference
 
         original = options.reference or Path(str(bundle.meta.get("model_path", "")))
         verification = compare(outcome.outputs, reference(original, make_inputs(), names), bundle.program.precision)
@@ -118,7 +118,7 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
     else:
         _print(outcome, options, verification)
     if verification is not None and not verification.ok:
-        from flashmem.cli.commands.verify import complaint
+        from flashmem.tools.verify import complaint
 
         raise RunError(complaint(verification, bundle.program.precision))
 

@@ -1,4 +1,4 @@
-"""`--verify`: compare the outputs with ONNX Runtime's for the same inputs on the original model."""
+"""Compares the outputs of a bundle with those of ONNX Runtime for the same inputs on the original model (`--verify`)."""
 
 from __future__ import annotations
 

@@ -1,0 +1,188 @@
+"""A capacity model from compiled code: instructions that a GPU's own compiler needs, over the widths of its pipelines.
+
+The seconds of a launch are those of the busiest pipeline: arithmetic, texture reads, loads from buffers, memory. C_l follows:
+bytes stream beside a launch until one pipeline has no time left within the slowdown that the class tolerates. Counted
+instructions are in DEVICE.code.csv beside a descriptor, written by `python -m flashmem.profiler.phone_compilers.costs`.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from flashmem.base.errors import UserError
+from flashmem.base.resources import read_text
+from flashmem.base.types import MemoryPath, TransferMode
+from flashmem.program.launches import Launch
+from flashmem.target.descriptor import DeviceDescriptor
+from flashmem.target.pipelines import Pipelines
+
+CODE = ".code.csv"
+"""The suffix of the file with counted instructions."""
+
+LANE = "lane_copy"
+"""The family of kernels that only copy streamed weights."""
+
+
+@dataclass(frozen=True)
+class KernelCode:
+    """Counted instructions of one kernel for each multiply-add; of `LANE`, for each byte that it copies.
+
+    `rows` and `columns`: outputs of a work-item, 0 where the family has no configs. `half`: whether products are summed in
+    half. `memory_path`: of the weights, "" where there are none. `slots`: issue slots. `texture_bytes`, `load_bytes`: bytes
+    read through textures and from buffers. `registers` and `threads` are those of `KernelStatistics`, for the reader.
+    """
+
+    family: str
+    rows: int
+    columns: int
+    half: int
+    memory_path: str
+    slots: float
+    texture_bytes: float
+    load_bytes: float
+    registers: int
+    threads: int
+
+
+def read_codes(text: str, where: str) -> list[KernelCode]:
+    """The rows of a .code.csv file, whose first lines are comments.
+
+    Raises:
+        UserError: it is something else.
+    """
+    kinds = get_type_hints(KernelCode)
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    try:
+        return [KernelCode(**{name: kinds[name](value) for name, value in line.items()}) for line in csv.DictReader(lines)]
+    except (KeyError, ValueError, TypeError) as error:
+        raise UserError(
+            f"{where} has no counted instructions ({error}); write it with python -m flashmem.profiler.phone_compilers.costs"
+        ) from error
+
+
+def write_codes(codes: Iterable[KernelCode], comment: str) -> str:
+    """The text of a .code.csv file."""
+    names = [field.name for field in fields(KernelCode)]
+    lines = [f"# {comment}", ",".join(names)]
+    lines += [",".join(_cell(getattr(code, name)) for name in names) for code in codes]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+class CompiledCode:
+    """Capacity model of a GPU from its compiler's code. A launch of a family without rows has the roofline's seconds."""
+
+    def __init__(
+        self, descriptor: DeviceDescriptor, pipelines: Pipelines, codes: Iterable[KernelCode], path: MemoryPath
+    ) -> None:
+        self._descriptor, self._pipelines, self._path = descriptor, pipelines, path
+        self._codes: dict[str, list[KernelCode]] = {}
+        for code in codes:
+            self._codes.setdefault(code.family, []).append(code)
+
+    @classmethod
+    def load(cls, descriptor: DeviceDescriptor, path: MemoryPath) -> CompiledCode:
+        """The model whose file the descriptor names: beside it, or the shipped one, for a copy of a shipped descriptor.
+
+        Raises:
+            UserError: the file is damaged, or the descriptor has no [pipelines].
+        """
+        name = f"{descriptor.capacity_model}{CODE}"
+        if descriptor.pipelines is None:
+            raise UserError(f"device descriptor {descriptor.name} names {name} and has no [pipelines]; add them")
+        beside = Path(name).is_absolute() and Path(name).is_file()
+        text = Path(name).read_text(encoding="utf-8") if beside else read_text("devices", Path(name).name)
+        return cls(descriptor, descriptor.pipelines, read_codes(text, name), path)
+
+    @property
+    def note(self) -> str:
+        """States that the numbers are a compiler's, and no measurement."""
+        return f"load capacities from compiled code and published figures of {self._descriptor.name}, not measured"
+
+    def busy(self, launch: Launch, weight_bytes: int = 0) -> dict[str, float]:
+        """Seconds of each pipeline in a launch: "arithmetic", "texture", "load" and "memory"."""
+        code = self.code_of(launch, weight_bytes)
+        memory = (launch.bytes + weight_bytes) / self._descriptor.rates.memory_bandwidth
+        if code is None or not launch.macs:
+            rates = self._descriptor.rates
+            return {"arithmetic": 2 * launch.macs / rates.flops_of(launch.shape.family), "memory": memory}
+        p = self._pipelines
+        cycle = 1 / (p.clock * p.reached)
+        return {
+            "arithmetic": launch.macs * code.slots / p.lanes / (p.half_rate if code.half else 1) * cycle,
+            "texture": launch.macs * code.texture_bytes / p.texture_bytes * cycle,
+            "load": launch.macs * code.load_bytes / p.load_bytes * cycle,
+            "memory": memory,
+        }
+
+    def code_of(self, launch: Launch, weight_bytes: int) -> KernelCode | None:
+        """The row closest to a launch: of its family, then its memory path, its tile, and its sums in half."""
+        found = self._codes.get(launch.shape.family, [])
+        if not found:
+            return None
+        shape, half = launch.shape, _stores_half(launch, weight_bytes)
+
+        def distance(code: KernelCode) -> tuple[bool, bool, int]:
+            tile = abs(code.rows - shape.tile_rows) + abs(code.columns - shape.tile_columns)
+            return bool(code.memory_path) and code.memory_path != self._path, bool(code.half) != half, tile
+
+        return min(found, key=distance)
+
+    def seconds(self, launch: Launch, weight_bytes: int = 0) -> float:
+        """Latency alone: the busiest pipeline, and the launch itself."""
+        return max(self.busy(launch, weight_bytes).values()) + self._descriptor.rates.launch_seconds
+
+    def loaded_seconds(self, launch: Launch, weight_bytes: int, streamed_bytes: float, mode: TransferMode) -> float:
+        """Latency with the work of a transfer added to each pipeline; in mode `dma`, as by the roofline's contention."""
+        if mode not in ("alias", "interleave", "map"):
+            alone, rates = self.seconds(launch, weight_bytes), self._descriptor.rates
+            return alone + rates.contention_of(mode) * streamed_bytes / rates.transfer_bandwidth(mode)
+        busy, each = self.busy(launch, weight_bytes), self._each_byte(mode)
+        loaded = max(busy.get(name, 0.0) + each.get(name, 0.0) * streamed_bytes for name in {*busy, *each})
+        return loaded + self._descriptor.rates.launch_seconds
+
+    def streamable_bytes(self, launch: Launch, weight_bytes: int, slowdown: float, mode: TransferMode) -> float:
+        """The bytes for which the first pipeline has no time left."""
+        if mode not in ("alias", "interleave", "map"):
+            contention, alone = self._descriptor.rates.contention_of(mode), self.seconds(launch, weight_bytes)
+            share = min(slowdown / max(contention, 1e-9), 1.0 + slowdown)
+            return share * alone * self._descriptor.rates.transfer_bandwidth(mode)
+        return min(self.room(launch, weight_bytes, slowdown, mode).values())
+
+    def room(self, launch: Launch, weight_bytes: int, slowdown: float, mode: TransferMode) -> dict[str, float]:
+        """The bytes that each pipeline, by name, can stream beside a launch within `slowdown`; the least is C_l."""
+        busy, each = self.busy(launch, weight_bytes), self._each_byte(mode)
+        time = (1 + slowdown) * self.seconds(launch, weight_bytes) - self._descriptor.rates.launch_seconds
+        return {name: max(0.0, time - busy.get(name, 0.0)) / cost for name, cost in each.items() if cost > 0}
+
+    def _each_byte(self, mode: TransferMode) -> dict[str, float]:
+        """Seconds of each pipeline for a streamed byte.
+
+        The host reads into memory that the device shares (`alias`): the byte is written once, and the reads' own rate limits
+        it. With `interleave` the kernel's copy stream reads and writes it again, by instructions of its own.
+        """
+        rates, p = self._descriptor.rates, self._pipelines
+        each = {"memory": 1 / rates.memory_bandwidth, "host": 1 / rates.transfer_bandwidth("alias")}
+        lanes = [code for code in self._codes.get(LANE, []) if code.memory_path == self._path]
+        if mode == "interleave" and lanes:
+            cycle = 1 / (p.clock * p.reached)
+            each["memory"] *= 3
+            each["arithmetic"] = lanes[0].slots / p.lanes * cycle
+            each["load"] = lanes[0].load_bytes / p.load_bytes * cycle
+        return each
+
+
+def _stores_half(launch: Launch, weight_bytes: int) -> bool:
+    """Whether a launch reads operands stored in half: by the bytes of its weights, or of its activations without weights."""
+    shape = launch.shape
+    if weight_bytes:
+        return weight_bytes < 3 * shape.depth * shape.columns
+    read = shape.run if shape.family == "attention" else shape.depth
+    return launch.bytes < 4 * shape.rows * (shape.columns + read)

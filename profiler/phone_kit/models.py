@@ -1,0 +1,184 @@
+"""The models of the phone kit, as ONNX: every kernel family, contractions in half precision, and one to stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+
+Array = NDArray[Any]
+
+STREAMED_LAYERS, STREAMED_WIDTH = 12, 1024
+
+
+@dataclass(frozen=True)
+class KitModel:
+    """A model with its inputs. `precision`: what a bundle of it stores."""
+
+    name: str
+    proto: onnx.ModelProto
+    inputs: dict[str, Array]
+    precision: Literal["fp32", "fp16"] = "fp32"
+
+    def save(self, folder: Path) -> Path:
+        """Write the model to `folder`; returns its path."""
+        path = folder / f"{self.name}.onnx"
+        path.write_bytes(self.proto.SerializeToString())
+        return path
+
+
+@dataclass
+class _Nodes:
+    """A model under construction: inputs, constants, and nodes whose last results are outputs."""
+
+    seed: int
+    nodes: list[onnx.NodeProto] = field(default_factory=list)
+    feeds: dict[str, Array] = field(default_factory=dict)
+    constants: list[onnx.TensorProto] = field(default_factory=list)
+    outputs: list[onnx.ValueInfoProto] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.random = np.random.default_rng(self.seed)
+
+    def input(self, *shape: int) -> str:
+        """A random input."""
+        return self.given(self.random.standard_normal(shape, np.float32))
+
+    def given(self, data: Any) -> str:
+        """An input with this content."""
+        name = f"x{len(self.feeds)}"
+        self.feeds[name] = np.asarray(data)
+        return name
+
+    def weight(self, *shape: int) -> str:
+        """A random weight, scaled so that sums stay near one."""
+        depth = float(np.prod(shape[1:])) if len(shape) > 2 else float(shape[0])
+        return self.constant(self.random.standard_normal(shape, np.float32) / np.float32(np.sqrt(depth)))
+
+    def constant(self, data: Any) -> str:
+        """A constant with this content."""
+        name = f"c{len(self.constants)}"
+        self.constants.append(numpy_helper.from_array(np.asarray(data), name))
+        return name
+
+    def node(self, op: str, *inputs: str, dtypes: Sequence[str] = (), count: int = 1, **attributes: Any) -> list[str]:
+        """Add a node; its results are outputs of the model where `dtypes` are given."""
+        names = [f"{op}{len(self.nodes)}.{i}" for i in range(max(count, len(dtypes)))]
+        self.nodes.append(helper.make_node(op, list(inputs), names, **attributes))
+        for name, dtype in zip(names, dtypes, strict=False):
+            self.outputs.append(helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), None))
+        return names
+
+    def out(self, op: str, *inputs: str, **attributes: Any) -> None:
+        """Add a node whose one result, of float, is an output."""
+        self.node(op, *inputs, dtypes=("float32",), **attributes)
+
+    def model(self, name: str, precision: Literal["fp32", "fp16"] = "fp32") -> KitModel:
+        """The finished model."""
+        inputs = [
+            helper.make_tensor_value_info(key, helper.np_dtype_to_tensor_dtype(data.dtype), data.shape)
+            for key, data in self.feeds.items()
+        ]
+        graph = helper.make_graph(self.nodes, name, inputs, self.outputs, self.constants)
+        proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+        return KitModel(name, onnx.shape_inference.infer_shapes(proto), self.feeds, precision)
+
+
+def families() -> KitModel:
+    """A model that needs every kernel family, each for outputs of its own, so that a wrong one shows."""
+    n = _Nodes(1)
+    _contractions(n)
+    _reductions(n)
+    _spatial(n)
+    _indexing(n)
+    return n.model("families")
+
+
+def half() -> KitModel:
+    """Contractions whose weights and activations are stored in half."""
+    n = _Nodes(2)
+    _contractions(n)
+    return n.model("half", "fp16")
+
+
+def streamed(layers: int = STREAMED_LAYERS, width: int = STREAMED_WIDTH) -> KitModel:
+    """A chain of products, to stream: 4 * width**2 bytes of weights a layer.
+
+    A weight has one of two values, so that the kit compresses to a twentieth; signs are random, so that each bit counts.
+    """
+    n = _Nodes(3)
+    y = n.input(16, width)
+    for layer in range(layers):
+        signs = n.random.integers(0, 2, (width, width)).astype(np.float32) * 2 - 1
+        [y] = n.node("MatMul", y, n.constant(signs * np.float32(1 / np.sqrt(width))))
+        if layer < layers - 1:
+            [y] = n.node("Tanh", y)
+    n.out("Identity", y)
+    return n.model("streamed")
+
+
+def _contractions(n: _Nodes) -> None:
+    for rows, depth, columns in ((33, 96, 72), (1, 64, 40)):
+        [y] = n.node("MatMul", n.input(rows, depth), n.weight(depth, columns))
+        n.out("Relu", y)
+    image = n.input(1, 16, 13, 11)
+    n.out("Conv", image, n.weight(24, 16, 3, 3), kernel_shape=[3, 3], pads=[1] * 4)
+    n.out("Conv", image, n.weight(40, 16, 1, 1), kernel_shape=[1, 1])
+    [y] = n.node("Conv", image, n.weight(24, 16, 3, 3), kernel_shape=[3, 3])
+    [y] = n.node("GroupNormalization", y, n.weight(24), n.weight(24), num_groups=3)
+    n.out("Conv", y, n.weight(16, 24, 1, 1), kernel_shape=[1, 1])
+    n.out("Conv", image, n.weight(16, 1, 3, 3), kernel_shape=[3, 3], pads=[1] * 4, group=16)
+    n.out("MatMul", n.input(2, 3, 19, 32), n.input(2, 3, 32, 21))
+    queries, keys, values = (n.input(1, 4, 24, 32) for _ in range(3))
+    [turned] = n.node("Transpose", keys, perm=[0, 1, 3, 2])
+    [scores] = n.node("MatMul", queries, turned)
+    [scaled] = n.node("Mul", scores, n.constant(np.float32(0.17)))
+    [weights] = n.node("Softmax", scaled, axis=-1)
+    n.out("MatMul", weights, values)
+
+
+def _reductions(n: _Nodes) -> None:
+    x = n.input(2, 24, 50)
+    n.out("LayerNormalization", x, n.weight(50), n.weight(50), axis=-1)
+    n.out("Softmax", x, axis=-1)
+    n.out("ReduceMean", x, n.constant(np.array([1])), keepdims=0)
+    image = n.input(1, 12, 9, 9)
+    n.out("InstanceNormalization", image, n.weight(12), n.weight(12))
+    n.out("LRN", image, size=5)
+    n.out("Det", n.input(3, 4, 4))
+    n.out("CumSum", x, n.constant(np.int64(1)))
+    n.node("ArgMax", x, axis=2, dtypes=("int64",))
+    n.node("TopK", n.input(3, 600), n.constant(np.array([7])), dtypes=("float32", "int64"))
+    n.node("TopK", n.input(2, 5000), n.constant(np.array([900])), dtypes=("float32", "int64"))
+    weights = (n.weight(1, 32, 12), n.weight(1, 32, 8), n.weight(1, 64))
+    n.node("LSTM", n.input(5, 2, 12), *weights, hidden_size=8, dtypes=("float32", "float32", "float32"))
+
+
+def _spatial(n: _Nodes) -> None:
+    image = n.input(1, 8, 12, 12)
+    n.out("MaxPool", image, kernel_shape=[3, 3], strides=[2, 2])
+    values, places = n.node("MaxPool", image, kernel_shape=[2, 2], strides=[2, 2], count=2)
+    n.out("MaxUnpool", values, places, kernel_shape=[2, 2], strides=[2, 2])
+    n.out("Resize", image, "", n.constant(np.array([1, 1, 2, 2], np.float32)), mode="linear")
+    n.out("GridSample", image, n.given(n.random.uniform(-1, 1, (1, 5, 6, 2)).astype(np.float32)))
+    boxes = n.given(np.array([[1, 1, 8, 9], [0, 2, 6, 11]], np.float32))
+    n.out("RoiAlign", image, boxes, n.given(np.zeros(2, np.int64)), output_height=3, output_width=3, sampling_ratio=2)
+    offsets = n.given(n.random.uniform(-1, 1, (1, 18, 12, 12)).astype(np.float32))
+    n.out("DeformConv", image, n.weight(16, 8, 3, 3), offsets, kernel_shape=[3, 3], pads=[1] * 4)
+
+
+def _indexing(n: _Nodes) -> None:
+    x = n.input(20, 30)
+    n.out("Gather", x, n.given(np.array([3, 0, 19, 7])), axis=0)
+    n.out("Gather", n.weight(40, 16), n.given(np.array([3, 0, 39, 7, 7])), axis=0)
+    n.out("GatherElements", x, n.given(n.random.integers(0, 20, (5, 30))), axis=0)
+    n.out("ScatterElements", x, n.given(n.random.permutation(20)[:3].repeat(30).reshape(3, 30)), n.input(3, 30), axis=0)
+    n.out("Transpose", x, perm=[1, 0])
+    n.out("Concat", x, n.input(20, 7), axis=1)
+    n.out("Gelu", x)

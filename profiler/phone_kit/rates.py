@@ -1,0 +1,33 @@
+"""Rates of the device, its copies and its kernels, by the profiler's own measurement with a kit of launches.
+
+    python -m flashmem.profiler.phone_kit.rates LAUNCHES.kit DEVICE-NUMBER FOLDER MINUTES
+
+Writes FOLDER/phone.profile.csv.gz, with as many launches as there was time for: none are too few here, unlike for training.
+Run again, it continues.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.devices import descriptor_for
+
+from ..kit import Kit
+from ..measure import Request, measure
+
+NAME = "phone"
+
+
+def main() -> None:
+    """Measure, and write the dataset."""
+    launches, number, folder, minutes = sys.argv[1:]
+    held, device = Kit(Path(launches)), list_devices()[int(number)]
+    request = Request(number, Path(folder), float(minutes), NAME, (), True, held.seed)
+    found = measure(request, device, descriptor_for(device), held.models(), lambda what, done: None, held.supply)
+    found.write(Path(folder), NAME)
+
+
+if __name__ == "__main__":
+    main()
