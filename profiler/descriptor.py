@@ -30,7 +30,7 @@ def write_descriptor(folder: Path, descriptor: DeviceDescriptor, source: str, wh
     tuned = _beside(folder, descriptor.tuned, (SUFFIX,))
     head = f"# Written by flashmem profile: a {what} that is measured. Profile again rather than edit."
     return _write(
-        folder / f"{descriptor.name}.toml", _toml(replace(descriptor, tuned=tuned, sources={**sources, **kept}), head)
+        folder / f"{descriptor.name}.toml", descriptor_toml(replace(descriptor, tuned=tuned, sources={**sources, **kept}), head)
     )
 
 
@@ -50,7 +50,7 @@ def name_table(folder: Path, descriptor: DeviceDescriptor, name: str) -> Path:
     suffixes = (CODE,) if descriptor.pipelines is not None else (SECONDS, SLOWDOWN)
     model = _beside(folder, descriptor.capacity_model, suffixes)
     head = "# Written by flashmem tune; everything but its table is that of the descriptor of the same name."
-    return _write(path, _toml(replace(descriptor, capacity_model=model, tuned=name), head))
+    return _write(path, descriptor_toml(replace(descriptor, capacity_model=model, tuned=name), head))
 
 
 def _beside(folder: Path, stem: str, suffixes: Sequence[str]) -> str:
@@ -64,7 +64,7 @@ def _beside(folder: Path, stem: str, suffixes: Sequence[str]) -> str:
     return Path(stem).name
 
 
-def _toml(descriptor: DeviceDescriptor, head: str) -> str:
+def descriptor_toml(descriptor: DeviceDescriptor, head: str) -> str:
     """The descriptor as TOML text."""
     data = descriptor.to_dict()
     apart = (*_TABLES, _OF_CONFIGS, "only")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import flashmem
 from flashmem import Bundle, Session
 from flashmem.base.errors import BudgetError, BundleError, RunError
 from flashmem.bundle.validation import check_bundle
+from flashmem.profiler.descriptor import descriptor_toml
 from flashmem.program.program import copied_outputs, fixed_bytes, output_bytes
 from flashmem.runtime.memory import arena
 from flashmem.runtime.opencl.context import Queue, list_devices
@@ -117,26 +118,9 @@ def apart(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     write_model(folder / "m.onnx")
     known = load_descriptor(request.param)
     own = replace(known, modes={"buffer": ("dma",)}, memory_paths=("buffer",), capacity_model="", configs=())
-    (folder / "own.toml").write_text(toml(asdict(own)))
+    (folder / "own.toml").write_text(descriptor_toml(own, "# The CPU with memory of its own"))
     bundle = flashmem.compile(folder / "m.onnx", folder / "m.flashmem", device=str(folder / "own.toml"), build=False)
     return Model(bundle, request.param, draw(0), answers(draw(0)))
-
-
-def toml(values: Mapping[str, Any], prefix: str = "") -> str:
-    """TOML text: plain values, then tables."""
-    plain = [f"{key} = {_literal(value)}" for key, value in values.items() if not isinstance(value, dict) and value != ()]
-    tables = [
-        f"[{prefix}{key}]\n{toml(value, f'{prefix}{key}.')}"
-        for key, value in values.items()
-        if isinstance(value, dict) and value
-    ]
-    return "\n".join((*plain, *tables))
-
-
-def _literal(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(list(value)) if isinstance(value, tuple) else repr(value)
 
 
 def test_outputs_count_once_and_are_the_users_own(model: Model) -> None:
