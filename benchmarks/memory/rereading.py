@@ -70,7 +70,7 @@ def programs(model: Path, options: Options) -> list[Program]:
     least = patches.choose(0)[1]
     for memory in (patches.memory, replace(patches.memory, weight_bytes=lambda value: 0)):
         for limit in (int(least * step) for step in LIMITS):
-            found[tuple(PatchChoice(graph, patches.layers, patches.aliases, memory).chains(limit)[0])] = None
+            found[tuple(PatchChoice(graph, patches.groups, patches.aliases, memory).chains(limit)[0])] = None
     made = []
     for chains in found:
         tiled = in_patches(graph, chains) if chains else graph

@@ -74,11 +74,11 @@ class Pipeline:
     def generate(self, cuts: Cuts) -> Generated:
         """The program with the fusion groups that `cuts` leave."""
         with self.watch("fuse"):
-            layers, order = self._fused(cuts)
+            groups, order = self._fused(cuts)
         with self.watch("generate"):
-            made = self._lowered(layers, order)
+            made = self._lowered(groups, order)
             if self.selector.select():
-                made = self._lowered(layers, order)
+                made = self._lowered(groups, order)
         self.final(made)
         return made
 
@@ -97,27 +97,27 @@ class Pipeline:
             return plan_instance(instance, program, self.options.mode, self.options.limits, complete=False)
 
     def _fused(self, cuts: Cuts) -> tuple[Sequence[FusionGroup], LaunchOrder | None]:
-        layers = fuse(self.graph, cuts)
+        groups = fuse(self.graph, cuts)
         if not self.lowest_order:
-            return layers, None
-        return in_lowest_order(self.graph, layers, half=self.options.precision == "fp16")
+            return groups, None
+        return in_lowest_order(self.graph, groups, half=self.options.precision == "fp16")
 
-    def _lowered(self, layers: Sequence[FusionGroup], order: LaunchOrder | None) -> Generated:
-        made = self._generated(layers, self.selector)
-        again = partial(self._for_later_runs, layers, made.cuts)
+    def _lowered(self, groups: Sequence[FusionGroup], order: LaunchOrder | None) -> Generated:
+        made = self._generated(groups, self.selector)
+        again = partial(self._for_later_runs, groups, made.cuts)
         return replace(made, program=replace(made.program, order=order), again=again)
 
-    def _for_later_runs(self, layers: Sequence[FusionGroup], packed: SlicesOfWeights) -> Generated | None:
+    def _for_later_runs(self, groups: Sequence[FusionGroup], packed: SlicesOfWeights) -> Generated | None:
         """The program that is faster in later runs over the same packed weights; None if it is the same."""
         if not self.selector.differs_later() and all(len(parts) == 1 for parts in packed.values()):
             return None
-        return self._generated(layers, self.selector.for_later_runs(), packed)
+        return self._generated(groups, self.selector.for_later_runs(), packed)
 
     def _generated(
-        self, layers: Sequence[FusionGroup], selector: KernelSelector, packed: SlicesOfWeights | None = None
+        self, groups: Sequence[FusionGroup], selector: KernelSelector, packed: SlicesOfWeights | None = None
     ) -> Generated:
         slicing = replace(self.slicing, later=self.options.optimize == "steady")
         return generate(
-            self.graph, layers, self.options.descriptor, precision=self.options.precision, slicing=slicing, selector=selector,
+            self.graph, groups, self.options.descriptor, precision=self.options.precision, slicing=slicing, selector=selector,
             earlier=self.earlier, cuts=packed,
         )  # fmt: skip

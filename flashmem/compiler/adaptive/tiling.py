@@ -49,9 +49,9 @@ class Patches:
     """The chains of a graph that may run in patches, on a device and in a precision."""
 
     def __init__(self, graph: Graph, descriptor: DeviceDescriptor, precision: Literal["fp32", "fp16"]) -> None:
-        self.graph, self.layers, self.aliases = graph, fuse(graph), AliasAnalysis(graph, half=precision == "fp16")
-        self.memory = _memory(graph, self.layers, self.aliases, precision == "fp16", LEAST_PATCH_BYTES[descriptor.kind])
-        self._choice = PatchChoice(graph, self.layers, self.aliases, self.memory)
+        self.graph, self.groups, self.aliases = graph, fuse(graph), AliasAnalysis(graph, half=precision == "fp16")
+        self.memory = _memory(graph, self.groups, self.aliases, precision == "fp16", LEAST_PATCH_BYTES[descriptor.kind])
+        self._choice = PatchChoice(graph, self.groups, self.aliases, self.memory)
 
     @property
     def alive(self) -> int:
@@ -67,8 +67,8 @@ class Patches:
         """`chains` as text, for the notes of a plan; `without` is the budget in bytes that works without them."""
         texts = []
         for chain in chains:
-            end = self.layers[chain.last].output
-            names = f"{self.layers[chain.first].main.name} to {end.name}" if chain.first < chain.last else end.name
+            end = self.groups[chain.last].output
+            names = f"{self.groups[chain.first].main.name} to {end.name}" if chain.first < chain.last else end.name
             size = chain.starts[1] if len(chain.starts) > 1 else end.shape[chain.axis]
             texts.append(f"{names} in {len(chain.starts)} of {size}")
         left = [f"{len(texts) - NAMED} more"] if len(texts) > NAMED else []
@@ -131,7 +131,7 @@ def _too_small(budget: int, without: BudgetError, smallest: BudgetError) -> Budg
         return without
     return BudgetError(
         f"budget of {budget} bytes is too small: {smallest.smallest_bytes} bytes are needed with chains of operators in "
-        f"patches ({without.smallest_bytes} without), bound by layer {smallest.binding!r}; raise the budget to "
+        f"patches ({without.smallest_bytes} without), bound by launch {smallest.binding!r}; raise the budget to "
         f"{smallest.smallest_bytes} bytes or more",
         smallest_bytes=smallest.smallest_bytes,
         without_patches=without.smallest_bytes,
@@ -139,7 +139,7 @@ def _too_small(budget: int, without: BudgetError, smallest: BudgetError) -> Budg
     )
 
 
-def _memory(graph: Graph, layers: Sequence[FusionGroup], aliases: AliasAnalysis, half: bool, least: int) -> Memory:
+def _memory(graph: Graph, groups: Sequence[FusionGroup], aliases: AliasAnalysis, half: bool, least: int) -> Memory:
     halves = stored_in_half(graph, aliases) if half else frozenset()
 
     def storage(value: Value) -> StoredType:
@@ -153,12 +153,12 @@ def _memory(graph: Graph, layers: Sequence[FusionGroup], aliases: AliasAnalysis,
             return value.size * value.constant.bits // 8
         return (2 if half else 4) * value.size
 
-    gathered = [layer.main.outputs[0] for layer in layers if host_indices(layer.main, graph) is not None]
-    launched = [layer for layer in layers if layer.main.outputs[0] not in gathered and not aliases.moves_nothing(layer.main)]
+    gathered = [group.main.outputs[0] for group in groups if host_indices(group.main, graph) is not None]
+    launched = [group for group in groups if group.main.outputs[0] not in gathered and not aliases.moves_nothing(group.main)]
     early = [*(port.value for port in graph.inputs), *gathered]
     needed = iter(least_alive(launched, early, [port.value for port in graph.outputs if port.value.size], aliases, storage))
-    known = {layer: next(needed) for layer in launched}
+    known = {group: next(needed) for group in launched}
     alive: list[int] = []
-    for layer in layers:
-        alive.append(known.get(layer, alive[-1] if alive else 0))
+    for group in groups:
+        alive.append(known.get(group, alive[-1] if alive else 0))
     return Memory(alive, nbytes, weight_bytes, 2 * LEAST_BYTES, least)

@@ -1,6 +1,6 @@
 """Adaptive unfusion: splits fusion groups if the plan lacks load capacity (FlashMem section 4.3).
 
-The plan shows which weights found no capacity. Fused layers are ranked by their penalty (`planning.penalty`). Layers whose
+The plan shows which weights found no capacity. Fusion groups are ranked by their penalty (`planning.penalty`). Groups whose
 parts stream more than the whole, C_v1 + C_v2 >= (1 + alpha) C_v, are split, worst first, and the program is generated and
 planned again. A split stays only if the objective improves. Hierarchical groups are never split.
 """
@@ -25,7 +25,7 @@ from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan
 
 BATCH = 8
-"""Layers split in the first round; twice as many after an improvement, half as many after none."""
+"""Groups split in the first round; twice as many after an improvement, half as many after none."""
 
 SECONDS = 12.0
 """Time in seconds after which no further split is tried."""
@@ -37,11 +37,11 @@ LAUNCHES = 12_000
 
 @dataclass(frozen=True)
 class Split:
-    """A fused layer that may be cut before `node`. `layer`: its first launch (1-based); `gain`: chunks that its parts add."""
+    """A fusion group that may be cut before `node`. `launch`: its first (1-based); `gain`: chunks that its parts add."""
 
     name: str
     node: Node
-    layer: int
+    launch: int
     gain: int
 
 
@@ -50,7 +50,7 @@ def refine(
 ) -> tuple[Generated, OverlapPlan]:
     """The program of `graph` and its plan, with the splits that improved the plan; its notes name them.
 
-    `first`: the attempt of `pipeline` without splits. Every objective counts the cost of moves to a layer, in every transfer
+    `first`: the attempt of `pipeline` without splits. Every objective counts the cost of moves to a launch, in every transfer
     mode.
     """
 
@@ -86,7 +86,7 @@ def refine(
         return best.generated, best.plan
     names = ", ".join(f"{split.name} before {split.node.op} (+{split.gain} chunks)" for split in done[:_NAMED])
     more = f" and {len(done) - _NAMED} more" if len(done) > _NAMED else ""
-    note = f"adaptive unfusion split {len(done)} layers, objective {cost(first):.6g} to {cost(best):.6g}: {names}{more}"
+    note = f"adaptive unfusion split {len(done)} groups, objective {cost(first):.6g} to {cost(best):.6g}: {names}{more}"
     return best.generated, replace(best.plan, notes=(*best.plan.notes, note))
 
 
@@ -107,25 +107,25 @@ def _ranked(graph: Graph, best: Attempt, cuts: Cuts, pipeline: Pipeline, limits:
     if not penalties.shortage and not (limits.mu and best.plan.objective_kind == "paper"):
         return []
     found = splits(graph, best, cuts, pipeline, limits.alpha)
-    scored = [(penalties.of(split.layer, split.gain), split) for split in found]
-    return [split for score, split in sorted(scored, key=lambda pair: (-pair[0], pair[1].layer)) if score > 0]
+    scored = [(penalties.of(split.launch, split.gain), split) for split in found]
+    return [split for score, split in sorted(scored, key=lambda pair: (-pair[0], pair[1].launch)) if score > 0]
 
 
 def splits(graph: Graph, best: Attempt, cuts: Cuts, pipeline: Pipeline, alpha: float) -> list[Split]:
-    """The fused layers of a program (made with `cuts`) that can be split, and the growth of their capacity.
+    """The fusion groups of a program (made with `cuts`) that can be split, and the growth of their capacity.
 
     Capacities of the parts are those of a program in which all of them are split at once.
     """
     consumers, outputs = graph.consumers(), {port.value for port in graph.outputs}
-    candidates = {cut: layer for layer in fuse(graph, cuts) if (cut := cut_point(layer, consumers, outputs)) is not None}
+    candidates = {cut: group for group in fuse(graph, cuts) if (cut := cut_point(group, consumers, outputs)) is not None}
     if not candidates:
         return []
     program, apart = best.generated.program, pipeline.generate(cuts | candidates.keys()).program
     whole, parts = _capacities(program, best.instance), _capacities(apart, pipeline.instance(apart))
     first = {launch.operators: at for at, launch in reversed(list(enumerate(program.launches, start=1)))}
     found = []
-    for cut, layer in candidates.items():
-        names = tuple(node.name for node in layer.nodes)
+    for cut, group in candidates.items():
+        names = tuple(node.name for node in group.nodes)
         if names not in first or "" in names:
             continue
         at = first[names]
@@ -139,19 +139,19 @@ def splits(graph: Graph, best: Attempt, cuts: Cuts, pipeline: Pipeline, alpha: f
     return found
 
 
-def cut_point(layer: FusionGroup, consumers: Mapping[Value, Sequence[Node]], outputs: Collection[Value]) -> Node | None:
-    """The node before which a fused layer is cut: after its first elementwise operator (a bias), or before its only one.
+def cut_point(group: FusionGroup, consumers: Mapping[Value, Sequence[Node]], outputs: Collection[Value]) -> Node | None:
+    """The node before which a fusion group is cut: after its first elementwise operator (a bias), or before its only one.
 
-    None if it cannot be cut. The part before the cut must leave a single value, like every layer. A layer with a stored
+    None if it cannot be cut. The part before the cut must leave a single value, like every group. A group with a stored
     Transpose is not cut: its parts would need the memory of an output of the model twice.
     """
-    if layer.moved is not None:
+    if group.moved is not None:
         return None
-    for at in (*range(1, len(layer.tail)), 0) if layer.tail else ():
-        before: Sequence[Node] = layer.nodes[: at + 1]
+    for at in (*range(1, len(group.tail)), 0) if group.tail else ():
+        before: Sequence[Node] = group.nodes[: at + 1]
         inside = [node.outputs[0] for node in before[:-1]]
         if not any(value in outputs or any(user not in before for user in consumers.get(value, ())) for value in inside):
-            cut: Node = layer.tail[at]
+            cut: Node = group.tail[at]
             return cut
     return None
 

@@ -15,9 +15,9 @@ from flashmem.compiler.selection.workload import Workload
 from flashmem.program.launches import Arg, KernelShape
 
 
-def lower_attention(context: LoweringContext, layer: FusionGroup) -> None:
+def lower_attention(context: LoweringContext, group: FusionGroup) -> None:
     """Lower FusedAttention to one launch."""
-    node, given = layer.main, layer.main.attributes
+    node, given = group.main, group.main.attributes
     query, key, value, answer = (given[name] for name in ("query", "key", "value", "answer"))
     batches, rows, keys = given["batches"], given["rows"], given["keys"]
     least = min(query.channels, value.channels)
@@ -33,7 +33,7 @@ def lower_attention(context: LoweringContext, layer: FusionGroup) -> None:
     down = form.form == "rows" and form.vector > 1
     tail = PointwiseBody(nodes, seed, scores.shape, len(scores.shape) - 1, form.vector, context.storage, down)
     strides: list[int] = []
-    tensors = (node.input(0), node.input(1), node.input(2), layer.output)
+    tensors = (node.input(0), node.input(1), node.input(2), group.output)
     places = zip((query, key, value, answer), ("query", "key", "key", "query"), map(context.stored, tensors), strict=True)
     vectors = context.descriptor.code.vector_loads and all(context.nbytes(each) < MOST_OFFSET for each in tensors)
     q, k, v, y = (_template_values(access, row, stored, strides, vectors=vectors) for access, row, stored in places)
@@ -54,7 +54,7 @@ def lower_attention(context: LoweringContext, layer: FusionGroup) -> None:
         attributes=context.attributes(form.local),
         **{**context.vectors(form.vector), **context.tail_values(tail)},
     )
-    pointers = [*(context.operand(node.input(i)) for i in range(3)), context.tensor(layer.output)]
+    pointers = [*(context.operand(node.input(i)) for i in range(3)), context.tensor(group.output)]
     if dropped:
         pointers.append(context.operand(dropped.value))
     blocks = -(-rows // form.rows)
@@ -65,7 +65,7 @@ def lower_attention(context: LoweringContext, layer: FusionGroup) -> None:
     numbers = [batches, rows, keys, batches * rows, query.start, key.start, value.start, *strides]
     args: list[Arg | int] = [*pointers, *context.operand_args(tail), *numbers]
     context.launch(
-        layer,
+        group,
         kernel,
         args,
         items,

@@ -235,7 +235,7 @@ class LoweringContext:
         return self.data("zeros", 4 * count, lambda: np.zeros(count, np.float32))
 
     def status(self) -> Arg:
-        """The tensor to which a kernel writes the number of its layer when it reads an index out of range."""
+        """The tensor to which a kernel writes the number of its launch when it reads an index out of range."""
         if self.status_value is None:
             self.status_value = Value("status", (1,), "int32")
         return self.tensor(self.status_value)
@@ -244,7 +244,7 @@ class LoweringContext:
 
     def launch(
         self,
-        layer: FusionGroup,
+        group: FusionGroup,
         kernel: str,
         args: Sequence[Arg | int],
         items: Sequence[int],
@@ -255,21 +255,21 @@ class LoweringContext:
         nbytes: int = 0,
         part: str = "",
     ) -> None:
-        """Append one launch (a layer of the program): `items` work-items in each direction, rounded up to whole work-groups."""
-        finishing = [node for node in layer.nodes if is_elementwise(node)]
+        """Append one launch: `items` work-items in each direction, rounded up to whole work-groups."""
+        finishing = [node for node in group.nodes if is_elementwise(node)]
         special = sum(REGISTRY[node.op].special for node in finishing)
         family = kernel.rsplit("_", 1)[0]
         self.launches.append(
             Launch(
-                name=(layer.main.name or layer.output.name) + part,
+                name=(group.main.name or group.output.name) + part,
                 kernel=kernel,
                 global_size=tuple(-(-n // size) * size for n, size in zip(items, local, strict=True)),
                 local_size=tuple(local),
                 args=tuple(Arg("int", arg) if isinstance(arg, int) else arg for arg in args),
-                operator_class=REGISTRY[layer.main.op].operator_class,
-                operators=tuple(node.name for node in layer.nodes),
+                operator_class=REGISTRY[group.main.op].operator_class,
+                operators=tuple(node.name for node in group.nodes),
                 macs=macs,
-                bytes=nbytes or sum(self.nbytes(v) for v in (*layer.main.inputs, layer.output) if v is not None),
+                bytes=nbytes or sum(self.nbytes(v) for v in (*group.main.inputs, group.output) if v is not None),
                 shape=replace(shape, family=shape.family or family, simple_ops=len(finishing) - special, special_ops=special),
             )
         )
@@ -295,17 +295,17 @@ class LoweringContext:
         """The widest vector that a row of `columns` fills at least once."""
         return min(self.descriptor.tile.vector, 1 << (columns.bit_length() - 1))
 
-    def tail(self, layer: FusionGroup, vector: int) -> PointwiseBody:
-        """The pointwise body of the epilogue of `layer`; its seed is the main operator's output."""
-        seed, columns = layer.main.outputs[0], REGISTRY[layer.main.op].columns
+    def tail(self, group: FusionGroup, vector: int) -> PointwiseBody:
+        """The pointwise body of the epilogue of `group`; its seed is the main operator's output."""
+        seed, columns = group.main.outputs[0], REGISTRY[group.main.op].columns
         return PointwiseBody(
-            tuple(layer.tail),
+            tuple(group.tail),
             seed,
             seed.shape,
-            columns(layer.main) if columns else len(seed.shape),
+            columns(group.main) if columns else len(seed.shape),
             vector,
             self.storage,
-            overwritten=self.buffers.overwritten.get(layer.main),
+            overwritten=self.buffers.overwritten.get(group.main),
         )
 
     def tail_values(self, body: PointwiseBody, seed: str = "v") -> dict[str, Any]:

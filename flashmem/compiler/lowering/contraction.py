@@ -41,7 +41,7 @@ DEPTH_BLOCK = 64
 
 def _tile(
     context: LoweringContext,
-    layer: FusionGroup,
+    group: FusionGroup,
     workload: Workload,
     run: int,
     *,
@@ -53,21 +53,21 @@ def _tile(
 
     `run`: steps of depth that are read contiguously. `winograd`: as in `compiler.selection.selector.KernelRequest`.
     """
-    node, weights = layer.main, workload.storage
+    node, weights = group.main, workload.storage
     scalar, activation = REGISTER[node.outputs[0].dtype], context.stored(node.input(0))
     floats = scalar == "float" and activation in ("float", "half") and weights in ("float32", "float16")
     if plain or not floats:
         [config] = context.descriptor.plain(workload.family)
     else:
-        config = choice(context, layer, workload, packed=packed, winograd=winograd)
+        config = choice(context, group, workload, packed=packed, winograd=winograd)
     if activation != "half" or weights != "float16":
         config = replace(config, half=0)
     config = cut(config, workload)
     vectors = context.descriptor.code.vector_loads and floats and not config.k_block and run % 4 == 0
-    offsets = 4 * max(workload.depth * workload.columns, layer.main.input(0).size)  # in bytes, of 32 bits
+    offsets = 4 * max(workload.depth * workload.columns, group.main.input(0).size)  # in bytes, of 32 bits
     return ContractionTile.of(
         config, texture=packed and context.memory_path == "texture", weights=weights, scalar=scalar, activation=activation,
-        stored=context.stored(layer.output), aligned=workload.depth % 4 == 0, aligned_columns=workload.columns % 4 == 0,
+        stored=context.stored(group.output), aligned=workload.depth % 4 == 0, aligned_columns=workload.columns % 4 == 0,
         whole=bool(config.k_block) and run % config.k_block == 0,
         looped=context.descriptor.kind == "cpu" and not config.k_block and config.rows * config.columns > config.vector,
         depth_vector=4 if vectors and offsets < MOST_OFFSET else 1,
@@ -75,14 +75,14 @@ def _tile(
 
 
 def choice(
-    context: LoweringContext, layer: FusionGroup, workload: Workload, *, packed: bool = True, winograd: bool = False
+    context: LoweringContext, group: FusionGroup, workload: Workload, *, packed: bool = True, winograd: bool = False
 ) -> KernelConfig:
     """The config for `workload`, selected once for each weight, because all patches read the weight in one packing."""
-    key = (layer.main.input(1), replace(workload, rows=0), winograd)
+    key = (group.main.input(1), replace(workload, rows=0), winograd)
     if not packed or key not in context.configs:
         widest = context.slicing.widest(workload.depth * (2 if workload.storage == "float16" else 4)) if packed else None
-        forms = context.earlier.forms(layer.main) if packed else frozenset()
-        context.configs[key] = context.selector.config(workload, [node.op for node in layer.tail], widest, winograd, forms)
+        forms = context.earlier.forms(group.main) if packed else frozenset()
+        context.configs[key] = context.selector.config(workload, [node.op for node in group.tail], widest, winograd, forms)
     return context.configs[key]
 
 
@@ -98,40 +98,41 @@ def _with(tile: ContractionTile, binding: WeightBinding) -> ContractionTile:
     )
 
 
-def lower_matmul(context: LoweringContext, layer: FusionGroup) -> None:
+def lower_matmul(context: LoweringContext, group: FusionGroup) -> None:
     """Lower MatMul: constant weights are packed in slices; other operands are a product of two activations."""
-    weight = layer.main.input(1)
+    weight = group.main.input(1)
     is_packed = weight.constant is not None and weight.dtype in ("float32", "int8", "uint8")
     if not is_packed or math.prod(weight.shape[:-2]) != 1:
-        _lower_dynamic(context, layer)
+        _lower_dynamic(context, group)
         return
-    shape = layer.main.outputs[0].shape
+    shape = group.main.outputs[0].shape
     rows, columns = math.prod(shape[:-1]), shape[-1]
-    depth = layer.main.input(0).shape[-1]
-    lower_packed(context, layer, "matmul", rows, 1, depth, [rows, depth, columns])
+    depth = group.main.input(0).shape[-1]
+    lower_packed(context, group, "matmul", rows, 1, depth, [rows, depth, columns])
 
 
-def lower_deform_convolution(context: LoweringContext, layer: FusionGroup) -> None:
+def lower_deform_convolution(context: LoweringContext, group: FusionGroup) -> None:
     """Lower DeformConv: an implicit product whose taps are sampled."""
-    node = layer.main
+    node = group.main
     x, weight, y = node.input(0), node.input(1), node.outputs[0]
     _, height, width, channels = x.shape
     *_, out_height, out_width, columns = y.shape
-    group, offset_group, masked = node.attributes["group"], node.attributes["offset_group"], len(node.inputs) > 3
+    groups, offset_group, masked = node.attributes["group"], node.attributes["offset_group"], len(node.inputs) > 3
     dims = [
-        y.size // columns, height, width, channels, channels // group, out_height, out_width, columns, columns // group,
+        y.size // columns, height, width, channels, channels // groups, out_height, out_width, columns, columns // groups,
         *weight.shape[2:], *node.attributes["strides"], *node.attributes["dilations"], *node.attributes["pads"][:2],
         offset_group, channels // offset_group,
     ]  # fmt: skip
     sampled = [context.operand(node.input(i)) for i in range(2, len(node.inputs))]
     lower_packed(
-        context, layer, "deform_conv", dims[0], group, channels // group, dims, sampled=sampled, stageable=False, masked=masked
-    )
+        context, group, "deform_conv", dims[0], groups, channels // groups, dims,
+        sampled=sampled, stageable=False, masked=masked,
+    )  # fmt: skip
 
 
 def lower_packed(
     context: LoweringContext,
-    layer: FusionGroup,
+    group: FusionGroup,
     family: str,
     rows: int,
     groups: int,
@@ -151,7 +152,7 @@ def lower_packed(
     was chosen. `row`: elements of a row of taps, if they are contiguous in the image and taps are short; otherwise 0. `values`:
     further template values.
     """
-    node = layer.main
+    node = group.main
     depth, columns = weight_matrix(node)
     binding = read_weights(context, node)
     workload = Workload(
@@ -160,7 +161,7 @@ def lower_packed(
     )  # fmt: skip
     only_plain = binding.codes is None or binding.zero is not None or binding.scale is not None or not stageable
     tile = _with(
-        _tile(context, layer, workload, run, packed=binding.codes is not None, plain=only_plain, winograd=winograd), binding
+        _tile(context, group, workload, run, packed=binding.codes is not None, plain=only_plain, winograd=winograd), binding
     )
     # Zero points and scales of a block are loaded between steps of the loop, so no step may span two blocks.
     step = max(n for n in range(1, DEPTH_BLOCK + 1) if binding.block % n == 0) if binding.block else DEPTH_BLOCK
@@ -172,7 +173,7 @@ def lower_packed(
         parts = [PackedSlice(0, packing.panels, 4 * packing.panels * depth * tile.panel)]
     else:
         parts = context.parts(node, packing, tile.launched(rows, 1)[0])
-    texture, scattered = parts[0].width > 0, layer.moved is not None
+    texture, scattered = parts[0].width > 0, group.moved is not None
     tile = replace(tile, texture=texture, folded=texture and parts[0].height < depth, scattered=scattered)
     if family == "deform_conv" or node.op == "ConvTranspose" or values.get("volume"):
         tile = replace(tile, depth_vector=1)
@@ -183,7 +184,7 @@ def lower_packed(
         values["gathered"] = row if direct and context.descriptor.kind == "cpu" and node.op == "Conv" else 0
     if family != "matmul":
         dims = [*dims[:9], packing.group_panels, *dims[9:]]
-    tail = context.tail(layer, tile.vector)
+    tail = context.tail(group, tile.vector)
     kernel = context.kernels.kernel(
         _TEMPLATES[family],
         t=tile,
@@ -193,10 +194,10 @@ def lower_packed(
         **values,
         **context.tail_values(tail),
     )
-    x, y = context.operand(node.input(0)), context.tensor(layer.output)
+    x, y = context.operand(node.input(0)), context.tensor(group.output)
     zeros = [context.zeros(dims[3])] if family != "matmul" else []
     if binding.codes is None:
-        sliced = [_packed_at_run_time(context, layer, groups, tile.panel)]
+        sliced = [_packed_at_run_time(context, group, groups, tile.panel)]
     else:
         sliced = [Arg("slice", name) for name in placed(context, node, packing, parts, binding.codes)]
     blocks = replace(packing, depth=-(-depth // (binding.block or depth)), path="buffer")
@@ -208,10 +209,10 @@ def lower_packed(
     operands = [*sampled, *context.operand_args(tail)]
     for i, (packed, part) in enumerate(zip(sliced, parts, strict=True)):
         folds = [part.height, part.panels * packing.panel_texels] if tile.texture else []
-        places = [layer.places] if layer.moved is not None else []
+        places = [group.places] if group.moved is not None else []
         scales = [*binding.args, *(Arg("slice", names[i]) for names in scaling)]
         context.launch(
-            layer,
+            group,
             kernel,
             [x, packed, y, *zeros, *scales, *operands, *dims, part.first_panel, part.panels, *folds, *places],
             tile.launched(rows, part.panels),
@@ -220,7 +221,7 @@ def lower_packed(
                 KernelShape(rows=rows, columns=min(part.panels * tile.panel, columns), depth=depth, run=run),
             ),
             macs=rows * depth * min(part.panels * tile.panel, columns),
-            nbytes=context.nbytes(node.input(0)) + ITEMSIZE[context.storage(layer.output)] * rows * part.panels * tile.panel,
+            nbytes=context.nbytes(node.input(0)) + ITEMSIZE[context.storage(group.output)] * rows * part.panels * tile.panel,
             part=f"[{i}]" if len(sliced) > 1 else "",
         )
 
@@ -239,9 +240,9 @@ def _fold_unit(family: str, tile: ContractionTile, run: int, step: int) -> int:
     return tile.depth_vector
 
 
-def _packed_at_run_time(context: LoweringContext, layer: FusionGroup, groups: int, panel: int) -> Arg:
+def _packed_at_run_time(context: LoweringContext, group: FusionGroup, groups: int, panel: int) -> Arg:
     """Weights of a convolution that are computed at run time, copied into panels: [groups, panels, taps, channels, panel]."""
-    node = layer.main
+    node = group.main
     weight = node.input(1)
     outer, inner, *kernel = weight.shape
     taps = math.prod(kernel)
@@ -256,12 +257,12 @@ def _packed_at_run_time(context: LoweringContext, layer: FusionGroup, groups: in
     target = [math.prod(made.shape[i + 1 :]) for i in range(5)]
     full, rest = divmod(columns, panel)
     if rest:
-        move(context, layer, None, made, made.shape, target, target, fill=scalar_literal("float32", 0), part="[zeros]")
+        move(context, group, None, made, made.shape, target, target, fill=scalar_literal("float32", 0), part="[zeros]")
     for first, count, width in ((0, full, panel), (full, 1, rest)):
         region = (groups, count, taps, channels, width)
         source = [strides[0], panel * strides[1], 1, strides[2], strides[1]]
         move(
-            context, layer, weight, made, region, source, target,
+            context, group, weight, made, region, source, target,
             source_start=first * source[1], target_start=first * target[1], part=f"[packed {first}]",
         )  # fmt: skip
     return context.tensor(made)
@@ -270,7 +271,7 @@ def _packed_at_run_time(context: LoweringContext, layer: FusionGroup, groups: in
 def placed(
     context: LoweringContext, node: Node, packing: Packing, parts: Sequence[PackedSlice], read: Callable[[], NDArray[Any]]
 ) -> list[str]:
-    """The slices of a weight, or of its scales or zero points: the array that `read` returns, placed once for all layers."""
+    """The slices of a weight, or of its scales or zero points: the array that `read` returns, placed once for all groups."""
 
     def pieces() -> Iterator[NDArray[Any]]:
         columns = weight_columns(node, read())
@@ -279,16 +280,16 @@ def placed(
     return [name for name, _ in context.place_packed(node, packing, parts, pieces)]
 
 
-def lower_depthwise(context: LoweringContext, layer: FusionGroup) -> None:
+def lower_depthwise(context: LoweringContext, group: FusionGroup) -> None:
     """Lower a depthwise convolution: each channel by itself."""
-    node = layer.main
+    node = group.main
     x, weight, y = node.input(0), node.input(1), node.outputs[0]
     batch, height, width, columns = x.shape
     out_height, out_width = y.shape[1:3]
     rows = batch * out_height * out_width
     vector = context.vector_for(columns)
     binding = read_weights(context, node, blocks=False)
-    stored, accumulator = context.stored(layer.output), REGISTER[y.dtype]
+    stored, accumulator = context.stored(group.output), REGISTER[y.dtype]
     storage = "float32" if binding.storage == "float16" else binding.storage.replace("int4", "int8")
     plain = ContractionTile(
         "depthwise", ("depthwise",), 1, vector, vector, weights=storage, scalar=accumulator, activation=context.stored(x),
@@ -298,7 +299,7 @@ def lower_depthwise(context: LoweringContext, layer: FusionGroup) -> None:
     if context.descriptor.code.vector_loads and floats and vector == 4 and plain.aligned_columns:
         plain = replace(plain, depth_vector=vector)
     tile = _with(plain, replace(binding, block=0))
-    tail = context.tail(layer, vector)
+    tail = context.tail(group, vector)
     items = (-(-columns // vector), rows)
     local = context.work_group(items)
     kernel = context.kernels.kernel(
@@ -306,7 +307,7 @@ def lower_depthwise(context: LoweringContext, layer: FusionGroup) -> None:
     )
     read, dtype = binding.codes, np.dtype(storage)
     if read is None:
-        packed = _packed_at_run_time(context, layer, 1, columns)
+        packed = _packed_at_run_time(context, group, 1, columns)
     else:
         packed = context.data(
             weight.name, dtype.itemsize * weight.size, lambda: np.ascontiguousarray(read().reshape(columns, -1).T, dtype)
@@ -316,25 +317,25 @@ def lower_depthwise(context: LoweringContext, layer: FusionGroup) -> None:
         rows, height, width, columns, out_height, out_width, *weight.shape[2:], *node.attributes["strides"],
         *node.attributes["dilations"], *node.attributes["pads"][:2],
     ]  # fmt: skip
-    args = [context.operand(x), packed, context.tensor(layer.output), zeros, *binding.args, *context.operand_args(tail), *dims]
+    args = [context.operand(x), packed, context.tensor(group.output), zeros, *binding.args, *context.operand_args(tail), *dims]
     shape = KernelShape(rows=rows, columns=columns, depth=weight.size // columns, run=columns, vector=vector)
-    context.launch(layer, kernel, args, items, local, shape, macs=rows * weight.size)
+    context.launch(group, kernel, args, items, local, shape, macs=rows * weight.size)
 
 
-def _lower_dynamic(context: LoweringContext, layer: FusionGroup) -> None:
+def _lower_dynamic(context: LoweringContext, group: FusionGroup) -> None:
     """Lower a product of two tensors (or of a tensor and a stack of constant matrices), such as attention's two products."""
-    a, b, y = layer.main.input(0), layer.main.input(1), layer.main.outputs[0]
+    a, b, y = group.main.input(0), group.main.input(1), group.main.outputs[0]
     batch, (rows, columns), depth = y.shape[:-2], y.shape[-2:], a.shape[-1]
     batches = math.prod(batch)
-    transposed = bool(layer.main.attributes["transposed"])
-    right, binding = read_both(context, layer.main)
+    transposed = bool(group.main.attributes["transposed"])
+    right, binding = read_both(context, group.main)
     workload = Workload("matmul_dynamic", "buffer", rows, depth, columns, batches, binding.storage)
     floats = (
         binding.storage in ("float32", "float16")
         and binding.zero is binding.scale is binding.weight_zero is binding.weight_scale is None
     )
-    tile = _with(_tile(context, layer, workload, depth, packed=False, plain=not floats), binding)
-    tail = context.tail(layer, tile.vector)
+    tile = _with(_tile(context, group, workload, depth, packed=False, plain=not floats), binding)
+    tail = context.tail(group, tile.vector)
     levels = _batch_levels(batch, a.shape, b.shape)
     kernel = context.kernels.kernel(
         "contraction/matmul_dynamic",
@@ -344,9 +345,9 @@ def _lower_dynamic(context: LoweringContext, layer: FusionGroup) -> None:
         transposed=transposed,
         **context.tail_values(tail),
     )
-    args = [context.operand(a), right, context.tensor(layer.output), *binding.args, *context.operand_args(tail)]
+    args = [context.operand(a), right, context.tensor(group.output), *binding.args, *context.operand_args(tail)]
     context.launch(
-        layer,
+        group,
         kernel,
         [*args, batches, rows, depth, columns, *(number for level in levels for number in level)],
         (*tile.launched(rows, -(-columns // tile.panel)), batches),

@@ -28,44 +28,44 @@ _WEIGHTS = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]])
 """G of F(2, 3): transforms a filter of three taps to four numbers, which the four transformed inputs are multiplied by."""
 
 
-def lower_convolution(context: LoweringContext, layer: FusionGroup) -> None:
+def lower_convolution(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Conv and ConvTranspose as implicit products, or by Winograd's algorithm if it is chosen.
 
     A 1x1 convolution is a MatMul; a depthwise convolution has its own kernel.
     """
-    node = layer.main
+    node = group.main
     x, weight, y = node.input(0), node.input(1), node.outputs[0]
     *_, height, width, channels = x.shape
     *_, out_height, out_width, columns = y.shape
-    group, volume = int(node.attributes["group"]), len(x.shape) == 5
+    groups, volume = int(node.attributes["group"]), len(x.shape) == 5
     *front, kernel_h, kernel_w = zip(
         weight.shape[2:], node.attributes["strides"], node.attributes["dilations"], node.attributes["pads"], strict=False
     )
     rows = y.size // columns
     transposed = node.op == "ConvTranspose"
-    if group == channels == columns and not transposed and not volume and group > 1:
-        lower_depthwise(context, layer)
+    if groups == channels == columns and not transposed and not volume and groups > 1:
+        lower_depthwise(context, group)
         return
-    pointwise = group == 1 and not any(node.attributes["pads"]) and {*weight.shape[2:], *node.attributes["strides"]} == {1}
+    pointwise = groups == 1 and not any(node.attributes["pads"]) and {*weight.shape[2:], *node.attributes["strides"]} == {1}
     if pointwise and not transposed:
-        lower_packed(context, layer, "matmul", rows, 1, channels, [rows, channels, columns])
+        lower_packed(context, group, "matmul", rows, 1, channels, [rows, channels, columns])
         return
     tiled = can_be_winograd(context, node)
     if tiled:
         workload = Workload("conv", context.memory_path, rows, 9 * channels, columns, taps=9)
-        config = choice(context, layer, workload, winograd=True)
+        config = choice(context, group, workload, winograd=True)
         if config.winograd:
-            _lower_winograd(context, layer, cut(config, transformed(workload, _tiles(y))))
+            _lower_winograd(context, group, cut(config, transformed(workload, _tiles(y))))
             return
     dims = [
-        rows, height, width, channels, channels // group, out_height, out_width, columns, columns // group,
+        rows, height, width, channels, channels // groups, out_height, out_width, columns, columns // groups,
         *(number for pair in zip(kernel_h, kernel_w, strict=True) for number in pair),
     ]  # fmt: skip
     dims += [x.shape[1], y.shape[1], *front[0]] if volume else []
     lower_packed(
-        context, layer, "conv", rows, group, channels // group, dims, stageable=not volume and not transposed,
-        volume=volume, quads=channels // group % 4 == 0,
-        winograd=tiled, row=weight.shape[-1] * channels if group == kernel_w[2] == 1 and channels < FEW_CHANNELS else 0,
+        context, group, "conv", rows, groups, channels // groups, dims, stageable=not volume and not transposed,
+        volume=volume, quads=channels // groups % 4 == 0,
+        winograd=tiled, row=weight.shape[-1] * channels if groups == kernel_w[2] == 1 and channels < FEW_CHANNELS else 0,
     )  # fmt: skip
 
 
@@ -97,9 +97,9 @@ def transformed_weights(weight: NDArray[Any]) -> NDArray[np.float32]:
     return made
 
 
-def _lower_winograd(context: LoweringContext, layer: FusionGroup, config: KernelConfig) -> None:
+def _lower_winograd(context: LoweringContext, group: FusionGroup, config: KernelConfig) -> None:
     """Launch Winograd's kernel once for each slice of the transformed weights. `config` is cut to the tiles."""
-    node = layer.main
+    node = group.main
     x, weight, y = node.input(0), node.input(1), node.outputs[0]
     images, height, width, channels = x.shape
     _, out_height, out_width, columns = y.shape
@@ -107,15 +107,15 @@ def _lower_winograd(context: LoweringContext, layer: FusionGroup, config: Kernel
     assert weight.constant is not None
     read = weight.constant.array
     tile = ContractionTile.of(
-        config, texture=context.memory_path == "texture", stored=context.stored(layer.output),
+        config, texture=context.memory_path == "texture", stored=context.stored(group.output),
         whole=True, aligned_columns=columns % 4 == 0,
     )  # fmt: skip
     packing = Packing(depth, columns, 1, tile.panel, "float32", context.memory_path, 1, context.descriptor)
     parts = context.parts(node, packing, tile.launched(tiles, 1)[0])
     names = placed(context, node, packing, parts, lambda: transformed_weights(read()))
     texture = parts[0].width > 0
-    tile = replace(tile, texture=texture, folded=texture and parts[0].height < depth, scattered=layer.moved is not None)
-    tail = context.tail(layer, tile.vector)
+    tile = replace(tile, texture=texture, folded=texture and parts[0].height < depth, scattered=group.moved is not None)
+    tail = context.tail(group, tile.vector)
     kernel = context.kernels.kernel(
         "convolution/winograd", t=tile, attributes=context.attributes(tile.group), **context.tail_values(tail)
     )
@@ -123,19 +123,19 @@ def _lower_winograd(context: LoweringContext, layer: FusionGroup, config: Kernel
     operands = context.operand_args(tail)
     for i, (name, part) in enumerate(zip(names, parts, strict=True)):
         folds = [part.height, part.panels * packing.panel_texels] if texture else []
-        places = [layer.places] if layer.moved is not None else []
+        places = [group.places] if group.moved is not None else []
         made = min(part.panels * tile.panel, columns)
         context.launch(
-            layer,
+            group,
             kernel,
             [
-                context.operand(x), Arg("slice", name), context.tensor(layer.output), context.zeros(channels), *operands,
+                context.operand(x), Arg("slice", name), context.tensor(group.output), context.zeros(channels), *operands,
                 *dims, part.first_panel, part.panels, *folds, *places,
             ],
             tile.launched(tiles, part.panels),
             tile.group,
             tile.described(KernelShape("conv", rows=y.size // columns, columns=made, depth=9 * channels, run=channels)),
             macs=tiles * depth * made,
-            nbytes=context.nbytes(x) + ITEMSIZE[context.storage(layer.output)] * y.size // columns * part.panels * tile.panel,
+            nbytes=context.nbytes(x) + ITEMSIZE[context.storage(group.output)] * y.size // columns * part.panels * tile.panel,
             part=f"[{i}]" if len(names) > 1 else "",
         )  # fmt: skip

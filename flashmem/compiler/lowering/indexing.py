@@ -23,15 +23,15 @@ def _parts(node: Node) -> list[tuple[int, int]]:
     return list(zip(node.attributes["sizes"], node.attributes["strides"], strict=True))
 
 
-def lower_gather_at(context: LoweringContext, layer: FusionGroup) -> None:
+def lower_gather_at(context: LoweringContext, group: FusionGroup) -> None:
     """Lower a gather: copy a run of elements for each position."""
-    node = layer.main
+    node = group.main
     x, indices, positions, run = node.input(0), node.input(1), node.attributes["positions"], node.attributes["run"]
     count = math.prod(positions)
     items = (run, count)
     local = context.work_group(items)
     parts = _parts(node)
-    stored, made = context.copied(x, layer.output)
+    stored, made = context.copied(x, group.output)
     kernel = context.kernels.kernel(
         "indexing/gather_at",
         attributes=context.attributes(local),
@@ -43,29 +43,29 @@ def lower_gather_at(context: LoweringContext, layer: FusionGroup) -> None:
         parts=parts,
         reach=sum((size - 1) * stride for size, stride in parts),
     )
-    args = [context.operand(x), context.operand(indices), context.tensor(layer.output), context.status()]
+    args = [context.operand(x), context.operand(indices), context.tensor(group.output), context.status()]
     shape = KernelShape(rows=count, columns=run, run=run, stride=run)
-    nbytes = 2 * context.nbytes(layer.output) + context.nbytes(indices)
-    context.launch(layer, kernel, [*args, count, run, len(context.launches) + 1], items, local, shape, nbytes=nbytes)
+    nbytes = 2 * context.nbytes(group.output) + context.nbytes(indices)
+    context.launch(group, kernel, [*args, count, run, len(context.launches) + 1], items, local, shape, nbytes=nbytes)
 
 
-def _copy(context: LoweringContext, layer: FusionGroup) -> None:
+def _copy(context: LoweringContext, group: FusionGroup) -> None:
     """Copy the data to the output before updates are written into it; nothing if updates cover all of it."""
-    if layer.main.attributes["covered"]:
+    if group.main.attributes["covered"]:
         return
-    x, y, fill = layer.main.input(0), layer.output, layer.main.attributes["fill"]
+    x, y, fill = group.main.input(0), group.output, group.main.attributes["fill"]
     source = x if fill is None else None
     number = "" if fill is None else scalar_literal(y.dtype, fill)
-    move(context, layer, source, y, (y.size,), (1,), (1,), fill=number, part="[copy]")
+    move(context, group, source, y, (y.size,), (1,), (1,), fill=number, part="[copy]")
 
 
-def lower_place(context: LoweringContext, layer: FusionGroup) -> None:
+def lower_place(context: LoweringContext, group: FusionGroup) -> None:
     """Lower a copy of the data and a copy of the updates into a region of it."""
-    _copy(context, layer)
-    given, updates = layer.main.attributes, layer.main.input(1)
+    _copy(context, group)
+    given, updates = group.main.attributes, group.main.input(1)
     start = given["start"]
     move(
-        context, layer, updates, layer.output, given["region"], given["source"], given["target"], target_start=start,
+        context, group, updates, group.output, given["region"], given["source"], given["target"], target_start=start,
         part="[place]",
     )  # fmt: skip
 
@@ -84,10 +84,10 @@ def _joined(dtype: DType, reduction: str) -> str:
     return scalar.to_stored(dtype, scalar.wrap(dtype, text))
 
 
-def lower_scatter(context: LoweringContext, layer: FusionGroup) -> None:
+def lower_scatter(context: LoweringContext, group: FusionGroup) -> None:
     """Lower a scatter: a copy of the data, then the updates, in order if two of them may reach the same element."""
-    _copy(context, layer)
-    node, y = layer.main, layer.output
+    _copy(context, group)
+    node, y = group.main, group.output
     given, indices, updates = node.attributes, node.input(1), node.input(2)
     count, steps, places = math.prod(given["items"]), given["steps"], given["places"]
     is_ordered = given["ordered"] and steps > 1
@@ -120,4 +120,4 @@ def lower_scatter(context: LoweringContext, layer: FusionGroup) -> None:
     numbers = [count, steps, *([spans] if is_ordered else []), len(context.launches) + 1]
     shape = KernelShape(rows=steps, columns=count, depth=steps if is_ordered else 1, stride=given["stride"])
     nbytes = 2 * context.nbytes(updates) + context.nbytes(indices)
-    context.launch(layer, kernel, [*args, *numbers], items, local, shape, nbytes=nbytes, part="[scatter]")
+    context.launch(group, kernel, [*args, *numbers], items, local, shape, nbytes=nbytes, part="[scatter]")

@@ -47,7 +47,7 @@ def _jump(region: Sequence[int], strides: Sequence[int]) -> int:
 
 def move(
     context: LoweringContext,
-    layer: FusionGroup,
+    group: FusionGroup,
     source: Value | None,
     target: Value,
     region: Sequence[int],
@@ -92,7 +92,7 @@ def move(
     steps = [number for _, *each in grid for number in (each if source is not None else each[1:])]
     longest = _inner_run(region, source_strides)
     context.launch(
-        layer,
+        group,
         kernel,
         [*pointers, context.tensor(target), *starts, *(size for size, _, _ in grid), *steps, *([step] if block > 1 else [])],
         items,
@@ -145,54 +145,54 @@ def _in_blocks(grid: list[Dimension], widest: int) -> tuple[list[Dimension], int
 _LEAST_BLOCK = 4
 
 
-def lower_transpose(context: LoweringContext, layer: FusionGroup) -> None:
+def lower_transpose(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Transpose: the source is read with permuted strides."""
-    x, y, perm = layer.main.input(0), layer.output, layer.main.attributes["perm"]
+    x, y, perm = group.main.input(0), group.output, group.main.attributes["perm"]
     strides = _strides(x.shape)
-    move(context, layer, x, y, y.shape, [strides[axis] for axis in perm], _strides(y.shape))
+    move(context, group, x, y, y.shape, [strides[axis] for axis in perm], _strides(y.shape))
 
 
-def lower_slice(context: LoweringContext, layer: FusionGroup) -> None:
+def lower_slice(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Slice: a start and a step in each dimension, which may be negative."""
-    x, y = layer.main.input(0), layer.output
+    x, y = group.main.input(0), group.output
     strides = _strides(x.shape)
-    start = _dot(strides, layer.main.attributes["starts"])
-    stepped = [stride * step for stride, step in zip(strides, layer.main.attributes["steps"], strict=True)]
-    move(context, layer, x, y, y.shape, stepped, _strides(y.shape), source_start=start)
+    start = _dot(strides, group.main.attributes["starts"])
+    stepped = [stride * step for stride, step in zip(strides, group.main.attributes["steps"], strict=True)]
+    move(context, group, x, y, y.shape, stepped, _strides(y.shape), source_start=start)
 
 
-def lower_expand(context: LoweringContext, layer: FusionGroup) -> None:
+def lower_expand(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Expand: broadcast dimensions have stride 0."""
-    x, y = layer.main.input(0), layer.output
-    move(context, layer, x, y, y.shape, broadcast_strides(x.shape, y.shape), _strides(y.shape))
+    x, y = group.main.input(0), group.output
+    move(context, group, x, y, y.shape, broadcast_strides(x.shape, y.shape), _strides(y.shape))
 
 
-def lower_tile(context: LoweringContext, layer: FusionGroup) -> None:
+def lower_tile(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Tile: each dimension becomes (repeats, size); the source has stride 0 along the repeats."""
-    x, y = layer.main.input(0), layer.output
+    x, y = group.main.input(0), group.output
     region, source = [], []
-    for size, stride, repeat in zip(x.shape, _strides(x.shape), layer.main.attributes["repeats"], strict=True):
+    for size, stride, repeat in zip(x.shape, _strides(x.shape), group.main.attributes["repeats"], strict=True):
         region += [repeat, size]
         source += [0, stride]
-    move(context, layer, x, y, region, source, _strides(region))
+    move(context, group, x, y, region, source, _strides(region))
 
 
-def lower_concat(context: LoweringContext, layer: FusionGroup) -> None:
+def lower_concat(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Concat: one copy for each input that is not already in its place in the output."""
-    y, axis = layer.output, layer.main.attributes["axis"]
+    y, axis = group.output, group.main.attributes["axis"]
     target, start = _strides(y.shape), 0
-    there = {i for i, (x, at) in enumerate(parts_in_place(layer.main)) if context.buffers.holds(y, x, at)}
-    for i, x in enumerate(value for value in layer.main.inputs if value is not None):
+    there = {i for i, (x, at) in enumerate(parts_in_place(group.main)) if context.buffers.holds(y, x, at)}
+    for i, x in enumerate(value for value in group.main.inputs if value is not None):
         if i not in there:
-            move(context, layer, x, y, x.shape, _strides(x.shape), target, target_start=start * target[axis], part=f"[{i}]")
+            move(context, group, x, y, x.shape, _strides(x.shape), target, target_start=start * target[axis], part=f"[{i}]")
         start += x.shape[axis]
 
 
-def lower_pad(context: LoweringContext, layer: FusionGroup) -> None:
+def lower_pad(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Pad with a constant: fill, then copy."""
-    x, y, before = layer.main.input(0), layer.output, layer.main.attributes["before"]
-    fill = scalar_literal(y.dtype, layer.main.attributes["value"])
-    move(context, layer, None, y, y.shape, _strides(y.shape), _strides(y.shape), fill=fill, part="[fill]")
+    x, y, before = group.main.input(0), group.output, group.main.attributes["before"]
+    fill = scalar_literal(y.dtype, group.main.attributes["value"])
+    move(context, group, None, y, y.shape, _strides(y.shape), _strides(y.shape), fill=fill, part="[fill]")
     # A negative pad crops: the region starts inside the source.
     firsts = [max(0, -b) for b in before]
     starts = [max(0, b) for b in before]
@@ -201,31 +201,31 @@ def lower_pad(context: LoweringContext, layer: FusionGroup) -> None:
     ]
     source, target = _strides(x.shape), _strides(y.shape)
     move(
-        context, layer, x, y, region, source, target,
+        context, group, x, y, region, source, target,
         source_start=_dot(firsts, source), target_start=_dot(starts, target), part="[copy]",
     )  # fmt: skip
 
 
-def lower_frames(context: LoweringContext, layer: FusionGroup) -> None:
+def lower_frames(context: LoweringContext, group: FusionGroup) -> None:
     """Lower the frames of a signal, which overlap: in the source, the next frame starts `step` elements later."""
-    x, y, step = layer.main.input(0), layer.output, layer.main.attributes["step"]
+    x, y, step = group.main.input(0), group.output, group.main.attributes["step"]
     _, length, components = x.shape
     batch, frames, size, _ = y.shape
     region = (batch, frames, size * components)
-    move(context, layer, x, y, region, [length * components, step * components, 1], _strides(region))
+    move(context, group, x, y, region, [length * components, step * components, 1], _strides(region))
 
 
-def lower_gather(context: LoweringContext, layer: FusionGroup) -> None:
-    """Lower Gather. An index out of range writes the layer's number to the status tensor; no read leaves the table."""
-    data, indices, axis = layer.main.input(0), layer.main.input(1), layer.main.attributes["axis"]
+def lower_gather(context: LoweringContext, group: FusionGroup) -> None:
+    """Lower Gather. An index out of range writes the launch's number to the status tensor; no read leaves the table."""
+    data, indices, axis = group.main.input(0), group.main.input(1), group.main.attributes["axis"]
     outer, inner, count = math.prod(data.shape[:axis]), math.prod(data.shape[axis + 1 :]), indices.size
     items = (inner, outer * count)
     local = context.work_group(items)
-    stored, made = context.copied(data, layer.output)
+    stored, made = context.copied(data, group.output)
     kernel = context.kernels.kernel(
         "movement/gather", attributes=context.attributes(local), stored=stored, made=made, index=STORED[indices.dtype]
     )
-    args = [context.operand(data), context.operand(indices), context.tensor(layer.output), context.status()]
+    args = [context.operand(data), context.operand(indices), context.tensor(group.output), context.status()]
     dims = [outer * count, count, data.shape[axis], inner, len(context.launches) + 1]
     shape = KernelShape(rows=outer * count, columns=inner, run=inner, stride=inner)
-    context.launch(layer, kernel, [*args, *dims], items, local, shape, nbytes=2 * context.nbytes(layer.output))
+    context.launch(group, kernel, [*args, *dims], items, local, shape, nbytes=2 * context.nbytes(group.output))

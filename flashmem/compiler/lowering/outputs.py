@@ -1,8 +1,8 @@
-"""The layer after which each output is copied to the host.
+"""The launch after which each output is copied to the host.
 
 Where the arena is host memory, the run returns an output in place (`Program.hands_over`). Elsewhere an output is read as soon
-as the last layer that uses it has run; then its memory in the arena is free. The host converts some outputs (float16 in the
-model, stored as float32). These are read after the last layer, one at a time, so that the host holds at most one extra array.
+as the last launch that uses it has run; then its memory in the arena is free. The host converts some outputs (float16 in the
+model, stored as float32). These are read after the last launch, one at a time, so that the host holds at most one extra array.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def read_early(
     outputs: Sequence[Port],
     gathers: Sequence[HostEmbeddingLookup],
 ) -> list[Port]:
-    """`outputs`, each with the layer after which it is read, if that can be before the end.
+    """`outputs`, each with the launch after which it is read, if that can be before the end.
 
-    `touched`: the first and the last layer that uses each of `tensors`.
+    `touched`: the first and the last launch that uses each of `tensors`.
     """
     by_host = {gather.tensor for gather in gathers}
     ready: dict[str, int] = {}

@@ -1,7 +1,7 @@
-"""Pointwise bodies: the elementwise operators of a layer as one OpenCL function.
+"""Pointwise bodies: the elementwise operators of a group as one OpenCL function.
 
 A kernel computes its outputs in vectors of `vector` elements at positions (row, col) of its output as a matrix. The function
-applies the layer's epilogue to such a vector. It loads the epilogue's other operands, at the offsets that broadcasting gives,
+applies the group's epilogue to such a vector. It loads the epilogue's other operands, at the offsets that broadcasting gives,
 and returns the finished vector. Loads may pass the last column by less than a vector; tensors have that slack. A vector may
 also be one column of several rows. Then each element is loaded separately; rows behind the last one load the last row's
 element.
@@ -32,7 +32,7 @@ vector of rows divides once for each of its elements.
 
 @dataclass(frozen=True)
 class PointwiseBody:
-    """The elementwise nodes of a layer as a function of (seed, row, col).
+    """The elementwise nodes of a group as a function of (seed, row, col).
 
     `seed` is the value that is already in registers (None if everything is loaded). `storage` gives the stored type of a value.
     `overwritten`: the operand whose memory the kernel's output overwrites. `down`: a vector holds rows `row`, `row` + 1 ... of

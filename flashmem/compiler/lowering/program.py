@@ -82,7 +82,7 @@ def _constants_place(weights: PackingList, nbytes: int) -> tuple[int, int]:
 
 def generate(
     graph: Graph,
-    layers: Sequence[FusionGroup],
+    groups: Sequence[FusionGroup],
     descriptor: DeviceDescriptor,
     *,
     precision: Literal["fp32", "fp16"] = "fp32",
@@ -91,7 +91,7 @@ def generate(
     earlier: StoredWeights = NOTHING_STORED,
     cuts: Cuts | None = None,
 ) -> Generated:
-    """Generate the program of `layers` for the default memory path of `descriptor`. `Generated.write` reads the weights later.
+    """Generate the program of `groups` for the default memory path of `descriptor`. `Generated.write` reads the weights later.
 
     `selector` selects the config of each contraction; by default it is the fastest config. `earlier`: weights already in the
     file, of programs for other shapes; they are read for comparison. `cuts`: existing slices of its own weights; contiguous
@@ -108,12 +108,12 @@ def generate(
     results, copies = _results(graph, aliases)
     gathered: dict[Value, tuple[Node, str]] = {}
     launched = []
-    for layer in (*layers, *copies):
-        indices = host_indices(layer.main, graph)
+    for group in (*groups, *copies):
+        indices = host_indices(group.main, graph)
         if indices is not None:
-            gathered[layer.main.outputs[0]] = (layer.main, indices)
-        elif not aliases.moves_nothing(layer.main):
-            launched.append(layer)
+            gathered[group.main.outputs[0]] = (group.main, indices)
+        elif not aliases.moves_nothing(group.main):
+            launched.append(group)
     early = [*(port.value for port in graph.inputs), *gathered]
     buffers = assign_buffers(launched, early, [port.value for port in results if port.value.size], aliases, storage)
     weights = PackingList(descriptor.page_bytes, earlier.size)
@@ -131,8 +131,8 @@ def generate(
     context.cuts = cuts or {}
     for value in gathered:
         context.tensor(value)
-    for layer in launched:
-        lower(context, layer)
+    for group in launched:
+        lower(context, group)
     gathers = [
         place_rows(context, node, indices, str(context.tensor(value).value)) for value, (node, indices) in gathered.items()
     ]
@@ -173,7 +173,7 @@ def generate(
 
 
 def _results(graph: Graph, aliases: AliasAnalysis) -> tuple[list[GraphPort], list[FusionGroup]]:
-    """The outputs, each with its own tensor: an output that is an input or a constant is copied by an extra layer."""
+    """The outputs, each with its own tensor: an output that is an input or a constant is copied by an extra launch."""
     results, copies, seen = [], [], set()
     inputs = {port.value for port in graph.inputs}
     for port in graph.outputs:
@@ -198,8 +198,8 @@ def _arena(
 ) -> tuple[tuple[Tensor, ...], int, int]:
     """The activations in the arena, its bytes, and the most bytes that are needed at once.
 
-    A tensor is needed from the layer that first writes it to the last that reads it (`touched`). Inputs are needed from before
-    the first layer, and outputs after the last one.
+    A tensor is needed from the launch that first writes it to the last that reads it (`touched`). Inputs are needed from before
+    the first launch, and outputs after the last one.
     """
     last = len(context.launches) + 1
     lifetimes = dict(touched)

@@ -36,9 +36,9 @@ def _activation(name: str, alpha: float, beta: float) -> str:
     return "".join(literals.get(letter, letter) for letter in _ACTIVATIONS[name])
 
 
-def lower_recurrent(context: LoweringContext, layer: FusionGroup) -> None:
+def lower_recurrent(context: LoweringContext, group: FusionGroup) -> None:
     """Lower all steps of one direction, in order."""
-    node = layer.main
+    node = group.main
     a = node.attributes
     steps, batch, hidden = a["steps"], a["batch"], a["hidden"]
     projected, recurrence, candidate, lengths, first_h, first_c, peepholes, bias = node.inputs
@@ -68,7 +68,7 @@ def lower_recurrent(context: LoweringContext, layer: FusionGroup) -> None:
         numbers = [batch, hidden, steps, step, int(a["reverse"]), by_step, by_batch]
         nbytes = 4 * batch * hidden * (2 * GATES[node.op] + 4)
         context.launch(
-            layer, kernel, [*pointers, *numbers], (hidden, batch), local, shape, nbytes=nbytes, part=f"[{step}]{phase}"
+            group, kernel, [*pointers, *numbers], (hidden, batch), local, shape, nbytes=nbytes, part=f"[{step}]{phase}"
         )
 
     def multiply(step: int, rows: Value, weights: Value, output: Value) -> None:
@@ -92,4 +92,4 @@ def lower_recurrent(context: LoweringContext, layer: FusionGroup) -> None:
         if node.op == "LSTM":
             cell_before = first_c if step == 0 else cell
             parts += [zeros if cell_before is None else context.operand(cell_before), context.tensor(cell)]
-        launch(step, "", [*parts, context.tensor(layer.output)])
+        launch(step, "", [*parts, context.tensor(group.output)])

@@ -37,9 +37,9 @@ _SUMMED: dict[DType, DType] = {"int32": "int64", "uint32": "uint64"}
 """The type in which a mean of integers is summed, so that the sum does not overflow."""
 
 
-def _template_values(context: LoweringContext, layer: FusionGroup) -> dict[str, Any]:
+def _template_values(context: LoweringContext, group: FusionGroup) -> dict[str, Any]:
     """Template values that depend on the reduction and on the element type."""
-    op, dtype, epsilon = layer.main.op, layer.main.input(0).dtype, layer.main.attributes.get("epsilon", 0.0)
+    op, dtype, epsilon = group.main.op, group.main.input(0).dtype, group.main.attributes.get("epsilon", 0.0)
     computed = _SUMMED.get(dtype, dtype) if op == "ReduceMean" else dtype
     kind = REGISTER[computed]
     neutral, each, join, final = _JOINED.get(op, (0, "", "", ""))
@@ -49,9 +49,9 @@ def _template_values(context: LoweringContext, layer: FusionGroup) -> dict[str, 
     return {
         "op": op,
         "kind": kind,
-        "stored": context.stored(layer.main.input(0)),
-        "made": context.stored(layer.output),
-        "storage": context.storage(layer.main.input(0)),
+        "stored": context.stored(group.main.input(0)),
+        "made": context.stored(group.output),
+        "storage": context.storage(group.main.input(0)),
         "computed": computed,
         "neutral": scalar_literal(computed, neutral),
         "each": each,
@@ -77,53 +77,53 @@ def _typed(values: dict[str, Any], dtype: DType, vector: int) -> dict[str, Any]:
     }
 
 
-def _over(context: LoweringContext, layer: FusionGroup, tail: PointwiseBody) -> dict[str, Any]:
+def _over(context: LoweringContext, group: FusionGroup, tail: PointwiseBody) -> dict[str, Any]:
     """Template values of the epilogue; the operand that the kernel overwrites may be the input itself, `a`."""
     values = context.tail_values(tail)
-    return {**values, "over": "a"} if context.buffers.overwritten.get(layer.main) is layer.main.input(0) else values
+    return {**values, "over": "a"} if context.buffers.overwritten.get(group.main) is group.main.input(0) else values
 
 
-def lower_reduction(context: LoweringContext, layer: FusionGroup) -> None:
+def lower_reduction(context: LoweringContext, group: FusionGroup) -> None:
     """Lower a reduction: by rows if the reduced axes are the last ones, otherwise by columns."""
-    node = layer.main
+    node = group.main
     x, axes = node.input(0), node.attributes["axes"]
     outer, depth = math.prod(x.shape[: axes[0]]), math.prod(x.shape[axes[0] : axes[-1] + 1])
-    values = _template_values(context, layer)
-    pointers = [context.operand(x), context.tensor(layer.output)]
+    values = _template_values(context, group)
+    pointers = [context.operand(x), context.tensor(group.output)]
     if whole_rows(node):
-        _lower_rows(context, layer, values, pointers, outer, depth)
+        _lower_rows(context, group, values, pointers, outer, depth)
     else:
-        _lower_columns(context, layer, values, pointers, outer, depth, math.prod(x.shape[axes[-1] + 1 :]))
+        _lower_columns(context, group, values, pointers, outer, depth, math.prod(x.shape[axes[-1] + 1 :]))
 
 
-def _variant(context: LoweringContext, layer: FusionGroup, rows: int, depth: int) -> KernelConfig:
+def _variant(context: LoweringContext, group: FusionGroup, rows: int, depth: int) -> KernelConfig:
     """The config of a reduction: how work-items share a row, or a group."""
-    return context.selector.config(Workload("reduce_rows", "buffer", rows, depth, 1), [node.op for node in layer.nodes])
+    return context.selector.config(Workload("reduce_rows", "buffer", rows, depth, 1), [node.op for node in group.nodes])
 
 
 def _lower_rows(
-    context: LoweringContext, layer: FusionGroup, values: dict[str, Any], pointers: list[Arg], outer: int, depth: int
+    context: LoweringContext, group: FusionGroup, values: dict[str, Any], pointers: list[Arg], outer: int, depth: int
 ) -> None:
-    config = _variant(context, layer, outer, depth)
+    config = _variant(context, group, outer, depth)
     lanes, vector = config.slice_k, min(config.vector, 1 << (depth.bit_length() - 1))
-    tail = context.tail(layer, vector)
+    tail = context.tail(group, vector)
     local = (lanes, 1)
     kernel = context.kernels.kernel(
         "reduction/reduce_rows",
         attributes=context.attributes(local),
         lanes=lanes,
         subgroups=config.subgroups and values["kind"] == "float",
-        **_typed(values, layer.main.input(0).dtype, vector),
-        **_over(context, layer, tail),
+        **_typed(values, group.main.input(0).dtype, vector),
+        **_over(context, group, tail),
     )
     args: list[Arg | int] = [*pointers, *context.operand_args(tail), outer, depth]
-    shape = KernelShape(rows=outer, columns=layer.main.outputs[0].size // outer, depth=depth, run=depth, vector=vector)
-    context.launch(layer, kernel, args, (lanes, outer), local, shape)
+    shape = KernelShape(rows=outer, columns=group.main.outputs[0].size // outer, depth=depth, run=depth, vector=vector)
+    context.launch(group, kernel, args, (lanes, outer), local, shape)
 
 
 def _lower_columns(
     context: LoweringContext,
-    layer: FusionGroup,
+    group: FusionGroup,
     values: dict[str, Any],
     pointers: list[Arg],
     outer: int,
@@ -131,28 +131,28 @@ def _lower_columns(
     inner: int,
 ) -> None:
     vector = context.vector_for(inner)
-    tail = context.tail(layer, vector)
+    tail = context.tail(group, vector)
     items = (-(-inner // vector), outer)
     local = context.work_group(items)
     kernel = context.kernels.kernel(
         "reduction/reduce_columns",
         attributes=context.attributes(local),
-        **_typed(values, layer.main.input(0).dtype, vector),
-        **_over(context, layer, tail),
+        **_typed(values, group.main.input(0).dtype, vector),
+        **_over(context, group, tail),
     )
-    shape = KernelShape(rows=layer.main.outputs[0].size // inner, columns=inner, depth=depth, stride=inner, vector=vector)
+    shape = KernelShape(rows=group.main.outputs[0].size // inner, columns=inner, depth=depth, stride=inner, vector=vector)
     args: list[Arg | int] = [*pointers, *context.operand_args(tail), outer, depth, inner]
-    context.launch(layer, kernel, args, items, local, shape)
+    context.launch(group, kernel, args, items, local, shape)
 
 
-def lower_group_normalization(context: LoweringContext, layer: FusionGroup) -> None:
+def lower_group_normalization(context: LoweringContext, group: FusionGroup) -> None:
     """Lower NormalizeGroups: a group is a run of columns in each of `depth` rows."""
-    x = layer.main.input(0)
+    x = group.main.input(0)
     outer, depth, groups, columns = x.shape
-    config = _variant(context, layer, outer * groups, depth * columns)
+    config = _variant(context, group, outer * groups, depth * columns)
     lanes, even = config.slice_k, columns & -columns
     vector = min(even if even >= _LEAST_EVEN else 1 << (columns.bit_length() - 1), config.vector)
-    tail, kinds = context.tail(layer, vector), Vector(vector)
+    tail, kinds = context.tail(group, vector), Vector(vector)
     kernel = context.kernels.kernel(
         "reduction/normalize_groups",
         attributes=context.attributes((lanes, 1)),
@@ -164,25 +164,25 @@ def lower_group_normalization(context: LoweringContext, layer: FusionGroup) -> N
         whole=columns % vector == 0,
         load=kinds.load(context.storage(x), "a", "(size_t)row * columns + col"),
         stored=context.stored(x),
-        made=context.stored(layer.output),
-        epsilon=scalar_literal("float32", layer.main.attributes["epsilon"]),
-        **_over(context, layer, tail),
+        made=context.stored(group.output),
+        epsilon=scalar_literal("float32", group.main.attributes["epsilon"]),
+        **_over(context, group, tail),
     )
-    pointers = [context.operand(x), context.tensor(layer.output), *context.operand_args(tail)]
+    pointers = [context.operand(x), context.tensor(group.output), *context.operand_args(tail)]
     args: list[Arg | int] = [*pointers, outer, depth, groups, columns]
     shape = KernelShape(
         rows=outer * groups, columns=depth * columns, depth=depth * columns, run=columns, stride=groups, vector=vector
     )
-    context.launch(layer, kernel, args, (lanes, outer * groups), (lanes, 1), shape)
+    context.launch(group, kernel, args, (lanes, outer * groups), (lanes, 1), shape)
 
 
 _LEAST_EVEN = 4
 """The narrowest vector that is preferred for a divisor of a run of columns, so that no vector is masked."""
 
 
-def lower_lrn(context: LoweringContext, layer: FusionGroup) -> None:
+def lower_lrn(context: LoweringContext, group: FusionGroup) -> None:
     """Lower LRN over windows of channels, for any position of the channel axis."""
-    node = layer.main
+    node = group.main
     x, axis, size = node.input(0), node.attributes["axis"], node.attributes["size"]
     rows, channels, columns = math.prod(x.shape[: axis + 1]), x.shape[axis], math.prod(x.shape[axis + 1 :])
     vector = context.vector_for(columns)
@@ -195,22 +195,22 @@ def lower_lrn(context: LoweringContext, layer: FusionGroup) -> None:
         beta=scalar_literal("float32", node.attributes["beta"]),
         bias=scalar_literal("float32", node.attributes["bias"]),
         stored=context.stored(x),
-        made=context.stored(layer.output),
+        made=context.stored(group.output),
         **context.vectors(vector),
     )
     reach = [min((size - 1) // 2, channels), min(size // 2, channels)]
-    args = [context.operand(x), context.tensor(layer.output), rows, channels, columns, *reach]
+    args = [context.operand(x), context.tensor(group.output), rows, channels, columns, *reach]
     shape = KernelShape(rows=rows, columns=columns, depth=min(size, channels), run=columns, stride=columns, vector=vector)
-    context.launch(layer, kernel, args, items, local, shape)
+    context.launch(group, kernel, args, items, local, shape)
 
 
-def lower_determinant(context: LoweringContext, layer: FusionGroup) -> None:
+def lower_determinant(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Det: one work-item eliminates each matrix, in a copy."""
-    x, y = layer.main.input(0), layer.output
+    x, y = group.main.input(0), group.output
     size, count = x.shape[-1], y.size
     work = context.tensor(Value(f"{x.name}.eliminated", x.shape, x.dtype))
     local = context.work_group((count,))
     kernel = context.kernels.kernel("reduction/determinant", attributes=context.attributes(local))
     shape = KernelShape(rows=count, depth=size**3)
     args: list[Arg | int] = [context.operand(x), work, context.tensor(y), count, size]
-    context.launch(layer, kernel, args, (count,), local, shape, macs=count * size**3 // 3)
+    context.launch(group, kernel, args, (count,), local, shape, macs=count * size**3 // 3)

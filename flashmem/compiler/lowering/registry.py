@@ -1,4 +1,4 @@
-"""Registry of lowerings by kernel name: each turns a layer into launches."""
+"""Registry of lowerings by kernel name: each turns a group into launches."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ LOWERINGS: dict[str, Callable[[LoweringContext, FusionGroup], None]] = {
 """Lowerings by the kernel name in operator declarations (`compiler.operators.registry.Operator.kernel`)."""
 
 
-def lower(context: LoweringContext, layer: FusionGroup) -> None:
-    """Append the launches of `layer` to the program."""
-    operator = REGISTRY[layer.main.op]
-    (LOWERINGS[operator.kernel] if operator.kernel else lower_elementwise)(context, layer)
+def lower(context: LoweringContext, group: FusionGroup) -> None:
+    """Append the launches of `group` to the program."""
+    operator = REGISTRY[group.main.op]
+    (LOWERINGS[operator.kernel] if operator.kernel else lower_elementwise)(context, group)

@@ -10,9 +10,9 @@ from flashmem.compiler.operators.vector import STORED, scalar_literal
 from flashmem.program.launches import Arg, KernelShape
 
 
-def lower_grid_sample(context: LoweringContext, layer: FusionGroup) -> None:
+def lower_grid_sample(context: LoweringContext, group: FusionGroup) -> None:
     """Lower GridSample in two or three dimensions; images are volumes of depth 1."""
-    node = layer.main
+    node = group.main
     x, grid, y = node.input(0), node.input(1), node.outputs[0]
     _, *sizes, columns = x.shape
     volume, taps = len(sizes) == 3, node.attributes["taps"]
@@ -28,18 +28,18 @@ def lower_grid_sample(context: LoweringContext, layer: FusionGroup) -> None:
         padding=node.attributes["padding"],
         align=node.attributes["align"],
         stored=context.stored(x),
-        made=context.stored(layer.output),
+        made=context.stored(group.output),
         **context.vectors(vector),
     )
     pointers = [context.operand(x), context.operand(grid), context.tensor(y)]
     args: list[Arg | int] = [*pointers, rows, *([] if volume else [1]), *sizes, columns, rows // y.shape[0]]
     shape = KernelShape(rows=rows, columns=columns, depth=taps ** len(sizes), run=columns, vector=vector)
-    context.launch(layer, kernel, args, items, local, shape)
+    context.launch(group, kernel, args, items, local, shape)
 
 
-def lower_roi_align(context: LoweringContext, layer: FusionGroup) -> None:
+def lower_roi_align(context: LoweringContext, group: FusionGroup) -> None:
     """Lower RoiAlign by mean or maximum. If the number of samples depends on the rectangles, its cost is that of 2 x 2."""
-    node = layer.main
+    node = group.main
     x, rois, batch, y = node.input(0), node.input(1), node.input(2), node.outputs[0]
     images, height, width, columns = x.shape
     rows = math.prod(y.shape[:3])
@@ -57,10 +57,10 @@ def lower_roi_align(context: LoweringContext, layer: FusionGroup) -> None:
         samples=samples,
         largest=node.attributes["mode"] == "max",
         stored=context.stored(x),
-        made=context.stored(layer.output),
+        made=context.stored(group.output),
         **context.vectors(vector),
     )
     pointers = [context.operand(x), context.operand(rois), context.operand(batch), context.tensor(y), context.status()]
     args: list[Arg | int] = [*pointers, rows, images, height, width, columns, *y.shape[1:3], len(context.launches) + 1]
     shape = KernelShape(rows=rows, columns=columns, depth=4 * (samples or 2) ** 2, run=columns, vector=vector)
-    context.launch(layer, kernel, args, items, local, shape)
+    context.launch(group, kernel, args, items, local, shape)

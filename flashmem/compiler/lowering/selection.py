@@ -26,9 +26,9 @@ def _cut(node: Node) -> tuple[int, int, int]:
     return math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
 
 
-def lower_extreme(context: LoweringContext, layer: FusionGroup) -> None:
+def lower_extreme(context: LoweringContext, group: FusionGroup) -> None:
     """Lower ArgMax and ArgMin: one column for each output; several work-items share a column where columns are few."""
-    node = layer.main
+    node = group.main
     x, (outer, depth, inner) = node.input(0), _cut(node)
     columns = outer * inner
     lanes = context.descriptor.tile.lanes if columns < _BUSY[context.descriptor.kind] else 1
@@ -42,13 +42,13 @@ def lower_extreme(context: LoweringContext, layer: FusionGroup) -> None:
         symbol=">" if node.op == "ArgMax" else "<",
         last=node.attributes["last"],
     )
-    args: list[Arg | int] = [context.operand(x), context.tensor(layer.output), columns, depth, inner]
-    context.launch(layer, kernel, args, (lanes, columns), local, KernelShape(rows=columns, depth=depth, stride=inner))
+    args: list[Arg | int] = [context.operand(x), context.tensor(group.output), columns, depth, inner]
+    context.launch(group, kernel, args, (lanes, columns), local, KernelShape(rows=columns, depth=depth, stride=inner))
 
 
-def lower_top(context: LoweringContext, layer: FusionGroup) -> None:
+def lower_top(context: LoweringContext, group: FusionGroup) -> None:
     """Lower TopK as a merge sort of positions: short sorted runs, then merges that keep at most `k` positions of a run."""
-    node = layer.main
+    node = group.main
     x, (outer, depth, inner), k = node.input(0), _cut(node), node.attributes["k"]
     columns = outer * inner
     values = {
@@ -59,8 +59,8 @@ def lower_top(context: LoweringContext, layer: FusionGroup) -> None:
 
     def results(stored: int, runs: int) -> Value:
         if runs == 1:
-            return layer.output
-        return Value(f"{layer.output.name}.runs{runs}", (outer, stored, inner), "int32")
+            return group.output
+        return Value(f"{group.output.name}.runs{runs}", (outer, stored, inner), "int32")
 
     runs, kept = -(-depth // _RUN), min(_RUN, k)
     stored = (runs - 1) * kept + min(kept, depth - (runs - 1) * _RUN)
@@ -72,7 +72,7 @@ def lower_top(context: LoweringContext, layer: FusionGroup) -> None:
     )
     args: list[Arg | int] = [context.operand(x), context.tensor(target), columns, depth, inner, kept, stored]
     shape = KernelShape(rows=outer * depth, columns=inner, depth=min(_RUN, depth), stride=inner)
-    context.launch(layer, kernel, args, items, local, shape, nbytes=context.nbytes(x) + context.nbytes(target), part="[runs]")
+    context.launch(group, kernel, args, items, local, shape, nbytes=context.nbytes(x) + context.nbytes(target), part="[runs]")
     while runs > 1:
         source, left = (
             target,
@@ -91,12 +91,12 @@ def lower_top(context: LoweringContext, layer: FusionGroup) -> None:
         shape = KernelShape(rows=outer * had, columns=inner, depth=before.bit_length(), stride=inner)
         nbytes = context.nbytes(source) + context.nbytes(target)
         numbers = [columns, depth, inner, before, had, kept, stored]
-        context.launch(layer, kernel, [*pointers, *numbers], items, local, shape, nbytes=nbytes, part=f"[merge {runs}]")
+        context.launch(group, kernel, [*pointers, *numbers], items, local, shape, nbytes=nbytes, part=f"[merge {runs}]")
 
 
-def lower_scan(context: LoweringContext, layer: FusionGroup) -> None:
+def lower_scan(context: LoweringContext, group: FusionGroup) -> None:
     """Lower CumSum or CumProd: a work-item for each column, or for each chunk of a column if columns are few and long."""
-    node = layer.main
+    node = group.main
     x, (outer, depth, inner) = node.input(0), _cut(node)
     # Neighbouring columns form one vector, as long as enough vectors remain.
     vector = context.vector_for(inner)
@@ -109,13 +109,13 @@ def lower_scan(context: LoweringContext, layer: FusionGroup) -> None:
     chunks = -(-depth // chunk)
     items = (columns, chunks)
     local = context.work_group(items)
-    parts = context.tensor(Value(f"{layer.output.name}.chunks", (chunks, columns * vector), x.dtype)) if chunks > 1 else None
+    parts = context.tensor(Value(f"{group.output.name}.chunks", (chunks, columns * vector), x.dtype)) if chunks > 1 else None
     for is_first in (True, False)[parts is None :]:
         kernel = context.kernels.kernel(
             "selection/scan",
             attributes=context.attributes(local),
             stored=context.stored(x),
-            made=context.stored(layer.output),
+            made=context.stored(group.output),
             summed=STORED[x.dtype],
             vector=vector,
             vec=Vector(vector).named(STORED[x.dtype]),
@@ -128,7 +128,7 @@ def lower_scan(context: LoweringContext, layer: FusionGroup) -> None:
         )
         pointers = [context.operand(x), *([parts] if parts is not None else [])]
         if not is_first:
-            pointers.append(context.tensor(layer.output))
+            pointers.append(context.tensor(group.output))
         shape = KernelShape(rows=chunks, columns=columns * vector, depth=chunk, stride=inner * vector, vector=vector)
         numbers = [columns, depth, inner, chunk, chunks]
-        context.launch(layer, kernel, [*pointers, *numbers], items, local, shape, part="[chunks]" if is_first else "")
+        context.launch(group, kernel, [*pointers, *numbers], items, local, shape, part="[chunks]" if is_first else "")

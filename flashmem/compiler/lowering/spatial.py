@@ -18,9 +18,9 @@ from flashmem.compiler.operators.vector import REGISTER, STORED, Vector, scalar_
 from flashmem.program.launches import Arg, KernelShape
 
 
-def lower_pool(context: LoweringContext, layer: FusionGroup) -> None:
+def lower_pool(context: LoweringContext, group: FusionGroup) -> None:
     """Lower MaxPool with the positions of its maxima, AveragePool and LpPool. Images are volumes of depth 1."""
-    node = layer.main
+    node = group.main
     x, y = node.input(0), node.outputs[0]
     _, *sizes, columns = x.shape
     out_sizes = y.shape[1:-1]
@@ -47,7 +47,7 @@ def lower_pool(context: LoweringContext, layer: FusionGroup) -> None:
         neutral=neutral,
         maximum="fm_max" if x.dtype == "float32" else "max",
         stored=context.stored(x),
-        made=context.stored(layer.output),
+        made=context.stored(group.output),
         kind=REGISTER[x.dtype],
         result="found" if places else "total",
         load=load,
@@ -66,22 +66,22 @@ def lower_pool(context: LoweringContext, layer: FusionGroup) -> None:
     args += [*nothing, *before, *nothing, *after]
     taps = math.prod(node.attributes["kernel"])
     shape = KernelShape(rows=rows, columns=columns, depth=taps, run=columns, vector=vector)
-    context.launch(layer, kernel, args, items, local, shape)
+    context.launch(group, kernel, args, items, local, shape)
 
 
-def lower_unpool(context: LoweringContext, layer: FusionGroup) -> None:
+def lower_unpool(context: LoweringContext, group: FusionGroup) -> None:
     """Lower MaxUnpool: zeros, then each element at its index. Where several have one index, the last one counts, as in order.
 
     Indices count in the shape without the requested output shape.
     """
-    node = layer.main
+    node = group.main
     x, indices, y = node.input(0), node.input(1), node.outputs[0]
     unpooled = node.attributes["unpooled"]
     strides = [math.prod(y.shape[axis + 1 :]) for axis in range(len(y.shape))]
     claims = None if _meets_no_place_twice(indices) else Value(f"{y.name}.claims", y.shape, "int32")
     for value, part in ((y, "[zeros]"), (claims, "[no claims]")):
         if value is not None:
-            move(context, layer, None, value, y.shape, strides, strides, fill=scalar_literal(value.dtype, 0), part=part)
+            move(context, group, None, value, y.shape, strides, strides, fill=scalar_literal(value.dtype, 0), part=part)
     local = context.work_group((x.size,))
     stored, made = context.copied(x, y)
     for phase in ("claim", "write") if claims is not None else ("",):
@@ -101,7 +101,7 @@ def lower_unpool(context: LoweringContext, layer: FusionGroup) -> None:
         args += [context.tensor(claims)] if claims is not None else []
         args += [context.status(), x.size, math.prod(unpooled), len(context.launches) + 1]
         part = "" if writes else "[claims]"
-        context.launch(layer, kernel, args, (x.size,), local, KernelShape(columns=x.size), nbytes=16 * x.size, part=part)
+        context.launch(group, kernel, args, (x.size,), local, KernelShape(columns=x.size), nbytes=16 * x.size, part=part)
 
 
 def _meets_no_place_twice(indices: Value) -> bool:
@@ -116,9 +116,9 @@ def _meets_no_place_twice(indices: Value) -> bool:
     return all(stride > (size - 1) * dilation for size, stride, dilation in windows)
 
 
-def lower_resize(context: LoweringContext, layer: FusionGroup) -> None:
+def lower_resize(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Resize over height and width, with tables of taps that are computed here."""
-    node = layer.main
+    node = group.main
     x, y = node.input(0), node.outputs[0]
     _, height, width, columns = x.shape
     rows = math.prod(y.shape[:3])
@@ -141,9 +141,9 @@ def lower_resize(context: LoweringContext, layer: FusionGroup) -> None:
         attributes=context.attributes(local),
         vector=vector,
         stored=context.stored(x),
-        made=context.stored(layer.output),
+        made=context.stored(group.output),
         vec=Vector(vector).named(STORED[x.dtype]),
     )
     args: list[Arg | int] = [context.operand(x), context.tensor(y), *tables, rows, height, width, columns, *y.shape[1:3]]
     shape = KernelShape(rows=rows, columns=columns, depth=math.prod(taps), run=columns, vector=vector)
-    context.launch(layer, kernel, args, items, local, shape)
+    context.launch(group, kernel, args, items, local, shape)

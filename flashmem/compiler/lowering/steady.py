@@ -1,4 +1,4 @@
-"""Steady launches: faster kernels, or one launch in place of several layers, for later runs.
+"""Steady launches: faster kernels, or one launch in place of several launches, for later runs.
 
 NNV12 (MobiSys '23, section 3.5) switches from the kernels of a first answer to those of later ones. Here the program is
 generated again for later runs, over the weights in the file (`Generated.again`), and compared launch by launch. A launch that
@@ -42,7 +42,7 @@ def with_steady(first: Generated) -> Generated:
 
 
 def _pairs(first: Sequence[Launch], later: Sequence[Launch]) -> Iterator[tuple[int, Sequence[Launch], Launch]]:
-    """Launches of later runs, each with the launches it replaces and their first layer's number, until the programs differ."""
+    """Launches of later runs, each with the launches it replaces and their first launch's number, until the programs differ."""
     start = 0
     for launch in later:
         end = start + 1

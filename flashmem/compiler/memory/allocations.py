@@ -25,7 +25,7 @@ def within_allocations(program: Program, plan: OverlapPlan, descriptor: DeviceDe
     fixed = (("activations take", program.arena_bytes), ("constants take", program.constants_bytes))
     for what, nbytes in fixed:
         if nbytes > most:
-            advice = "name a budget below that with --budget, so that layers are computed in patches, or make the input smaller"
+            advice = "name a budget below that with --budget, so that they are computed in patches, or make the input smaller"
             raise _refused(what, nbytes, descriptor, advice)
     for part in program.slices:
         if part.file_bytes > most:

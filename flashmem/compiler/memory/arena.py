@@ -29,7 +29,7 @@ _NEAR = 1.03
 
 @dataclass(frozen=True)
 class LiveBytes:
-    """Bytes of a block that are live during layers `first` to `last`, both included."""
+    """Bytes of a block that are live during launches `first` to `last`, both included."""
 
     block: str
     offset: int
@@ -39,7 +39,7 @@ class LiveBytes:
 
 
 Rectangle = tuple[int, int, int, int]
-"""(first byte, end, first layer, last layer) of bytes of a block that are needed together."""
+"""(first byte, end, first launch, last launch) of bytes of a block that are needed together."""
 
 
 def shapes(uses: Iterable[LiveBytes], *, slack: int = SLACK) -> dict[str, list[Rectangle]]:
@@ -74,19 +74,19 @@ def _shape(uses: Sequence[LiveBytes], slack: int) -> list[Rectangle]:
     return found
 
 
-def alive(blocks: Mapping[str, Sequence[Rectangle]], layers: int) -> list[int]:
-    """The bytes that are needed before the first layer, at each of `layers`, and after the last."""
-    change = [0] * (layers + 3)
+def alive(blocks: Mapping[str, Sequence[Rectangle]], launches: int) -> list[int]:
+    """The bytes that are needed before the first launch, at each of `launches`, and after the last."""
+    change = [0] * (launches + 3)
     for rectangles in blocks.values():
         for start, end, first, last in rectangles:
             change[first] += end - start
             change[last + 1] -= end - start
-    return list(accumulate(change))[: layers + 2]
+    return list(accumulate(change))[: launches + 2]
 
 
-def place_blocks(blocks: Mapping[str, Sequence[Rectangle]], layers: int) -> tuple[dict[str, int], int, int]:
+def place_blocks(blocks: Mapping[str, Sequence[Rectangle]], launches: int) -> tuple[dict[str, int], int, int]:
     """The offset of each block, the total bytes, and the most bytes needed at once, below which no layout exists."""
-    needed = alive(blocks, layers)
+    needed = alive(blocks, launches)
     bound = max(needed, default=0)
     whole = [Interval(name, _end(shape), _first(shape), _last(shape)) for name, shape in blocks.items()]
     best = lay_out(whole, TENSOR_ALIGNMENT)
@@ -96,7 +96,7 @@ def place_blocks(blocks: Mapping[str, Sequence[Rectangle]], layers: int) -> tupl
         lambda name, shape: (-tight[name], _first(shape), -_end(shape)),  # blocks alive at the peak first, by time
         lambda name, shape: (-tight[name], _first(shape) - _last(shape)),  # the same, with long lifetimes first
         lambda name, shape: (-_end(shape), _first(shape)),  # large ones first
-        lambda name, shape: (-_area(shape), _first(shape)),  # largest product of bytes and layers first
+        lambda name, shape: (-_area(shape), _first(shape)),  # largest product of bytes and launches first
         lambda name, shape: (_first(shape), -_end(shape)),  # by time
     )
     times = max(1, _PARTS_PLACED // max(1, sum(map(len, blocks.values()))))

@@ -1,11 +1,11 @@
-"""Buffer assignment: each activation gets separate memory, or a range of another's. Lifetimes are counted in layers.
+"""Buffer assignment: each activation gets separate memory, or a range of another's. Lifetimes are counted in groups.
 
 - A contiguous range of another value is inside that value's memory (`compiler.memory.aliases`).
-- Parts of a Concat that are contiguous in its result are written there by the layers that compute them; only other parts are
+- Parts of a Concat that are contiguous in its result are written there by the groups that compute them; only other parts are
   copied. A part that is an input, a result of the model, or in another Concat is copied.
-- A layer whose kernel supports it (`Operator.overwrites`) writes its output over an operand that is not read later. The operand
+- A group whose kernel supports it (`Operator.overwrites`) writes its output over an operand that is not read later. The operand
   has the output's shape and storage, and only the work-item that writes an element reads the operand there. Such kernels differ
-  from others (their pointers are not `restrict`), so only layers that need it do so: those at which, without overwriting, more
+  from others (their pointers are not `restrict`), so only groups that need it do so: those at which, without overwriting, more
   bytes would be alive than at the peak with overwriting.
 """
 
@@ -42,8 +42,8 @@ class BufferAssignment:
     """Buffer assignment: the memory of each activation of a graph.
 
     Attributes:
-        moved: the memory of values that layers compute, but that have no separate tensor.
-        overwritten: by a layer's main operator, the operand whose memory its output overwrites.
+        moved: the memory of values that groups compute, but that have no separate tensor.
+        overwritten: by a group's main operator, the operand whose memory its output overwrites.
     """
 
     aliases: AliasAnalysis
@@ -65,23 +65,23 @@ class BufferAssignment:
 
 
 def assign_buffers(
-    layers: Sequence[FusionGroup],
+    groups: Sequence[FusionGroup],
     early: Collection[Value],
     results: Collection[Value],
     aliases: AliasAnalysis,
     storage: Storage,
 ) -> BufferAssignment:
-    """Assign memory to all values that `layers` read and write, in the order in which they run.
+    """Assign memory to all values that `groups` read and write, in the order in which they run.
 
-    `early`: values that exist before the first layer: inputs, and values that the host writes. `results`: values that the host
+    `early`: values that exist before the first group: inputs, and values that the host writes. `results`: values that the host
     reads after the last one.
     """
-    trees = _Trees(layers, early, results, aliases, storage)
-    trees.join_parts(layers)
+    trees = _Trees(groups, early, results, aliases, storage)
+    trees.join_parts(groups)
     apart = trees.alive()
     everywhere = trees.copy()
-    everywhere.overwrite(layers, range(len(apart)))
-    trees.overwrite(layers, where_needed(apart, max(everywhere.alive(), default=0)))
+    everywhere.overwrite(groups, range(len(apart)))
+    trees.overwrite(groups, where_needed(apart, max(everywhere.alive(), default=0)))
     moved = {
         item.base: BufferRange(root, item.at)
         for root, items in trees.members.items()
@@ -92,51 +92,51 @@ def assign_buffers(
 
 
 def held_by(
-    layers: Sequence[FusionGroup],
+    groups: Sequence[FusionGroup],
     early: Collection[Value],
     results: Collection[Value],
     aliases: AliasAnalysis,
     storage: Storage,
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """The pieces of memory that layers share, without overwriting: the bytes of each, and the layers that use it.
+    """The pieces of memory that groups share, without overwriting: the bytes of each, and the groups that use it.
 
-    Arguments as in `assign_buffers`. Layers count from 1; 0 is before all of them, and their number plus one is after. A piece
-    is needed from the first of its layers to the last, in any order of execution.
+    Arguments as in `assign_buffers`. Groups count from 1; 0 is before all of them, and their number plus one is after. A piece
+    is needed from the first of its groups to the last, in any order of execution.
     """
-    trees = _Trees(layers, early, results, aliases, storage)
-    trees.join_parts(layers)
+    trees = _Trees(groups, early, results, aliases, storage)
+    trees.join_parts(groups)
     return list(trees.pieces())
 
 
 def least_alive(
-    layers: Sequence[FusionGroup],
+    groups: Sequence[FusionGroup],
     early: Collection[Value],
     results: Collection[Value],
     aliases: AliasAnalysis,
     storage: Storage,
 ) -> list[int]:
-    """The bytes that are needed at each of `layers`, if every operand that can be overwritten is."""
-    trees = _Trees(layers, early, results, aliases, storage)
-    trees.join_parts(layers)
-    trees.overwrite(layers, range(len(layers) + 2))
+    """The bytes that are needed at each of `groups`, if every operand that can be overwritten is."""
+    trees = _Trees(groups, early, results, aliases, storage)
+    trees.join_parts(groups)
+    trees.overwrite(groups, range(len(groups) + 2))
     return trees.alive()[1:-1]
 
 
 def where_needed(apart: Sequence[int], least: int) -> set[int]:
-    """The layers at which more than `least` bytes are alive. `apart`: the live bytes without overwriting."""
+    """The groups at which more than `least` bytes are alive. `apart`: the live bytes without overwriting."""
     return {at for at, nbytes in enumerate(apart) if nbytes > least}
 
 
-def read_by(layer: FusionGroup) -> list[Value]:
-    """The operands of a layer: those of its main operator, with repetitions, and those of its tail."""
-    return [*(value for value in layer.main.inputs if value is not None), *layer.operands()]
+def read_by(group: FusionGroup) -> list[Value]:
+    """The operands of a group: those of its main operator, with repetitions, and those of its tail."""
+    return [*(value for value in group.main.inputs if value is not None), *group.operands()]
 
 
 @dataclass
 class _Item:
     """A computed value, `at` bytes after the start of its root.
 
-    Layer `first` writes it. `reads` are (first byte, end, layer), relative to its start.
+    Group `first` writes it. `reads` are (first byte, end, group), relative to its start.
     """
 
     base: Value
@@ -146,32 +146,32 @@ class _Item:
     reads: list[tuple[int, int, int]]
 
     def last(self, start: int, end: int, *, spared: int = -1) -> int:
-        """The last layer that needs bytes `start` to `end` of the root; reads by layer `spared` do not count."""
-        reads = (layer for low, high, layer in self.reads if self.at + low < end and start < self.at + high and layer != spared)
+        """The last group that needs bytes `start` to `end` of the root; reads by group `spared` do not count."""
+        reads = (group for low, high, group in self.reads if self.at + low < end and start < self.at + high and group != spared)
         return max(reads, default=self.first)
 
 
 class _Trees:
-    """Values grouped by the root of their memory, with their lifetimes. Layers count from 1."""
+    """Values grouped by the root of their memory, with their lifetimes. Groups count from 1."""
 
     def __init__(
         self,
-        layers: Sequence[FusionGroup],
+        groups: Sequence[FusionGroup],
         early: Collection[Value],
         results: Collection[Value],
         aliases: AliasAnalysis,
         storage: Storage,
     ) -> None:
-        self._aliases, self._storage, self._layers = aliases, storage, len(layers)
+        self._aliases, self._storage, self._groups = aliases, storage, len(groups)
         self.overwritten: dict[Node, Value] = {}
         self._early, self._results = set(early), {aliases.base(value) for value in results}
         items = {value: self._item(value, 0) for value in early}
-        for at, layer in enumerate(layers, start=1):
-            items[layer.output] = self._item(layer.output, at)
-            for value in read_by(layer):
+        for at, group in enumerate(groups, start=1):
+            items[group.output] = self._item(group.output, at)
+            for value in read_by(group):
                 self._read(items, value, at)
         for value in results:
-            self._read(items, value, len(layers) + 1)
+            self._read(items, value, len(groups) + 1)
         self.members = {base: [item] for base, item in items.items()}
         self._item_of, self._root_of = items, {base: base for base in items}
 
@@ -194,50 +194,50 @@ class _Trees:
         itemsize = ITEMSIZE[self._storage(found.base)]
         return found.base, found.start * itemsize, (found.start + value.size) * itemsize
 
-    def _read(self, items: Mapping[Value, _Item], value: Value, layer: int) -> None:
+    def _read(self, items: Mapping[Value, _Item], value: Value, group: int) -> None:
         base, start, end = self._span(value)
         if base in items:
-            items[base].reads.append((start, end, layer))
+            items[base].reads.append((start, end, group))
 
     def alive(self) -> list[int]:
-        """The live bytes at each layer; the first entry is before the first layer."""
+        """The live bytes at each group; the first entry is before the first group."""
         uses = [
-            LiveBytes(str(number), item.at + low, high - low, item.first, layer)
+            LiveBytes(str(number), item.at + low, high - low, item.first, group)
             for number, items in enumerate(self.members.values())
             for item in items
-            for low, high, layer in [(0, item.nbytes, item.first), *item.reads]
+            for low, high, group in [(0, item.nbytes, item.first), *item.reads]
         ]
-        return alive(shapes(uses), self._layers)
+        return alive(shapes(uses), self._groups)
 
     def pieces(self) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Bytes that the same layers use, and those layers; see `held_by`."""
+        """Bytes that the same groups use, and those groups; see `held_by`."""
         for items in self.members.values():
             spans = [
-                (item.at + low, item.at + high, item.first, layer)
+                (item.at + low, item.at + high, item.first, group)
                 for item in items
-                for low, high, layer in [(0, item.nbytes, item.first), *item.reads]
+                for low, high, group in [(0, item.nbytes, item.first), *item.reads]
                 if high > low
             ]
             end = max((high for _, high, *_ in spans), default=0)
             whole = -(-(end + SLACK) // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
             cuts = sorted({cut for low, high, *_ in spans for cut in (low, high)} - {end} | {whole})
             for start, stop in pairwise(cuts):
-                touching = {layer for low, high, *both in spans if low <= start < high for layer in both}
+                touching = {group for low, high, *both in spans if low <= start < high for group in both}
                 if touching:
                     yield stop - start, tuple(sorted(touching))
 
     # -- parts of a Concat
 
-    def join_parts(self, layers: Sequence[FusionGroup]) -> None:
+    def join_parts(self, groups: Sequence[FusionGroup]) -> None:
         """Store parts of Concats inside their results if possible."""
-        for layer in layers:
-            if layer.main.op == "Concat":
-                parts = list(parts_in_place(layer.main))
+        for group in groups:
+            if group.main.op == "Concat":
+                parts = list(parts_in_place(group.main))
                 for i, (part, start) in enumerate(parts):
                     others = {self._aliases.base(other) for other, _ in parts[:i] + parts[i + 1 :]}
                     # A copied part must not share memory with the place that the copy is written to.
                     if not any(self._root_of.get(other) is self._aliases.base(part) for other in others):
-                        self._join_part(layer.output, part, start)
+                        self._join_part(group.output, part, start)
 
     def _join_part(self, whole: Value, part: Value, start: int) -> None:
         base, low, high = self._span(part)
@@ -258,30 +258,30 @@ class _Trees:
 
     # -- in-place operands
 
-    def overwrite(self, layers: Sequence[FusionGroup], where: Collection[int]) -> None:
-        """Let the layers with the numbers `where` overwrite an operand, if they can."""
-        for at, layer in enumerate(layers, start=1):
+    def overwrite(self, groups: Sequence[FusionGroup], where: Collection[int]) -> None:
+        """Let the groups with the numbers `where` overwrite an operand, if they can."""
+        for at, group in enumerate(groups, start=1):
             if at in where:
-                for operand in self._candidates(layer):
-                    if self._give(operand, layer, at):
-                        self.overwritten[layer.main] = operand
+                for operand in self._candidates(group):
+                    if self._give(operand, group, at):
+                        self.overwritten[group.main] = operand
                         break
 
-    def _candidates(self, layer: FusionGroup) -> Iterator[Value]:
-        """The operands that the layer's kernel reads element by element, with the shape and storage of its output."""
-        operator, output = REGISTRY[layer.main.op], layer.output
-        if layer.moved is not None:  # it does not write where it reads
+    def _candidates(self, group: FusionGroup) -> Iterator[Value]:
+        """The operands that the group's kernel reads element by element, with the shape and storage of its output."""
+        operator, output = REGISTRY[group.main.op], group.output
+        if group.moved is not None:  # it does not write where it reads
             return
         if operator.expression is not None:
-            read = dict.fromkeys(read_by(layer))
+            read = dict.fromkeys(read_by(group))
             possible = list(read)
         elif operator.overwrites:
-            read = dict.fromkeys(read_by(layer))
-            possible = layer.operands() + ([layer.main.input(0)] if operator.overwrites == "input" else [])
-            possible = [value for value in possible if read_by(layer).count(value) == 1]
+            read = dict.fromkeys(read_by(group))
+            possible = group.operands() + ([group.main.input(0)] if operator.overwrites == "input" else [])
+            possible = [value for value in possible if read_by(group).count(value) == 1]
         else:
             return
-        if not _fills_vectors(layer, read):
+        if not _fills_vectors(group, read):
             return
         for value in possible:
             base = self._aliases.base(value)
@@ -300,11 +300,11 @@ class _Trees:
         shift = self._item_of[other].at - self._item_of[base].at
         return low + shift < end and start < high + shift
 
-    def _give(self, operand: Value, layer: FusionGroup, at: int) -> bool:
-        """Give the memory of `operand` to the output of layer `at`, if nothing else needs it later."""
+    def _give(self, operand: Value, group: FusionGroup, at: int) -> bool:
+        """Give the memory of `operand` to the output of group `at`, if nothing else needs it later."""
         base, start, _ = self._span(operand)
-        read, made = self._item_of[base], self._item_of[layer.output]
-        old, new = self._root_of[base], self._root_of[layer.output]
+        read, made = self._item_of[base], self._item_of[group.output]
+        old, new = self._root_of[base], self._root_of[group.output]
         if old is new:
             return False
         shift = read.at + start - made.at  # distance from the new root's start to the old one's
@@ -328,12 +328,12 @@ class _Trees:
         return True
 
 
-def _fills_vectors(layer: FusionGroup, read: Iterable[Value]) -> bool:
+def _fills_vectors(group: FusionGroup, read: Iterable[Value]) -> bool:
     """Whether vectors end with the rows; otherwise the last one reaches into the next row, which other work-items write."""
-    shape, columns = layer.output.shape, REGISTRY[layer.main.op].columns
+    shape, columns = group.output.shape, REGISTRY[group.main.op].columns
     if columns is not None:
-        groups = int(layer.main.attributes.get("group", 1))
-        return math.prod(shape[columns(layer.main) :]) // groups % _WIDEST == 0
+        groups = int(group.main.attributes.get("group", 1))
+        return math.prod(shape[columns(group.main) :]) // groups % _WIDEST == 0
     one_row = all(value.shape == shape or value.size == 1 for value in read)
     return one_row or math.prod(shape[-1:]) % _WIDEST == 0
 

@@ -16,21 +16,21 @@ from flashmem.program.launches import LaunchOrder
 
 
 def in_lowest_order(
-    graph: Graph, layers: Sequence[FusionGroup], *, half: bool = False
+    graph: Graph, groups: Sequence[FusionGroup], *, half: bool = False
 ) -> tuple[list[FusionGroup], LaunchOrder]:
-    """`layers`, given in a valid order, in the order with the lowest peak found, and the quality of that order.
+    """`groups`, given in a valid order, in the order with the lowest peak found, and the quality of that order.
 
     `half`: activations are stored in half where possible (`compiler.memory.precision`). Rows that the host gathers exist from
-    the start. A layer counts as one launch. Memory between the launches of one layer, and overwritten operands, are ignored.
+    the start. A group counts as one launch. Memory between the launches of one group, and overwritten operands, are ignored.
     """
     aliases = AliasAnalysis(graph, half=half)
-    picked = [layer for layer in layers if host_indices(layer.main, graph) is not None]
-    aside = {id(layer) for layer in layers if aliases.moves_nothing(layer.main)} | {id(layer) for layer in picked}
-    launched = [layer for layer in layers if id(layer) not in aside]
+    picked = [group for group in groups if host_indices(group.main, graph) is not None]
+    aside = {id(group) for group in groups if aliases.moves_nothing(group.main)} | {id(group) for group in picked}
+    launched = [group for group in groups if id(group) not in aside]
     found = lowest_order(_problem(graph, launched, picked, aliases, half=half))
     order = LaunchOrder(found.before, found.peak, found.bound, found.method)
     if found.layers == tuple(range(len(launched))):
-        return list(layers), order
+        return list(groups), order
     return [*picked, *(launched[at] for at in found.layers)], order
 
 
@@ -42,27 +42,27 @@ def _problem(
     def storage(value: Value) -> StoredType:
         return "float16" if aliases.base(value) in halves else value.dtype
 
-    made_by: dict[Node, int | None] = {node: at for at, layer in enumerate(launched) for node in layer.nodes}
-    made_by.update((node, None) for layer in picked for node in layer.nodes)
-    after = [tuple(sorted({source for value in read_by(layer) for source in _sources(value, made_by)})) for layer in launched]
-    early = [*(port.value for port in graph.inputs), *(layer.output for layer in picked)]
+    made_by: dict[Node, int | None] = {node: at for at, group in enumerate(launched) for node in group.nodes}
+    made_by.update((node, None) for group in picked for node in group.nodes)
+    after = [tuple(sorted({source for value in read_by(group) for source in _sources(value, made_by)})) for group in launched]
+    early = [*(port.value for port in graph.inputs), *(group.output for group in picked)]
     results = [port.value for port in graph.outputs if port.value.size]
     tensors, end = [], len(launched) + 1
     for nbytes, touching in held_by(launched, early, results, aliases, storage):
-        layers = tuple(layer - 1 for layer in touching if 0 < layer < end)
-        tensors.append(Held(nbytes, layers, touching[0] == 0, touching[-1] == end))
+        launches = tuple(launch - 1 for launch in touching if 0 < launch < end)
+        tensors.append(Held(nbytes, launches, touching[0] == 0, touching[-1] == end))
     return OrderProblem(tuple(after), tuple(tensors))
 
 
 def _sources(value: Value, made_by: Mapping[Node, int | None]) -> Iterator[int]:
-    """The layers that must run before `value` exists, through nodes without launches, such as Reshape."""
+    """The groups that must run before `value` exists, through nodes without launches, such as Reshape."""
     node = value.producer
     if node is None:
         return
     if node in made_by:
-        layer = made_by[node]
-        if layer is not None:
-            yield layer
+        group = made_by[node]
+        if group is not None:
+            yield group
         return
     for each in node.inputs:
         if each is not None:

@@ -3,7 +3,7 @@
 Arithmetic is in float32, for any stored type. Only a kernel config with `KernelConfig.half` sums the products of a few steps of
 depth in half.
 
-The results of layers are stored in half, except for
+The results of groups are stored in half, except for
 
 - inputs and outputs that are float32 for the user: the first and the last kernel convert them at load and store, which costs
   nothing, while the host would need time and an array of the same size;
@@ -11,7 +11,7 @@ The results of layers are stored in half, except for
 - values from which positions are computed (`Operator.whole`: sampling grids, rectangles; operands of a cast to integers);
 - sums that a kernel updates in memory, and the state that a recurrence passes from step to step.
 
-The choice depends on the graph only. If adaptive unfusion splits a layer, the values between its parts stay float32, as in
+The choice depends on the graph only. If adaptive unfusion splits a group, the values between its parts stay float32, as in
 registers, so that answers do not depend on the plan.
 """
 
@@ -33,20 +33,20 @@ SMALL = (TENSOR_ALIGNMENT - SLACK) // 4
 
 def stored_in_half(graph: Graph, aliases: AliasAnalysis) -> frozenset[Value]:
     """The activations of `graph` that are stored in half: those with separate memory, or that share it (`aliases`)."""
-    layers = fuse(graph)
+    groups = fuse(graph)
     inputs = [port for port in graph.inputs if port.dtype == "float16"]
-    found = {aliases.base(value) for value in (*(port.value for port in inputs), *(layer.output for layer in layers))}
+    found = {aliases.base(value) for value in (*(port.value for port in inputs), *(group.output for group in groups))}
     whole = {aliases.base(port.value) for port in (*graph.inputs, *graph.outputs) if port.dtype != "float16"}
-    whole |= {aliases.base(value) for layer in layers for value in _whole(layer)}
+    whole |= {aliases.base(value) for group in groups for value in _whole(group)}
     return frozenset(value for value in found - whole if value.dtype == "float32" and value.size > SMALL)
 
 
-def _whole(layer: FusionGroup) -> Iterator[Value]:
-    """The tensors of a layer that must be stored in their own type."""
-    for node in layer.nodes:
+def _whole(group: FusionGroup) -> Iterator[Value]:
+    """The tensors of a group that must be stored in their own type."""
+    for node in group.nodes:
         yield from (value for value in REGISTRY[node.op].whole(node) if value is not None)
-    if any(node.op in ("BitCast", "Cast") and _to_integers(node) for node in layer.nodes):
-        yield from (value for node in layer.nodes if is_elementwise(node) for value in node.inputs if value is not None)
+    if any(node.op in ("BitCast", "Cast") and _to_integers(node) for node in group.nodes):
+        yield from (value for node in group.nodes if is_elementwise(node) for value in node.inputs if value is not None)
 
 
 def _to_integers(node: Node) -> bool:

@@ -69,6 +69,6 @@ register(
     __name__,
     elementwise("BitCast", ANY, _bit_cast, check=_check_bit_cast),
     elementwise("Cast", ANY, _cast, rewrite=_rewrite_cast),
-    # A layer that only copies: an output of the model that is one of its inputs, or a constant.
+    # A group that only copies: an output of the model that is one of its inputs, or a constant.
     Operator("Copy", (ANY,), expression=lambda node, x, v: x[0], layout="either", onnx=False),
 )

@@ -1,6 +1,6 @@
-"""Operator fusion: each layer is a main operator and its epilogue of elementwise operators.
+"""Operator fusion: each group is a main operator and its epilogue of elementwise operators.
 
-The *tail* of a layer, its epilogue, is an acyclic group of elementwise operators on the main operator's output. All have its
+The *tail* of a group, its epilogue, is an acyclic group of elementwise operators on the main operator's output. All have its
 shape, and only one of their values is used elsewhere. So bias, activation (GELU and SiLU, which use one value several times)
 and residual sums run in registers.
 
@@ -27,40 +27,40 @@ MAX_OPERANDS = 8
 
 
 def fuse(graph: Graph, cuts: Collection[Node] = ()) -> list[FusionGroup]:
-    """The layers of `graph` in execution order.
+    """The groups of `graph` in execution order.
 
-    A Reshape is no layer, because it moves no data. A Slice without data movement is a layer that is not launched
+    A Reshape is no group, because it moves no data. A Slice without data movement is a group that is not launched
     (`compiler.memory.aliases`); whether it moves data depends on the stored type of its source.
 
-    `cuts`: operators that join no tail. An elementwise one begins a layer, which has its own tail.
+    `cuts`: operators that join no tail. An elementwise one begins a group, which has its own tail.
     """
     consumers = graph.consumers()
     outputs = {port.value for port in graph.outputs}
     position = {node: i for i, node in enumerate(graph.nodes)}
     taken: set[Node] = set()
     cut = set(cuts)
-    layers: list[FusionGroup] = []
+    groups: list[FusionGroup] = []
     # From last to first, so that a sum of two branches joins the one that is computed later.
     for node in reversed(graph.nodes):
         if node in taken or node.op == "Reshape" or is_elementwise(node):
             continue
-        layers.append(_grow(FusionGroup(node), position, consumers, outputs, taken | cut))
-        taken.update(layers[-1].nodes)
+        groups.append(_grow(FusionGroup(node), position, consumers, outputs, taken | cut))
+        taken.update(groups[-1].nodes)
     for node in graph.nodes:
         if is_elementwise(node) and node not in taken:
-            layers.append(_grow(FusionGroup(node), position, consumers, outputs, taken | cut))
-            taken.update(layers[-1].nodes)
-    return _stored_moved(sorted(layers, key=lambda layer: position[layer.nodes[-1]]), consumers, outputs)
+            groups.append(_grow(FusionGroup(node), position, consumers, outputs, taken | cut))
+            taken.update(groups[-1].nodes)
+    return _stored_moved(sorted(groups, key=lambda group: position[group.nodes[-1]]), consumers, outputs)
 
 
-def _stored_moved(layers: list[FusionGroup], consumers: dict[Value, list[Node]], outputs: set[Value]) -> list[FusionGroup]:
-    """`layers`, in which the layers of outputs with columns first replace the Transposes after them."""
-    by_output = {layer.output: layer for layer in layers}
+def _stored_moved(groups: list[FusionGroup], consumers: dict[Value, list[Node]], outputs: set[Value]) -> list[FusionGroup]:
+    """`groups`, in which the groups of outputs with columns first replace the Transposes after them."""
+    by_output = {group.output: group for group in groups}
     gone: set[FusionGroup] = set()
-    for layer in layers:
-        if layer.main.op != "Transpose" or not _is_given(layer.output, consumers, outputs):
+    for group in groups:
+        if group.main.op != "Transpose" or not _is_given(group.output, consumers, outputs):
             continue
-        chain, value = [layer.main], layer.main.input(0)
+        chain, value = [group.main], group.main.input(0)
         while value not in by_output and value.producer is not None and value.producer.op == "Reshape":
             chain.append(value.producer)
             value = value.producer.input(0)
@@ -78,9 +78,9 @@ def _stored_moved(layers: list[FusionGroup], consumers: dict[Value, list[Node]],
         else:
             places = _places(merged(view.factors), value.shape[-1])
             if places:
-                made.moved, made.places = layer.main, places
-                gone.add(layer)
-    return [layer for layer in layers if layer not in gone]
+                made.moved, made.places = group.main, places
+                gone.add(group)
+    return [group for group in groups if group not in gone]
 
 
 def _places(factors: Sequence[Factor], columns: int) -> int:
@@ -107,14 +107,14 @@ def _scatters(node: Node) -> bool:
 
 
 def _grow(
-    layer: FusionGroup, position: dict[Node, int], consumers: dict[Value, list[Node]], outputs: set[Value], taken: set[Node]
+    group: FusionGroup, position: dict[Node, int], consumers: dict[Value, list[Node]], outputs: set[Value], taken: set[Node]
 ) -> FusionGroup:
     """The longest tail, without `taken` nodes, of which the rest of the graph reads only one value."""
-    operator = REGISTRY[layer.main.op]
+    operator = REGISTRY[group.main.op]
     if operator.expression is None and operator.columns is None:
-        return layer
-    domain = layer.main.outputs[0]
-    columns = None if operator.columns is None else operator.columns(layer.main)
+        return group
+    domain = group.main.outputs[0]
+    columns = None if operator.columns is None else operator.columns(group.main)
     only_floats = columns is not None and not operator.retypes
     inside: dict[Value, None] = {domain: None}
     trial: list[Node] = []
@@ -133,10 +133,10 @@ def _grow(
             for value in inside
             if value in outputs or not consumers.get(value) or any(user not in trial for user in consumers[value])
         ]
-        if escaping == [node.outputs[0]] and len(FusionGroup(layer.main, trial).operands()) <= MAX_OPERANDS:
+        if escaping == [node.outputs[0]] and len(FusionGroup(group.main, trial).operands()) <= MAX_OPERANDS:
             best = list(trial)
-    layer.tail = best
-    return layer
+    group.tail = best
+    return group
 
 
 def _joins(node: Node, domain: Value, columns: int | None, *, only_floats: bool) -> bool:

@@ -116,7 +116,7 @@ def dump_graph(graph: Graph, folder: Path) -> None:
     try:
         made = prepare(graph, lambda step, after: texts.update({step.name: graph_text(after)}))
         texts["fuse"] = "".join(
-            f"{layer.main.op} {' '.join(node.name for node in layer.nodes)} -> {layer.output.name}\n" for layer in fuse(made)
+            f"{group.main.op} {' '.join(node.name for node in group.nodes)} -> {group.output.name}\n" for group in fuse(made)
         )
     finally:
         for number, (name, text) in enumerate(texts.items()):

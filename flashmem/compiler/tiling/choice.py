@@ -1,6 +1,6 @@
 """Choice of the chains to compute in patches, so that live activations stay within a limit.
 
-The search begins with the layer at which most is alive. Around it, it tries runs of layers that begin and end where little is
+The search begins with the group at which most is alive. Around it, it tries runs of groups that begin and end where little is
 alive, in patches of several sizes. Of the runs that stay within the limit, it chooses the one with the fewest added launches
 for the bytes it saves; if none does, the one with the lowest peak. It continues with the new peak, until nothing exceeds the
 limit or the peak cannot be lowered. A chain that helped is tried first wherever the same sequence of operators appears again.
@@ -24,7 +24,7 @@ from flashmem.compiler.operators.tiling_interface import AxisRange, outermost
 from flashmem.compiler.tiling.patches import Chain, Patch, alike, units
 
 WINDOW = 40
-"""The most layers of a chain before, and after, the layer it is made for."""
+"""The most groups of a chain before, and after, the group it is made for."""
 
 ENDS = 7
 """The number of places at which a chain may begin, and end, that are tried."""
@@ -33,7 +33,7 @@ COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """The numbers of patches that are tried."""
 
 WORTH = 0.98
-"""A chain is used for a layer if at most this fraction of its live bytes remains."""
+"""A chain is used for a group if at most this fraction of its live bytes remains."""
 
 MOST_AGAIN = 1.5
 """Overlapping windows may make patches repeat work, up to this multiple of the chain's work in all."""
@@ -49,7 +49,7 @@ class Memory:
     """Memory sizes on which a choice of chains is based.
 
     Attributes:
-        alive: live bytes at each layer of `fuse(graph)`, without patches.
+        alive: live bytes at each group of `fuse(graph)`, without patches.
         nbytes: bytes of a tensor.
         weight_bytes: bytes of a constant that is streamed.
         in_flight: bytes of weights that are loaded at a time in any case.
@@ -83,7 +83,7 @@ class _Tried:
 
 @dataclass(frozen=True)
 class _Known:
-    """A chain that helped: signatures of its layers, the layer it was made for, the places of a patch, the live bytes."""
+    """A chain that helped: signatures of its groups, the group it was made for, the places of a patch, the live bytes."""
 
     signatures: list[tuple[object, ...]]
     offset: int
@@ -94,10 +94,10 @@ class _Known:
 class PatchChoice:
     """The chains of one graph that may run in patches; results for one limit are reused for others."""
 
-    def __init__(self, graph: Graph, layers: Sequence[FusionGroup], aliases: AliasAnalysis, memory: Memory) -> None:
-        """`aliases`: those of `graph`, whose layers are `layers`."""
-        self.layers, self.memory, self.aliases = layers, memory, aliases
-        self.nodes = units(graph, layers)[1:]
+    def __init__(self, graph: Graph, groups: Sequence[FusionGroup], aliases: AliasAnalysis, memory: Memory) -> None:
+        """`aliases`: those of `graph`, whose groups are `groups`."""
+        self.groups, self.memory, self.aliases = groups, memory, aliases
+        self.nodes = units(graph, groups)[1:]
         self.results = {port.value for port in graph.outputs}
         self.readers: dict[Value, list[int]] = {}
         self.at = {node: i for i, unit in enumerate(self.nodes) for node in unit}
@@ -105,27 +105,27 @@ class PatchChoice:
             for value in node.inputs:
                 if value is not None and value.constant is None:
                     self.readers.setdefault(value, []).append(self.at.get(node, -1))
-        # The first and the last layer at which the memory of each value is needed.
+        # The first and the last group at which the memory of each value is needed.
         self.life: dict[Value, tuple[int, int]] = {}
         for port in graph.inputs:
             self.life[aliases.base(port.value)] = (-1, -1)
-        for i, layer in enumerate(layers):
-            if not aliases.moves_nothing(layer.main):
-                self.life[layer.output] = (i, i)
-            for value in (*layer.main.inputs, *layer.operands()):
+        for i, group in enumerate(groups):
+            if not aliases.moves_nothing(group.main):
+                self.life[group.output] = (i, i)
+            for value in (*group.main.inputs, *group.operands()):
                 if value is not None and (base := aliases.base(value)) in self.life:
                     self.life[base] = (self.life[base][0], i)
         for value in self.results:
             base = aliases.base(value)
             if base in self.life:
-                self.life[base] = (self.life[base][0], len(layers))
+                self.life[base] = (self.life[base][0], len(groups))
         self.born: dict[int, list[Value]] = {}
-        change = [0] * (len(layers) + 3)
+        change = [0] * (len(groups) + 3)
         for value, (first, last) in self.life.items():
             self.born.setdefault(first, []).append(value)
             change[max(first + 1, 0)] += memory.nbytes(value)
             change[last + 1] -= memory.nbytes(value)
-        self.crossing, total = [], 0  # before each layer: bytes computed before it and needed by it or later
+        self.crossing, total = [], 0  # before each group: bytes computed before it and needed by it or later
         for step in change:
             total += step
             self.crossing.append(total)
@@ -142,7 +142,7 @@ class PatchChoice:
         while alive and max(alive) > limit:
             peak = max(range(len(alive)), key=alive.__getitem__)
             kept = [tried for tried in chosen if not tried.chain.first <= peak <= tried.chain.last]
-            free = _free(peak, kept, len(self.layers))
+            free = _free(peak, kept, len(self.groups))
             without = list(alive)  # the live bytes without the chain around the peak, if it exists
             for old in chosen:
                 if old not in kept:
@@ -188,9 +188,9 @@ class PatchChoice:
                 left = [first for first in left if first not in done]  # more patches are more launches
 
     def _sizes(self, last: int) -> Iterator[int]:
-        """Sizes of patches of a layer's result, the largest first: aligned ranges of memory, of equal sizes if possible."""
-        output = self.layers[last].output
-        if output.size < 2 or output.dtype not in ("float32",) or self.aliases.moves_nothing(self.layers[last].main):
+        """Sizes of patches of a group's result, the largest first: aligned ranges of memory, of equal sizes if possible."""
+        output = self.groups[last].output
+        if output.size < 2 or output.dtype not in ("float32",) or self.aliases.moves_nothing(self.groups[last].main):
             return  # nothing to divide: one number has one patch, and a scalar has no axis
         places = output.shape[outermost(output.shape)]
         place_bytes = self.memory.nbytes(output) // places
@@ -206,8 +206,8 @@ class PatchChoice:
                     yield size
 
     def _tried(self, last: int, rows: int, firsts: Sequence[int]) -> Iterator[_Tried]:
-        """Chains up to layer `last` in patches of `rows` places, from each of `firsts`, and their live bytes."""
-        output = self.layers[last].output
+        """Chains up to group `last` in patches of `rows` places, from each of `firsts`, and their live bytes."""
+        output = self.groups[last].output
         axis = outermost(output.shape)
         places = output.shape[axis]
         starts = tuple(range(0, places, rows))
@@ -246,7 +246,7 @@ class PatchChoice:
         return alike(nodes, end, spans, overlapping, ROUNDS)
 
     def _joined(self, patch: Patch, last: int) -> list[Value]:
-        """Results that patches compute in parts, and that are read after layer `last`, or whole."""
+        """Results that patches compute in parts, and that are read after group `last`, or whole."""
         made = [node.outputs[0] for node in patch.parts]
         inside = {node for node in patch.parts}
         return [
@@ -266,7 +266,7 @@ class PatchChoice:
         base, nbytes = self.aliases.base, self.memory.nbytes
         inside = [node for unit in self.nodes[first : last + 1] for node in unit]
         members = [node for node in inside if node in patch.parts]
-        if not members or self.layers[last].output not in patch.needs:
+        if not members or self.groups[last].output not in patch.needs:
             return None
         # Before the patches: operators whose whole results the patches need.
         wanted: set[Value] = set()
@@ -326,13 +326,13 @@ class PatchChoice:
         return _Tried(chain, alive, round((count - 1) * taken * again))
 
     def _late(self, first: int, last: int, inner: set[Value]) -> set[int]:
-        """The layers in this range that read results of the patches and are not in patches."""
+        """The groups in this range that read results of the patches and are not in patches."""
         behind, late = set(inner), set()
         for i in range(first, last + 1):
             for node in self.nodes[i]:
                 if node.outputs[0] not in inner and not behind.isdisjoint(node.inputs):
                     behind.update(node.outputs)
-                    if self.layers[i].main.outputs[0] not in inner:  # not only a Reshape of the layer's result
+                    if self.groups[i].main.outputs[0] not in inner:  # not only a Reshape of the group's result
                         late.add(i)
         return late
 
@@ -363,7 +363,7 @@ class PatchChoice:
 
 
 def _free(peak: int, chosen: Sequence[_Tried], count: int) -> tuple[int, int]:
-    """The layers around `peak` outside the chosen chains."""
+    """The groups around `peak` outside the chosen chains."""
     first = max((tried.chain.last + 1 for tried in chosen if tried.chain.last < peak), default=0)
     last = min((tried.chain.first - 1 for tried in chosen if tried.chain.first > peak), default=count - 1)
     return first, last

@@ -1,6 +1,6 @@
 """Patch-based (fused-layer) tiling: computes a chain of operators one range of its result after the other.
 
-A chain is a run of layers. A range of its last result determines, backwards, the parts of all earlier results that it needs
+A chain is a run of groups. A range of its last result determines, backwards, the parts of all earlier results that it needs
 (`Operator.tiling`): whole windows of a window partition, or one more row on either side of a 3x3 convolution, which is computed
 twice. Each patch is a copy of the chain's operators on such parts. It reads `Slice`s of tensors from before the chain. `Concat`
 joins its results that the rest of the graph reads. Along the outermost axis both are ranges of memory and cost nothing. Values
@@ -23,7 +23,7 @@ from flashmem.compiler.passes.fusion import fuse
 
 @dataclass(frozen=True)
 class Chain:
-    """A chain: layers `first` to `last` of `fuse(graph)`, counted from 0, in patches of the last one's result.
+    """A chain: groups `first` to `last` of `fuse(graph)`, counted from 0, in patches of the last one's result.
 
     Each patch extends from one of `starts` along `axis` to the next. The first start is 0.
     """
@@ -46,10 +46,10 @@ class Patch:
     parts: dict[Node, TiledNode] = field(default_factory=dict)
 
 
-def units(graph: Graph, layers: Sequence[FusionGroup]) -> list[list[Node]]:
-    """The nodes of each layer, with the Reshapes of its result; Reshapes of inputs are before the first."""
-    at = {node: i for i, layer in enumerate(layers, start=1) for node in layer.nodes}
-    made: list[list[Node]] = [[] for _ in range(len(layers) + 1)]
+def units(graph: Graph, groups: Sequence[FusionGroup]) -> list[list[Node]]:
+    """The nodes of each group, with the Reshapes of its result; Reshapes of inputs are before the first."""
+    at = {node: i for i, group in enumerate(groups, start=1) for node in group.nodes}
+    made: list[list[Node]] = [[] for _ in range(len(groups) + 1)]
     for node in graph.nodes:
         if node not in at:
             source = node.input(0).producer
@@ -151,22 +151,22 @@ def _tiles(spans: Sequence[AxisRange], value: Value) -> bool:
 
 
 def in_patches(graph: Graph, chains: Sequence[Chain]) -> Graph:
-    """`graph` with `chains`, no two of which share a layer, in patches. `graph` itself is unchanged.
+    """`graph` with `chains`, no two of which share a group, in patches. `graph` itself is unchanged.
 
     Raises:
         ValueError: a chain whose last operator has no such parts.
     """
-    layers = fuse(graph)
-    nodes = units(graph, layers)
+    groups = fuse(graph)
+    nodes = units(graph, groups)
     writer = _Writer()
     for node in nodes[0]:
         writer.copy(node)
     at = 0
     for chain in sorted(chains, key=lambda chain: chain.first):
-        for layer in range(at, chain.first):
-            writer.copy_all(nodes[layer + 1])
+        for group in range(at, chain.first):
+            writer.copy_all(nodes[group + 1])
         inside = [node for unit in nodes[chain.first + 1 : chain.last + 2] for node in unit]
-        end = layers[chain.last].output
+        end = groups[chain.last].output
         taken = set(inside)
         outside = {value for node in graph.nodes if node not in taken for value in node.inputs if value is not None}
         outside |= {port.value for port in graph.outputs}
@@ -175,8 +175,8 @@ def in_patches(graph: Graph, chains: Sequence[Chain]) -> Graph:
             raise ValueError(f"{end.name} cannot be computed in patches along axis {chain.axis}")
         writer.write(inside, patches, list(joined(inside, patches[0], {*outside, end})))
         at = chain.last + 1
-    for layer in range(at, len(layers)):
-        writer.copy_all(nodes[layer + 1])
+    for group in range(at, len(groups)):
+        writer.copy_all(nodes[group + 1])
     return writer.rewriter.graph(graph)
 
 

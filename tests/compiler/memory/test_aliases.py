@@ -155,7 +155,7 @@ class _Elements:
 
 def _checked(graph: Graph, precision: Any, monkeypatch: pytest.MonkeyPatch) -> Generated:
     """A program whose launches are simulated on a memory that records which element each byte belongs to."""
-    layers = fuse(graph)
+    groups = fuse(graph)
     begins: list[tuple[FusionGroup, int]] = []
     names: dict[Value, str] = {}
     tensor = LoweringContext.tensor
@@ -165,9 +165,9 @@ def _checked(graph: Graph, precision: Any, monkeypatch: pytest.MonkeyPatch) -> G
         names[value] = str(arg.value)
         return arg
 
-    def begun(context: LoweringContext, layer: FusionGroup) -> None:
-        begins.append((layer, len(context.launches)))
-        lower(context, layer)
+    def begun(context: LoweringContext, group: FusionGroup) -> None:
+        begins.append((group, len(context.launches)))
+        lower(context, group)
 
     from flashmem.compiler.lowering import program as module
 
@@ -175,7 +175,7 @@ def _checked(graph: Graph, precision: Any, monkeypatch: pytest.MonkeyPatch) -> G
     with monkeypatch.context() as patched:
         patched.setattr(LoweringContext, "tensor", recorded)
         patched.setattr(module, "lower", begun)
-        made = generate(graph, layers, load_descriptor("pocl"), precision=precision)
+        made = generate(graph, groups, load_descriptor("pocl"), precision=precision)
     _play(graph, made.program, begins, names)
     return made
 
@@ -204,33 +204,33 @@ def _play(graph: Graph, program: Program, begins: Sequence[tuple[FusionGroup, in
         if port.tensor is not None:
             fill(given_port.value, port.tensor)
     ends = [start for _, start in begins[1:]] + [len(program.launches)]
-    for (layer, start), end in zip(begins, ends, strict=True):
+    for (group, start), end in zip(begins, ends, strict=True):
         launches = program.launches[start:end]
-        output = layer.output
+        output = group.output
         if output not in elements.of:
-            elements.of[output] = elements.of[layer.main.input(0)].reshape(output.shape)
+            elements.of[output] = elements.of[group.main.input(0)].reshape(output.shape)
         asked = {str(arg.value) for launch in launches for arg in launch.args if arg.kind == "tensor"}
-        if layer.main.op == "Concat":
+        if group.main.op == "Concat":
             at = 0
-            for i, part in enumerate(value for value in layer.main.inputs if value is not None):
+            for i, part in enumerate(value for value in group.main.inputs if value is not None):
                 if any(launch.name.endswith(f"[{i}]") for launch in launches):
                     expect(part, names[part], f"the copy of part {i} for {output.name}")
                     assert names[part] in asked and names[output] in asked
                     region = np.zeros(output.shape, bool)
-                    axis = layer.main.attributes["axis"]
+                    axis = group.main.attributes["axis"]
                     region[
                         tuple(slice(at, at + part.shape[axis]) if d == axis else slice(None) for d in range(region.ndim))
                     ] = True
                     where, whose = bytes_of(output, names[output])
                     chosen = np.repeat(region.reshape(-1), whose.size // output.size)
                     memory[where] = np.where(chosen, whose, memory[where])
-                at += part.shape[layer.main.attributes["axis"]]
+                at += part.shape[group.main.attributes["axis"]]
             if output in names:  # otherwise only parts of it are read
                 expect(output, names[output], f"{output.name}, once made,")
             continue
-        for value in places.read_by(layer):
+        for value in places.read_by(group):
             if value.constant is None and unreshaped(value).constant is None:
-                expect(value, names[value], f"layer {layer.main.name}")
+                expect(value, names[value], f"group {group.main.name}")
                 assert names[value] in asked
         assert names[output] in asked
         fill(output, names[output])

@@ -74,12 +74,12 @@ def test_answers_do_not_depend_on_the_order_of_a_file(tmp_path: Path) -> None:
 
 def test_a_lower_peak_is_a_smaller_arena(tmp_path: Path) -> None:
     graph = prepare(import_model(branches(tmp_path, 1), {}, why_unsupported))
-    layers, device = fuse(graph), load_descriptor("pocl")
-    ordered, order = in_lowest_order(graph, layers)
-    assert {id(layer) for layer in ordered} == {id(layer) for layer in layers}
-    given, lower = (generate(graph, each, device).program for each in (layers, ordered))
+    groups, device = fuse(graph), load_descriptor("pocl")
+    ordered, order = in_lowest_order(graph, groups)
+    assert {id(group) for group in ordered} == {id(group) for group in groups}
+    given, lower = (generate(graph, each, device).program for each in (groups, ordered))
     assert (given.live_bytes, lower.live_bytes) == (order.given_bytes, order.peak_bytes)
     assert lower.arena_bytes < given.arena_bytes
-    half, halved = in_lowest_order(graph, layers, half=True)
+    half, halved = in_lowest_order(graph, groups, half=True)
     assert halved.peak_bytes < order.peak_bytes
     assert generate(graph, half, device, precision="fp16").program.live_bytes == halved.peak_bytes

@@ -147,9 +147,9 @@ def test_patterns_of_models_move_nothing(name: str, tmp_path: Path) -> None:
     model = Made()
     form(model)
     onnx.save(model.proto(), tmp_path / "graph.onnx")
-    layers = fuse(prepare(import_model(tmp_path / "graph.onnx", {}, why_unsupported)))
-    assert ({layer.main.op for layer in layers}, len(layers)) == (operators, count)
-    assert sum(layer.main.op == "Transpose" for layer in layers) == (operators >= {"Transpose"})  # of the model's own input
+    groups = fuse(prepare(import_model(tmp_path / "graph.onnx", {}, why_unsupported)))
+    assert ({group.main.op for group in groups}, len(groups)) == (operators, count)
+    assert sum(group.main.op == "Transpose" for group in groups) == (operators >= {"Transpose"})  # of the model's own input
 
 
 @pytest.mark.parametrize(("device", "path"), PLACES)

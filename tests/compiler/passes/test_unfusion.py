@@ -90,23 +90,23 @@ def test_any_cuts_leave_the_answer(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_cut_operator_begins_a_layer(name: str) -> None:
+def test_a_cut_operator_begins_a_group(name: str) -> None:
     graph = _graph(name)
     consumers, outputs = graph.consumers(), {port.value for port in graph.outputs}
     whole = fuse(graph)
-    cuts = {cut: layer for layer in whole if (cut := cut_point(layer, consumers, outputs)) is not None}
+    cuts = {cut: group for group in whole if (cut := cut_point(group, consumers, outputs)) is not None}
     assert cuts
     apart = fuse(graph, cuts.keys())
-    assert {node for layer in apart for node in layer.nodes} == {node for layer in whole for node in layer.nodes}
-    assert sum(len(layer.nodes) for layer in apart) == sum(len(layer.nodes) for layer in whole)
-    assert cuts.keys() <= {layer.main for layer in apart}
-    parts = {layer.nodes for layer in apart}
-    for cut, layer in cuts.items():
-        at = layer.nodes.index(cut)
-        assert layer.nodes[:at] in parts, "what comes before a cut is a layer"
-    for layer in apart:  # inputs are results of earlier groups
-        ready = {node for other in apart[: apart.index(layer)] for node in other.nodes} | set(layer.nodes)
-        for node in layer.nodes:
+    assert {node for group in apart for node in group.nodes} == {node for group in whole for node in group.nodes}
+    assert sum(len(group.nodes) for group in apart) == sum(len(group.nodes) for group in whole)
+    assert cuts.keys() <= {group.main for group in apart}
+    parts = {group.nodes for group in apart}
+    for cut, group in cuts.items():
+        at = group.nodes.index(cut)
+        assert group.nodes[:at] in parts, "what comes before a cut is a group"
+    for group in apart:  # inputs are results of earlier groups
+        ready = {node for other in apart[: apart.index(group)] for node in other.nodes} | set(group.nodes)
+        for node in group.nodes:
             for value in node.inputs:
                 producer = value.producer if value is not None else None
                 while producer is not None and producer.op == "Reshape":
@@ -232,7 +232,7 @@ def test_parts_must_gain_alpha_over_the_whole() -> None:
     assert {split.name for split in found} < {launch.name for launch in generated.program.launches}
     assert not splits(graph, whole, frozenset(), ten_chunks, alpha=3.0)
     for split in found:
-        assert generated.program.launches[split.layer - 1].operator_class != "hierarchical"
+        assert generated.program.launches[split.launch - 1].operator_class != "hierarchical"
 
 
 def test_where_capacity_has_no_part_in_the_objective_nothing_is_split(slow_copies: str, tmp_path: Path) -> None:

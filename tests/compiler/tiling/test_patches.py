@@ -44,13 +44,13 @@ REDUCTIONS = {"ReduceL2", "ReduceMax"}
 """Operators with the same declaration as another one."""
 
 
-def each_layer(graph: Graph) -> Graph:
+def each_group(graph: Graph) -> Graph:
     """Tile every group that can be computed in uneven patches alone, along each axis in turn."""
     chains = []
-    for at, layer in enumerate(fuse(graph)):
-        axes = [axis for axis, size in enumerate(layer.output.shape) if size > 1]
+    for at, group in enumerate(fuse(graph)):
+        axes = [axis for axis, size in enumerate(group.output.shape) if size > 1]
         for axis in axes[at % max(1, len(axes)) :] + axes:
-            size = layer.output.shape[axis]
+            size = group.output.shape[axis]
             chain = Chain(at, at, axis, tuple(sorted({0, max(1, size // 3), size - 1})))
             if can_be(graph, chain):
                 chains.append(chain)
@@ -68,10 +68,10 @@ def can_be(graph: Graph, chain: Chain) -> bool:
 
 def some_chains(graph: Graph, rng: random.Random, longest: int = 12) -> Graph:
     """Chains of groups, tiled in random patches of their last results."""
-    layers, chains, at = fuse(graph), [], 0
-    while at < len(layers):
-        last = min(at + rng.randint(0, longest), len(layers) - 1)
-        shape = layers[last].output.shape
+    groups, chains, at = fuse(graph), [], 0
+    while at < len(groups):
+        last = min(at + rng.randint(0, longest), len(groups) - 1)
+        shape = groups[last].output.shape
         size = shape[outermost(shape)] if shape else 1
         if size > 1:
             cuts = sorted(rng.sample(range(1, size), min(size - 1, rng.randint(1, 3))))
@@ -189,7 +189,7 @@ def hidden(n: Nodes, op: str, *inputs: str, **attributes: Any) -> str:
 @pytest.mark.parametrize(("place", "kind"), list(zip(DEVICES, ("around 1e3", "positive", "normal"), strict=False)))
 def test_every_operator_in_patches(place: tuple[str, str], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = operators(kind)
-    graphs = tiled(monkeypatch, each_layer)
+    graphs = tiled(monkeypatch, each_group)
     compare(nodes, place, tmp_path)
     declared = {name for name, operator in REGISTRY.items() if operator.tiling and not name.startswith("Reduce")}
     # Upsample is older than the operator set, CumProd newer; Reshapes are parts of chains.
