@@ -14,6 +14,7 @@ import pytest
 import flashmem
 
 ROOT = Path(flashmem.__file__).parents[1]
+CHANGELOG = ROOT / "CHANGELOG.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 _BASES = (ROOT, ROOT / "flashmem", ROOT / "docs", ROOT / "kernels" / "templates")
 _ENDINGS = (".py", ".j2", ".toml", ".md", ".txt", ".yml", ".yaml")
@@ -78,8 +79,9 @@ def _exists(name: str) -> bool:
 
 
 def missing_names(text: str) -> list[str]:
-    """Dotted names of flashmem in backticks that cannot be imported."""
-    named = {match for quoted in _quoted(text) for match in re.findall(r"\bflashmem(?:\.[A-Za-z_]\w*)+", quoted)}
+    """Dotted names of flashmem, benchmarks and tests in backticks that cannot be imported."""
+    dotted = r"\b(?<![./])(?:flashmem|benchmarks|tests)(?:\.[A-Za-z_]\w*)+"
+    named = {match for quoted in _quoted(text) for match in re.findall(dotted, quoted)}
     return sorted(name for name in named if not name.endswith((".toml", ".flashmem", ".onnx")) and not _exists(name))
 
 
@@ -89,12 +91,12 @@ def missing_commands(text: str) -> list[str]:
     return sorted(name for name in named if importlib.util.find_spec(name) is None)
 
 
-@by_page
+@pytest.mark.parametrize("page", [CHANGELOG, *PAGES], ids=lambda page: page.stem)
 def test_files_that_a_page_names_exist(page: Path) -> None:
     assert missing_files(page.read_text(encoding="utf-8")) == []
 
 
-@by_page
+@pytest.mark.parametrize("page", [CHANGELOG, *PAGES], ids=lambda page: page.stem)
 def test_names_and_modules_on_a_page_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert missing_names(text) == []
@@ -153,7 +155,8 @@ def test_a_file_that_is_gone_is_found(text: str, missing: list[str]) -> None:
 
 
 def test_a_name_that_is_gone_is_found() -> None:
-    assert missing_names("`flashmem.Session` `flashmem.nothing`, `flashmem.base.units.nothing`") == [
+    assert missing_names("`flashmem.Session` `flashmem.nothing`, `flashmem.base.units.nothing`, `benchmarks.stress --runs 1`") == [
+        "benchmarks.stress",
         "flashmem.base.units.nothing",
         "flashmem.nothing",
     ]
