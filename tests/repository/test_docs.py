@@ -155,9 +155,6 @@ def test_a_file_that_is_gone_is_found(text: str, missing: list[str]) -> None:
 
 
 def test_a_name_that_is_gone_is_found() -> None:
-    assert missing_names("`flashmem.Session` `flashmem.nothing`, `flashmem.base.units.nothing`, `benchmarks.stress --runs 1`") == [
-        "benchmarks.stress",
-        "flashmem.base.units.nothing",
-        "flashmem.nothing",
-    ]
+    text = "`flashmem.Session` `flashmem.nothing`, `flashmem.base.units.nothing`, `benchmarks.stress --runs 1`"
+    assert missing_names(text) == ["benchmarks.stress", "flashmem.base.units.nothing", "flashmem.nothing"]
     assert missing_commands("python -m tests.nothing and python -m flashmem") == ["tests.nothing"]
