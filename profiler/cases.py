@@ -36,7 +36,7 @@ Precision = Literal["fp32", "fp16"]
 Maker = Callable[[Draw], Graph]
 
 
-def _tail(g: Sketch, draw: Draw, y: Value) -> Value:
+def _epilogue(g: Sketch, draw: Draw, y: Value) -> Value:
     """Append a typical epilogue of a contraction: nothing, a bias, an activation, a residual sum."""
     kind = draw.pick(("none", "bias", "relu", "gelu", "residual"))
     if kind == "none":
@@ -60,7 +60,7 @@ def _matmul(draw: Draw) -> Graph:
     depth = draw.pick(_WIDTHS) if draw.unit() < 0.6 else draw.size(48, 4096, 8)
     columns = draw.pick(_WIDTHS) if draw.unit() < 0.6 else draw.size(32, 8192, 8)
     x = g.input(1, rows, depth)
-    return g.finish(_tail(g, draw, g.node("MatMul", [x, g.weight(depth, columns)], (1, rows, columns))))
+    return g.finish(_epilogue(g, draw, g.node("MatMul", [x, g.weight(depth, columns)], (1, rows, columns))))
 
 
 def _convolution(draw: Draw) -> Graph:

@@ -23,7 +23,7 @@ from tests.support.paths import DATA, ROOT
 
 MODELS = ("gptneo-tiny", "mobilenet-tiny", "resnet-tiny")
 KERNEL = """
-static inline float4 k_tail(float4 v0, const int row, const int col, __global const float* e0, __global const float* e1) {
+static inline float4 k_epilogue(float4 v0, const int row, const int col, __global const float* e0, __global const float* e1) {
     const float4 x0 = vload4(0, e0 + (row % 3) * 8 + col);
     const float4 x1 = (float4)(e1[row]);
     return v0 + x0 + x1;
@@ -191,7 +191,7 @@ def _is_harmless(bundle: Bundle, launch: Launch, at: int) -> bool:
 
 @cache
 def _kernel_text(plain: str, kernel: str) -> str:
-    """The text of one kernel: its statements, its body and its tail."""
+    """The text of one kernel: its statements, its body and its epilogue."""
     start = plain.rfind("\n}", 0, plain.find(f"{kernel}"))
     return plain[max(start, 0) : plain.find("\n}\n", plain.find(f"void {kernel}(")) + 3]
 

@@ -9,14 +9,14 @@ from flashmem.compiler.ir.graph import Node, Value
 
 @dataclass(eq=False)
 class FusionGroup:
-    """A main operator and its epilogue, the `tail`: elementwise operators that its kernel computes after it.
+    """A main operator and its epilogue: elementwise operators that its kernel computes after it.
 
     `moved` is a Transpose of the result that the kernel applies when it stores: columns of matrices of `places` rows become
     rows.
     """
 
     main: Node
-    tail: list[Node] = field(default_factory=list)
+    epilogue: list[Node] = field(default_factory=list)
     moved: Node | None = None
     places: int = 0
 
@@ -27,14 +27,14 @@ class FusionGroup:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """Main operator and tail, in the order of execution."""
-        return (self.main, *self.tail)
+        """The main operator and the epilogue, in order of execution."""
+        return (self.main, *self.epilogue)
 
     def operands(self) -> list[Value]:
-        """Values from outside the group that the tail reads, without duplicates."""
+        """Values from outside the group that the epilogue reads, without duplicates."""
         inside = {node.outputs[0] for node in self.nodes}
         found: dict[Value, None] = {}
-        for node in self.tail:
+        for node in self.epilogue:
             for value in node.inputs:
                 if value is not None and value not in inside:
                     found[value] = None

@@ -31,7 +31,7 @@ def lower_attention(context: LoweringContext, group: FusionGroup) -> None:
     config = context.selector.config(workload, [node.op for node in nodes])
     form = form_of(config, rows, query.channels, value.channels, wide)
     down = form.form == "rows" and form.vector > 1
-    tail = PointwiseBody(nodes, seed, scores.shape, len(scores.shape) - 1, form.vector, context.storage, down)
+    epilogue = PointwiseBody(nodes, seed, scores.shape, len(scores.shape) - 1, form.vector, context.storage, down)
     strides: list[int] = []
     tensors = (node.input(0), node.input(1), node.input(2), group.output)
     places = zip((query, key, value, answer), ("query", "key", "key", "query"), map(context.stored, tensors), strict=True)
@@ -52,7 +52,7 @@ def lower_attention(context: LoweringContext, group: FusionGroup) -> None:
         guarded=scores.guarded,
         dropped=dropped.index if dropped else "",
         attributes=context.attributes(form.local),
-        **{**context.vectors(form.vector), **context.tail_values(tail)},
+        **{**context.vectors(form.vector), **context.epilogue_values(epilogue)},
     )
     pointers = [*(context.operand(node.input(i)) for i in range(3)), context.tensor(group.output)]
     if dropped:
@@ -63,7 +63,7 @@ def lower_attention(context: LoweringContext, group: FusionGroup) -> None:
     counts = [rows * query.channels, keys * query.channels, keys * value.channels, rows * value.channels]
     nbytes = batches * sum(size * count for size, count in zip(sizes, counts, strict=True))
     numbers = [batches, rows, keys, batches * rows, query.start, key.start, value.start, *strides]
-    args: list[Arg | int] = [*pointers, *context.operand_args(tail), *numbers]
+    args: list[Arg | int] = [*pointers, *context.operand_args(epilogue), *numbers]
     context.launch(
         group,
         kernel,
@@ -74,7 +74,7 @@ def lower_attention(context: LoweringContext, group: FusionGroup) -> None:
             KernelShape(rows=batches * rows, columns=value.channels, depth=keys, run=query.channels, stride=key.channel)
         ),
         macs=batches * rows * keys * (query.channels + value.channels),
-        nbytes=nbytes + sum(context.nbytes(operand.value) for operand in tail.operands),
+        nbytes=nbytes + sum(context.nbytes(operand.value) for operand in epilogue.operands),
     )
 
 

@@ -295,11 +295,11 @@ class LoweringContext:
         """The widest vector that a row of `columns` fills at least once."""
         return min(self.descriptor.tile.vector, 1 << (columns.bit_length() - 1))
 
-    def tail(self, group: FusionGroup, vector: int) -> PointwiseBody:
+    def epilogue(self, group: FusionGroup, vector: int) -> PointwiseBody:
         """The pointwise body of the epilogue of `group`; its seed is the main operator's output."""
         seed, columns = group.main.outputs[0], REGISTRY[group.main.op].columns
         return PointwiseBody(
-            tuple(group.tail),
+            tuple(group.epilogue),
             seed,
             seed.shape,
             columns(group.main) if columns else len(seed.shape),
@@ -308,7 +308,7 @@ class LoweringContext:
             overwritten=self.buffers.overwritten.get(group.main),
         )
 
-    def tail_values(self, body: PointwiseBody, seed: str = "v") -> dict[str, Any]:
+    def epilogue_values(self, body: PointwiseBody, seed: str = "v") -> dict[str, Any]:
         """Template variables of a pointwise body.
 
         They are its function, its parameters, the call that finishes `seed`, and the operand that the kernel overwrites, or "".
@@ -318,12 +318,12 @@ class LoweringContext:
         overwritten = [i for i, operand in enumerate(body.operands) if operand.value is body.overwritten]
         over = f"e{overwritten[0]}" if overwritten else ""
         if not body.nodes:
-            return {"tail": "", "operands": "", "finish": "", "over": over}
+            return {"epilogue": "", "operands": "", "finish": "", "over": over}
         return {
             "over": over,
-            "tail": body.function("KERNEL_NAME_tail"),
+            "epilogue": body.function("KERNEL_NAME_epilogue"),
             "operands": parameters,
-            "finish": f"KERNEL_NAME_tail({', '.join(names)})",
+            "finish": f"KERNEL_NAME_epilogue({', '.join(names)})",
         }
 
     def vectors(self, vector: int) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def choice(
     if not packed or key not in context.configs:
         widest = context.slicing.widest(workload.depth * (2 if workload.storage == "float16" else 4)) if packed else None
         forms = context.earlier.forms(group.main) if packed else frozenset()
-        context.configs[key] = context.selector.config(workload, [node.op for node in group.tail], widest, winograd, forms)
+        context.configs[key] = context.selector.config(workload, [node.op for node in group.epilogue], widest, winograd, forms)
     return context.configs[key]
 
 
@@ -184,7 +184,7 @@ def lower_packed(
         values["gathered"] = row if direct and context.descriptor.kind == "cpu" and node.op == "Conv" else 0
     if family != "matmul":
         dims = [*dims[:9], packing.group_panels, *dims[9:]]
-    tail = context.tail(group, tile.vector)
+    epilogue = context.epilogue(group, tile.vector)
     kernel = context.kernels.kernel(
         _TEMPLATES[family],
         t=tile,
@@ -192,7 +192,7 @@ def lower_packed(
         transposed=node.op == "ConvTranspose",
         attributes=context.attributes(tile.group),
         **values,
-        **context.tail_values(tail),
+        **context.epilogue_values(epilogue),
     )
     x, y = context.operand(node.input(0)), context.tensor(group.output)
     zeros = [context.zeros(dims[3])] if family != "matmul" else []
@@ -206,7 +206,7 @@ def lower_packed(
         for by_block in binding.by_block
         for each in (replace(blocks, storage=by_block.storage),)
     ]
-    operands = [*sampled, *context.operand_args(tail)]
+    operands = [*sampled, *context.operand_args(epilogue)]
     for i, (packed, part) in enumerate(zip(sliced, parts, strict=True)):
         folds = [part.height, part.panels * packing.panel_texels] if tile.texture else []
         places = [group.places] if group.moved is not None else []
@@ -299,11 +299,11 @@ def lower_depthwise(context: LoweringContext, group: FusionGroup) -> None:
     if context.descriptor.code.vector_loads and floats and vector == 4 and plain.aligned_columns:
         plain = replace(plain, depth_vector=vector)
     tile = _with(plain, replace(binding, block=0))
-    tail = context.tail(group, vector)
+    epilogue = context.epilogue(group, vector)
     items = (-(-columns // vector), rows)
     local = context.work_group(items)
     kernel = context.kernels.kernel(
-        "contraction/depthwise", t=tile, attributes=context.attributes(local), **context.tail_values(tail)
+        "contraction/depthwise", t=tile, attributes=context.attributes(local), **context.epilogue_values(epilogue)
     )
     read, dtype = binding.codes, np.dtype(storage)
     if read is None:
@@ -317,7 +317,15 @@ def lower_depthwise(context: LoweringContext, group: FusionGroup) -> None:
         rows, height, width, columns, out_height, out_width, *weight.shape[2:], *node.attributes["strides"],
         *node.attributes["dilations"], *node.attributes["pads"][:2],
     ]  # fmt: skip
-    args = [context.operand(x), packed, context.tensor(group.output), zeros, *binding.args, *context.operand_args(tail), *dims]
+    args = [
+        context.operand(x),
+        packed,
+        context.tensor(group.output),
+        zeros,
+        *binding.args,
+        *context.operand_args(epilogue),
+        *dims,
+    ]
     shape = KernelShape(rows=rows, columns=columns, depth=weight.size // columns, run=columns, vector=vector)
     context.launch(group, kernel, args, items, local, shape, macs=rows * weight.size)
 
@@ -335,7 +343,7 @@ def _lower_dynamic(context: LoweringContext, group: FusionGroup) -> None:
         and binding.zero is binding.scale is binding.weight_zero is binding.weight_scale is None
     )
     tile = _with(_tile(context, group, workload, depth, packed=False, plain=not floats), binding)
-    tail = context.tail(group, tile.vector)
+    epilogue = context.epilogue(group, tile.vector)
     levels = _batch_levels(batch, a.shape, b.shape)
     kernel = context.kernels.kernel(
         "contraction/matmul_dynamic",
@@ -343,9 +351,9 @@ def _lower_dynamic(context: LoweringContext, group: FusionGroup) -> None:
         attributes=context.attributes(tile.group),
         levels=len(levels),
         transposed=transposed,
-        **context.tail_values(tail),
+        **context.epilogue_values(epilogue),
     )
-    args = [context.operand(a), right, context.tensor(group.output), *binding.args, *context.operand_args(tail)]
+    args = [context.operand(a), right, context.tensor(group.output), *binding.args, *context.operand_args(epilogue)]
     context.launch(
         group,
         kernel,

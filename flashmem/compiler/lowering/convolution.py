@@ -115,12 +115,12 @@ def _lower_winograd(context: LoweringContext, group: FusionGroup, config: Kernel
     names = placed(context, node, packing, parts, lambda: transformed_weights(read()))
     texture = parts[0].width > 0
     tile = replace(tile, texture=texture, folded=texture and parts[0].height < depth, scattered=group.moved is not None)
-    tail = context.tail(group, tile.vector)
+    epilogue = context.epilogue(group, tile.vector)
     kernel = context.kernels.kernel(
-        "convolution/winograd", t=tile, attributes=context.attributes(tile.group), **context.tail_values(tail)
+        "convolution/winograd", t=tile, attributes=context.attributes(tile.group), **context.epilogue_values(epilogue)
     )
     dims = [images, height, width, channels, out_height, out_width, columns, *node.attributes["pads"][:2]]
-    operands = context.operand_args(tail)
+    operands = context.operand_args(epilogue)
     for i, (name, part) in enumerate(zip(names, parts, strict=True)):
         folds = [part.height, part.panels * packing.panel_texels] if texture else []
         places = [group.places] if group.moved is not None else []

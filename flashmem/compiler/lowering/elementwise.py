@@ -28,7 +28,7 @@ def lower_elementwise(context: LoweringContext, group: FusionGroup) -> None:
         stored=context.stored(group.output),
         vector=vector,
         vec=Vector(vector).named(STORED[group.output.dtype]),
-        **context.tail_values(body),
+        **context.epilogue_values(body),
     )
     args: list[Arg | int] = [context.tensor(group.output), *context.operand_args(body), rows, columns]
     shape = KernelShape(rows=rows, columns=columns, run=columns, vector=vector)

@@ -77,9 +77,9 @@ def _typed(values: dict[str, Any], dtype: DType, vector: int) -> dict[str, Any]:
     }
 
 
-def _over(context: LoweringContext, group: FusionGroup, tail: PointwiseBody) -> dict[str, Any]:
+def _over(context: LoweringContext, group: FusionGroup, epilogue: PointwiseBody) -> dict[str, Any]:
     """Template values of the epilogue; the operand that the kernel overwrites may be the input itself, `a`."""
-    values = context.tail_values(tail)
+    values = context.epilogue_values(epilogue)
     return {**values, "over": "a"} if context.buffers.overwritten.get(group.main) is group.main.input(0) else values
 
 
@@ -106,7 +106,7 @@ def _lower_rows(
 ) -> None:
     config = _variant(context, group, outer, depth)
     lanes, vector = config.slice_k, min(config.vector, 1 << (depth.bit_length() - 1))
-    tail = context.tail(group, vector)
+    epilogue = context.epilogue(group, vector)
     local = (lanes, 1)
     kernel = context.kernels.kernel(
         "reduction/reduce_rows",
@@ -114,9 +114,9 @@ def _lower_rows(
         lanes=lanes,
         subgroups=config.subgroups and values["kind"] == "float",
         **_typed(values, group.main.input(0).dtype, vector),
-        **_over(context, group, tail),
+        **_over(context, group, epilogue),
     )
-    args: list[Arg | int] = [*pointers, *context.operand_args(tail), outer, depth]
+    args: list[Arg | int] = [*pointers, *context.operand_args(epilogue), outer, depth]
     shape = KernelShape(rows=outer, columns=group.main.outputs[0].size // outer, depth=depth, run=depth, vector=vector)
     context.launch(group, kernel, args, (lanes, outer), local, shape)
 
@@ -131,17 +131,17 @@ def _lower_columns(
     inner: int,
 ) -> None:
     vector = context.vector_for(inner)
-    tail = context.tail(group, vector)
+    epilogue = context.epilogue(group, vector)
     items = (-(-inner // vector), outer)
     local = context.work_group(items)
     kernel = context.kernels.kernel(
         "reduction/reduce_columns",
         attributes=context.attributes(local),
         **_typed(values, group.main.input(0).dtype, vector),
-        **_over(context, group, tail),
+        **_over(context, group, epilogue),
     )
     shape = KernelShape(rows=group.main.outputs[0].size // inner, columns=inner, depth=depth, stride=inner, vector=vector)
-    args: list[Arg | int] = [*pointers, *context.operand_args(tail), outer, depth, inner]
+    args: list[Arg | int] = [*pointers, *context.operand_args(epilogue), outer, depth, inner]
     context.launch(group, kernel, args, items, local, shape)
 
 
@@ -152,7 +152,7 @@ def lower_group_normalization(context: LoweringContext, group: FusionGroup) -> N
     config = _variant(context, group, outer * groups, depth * columns)
     lanes, even = config.slice_k, columns & -columns
     vector = min(even if even >= _LEAST_EVEN else 1 << (columns.bit_length() - 1), config.vector)
-    tail, kinds = context.tail(group, vector), Vector(vector)
+    epilogue, kinds = context.epilogue(group, vector), Vector(vector)
     kernel = context.kernels.kernel(
         "reduction/normalize_groups",
         attributes=context.attributes((lanes, 1)),
@@ -166,9 +166,9 @@ def lower_group_normalization(context: LoweringContext, group: FusionGroup) -> N
         stored=context.stored(x),
         made=context.stored(group.output),
         epsilon=scalar_literal("float32", group.main.attributes["epsilon"]),
-        **_over(context, group, tail),
+        **_over(context, group, epilogue),
     )
-    pointers = [context.operand(x), context.tensor(group.output), *context.operand_args(tail)]
+    pointers = [context.operand(x), context.tensor(group.output), *context.operand_args(epilogue)]
     args: list[Arg | int] = [*pointers, outer, depth, groups, columns]
     shape = KernelShape(
         rows=outer * groups, columns=depth * columns, depth=depth * columns, run=columns, stride=groups, vector=vector

@@ -3,7 +3,7 @@
 - A contiguous range of another value is inside that value's memory (`compiler.memory.aliases`).
 - Parts of a Concat that are contiguous in its result are written there by the groups that compute them; only other parts are
   copied. A part that is an input, a result of the model, or in another Concat is copied.
-- A group whose kernel supports it (`Operator.overwrites`) writes its output over an operand that is not read later. The operand
+- A group whose kernel supports it (`Operator.in_place`) writes its output over an operand that is not read later. The operand
   has the output's shape and storage, and only the work-item that writes an element reads the operand there. Such kernels differ
   from others (their pointers are not `restrict`), so only groups that need it do so: those at which, without overwriting, more
   bytes would be alive than at the peak with overwriting.
@@ -128,7 +128,7 @@ def where_needed(apart: Sequence[int], least: int) -> set[int]:
 
 
 def read_by(group: FusionGroup) -> list[Value]:
-    """The operands of a group: those of its main operator, with repetitions, and those of its tail."""
+    """The operands of a group: those of its main operator, with repetitions, and those of its epilogue."""
     return [*(value for value in group.main.inputs if value is not None), *group.operands()]
 
 
@@ -275,9 +275,9 @@ class _Trees:
         if operator.expression is not None:
             read = dict.fromkeys(read_by(group))
             possible = list(read)
-        elif operator.overwrites:
+        elif operator.in_place:
             read = dict.fromkeys(read_by(group))
-            possible = group.operands() + ([group.main.input(0)] if operator.overwrites == "input" else [])
+            possible = group.operands() + ([group.main.input(0)] if operator.in_place == "input" else [])
             possible = [value for value in possible if read_by(group).count(value) == 1]
         else:
             return

@@ -8,7 +8,7 @@ The results of groups are stored in half, except for
 - inputs and outputs that are float32 for the user: the first and the last kernel convert them at load and store, which costs
   nothing, while the host would need time and an array of the same size;
 - tensors so small that half saves no memory: scales, statistics of a few rows;
-- values from which positions are computed (`Operator.whole`: sampling grids, rectangles; operands of a cast to integers);
+- values from which positions are computed (`Operator.keep_fp32`: sampling grids, rectangles; operands of a cast to integers);
 - sums that a kernel updates in memory, and the state that a recurrence passes from step to step.
 
 The choice depends on the graph only. If adaptive unfusion splits a group, the values between its parts stay float32, as in
@@ -36,15 +36,15 @@ def stored_in_half(graph: Graph, aliases: AliasAnalysis) -> frozenset[Value]:
     groups = fuse(graph)
     inputs = [port for port in graph.inputs if port.dtype == "float16"]
     found = {aliases.base(value) for value in (*(port.value for port in inputs), *(group.output for group in groups))}
-    whole = {aliases.base(port.value) for port in (*graph.inputs, *graph.outputs) if port.dtype != "float16"}
-    whole |= {aliases.base(value) for group in groups for value in _whole(group)}
-    return frozenset(value for value in found - whole if value.dtype == "float32" and value.size > SMALL)
+    kept = {aliases.base(port.value) for port in (*graph.inputs, *graph.outputs) if port.dtype != "float16"}
+    kept |= {aliases.base(value) for group in groups for value in _keep_fp32(group)}
+    return frozenset(value for value in found - kept if value.dtype == "float32" and value.size > SMALL)
 
 
-def _whole(group: FusionGroup) -> Iterator[Value]:
+def _keep_fp32(group: FusionGroup) -> Iterator[Value]:
     """The tensors of a group that must be stored in their own type."""
     for node in group.nodes:
-        yield from (value for value in REGISTRY[node.op].whole(node) if value is not None)
+        yield from (value for value in REGISTRY[node.op].keep_fp32(node) if value is not None)
     if any(node.op in ("BitCast", "Cast") and _to_integers(node) for node in group.nodes):
         yield from (value for node in group.nodes if is_elementwise(node) for value in node.inputs if value is not None)
 

@@ -247,16 +247,16 @@ register(
     ),
     Operator(
         "Conv", (FLOAT,), check=_check_convolution, rewrite=_rewrite_convolution, kernel="convolution", layout="channels_last",
-        columns=last_columns, overwrites="tail", retypes=True, operator_class="reusable", tiling=window_tile,
+        columns=last_columns, in_place="epilogue", epilogue_cast=True, operator_class="reusable", tiling=window_tile,
     ),
     Operator(
         "ConvTranspose", (FLOAT,), check=_check_convolution, rewrite=_rewrite_convolution, kernel="convolution",
-        layout="channels_last", columns=last_columns, overwrites="tail", retypes=True, operator_class="reusable",
+        layout="channels_last", columns=last_columns, in_place="epilogue", epilogue_cast=True, operator_class="reusable",
         tiling=window_tile,
     ),
     Operator("Gemm", (WIDE,), check=_check_gemm, rewrite=_rewrite_gemm, operator_class="reusable"),
     Operator(
         "MatMul", (WIDE,), check=_check_matmul, rewrite=_rewrite_matmul, kernel="matmul", columns=last_columns,
-        overwrites="tail", retypes=True, operator_class="reusable", empty=True, tiling=product_tile,
+        in_place="epilogue", epilogue_cast=True, operator_class="reusable", empty=True, tiling=product_tile,
     ),
 )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashmem.compiler.ir.graph import Node
-from flashmem.compiler.operators.registry import FLOAT, Operator, all_whole, register
+from flashmem.compiler.operators.registry import FLOAT, Operator, all_fp32, register
 
 
 def _check_det(node: Node) -> str | None:
@@ -15,5 +15,5 @@ def _check_det(node: Node) -> str | None:
 
 register(
     __name__,
-    Operator("Det", (FLOAT,), check=_check_det, kernel="determinant", whole=all_whole, operator_class="hierarchical"),
+    Operator("Det", (FLOAT,), check=_check_det, kernel="determinant", keep_fp32=all_fp32, operator_class="hierarchical"),
 )

@@ -399,5 +399,5 @@ register(
     Operator("TensorScatter", (ANY, ANY, _INT64), check=_check_tensor_scatter, rewrite=_rewrite_tensor_scatter),
     Operator("GatherAt", (ANY, INDEX), kernel="gather_at", onnx=False),
     Operator("Place", (ANY, ANY), kernel="place", onnx=False),
-    Operator("ScatterAt", (ANY, INDEX, ANY), kernel="scatter", whole=_summed, onnx=False),
+    Operator("ScatterAt", (ANY, INDEX, ANY), kernel="scatter", keep_fp32=_summed, onnx=False),
 )  # fmt: skip

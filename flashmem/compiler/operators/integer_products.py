@@ -185,11 +185,11 @@ register(
     __name__,
     Operator(
         "MatMulInteger", (BYTES,), check=_check_matmul_integer, rewrite=_rewrite_matmul_integer, kernel="matmul",
-        columns=last_columns, overwrites="tail", retypes=True, operator_class="reusable", empty=True,
+        columns=last_columns, in_place="epilogue", epilogue_cast=True, operator_class="reusable", empty=True,
     ),
     Operator(
         "ConvInteger", (BYTES,), check=_check_conv_integer, rewrite=_rewrite_conv_integer, kernel="convolution",
-        layout="channels_last", columns=last_columns, overwrites="tail", retypes=True, operator_class="reusable",
+        layout="channels_last", columns=last_columns, in_place="epilogue", epilogue_cast=True, operator_class="reusable",
     ),
     Operator(
         "QLinearMatMul", (BYTES, FLOAT, BYTES, BYTES, FLOAT, BYTES, FLOAT, BYTES), check=_check_qlinear_matmul,

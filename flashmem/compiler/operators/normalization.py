@@ -334,16 +334,16 @@ register(
     ),
     *each(
         ("Softmax", "LogSoftmax"), inputs=(FLOAT,), check=_check_axis, rewrite=_rewrite_softmax, kernel="reduction",
-        layout="either", remap=axes_last, columns=_columns, overwrites="input", operator_class="hierarchical",
+        layout="either", remap=axes_last, columns=_columns, in_place="input", operator_class="hierarchical",
         tiling=along_others,
     ),
     Operator(
-        "Normalize", (FLOAT,), kernel="reduction", layout="either", remap=axes_last, columns=_columns, overwrites="input",
+        "Normalize", (FLOAT,), kernel="reduction", layout="either", remap=axes_last, columns=_columns, in_place="input",
         operator_class="hierarchical", onnx=False, tiling=along_others,
     ),
     # Of [outer, depth, groups, columns], over depth and columns: groups of channels in channels-last images.
     Operator(
-        "NormalizeGroups", (FLOAT,), kernel="group_normalization", columns=lambda node: 3, overwrites="input",
+        "NormalizeGroups", (FLOAT,), kernel="group_normalization", columns=lambda node: 3, in_place="input",
         operator_class="hierarchical", onnx=False,
     ),
 )  # fmt: skip

@@ -17,7 +17,7 @@ from flashmem.base.types import DType
 from flashmem.compiler.ir.builder import DerivedConstant, Rewriter, constant, derived
 from flashmem.compiler.ir.graph import ArrayConstant, Constant, Node, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
-from flashmem.compiler.operators.registry import FLOAT, REGISTRY, Operator, Types, all_whole, elementwise, register
+from flashmem.compiler.operators.registry import FLOAT, REGISTRY, Operator, Types, all_fp32, elementwise, register
 from flashmem.compiler.operators.rewriting import from_front, reshaped
 from flashmem.compiler.operators.vector import Vector
 
@@ -288,6 +288,6 @@ register(
     elementwise("Dequantize", CODES, _dequantize, onnx=False),
     elementwise("Quantize", (FLOAT, CODES), _quantize, onnx=False),
     elementwise("Quotient", FLOAT, lambda node, x, v: f"fm_quotient({x[0]}, {x[1]})", special=True, onnx=False),
-    elementwise("RangeScale", FLOAT, _range_scale, whole=all_whole, onnx=False),
-    elementwise("RangeZero", FLOAT, _range_zero, whole=all_whole, onnx=False),
+    elementwise("RangeScale", FLOAT, _range_scale, keep_fp32=all_fp32, onnx=False),
+    elementwise("RangeZero", FLOAT, _range_zero, keep_fp32=all_fp32, onnx=False),
 )  # fmt: skip

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from flashmem.base.types import DType
 from flashmem.compiler.ir.builder import Rewriter, derived
 from flashmem.compiler.ir.graph import Node, Value
-from flashmem.compiler.operators.registry import FLOAT, Types, all_whole, each, register
+from flashmem.compiler.operators.registry import FLOAT, Types, all_fp32, each, register
 from flashmem.compiler.operators.rewriting import reshaped
 
 INPUTS = ("projected", "recurrence", "candidate", "lengths", "hidden", "cell", "peepholes", "bias")
@@ -219,6 +219,6 @@ register(
     __name__,
     *each(
         ("GRU", "LSTM", "RNN"), inputs=_TYPES, check=_check_recurrent, rewrite=_rewrite_recurrent, kernel="recurrent",
-        whole=all_whole, operator_class="reusable",
+        keep_fp32=all_fp32, operator_class="reusable",
     ),
 )  # fmt: skip

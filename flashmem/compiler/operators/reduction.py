@@ -18,8 +18,8 @@ from flashmem.compiler.operators.registry import (
     all_of,
     constant_inputs,
     each,
+    fp32_outputs,
     register,
-    whole_outputs,
 )
 from flashmem.compiler.operators.rewriting import axes_last, bad_axis, constant_integers, from_front, reshaped
 from flashmem.compiler.operators.tiling_interface import along_others
@@ -111,7 +111,7 @@ def _check_global_pool(node: Node) -> str | None:
 def _reduction(name: str, types: Types) -> Operator:
     return Operator(
         name, (types, INDEX), check=all_of(constant_inputs(1), _check_reduce), rewrite=_rewrite_reduce, kernel="reduction",
-        layout="either", remap=axes_last, whole=whole_outputs, operator_class="hierarchical", empty=True,
+        layout="either", remap=axes_last, keep_fp32=fp32_outputs, operator_class="hierarchical", empty=True,
         tiling=along_others,
     )  # fmt: skip
 

@@ -51,7 +51,7 @@ Emit = Callable[[Node, Sequence[str], Vector], str]
 Remap = Callable[[Node], dict[str, Any]]
 """The attributes of a node, in its logical order of dimensions, that change in channels-last layout."""
 
-Whole = Callable[[Node], Iterable[Value | None]]
+TensorsOf = Callable[[Node], Iterable[Value | None]]
 """The operands and results of a node that keep float32 when `--precision fp16` stores activations in half."""
 
 Layout = Literal["logical", "channels_last", "either"]
@@ -72,11 +72,11 @@ class Operator:
         remap: for layout "either": its attributes in channels-last order.
         columns: for an operator whose kernel has an epilogue: the first dimension of its output that forms columns in the
             kernel (those before it form rows). None: nothing may be fused after it.
-        overwrites: operands that the kernel reads element by element, each in the work-item that then writes there. "tail":
-            operands of the epilogue that have its output's shape; "input": also its first input. Its output may use their
-            memory. All operands of an expression are read so. Templates state it (`//@ over`).
-        retypes: whether the kernel writes the element type that its epilogue ends in; if not, the epilogue is float32 only.
-        whole: its tensors that are never stored in half: indices, scales, statistics, and sums in memory.
+        in_place: operands whose memory its output may use, because the work-item that writes an element is the only one
+            that reads it. "epilogue": operands of the epilogue that have its output's shape; "input": also its first input.
+            All operands of an expression are read so. Templates state it (`//@ over`).
+        epilogue_cast: whether the kernel writes the element type that its epilogue ends in; if not, its epilogue is float32.
+        keep_fp32: its tensors that are never stored in half: indices, scales, statistics, and sums in memory.
         special: whether an element costs a function call or more, rather than an instruction or two.
         operator_class: how much it may stream while it computes (FlashMem Table 5).
         empty: whether it can run on an input without elements when its output has some.
@@ -94,9 +94,9 @@ class Operator:
     layout: Layout = "logical"
     remap: Remap = lambda node: {}
     columns: Callable[[Node], int] | None = None
-    overwrites: Literal["", "tail", "input"] = ""
-    retypes: bool = False
-    whole: Whole = lambda node: ()
+    in_place: Literal["", "epilogue", "input"] = ""
+    epilogue_cast: bool = False
+    keep_fp32: TensorsOf = lambda node: ()
     special: bool = False
     operator_class: OperatorClass = "elemental"
     empty: bool = False
@@ -180,16 +180,16 @@ def all_of(*checks: Check) -> Check:
     return lambda node: next((reason for check in checks if (reason := check(node)) is not None), None)
 
 
-def whole_inputs(*indices: int) -> Whole:
-    """For `Operator.whole`: these inputs, if given."""
+def fp32_inputs(*indices: int) -> TensorsOf:
+    """For `Operator.keep_fp32`: these inputs, if given."""
     return lambda node: [node.optional(index) for index in indices]
 
 
-def whole_outputs(node: Node) -> Iterable[Value | None]:
-    """For `Operator.whole`: the outputs of the node."""
+def fp32_outputs(node: Node) -> Iterable[Value | None]:
+    """For `Operator.keep_fp32`: the outputs of the node."""
     return node.outputs
 
 
-def all_whole(node: Node) -> Iterable[Value | None]:
-    """For `Operator.whole`: all inputs and outputs of the node."""
+def all_fp32(node: Node) -> Iterable[Value | None]:
+    """For `Operator.keep_fp32`: all inputs and outputs of the node."""
     return [*node.inputs, *node.outputs]

@@ -13,7 +13,7 @@ import numpy as np
 from flashmem.compiler.ir.builder import Rewriter, constant
 from flashmem.compiler.ir.graph import Node
 from flashmem.compiler.operators.contraction import bad_window, window
-from flashmem.compiler.operators.registry import FLOAT, INDEX, Operator, all_of, constant_inputs, register, whole_inputs
+from flashmem.compiler.operators.registry import FLOAT, INDEX, Operator, all_of, constant_inputs, fp32_inputs, register
 from flashmem.compiler.operators.rewriting import chain, constant_integers, reshaped
 
 _TAPS = {"nearest": 1, "bilinear": 2, "linear": 2, "bicubic": 4, "cubic": 4}
@@ -143,14 +143,15 @@ register(
     Operator("AffineGrid", (FLOAT, INDEX), check=all_of(constant_inputs(1), _check_affine_grid), rewrite=_rewrite_affine_grid),
     Operator(
         "DeformConv", (FLOAT,), check=_check_deform_conv, rewrite=_rewrite_deform_conv, kernel="deform_convolution",
-        layout="channels_last", columns=lambda node: 3, overwrites="tail", whole=whole_inputs(2, 3), operator_class="reusable",
+        layout="channels_last", columns=lambda node: 3, in_place="epilogue", keep_fp32=fp32_inputs(2, 3),
+        operator_class="reusable",
     ),
     Operator(
         "GridSample", (FLOAT,), check=_check_grid_sample, rewrite=_rewrite_grid_sample, kernel="grid_sample",
-        layout="channels_last", whole=whole_inputs(1), operator_class="reusable",
+        layout="channels_last", keep_fp32=fp32_inputs(1), operator_class="reusable",
     ),
     Operator(
         "RoiAlign", (FLOAT, FLOAT, INDEX), check=_check_roi_align, rewrite=_rewrite_roi_align, kernel="roi_align",
-        layout="channels_last", whole=whole_inputs(1), operator_class="reusable",
+        layout="channels_last", keep_fp32=fp32_inputs(1), operator_class="reusable",
     ),
 )  # fmt: skip

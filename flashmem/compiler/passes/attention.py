@@ -21,7 +21,7 @@ from flashmem.compiler.ir.view_nodes import constant_factor
 from flashmem.compiler.operators import is_elementwise
 from flashmem.compiler.operators.attention import Scores, Step, access, stack
 from flashmem.compiler.operators.rewriting import reshaped
-from flashmem.compiler.passes.fusion import MAX_OPERANDS, MAX_TAIL
+from flashmem.compiler.passes.fusion import MAX_EPILOGUE, MAX_OPERANDS
 
 LARGEST_HEAD = 512
 """The most channels of a head for which a kernel keeps its sums in registers."""
@@ -158,7 +158,7 @@ def _chain(softmax: Node, readers: Readers) -> tuple[Node, tuple[Node, ...]] | N
         node = None if value is None else value.producer
         if value is None or node is None or value.constant is not None or value.size != rows * keys:
             return False
-        if value.shape[-1:] != (keys,) or len(inside) > MAX_TAIL:
+        if value.shape[-1:] != (keys,) or len(inside) > MAX_EPILOGUE:
             return False
         if value in found:
             return found[value]
@@ -174,7 +174,7 @@ def _chain(softmax: Node, readers: Readers) -> tuple[Node, tuple[Node, ...]] | N
             inside.append(node)
         return found[value]
 
-    if not visit(softmax.input(0), softmax.input(0).size // keys) or len(inside) > MAX_TAIL:
+    if not visit(softmax.input(0), softmax.input(0).size // keys) or len(inside) > MAX_EPILOGUE:
         return None
     made = [value for value, of_product in found.items() if of_product]
     return (products[0], tuple(inside)) if all(readers.only(value, [*inside, softmax]) for value in made) else None

@@ -1,7 +1,7 @@
 """Operator fusion: each group is a main operator and its epilogue of elementwise operators.
 
-The *tail* of a group, its epilogue, is an acyclic group of elementwise operators on the main operator's output. All have its
-shape, and only one of their values is used elsewhere. So bias, activation (GELU and SiLU, which use one value several times)
+The epilogue of a group is an acyclic graph of elementwise operators on the main operator's output. All have its shape, and only
+one of their values is used elsewhere. So bias, activation (GELU and SiLU, which use one value several times)
 and residual sums run in registers.
 
 If the model returns a product's result with columns first, like images in ONNX, the product stores it so, element by element. A
@@ -19,11 +19,11 @@ from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.ir.strided import Factor, StridedView, merged
 from flashmem.compiler.operators import REGISTRY, is_elementwise
 
-MAX_TAIL = 24
-"""The most operators in one tail: with more, a kernel has too few registers."""
+MAX_EPILOGUE = 24
+"""The most operators in one epilogue: with more, a kernel has too few registers."""
 
 MAX_OPERANDS = 8
-"""The most tensors that a tail reads in addition to the main operator's operands."""
+"""The most tensors that an epilogue reads in addition to the main operator's operands."""
 
 
 def fuse(graph: Graph, cuts: Collection[Node] = ()) -> list[FusionGroup]:
@@ -32,7 +32,7 @@ def fuse(graph: Graph, cuts: Collection[Node] = ()) -> list[FusionGroup]:
     A Reshape is no group, because it moves no data. A Slice without data movement is a group that is not launched
     (`compiler.memory.aliases`); whether it moves data depends on the stored type of its source.
 
-    `cuts`: operators that join no tail. An elementwise one begins a group, which has its own tail.
+    `cuts`: operators that join no epilogue. An elementwise one begins a group, which has its own epilogue.
     """
     consumers = graph.consumers()
     outputs = {port.value for port in graph.outputs}
@@ -109,18 +109,18 @@ def _scatters(node: Node) -> bool:
 def _grow(
     group: FusionGroup, position: dict[Node, int], consumers: dict[Value, list[Node]], outputs: set[Value], taken: set[Node]
 ) -> FusionGroup:
-    """The longest tail, without `taken` nodes, of which the rest of the graph reads only one value."""
+    """The longest epilogue, without `taken` nodes, of which the rest of the graph reads only one value."""
     operator = REGISTRY[group.main.op]
     if operator.expression is None and operator.columns is None:
         return group
     domain = group.main.outputs[0]
     columns = None if operator.columns is None else operator.columns(group.main)
-    only_floats = columns is not None and not operator.retypes
+    only_floats = columns is not None and not operator.epilogue_cast
     inside: dict[Value, None] = {domain: None}
     trial: list[Node] = []
     best: list[Node] = []
     frontier = list(consumers.get(domain, ()))
-    while frontier and len(trial) < MAX_TAIL:
+    while frontier and len(trial) < MAX_EPILOGUE:
         frontier.sort(key=position.__getitem__)
         node = frontier.pop(0)
         if node in trial or node in taken or not _joins(node, domain, columns, only_floats=only_floats):
@@ -135,12 +135,12 @@ def _grow(
         ]
         if escaping == [node.outputs[0]] and len(FusionGroup(group.main, trial).operands()) <= MAX_OPERANDS:
             best = list(trial)
-    group.tail = best
+    group.epilogue = best
     return group
 
 
 def _joins(node: Node, domain: Value, columns: int | None, *, only_floats: bool) -> bool:
-    """Whether `node` can join a tail: it is elementwise over the same shape.
+    """Whether `node` can join an epilogue: it is elementwise over the same shape.
 
     In a kernel's epilogue, its operands must also match the order of the kernel's outputs from dimension `columns` on. If the
     kernel writes `only_floats`, everything must be float32.
