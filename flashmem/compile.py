@@ -35,7 +35,7 @@ from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.pipeline import check_dump_folder, dump_graph, prepare
 from flashmem.compiler.selection.selector import KernelSelector
-from flashmem.compiler.selection.tuning_database import digest
+from flashmem.compiler.selection.tuning_database import content_hash
 from flashmem.compiler.weights.sharing import NOTHING_STORED, StoredWeights
 from flashmem.compiler.weights.slicing import FINEST
 from flashmem.options import resolve
@@ -389,7 +389,7 @@ def _key(model: Path, variants: Sequence[Options]) -> str:
         state = path.stat()
         files.append((str(path), state.st_size, state.st_mtime_ns))
     content = json.dumps(
-        [__version__, files, [asdict(each) for each in variants], digest(variants[0].descriptor)],
+        [__version__, files, [asdict(each) for each in variants], content_hash(variants[0].descriptor)],
         sort_keys=True,
         default=str,
     )

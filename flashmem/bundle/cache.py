@@ -177,8 +177,8 @@ def remove(path: Path) -> bool:
 
 
 def _weights(path: Path) -> Path | None:
-    generation = current_version(path)
-    return None if generation is None else path / generation / "weights.bin"
+    version = current_version(path)
+    return None if version is None else path / version / "weights.bin"
 
 
 def _entry(path: Path) -> Entry:

@@ -47,7 +47,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise BundleError(
             f"bundle {path} has format version {version!r}, this flashmem reads {FORMAT_VERSION}; compile the model again"
         )
-    if manifest.get("digest") != _manifest_digest(manifest):
+    if manifest.get("checksum") != _manifest_checksum(manifest):
         raise BundleError(f"bundle {path} is damaged: {MANIFEST} is not what was written; compile the model again")
     shape = {"version_directory": str, "device": dict, "files": dict, "weights": dict, "meta": dict, "variants": list}
     for key, kind in shape.items():
@@ -64,16 +64,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return checked
 
 
-def _manifest_digest(manifest: Mapping[str, Any]) -> str:
-    """The SHA-256 of a manifest without its `digest` entry, independent of the layout of the JSON text."""
-    rest = {key: value for key, value in manifest.items() if key != "digest"}
+def _manifest_checksum(manifest: Mapping[str, Any]) -> str:
+    """The SHA-256 of a manifest without its `checksum` entry, independent of the layout of the JSON text."""
+    rest = {key: value for key, value in manifest.items() if key != "checksum"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def manifest_text(manifest: Mapping[str, Any]) -> bytes:
     """The content of manifest.json."""
     plain = json.loads(json.dumps(manifest))  # tuples become lists, as in the manifest that is read back
-    return json.dumps({**plain, "digest": _manifest_digest(plain)}, indent=2).encode()
+    return json.dumps({**plain, "checksum": _manifest_checksum(plain)}, indent=2).encode()
 
 
 def read_checked(path: Path, name: str, manifest: Mapping[str, Any]) -> bytes:

@@ -245,7 +245,7 @@ def _check_steady(program: Program) -> None:
     parts = {joined.name: joined.parts for joined in program.joined}
     done = 0
     for each in program.steady:
-        name = f"what is played instead of layer {each.first}"
+        name = f"the steady launch in place of layer {each.first}"
         _require(done < each.first <= each.last <= len(program.launches), f"{name} stands for no layers")
         done = each.last
         covered = program.launches[each.first - 1 : each.last]

@@ -28,7 +28,7 @@ import numpy as np
 
 from flashmem.base.errors import BudgetError
 from flashmem.planning.arithmetic.assemble import assemble
-from flashmem.planning.arithmetic.clock import Moves, play, unlimited_seconds
+from flashmem.planning.arithmetic.clock import Moves, clock_of, unlimited_seconds
 from flashmem.planning.arithmetic.measure import Measure
 from flashmem.planning.arithmetic.release_times import held_bytes
 from flashmem.planning.budget import largest_within, plan_within
@@ -139,7 +139,7 @@ class Baseline:
                 binding=binding,
             )
         releases, moves = self._read_and_move(instance, chosen)
-        seconds = play(instance, releases, moves).seconds
+        seconds = clock_of(instance, releases, moves).seconds
         plan = assemble(
             instance, chosen, releases, moves, kind="first", lambda_=self.lambda_, objective=seconds, bound=0.0,
             bound_scope="resident-set", tier="greedy", started=begun, base=self.least_preload(instance), asked=self.asked,
@@ -155,7 +155,9 @@ class Baseline:
         for part in _PARTS:
             releases = self.releases(instance, preload, int(instance.m_peak * part))
             moves: Moves = (
-                at_the_last if self.waits else late_moves(instance, releases, play(instance, releases), len(instance.layers))
+                at_the_last
+                if self.waits
+                else late_moves(instance, releases, clock_of(instance, releases), len(instance.layers))
             )
             if int(held_bytes(instance, releases, moves).max(initial=0)) <= instance.m_peak:
                 return releases, moves

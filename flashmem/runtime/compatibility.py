@@ -37,7 +37,7 @@ def usable_modes(bundle: Bundle, device: Device, mode: str) -> DeviceDescriptor:
     reasons |= {mode: reason for program in programs for mode, reason in _reasons(program, device).items()}
     for refused, reason in reasons.items():
         if refused == mode:
-            what = f"bundle {bundle.path} cannot be played in mode {mode} here"
+            what = f"bundle {bundle.path} cannot run in mode {mode} here"
             raise UserError(f"{what}: {reason}; name another mode, or compile the model here")
     if target != device.descriptor_name and target in descriptor_names():
         here = f"{device.name} ({device.descriptor_name})"

@@ -185,9 +185,9 @@ def scheduled(
     `kept` is `staying(plan)` by default. `layout`, `mode` and `segmented` are those of `planned_loads`.
     """
     kept = staying(plan) if kept is None else kept
-    played = plan.later() if all(w.name in resident for w in plan.weights if w.keep) else plan
+    running = plan.later() if all(w.name in resident for w in plan.weights if w.keep) else plan
     wanted = {w.name for w in plan.weights if w.name not in resident and w.last_use > done}
-    planned = planned_loads(played, slices, layout, mode, preload=True, segmented=segmented)
+    planned = planned_loads(running, slices, layout, mode, preload=True, segmented=segmented)
     loads = tuple(load for load in planned if load.part.name in wanted)
     there = frozenset(w.name for w in plan.weights if w.name in wanted or w.name in resident)
     frees = {

@@ -190,7 +190,7 @@ def test_a_bundle_of_format_1_is_told_and_replaced(tmp_path: Path) -> None:
     assert sorted(path.name for path in old.iterdir()) == sorted(["manifest.json", Bundle.open(old).files.name])
 
 
-@pytest.mark.parametrize("key", ["version_directory", "files", "weights", "device", "meta", "flashmem_version", "digest"])
+@pytest.mark.parametrize("key", ["version_directory", "files", "weights", "device", "meta", "flashmem_version", "checksum"])
 def test_a_manifest_that_changed_is_found(key: str, model: MiniModel) -> None:
     path = model.path / "manifest.json"
     manifest = json.loads(path.read_text())

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashmem.base.types import TransferMode
-from flashmem.planning.arithmetic.clock import play
+from flashmem.planning.arithmetic.clock import clock_of
 from flashmem.planning.arithmetic.release_times import held_bytes
 from flashmem.planning.instance import chosen_chunk
 from flashmem.planning.latency.bounds import cheapest_pieces, cost_of, fastest_seconds
@@ -59,7 +59,7 @@ def test_the_papers_plan_reads_ahead_of_its_moves_within_m_peak(instance: Instan
     moves = {w.name: w.moves for w in plan.weights if not w.preload}
     assert list(held_bytes(inside, releases, moves)[1 : len(inside.layers) + 1]) == in_flight_bytes(plan)
     tight = {w.name: 0 if w.preload else w.first_mover for w in plan.weights}
-    assert play(inside, releases, moves).seconds <= play(inside, tight, moves).seconds + 1e-9
+    assert clock_of(inside, releases, moves).seconds <= clock_of(inside, tight, moves).seconds + 1e-9
 
 
 def test_no_plan_is_serial_where_memory_has_room() -> None:
@@ -69,7 +69,7 @@ def test_no_plan_is_serial_where_memory_has_room() -> None:
         instance = Instance(layers_of([1] * 41, seconds=1.0), weights, 10, 80, 10.0, mode=mode)
         for plan in (first_plan(instance), solve(instance)):
             releases = {w.name: w.read_layer for w in plan.weights}
-            clock = play(instance, releases, {w.name: w.moves for w in plan.weights})
+            clock = clock_of(instance, releases, {w.name: w.moves for w in plan.weights})
             assert clock.seconds <= 1.1 * 41, (mode, plan.objective_kind)
 
 

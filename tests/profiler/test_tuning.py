@@ -17,7 +17,15 @@ from flashmem.compile import _key
 from flashmem.compiler.options import Options
 from flashmem.compiler.selection.configs import choose, seconds
 from flashmem.compiler.selection.selector import KernelSelector, fewest, packed_bytes
-from flashmem.compiler.selection.tuning_database import COLUMNS, NEAR, SUFFIX, Timing, TuningDatabase, digest, parse_database
+from flashmem.compiler.selection.tuning_database import (
+    COLUMNS,
+    NEAR,
+    SUFFIX,
+    Timing,
+    TuningDatabase,
+    content_hash,
+    parse_database,
+)
 from flashmem.compiler.selection.workload import Workload
 from flashmem.planning.capacity.features import KERNEL_FEATURES, kernel_features, launch_features
 from flashmem.planning.capacity.predictor import Predictor
@@ -113,7 +121,7 @@ def test_the_key_of_a_bundle_changes_with_the_table(tmp_path: Path) -> None:
     keys = set()
     for took in (1e-3, 2e-3):
         descriptor = tuned(tmp_path, [timing(workload, tile, took), timing(workload, wide, 1234.0)])
-        assert digest(descriptor) and "1234" not in str(descriptor.to_dict())
+        assert content_hash(descriptor) and "1234" not in str(descriptor.to_dict())
         keys.add(_key(model, [Options(descriptor, "map", Limits())]))
     assert len(keys) == 2
 
@@ -149,7 +157,7 @@ def test_a_descriptor_keeps_configs_parallelism_and_table(tmp_path: Path) -> Non
     (tmp_path / "b").mkdir()
     read = load_descriptor(str(write_descriptor(tmp_path / "b", wanted, "a test", "cpu")))
     assert (read.configs, read.parallelism) == (CONFIGS, 77)
-    assert read.tuned == str(tmp_path / "b" / "mine") and digest(read) == digest(wanted)
+    assert read.tuned == str(tmp_path / "b" / "mine") and content_hash(read) == content_hash(wanted)
 
 
 def test_naming_a_table_keeps_what_a_descriptor_says(tmp_path: Path) -> None:

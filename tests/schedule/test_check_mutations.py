@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from flashmem.planning.arithmetic.assemble import assemble
-from flashmem.planning.arithmetic.clock import play
+from flashmem.planning.arithmetic.clock import clock_of
 from flashmem.planning.latency.first_answer import first_plan, forced_preload, smallest_m_peak
 from flashmem.planning.latency.later_runs import later_seconds
 from flashmem.planning.opg.lc_opg import solve
@@ -256,7 +256,7 @@ def test_what_is_moved_beside_a_layer_is_in_the_seconds_of_a_plan(instance: Inst
     moved = with_moves(plan, w, {**moves, layer: moves.get(layer, 0) + 1})
     every = {each.name: each.moves for each in moved.weights if not each.preload}
     releases = {each.name: each.read_layer for each in moved.weights}
-    seconds = later_seconds(instance, moved) if later else play(instance, releases, every).seconds
+    seconds = later_seconds(instance, moved) if later else clock_of(instance, releases, every).seconds
     assume(abs(seconds - plan.objective) > 1e-5 * plan.objective)
     with pytest.raises(PlanViolation) as violation:
         check(moved, instance)

@@ -15,14 +15,14 @@ def files_of(bundle: Path) -> Path:
 
 
 def rewrite(bundle: Path, name: str, change: Callable[[Any], None]) -> None:
-    """Change a JSON file of a bundle and correct every hash and digest, as an attacker would."""
+    """Change a JSON file of a bundle and correct every hash and checksum, as an attacker would."""
     path = bundle / name if name == "manifest.json" else files_of(bundle) / name
     data = json.loads(path.read_text())
     change(data)
     if name == "manifest.json":
-        data.pop("digest", None)
+        data.pop("checksum", None)
         canonical = json.dumps(data, sort_keys=True, separators=(",", ":"))
-        path.write_text(json.dumps({**data, "digest": hashlib.sha256(canonical.encode()).hexdigest()}))
+        path.write_text(json.dumps({**data, "checksum": hashlib.sha256(canonical.encode()).hexdigest()}))
         return
     path.write_text(json.dumps(data))
     fit(bundle, name)

@@ -47,11 +47,11 @@ def steady_text(rows: list[SteadyRow]) -> dict[str, str]:
     """A summary of the rows; empty if there are none."""
     if not rows:
         return {}
-    played = [row for row in rows if row.resident]
-    joined = [row for row in played if row.last > row.first]
-    others = sum(row.kernel != row.instead_of for row in played)
+    shown = [row for row in rows if row.resident]
+    joined = [row for row in shown if row.last > row.first]
+    others = sum(row.kernel != row.instead_of for row in shown)
     launches = sum(row.last - row.first + 1 for row in joined)
-    if not played:
+    if not shown:
         return {"steady kernels": "none under this plan"}
     return {"steady kernels": f"later runs have {others} other kernels, and {len(joined)} launches instead of {launches}"}
 

@@ -154,7 +154,7 @@ def _memory(graph: Graph, groups: Sequence[FusionGroup], aliases: AliasAnalysis,
         return (2 if half else 4) * value.size
 
     gathered = [group.main.outputs[0] for group in groups if host_indices(group.main, graph) is not None]
-    launched = [group for group in groups if group.main.outputs[0] not in gathered and not aliases.moves_nothing(group.main)]
+    launched = [group for group in groups if group.main.outputs[0] not in gathered and not aliases.is_alias(group.main)]
     early = [*(port.value for port in graph.inputs), *gathered]
     needed = iter(least_alive(launched, early, [port.value for port in graph.outputs if port.value.size], aliases, storage))
     known = {group: next(needed) for group in launched}

@@ -18,7 +18,7 @@ from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.strided import broadcast_strides
 from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
-from flashmem.compiler.lowering.movement import move
+from flashmem.compiler.lowering.movement import copy_region
 from flashmem.compiler.lowering.quantisation import WeightBinding, read_both, read_weights
 from flashmem.compiler.lowering.tile import ContractionTile
 from flashmem.compiler.operators.vector import REGISTER, scalar_literal
@@ -257,11 +257,11 @@ def _packed_at_run_time(context: LoweringContext, group: FusionGroup, groups: in
     target = [math.prod(made.shape[i + 1 :]) for i in range(5)]
     full, rest = divmod(columns, panel)
     if rest:
-        move(context, group, None, made, made.shape, target, target, fill=scalar_literal("float32", 0), part="[zeros]")
+        copy_region(context, group, None, made, made.shape, target, target, fill=scalar_literal("float32", 0), part="[zeros]")
     for first, count, width in ((0, full, panel), (full, 1, rest)):
         region = (groups, count, taps, channels, width)
         source = [strides[0], panel * strides[1], 1, strides[2], strides[1]]
-        move(
+        copy_region(
             context, group, weight, made, region, source, target,
             source_start=first * source[1], target_start=first * target[1], part=f"[packed {first}]",
         )  # fmt: skip

@@ -11,7 +11,7 @@ from flashmem.compiler.ir.broadcast import affine
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node
 from flashmem.compiler.lowering.context import LoweringContext
-from flashmem.compiler.lowering.movement import move
+from flashmem.compiler.lowering.movement import copy_region
 from flashmem.compiler.operators.vector import REGISTER, STORED, Vector, scalar_literal
 from flashmem.program.launches import KernelShape
 
@@ -56,7 +56,7 @@ def _copy(context: LoweringContext, group: FusionGroup) -> None:
     x, y, fill = group.main.input(0), group.output, group.main.attributes["fill"]
     source = x if fill is None else None
     number = "" if fill is None else scalar_literal(y.dtype, fill)
-    move(context, group, source, y, (y.size,), (1,), (1,), fill=number, part="[copy]")
+    copy_region(context, group, source, y, (y.size,), (1,), (1,), fill=number, part="[copy]")
 
 
 def lower_place(context: LoweringContext, group: FusionGroup) -> None:
@@ -64,7 +64,7 @@ def lower_place(context: LoweringContext, group: FusionGroup) -> None:
     _copy(context, group)
     given, updates = group.main.attributes, group.main.input(1)
     start = given["start"]
-    move(
+    copy_region(
         context, group, updates, group.output, given["region"], given["source"], given["target"], target_start=start,
         part="[place]",
     )  # fmt: skip

@@ -45,7 +45,7 @@ def _jump(region: Sequence[int], strides: Sequence[int]) -> int:
     return 1
 
 
-def move(
+def copy_region(
     context: LoweringContext,
     group: FusionGroup,
     source: Value | None,
@@ -149,7 +149,7 @@ def lower_transpose(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Transpose: the source is read with permuted strides."""
     x, y, perm = group.main.input(0), group.output, group.main.attributes["perm"]
     strides = _strides(x.shape)
-    move(context, group, x, y, y.shape, [strides[axis] for axis in perm], _strides(y.shape))
+    copy_region(context, group, x, y, y.shape, [strides[axis] for axis in perm], _strides(y.shape))
 
 
 def lower_slice(context: LoweringContext, group: FusionGroup) -> None:
@@ -158,13 +158,13 @@ def lower_slice(context: LoweringContext, group: FusionGroup) -> None:
     strides = _strides(x.shape)
     start = _dot(strides, group.main.attributes["starts"])
     stepped = [stride * step for stride, step in zip(strides, group.main.attributes["steps"], strict=True)]
-    move(context, group, x, y, y.shape, stepped, _strides(y.shape), source_start=start)
+    copy_region(context, group, x, y, y.shape, stepped, _strides(y.shape), source_start=start)
 
 
 def lower_expand(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Expand: broadcast dimensions have stride 0."""
     x, y = group.main.input(0), group.output
-    move(context, group, x, y, y.shape, broadcast_strides(x.shape, y.shape), _strides(y.shape))
+    copy_region(context, group, x, y, y.shape, broadcast_strides(x.shape, y.shape), _strides(y.shape))
 
 
 def lower_tile(context: LoweringContext, group: FusionGroup) -> None:
@@ -174,7 +174,7 @@ def lower_tile(context: LoweringContext, group: FusionGroup) -> None:
     for size, stride, repeat in zip(x.shape, _strides(x.shape), group.main.attributes["repeats"], strict=True):
         region += [repeat, size]
         source += [0, stride]
-    move(context, group, x, y, region, source, _strides(region))
+    copy_region(context, group, x, y, region, source, _strides(region))
 
 
 def lower_concat(context: LoweringContext, group: FusionGroup) -> None:
@@ -184,7 +184,9 @@ def lower_concat(context: LoweringContext, group: FusionGroup) -> None:
     there = {i for i, (x, at) in enumerate(parts_in_place(group.main)) if context.buffers.holds(y, x, at)}
     for i, x in enumerate(value for value in group.main.inputs if value is not None):
         if i not in there:
-            move(context, group, x, y, x.shape, _strides(x.shape), target, target_start=start * target[axis], part=f"[{i}]")
+            copy_region(
+                context, group, x, y, x.shape, _strides(x.shape), target, target_start=start * target[axis], part=f"[{i}]"
+            )
         start += x.shape[axis]
 
 
@@ -192,7 +194,7 @@ def lower_pad(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Pad with a constant: fill, then copy."""
     x, y, before = group.main.input(0), group.output, group.main.attributes["before"]
     fill = scalar_literal(y.dtype, group.main.attributes["value"])
-    move(context, group, None, y, y.shape, _strides(y.shape), _strides(y.shape), fill=fill, part="[fill]")
+    copy_region(context, group, None, y, y.shape, _strides(y.shape), _strides(y.shape), fill=fill, part="[fill]")
     # A negative pad crops: the region starts inside the source.
     firsts = [max(0, -b) for b in before]
     starts = [max(0, b) for b in before]
@@ -200,7 +202,7 @@ def lower_pad(context: LoweringContext, group: FusionGroup) -> None:
         max(0, min(size - first, out - start)) for size, first, out, start in zip(x.shape, firsts, y.shape, starts, strict=True)
     ]
     source, target = _strides(x.shape), _strides(y.shape)
-    move(
+    copy_region(
         context, group, x, y, region, source, target,
         source_start=_dot(firsts, source), target_start=_dot(starts, target), part="[copy]",
     )  # fmt: skip
@@ -212,7 +214,7 @@ def lower_frames(context: LoweringContext, group: FusionGroup) -> None:
     _, length, components = x.shape
     batch, frames, size, _ = y.shape
     region = (batch, frames, size * components)
-    move(context, group, x, y, region, [length * components, step * components, 1], _strides(region))
+    copy_region(context, group, x, y, region, [length * components, step * components, 1], _strides(region))
 
 
 def lower_gather(context: LoweringContext, group: FusionGroup) -> None:

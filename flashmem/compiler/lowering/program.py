@@ -112,7 +112,7 @@ def generate(
         indices = host_indices(group.main, graph)
         if indices is not None:
             gathered[group.main.outputs[0]] = (group.main, indices)
-        elif not aliases.moves_nothing(group.main):
+        elif not aliases.is_alias(group.main):
             launched.append(group)
     early = [*(port.value for port in graph.inputs), *gathered]
     buffers = assign_buffers(launched, early, [port.value for port in results if port.value.size], aliases, storage)

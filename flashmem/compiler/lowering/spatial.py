@@ -11,7 +11,7 @@ from flashmem.compiler.ir.broadcast import affine
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Value
 from flashmem.compiler.lowering.context import LoweringContext
-from flashmem.compiler.lowering.movement import move
+from flashmem.compiler.lowering.movement import copy_region
 from flashmem.compiler.operators.resize import height_taps
 from flashmem.compiler.operators.resize_taps import Axis, Rule, resize_taps
 from flashmem.compiler.operators.vector import REGISTER, STORED, Vector, scalar_literal
@@ -81,7 +81,7 @@ def lower_unpool(context: LoweringContext, group: FusionGroup) -> None:
     claims = None if _meets_no_place_twice(indices) else Value(f"{y.name}.claims", y.shape, "int32")
     for value, part in ((y, "[zeros]"), (claims, "[no claims]")):
         if value is not None:
-            move(context, group, None, value, y.shape, strides, strides, fill=scalar_literal(value.dtype, 0), part=part)
+            copy_region(context, group, None, value, y.shape, strides, strides, fill=scalar_literal(value.dtype, 0), part=part)
     local = context.work_group((x.size,))
     stored, made = context.copied(x, y)
     for phase in ("claim", "write") if claims is not None else ("",):

@@ -56,7 +56,7 @@ class AliasAnalysis:
         """The value whose memory contains `value`."""
         return self.of(value).base
 
-    def moves_nothing(self, node: Node) -> bool:
+    def is_alias(self, node: Node) -> bool:
         """Whether `node` needs no launch, because its result is a range of its source's memory."""
         return self.base(node.outputs[0]) is not node.outputs[0]
 

@@ -25,7 +25,7 @@ def in_lowest_order(
     """
     aliases = AliasAnalysis(graph, half=half)
     picked = [group for group in groups if host_indices(group.main, graph) is not None]
-    aside = {id(group) for group in groups if aliases.moves_nothing(group.main)} | {id(group) for group in picked}
+    aside = {id(group) for group in groups if aliases.is_alias(group.main)} | {id(group) for group in picked}
     launched = [group for group in groups if id(group) not in aside]
     found = lowest_order(_problem(graph, launched, picked, aliases, half=half))
     order = LaunchOrder(found.before, found.peak, found.bound, found.method)

@@ -55,11 +55,11 @@ class Timing:
 
 @dataclass(frozen=True)
 class TuningDatabase:
-    """Timings, with the conditions of their measurement. `digest`: a hash of the file's text."""
+    """Timings, with the conditions of their measurement. `content_hash`: a hash of the file's text."""
 
     about: Mapping[str, Any]
     timings: Sequence[Timing]
-    digest: str = ""
+    content_hash: str = ""
     _found: dict[tuple[Workload, tuple[str, ...]], dict[str, float]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -165,7 +165,7 @@ def load_database(descriptor: DeviceDescriptor) -> TuningDatabase | None:
 _parsed = lru_cache(maxsize=8)(parse_database)
 
 
-def digest(descriptor: DeviceDescriptor) -> str:
+def content_hash(descriptor: DeviceDescriptor) -> str:
     """A hash of the descriptor's tuning database; "" without one."""
     database = load_database(descriptor)
-    return database.digest if database else ""
+    return database.content_hash if database else ""

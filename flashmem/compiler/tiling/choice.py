@@ -110,7 +110,7 @@ class PatchChoice:
         for port in graph.inputs:
             self.life[aliases.base(port.value)] = (-1, -1)
         for i, group in enumerate(groups):
-            if not aliases.moves_nothing(group.main):
+            if not aliases.is_alias(group.main):
                 self.life[group.output] = (i, i)
             for value in (*group.main.inputs, *group.operands()):
                 if value is not None and (base := aliases.base(value)) in self.life:
@@ -190,7 +190,7 @@ class PatchChoice:
     def _sizes(self, last: int) -> Iterator[int]:
         """Sizes of patches of a group's result, the largest first: aligned ranges of memory, of equal sizes if possible."""
         output = self.groups[last].output
-        if output.size < 2 or output.dtype not in ("float32",) or self.aliases.moves_nothing(self.groups[last].main):
+        if output.size < 2 or output.dtype not in ("float32",) or self.aliases.is_alias(self.groups[last].main):
             return  # nothing to divide: one number has one patch, and a scalar has no axis
         places = output.shape[outermost(output.shape)]
         place_bytes = self.memory.nbytes(output) // places

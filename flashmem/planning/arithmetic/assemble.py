@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping
 
-from flashmem.planning.arithmetic.clock import Moves, play, unlimited_seconds
+from flashmem.planning.arithmetic.clock import Moves, clock_of, unlimited_seconds
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import PASSING_BYTES, BoundScope, Objective, OverlapPlan, PlannedWeight, Tier
 
@@ -66,7 +66,7 @@ def assemble(
             f"{what} at {len(above)} of {len(used)} layers by {sum(above.values())} chunks in all, most at layer "
             f"{worst} {instance.layers[worst - 1].name!r} ({instance.layers[worst - 1].capacity} to {used[worst - 1]} chunks)",
         )
-    seconds = play(instance, {w.name: w.read_layer for w in weights}, moves).seconds
+    seconds = clock_of(instance, {w.name: w.read_layer for w in weights}, moves).seconds
     return OverlapPlan(
         objective_kind=kind,
         chunk_bytes=instance.chunk_bytes,

@@ -107,9 +107,9 @@ class Timing:
         """The compute queue before any read."""
         return Compute(self.durations, self.instance.opening_seconds)
 
-    def play(self, releases: Mapping[str, int], *, in_cache: bool = False) -> Clock:
+    def clock(self, releases: Mapping[str, int], *, in_cache: bool = False) -> Clock:
         """The clock for g_w by weight. `in_cache`: the file is in the page cache, so a read takes only the host's time."""
-        loaded, read, compute = self._played(releases, in_cache)
+        loaded, read, compute = self._run(releases, in_cache)
         names = [w.name for w in self._by_need]
         return Clock(
             dict(zip(names, loaded, strict=True)), tuple(compute.started), tuple(compute.done[1:]),
@@ -117,10 +117,10 @@ class Timing:
         )  # fmt: skip
 
     def seconds(self, releases: Mapping[str, int], *, in_cache: bool = False) -> float:
-        """Integrated latency alone, as in `play`."""
-        return self._played(releases, in_cache)[2].done[-1] if self.durations else 0.0
+        """Integrated latency alone, as in `clock`."""
+        return self._run(releases, in_cache)[2].done[-1] if self.durations else 0.0
 
-    def _played(self, releases: Mapping[str, int], in_cache: bool) -> tuple[list[float], list[float], Compute]:
+    def _run(self, releases: Mapping[str, int], in_cache: bool) -> tuple[list[float], list[float], Compute]:
         """The end of each load and the start of each read, in the order of needs; and the compute queue."""
         opened = [releases[w.name] or 1 for w in self._by_need]
         order = self._order(opened)
@@ -146,9 +146,9 @@ class Timing:
         return loaded, read, compute
 
 
-def play(instance: Instance, releases: Mapping[str, int], moves: Moves | None = None) -> Clock:
+def clock_of(instance: Instance, releases: Mapping[str, int], moves: Moves | None = None) -> Clock:
     """The clock of one plan: see `Timing`."""
-    return Timing(instance, moves).play(releases)
+    return Timing(instance, moves).clock(releases)
 
 
 def unlimited_seconds(instance: Instance, preload: Collection[str]) -> float:

@@ -1,7 +1,7 @@
 """Release times g_w: the layer at whose start the read of a weight may begin, so that reads precede their use.
 
 `earliest_releases` releases reads as early as memory permits, in order of use, before moves are known. `releases_ahead` does
-the same for given moves. `settled` then interleaves the reads of the resident set with the others (`in_turn`). It delays
+the same for given moves. `final_releases` then interleaves the reads of the resident set with the others (`in_turn`). It delays
 release times if the predicted latency does not change (`released_late`): the same answer with less memory.
 """
 
@@ -103,12 +103,12 @@ def staged_bytes(instance: Instance, moves: Moves) -> NDArray[np.int64]:
     return staged
 
 
-def settled(timing: Timing, preload: Collection[str], releases: Mapping[str, int]) -> tuple[dict[str, int], Clock]:
+def final_releases(timing: Timing, preload: Collection[str], releases: Mapping[str, int]) -> tuple[dict[str, int], Clock]:
     """Final release times, also for the resident set, from the earliest `releases` of streamed weights; and their clock."""
     releases = in_turn(timing, preload, releases)
-    clock = timing.play(releases)
+    clock = timing.clock(releases)
     late = in_turn(timing, preload, released_late(timing, releases, clock))
-    closed = timing.play(late)
+    closed = timing.clock(late)
     return (late, closed) if closed.seconds <= clock.seconds * (1 + _NOTICED) else (dict(releases), clock)
 
 
@@ -129,7 +129,7 @@ def released_late(timing: Timing, releases: Mapping[str, int], clock: Clock, mar
     closed = _released_late(timing, releases, clock, margin * (1 / instance.load_bandwidth + handing))
     if instance.host_bandwidth == math.inf:
         return closed
-    also = _released_late(timing, releases, timing.play(releases, in_cache=True), margin * handing)
+    also = _released_late(timing, releases, timing.clock(releases, in_cache=True), margin * handing)
     return {name: min(release, also[name]) for name, release in closed.items()}
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flashmem.planning.arithmetic.clock import Clock, Moves, Timing, play
+from flashmem.planning.arithmetic.clock import Clock, Moves, Timing, clock_of
 from flashmem.planning.arithmetic.release_times import held_bytes
 from flashmem.schedule.instance import Instance, WeightSpec
 
@@ -61,7 +61,7 @@ def filled(
     """
     best = dict(releases)
     timing = Timing(instance, moves)
-    clock = timing.play(best)
+    clock = timing.clock(best)
     held = held_bytes(instance, best, moves)
     tries = _WORK // max(1, len(instance.weights))
     given_up: set[str] = set()
@@ -83,12 +83,12 @@ def filled(
             trials = [_opened_again(instance, order, stall.at, w, release, best, moves, limit, moving)]
             if int(held[release : best[w.name]].max()) + w.nbytes <= limit:
                 trials.append(({**best, w.name: release}, moves))
-            played = [(play(instance, *trial).seconds, trial) for trial in trials if trial is not None]
-            seconds, trial = min(played, key=lambda each: each[0], default=(clock.seconds, (best, moves)))
+            timed = [(clock_of(instance, *trial).seconds, trial) for trial in trials if trial is not None]
+            seconds, trial = min(timed, key=lambda each: each[0], default=(clock.seconds, (best, moves)))
             if seconds < clock.seconds * (1 - _GAIN):
                 best, moves = trial
                 timing = Timing(instance, moves)
-                clock, held = timing.play(best), held_bytes(instance, best, moves)
+                clock, held = timing.clock(best), held_bytes(instance, best, moves)
                 break
         else:
             given_up.add(order[stall.at].name)

@@ -23,8 +23,8 @@ import numpy as np
 
 from flashmem.base.errors import BudgetError
 from flashmem.planning.arithmetic.assemble import assemble
-from flashmem.planning.arithmetic.clock import Clock, Moves, Timing, play
-from flashmem.planning.arithmetic.release_times import earliest_releases, held_bytes, releases_ahead, settled
+from flashmem.planning.arithmetic.clock import Clock, Moves, Timing, clock_of
+from flashmem.planning.arithmetic.release_times import earliest_releases, final_releases, held_bytes, releases_ahead
 from flashmem.planning.latency.backfill import filled
 from flashmem.planning.latency.bounds import fastest_seconds
 from flashmem.schedule.instance import Instance, WeightSpec
@@ -181,7 +181,7 @@ def read_and_move(instance: Instance, preload: frozenset[str], limit: int) -> tu
         if best is None or found[2].seconds < best[2].seconds * (1 - _TIE):
             best = found
         releases, _, clock = best
-        if clock.seconds <= play(instance, releases).seconds * (1 + _TIE):
+        if clock.seconds <= clock_of(instance, releases).seconds * (1 + _TIE):
             break  # the moves cost no time
     assert best is not None
     return best
@@ -195,7 +195,7 @@ _TIE = 1e-9
 
 def _read_and_move(instance: Instance, preload: frozenset[str], limit: int, near: int) -> tuple[dict[str, int], Moves, Clock]:
     def moving(releases: Mapping[str, int]) -> Moves:
-        return late_moves(instance, releases, play(instance, releases), near)
+        return late_moves(instance, releases, clock_of(instance, releases), near)
 
     least = least_in_use(instance, preload)
     for step in range(_STEPS + 1):
@@ -207,7 +207,7 @@ def _read_and_move(instance: Instance, preload: frozenset[str], limit: int, near
         moves = {w.name: ((w.first_use - 1, instance.chunks(w)),) for w in instance.weights if w.name not in preload}
         releases = releases_ahead(instance, preload, moves, limit)
     releases, moves = filled(instance, releases, moves, limit, None if instance.mode == "interleave" else moving)
-    releases, clock = settled(Timing(instance, moves), preload, releases)
+    releases, clock = final_releases(Timing(instance, moves), preload, releases)
     return releases, moves, clock
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from math import inf
 
-from flashmem.planning.arithmetic.clock import play
+from flashmem.planning.arithmetic.clock import clock_of
 from flashmem.planning.arithmetic.measure import Measure
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan, PlannedWeight
@@ -26,7 +26,7 @@ def later_seconds(instance: Instance, plan: OverlapPlan) -> float:
         opening_seconds=0.0,
     )
     releases = {name: w.read_layer for name, w in streamed.items()}
-    return play(rest, releases, {name: w.moves for name, w in streamed.items()}).seconds
+    return clock_of(rest, releases, {name: w.moves for name, w in streamed.items()}).seconds
 
 
 def with_kept(instance: Instance, plan: OverlapPlan, limit: int | None, measure: Measure) -> OverlapPlan:

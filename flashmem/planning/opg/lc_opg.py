@@ -20,7 +20,7 @@ from dataclasses import replace
 from flashmem.base.errors import UserError
 from flashmem.planning.arithmetic.assemble import assemble, slowdown
 from flashmem.planning.arithmetic.clock import Timing, unlimited_seconds
-from flashmem.planning.arithmetic.release_times import releases_ahead, settled
+from flashmem.planning.arithmetic.release_times import final_releases, releases_ahead
 from flashmem.planning.latency.first_answer import first_plan, forced_preload
 from flashmem.planning.opg.objective import Decision, PaperInstance
 from flashmem.planning.opg.preload_dp import choose_preload
@@ -123,7 +123,7 @@ class ReadAhead:
     def within(self, limit: int, *, staging: bool = False) -> OverlapPlan:
         """The plan with reads as early as `limit` bytes (in flight, or in staging) permit, then as late as costs no latency."""
         ahead = releases_ahead(self._instance, self._preload, self._timing.moves, limit, staging=staging)
-        releases, clock = settled(self._timing, self._preload, ahead)
+        releases, clock = final_releases(self._timing, self._preload, ahead)
         weights = tuple(replace(w, read_layer=releases[w.name]) for w in self._plan.weights)
         return replace(self._plan, weights=weights, expected_slowdown=slowdown(clock.seconds, self._fastest))
 

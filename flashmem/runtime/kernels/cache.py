@@ -264,9 +264,9 @@ class CompiledKernels:
 def kernel_key(device: Device, wanted: RequiredKernel, options: Sequence[str]) -> str:
     """The key of a kernel in the cache: 64 hexadecimal digits."""
     variants = sorted(set(map(variant, wanted.sizes))) if device.compiles_at_launch else []
-    digest = hashlib.sha256()
+    hashing = hashlib.sha256()
     for part in (str(FORMAT_VERSION), device.key, "\n".join(options), wanted.text, "\n".join(variants)):
         data = part.encode()
-        digest.update(len(data).to_bytes(_LENGTH_BYTES, "little"))
-        digest.update(data)
-    return digest.hexdigest()
+        hashing.update(len(data).to_bytes(_LENGTH_BYTES, "little"))
+        hashing.update(data)
+    return hashing.hexdigest()

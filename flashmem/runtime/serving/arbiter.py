@@ -141,7 +141,7 @@ class MemoryArbiter:
         def rebind(plan: OverlapPlan) -> None:
             self._make_room(loaded, lambda: loaded.try_rebind(plan))
 
-        self.settle()
+        self.wait_for_load_ahead()
         self.pressed.clear()
         loaded.release_weights()
         self._relieve(but=loaded)
@@ -150,7 +150,7 @@ class MemoryArbiter:
 
     def relieve(self) -> None:
         """Between two runs: have models free memory until the total is within the budget."""
-        self.settle()
+        self.wait_for_load_ahead()
         self.pressed.clear()
         self._relieve()
         self._relieved()
@@ -202,7 +202,7 @@ class MemoryArbiter:
         finally:
             self._stop_loading(stop)
 
-    def settle(self) -> None:
+    def wait_for_load_ahead(self) -> None:
         """Wait for the load-ahead thread; no answer waits for it. Afterwards models may be bound and closed."""
         if self._thread is not None:
             thread, stop = self._thread

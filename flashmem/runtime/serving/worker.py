@@ -170,7 +170,7 @@ class Worker:
             chores, self._chores = self._chores, deque()
             relieved, self._relieved = self._relieved, []
         try:
-            self.arbiter.settle()
+            self.arbiter.wait_for_load_ahead()
             self._planner.close()
             for loaded in self.arbiter.models():
                 self.arbiter.leave(loaded)
@@ -229,7 +229,7 @@ class Worker:
         """The outputs of a request, whose report is filled in, or the exception that it raised."""
         loaded = answer.loaded
         try:
-            self.arbiter.settle()
+            self.arbiter.wait_for_load_ahead()
             if loaded.failure is not None:
                 raise RunError(f"the model is closed ({loaded.failure}); open it again")
             self.arbiter.bind(loaded)
@@ -243,7 +243,7 @@ class Worker:
         """End a run that failed. Returns the error for the user."""
         loaded = answer.loaded
         if not isinstance(failure, RequestError):
-            self.arbiter.settle()
+            self.arbiter.wait_for_load_ahead()
         if isinstance(failure, BudgetError):  # it can run again in a larger budget
             loaded.unbind()
             return failure
@@ -254,7 +254,7 @@ class Worker:
 
     def _close_variants(self, model: Model, why: str) -> None:
         """Close all shape variants of a model, outside of runs."""
-        self.arbiter.settle()
+        self.arbiter.wait_for_load_ahead()
         for loaded in model.variants:
             self.arbiter.leave(loaded)
             loaded.close(why)

@@ -99,5 +99,5 @@ def _simulated(bundle: Bundle) -> tuple[float, tuple[float, ...], int]:
     program, plan, descriptor = bundle.program, bundle.plan, bundle.descriptor
     mode = choose_mode(descriptor, "auto", path=program.memory_path, planned=bundle.meta.get("mode"), strategy="stream")
     plan = replace(plan, layouts={mode: layout_for(program, plan, mode)})
-    played = simulate(describe(program, plan, descriptor, mode, disk="cached"), bundle.budget_bytes)
-    return played.report.latency.integrated, (played.later,), played.report.memory.peak_bytes
+    predicted = simulate(describe(program, plan, descriptor, mode, disk="cached"), bundle.budget_bytes)
+    return predicted.report.latency.integrated, (predicted.later,), predicted.report.memory.peak_bytes

@@ -173,9 +173,9 @@ def describe(
     moves = layer_moves(plan, slices, lane_kind(program), lanes=lanes) if mode == "interleave" else {}
     kept = {w.name for w in plan.weights if w.keep}
 
-    def layers(played: OverlapPlan, moves: Mapping[int, LayerMoves]) -> tuple[SimulatedLayer, ...]:
-        needs = needed_slices(played, moves)
-        beside = _riding_bytes(moves) if mode == "interleave" else _moved_beside(played)
+    def layers(planned: OverlapPlan, moves: Mapping[int, LayerMoves]) -> tuple[SimulatedLayer, ...]:
+        needs = needed_slices(planned, moves)
+        beside = _copied_beside(moves) if mode == "interleave" else _moved_beside(planned)
         own = {layer: _own_launches(moving, descriptor) for layer, moving in moves.items()}
         return tuple(
             SimulatedLayer(spec.name, spec.loaded_seconds(beside.get(layer, 0)) + own.get(layer, 0.0), needs.get(layer, ()))
@@ -279,7 +279,7 @@ def _moved_beside(plan: OverlapPlan) -> Counter[int]:
     return beside
 
 
-def _riding_bytes(moves: Mapping[int, LayerMoves]) -> dict[int, int]:
+def _copied_beside(moves: Mapping[int, LayerMoves]) -> dict[int, int]:
     """Bytes that the lanes of each launch's own kernel copy."""
     return {layer: _moved_bytes(moving.interleaved) for layer, moving in moves.items() if moving.interleaved is not None}
 

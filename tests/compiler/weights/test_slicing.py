@@ -144,8 +144,8 @@ def test_reads_of_the_papers_plan_run_ahead_as_far_as_its_layout_has_room(mode: 
     assert any(w.read_layer < w.first_mover for w in plan.weights if not w.preload)
     instance = planning_instance(program, load_descriptor("nvidia"), mode, Limits(m_peak=m_peak, objective="paper"))
     timing = Timing(instance, {w.name: w.moves for w in plan.weights if not w.preload})
-    ahead = timing.play({w.name: w.read_layer for w in plan.weights}).seconds
-    assert ahead <= timing.play({w.name: 0 if w.preload else w.first_mover for w in plan.weights}).seconds
+    ahead = timing.clock({w.name: w.read_layer for w in plan.weights}).seconds
+    assert ahead <= timing.clock({w.name: 0 if w.preload else w.first_mover for w in plan.weights}).seconds
 
 
 def test_slices_are_smaller_under_a_budget_as_far_as_that_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 
-from flashmem.planning.arithmetic.clock import play, unlimited_seconds
+from flashmem.planning.arithmetic.clock import clock_of, unlimited_seconds
 from flashmem.planning.arithmetic.release_times import earliest_releases
 from flashmem.planning.latency.bounds import fastest_seconds
 from flashmem.planning.latency.first_answer import first_plan, forced_preload, smallest_m_peak
@@ -41,7 +41,7 @@ def test_a_load_hidden_and_a_load_waited_for() -> None:
     weights = (WeightSpec("a", 4, 1, 1), WeightSpec("b", 2, 2, 2), WeightSpec("c", 8, 3, 3))
     instance = Instance(layers_of([9, 9, 9], seconds=3.0), weights, 1, 100, 2.0)
     # a: 0-2; layer 1: 2-5; b: 2-3; layer 2: 5-8; c from layer 2 on: 5-9; layer 3: 9-12
-    clock = play(instance, {"a": 0, "b": 1, "c": 2})
+    clock = clock_of(instance, {"a": 0, "b": 1, "c": 2})
     assert clock.loaded == {"a": 2.0, "b": 3.0, "c": 9.0}
     assert clock.started == (2.0, 5.0, 9.0) and clock.done == (5.0, 8.0, 12.0) and clock.seconds == 12.0
     # without a limit c follows b at once: 3-7, and no layer waits
@@ -65,7 +65,7 @@ def test_the_slowdown_of_a_tight_limit_is_expected() -> None:
 def test_the_clock_agrees_with_the_recursion(instance: Instance) -> None:
     tight = replace(instance, m_peak=smallest_m_peak(instance)[0])
     releases = earliest_releases(tight, forced_preload(tight), tight.m_peak)
-    assert play(tight, releases).seconds == pytest.approx(reference(tight, releases))
+    assert clock_of(tight, releases).seconds == pytest.approx(reference(tight, releases))
 
 
 @given(instances(most_layers=5, most_weights=4, most_chunks=3))

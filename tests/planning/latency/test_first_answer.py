@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashmem.base.types import TransferMode
-from flashmem.planning.arithmetic.clock import Moves, Timing, play
-from flashmem.planning.arithmetic.release_times import earliest_releases, held_bytes, in_turn, released_late, settled
+from flashmem.planning.arithmetic.clock import Moves, Timing, clock_of
+from flashmem.planning.arithmetic.release_times import earliest_releases, final_releases, held_bytes, in_turn, released_late
 from flashmem.planning.latency.backfill import filled
 from flashmem.planning.latency.bounds import fastest_seconds
 from flashmem.planning.latency.first_answer import first_plan, forced_preload, smallest_m_peak
@@ -59,7 +59,7 @@ def every_plan(instance: Instance) -> Iterator[tuple[dict[str, int], Moves]]:
 def test_no_plan_beats_the_bound(instance: Instance) -> None:
     bound = fastest_seconds(instance, forced_preload(instance))
     for releases, moves in every_plan(instance):
-        assert bound <= play(instance, releases, moves).seconds + 1e-9
+        assert bound <= clock_of(instance, releases, moves).seconds + 1e-9
     assert bound <= first_plan(instance).objective + 1e-9
 
 
@@ -68,11 +68,11 @@ def test_no_plan_beats_the_bound(instance: Instance) -> None:
 def test_filling_and_closing_keep_memory_and_the_answer(instance: Instance) -> None:
     forced = forced_preload(instance)
     for releases, moves in list(every_plan(instance))[:6]:
-        before = play(instance, releases, moves).seconds
+        before = clock_of(instance, releases, moves).seconds
         full, moves = filled(instance, releases, moves, instance.m_peak)
         assert int(held_bytes(instance, full, moves).max(initial=0)) <= instance.m_peak
-        assert play(instance, full, moves).seconds <= before + 1e-9
-        closed, clock = settled(Timing(instance, moves), forced, full)
+        assert clock_of(instance, full, moves).seconds <= before + 1e-9
+        closed, clock = final_releases(Timing(instance, moves), forced, full)
         assert clock.seconds <= before + 1e-9
         assert all(full[name] <= closed[name] <= moves[name][0][0] for name in moves)
 
@@ -84,7 +84,7 @@ def test_the_disk_reads_out_of_turn_while_it_waits() -> None:
     instance = Instance(layers, weights, 1, 15, 1.0)
     in_order = earliest_releases(instance, (), 15)
     assert in_order == {"a": 1, "b": 1, "large": 3, "small": 3}
-    assert play(instance, in_order).seconds == pytest.approx(31.1)
+    assert clock_of(instance, in_order).seconds == pytest.approx(31.1)
     plan = first_plan(instance)
     assert plan.objective == pytest.approx(28.2)
     assert {w.name: w.read_layer for w in plan.weights}["small"] < 3
@@ -97,10 +97,12 @@ def test_release_times_are_not_late_where_a_cached_file_would_notice() -> None:
     releases = dict.fromkeys((w.name for w in weights), 1)
     moves = {w.name: ((w.first_use - 1, 1),) for w in weights}
     timing = Timing(instance, moves)
-    closed = released_late(timing, releases, timing.play(releases))
+    closed = released_late(timing, releases, timing.clock(releases))
     assert max(closed.values()) > 1
     for in_cache in (False, True):
-        assert timing.play(closed, in_cache=in_cache).seconds == pytest.approx(timing.play(releases, in_cache=in_cache).seconds)
+        assert timing.clock(closed, in_cache=in_cache).seconds == pytest.approx(
+            timing.clock(releases, in_cache=in_cache).seconds
+        )
 
 
 def test_weights_of_w_are_read_when_their_turn_comes() -> None:
@@ -110,4 +112,4 @@ def test_weights_of_w_are_read_when_their_turn_comes() -> None:
     releases, moves = {"a": 1, "b": 2, "w": 0}, {"a": ((1, 1),), "b": ((2, 1),)}
     turned = in_turn(Timing(instance, moves), {"w"}, releases)
     assert turned["w"] >= 1 and turned["a"] == 1 and turned["b"] == 2
-    assert play(instance, turned, moves).seconds < play(instance, releases, moves).seconds
+    assert clock_of(instance, turned, moves).seconds < clock_of(instance, releases, moves).seconds

@@ -17,7 +17,7 @@ from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
 from flashmem.compile import plan_graph, read_graph, with_layouts
 from flashmem.compiler.options import Options
-from flashmem.planning.arithmetic.clock import needed_at, play
+from flashmem.planning.arithmetic.clock import clock_of, needed_at
 from flashmem.planning.instance import build_instance
 from flashmem.planning.latency.first_answer import first_plan
 from flashmem.planning.latency.later_runs import later_seconds
@@ -106,7 +106,7 @@ def test_the_same_plan_takes_the_same_time_in_the_clock_and_in_the_simulator(
     instance = replace(planning_instance(program, device, mode, limits), piece_bytes=plan.piece_bytes)
     scenario = as_the_clock_knows_it(describe(program, plan, device, mode, disk="cold"), plan, instance)
     played = simulate(scenario)
-    clock = play(instance, {w.name: w.read_layer for w in plan.weights}, {w.name: w.moves for w in plan.weights})
+    clock = clock_of(instance, {w.name: w.read_layer for w in plan.weights}, {w.name: w.moves for w in plan.weights})
     starts = zip(played.report.layers, clock.started, strict=True)
     assert max(abs(span.start - started) for span, started in starts) <= 0.01 * clock.seconds
     assert played.report.latency.integrated == pytest.approx(plan.objective, rel=0.01)
