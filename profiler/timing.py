@@ -142,8 +142,8 @@ class Stand:
 
     # -- timing
 
-    def commands(self, made: Generated, program: Program) -> list[Command]:
-        """The launches of `made`, ready to enqueue, except those that change layouts.
+    def commands(self, made: Generated, program: Program, *, layouts: bool = False) -> list[Command]:
+        """The launches of `made`, ready to enqueue, except those that change layouts if not `layouts`.
 
         Raises:
             RunError: the device refuses a kernel or its memory.
@@ -151,7 +151,8 @@ class Stand:
         plan, resources = made.program, self.resources(made)
         steps = make_steps(plan, {}, {}, resources, program, None)
         pairs = zip(plan.launches, steps, strict=True)
-        return [command for launch, step in pairs if launch.shape.family not in _LAYOUT for command in step.commands]
+        measured = [step for launch, step in pairs if layouts or launch.shape.family not in _LAYOUT]
+        return [command for step in measured for command in step.commands]
 
     def resources(self, made: Generated) -> Resources:
         """Memory for the launches of `made`, filled with ordinary numbers; memory of earlier programs is reused.

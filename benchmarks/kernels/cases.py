@@ -8,8 +8,11 @@ from itertools import zip_longest
 
 from flashmem.profiler.shapes import Attention, Convolution, Matmul, Shape, unet_shapes, zoo_shapes
 
+from .cliffs import Single, cliffs
+
 REFERENCE = "reference"
 ATTENTION = "attention"
+CLIFFS = "cliffs"
 MODELS = ("gptneo-125m", "gptneo-1.3b", "vit-b16", "sd-unet", "whisper-medium-encoder", "resnet50")
 
 _REFERENCE: tuple[Shape, ...] = (
@@ -28,12 +31,19 @@ class Case:
     """A shape, the group of its ratio, and how often it occurs in one run of the model."""
 
     group: str
-    shape: Shape
+    shape: Shape | Single
     count: int = 1
 
 
 def cases(kind: str) -> list[Case]:
-    """The cases for a "gpu" or a "cpu": the table's shapes, then one of each group in turn, so that no group is missed."""
+    """The cases for a "gpu" or a "cpu": the table's shapes, then one of each group in turn, so that no group is missed.
+
+    The operators of `cliffs` follow.
+    """
+    return [*_of_models(kind), *(Case(CLIFFS, each) for each in cliffs())]
+
+
+def _of_models(kind: str) -> list[Case]:
     attention = _ATTENTION if kind == "gpu" else _SAM2
     groups = [[Case(ATTENTION, shape) for shape in attention]]
     for model in MODELS:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import Arguments, run_command
-from benchmarks.kernels.cases import ATTENTION, REFERENCE, Case, cases
+from benchmarks.kernels.cases import ATTENTION, CLIFFS, REFERENCE, Case, cases
 from benchmarks.kernels.peers import Peer, peer_of
 from flashmem.base.files import written_whole
 from flashmem.base.types import MemoryPath
@@ -123,7 +123,9 @@ class Bench:
         for path, future in work.building.items():
             try:
                 future.result()
-                ready[path] = self.stand.commands(work.made[path], self.stand.build(work.made[path]))
+                program = self.stand.build(work.made[path])
+                layouts = getattr(work.case.shape, "layouts", False)
+                ready[path] = self.stand.commands(work.made[path], program, layouts=layouts)
             except Exception as error:
                 self._failed(work, path, error)
         for _ in range(1 if self.device.kind == "gpu" else _ROUNDS):
@@ -210,10 +212,22 @@ def markdown(data: Row) -> str:
         f"| shapes of | shape | {' | '.join(f'{path} {name}' for path in paths)} | peer {name} | ratios |",
         "|---|---|" + "---|" * (len(paths) + 2),
     ]
-    for row in rows:
+    timed = [row for row in rows if row["group"] == CLIFFS]
+    for row in (row for row in rows if row["group"] != CLIFFS):
         rates = [f"{row['flops'] / s / unit:.3g}" if (s := row["seconds"].get(who)) else "" for who in (*paths, "peer")]
         ratios_cell = " / ".join(f"{found:.2f}" if (found := ratio(row, path)) else "–" for path in paths)
         lines.append(f"| {row['group']} | {row['shape']} | {' | '.join(rates)} | {ratios_cell} |")
+    if timed:
+        lines += [
+            "",
+            f"| operator | {' | '.join(f'{path} ms, GB/s' for path in paths)} | peer ms | ratios |",
+            "|---|---|---|" + "---|" * len(paths),
+        ]
+    for row in timed:
+        times = [f"{1e3 * s:.3g}, {row['bytes'] / s / 1e9:.3g}" if (s := row["seconds"].get(path)) else "" for path in paths]
+        theirs = f"{1e3 * s:.3g}" if (s := row["seconds"].get("peer")) else ""
+        ratios_cell = " / ".join(f"{found:.2f}" if (found := ratio(row, path)) else "–" for path in paths)
+        lines.append(f"| {row['shape']} | {' | '.join(times)} | {theirs} | {ratios_cell} |")
     failed = [f"- {row['shape']}, {who}: {why}" for row in rows for who, why in row["failed"].items()]
     if failed:
         lines += ["", "Failed:", "", *failed]

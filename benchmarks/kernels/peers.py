@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from benchmarks.kernels.cliffs import Single
 from flashmem.profiler.shapes import Attention, Batched, Convolution, Matmul, Shape
 
 _SECONDS = 0.1  # a shape is repeated for this long
@@ -24,7 +25,7 @@ class Peer(Protocol):
 
     about: str
 
-    def seconds(self, shape: Shape) -> float:
+    def seconds(self, shape: Shape | Single) -> float:
         """The median time of one call. Raises the library's errors."""
 
 
@@ -44,7 +45,7 @@ class Cuda:
         self._torch: Any = torch
         self.about = f"PyTorch {torch.__version__}, {torch.cuda.get_device_name()}"
 
-    def seconds(self, shape: Shape) -> float:
+    def seconds(self, shape: Shape | Single) -> float:
         """Seconds of one call."""
         torch = self._torch
         with torch.inference_mode():
@@ -90,7 +91,9 @@ class Cuda:
         torch.cuda.synchronize()
         return float(start.elapsed_time(end)) * 1e-3
 
-    def _call(self, shape: Shape) -> Callable[[], Any]:
+    def _call(self, shape: Shape | Single) -> Callable[[], Any]:
+        if isinstance(shape, Single):
+            raise RuntimeError(f"PyTorch has no call for {shape}")
         torch = self._torch
         functional = torch.nn.functional
 
@@ -129,7 +132,7 @@ class Cpu:
             f"numpy {np.__version__} ({blas or 'its BLAS'}), ONNX Runtime {onnxruntime.__version__}, {self.threads} cores"
         )
 
-    def seconds(self, shape: Shape) -> float:
+    def seconds(self, shape: Shape | Single) -> float:
         """Seconds of one call."""
         call = self._product(shape) if isinstance(shape, Matmul | Batched) else self._operator(shape)
         call()
@@ -143,7 +146,9 @@ class Cpu:
         out = np.empty((*batch, shape.rows, shape.columns), np.float32)
         return lambda: np.matmul(a, b, out=out)
 
-    def _operator(self, shape: Convolution | Attention) -> Callable[[], Any]:
+    def _operator(self, shape: Convolution | Attention | Single) -> Callable[[], Any]:
+        if isinstance(shape, Single):
+            return self._session(shape.model())
         import onnx
         from onnx import helper, numpy_helper
 
@@ -176,14 +181,18 @@ class Cpu:
             nodes, "operator", [declare(*each) for each in inputs.items()], [declare("y", output)],
             [numpy_helper.from_array(value, name) for name, value in weights.items()],
         )  # fmt: skip
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+        return self._session(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9))
+
+    def _session(self, model: Any) -> Callable[[], Any]:
+        """A run of `model` with its inputs bound."""
         options = self._runtime.SessionOptions()
         options.intra_op_num_threads = self.threads
         session = self._runtime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
         binding = session.io_binding()
-        for name, sizes in inputs.items():
-            binding.bind_cpu_input(name, _draw(*sizes))
-        binding.bind_output("y")
+        for given in session.get_inputs():
+            binding.bind_cpu_input(given.name, _draw(*given.shape))
+        for made in session.get_outputs():
+            binding.bind_output(made.name)
         return lambda: session.run_with_iobinding(binding)
 
 

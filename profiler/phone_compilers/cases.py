@@ -73,6 +73,8 @@ def _others() -> Iterator[tuple[str, Graph]]:
     g = Sketch()
     yield "movement", g.finish(g.node("Transpose", [g.input(1, ROWS, 12, HEAD)], (1, 12, ROWS, HEAD), perm=[0, 2, 1, 3]))
     g = Sketch()
+    yield "movement-transpose", g.finish(g.node("Transpose", [g.input(ROWS, COLUMNS)], (COLUMNS, ROWS), perm=[1, 0]))
+    g = Sketch()
     depthwise = g.node("Conv", [g.input(*image), g.weight(HEAD, 1, 3, 3)], image, kernel_shape=[3, 3], pads=[1] * 4, group=HEAD)
     yield "depthwise", g.finish(depthwise)
     g = Sketch()

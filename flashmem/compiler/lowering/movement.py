@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from flashmem.base.types import ITEMSIZE
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Value
 from flashmem.compiler.ir.strided import broadcast_strides
-from flashmem.compiler.lowering.context import LoweringContext
+from flashmem.compiler.lowering.context import WORK_GROUP, LoweringContext
 from flashmem.compiler.memory.buffers import parts_in_place
 from flashmem.compiler.operators.vector import STORED, scalar_literal
 from flashmem.program.launches import Arg, KernelShape
@@ -66,6 +68,9 @@ def copy_region(
     run = math.gcd(_inner_run(region, target_strides), _inner_run(region, source_strides))
     vector = min(context.descriptor.tile.vector, run & -run) if source is not None else 1
     grid = _grid(region, source_strides, target_strides)
+    if source is not None and (form := _tiles(context, source, target, grid)) is not None:
+        _move_tiles(context, layer, source, target, form, [source_start, target_start], part)
+        return
     block, step, scatters = 1, 0, False
     if vector > 1:
         grid[0] = (grid[0][0] // vector, vector, vector)
@@ -118,6 +123,115 @@ def _grid(region: Sequence[int], source: Sequence[int], target: Sequence[int]) -
         else:
             merged.append((size, near, far))
     return merged + [(1, 0, 0)] * (3 - len(merged))
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """A copy by tiles: its dimensions (innermost in the source, innermost in the target, others), and the form of a tile.
+
+    A tile has `down` x `across` elements. `shared`: it passes through local memory. `scalar`: the side whose runs are as short
+    as a tile and are accessed element by element, or "".
+    """
+
+    grid: list[Dimension]
+    down: int
+    across: int
+    shared: bool = False
+    scalar: Literal["", "source", "target"] = ""
+
+    def blocks(self) -> tuple[int, int]:
+        """Blocks of tiles across and down, each a work-item of a CPU: large ones, if they are many enough."""
+        places = math.prod(size for size, _, _ in self.grid[2:])
+        counts = (0, 0)
+        for tiles in _BLOCKS[bool(self.scalar)]:
+            counts = (-(-self.grid[0][0] // (self.across * tiles)), -(-self.grid[1][0] // (self.down * tiles)))
+            if counts[0] * counts[1] * places >= _FEWEST_ITEMS:
+                break
+        return counts
+
+
+_RUN_BYTES = 64
+"""Bytes of a run of a tile in registers: a line of a CPU's caches."""
+
+_LEAST_TILE = 8
+"""Shorter runs of a tile are accessed element by element."""
+
+_BLOCKS = {False: (8, 4), True: (64, 16, 4)}
+"""Tiles of a block in each direction, the most first; those of a short dimension are one tile. With fewer than three, the last
+tile of the last block would begin in the block before it."""
+
+_FEWEST_ITEMS = 16
+"""Work-items that keep the cores of a CPU busy to the end."""
+
+_SHARED_ITEMS = {32: 128, 16: 64}
+"""Work-items of a group that copies a tile through local memory, by the length of its runs."""
+
+
+def _tiles(context: LoweringContext, source: Value, target: Value, grid: Sequence[Dimension]) -> _Tiles | None:
+    """The form of a copy whose innermost dimension changes; None if it does not change, or if runs are short on both sides."""
+    read = next((i for i, (size, near, _) in enumerate(grid) if near == 1 and size > 1), None)
+    written = next((i for i, (size, _, far) in enumerate(grid) if far == 1 and size > 1), None)
+    if read is None or written is None or read == written:
+        return None
+    ordered = [grid[read], grid[written], *(each for i, each in enumerate(grid) if i not in (read, written))]
+    ordered += [(1, 0, 0)] * (3 - len(ordered))
+    shortest, longest = sorted((grid[read][0], grid[written][0]))
+    if context.descriptor.kind == "gpu":
+        size = 32 if shortest > 16 else 16
+        return _Tiles(ordered, size, size, shared=True) if shortest >= _LEAST_TILE else None
+    widest = min(16, _RUN_BYTES // max(ITEMSIZE[context.storage(value)] for value in (source, target)))
+    if shortest >= _LEAST_TILE:
+        size = min(widest, 1 << (shortest.bit_length() - 1))
+        return _Tiles(ordered, size, size)
+    if longest < _LEAST_TILE:
+        return None
+    run = min(widest, 1 << (longest.bit_length() - 1))
+    if grid[read][0] == shortest:
+        return _Tiles(ordered, run, shortest, scalar="source")
+    return _Tiles(ordered, shortest, run, scalar="target")
+
+
+def _move_tiles(
+    context: LoweringContext, layer: FusionGroup, source: Value, target: Value, form: _Tiles, starts: Sequence[int], part: str
+) -> None:
+    """Launch a copy by tiles."""
+    (across, _, far), (down, near, _), *outer = form.grid
+    places = math.prod(size for size, _, _ in outer)
+    blocks = form.blocks()
+    items: tuple[int, ...]
+    local: tuple[int, ...]
+    lines = 0
+    if form.shared:
+        lines = _SHARED_ITEMS[form.across] // form.across
+        items = (-(-across // form.across) * form.across, -(-down // form.down) * lines, places)
+        local = (form.across, lines, 1)
+    else:
+        items, local = (*blocks, places), (1, 1, WORK_GROUP if places >= WORK_GROUP * _FEWEST_ITEMS else 1)
+    stored, made = context.copied(source, target)
+    kernel = context.kernels.kernel(
+        "movement/transpose",
+        attributes=context.attributes(local),
+        stored=stored,
+        made=made,
+        directions=len(form.grid),
+        down=form.down,
+        across=form.across,
+        shared=form.shared,
+        lines=lines,
+        scalar=form.scalar,
+    )
+    sizes = [size for size, _, _ in form.grid]
+    steps = [near, far, *(number for _, *each in outer for number in each)]
+    context.launch(
+        layer,
+        kernel,
+        [context.operand(source), context.tensor(target), *starts, *sizes, *steps, *(() if form.shared else blocks)],
+        items,
+        local,
+        KernelShape("movement", columns=math.prod(sizes), run=form.across, stride=abs(near), vector=form.across),
+        nbytes=2 * ITEMSIZE[context.storage(target)] * math.prod(sizes),
+        part=part,
+    )
 
 
 def _in_blocks(grid: list[Dimension], widest: int) -> tuple[list[Dimension], int, int, bool]:
