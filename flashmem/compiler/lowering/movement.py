@@ -69,7 +69,7 @@ def copy_region(
     vector = min(context.descriptor.tile.vector, run & -run) if source is not None else 1
     grid = _grid(region, source_strides, target_strides)
     if source is not None and (form := _tiles(context, source, target, grid)) is not None:
-        _move_tiles(context, layer, source, target, form, [source_start, target_start], part)
+        _move_tiles(context, group, source, target, form, [source_start, target_start], part)
         return
     block, step, scatters = 1, 0, False
     if vector > 1:
@@ -192,7 +192,7 @@ def _tiles(context: LoweringContext, source: Value, target: Value, grid: Sequenc
 
 
 def _move_tiles(
-    context: LoweringContext, layer: FusionGroup, source: Value, target: Value, form: _Tiles, starts: Sequence[int], part: str
+    context: LoweringContext, group: FusionGroup, source: Value, target: Value, form: _Tiles, starts: Sequence[int], part: str
 ) -> None:
     """Launch a copy by tiles."""
     (across, _, far), (down, near, _), *outer = form.grid
@@ -223,7 +223,7 @@ def _move_tiles(
     sizes = [size for size, _, _ in form.grid]
     steps = [near, far, *(number for _, *each in outer for number in each)]
     context.launch(
-        layer,
+        group,
         kernel,
         [context.operand(source), context.tensor(target), *starts, *sizes, *steps, *(() if form.shared else blocks)],
         items,
