@@ -35,7 +35,7 @@ PARTS = 64
 _WIDTH = 256  # texels in a row of a slice
 
 
-class Run(LoaderRun):
+class HeldLoads(LoaderRun):
     """Loads that wait for a start signal; finished layers release nothing else."""
 
     def open(self) -> None:
@@ -90,14 +90,14 @@ class Loads:
         apart = {part.name: part.name.encode() for part in parts}  # separate, because the file repeats its content
         return make_transfer(mode, self._context, ledger, self._file, parts, layout, SharedSlices(), apart)
 
-    def start(self, mode: TransferMode, count: int) -> tuple[Run, list[Slice]]:
+    def start(self, mode: TransferMode, count: int) -> tuple[HeldLoads, list[Slice]]:
         """Prepare loader threads that load `count` slices after the start signal, and free the slices of the last call."""
         self._turn ^= 1
         parts = self._sets[self._turn][:count]
         loads = [Load(part, whole(part), after=1) for part in parts]
         frees = {1: self._loaded.get(mode, [])}
         self._loaded[mode] = parts
-        return Run(self.transfer(mode), loads, frees, threads=self._threads), parts
+        return HeldLoads(self.transfer(mode), loads, frees, threads=self._threads), parts
 
     def load_seconds(self, mode: TransferMode, count: int) -> float:
         """Seconds to load `count` slices (from the page cache) while nothing else runs."""
@@ -131,7 +131,7 @@ class Loads:
         try:
             times = []
             for _ in range(7):
-                run = Run(transfer, [Load(part, whole(part), after=1) for part in parts], {}, threads=self._threads)
+                run = HeldLoads(transfer, [Load(part, whole(part), after=1) for part in parts], {}, threads=self._threads)
                 times.append(_bring_in(run, parts, transfer))
                 for part in parts:
                     transfer.free(part)
@@ -169,7 +169,7 @@ class Loads:
         return layout
 
 
-def _bring_in(run: Run, parts: Sequence[Slice], transfer: Transfer) -> float:
+def _bring_in(run: HeldLoads, parts: Sequence[Slice], transfer: Transfer) -> float:
     """Seconds until all `parts` of `run` are loaded and their copies are done."""
     begun = perf_counter()
     run.open()

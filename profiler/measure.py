@@ -43,7 +43,7 @@ _LOADED = 5  # one in so many with load: that takes ten times as long, and laten
 
 
 @dataclass(frozen=True)
-class Request:
+class ProfileRequest:
     """The request of a profile. `minutes` limits rates and launches over all calls; `seed` determines the sampled kernels."""
 
     device: str
@@ -103,7 +103,7 @@ class Measurement:
 
 
 def measure(
-    request: Request,
+    request: ProfileRequest,
     device: Device,
     descriptor: DeviceDescriptor,
     models: Sequence[Sequence[Target]],
@@ -162,7 +162,7 @@ def _measured_rates(file: Path, benches: Sequence[Bench], device: str, progress:
 
 
 def _measure(
-    request: Request,
+    request: ProfileRequest,
     growing: Growing,
     benches: Sequence[Bench],
     models: Sequence[Sequence[Target]],
@@ -202,7 +202,7 @@ def _measure(
 
 
 def _plan(
-    request: Request, benches: Sequence[Bench], models: Sequence[Sequence[Target]]
+    request: ProfileRequest, benches: Sequence[Bench], models: Sequence[Sequence[Target]]
 ) -> Iterator[tuple[Bench, Target | None, tuple[float, ...], float]]:
     """Yield (bench, launch, ratios, latest start as a fraction of the time).
 

@@ -15,7 +15,7 @@ from flashmem.base.types import OperatorClass
 from flashmem.planning.capacity.basis import Basis
 from flashmem.planning.capacity.model import THRESHOLDS
 from flashmem.planning.capacity.predictor import Predictor, ratio_within
-from flashmem.planning.capacity.response import MARKER, Learned, learn_classes
+from flashmem.planning.capacity.response import MARKER, LearnedClass, learn_classes
 
 from .dataset import SAMPLE, Row, at_usual_pace, read_dataset, stem_of
 from .rates import MachineRates
@@ -30,7 +30,7 @@ _LEAST_SECONDS = 1e-4  # for shorter launches, the launch overhead hides the ker
 
 
 @dataclass(frozen=True)
-class Prediction:
+class PredictedRow:
     """A held-out row at the machine's usual pace, with its predictions. `raw`: seconds as measured."""
 
     row: Row
@@ -66,7 +66,7 @@ class HeldOut:
     """
 
     what: str
-    predictions: list[Prediction]
+    predictions: list[PredictedRow]
     capacities: list[Capacity]
     alike: int = 0
 
@@ -142,7 +142,7 @@ def _judge(what: str, known: _Known, predictor: Predictor, held: Callable[[Row],
     basis, machine = known.basis, known.machine
     pairs = [(row, raw) for row, raw in zip(known.paced, known.raw, strict=True) if held(row)]
     predictions = [
-        Prediction(row, _loaded(predictor, row), _by_roofline(basis, machine, row), raw.seconds * raw.slowdown)
+        PredictedRow(row, _loaded(predictor, row), _by_roofline(basis, machine, row), raw.seconds * raw.slowdown)
         for row, raw in pairs
     ]
     return HeldOut(what, predictions, _capacities([row for row, _ in pairs], predictor, basis, machine), alike)
@@ -250,12 +250,12 @@ def _measured_capacities(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
     return found
 
 
-def errors(predictions: Sequence[Prediction], which: str, *, raw: bool = False) -> list[float]:
+def errors(predictions: Sequence[PredictedRow], which: str, *, raw: bool = False) -> list[float]:
     """Absolute errors as fractions of the measured latency, at the usual pace or `raw`."""
     return [abs(getattr(p, which) / (p.raw if raw else p.measured) - 1) for p in predictions]
 
 
-def learned_classes(rows: Sequence[Row], mode: str) -> list[Learned]:
+def learned_classes(rows: Sequence[Row], mode: str) -> list[LearnedClass]:
     """Learn operator classes from the response to loads in `mode`, over launches that are long enough to show it."""
     tolerances: dict[str, list[float]] = {}
     paper: dict[str, OperatorClass] = {}

@@ -21,12 +21,12 @@ from flashmem.target.descriptor import DeviceDescriptor
 from .dataset import SAMPLE, Row, at_usual_pace, is_record, probes_in_record, read_dataset, stem_of
 from .descriptor import write_descriptor
 from .measure import LEAST_LAUNCHES, Progress, measure
-from .measure import Request as Request
+from .measure import ProfileRequest as ProfileRequest
 from .models import read_models
 from .train import save, train
 
 
-def profile(request: Request, progress: Progress) -> Path:
+def profile(request: ProfileRequest, progress: Progress) -> Path:
     """Profile a device and write NAME.toml, NAME.seconds.ubj, NAME.slowdown.ubj and NAME.profile.csv.gz into `output`.
 
     Returns the descriptor's path. `progress(stage, fraction)` is called during the profile.

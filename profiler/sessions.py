@@ -18,7 +18,7 @@ _ROUNDS = 5
 
 
 @dataclass(frozen=True)
-class Opening:
+class OpeningCost:
     """Seconds to open a session: fixed, for each kernel from the program cache, and for each layer."""
 
     session: float
@@ -26,7 +26,7 @@ class Opening:
     layer: float
 
 
-def measure_opening(supply: Supply, device: str, mode: TransferMode) -> Opening:
+def measure_opening(supply: Supply, device: str, mode: TransferMode) -> OpeningCost:
     """Medians over fresh processes in alternation. The cache is filled first; the time of a warm run is subtracted.
 
     Raises:
@@ -41,7 +41,7 @@ def measure_opening(supply: Supply, device: str, mode: TransferMode) -> Opening:
     one, kernels, layers = (statistics.median(row[key] for row in times) for key in ("one", "kernels", "layers"))
     layer = max(1e-6, (layers - one) / (made.layers - 1))
     kernel = max(1e-6, (kernels - one) / (made.kernels - 1) - layer)
-    return Opening(max(1e-4, one - kernel - layer), kernel, layer)
+    return OpeningCost(max(1e-4, one - kernel - layer), kernel, layer)
 
 
 def _open(bundle: Path, device: str, cache: Path) -> float:

@@ -25,7 +25,7 @@ from flashmem.compiler.weights.slicing import Slicing
 from flashmem.program.tensors import Slice
 from flashmem.runtime.engine.executor import Command, Resources, make_steps
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Context, Memory, Program, event_seconds
+from flashmem.runtime.opencl.context import CompiledProgram, Context, Memory, event_seconds
 from flashmem.runtime.opencl.devices import Device
 from flashmem.target.descriptor import DeviceDescriptor
 
@@ -66,7 +66,7 @@ class Stand:
         self._random = np.random.default_rng(0).uniform(0.5, 1.5, _BLOCK // 4).astype(np.float32)
         self._ledger = Ledger(self.context, None)
         self._held: dict[tuple[object, ...], Memory] = {}
-        self._programs: dict[str, Program] = {}
+        self._programs: dict[str, CompiledProgram] = {}
 
     def __enter__(self) -> Stand:
         return self
@@ -95,7 +95,7 @@ class Stand:
 
     # -- kernels and memory
 
-    def build(self, made: Generated) -> Program:
+    def build(self, made: Generated) -> CompiledProgram:
         """The kernels of `made`, compiled once for each text. Other threads may build other kernels at the same time.
 
         Raises:
@@ -142,7 +142,7 @@ class Stand:
 
     # -- timing
 
-    def commands(self, made: Generated, program: Program, *, layouts: bool = False) -> list[Command]:
+    def commands(self, made: Generated, program: CompiledProgram, *, layouts: bool = False) -> list[Command]:
         """The launches of `made`, ready to enqueue, except those that change layouts if not `layouts`.
 
         Raises:

@@ -24,7 +24,7 @@ from flashmem.compiler.lowering.program import Generated
 from flashmem.compiler.selection.configs import candidates, estimate
 from flashmem.compiler.selection.tuning_database import SUFFIX, VERSION, Timing, TuningDatabase, parse_database
 from flashmem.compiler.selection.workload import Workload
-from flashmem.runtime.opencl.context import Program
+from flashmem.runtime.opencl.context import CompiledProgram
 from flashmem.runtime.opencl.devices import Device, descriptor_for
 from flashmem.runtime.options import device_here
 from flashmem.target.descriptor import DeviceDescriptor, KernelConfig, load_descriptor
@@ -44,7 +44,7 @@ _SECONDS = 0.025  # device time for each config
 
 
 @dataclass(frozen=True)
-class Request:
+class TuningRequest:
     """The request of a tuning. `minutes` limits this call; `families` limits it to these templates, empty for all."""
 
     device: str
@@ -69,7 +69,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Result:
+class TuningResult:
     """The result of a call: the database and its file, the descriptor that names it, workloads measured, and cases left."""
 
     database: TuningDatabase
@@ -130,10 +130,10 @@ class _Work:
     configs: list[KernelConfig]
     refused: dict[str, str] = field(default_factory=dict)  # by the config's name
     made: dict[str, Generated] = field(default_factory=dict)
-    building: dict[str, Future[Program]] = field(default_factory=dict)
+    building: dict[str, Future[CompiledProgram]] = field(default_factory=dict)
 
 
-def tune(request: Request, progress: Progress, every: Iterable[Case] | None = None) -> Result:
+def tune(request: TuningRequest, progress: Progress, every: Iterable[Case] | None = None) -> TuningResult:
     """Measure the missing configs until the time is spent. Each workload is added to NAME.tuned.csv at once.
 
     `every`: the cases, in order; None for `cases`. `progress(stage, fraction)` is called during the tuning.
@@ -165,10 +165,10 @@ def tune(request: Request, progress: Progress, every: Iterable[Case] | None = No
         tuner.close()
     left = sum(bool(database.missing(case.workload, descriptor)) for case in wanted)
     path = name_table(folder, descriptor, name)
-    return Result(database.database, database.path, path, measured, left)
+    return TuningResult(database.database, database.path, path, measured, left)
 
 
-def _described(request: Request, device: Device) -> tuple[DeviceDescriptor, Path]:
+def _described(request: TuningRequest, device: Device) -> tuple[DeviceDescriptor, Path]:
     """The descriptor to tune, and the folder of its files; an existing descriptor there is used."""
     own = Path(request.device) if request.device.endswith(".toml") else None
     folder = request.output or (own.parent if own else Path())

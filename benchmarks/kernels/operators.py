@@ -38,7 +38,7 @@ from flashmem.base.types import MemoryPath
 from flashmem.compiler.lowering.program import Generated
 from flashmem.profiler.timing import Stand, generated
 from flashmem.runtime.engine.executor import Command
-from flashmem.runtime.opencl.context import Program
+from flashmem.runtime.opencl.context import CompiledProgram
 from flashmem.runtime.options import device_here, find_descriptor
 
 Row = dict[str, Any]
@@ -54,7 +54,7 @@ class _Work:
 
     case: Case
     made: dict[str, Generated] = field(default_factory=dict)
-    building: dict[str, Future[Program]] = field(default_factory=dict)
+    building: dict[str, Future[CompiledProgram]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
 

@@ -32,7 +32,7 @@ from benchmarks.serving.design_plots import draw_pressure, draw_ratios, written
 from benchmarks.serving.design_pressure import MadeUp, pressed
 from flashmem.base.units import format_size
 from flashmem.bundle.cache import LIMIT_VARIABLE
-from flashmem.runtime.application.designs import Designs, State
+from flashmem.runtime.application.designs import Designs, DeviceState
 from flashmem.tools.design.application import Measure, read_application
 from flashmem.tools.design.metrics import Candidate, value
 from flashmem.tools.design.profiles import Profiling, candidates, processors_here
@@ -160,7 +160,7 @@ def needed(found: Any) -> Any:
 def made_up(folder: Path, kind: Any, scratch: Path) -> Any:
     """Apply pressure to a simulated system."""
     designs = Designs.read(folder)
-    system = MadeUp(scratch / kind, designs.designs[designs.choose(State())].memory)
+    system = MadeUp(scratch / kind, designs.designs[designs.choose(DeviceState())].memory)
     return pressed(folder, kind, system, system.passes)
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from flashmem.bundle.bundle import Bundle
-from flashmem.runtime.application.designs import Designs, State
+from flashmem.runtime.application.designs import Designs, DeviceState
 from flashmem.runtime.application.manager import Manager
 from flashmem.runtime.engine.inputs import complete_inputs
 from flashmem.runtime.memory.pressure import sample
@@ -188,7 +188,7 @@ class Drawn:
 def pressed(folder: Path, kind: Kind, system: System, passes: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Run all tasks in turn: before, during and after pressure on a core or memory. Calls `passes` after each run."""
     designs = Designs.read(folder)
-    best = designs.choose(State())
+    best = designs.choose(DeviceState())
     given, runs = Drawn(folder), list[Answered]()
     with Manager(folder, clock=system.clock, root=system.root) as manager:
         turns = itertools.cycle([part.task for part in manager.design.parts])
@@ -243,10 +243,10 @@ def pressed(folder: Path, kind: Kind, system: System, passes: Callable[[], None]
 class Led(Manager):
     """A manager whose device state is set from outside."""
 
-    led = State()
+    led = DeviceState()
 
     @property
-    def state(self) -> State:
+    def state(self) -> DeviceState:
         """The state that was set."""
         return self.led
 
@@ -258,7 +258,7 @@ def switches(folder: Path, repeats: int) -> list[dict[str, Any]]:
     with Led(folder) as manager:
         _round(manager, given)
         for state in [*states(designs).values()] * repeats:
-            for led in (state, State()):
+            for led in (state, DeviceState()):
                 before, opened = manager.current, len(manager.openings)
                 manager.led = led
                 seconds = _round(manager, given)
@@ -279,15 +279,15 @@ def switches(folder: Path, repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
-def states(designs: Designs) -> dict[int, State]:
+def states(designs: Designs) -> dict[int, DeviceState]:
     """A state for each design, except the one without trouble."""
     known = sorted({name for each in designs.sets for name in each})
     subsets = [frozenset(some) for size in range(len(known) + 1) for some in itertools.combinations(known, size)]
-    found: dict[int, State] = {}
+    found: dict[int, DeviceState] = {}
     for memory, troubled in itertools.product((False, True), subsets):
-        state = State(troubled, memory)
+        state = DeviceState(troubled, memory)
         found.setdefault(designs.choose(state), state)
-    return {design: state for design, state in found.items() if state != State()}
+    return {design: state for design, state in found.items() if state != DeviceState()}
 
 
 def _round(manager: Manager, given: Drawn) -> dict[str, float]:

@@ -36,8 +36,7 @@ from flashmem.profiler.timing import Stand, generated
 from flashmem.program.lanes import LANE_UNIT, LaneKind, lane_kind, lane_places
 from flashmem.program.tensors import Slice
 from flashmem.runtime.engine.executor import Resources, Step, make_steps
-from flashmem.runtime.kernels.cache import CompiledKernels
-from flashmem.runtime.opencl.context import Launch
+from flashmem.runtime.opencl.context import PreparedLaunch
 from flashmem.runtime.options import device_here, find_descriptor
 from flashmem.runtime.streaming.interleaved import CopyStream, LayerMoves, Move
 
@@ -134,10 +133,10 @@ class Bench:
         kind = lane_kind(made.program)
         resources = self._with_room(self.stand.resources(made), kind)
         texts, options = (made.source.plain, made.source.lane), made.program.build_options
-        plain, laned = (CompiledKernels(self.stand.context, text, options) for text in texts)
+        plain, laned = (self.stand.context.build(text, options) for text in texts)
         held: list[Step] = []  # kernels do not keep their memory alive
 
-        def launches(moves: Sequence[LayerMoves | None]) -> list[list[Launch]]:
+        def launches(moves: Sequence[LayerMoves | None]) -> list[list[PreparedLaunch]]:
             program = replace(made.program, launches=(launch,) * len(moves))
             layers = {layer: each for layer, each in enumerate(moves, start=1) if each is not None}
             steps = make_steps(program, {}, layers, resources, plain, laned)
@@ -202,7 +201,7 @@ class Bench:
             moves.append(Move(part, first, count, part.width, part.row_pitch // unit if part.is_image else 0))
         return CopyStream(kind, tuple(moves))
 
-    def _play(self, launches: Sequence[Sequence[Launch]], count: int) -> float:
+    def _play(self, launches: Sequence[Sequence[PreparedLaunch]], count: int) -> float:
         """Seconds of one step in a burst of `count` steps."""
         begun = time.perf_counter()
         for number in range(count):
@@ -210,13 +209,13 @@ class Bench:
         self.queue.finish()
         return (time.perf_counter() - begun) / count
 
-    def _settled(self, launches: Sequence[Sequence[Launch]]) -> float:
+    def _settled(self, launches: Sequence[Sequence[PreparedLaunch]]) -> float:
         """Seconds of a step, without the first ones."""
         first = min(self._play(launches, 1) for _ in range(3))
         count = max(1, min(_MOST, math.ceil(_BURST / first)))
         return statistics.median(self._play(launches, count) for _ in range(3))
 
-    def _compare(self, variants: dict[str, list[list[Launch]]]) -> dict[str, float]:
+    def _compare(self, variants: dict[str, list[list[PreparedLaunch]]]) -> dict[str, float]:
         """Medians of alternating bursts."""
         counts = {}
         for name, launches in variants.items():

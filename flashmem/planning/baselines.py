@@ -39,7 +39,7 @@ from flashmem.schedule.plan import OverlapPlan, Strategy
 
 
 @dataclass(frozen=True)
-class Operator:
+class WeightedOperator:
     """An operator with weights: its first layer, its type, and the slices that no earlier operator uses."""
 
     first: int
@@ -47,7 +47,7 @@ class Operator:
     slices: tuple[str, ...]
 
 
-def operators_of(program: Program) -> list[Operator]:
+def operators_of(program: Program) -> list[WeightedOperator]:
     """The operators with weights, in execution order. Weights first used at the same layer belong to one operator."""
     uses = program.uses()
     first_of: dict[str, int] = {}
@@ -57,7 +57,7 @@ def operators_of(program: Program) -> list[Operator]:
     slices: dict[int, list[str]] = {}
     for part in program.slices:
         slices.setdefault(first_of[part.weight], []).append(part.name)
-    return [Operator(first, program.launches[first - 1].kernel, tuple(slices[first])) for first in sorted(slices)]
+    return [WeightedOperator(first, program.launches[first - 1].kernel, tuple(slices[first])) for first in sorted(slices)]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Baseline:
     """The plans of one strategy for one program. `asked`: weights that the user asked to preload."""
 
     strategy: Strategy
-    operators: Sequence[Operator]
+    operators: Sequence[WeightedOperator]
     asked: frozenset[str] = frozenset()
     lambda_: float = 0.9
 
@@ -264,7 +264,7 @@ def _most_that_fit(names: Sequence[str], fits: Callable[[frozenset[str]], bool])
     return frozenset(names[:low])
 
 
-def fastest(instance: Instance, operators: Sequence[Operator], preload: frozenset[str], lambda_: float) -> OverlapPlan:
+def fastest(instance: Instance, operators: Sequence[WeightedOperator], preload: frozenset[str], lambda_: float) -> OverlapPlan:
     """The plan with the earliest first answer inside M_peak: the planner's, or a baseline's if the clock predicts it faster.
 
     The planner's plan is the fastest one that reads whole slices in order of use. A different order can gain a little: where a
@@ -280,7 +280,7 @@ def fastest(instance: Instance, operators: Sequence[Operator], preload: frozense
 
 def fastest_within(
     instance: Instance,
-    operators: Sequence[Operator],
+    operators: Sequence[WeightedOperator],
     budget: int,
     measure: Measure,
     preload: frozenset[str],

@@ -26,13 +26,13 @@ from flashmem.base.streams import exit_codes, prepare_streams, say
 from flashmem.base.version import __version__
 
 from .contents import VERSION, Contents
-from .steps import MINUTES, STEPS, Chosen, Kit, StepFailedError
+from .steps import MINUTES, STEPS, Chosen, KitRun, StepFailedError
 
 FORMAT = "flashmem phone kit"
 _LEAST_MINUTES = 0.5
 
 
-def run_steps(kit: Kit, steps: dict[str, Callable[[Kit], Any]], *, fresh: bool = False) -> dict[str, Any]:
+def run_steps(kit: KitRun, steps: dict[str, Callable[[KitRun], Any]], *, fresh: bool = False) -> dict[str, Any]:
     """Run `steps` and return the record. Their state is kept in the work folder until `finish`.
 
     Only the doctor's device makes the other steps possible: without one they are not begun.
@@ -94,7 +94,7 @@ def _record(ok: bool, said: str, seconds: float, result: Any) -> dict[str, Any]:
     return {"ok": ok, "said": said, "seconds": round(seconds, 2), "result": result}
 
 
-def _kept(file: Path, kit: Kit) -> dict[str, Any]:
+def _kept(file: Path, kit: KitRun) -> dict[str, Any]:
     """The state that an interrupted call of the same kit left; {} without one."""
     try:
         state = json.loads(file.read_text(encoding="utf-8"))
@@ -120,7 +120,7 @@ def main() -> None:
         check_target(given.output, "--output")
         work = given.folder / "work"
         work.mkdir(exist_ok=True)
-        kit = Kit(Contents.open(given.folder), work, monotonic() + 60 * given.minutes, given.minutes / MINUTES, given.device)
+        kit = KitRun(Contents.open(given.folder), work, monotonic() + 60 * given.minutes, given.minutes / MINUTES, given.device)
         record = run_steps(kit, STEPS, fresh=given.fresh)
         write_record(given.output, record)
         shutil.rmtree(work)

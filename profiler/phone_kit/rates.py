@@ -15,7 +15,7 @@ from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
 
 from ..kit import Kit
-from ..measure import Request, measure
+from ..measure import ProfileRequest, measure
 
 NAME = "phone"
 
@@ -24,7 +24,7 @@ def main() -> None:
     """Measure, and write the dataset."""
     launches, number, folder, minutes = sys.argv[1:]
     held, device = Kit(Path(launches)), list_devices()[int(number)]
-    request = Request(number, Path(folder), float(minutes), NAME, (), True, held.seed)
+    request = ProfileRequest(number, Path(folder), float(minutes), NAME, (), True, held.seed)
     found = measure(request, device, descriptor_for(device), held.models(), lambda what, done: None, held.supply)
     found.write(Path(folder), NAME)
 

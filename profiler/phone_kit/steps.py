@@ -43,7 +43,7 @@ class Chosen:
 
 
 @dataclass
-class Kit:
+class KitRun:
     """A run of the kit: its contents, a folder for temporary files, the time at which it has to be done.
 
     `scale`: how much longer than MINUTES it may take. `device` is known after the doctor.
@@ -82,7 +82,7 @@ class StepFailedError(Exception):
         self.result = result
 
 
-def doctor(kit: Kit) -> Json:
+def doctor(kit: KitRun) -> Json:
     """`flashmem doctor --json`, and the choice of the device: the one asked for, else the first GPU, else the first."""
     ended = kit.child(90, "flashmem", "doctor", "--json")
     try:
@@ -107,7 +107,7 @@ def doctor(kit: Kit) -> Json:
     return report
 
 
-def probes(kit: Kit) -> Json:
+def probes(kit: KitRun) -> Json:
     """Every probe of an extension (`runtime.opencl.probes`), each in its own process."""
     from flashmem.runtime.opencl.probes import PROBES  # it imports pyopencl, which the doctor has found
 
@@ -122,7 +122,7 @@ def probes(kit: Kit) -> Json:
     return found
 
 
-def correctness(kit: Kit) -> list[Json]:
+def correctness(kit: KitRun) -> list[Json]:
     """Every model in every memory path and transfer mode, compared with ONNX Runtime's answers.
 
     Afterwards the cache has all compiled kernels, so that `streamed` measures no builds.
@@ -136,7 +136,7 @@ def correctness(kit: Kit) -> list[Json]:
     return found
 
 
-def streamed(kit: Kit) -> list[Json]:
+def streamed(kit: KitRun) -> list[Json]:
     """The large model: streamed from a file outside the page cache in every mode, and preloaded."""
     found = []
     for bundle in kit.bundles():
@@ -150,14 +150,14 @@ def streamed(kit: Kit) -> list[Json]:
     return found
 
 
-def storage(kit: Kit) -> list[Json]:
+def storage(kit: KitRun) -> list[Json]:
     """Reads of a file with and without O_DIRECT by numbers of threads."""
     megabytes = 256 if kit.scale >= 1 else 32
     ended = kit.child(60, "flashmem.profiler.phone_kit.storage", kit.work, str(megabytes))
     return _rows(ended)
 
 
-def rates(kit: Kit) -> str:
+def rates(kit: KitRun) -> str:
     """The profiler's rates and launches: the text of its dataset.
 
     If a launch crashed the driver, a second call keeps what the first one measured.
@@ -174,7 +174,7 @@ def rates(kit: Kit) -> str:
     return gzip.decompress((kit.work / f"{NAME}{SUFFIX}").read_bytes()).decode()
 
 
-def heat(kit: Kit) -> list[Json]:
+def heat(kit: KitRun) -> list[Json]:
     """Rates under load, for the time that is left."""
     assert kit.device is not None
     launches = kit.contents.launches(kit.contents.device_for(kit.device.descriptor))
@@ -185,7 +185,7 @@ def heat(kit: Kit) -> list[Json]:
     return _rows(kit.child(330, "flashmem.profiler.phone_kit.heat", *words))
 
 
-STEPS: dict[str, Callable[[Kit], Any]] = {
+STEPS: dict[str, Callable[[KitRun], Any]] = {
     "doctor": doctor,
     "probes": probes,
     "correctness": correctness,
@@ -209,7 +209,7 @@ def _is_bad(row: Json) -> bool:
     return row["outcome"] not in ("right", "refused")
 
 
-def _run(kit: Kit, bundle: KitBundle, mode: str, seconds: float, *, words: tuple[str, ...] = ()) -> Json:
+def _run(kit: KitRun, bundle: KitBundle, mode: str, seconds: float, *, words: tuple[str, ...] = ()) -> Json:
     """`flashmem run` on a bundle; `outcome`: right, wrong, refused (the device lacks the mode), or failed."""
     assert kit.device is not None
     row: Json = {"model": bundle.model, "memory_path": bundle.memory_path, "mode": mode}

@@ -16,10 +16,10 @@ from benchmarks.serving import design
 from benchmarks.serving import design_exhaustive as plain
 from benchmarks.serving.design_pressure import _HOLD, LEFT, MadeUp, states
 from flashmem.base.errors import UserError
-from flashmem.runtime.application.designs import State
+from flashmem.runtime.application.designs import DeviceState
 from flashmem.runtime.memory.pressure import sample
 from flashmem.runtime.opencl.context import list_devices
-from flashmem.tools.design.application import Application, Constraint, Measure, Objective, Processor, Task, Variant
+from flashmem.tools.design.application import Application, BroadObjective, Constraint, Measure, Processor, Task, Variant
 from flashmem.tools.design.metrics import Candidate, Profile, allowed
 from flashmem.tools.design.writer import Solved, described, solved
 from tests.support.paths import DATA
@@ -46,7 +46,7 @@ def drawn(seed: int) -> tuple[Application, list[Candidate]]:
         for metric in rng.sample(metrics, 3)
     ]
     measures += [Measure(metric, "average", None) for metric in ("turnaround", "system-throughput", "fairness")]
-    objectives = tuple(Objective(one, one.metric in plain.BETTER_HIGH, rng.uniform(0.5, 3)) for one in measures)
+    objectives = tuple(BroadObjective(one, one.metric in plain.BETTER_HIGH, rng.uniform(0.5, 3)) for one in measures)
     limit = Constraint(Measure("latency", "average", "t0"), at_most=True, bound=rng.uniform(0.05, 0.4))
     return Application(tuple(tasks), tuple(processors), (None,), objectives, (limit,)), candidates
 
@@ -93,7 +93,7 @@ def test_no_simpler_way_is_better_and_every_rule_has_a_state() -> None:
             assert theirs is None or theirs <= ours
         designs = described(answer)
         ruled = {rule.design for rule in designs.policy}
-        assert ruled == set(range(len(designs.designs))) == {designs.choose(State()), *states(designs)}
+        assert ruled == set(range(len(designs.designs))) == {designs.choose(DeviceState()), *states(designs)}
 
 
 def test_a_made_up_system_says_what_is_taken(tmp_path: Path) -> None:

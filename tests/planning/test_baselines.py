@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
-from flashmem.planning.baselines import Baseline, Operator, fastest_within
+from flashmem.planning.baselines import Baseline, WeightedOperator, fastest_within
 from flashmem.planning.latency.first_answer import first_plan
 from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.schedule.check import check
@@ -21,7 +21,12 @@ STRATEGIES: tuple[Strategy, ...] = ("on-demand", "always-next", "next-operator",
 
 # Layers 1..9; operators with weights at 2 (type a), 4 (b, two slices), 6 (a), 9 (b).
 USES = {"p": 2, "q.0": 4, "q.1": 5, "r": 6, "s": 9}
-OPERATORS = (Operator(2, "a", ("p",)), Operator(4, "b", ("q.0", "q.1")), Operator(6, "a", ("r",)), Operator(9, "b", ("s",)))
+OPERATORS = (
+    WeightedOperator(2, "a", ("p",)),
+    WeightedOperator(4, "b", ("q.0", "q.1")),
+    WeightedOperator(6, "a", ("r",)),
+    WeightedOperator(9, "b", ("s",)),
+)
 INSTANCE = Instance(layers_of([2] * 9), tuple(WeightSpec(name, 4, at, at) for name, at in USES.items()), 1, 100, 2.0)
 
 
@@ -86,12 +91,12 @@ def test_resident_first_fills_the_budget_with_w() -> None:
     assert all(w.preload for w in everything.weights)
 
 
-def _operators(instance: Instance) -> list[Operator]:
+def _operators(instance: Instance) -> list[WeightedOperator]:
     """One for each first use; every third of the same type."""
     slices: dict[int, list[str]] = {}
     for w in instance.weights:
         slices.setdefault(w.first_use, []).append(w.name)
-    return [Operator(first, str(first % 3), tuple(slices[first])) for first in sorted(slices)]
+    return [WeightedOperator(first, str(first % 3), tuple(slices[first])) for first in sorted(slices)]
 
 
 @given(instances())
@@ -134,7 +139,7 @@ def test_budgets_hold_and_the_smallest_is_exact(instance: Instance) -> None:
 
 def test_a_weight_used_again_stays() -> None:
     tied = Instance(layers_of([2] * 4), (WeightSpec("t", 2, 2, 4), WeightSpec("u", 2, 3, 3)), 1, 4, 1.0)
-    plan = Baseline("on-demand", (Operator(2, "a", ("t",)), Operator(3, "a", ("u",)))).plan(tied)
+    plan = Baseline("on-demand", (WeightedOperator(2, "a", ("t",)), WeightedOperator(3, "a", ("u",)))).plan(tied)
     assert plan.weights[0] == PlannedWeight("t", 2, 2, 2, 4, False, 2, ((2, 2),))
     check(plan, tied)
 
@@ -161,7 +166,7 @@ def test_no_budget_below_the_named_one_works(instance: Instance, mode: TransferM
     """Every budget in steps of a chunk; in interleave the six weights of the example need less preloaded than in flight."""
     instance = replace(instance, weights=tuple(replace(w, nbytes=256 * w.nbytes) for w in instance.weights), chunk_bytes=4096)
     slices = slices_for(instance, images=images)
-    operators = [Operator(w.first_use, "a", (w.name,)) for w in sorted(instance.weights, key=lambda w: w.first_use)]
+    operators = [WeightedOperator(w.first_use, "a", (w.name,)) for w in sorted(instance.weights, key=lambda w: w.first_use)]
 
     def within(budget: int) -> OverlapPlan:
         return fastest_within(instance, operators, budget, measure, frozenset(), 0.0)

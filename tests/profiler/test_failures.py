@@ -89,7 +89,7 @@ def test_a_device_that_refuses_every_launch_is_given_up(tmp_path: Path) -> None:
     bench: Any = SimpleNamespace(supply=Made(POCL.on_path("buffer")), path="buffer", prepare=refuse, pace=refuse)
     growing = Growing(tmp_path / "x.csv", {}, resume=True)
     with pytest.raises(RunError, match="one launch after the other, the last because there is no memory left"):
-        measure._measure(measure.Request("any", tmp_path), growing, [bench], [], 0.0, lambda what, done: None)
+        measure._measure(measure.ProfileRequest("any", tmp_path), growing, [bench], [], 0.0, lambda what, done: None)
     assert growing.rows == []
 
 

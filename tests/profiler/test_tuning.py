@@ -35,7 +35,7 @@ from flashmem.profiler.dataset import read_dataset, write_dataset
 from flashmem.profiler.descriptor import name_table, write_descriptor
 from flashmem.profiler.shapes import Attention, Batched, Convolution, Matmul, Shape, unet_shapes, zoo_shapes
 from flashmem.profiler.timing import generated
-from flashmem.profiler.tuning import Case, Request, Result, cases, summary, tune
+from flashmem.profiler.tuning import Case, TuningRequest, TuningResult, cases, summary, tune
 from flashmem.target.descriptor import DeviceDescriptor, KernelConfig, PlainTile, load_descriptor
 from tests.support.paths import DATA, ROOT
 
@@ -173,17 +173,17 @@ def test_naming_a_table_keeps_what_a_descriptor_says(tmp_path: Path) -> None:
 # -- measuring
 
 
-def run(folder: Path, every: tuple[Case, ...] = CASES, **request: object) -> tuple[Result, list[str]]:
+def run(folder: Path, every: tuple[Case, ...] = CASES, **request: object) -> tuple[TuningResult, list[str]]:
     """Tune PoCL's cases in a folder with its descriptor."""
     if not (folder / "pocl.toml").exists():
         write_descriptor(folder, POCL, "a test", "cpu")
     said: list[str] = []
-    asked = Request(**{"device": "pocl", "output": folder, "minutes": 5.0, **request})  # type: ignore[arg-type]
+    asked = TuningRequest(**{"device": "pocl", "output": folder, "minutes": 5.0, **request})  # type: ignore[arg-type]
     return tune(asked, lambda stage, fraction: said.append(stage), every), said
 
 
 @pytest.fixture(scope="module")
-def pocl_table(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+def pocl_table(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TuningResult]:
     pytest.importorskip("pyopencl")
     from flashmem.runtime.opencl.context import list_devices
 
@@ -194,7 +194,7 @@ def pocl_table(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     return folder, result
 
 
-def test_every_config_is_measured_or_says_why_not(pocl_table: tuple[Path, Result]) -> None:
+def test_every_config_is_measured_or_says_why_not(pocl_table: tuple[Path, TuningResult]) -> None:
     folder, result = pocl_table
     assert (result.measured, result.left) == (2, 0)
     read = parse_database((folder / f"pocl{SUFFIX}").read_text(), "it")
@@ -210,7 +210,7 @@ def test_every_config_is_measured_or_says_why_not(pocl_table: tuple[Path, Result
     assert sorted(path.name for path in folder.iterdir()) == ["pocl.toml", f"pocl{SUFFIX}"]
 
 
-def test_tuning_again_measures_what_is_missing(pocl_table: tuple[Path, Result]) -> None:
+def test_tuning_again_measures_what_is_missing(pocl_table: tuple[Path, TuningResult]) -> None:
     folder, result = pocl_table
     again, said = run(folder)
     assert again.measured == 0 and not said and again.database.timings == parse_database(result.path.read_text(), "it").timings
@@ -219,14 +219,14 @@ def test_tuning_again_measures_what_is_missing(pocl_table: tuple[Path, Result]) 
     assert more.database.timings[: len(again.database.timings)] == again.database.timings
 
 
-def test_a_table_of_another_device_is_not_mixed(pocl_table: tuple[Path, Result], tmp_path: Path) -> None:
+def test_a_table_of_another_device_is_not_mixed(pocl_table: tuple[Path, TuningResult], tmp_path: Path) -> None:
     text = pocl_table[1].path.read_text()
     (tmp_path / f"pocl{SUFFIX}").write_text(text.replace('"driver": "', '"driver": "older '))
     with pytest.raises(UserError, match="was measured on another device or driver; finish it there, or use --fresh"):
         run(tmp_path)
 
 
-def test_what_a_process_died_of_is_not_tried_again(pocl_table: tuple[Path, Result], tmp_path: Path) -> None:
+def test_what_a_process_died_of_is_not_tried_again(pocl_table: tuple[Path, TuningResult], tmp_path: Path) -> None:
     workload, (_, wide) = CASES[1].workload, POCL.configs_of("conv")
     (tmp_path / f".pocl{SUFFIX}.now").write_text(f"{workload} {wide.code}")
     result, _ = run(tmp_path, CASES[1:])
@@ -234,17 +234,17 @@ def test_what_a_process_died_of_is_not_tried_again(pocl_table: tuple[Path, Resul
     assert notes == {"tile": (False, ""), "wide": (True, "the process ended while it was measured")}
 
 
-def test_no_product_is_begun_when_the_time_is_spent(pocl_table: tuple[Path, Result], tmp_path: Path) -> None:
+def test_no_product_is_begun_when_the_time_is_spent(pocl_table: tuple[Path, TuningResult], tmp_path: Path) -> None:
     result, said = run(tmp_path, minutes=0.0)
     assert (result.measured, result.left, said) == (0, 2, [])
 
 
-def test_nothing_to_choose_is_said(pocl_table: tuple[Path, Result], tmp_path: Path) -> None:
+def test_nothing_to_choose_is_said(pocl_table: tuple[Path, TuningResult], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="device pocl lists no configs of attention, so there is nothing to choose"):
         run(tmp_path, families=("attention",))
 
 
-def test_the_command_says_what_it_did(pocl_table: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_says_what_it_did(pocl_table: tuple[Path, TuningResult], monkeypatch: pytest.MonkeyPatch) -> None:
     from flashmem.cli.main import app
 
     folder, _ = pocl_table

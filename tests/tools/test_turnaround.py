@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashmem.base.errors import RunError, UserError
-from flashmem.cli.commands.queue import Request, read_trace
+from flashmem.cli.commands.queue import TimedRequest, read_trace
 from flashmem.runtime.memory.accounts import Account, Budget
 from flashmem.runtime.serving.sharing import Need, Turn, latest_needed, may_keep, spare
 from flashmem.tools.turnaround import fairness, normalised_progress, normalised_turnaround, system_throughput
@@ -144,7 +144,7 @@ def test_promises_are_kept_and_never_pass_the_limit() -> None:
 def test_a_trace_is_read_in_the_order_of_its_times(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text('[{"model": "b", "at": 1.5}, {"model": 0, "seed": 3}]')
-    assert read_trace(path, ["a", "b"], 7) == [Request(0, 0.0, 3), Request(1, 1.5, 7)]
+    assert read_trace(path, ["a", "b"], 7) == [TimedRequest(0, 0.0, 3), TimedRequest(1, 1.5, 7)]
     for text, said in (
         ("{", "is not a trace"),
         ("[]", "holds no requests"),

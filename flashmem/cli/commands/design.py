@@ -11,7 +11,7 @@ from flashmem.base.streams import say
 from flashmem.base.units import format_size
 from flashmem.cli.output.console import emit_json, print_facts, print_table
 from flashmem.runtime.application.designs import Designs, SwitchingRule
-from flashmem.tools.design.application import Application, Objective, read_application
+from flashmem.tools.design.application import Application, BroadObjective, read_application
 from flashmem.tools.design.profiles import Profiling, candidates
 from flashmem.tools.design.writer import Solved, described, solved, write
 
@@ -88,7 +88,7 @@ def _print(application: Application, answer: Solved, designs: Designs) -> None:
     print_facts(facts)
 
 
-def _title(objective: Objective) -> str:
+def _title(objective: BroadObjective) -> str:
     return f"{'maximise' if objective.maximise else 'minimise'} {objective.measure}"
 
 

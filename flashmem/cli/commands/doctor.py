@@ -13,8 +13,8 @@ from flashmem.base.paths import cache_folder
 from flashmem.base.units import format_size
 from flashmem.base.version import __version__
 from flashmem.cli.output.console import emit_json
-from flashmem.tools.doctor.advice import Step, next_lines, steps
-from flashmem.tools.doctor.selftest import Result, disk, run_apart
+from flashmem.tools.doctor.advice import CheckedItem, next_lines, steps
+from flashmem.tools.doctor.selftest import SelfTestResult, disk, run_apart
 from flashmem.tools.doctor.surroundings import Surroundings, look
 
 if TYPE_CHECKING:
@@ -52,10 +52,10 @@ def _devices() -> tuple[tuple[Device, ...], str]:
 
 def _report(
     around: Surroundings,
-    found: Iterable[Step],
+    found: Iterable[CheckedItem],
     devices: Iterable[Device],
-    tested: dict[int, list[Result]],
-    read: Result,
+    tested: dict[int, list[SelfTestResult]],
+    read: SelfTestResult,
     failure: str,
 ) -> dict[str, Any]:
     found = list(found)
@@ -90,7 +90,7 @@ def _mark(ok: bool | None) -> str:
     return {True: "ok  ", False: "FAIL", None: "  - "}[ok]
 
 
-def _print_surroundings(around: Surroundings, found: Iterable[Step]) -> None:
+def _print_surroundings(around: Surroundings, found: Iterable[CheckedItem]) -> None:
     place = f", Termux in {around.prefix}" if around.prefix else ""
     pages = f"pages of {around.page_bytes // 1024} KiB"
     print(f"flashmem {__version__}, Python {around.python}, {around.system} on {around.machine}, {pages}{place}\n")
@@ -98,7 +98,7 @@ def _print_surroundings(around: Surroundings, found: Iterable[Step]) -> None:
         print(f"{_mark(step.ok)} {step.what:<22} {step.said}")
 
 
-def _print_device(number: int, device: Device, results: Iterable[Result]) -> None:
+def _print_device(number: int, device: Device, results: Iterable[SelfTestResult]) -> None:
     from flashmem.runtime.opencl.devices import descriptor_for, why_not
     from flashmem.runtime.opencl.processor import rates_said
 
@@ -124,7 +124,7 @@ def _print_device(number: int, device: Device, results: Iterable[Result]) -> Non
         print(f"{_mark(result.ok)} {result.test:<22} {result.said}")
 
 
-def _print_next(found: Iterable[Step], failure: str) -> None:
+def _print_next(found: Iterable[CheckedItem], failure: str) -> None:
     found = list(found)
     lines = next_lines(found)
     if lines:

@@ -19,13 +19,13 @@ def profile_device(
         UserError: see `profiler.run.profile`.
     """
     _need_extra()
-    from flashmem.profiler.run import Request, profile
+    from flashmem.profiler.run import ProfileRequest, profile
 
     _check_output(output, name)
     for model in models:
         if not model.is_file():
             raise MissingFileError(f"model {model} does not exist; name an ONNX file")
-    request = Request(device, output, minutes, name, models, resume, seed)
+    request = ProfileRequest(device, output, minutes, name, models, resume, seed)
     with progress("profiling") as report:
         path: Path = profile(request, report)
     say(f"use it as --device {path}")
@@ -47,7 +47,7 @@ def measure_device(kit: Path, device: str, output: Path, *, minutes: float, name
         RunError: the device fails.
     """
     from flashmem.profiler.kit import Kit
-    from flashmem.profiler.measure import LEAST_LAUNCHES, Request, measure
+    from flashmem.profiler.measure import LEAST_LAUNCHES, ProfileRequest, measure
     from flashmem.runtime.opencl.context import find_device
     from flashmem.runtime.opencl.devices import descriptor_for
 
@@ -58,7 +58,7 @@ def measure_device(kit: Path, device: str, output: Path, *, minutes: float, name
     if descriptor.name != held.descriptor.name:
         what = f"{kit} is for {held.descriptor.name}, and {here.name} is {descriptor.name}"
         raise UserError(f"{what}; make one with: flashmem profile --kit {descriptor.name}.kit --device {descriptor.name}")
-    request = Request(device, output, minutes, name, (), resume, held.seed)
+    request = ProfileRequest(device, output, minutes, name, (), resume, held.seed)
     with progress("measuring") as report:
         found = measure(request, here, descriptor, held.models(), report, held.supply)
     count = sum(row.mode == "none" for row in found.growing.rows)

@@ -42,7 +42,7 @@ class QueueOptions:
 
 
 @dataclass(frozen=True)
-class Request:
+class TimedRequest:
     """A request for `model` (its index among the bundles) `at` seconds after the start, with inputs drawn from `seed`."""
 
     model: int
@@ -67,7 +67,7 @@ def play_queue(options: QueueOptions) -> None:
     if options.trace is None:
         order = [number for number in range(len(bundles)) for _ in range(options.iterations)]
         random.Random(options.seed).shuffle(order)
-        requests = [Request(number, 0.0, options.seed) for number in order]
+        requests = [TimedRequest(number, 0.0, options.seed) for number in order]
     else:
         requests = read_trace(options.trace, names, options.seed)
     _alone(bundles[0], options, 1)  # a process's first answer includes the driver's setup
@@ -100,7 +100,7 @@ def play_queue(options: QueueOptions) -> None:
     )
 
 
-def read_trace(path: Path, names: Sequence[str], seed: int) -> list[Request]:
+def read_trace(path: Path, names: Sequence[str], seed: int) -> list[TimedRequest]:
     """Read the requests in a JSON file, sorted by time. A model is named by its bundle or by its index from 0.
 
     Raises:
@@ -125,7 +125,7 @@ def read_trace(path: Path, names: Sequence[str], seed: int) -> list[Request]:
         when, chosen = row.get("at", 0.0), row.get("seed", seed)
         if type(when) not in (int, float) or not 0 <= when < float("inf") or type(chosen) is not int or chosen < 0:
             raise UserError(f"{path}: request {number} has no sensible time or seed; {how}")
-        requests.append(Request(at, float(when), chosen))
+        requests.append(TimedRequest(at, float(when), chosen))
     return sorted(requests, key=lambda request: request.at)
 
 
@@ -147,7 +147,7 @@ def _alone(bundle: Bundle, options: QueueOptions, runs: int) -> float:
 
 
 def _play(
-    bundles: Sequence[Bundle], requests: Sequence[Request], options: QueueOptions
+    bundles: Sequence[Bundle], requests: Sequence[TimedRequest], options: QueueOptions
 ) -> tuple[list[Answer], list[tuple[float, int]], int]:
     with Runtime(options.budget, device=options.device) as runtime:
         models = [runtime.open(bundle) for bundle in bundles]
@@ -165,7 +165,7 @@ def _play(
 
 def _report(
     names: Sequence[str],
-    requests: Sequence[Request],
+    requests: Sequence[TimedRequest],
     answers: Sequence[Answer],
     alone: Sequence[float],
     options: QueueOptions,
@@ -204,7 +204,7 @@ def _report(
     }
 
 
-def _preloaded(bundles: Sequence[Bundle], requests: Sequence[Request], device: str) -> list[tuple[float, int]]:
+def _preloaded(bundles: Sequence[Bundle], requests: Sequence[TimedRequest], device: str) -> list[tuple[float, int]]:
     """Memory over time if each model is fully loaded for its request, and freed before the next request."""
     begun, over_time = time.perf_counter(), list[tuple[float, int]]()
     session: Session | None = None

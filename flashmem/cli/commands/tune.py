@@ -19,7 +19,7 @@ def tune_device(device: str, output: Path | None, *, minutes: float, families: t
         UserError: see `profiler.tuning.tune`; an unknown family.
     """
     with offline_half("tuning"):
-        from flashmem.profiler.tuning import Request, summary, tune
+        from flashmem.profiler.tuning import TuningRequest, summary, tune
     from flashmem.target.descriptor import load_descriptor
 
     unknown = [family for family in families if family not in FAMILIES]
@@ -28,7 +28,7 @@ def tune_device(device: str, output: Path | None, *, minutes: float, families: t
     if output is not None and output.exists() and not output.is_dir():
         raise UserError(f"--output {output} is not a folder; name one")
     with progress("tuning") as report:
-        found = tune(Request(device, output, minutes, families, resume), report)
+        found = tune(TuningRequest(device, output, minutes, families, resume), report)
     gained = summary(found.database, load_descriptor(str(found.descriptor)))
     say(f"{found.measured} products measured; {found.path} has {gained}")
     if found.left:

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from flashmem.cli.output.console import print_facts, print_table
-from flashmem.planning.capacity.response import Learned
+from flashmem.planning.capacity.response import LearnedClass
 from flashmem.profiler.dataset import read_dataset
 from flashmem.profiler.report import (
     CAPACITY_BAR,
@@ -113,7 +113,7 @@ def _print_capacities(parts: Sequence[HeldOut]) -> list[str]:
     return verdicts
 
 
-def _print_classes(mode: str, learned: Sequence[Learned]) -> None:
+def _print_classes(mode: str, learned: Sequence[LearnedClass]) -> None:
     print(f"operator classes from the response to {mode}:")
     rows = [(e.operator, e.launches, f"{e.tolerance:.2f}", e.learned, e.paper, "" if e.agrees else "disagree") for e in learned]
     print_table(("operator", "launches", "ratio at +20 %", "learned", "Table 5", ""), rows)

@@ -52,7 +52,7 @@ def stack(view: StridedView, batch: Sequence[int], *, swap: bool = False) -> Str
 
 
 @dataclass(frozen=True)
-class Step:
+class ScoreStep:
     """An elementwise operator on a vector of scores.
 
     Its operands are register numbers: first the score itself, then the operands in the node's order, then the results of
@@ -73,7 +73,7 @@ class Scores:
     """
 
     shape: tuple[int, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[ScoreStep, ...]
     guarded: bool = False
 
     def nodes(self, operands: list[Value]) -> tuple[Value, tuple[Node, ...]]:

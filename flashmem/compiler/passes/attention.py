@@ -19,7 +19,7 @@ from flashmem.compiler.ir.strided import StridedView
 from flashmem.compiler.ir.users import Readers
 from flashmem.compiler.ir.view_nodes import constant_factor
 from flashmem.compiler.operators import is_elementwise
-from flashmem.compiler.operators.attention import Scores, Step, access, stack
+from flashmem.compiler.operators.attention import Scores, ScoreStep, access, stack
 from flashmem.compiler.operators.rewriting import reshaped
 from flashmem.compiler.passes.fusion import MAX_EPILOGUE, MAX_OPERANDS
 
@@ -213,7 +213,7 @@ def _scores(product: Value, softmax: Node, chain: Sequence[Node], behind: _Behin
         return None
     at = {key: i for i, key in enumerate(operands, start=1)}
     registers: dict[Value, int] = {product: 0}
-    made: list[Step] = []
+    made: list[ScoreStep] = []
     for node in chain:
         if node.op == "Reshape":
             registers[node.outputs[0]] = registers[node.input(0)]
@@ -222,7 +222,7 @@ def _scores(product: Value, softmax: Node, chain: Sequence[Node], behind: _Behin
             None if value is None else registers[value] if value in inside else at[keys[node, value]] for value in node.inputs
         )
         registers[node.outputs[0]] = 1 + len(operands) + len(made)
-        made.append(Step(node.op, inputs, node.outputs[0].dtype, node.attributes))
+        made.append(ScoreStep(node.op, inputs, node.outputs[0].dtype, node.attributes))
     read = list(operands.values())
     if behind.dropped is not None:
         read.append(_operand(behind.dropped, behind.shape, shape))

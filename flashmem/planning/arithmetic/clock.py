@@ -77,7 +77,7 @@ def needed_at(instance: Instance, moves: Moves | None) -> dict[str, int]:
     return {w.name: moves[w.name][0][0] if moves.get(w.name) else w.first_use for w in instance.weights}
 
 
-class Timing:
+class TimingModel:
     """The clock of `instance` with fixed `moves`, for the many release times that a planner compares.
 
     Without `moves` no layer is slowed down. Weights are read in the order (g_w, first need, first use), each as soon as its
@@ -147,10 +147,10 @@ class Timing:
 
 
 def clock_of(instance: Instance, releases: Mapping[str, int], moves: Moves | None = None) -> Clock:
-    """The clock of one plan: see `Timing`."""
-    return Timing(instance, moves).clock(releases)
+    """The clock of one plan: see `TimingModel`."""
+    return TimingModel(instance, moves).clock(releases)
 
 
 def unlimited_seconds(instance: Instance, preload: Collection[str]) -> float:
     """Integrated latency with W = `preload` and no memory limit: every other weight may be loaded from the start."""
-    return Timing(instance).seconds({w.name: 0 if w.name in preload else 1 for w in instance.weights})
+    return TimingModel(instance).seconds({w.name: 0 if w.name in preload else 1 for w in instance.weights})

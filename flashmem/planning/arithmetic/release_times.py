@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.planning.arithmetic.clock import Clock, Moves, Timing
+from flashmem.planning.arithmetic.clock import Clock, Moves, TimingModel
 from flashmem.schedule.instance import Instance, WeightSpec
 from flashmem.schedule.plan import LOADER_THREADS
 
@@ -103,7 +103,7 @@ def staged_bytes(instance: Instance, moves: Moves) -> NDArray[np.int64]:
     return staged
 
 
-def final_releases(timing: Timing, preload: Collection[str], releases: Mapping[str, int]) -> tuple[dict[str, int], Clock]:
+def final_releases(timing: TimingModel, preload: Collection[str], releases: Mapping[str, int]) -> tuple[dict[str, int], Clock]:
     """Final release times, also for the resident set, from the earliest `releases` of streamed weights; and their clock."""
     releases = in_turn(timing, preload, releases)
     clock = timing.clock(releases)
@@ -116,7 +116,7 @@ _NOTICED = 1e-9
 """A share of the latency that late release times may add, to allow for rounding."""
 
 
-def released_late(timing: Timing, releases: Mapping[str, int], clock: Clock, margin: float = MARGIN) -> dict[str, int]:
+def released_late(timing: TimingModel, releases: Mapping[str, int], clock: Clock, margin: float = MARGIN) -> dict[str, int]:
     """Delay `releases` as far as every layer still starts in time, with reads `margin` times as long as predicted.
 
     A layer is in time if it starts as in `clock`, and as in the clock for a file in the page cache. In the latter, layers
@@ -133,7 +133,7 @@ def released_late(timing: Timing, releases: Mapping[str, int], clock: Clock, mar
     return {name: min(release, also[name]) for name, release in closed.items()}
 
 
-def _released_late(timing: Timing, releases: Mapping[str, int], clock: Clock, seconds_per_byte: float) -> dict[str, int]:
+def _released_late(timing: TimingModel, releases: Mapping[str, int], clock: Clock, seconds_per_byte: float) -> dict[str, int]:
     needs, moves = timing.needs, timing.moves
     later = dict(releases)
     begin = clock.done[-1] if clock.done else 0.0
@@ -152,7 +152,7 @@ def _released_late(timing: Timing, releases: Mapping[str, int], clock: Clock, se
     return later
 
 
-def in_turn(timing: Timing, preload: Collection[str], releases: Mapping[str, int]) -> dict[str, int]:
+def in_turn(timing: TimingModel, preload: Collection[str], releases: Mapping[str, int]) -> dict[str, int]:
     """`releases` with those of the resident set (0 or a layer), so that its reads alternate with those of streamed weights.
 
     Whenever the disk is free, it reads the released weight that is needed first. Memory limits no resident weight: each has a
@@ -172,7 +172,7 @@ def in_turn(timing: Timing, preload: Collection[str], releases: Mapping[str, int
 
 
 def _in_turn(
-    timing: Timing, resident: list[WeightSpec], releases: Mapping[str, int], seconds_per_byte: float
+    timing: TimingModel, resident: list[WeightSpec], releases: Mapping[str, int], seconds_per_byte: float
 ) -> dict[str, int]:
     needs, compute = timing.needs, timing.compute()
     streamed = [w for w in timing.order(releases) if w.name in timing.moves]

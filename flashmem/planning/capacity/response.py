@@ -25,7 +25,7 @@ _LEAST: Final = 1e-3
 
 
 @dataclass(frozen=True)
-class Learned:
+class LearnedClass:
     """One operator type: its median tolerance over `launches`, the class learned from it and the paper's."""
 
     operator: str
@@ -40,7 +40,7 @@ class Learned:
         return self.learned == self.paper
 
 
-def learn_classes(tolerances: Mapping[str, Sequence[float]], paper: Mapping[str, OperatorClass]) -> list[Learned]:
+def learn_classes(tolerances: Mapping[str, Sequence[float]], paper: Mapping[str, OperatorClass]) -> list[LearnedClass]:
     """The class of each operator type from the tolerances of its launches, sorted by falling tolerance.
 
     `paper`: the class of each type in Table 5, which its launches have.
@@ -51,7 +51,7 @@ def learn_classes(tolerances: Mapping[str, Sequence[float]], paper: Mapping[str,
     ordered = sorted(typical, key=typical.__getitem__)
     classes = _cut([math.log(max(typical[operator], _LEAST)) for operator in ordered])
     found = [
-        Learned(operator, typical[operator], len(tolerances[operator]), kind, paper[operator])
+        LearnedClass(operator, typical[operator], len(tolerances[operator]), kind, paper[operator])
         for operator, kind in zip(ordered, classes, strict=True)
     ]
     return found[::-1]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flashmem.planning.arithmetic.clock import Clock, Moves, Timing, clock_of
+from flashmem.planning.arithmetic.clock import Clock, Moves, TimingModel, clock_of
 from flashmem.planning.arithmetic.release_times import held_bytes
 from flashmem.schedule.instance import Instance, WeightSpec
 
@@ -60,7 +60,7 @@ def filled(
     the moves do not change.
     """
     best = dict(releases)
-    timing = Timing(instance, moves)
+    timing = TimingModel(instance, moves)
     clock = timing.clock(best)
     held = held_bytes(instance, best, moves)
     tries = _WORK // max(1, len(instance.weights))
@@ -87,7 +87,7 @@ def filled(
             seconds, trial = min(timed, key=lambda each: each[0], default=(clock.seconds, (best, moves)))
             if seconds < clock.seconds * (1 - _GAIN):
                 best, moves = trial
-                timing = Timing(instance, moves)
+                timing = TimingModel(instance, moves)
                 clock, held = timing.clock(best), held_bytes(instance, best, moves)
                 break
         else:

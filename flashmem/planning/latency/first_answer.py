@@ -23,7 +23,7 @@ import numpy as np
 
 from flashmem.base.errors import BudgetError
 from flashmem.planning.arithmetic.assemble import assemble
-from flashmem.planning.arithmetic.clock import Clock, Moves, Timing, clock_of
+from flashmem.planning.arithmetic.clock import Clock, Moves, TimingModel, clock_of
 from flashmem.planning.arithmetic.release_times import earliest_releases, final_releases, held_bytes, releases_ahead
 from flashmem.planning.latency.backfill import filled
 from flashmem.planning.latency.bounds import fastest_seconds
@@ -207,7 +207,7 @@ def _read_and_move(instance: Instance, preload: frozenset[str], limit: int, near
         moves = {w.name: ((w.first_use - 1, instance.chunks(w)),) for w in instance.weights if w.name not in preload}
         releases = releases_ahead(instance, preload, moves, limit)
     releases, moves = filled(instance, releases, moves, limit, None if instance.mode == "interleave" else moving)
-    releases, clock = final_releases(Timing(instance, moves), preload, releases)
+    releases, clock = final_releases(TimingModel(instance, moves), preload, releases)
     return releases, moves, clock
 
 
@@ -216,7 +216,7 @@ _STEPS = 8
 
 
 @dataclass(frozen=True)
-class Candidate:
+class LimitedPlan:
     """The decisions of `read_and_move` inside `limit` bytes, and the average bytes of weights in memory during a session."""
 
     limit: int
@@ -228,7 +228,7 @@ class Candidate:
     left: int  # bytes in flight that lambda permits, at most M_peak: the bound is proven for plans within them
 
 
-def candidate(instance: Instance, preload: frozenset[str], limit: int) -> Candidate:
+def candidate(instance: Instance, preload: frozenset[str], limit: int) -> LimitedPlan:
     """The plan inside `limit` bytes. Places are allocated for the whole session; in mode `map` pages are not."""
     releases, moves, clock = read_and_move(instance, preload, limit)
     held = int(held_bytes(instance, releases, moves).max(initial=0))
@@ -240,10 +240,10 @@ def candidate(instance: Instance, preload: frozenset[str], limit: int) -> Candid
             for w in instance.weights if w.name in moves
         )  # fmt: skip
         average = round(sum(entered) / clock.seconds)
-    return Candidate(limit, releases, moves, clock, held, resident + average, limit)
+    return LimitedPlan(limit, releases, moves, clock, held, resident + average, limit)
 
 
-def traced(instance: Instance, preload: frozenset[str], lambda_: float, *, quick: bool = False) -> Candidate:
+def traced(instance: Instance, preload: frozenset[str], lambda_: float, *, quick: bool = False) -> LimitedPlan:
     """The fastest candidate within the average memory that lambda permits, between that of the fastest and of the smallest.
 
     The ladder of limits is the same for every lambda, so latency never falls and the average never rises with lambda. For many
@@ -251,7 +251,7 @@ def traced(instance: Instance, preload: frozenset[str], lambda_: float, *, quick
     """
     smallest, _ = smallest_m_peak(instance, preload)
 
-    def rung(most: int, share: float) -> Candidate:
+    def rung(most: int, share: float) -> LimitedPlan:
         return candidate(instance, preload, most - int((most - smallest) * share))
 
     if quick or len(instance.weights) > (_LADDER_WEIGHTS if lambda_ else _THOROUGH_WEIGHTS):
@@ -267,7 +267,7 @@ def traced(instance: Instance, preload: frozenset[str], lambda_: float, *, quick
     most = max(smallest, roomy.held)
     family = [roomy, *(rung(most, step / _RUNGS) for step in range(1, _RUNGS + 1))]
 
-    def order(one: Candidate) -> tuple[float, int]:
+    def order(one: LimitedPlan) -> tuple[float, int]:
         return one.clock.seconds, one.average
 
     fastest, least = min(family, key=order), min(one.average for one in family)

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from flashmem.base.errors import UserError
 from flashmem.planning.arithmetic.assemble import assemble, slowdown
-from flashmem.planning.arithmetic.clock import Timing, unlimited_seconds
+from flashmem.planning.arithmetic.clock import TimingModel, unlimited_seconds
 from flashmem.planning.arithmetic.release_times import final_releases, releases_ahead
 from flashmem.planning.latency.first_answer import first_plan, forced_preload
 from flashmem.planning.opg.objective import Decision, PaperInstance
@@ -117,7 +117,7 @@ class ReadAhead:
     def __init__(self, instance: Instance, plan: OverlapPlan) -> None:
         self._instance, self._plan = instance, plan
         self._preload = frozenset(w.name for w in plan.weights if w.preload)
-        self._timing = Timing(instance, {w.name: w.moves for w in plan.weights if not w.preload})
+        self._timing = TimingModel(instance, {w.name: w.moves for w in plan.weights if not w.preload})
         self._fastest = unlimited_seconds(instance, forced_preload(instance, plan.asked))
 
     def within(self, limit: int, *, staging: bool = False) -> OverlapPlan:

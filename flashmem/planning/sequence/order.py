@@ -13,9 +13,9 @@ bytes alive during a layer. The problem is NP-hard (register allocation, Sethi 1
    maximum through sets. It is found by best-first search, like shortest paths by Dijkstra (`planning/sequence/search.py`).
    A layer or a chain runs at once if it does not exceed the maximum so far and leaves no more bytes alive than before: in any
    order of the rest, it could be moved here. A layer that only adds memory runs right before the layer that consumes its
-   result (`Segment.together`). So large tensors that are alive early are found soon. The same search backwards in time finds
-   large tensors that are alive late. If there are too many sets, successive searches ignore small tensors; their bounds hold
-   for the whole problem.
+   result (`LaunchRange.together`). So large tensors that are alive early are found soon. The same search backwards in time
+   finds large tensors that are alive late. If there are too many sets, successive searches ignore small tensors; their
+   bounds hold for the whole problem.
 4. CP-SAT solves the remaining segments of up to `CP_LAYERS` layers (`planning/sequence/cp_sat.py`).
 
 Segments keep the given order if it is as good. Other segments follow it as far as the peak allows, because weights are streamed
@@ -33,7 +33,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Literal, get_args
 
-from flashmem.planning.sequence.search import Segment, WorkLimit, beam, near_given, search
+from flashmem.planning.sequence.search import LaunchRange, WorkLimit, beam, near_given, search
 
 Method = Literal["CP-SAT", "beam", "search", "as given"]
 """The method that found an order. If segments differ, the first of these that any segment used."""
@@ -138,7 +138,7 @@ def lowest_order(
     if before <= bound * (1 + worth):
         return Order(given, before, before, bound, "optimal" if before == bound else "tolerance")
     effort = _Effort(tries, WorkLimit(work), cp_seconds, _CP_SECONDS, worth)
-    found: dict[int, tuple[_Found, Segment]] = {}
+    found: dict[int, tuple[_Found, LaunchRange]] = {}
     peak = bound
     for segment in sorted(_segments(problem, relatives, effort.work), key=lambda segment: -segment.given_peak):
         if segment.given_peak <= peak:
@@ -213,7 +213,7 @@ class _Relatives:
                 yield at
 
 
-def _segments(problem: OrderProblem, relatives: _Relatives, limit: WorkLimit) -> list[Segment]:
+def _segments(problem: OrderProblem, relatives: _Relatives, limit: WorkLimit) -> list[LaunchRange]:
     """The segments between layers that are comparable with all others. Each of those layers is a segment itself."""
     count = len(problem.after)
     cuts = set(relatives.separators())
@@ -229,7 +229,7 @@ def _segments(problem: OrderProblem, relatives: _Relatives, limit: WorkLimit) ->
             for each in set(problem.after[at]):
                 if each >= first:
                     followers[each - first].append(at - first)
-        segments.append(Segment(first, needs, followers, [[] for _ in range(size)], [], 0, limit=limit))
+        segments.append(LaunchRange(first, needs, followers, [[] for _ in range(size)], [], 0, limit=limit))
     through = [0] * (len(segments) + 1)
     for tensor in problem.tensors:
         if not tensor.layers:
@@ -268,7 +268,7 @@ class _Found:
     stopped: bool = False
 
 
-def _solve(segment: Segment, floor: int, effort: _Effort) -> _Found:
+def _solve(segment: LaunchRange, floor: int, effort: _Effort) -> _Found:
     """The best order found for a segment. `floor`: bytes that some layer of the problem needs in any order."""
     worth = effort.worth
     sizes = segment.true_sizes()
@@ -294,7 +294,7 @@ def _solve(segment: Segment, floor: int, effort: _Effort) -> _Found:
     return replace(best, stopped=best.peak > best.bound * (1 + worth))
 
 
-def _better(best: _Found, order: Sequence[int] | None, proven: int, segment: Segment, method: Method) -> _Found:
+def _better(best: _Found, order: Sequence[int] | None, proven: int, segment: LaunchRange, method: Method) -> _Found:
     bound = max(best.bound, proven)
     peak = best.peak if order is None else segment.peak(order)
     if order is None or peak >= best.peak:

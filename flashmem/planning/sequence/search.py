@@ -27,7 +27,7 @@ class WorkLimit:
 
 
 @dataclass
-class Segment:
+class LaunchRange:
     """Layers from `first` on, in local numbers from 0. `base` bytes are alive during all of them.
 
     `touched`: the tensors of each layer; tensors are (bytes, layers that touch them as bits, early, late). `limit` counts the
@@ -82,12 +82,12 @@ class Segment:
         """The layers that waited only for `layer`; `done` already contains it."""
         return [each for each in self.followers[layer] if not self.needs[each] & ~done]
 
-    def backwards(self) -> Segment:
+    def backwards(self) -> LaunchRange:
         """The same segment with time reversed. An order of one and its reverse in the other have the same peak."""
         needs = [sum(1 << each for each in after) for after in self.followers]
         followers = [[each for each in range(self.count) if before >> each & 1] for before in self.needs]
         tensors = [(size, layers, late, early) for size, layers, early, late in self.tensors]
-        return Segment(self.first, needs, followers, self.touched, tensors, self.base, limit=self.limit)
+        return LaunchRange(self.first, needs, followers, self.touched, tensors, self.base, limit=self.limit)
 
     def together(self, sizes: Sequence[int]) -> list[int | None]:
         """By layer, the layer that can run directly after it without loss; None if that could be worse.
@@ -158,7 +158,7 @@ class Segment:
         return most
 
 
-def search(segment: Segment, floor: int, sizes: Sequence[int], tries: int) -> tuple[list[int] | None, int]:
+def search(segment: LaunchRange, floor: int, sizes: Sequence[int], tries: int) -> tuple[list[int] | None, int]:
     """The order with the lowest peak, and a bound on the peak of all orders. Peaks below `floor` count as `floor`.
 
     The order is None if the search used up `tries` or the segment's limit. The bound holds even then.
@@ -197,7 +197,7 @@ def search(segment: Segment, floor: int, sizes: Sequence[int], tries: int) -> tu
 
 
 def _run_on(
-    segment: Segment, sizes: Sequence[int], most: int, done: int, held: int, ready: tuple[int, ...], moves: list[int]
+    segment: LaunchRange, sizes: Sequence[int], most: int, done: int, held: int, ready: tuple[int, ...], moves: list[int]
 ) -> tuple[int, int, tuple[int, ...]]:
     """Run layers, and chains of them, that fit `most` bytes and leave no more alive than before; append them to `moves`.
 
@@ -216,7 +216,7 @@ def _run_on(
 
 
 def _chain_down(
-    segment: Segment, sizes: Sequence[int], most: int, done: int, held: int, ready: tuple[int, ...], layer: int
+    segment: LaunchRange, sizes: Sequence[int], most: int, done: int, held: int, ready: tuple[int, ...], layer: int
 ) -> tuple[list[int], int, int, tuple[int, ...]] | None:
     """The chain of layers from `layer` on, each the only one that its predecessor makes ready, up to the first that leaves at
     most `held` bytes alive. None if no layer does, or one exceeds `most`. More bytes are alive after each layer of the chain
@@ -245,7 +245,7 @@ def _path(came: Mapping[int, tuple[int, list[int]]], done: int) -> list[int]:
     return [layer for moves in reversed(pieces) for layer in moves]
 
 
-def beam(segment: Segment, sizes: Sequence[int]) -> list[int] | None:
+def beam(segment: LaunchRange, sizes: Sequence[int]) -> list[int] | None:
     """An order by beam search: keep only the best few sets of each size, by lowest peak, then by fewest bytes alive.
 
     None if the segment's limit of work is reached.
@@ -268,7 +268,7 @@ def beam(segment: Segment, sizes: Sequence[int]) -> list[int] | None:
     return _path(came, segment.all)
 
 
-def near_given(segment: Segment, limit: int, tries: int) -> list[int] | None:
+def near_given(segment: LaunchRange, limit: int, tries: int) -> list[int] | None:
     """An order within `limit` bytes that follows the given one as far as possible.
 
     None after `tries` dead ends, or if the segment's limit of work is reached.

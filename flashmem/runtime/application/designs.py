@@ -43,7 +43,7 @@ class Design:
 
 
 @dataclass(frozen=True)
-class State:
+class DeviceState:
     """State of the device: processors that are in trouble, and whether memory is short."""
 
     troubled: frozenset[str] = frozenset()
@@ -72,7 +72,7 @@ class Designs:
     designs: tuple[Design, ...]
     policy: tuple[SwitchingRule, ...]
 
-    def choose(self, state: State) -> int:
+    def choose(self, state: DeviceState) -> int:
         """The design for a state, by the first matching rule; it depends on nothing else (CARIn, section 4.3.4)."""
         troubled = [bool(state.troubled.intersection(each)) for each in self.sets]
         asked = (*troubled, state.memory)

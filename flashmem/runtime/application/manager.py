@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import RunError, UserError
 from flashmem.bundle.bundle import Bundle
-from flashmem.runtime.application.designs import Design, Designs, State, TaskAssignment
+from flashmem.runtime.application.designs import Design, Designs, DeviceState, TaskAssignment
 from flashmem.runtime.application.watch import Ticks, Watch, load_of_others, ticks
 from flashmem.runtime.memory.pressure import Sample, sample
 from flashmem.runtime.opencl.context import find_device
@@ -93,7 +93,7 @@ class Manager:
         parts = {part.bundle: part for design in self.designs.designs for part in design.parts}
         self._bundles = {name: Bundle.open(Path(folder) / name) for name in parts}
         cpus = frozenset(part.processor for part in parts.values() if find_device(part.device).kind == "cpu")
-        self._watch = Watch(self.designs.designs[self.designs.choose(State())].memory, cpus)
+        self._watch = Watch(self.designs.designs[self.designs.choose(DeviceState())].memory, cpus)
         self._ticks: Ticks | None = ticks(root)
         self._sampled = clock()
         self._lock = threading.RLock()
@@ -118,7 +118,7 @@ class Manager:
         return self.designs.designs[self.current]
 
     @property
-    def state(self) -> State:
+    def state(self) -> DeviceState:
         """The state of the device at the last sample."""
         return self._watch.state
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flashmem.runtime.application.designs import State
+from flashmem.runtime.application.designs import DeviceState
 from flashmem.runtime.memory.pressure import Sample
 
 RUNS = 2
@@ -72,9 +72,9 @@ class Watch:
             known.since = sample.seconds if known.since is None else known.since
 
     @property
-    def state(self) -> State:
+    def state(self) -> DeviceState:
         """The state of the device after all runs and samples so far."""
-        return State(frozenset(name for name, known in self._processors.items() if known.since is not None), self._memory)
+        return DeviceState(frozenset(name for name, known in self._processors.items() if known.since is not None), self._memory)
 
     def _watch_memory(self, sample: Sample) -> None:
         if sample.available is None:

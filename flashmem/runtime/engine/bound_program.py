@@ -11,8 +11,7 @@ from flashmem.base.errors import RunError
 from flashmem.program.launches import Launch, SteadyLaunch
 from flashmem.runtime.engine.activations import Activations
 from flashmem.runtime.engine.device_state import DeviceInUse
-from flashmem.runtime.engine.executor import Executor, Resources, Step, make_steps
-from flashmem.runtime.engine.executor import Kernels as AnyKernels
+from flashmem.runtime.engine.executor import Executor, KernelSource, Resources, Step, make_steps
 from flashmem.runtime.engine.opened import Kernels, OpenedBundle
 from flashmem.runtime.kernels.steady import needed_residents, usable_launches
 from flashmem.runtime.memory.ledger import Ledger
@@ -159,7 +158,7 @@ class Steady:
     executor: Executor
 
 
-class NamedKernels(AnyKernels, Protocol):
+class NamedKernels(KernelSource, Protocol):
     """Kernels that can be looked up by name."""
 
     def __contains__(self, name: object) -> bool: ...
@@ -168,7 +167,7 @@ class NamedKernels(AnyKernels, Protocol):
 class _Either:
     """Kernels of one source, with a second source for names that the first lacks."""
 
-    def __init__(self, one: NamedKernels, other: AnyKernels) -> None:
+    def __init__(self, one: NamedKernels, other: KernelSource) -> None:
         self._one, self._other = one, other
 
     def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:

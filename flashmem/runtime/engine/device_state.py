@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 from flashmem.runtime.engine.report import process_rss
 from flashmem.runtime.memory.accounts import Budget
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Context, Program, Queue
+from flashmem.runtime.opencl.context import CompiledProgram, Context, Queue
 from flashmem.runtime.opencl.devices import Device, passed_probes
 from flashmem.runtime.opencl.launching import Recorder
 from flashmem.runtime.streaming.shared_pages import SharedSlices
@@ -28,7 +28,7 @@ class DeviceInUse:
         self.queue = self.context.queue(profiling=profiling)
         self.traced = profiling
         self.budget = Budget(budget)
-        self.programs: WeakValueDictionary[str, Program] = WeakValueDictionary()  # by key, while a bundle holds them
+        self.programs: WeakValueDictionary[str, CompiledProgram] = WeakValueDictionary()  # by key, while a bundle holds them
         self.shared_slices = SharedSlices()  # in mode `map`
         self.start_rss = process_rss()
         self._beside: Queue | None = None

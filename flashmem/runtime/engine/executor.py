@@ -19,11 +19,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from flashmem.base.errors import FlashmemWarning, RunError
-from flashmem.program.launches import Arg
-from flashmem.program.launches import Launch as Launched
+from flashmem.program.launches import Arg, Launch
 from flashmem.program.program import Program as BundleProgram
 from flashmem.runtime.opencl.context import Context, Event, Kernel, Memory, Queue, event_seconds, has_ended, set_memory, wait
-from flashmem.runtime.opencl.launching import Launch, Recorder, Recording, not_recorded
+from flashmem.runtime.opencl.launching import PreparedLaunch, Recorder, Recording, not_recorded
 from flashmem.runtime.streaming.interleaved import COPY_GROUP, CopyStream, LayerMoves
 from flashmem.runtime.streaming.loader import LoaderRun
 from flashmem.runtime.streaming.transfer import Transfer
@@ -41,7 +40,7 @@ FEWEST = 4
 """Fewest launches worth a recording."""
 
 _NOTHING: Mapping[int, Callable[[], None]] = MappingProxyType({})
-_AS_THEY_ARE: Mapping[int, Launched | None] = MappingProxyType({})
+_AS_THEY_ARE: Mapping[int, Launch | None] = MappingProxyType({})
 _UNBOUND: Mapping[int, Any] = MappingProxyType({})
 
 
@@ -83,7 +82,7 @@ class Resources:
     staged: Mapping[str, Memory]  # where streamed slices wait for the copy to their places
 
 
-class Kernels(Protocol):
+class KernelSource(Protocol):
     """Compiled kernels."""
 
     def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
@@ -95,9 +94,9 @@ def make_steps(
     needs: Mapping[int, tuple[str, ...]],
     moves: Mapping[int, LayerMoves],
     resources: Resources,
-    plain: Kernels,
-    lane: Kernels | None,
-    instead: Mapping[int, Launched | None] = _AS_THEY_ARE,
+    plain: KernelSource,
+    lane: KernelSource | None,
+    instead: Mapping[int, Launch | None] = _AS_THEY_ARE,
     bound: Mapping[int, Step] = _UNBOUND,
 ) -> list[Step]:
     """The steps of `program`. Launches in `moves` use kernels of `lane`, all others kernels of `plain`.
@@ -133,7 +132,7 @@ def make_steps(
 
 
 def _command(
-    program: Kernels,
+    program: KernelSource,
     name: str,
     size: tuple[int, ...],
     group: tuple[int, ...] | None,
@@ -143,7 +142,7 @@ def _command(
     return Command(program.kernel(name, arguments), size, group, tuple(arguments), slices)
 
 
-def _copy(lane: Kernels | None, stream: CopyStream, resources: Resources) -> Command:
+def _copy(lane: KernelSource | None, stream: CopyStream, resources: Resources) -> Command:
     assert lane is not None
     return _command(lane, stream.copier, (stream.copy_items,), (COPY_GROUP,), _lane(stream, resources))
 
@@ -333,7 +332,7 @@ class Executor:
         assert self._recorder is not None
         found: dict[int, tuple[int, Recording]] = {}
         begun, last, self._longest = 0, len(self._steps), self._apart
-        launches: list[Launch] = []
+        launches: list[PreparedLaunch] = []
         for layer, each in enumerate(self._launches, start=1):
             launches += each
             following = len(self._launches[layer]) if layer < last else 0

@@ -33,7 +33,7 @@ from flashmem.base.errors import RunError, UserError
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.runtime.kernels.cache_files import ProgramCache, unpacked_entries
 from flashmem.runtime.kernels.required import RequiredKernel, variant
-from flashmem.runtime.opencl.context import Context, Kernel, Program
+from flashmem.runtime.opencl.context import CompiledProgram, Context, Kernel
 from flashmem.runtime.opencl.devices import HALF_ARITHMETIC, Device
 
 Build = Callable[[Mapping[str, RequiredKernel]], Mapping[str, bytes]]
@@ -61,7 +61,7 @@ class CachedKernels:
         wanted: Iterable[RequiredKernel],
         carried: bytes = b"",
         build: Build | None = None,
-        shared: MutableMapping[str, Program] | None = None,
+        shared: MutableMapping[str, CompiledProgram] | None = None,
     ) -> None:
         """Find or build the kernels, and start to load them.
 
@@ -75,9 +75,9 @@ class CachedKernels:
         """
         self._cache, self._context, self._options, self._build = cache, context, options, build
         self._shared = {} if shared is None else shared
-        self._programs: dict[str, Program] = {}
+        self._programs: dict[str, CompiledProgram] = {}
         self._names = set[str]()
-        self._compiled: dict[str, Program] = {}  # by key: built by this process
+        self._compiled: dict[str, CompiledProgram] = {}  # by key: built by this process
         self._loaded: dict[str, tuple[str, RequiredKernel]] = {}  # by name, with its key: not built here
         self._carried: dict[str, RequiredKernel] = {}  # by key: from the bundle
         self._error: RunError | UserError | None = None
@@ -146,7 +146,9 @@ class CachedKernels:
         carried, self._carried = self._carried, {}
         build(carried)
 
-    def _keep(self, key: str, wanted: RequiredKernel, program: Program, shared_as: str | None = None) -> Program:
+    def _keep(
+        self, key: str, wanted: RequiredKernel, program: CompiledProgram, shared_as: str | None = None
+    ) -> CompiledProgram:
         self._programs[wanted.name] = self._shared[shared_as or key] = program
         return program
 
@@ -210,7 +212,7 @@ class CachedKernels:
             self.wait()
 
     def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
-        """A new kernel object with its arguments set (`opencl.context.Program.kernel`).
+        """A new kernel object with its arguments set (`opencl.context.CompiledProgram.kernel`).
 
         Raises:
             RunError: the driver refuses the kernels; the kernel is missing or has other arguments.
@@ -252,7 +254,7 @@ class CompiledKernels:
 
     def __init__(self, context: Context, source: str, options: Sequence[str]) -> None:
         self._context, self._texts, self._options = context, kernel_texts(source), options
-        self._programs: dict[str, Program] = {}
+        self._programs: dict[str, CompiledProgram] = {}
 
     def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
         """A new kernel object with its arguments set. Raises RunError."""

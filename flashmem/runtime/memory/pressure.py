@@ -48,27 +48,27 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class State:
+class PressureState:
     """The current budget, and the time since which there was no pressure."""
 
     budget: int | None
     quiet_since: float
 
 
-def wanted(state: State, now: Sample) -> State:
+def wanted(state: PressureState, now: Sample) -> PressureState:
     """The budget that follows from a sample and the previous state."""
     free = next((share for percent, share in PRESSED if now.waited >= percent), RESERVE)
     quiet_since = now.seconds if free > RESERVE else min(state.quiet_since, now.seconds)
     if now.available is None:
-        return State(state.budget, quiet_since)
+        return PressureState(state.budget, quiet_since)
     target = max(STEP, int(now.available * (1 - free) + now.held) // STEP * STEP)
     if free > RESERVE:
         target = min(target, max(STEP, int(now.held * (1 - free / 2)) // STEP * STEP))
     if state.budget is None or target < state.budget:
-        return State(target, quiet_since)
+        return PressureState(target, quiet_since)
     if target >= state.budget * RISE and now.seconds - quiet_since >= QUIET_SECONDS:
-        return State(target, quiet_since)
-    return State(state.budget, quiet_since)
+        return PressureState(target, quiet_since)
+    return PressureState(state.budget, quiet_since)
 
 
 def sample(seconds: float, held: int, root: Path = Path("/")) -> Sample:
@@ -92,7 +92,7 @@ class Follower:
         self._held, self._apply, self._clock, self._root = held, apply, clock, root
         self._stop = threading.Event()
         begun = clock()
-        self.state = wanted(State(None, begun), sample(begun, held(), root))
+        self.state = wanted(PressureState(None, begun), sample(begun, held(), root))
         self._thread = threading.Thread(target=self._follow, name="flashmem-pressure", daemon=True)
 
     def start(self) -> None:

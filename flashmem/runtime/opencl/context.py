@@ -35,7 +35,7 @@ from flashmem.runtime.opencl.launching import (
     COMMAND_BUFFERS,
     RECORDABLE_QUEUES,
     CommandBuffers,
-    Launch,
+    PreparedLaunch,
     RecordableQueues,
     Recorder,
     Recording,
@@ -141,18 +141,18 @@ class Queue:
         properties = cl.command_queue_properties.PROFILING_ENABLE if profiling else 0
         self.handle = cl.CommandQueue(context, device, properties)
 
-    def prepare(self, kernel: Kernel, global_size: tuple[int, ...], local_size: tuple[int, ...] | None) -> Launch:
+    def prepare(self, kernel: Kernel, global_size: tuple[int, ...], local_size: tuple[int, ...] | None) -> PreparedLaunch:
         """Prepare a launch of `kernel`, whose arguments are set, for repeated use on this queue."""
-        return Launch(self.handle, kernel, global_size, local_size)
+        return PreparedLaunch(self.handle, kernel, global_size, local_size)
 
-    def launch(self, launch: Launch) -> Event:
+    def launch(self, launch: PreparedLaunch) -> Event:
         """Enqueue one launch; its event."""
         try:
             return cl.enqueue_nd_range_kernel(self.handle, launch.kernel, launch.global_size, launch.local_size)
         except cl.Error as error:
             raise _run_error(f"launch {launch.kernel.function_name}", error) from error
 
-    def launch_all(self, launches: Iterable[Launch], *, alone: bool = True) -> None:
+    def launch_all(self, launches: Iterable[PreparedLaunch], *, alone: bool = True) -> None:
         """Enqueue launches without events, which cost a driver more than the launch.
 
         `alone`: no other thread works for this session.
@@ -333,17 +333,17 @@ class Context:
             shape = _image2d(width, height, row_pitch, buffer)
             return cl.Image(self.handle, cl.mem_flags.READ_ONLY, _format(channel), desc=shape)
 
-    def build(self, source: str, options: Sequence[str]) -> Program:
+    def build(self, source: str, options: Sequence[str]) -> CompiledProgram:
         """Compile OpenCL C; version 3 for subgroup shuffles, where the driver supports it."""
         if "FM_SHUFFLE" in source and self.device.shuffles:
             options = [*options, "-cl-std=CL3.0"]
         with _explained("compile the kernels"), _QUIET:
-            return Program(cl.Program(self.handle, source).build([*options, _NO_WARNINGS], cache_dir=False))
+            return CompiledProgram(cl.Program(self.handle, source).build([*options, _NO_WARNINGS], cache_dir=False))
 
-    def load(self, binary: bytes, options: Sequence[str]) -> Program:
-        """Load a program from the result of `Program.binary`."""
+    def load(self, binary: bytes, options: Sequence[str]) -> CompiledProgram:
+        """Load a program from the result of `CompiledProgram.binary`."""
         with _explained("load compiled kernels"), _QUIET:
-            return Program(cl.Program(self.handle, [self.device.handle], [binary]).build(list(options)))
+            return CompiledProgram(cl.Program(self.handle, [self.device.handle], [binary]).build(list(options)))
 
 
 def set_memory(kernel: Kernel, index: int, memory: Memory) -> None:
@@ -352,7 +352,7 @@ def set_memory(kernel: Kernel, index: int, memory: Memory) -> None:
         kernel.set_arg(index, memory)
 
 
-class Program:
+class CompiledProgram:
     """A compiled program."""
 
     def __init__(self, handle: Any) -> None:

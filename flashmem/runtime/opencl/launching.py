@@ -32,7 +32,7 @@ def _sizes(numbers: tuple[int, ...]) -> Any:
     return (ctypes.c_size_t * len(numbers))(*numbers)
 
 
-class Launch:
+class PreparedLaunch:
     """One launch of a kernel on a queue: its sizes, and its arguments for the C call, converted once."""
 
     __slots__ = ("arguments", "global_size", "kernel", "local_size")
@@ -80,7 +80,7 @@ def not_recorded(error: RunError) -> str:
 class Recording:
     """Launches recorded by a driver, released with the last reference."""
 
-    def __init__(self, launches: Sequence[Launch], play: Callable[[Any], int], release: Callable[[], int]) -> None:
+    def __init__(self, launches: Sequence[PreparedLaunch], play: Callable[[Any], int], release: Callable[[], int]) -> None:
         self._launches = launches  # keeps their kernels alive
         self._play = play
         weakref.finalize(self, release)
@@ -100,7 +100,7 @@ class Recorder(Protocol):
 
     most: int
 
-    def record(self, launches: Sequence[Launch]) -> Recording:
+    def record(self, launches: Sequence[PreparedLaunch]) -> Recording:
         """Record `launches`. Raises RunError if the driver refuses."""
 
 
@@ -120,7 +120,7 @@ class CommandBuffers:
         self._enqueue = c_function(find, "clEnqueueCommandBufferKHR", _CODE, _NUMBER, *[_POINTER] * 2, _NUMBER, *[_POINTER] * 2)
         self._release = c_function(find, "clReleaseCommandBufferKHR", _CODE, _POINTER)
 
-    def record(self, launches: Sequence[Launch]) -> Recording:
+    def record(self, launches: Sequence[PreparedLaunch]) -> Recording:
         """See `Recorder`."""
         error, enqueue = _CODE(), self._enqueue
         buffer = self._create(1, self._queues, None, ctypes.byref(error))
@@ -163,7 +163,7 @@ class RecordableQueues:
         checked("create a recordable queue", error.value)
         weakref.finalize(self, let_go, self._recording_queue)
 
-    def record(self, launches: Sequence[Launch]) -> Recording:
+    def record(self, launches: Sequence[PreparedLaunch]) -> Recording:
         """See `Recorder`."""
         error, play, queue = _CODE(), self._play, self._queue
         handle = self._new(self._recording_queue, ctypes.byref(error))

@@ -9,7 +9,7 @@ from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Bytes, Context, Memory, Queue
 from flashmem.runtime.opencl.copier import Copier, CopyEvent
-from flashmem.runtime.streaming.transfer import Transfer, Turn, in_pool
+from flashmem.runtime.streaming.transfer import Transfer, TransferLoad, in_pool
 from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.loads import WORD, Segment, whole_words
 from flashmem.schedule.plan import PoolLayout
@@ -102,7 +102,7 @@ class _MovingTransfer(Transfer):
         """A sub-buffer of the pool, if the slices have the same order there as in the file."""
         return self._homes.joined(whole, parts)
 
-    def _copy_home(self, part: Slice, segment: Segment, through: Bytes, turn: Turn) -> None:
+    def _copy_home(self, part: Slice, segment: Segment, through: Bytes, turn: TransferLoad) -> None:
         """Read a segment into `through`, and copy it to the slice's place."""
         self._copy(part, segment, through, turn, partial(self._homes.write, self._copier, part))
 
@@ -124,7 +124,7 @@ class DmaTransfer(_MovingTransfer):
         super().__init__(context, ledger, file, slices, layout, after)
         self._ring = _Ring(self._copier.queue, ledger, layout.ring_bytes, layout.threads)
 
-    def load(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
+    def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
         """Read and copy, in pieces of the size of a ring part."""
         self._copy_home(part, segment, self._ring.part(thread), turn)
 
@@ -158,7 +158,7 @@ class InterleaveTransfer(_MovingTransfer):
         # Allocated last: it is mapped, and mapped memory must not be released after a later failure.
         self._ring = _Ring(self._copier.queue, ledger, layout.ring_bytes, layout.threads)
 
-    def load(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
+    def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
         """Read into staging."""
         place = self.staged[part.name]
         if self._maps is None:
@@ -167,7 +167,7 @@ class InterleaveTransfer(_MovingTransfer):
         with self._maps.mapped(place, segment.nbytes, offset=segment.first, unmapped=partial(self._arrives, part)) as view:
             self._read(part, segment, view, turn)
 
-    def preload(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
+    def preload(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
         """Read, and copy to the permanent place."""
         self._copy_home(part, segment, self._ring.part(thread), turn)
 

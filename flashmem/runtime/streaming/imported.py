@@ -10,7 +10,7 @@ from flashmem.runtime.opencl.context import Context, Memory, release
 from flashmem.runtime.opencl.importing import HostImports
 from flashmem.runtime.streaming.in_place import MapTransfer
 from flashmem.runtime.streaming.shared_pages import SharedSlices
-from flashmem.runtime.streaming.transfer import Turn, view
+from flashmem.runtime.streaming.transfer import TransferLoad, view
 from flashmem.runtime.streaming.weight_file import WeightFile
 
 
@@ -45,7 +45,7 @@ class ImportTransfer(MapTransfer):
         """None: the slice has no memory before its load."""
         return None
 
-    def complete(self, part: Slice, turn: Turn) -> None:
+    def complete(self, part: Slice, turn: TransferLoad) -> None:
         """Import the loaded slice."""
         buffer = self._importer.buffer(self._places[part.name].mapped)
         try:

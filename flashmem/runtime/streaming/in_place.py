@@ -9,7 +9,7 @@ from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context, Memory, Queue
 from flashmem.runtime.streaming.shared_pages import SharedSlice, SharedSlices
-from flashmem.runtime.streaming.transfer import Transfer, Turn, in_pool, view
+from flashmem.runtime.streaming.transfer import Transfer, TransferLoad, in_pool, view
 from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.loads import Segment, whole_words
 from flashmem.schedule.plan import PoolLayout
@@ -68,7 +68,7 @@ class MapTransfer(Transfer):
         """The buffer whose sub-buffers they are."""
         return self._together.get(whole.name)
 
-    def load(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
+    def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
         """Read the pages in."""
         place = self._places[part.name]
         place.load(segment, (self._ledger, part.name), self._ledger, f"slice {part.name}")
@@ -137,7 +137,7 @@ class AliasTransfer(Transfer):
             self._places[part.name] = place
             self.memories[part.name] = view(context, place, part)
 
-    def load(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
+    def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
         """Read directly into the pool."""
         here, arrives = self._places[part.name], partial(self._arrives, part)
         with self._queue.mapped(here, segment.nbytes, offset=segment.first, unmapped=arrives) as place:

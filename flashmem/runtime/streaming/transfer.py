@@ -21,7 +21,7 @@ from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.loads import Segment, Step, whole_words
 
 
-class Turn(Protocol):
+class TransferLoad(Protocol):
     """One load of a run, as a transfer sees it."""
 
     def wait_for_release(self) -> None:
@@ -55,14 +55,14 @@ class Transfer(ABC):
         self.arrived: dict[str, list[Event]] = {}  # by slice: events of its copies that the launch queue does not wait for yet
 
     @abstractmethod
-    def load(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
+    def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
         """Load a segment of a streamed slice from the disk to the source of the plan's next step."""
 
-    def preload(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
+    def preload(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
         """Load a segment of a slice of W completely."""
         self.load(part, segment, thread, turn)
 
-    def complete(self, part: Slice, turn: Turn) -> None:  # noqa: B027 - most modes have nothing left to do
+    def complete(self, part: Slice, turn: TransferLoad) -> None:  # noqa: B027 - most modes have nothing left to do
         """Finish the load of a slice, after all its segments are loaded and before anybody is told. Raises RunError."""
 
     def take_arrived(self, names: Iterable[str]) -> list[Event]:
@@ -88,7 +88,7 @@ class Transfer(ABC):
         """Announce that a segment of `part` will be loaded soon."""
         self.file.expect(part.offset + segment.first, segment.nbytes)
 
-    def _read(self, part: Slice, segment: Segment, place: Bytes, turn: Turn) -> None:
+    def _read(self, part: Slice, segment: Segment, place: Bytes, turn: TransferLoad) -> None:
         """Read the segment into `place`. Raises RunError if the slice is damaged, or cannot be read."""
         self.file.read_into(place, part.offset + segment.first)
         self._check(part, place)
@@ -99,7 +99,7 @@ class Transfer(ABC):
             self.file.compare_checksum(f"slice {part.name!r}", checksum(place.data), self.checksums[part.name])
 
     def _copy(
-        self, part: Slice, segment: Segment, through: Bytes, turn: Turn, begin: Callable[[Bytes, int], CopyEvent]
+        self, part: Slice, segment: Segment, through: Bytes, turn: TransferLoad, begin: Callable[[Bytes, int], CopyEvent]
     ) -> None:
         """Read the segment into staging and copy it on, piece by piece; images in whole rows.
 

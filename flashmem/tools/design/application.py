@@ -82,7 +82,7 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class Objective:
+class BroadObjective:
     """A broad objective; `weight` is its importance relative to the others."""
 
     measure: Measure
@@ -108,7 +108,7 @@ class Application:
     tasks: tuple[Task, ...]
     processors: tuple[Processor, ...]
     budgets: tuple[int | None, ...]
-    objectives: tuple[Objective, ...]
+    objectives: tuple[BroadObjective, ...]
     constraints: tuple[Constraint, ...]
 
 
@@ -145,7 +145,7 @@ class _Reader:
         constraints = tuple(each for table in self._tables(data, "constraint") for each in self._constraint(table))
         objectives = tuple(each for table in self._tables(data, "objective") for each in self._objective(table))
         if not objectives:  # CARIn, section 4.1: the inner functions of the constraints
-            objectives = tuple(Objective(each.measure, each.measure.metric in BETTER_HIGH) for each in constraints)
+            objectives = tuple(BroadObjective(each.measure, each.measure.metric in BETTER_HIGH) for each in constraints)
         if not objectives:
             raise UserError(f"{self.path} has no objective; add an [[objective]] or a [[constraint]]")
         measures = [*(each.measure for each in objectives), *(each.measure for each in constraints)]
@@ -194,7 +194,7 @@ class _Reader:
         is_cpu = name in descriptor_names() and load_descriptor(name).kind == "cpu"
         return Processor(name, str(table.get("processor", "cpu" if is_cpu else name)))
 
-    def _objective(self, table: Mapping[str, Any]) -> list[Objective]:
+    def _objective(self, table: Mapping[str, Any]) -> list[BroadObjective]:
         where = "[[objective]]"
         self._known(table, where, "minimise", "maximise", "statistic", "task", "weight")
         goals = [goal for goal in ("minimise", "maximise") if goal in table]
@@ -204,7 +204,7 @@ class _Reader:
         if weight <= 0:
             raise UserError(f"{self.path}: the weight of an {where} is {weight:g}; give one above 0")
         measures = self._measures(table, where, str(table[goals[0]]))
-        return [Objective(measure, goals[0] == "maximise", weight) for measure in measures]
+        return [BroadObjective(measure, goals[0] == "maximise", weight) for measure in measures]
 
     def _constraint(self, table: Mapping[str, Any]) -> list[Constraint]:
         where = "[[constraint]]"

@@ -10,7 +10,7 @@ from flashmem.tools.doctor.surroundings import FORBIDDEN, Driver, Surroundings
 
 
 @dataclass(frozen=True)
-class Step:
+class CheckedItem:
     """One checked item. `ok` is None if the item does not matter on this machine.
 
     `then` lists the commands to run, in order. Only those of the first failed step are useful.
@@ -34,7 +34,7 @@ PYOPENCL_LINES = (
 OWN_FOLDER = "$HOME/.opencl"
 
 
-def steps(around: Surroundings, devices: Sequence[str] = ()) -> list[Step]:
+def steps(around: Surroundings, devices: Sequence[str] = ()) -> list[CheckedItem]:
     """The steps to a working device, from the bottom up. `devices` are the names that OpenCL lists."""
     found = [_driver(around)]
     if around.android:
@@ -43,46 +43,48 @@ def steps(around: Surroundings, devices: Sequence[str] = ()) -> list[Step]:
     return found
 
 
-def next_lines(found: Sequence[Step]) -> tuple[str, ...]:
+def next_lines(found: Sequence[CheckedItem]) -> tuple[str, ...]:
     """The commands to run now: those of the first failed step that has any."""
     return next((step.then for step in found if step.ok is False and step.then), ())
 
 
-def _driver(around: Surroundings) -> Step:
+def _driver(around: Surroundings) -> CheckedItem:
     if around.drivers:
         known = ", ".join(f"{driver.path} ({_FAMILIES[driver.family]})" for driver in around.drivers)
-        return Step("vendor's driver", True, known)
+        return CheckedItem("vendor's driver", True, known)
     if around.android:
         places = "/vendor/lib64, /system/vendor/lib64"
-        return Step(
+        return CheckedItem(
             "vendor's driver",
             False,
             f"none of libOpenCL.so, libGLES_mali.so and libPVROCL.so is in {places}: this phone has none",
         )
     if around.pip:
-        return Step("driver of pip", True, ", ".join(around.pip))
-    return Step("driver of pip", None, "none")
+        return CheckedItem("driver of pip", True, ", ".join(around.pip))
+    return CheckedItem("driver of pip", None, "none")
 
 
 _FAMILIES = {"adreno": "Qualcomm Adreno", "mali": "Arm Mali", "powervr": "Imagination PowerVR"}
 
 
-def _namespaces(around: Surroundings) -> list[Step]:
+def _namespaces(around: Surroundings) -> list[CheckedItem]:
     """Check whether Android lets programs load the driver from its folder."""
     found = []
     if around.listed is not None:
         said = "libOpenCL.so is" if around.listed else "libOpenCL.so is not"
-        found.append(Step("public libraries", around.listed or None, f"{said} among those that the vendor lets apps load"))
+        found.append(
+            CheckedItem("public libraries", around.listed or None, f"{said} among those that the vendor lets apps load")
+        )
     for driver in around.drivers:
         if not driver.refusal:
-            found.append(Step("linker", True, f"{driver.path} can be loaded"))
+            found.append(CheckedItem("linker", True, f"{driver.path} can be loaded"))
         elif FORBIDDEN in driver.refusal:
             copies = driver.family == "adreno"  # the package `opencl-vendor-driver` copies a Mali's
             found.append(
-                Step("linker", False if copies and _adreno_is_first(around) else None, driver.refusal, _copied(driver))
+                CheckedItem("linker", False if copies and _adreno_is_first(around) else None, driver.refusal, _copied(driver))
             )
         else:
-            found.append(Step("linker", None, driver.refusal))
+            found.append(CheckedItem("linker", None, driver.refusal))
     return found
 
 
@@ -96,10 +98,10 @@ def _copied(driver: Driver) -> tuple[str, ...]:
     )
 
 
-def _termux(around: Surroundings) -> list[Step]:
+def _termux(around: Surroundings) -> list[CheckedItem]:
     if not around.prefix:
         return [
-            Step(
+            CheckedItem(
                 "Termux",
                 False,
                 "PREFIX is not set: this is not Termux's shell",
@@ -119,18 +121,18 @@ def _adreno_is_first(around: Surroundings) -> bool:
     return bool(vendors) and (not own or vendors[0] < own[0])
 
 
-def _adreno(around: Surroundings) -> Step:
+def _adreno(around: Surroundings) -> CheckedItem:
     """An Adreno's driver is not an ICD: it must replace the loader."""
     if _adreno_is_first(around):
-        return Step("library path", True, "the vendor's folder comes before Termux's in LD_LIBRARY_PATH")
+        return CheckedItem("library path", True, "the vendor's folder comes before Termux's in LD_LIBRARY_PATH")
     said = "LD_LIBRARY_PATH does not name the vendor's folder, so Termux's loader is used, which cannot use this driver"
     if any("vendor/lib" in part for part in around.search):
         said = "LD_LIBRARY_PATH has Termux's folder before the vendor's; the order matters: the first libOpenCL.so is used"
     line = ADRENO_LINE.replace("/vendor/lib64", str(PurePosixPath(around.drivers[0].path).parent))
-    return Step("library path", False, said, (line,))
+    return CheckedItem("library path", False, said, (line,))
 
 
-def _copying_package(around: Surroundings, driver: Driver) -> Step:
+def _copying_package(around: Surroundings, driver: Driver) -> CheckedItem:
     """For Mali and PowerVR: the package copies the driver to a folder from which Termux's loader may load it."""
     usual = {"libGLES_mali.so": "egl", "libPVROCL.so": "lib64"}
     path = PurePosixPath(driver.path)
@@ -139,43 +141,43 @@ def _copying_package(around: Surroundings, driver: Driver) -> Step:
         said = "the driver is not in a folder that Termux's loader may use; the package opencl-vendor-driver copies it"
         installed = any(icd.library.endswith("opt/vendor/lib/libOpenCL.so") for icd in around.icds)
         line = "pkg reinstall opencl-vendor-driver" if installed else MALI_LINE
-        return Step("opencl-vendor-driver", False, said, (override + line,))
+        return CheckedItem("opencl-vendor-driver", False, said, (override + line,))
     if around.outdated:
         said = f"{around.copied} is older than the vendor's driver: the system was updated since"
-        return Step("opencl-vendor-driver", False, said, (f"{override}pkg reinstall opencl-vendor-driver",))
-    return Step("opencl-vendor-driver", True, around.copied)
+        return CheckedItem("opencl-vendor-driver", False, said, (f"{override}pkg reinstall opencl-vendor-driver",))
+    return CheckedItem("opencl-vendor-driver", True, around.copied)
 
 
-def _loader(around: Surroundings) -> Step:
+def _loader(around: Surroundings) -> CheckedItem:
     """The libOpenCL.so that programs are linked with; if pyopencl is installed, the one that it has loaded."""
     if around.loaded:
-        return Step("loader", True, around.loaded)
+        return CheckedItem("loader", True, around.loaded)
     if around.loaders:
-        return Step("loader", True, ", ".join(around.loaders))
+        return CheckedItem("loader", True, ", ".join(around.loaders))
     if around.android:
-        return Step("loader", False, "Termux has no libOpenCL.so", ("pkg install ocl-icd",))
-    return Step("loader", None, "no libOpenCL.so in the usual folders; pip's pyopencl contains one")
+        return CheckedItem("loader", False, "Termux has no libOpenCL.so", ("pkg install ocl-icd",))
+    return CheckedItem("loader", None, "no libOpenCL.so in the usual folders; pip's pyopencl contains one")
 
 
-def _icds(around: Surroundings) -> Step:
+def _icds(around: Surroundings) -> CheckedItem:
     if not around.icds:
-        return Step("drivers of the loader", None, "no .icd file names one")
+        return CheckedItem("drivers of the loader", None, "no .icd file names one")
     said = "; ".join(f"{icd.path}: {icd.broken or icd.library}" for icd in around.icds)
-    return Step("drivers of the loader", True if any(not icd.broken for icd in around.icds) else None, said)
+    return CheckedItem("drivers of the loader", True if any(not icd.broken for icd in around.icds) else None, said)
 
 
-def _binding(around: Surroundings) -> Step:
+def _binding(around: Surroundings) -> CheckedItem:
     if around.pyopencl:
-        return Step("pyopencl", True, around.pyopencl)
+        return CheckedItem("pyopencl", True, around.pyopencl)
     lines = PYOPENCL_LINES if around.android else ("pip install pyopencl",)
-    return Step("pyopencl", False, around.pyopencl_error or "it is not installed", lines)
+    return CheckedItem("pyopencl", False, around.pyopencl_error or "it is not installed", lines)
 
 
-def _devices(around: Surroundings, devices: Sequence[str]) -> Step:
+def _devices(around: Surroundings, devices: Sequence[str]) -> CheckedItem:
     if devices:
-        return Step("devices", True, "; ".join(devices))
+        return CheckedItem("devices", True, "; ".join(devices))
     lines: tuple[str, ...] = ()
     if not around.android:
         x86 = around.machine.lower() in ("x86_64", "amd64")
         lines = ("pip install intel-opencl-rt",) if x86 else ("apt-get install pocl-opencl-icd",)
-    return Step("devices", False, "OpenCL lists none", lines)
+    return CheckedItem("devices", False, "OpenCL lists none", lines)

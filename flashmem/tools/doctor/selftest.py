@@ -54,7 +54,7 @@ __kernel void busy(__global float* numbers, int steps) {
 
 
 @dataclass(frozen=True)
-class Result:
+class SelfTestResult:
     """The result of one test. `ok` is None if the device does not support the feature. `rate` is bytes per second, if
     measured.
     """
@@ -65,7 +65,7 @@ class Result:
     rate: float | None = None
 
 
-def run_apart(number: int, folder: Path) -> list[Result]:
+def run_apart(number: int, folder: Path) -> list[SelfTestResult]:
     """Run the tests of device `number` in the list of devices, in a new process; it creates files in `folder`."""
     command = python_module("flashmem.tools.doctor.selftest", str(number), str(folder))
     try:
@@ -76,8 +76,8 @@ def run_apart(number: int, folder: Path) -> list[Result]:
     found = []
     for line in out.splitlines():
         with suppress(ValueError, TypeError):  # a driver may print to the same stream
-            found.append(Result(**json.loads(line)))
-    return [*found, Result("the self test", False, f"{ended}, after {len(found)} tests")] if ended else found
+            found.append(SelfTestResult(**json.loads(line)))
+    return [*found, SelfTestResult("the self test", False, f"{ended}, after {len(found)} tests")] if ended else found
 
 
 def _ending(code: int, errors: str) -> str:
@@ -85,26 +85,26 @@ def _ending(code: int, errors: str) -> str:
     return f"the driver ended the process with signal {-code}" if code < 0 else f"the process ended with code {code}: {last}"
 
 
-def tests(number: int, folder: Path) -> Iterator[Result]:
+def tests(number: int, folder: Path) -> Iterator[SelfTestResult]:
     """Run the tests of one device in sequence."""
     from flashmem.runtime.opencl.context import Context, list_devices
 
     device = list_devices()[number]
     context = Context(device)
 
-    def guarded(name: str, test: Callable[[], Result]) -> Result:
+    def guarded(name: str, test: Callable[[], SelfTestResult]) -> SelfTestResult:
         try:
             return test()
         except RunError as error:
-            return Result(name, False, str(error))
+            return SelfTestResult(name, False, str(error))
 
-    def build() -> Result:
+    def build() -> SelfTestResult:
         begun = perf_counter()
         program = context.build(_BUSY, ["-cl-std=CL1.2"])
         program.check("busy")
         seconds = perf_counter() - begun
         size = len(program.binary())
-        return Result("build a kernel", True, f"{1e3 * seconds:.0f} ms, a binary of {size} bytes")
+        return SelfTestResult("build a kernel", True, f"{1e3 * seconds:.0f} ms, a binary of {size} bytes")
 
     content = np.arange(_ROWS * _WIDTH * 4, dtype=np.float32).reshape(_ROWS, _WIDTH * 4) % 251
     wanted = content.sum(1, dtype=np.float32)
@@ -118,19 +118,19 @@ def tests(number: int, folder: Path) -> Iterator[Result]:
         queue.read(found, sums)
         return bool(np.array_equal(found, wanted))
 
-    def images() -> Result:
+    def images() -> SelfTestResult:
         if not device.has_images:
-            return Result("textures", None, "the device has none")
+            return SelfTestResult("textures", None, "the device has none")
         image = context.image(_WIDTH, _ROWS, "float")
         data, queue = content.view(np.uint8).reshape(-1), context.queue()
         queue.write_image(image, data, first_row=0, width=_WIDTH, rows=_ROWS, row_pitch=_WIDTH * _TEXEL)
         right = summed(image, queue)
         said = f"up to {device.image_max_width} x {device.image_max_height} texels"
-        return Result("textures", right, said if right else "a kernel does not read the written numbers")
+        return SelfTestResult("textures", right, said if right else "a kernel does not read the written numbers")
 
-    def views() -> Result:
+    def views() -> SelfTestResult:
         if not device.has_image_from_buffer:
-            return Result("textures over buffers", None, "the driver does not offer cl_khr_image2d_from_buffer")
+            return SelfTestResult("textures over buffers", None, "the driver does not offer cl_khr_image2d_from_buffer")
         pitch = -(-_WIDTH // device.image_pitch_alignment) * device.image_pitch_alignment * _TEXEL
         padded = np.zeros((_ROWS, pitch), np.uint8)
         padded[:, : _WIDTH * _TEXEL] = content.view(np.uint8)
@@ -140,9 +140,9 @@ def tests(number: int, folder: Path) -> Iterator[Result]:
         part = context.sub_buffer(pool, start, padded.nbytes)
         right = summed(context.image_view(part, _WIDTH, _ROWS, pitch, "float"), queue)
         said = f"rows at multiples of {device.image_pitch_alignment} texels"
-        return Result("textures over buffers", right, said if right else "a kernel does not read the written numbers")
+        return SelfTestResult("textures over buffers", right, said if right else "a kernel does not read the written numbers")
 
-    def mapped() -> Result:
+    def mapped() -> SelfTestResult:
         queue, pool = context.queue(), context.buffer(1 << 16, host_visible=True)
         view = queue.map(pool, 1 << 16, invalidate=True)
         view[:] = 7
@@ -150,9 +150,11 @@ def tests(number: int, folder: Path) -> Iterator[Result]:
         found = np.zeros(1 << 16, np.uint8)
         queue.read(found, pool)
         right = bool((found == 7).all())
-        return Result("mapped buffers", right, "what the host writes is there" if right else "what the host wrote is not there")
+        return SelfTestResult(
+            "mapped buffers", right, "what the host writes is there" if right else "what the host wrote is not there"
+        )
 
-    def copies() -> Result:
+    def copies() -> SelfTestResult:
         queue, other = context.queue(), context.queue()
         data, target = np.ones(_COPY_BYTES, np.uint8), context.buffer(_COPY_BYTES)
         other.write(target, data)
@@ -183,7 +185,7 @@ def tests(number: int, folder: Path) -> Iterator[Result]:
         copying = count * _COPY_BYTES / rate
         hidden = (alone + copying - min(_seconds(both) for _ in range(2))) / min(alone, copying)
         said = f"{rate / 1e9:.1f} GB/s; {100 * min(1.0, max(0.0, hidden)):.0f} % of a copy passes beside a kernel"
-        return Result("copies during kernels", True, said, rate)
+        return SelfTestResult("copies during kernels", True, said, rate)
 
     yield guarded("build a kernel", build)
     yield guarded("textures", images)
@@ -192,7 +194,7 @@ def tests(number: int, folder: Path) -> Iterator[Result]:
     yield guarded("copies during kernels", copies)
 
 
-def disk(folder: Path) -> Result:
+def disk(folder: Path) -> SelfTestResult:
     """Measure the read rate of the disk under `folder`: cold, if the system drops the file's pages, and from the page cache."""
     block = np.random.default_rng(0).integers(0, 256, 4 << 20, np.uint8)
     try:
@@ -205,8 +207,10 @@ def disk(folder: Path) -> Result:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             cold, cached = (_DISK_BYTES / _seconds(lambda: _read(file.fileno(), block)) for _ in range(2))
     except OSError as error:
-        return Result("disk", False, f"{folder}: {error.strerror}")
-    return Result("disk", True, f"{folder}: {cold / 1e9:.2f} GB/s cold, {cached / 1e9:.1f} GB/s from the page cache", cold)
+        return SelfTestResult("disk", False, f"{folder}: {error.strerror}")
+    return SelfTestResult(
+        "disk", True, f"{folder}: {cold / 1e9:.2f} GB/s cold, {cached / 1e9:.1f} GB/s from the page cache", cold
+    )
 
 
 def _read(descriptor: int, block: np.ndarray) -> None:

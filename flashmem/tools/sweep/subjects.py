@@ -26,7 +26,7 @@ from flashmem.tools.zoo.names import architecture
 
 
 @dataclass(frozen=True)
-class Target:
+class SweepTarget:
     """The device of a subject, and its bundle if it is one."""
 
     descriptor: DeviceDescriptor
@@ -34,7 +34,7 @@ class Target:
     bundle: Bundle | None = None
 
 
-def target_of(point: Point) -> Target:
+def target_of(point: Point) -> SweepTarget:
     """Resolve the device and mode of `point` before its model is read, so that a sweep can refuse it early.
 
     Raises:
@@ -48,7 +48,7 @@ def target_of(point: Point) -> Target:
     if name is not None:
         _check_architecture(name, point)
     descriptor = find_descriptor(point.device)
-    return Target(descriptor, choose_mode(descriptor, point.mode))
+    return SweepTarget(descriptor, choose_mode(descriptor, point.mode))
 
 
 def subject_of(point: Point) -> Subject:
@@ -102,7 +102,7 @@ def _check_architecture(name: str, point: Point) -> None:
         raise UserError(f"--shape does not go with {point.model}, whose shapes are fixed; leave it out")
 
 
-def _of_bundle(path: Path, point: Point) -> Target:
+def _of_bundle(path: Path, point: Point) -> SweepTarget:
     bundle = Bundle.open(path)
     if point.precision != bundle.program.precision:
         raise UserError(
@@ -112,4 +112,4 @@ def _of_bundle(path: Path, point: Point) -> Target:
         raise UserError(f"--shape was fixed when {path} was compiled; name the model, or leave --shape out")
     descriptor = find_descriptor(point.device, own=bundle.descriptor)
     mode = choose_mode(descriptor, point.mode, path=bundle.program.memory_path, planned=bundle.meta.get("mode"))
-    return Target(descriptor, mode, bundle)
+    return SweepTarget(descriptor, mode, bundle)

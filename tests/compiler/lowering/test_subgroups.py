@@ -17,7 +17,7 @@ from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.compiler.selection.workload import Workload
 from flashmem.profiler.descriptor import write_descriptor
 from flashmem.profiler.shapes import RowSoftmax
-from flashmem.profiler.tuning import Case, Request, tune
+from flashmem.profiler.tuning import Case, TuningRequest, tune
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.runtime.opencl.context import Context, find_device, list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
@@ -172,7 +172,7 @@ def test_tuning_measures_them(device: str, tmp_path: Path) -> None:
     listed = replace(descriptor_for(find_device(device)), configs=(SHARED, shuffled(SHARED)), tuned="", capacity_model="")
     write_descriptor(tmp_path, listed, "", "device")
     case = Case(RowSoftmax(3, 50), "buffer")
-    result = tune(Request(device, tmp_path, 5.0, ("reduce_rows",)), lambda stage, fraction: None, [case])
+    result = tune(TuningRequest(device, tmp_path, 5.0, ("reduce_rows",)), lambda stage, fraction: None, [case])
     assert {timing.config for timing in result.database.timings} == {"tile", "shared", "shared shuffled"}
     assert all(timing.seconds and timing.workload == case.workload for timing in result.database.timings)
     tuned = load_descriptor(str(result.descriptor))

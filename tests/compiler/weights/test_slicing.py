@@ -31,7 +31,7 @@ from flashmem.compiler.passes.decompose import decompose
 from flashmem.compiler.passes.layout import assign_layouts
 from flashmem.compiler.weights.packing import Packing
 from flashmem.compiler.weights.slicing import FINEST, LEAST_BYTES, ROUNDS, Slicing
-from flashmem.planning.arithmetic.clock import Timing
+from flashmem.planning.arithmetic.clock import TimingModel
 from flashmem.planning.latency.first_answer import first_plan
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory.layout import lay_out_pools
@@ -143,7 +143,7 @@ def test_reads_of_the_papers_plan_run_ahead_as_far_as_its_layout_has_room(mode: 
     assert lay_out_pools(program.slices, plan, [mode])[mode].in_flight_bytes <= m_peak
     assert any(w.read_layer < w.first_mover for w in plan.weights if not w.preload)
     instance = planning_instance(program, load_descriptor("nvidia"), mode, Limits(m_peak=m_peak, objective="paper"))
-    timing = Timing(instance, {w.name: w.moves for w in plan.weights if not w.preload})
+    timing = TimingModel(instance, {w.name: w.moves for w in plan.weights if not w.preload})
     ahead = timing.clock({w.name: w.read_layer for w in plan.weights}).seconds
     assert ahead <= timing.clock({w.name: 0 if w.preload else w.first_mover for w in plan.weights}).seconds
 

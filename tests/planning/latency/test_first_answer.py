@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashmem.base.types import TransferMode
-from flashmem.planning.arithmetic.clock import Moves, Timing, clock_of
+from flashmem.planning.arithmetic.clock import Moves, TimingModel, clock_of
 from flashmem.planning.arithmetic.release_times import earliest_releases, final_releases, held_bytes, in_turn, released_late
 from flashmem.planning.latency.backfill import filled
 from flashmem.planning.latency.bounds import fastest_seconds
@@ -72,7 +72,7 @@ def test_filling_and_closing_keep_memory_and_the_answer(instance: Instance) -> N
         full, moves = filled(instance, releases, moves, instance.m_peak)
         assert int(held_bytes(instance, full, moves).max(initial=0)) <= instance.m_peak
         assert clock_of(instance, full, moves).seconds <= before + 1e-9
-        closed, clock = final_releases(Timing(instance, moves), forced, full)
+        closed, clock = final_releases(TimingModel(instance, moves), forced, full)
         assert clock.seconds <= before + 1e-9
         assert all(full[name] <= closed[name] <= moves[name][0][0] for name in moves)
 
@@ -96,7 +96,7 @@ def test_release_times_are_not_late_where_a_cached_file_would_notice() -> None:
     instance = Instance(layers_of([9] * 30, seconds=0.1), weights, 10, 1000, 1.0, mode="dma", host_bandwidth=100.0)
     releases = dict.fromkeys((w.name for w in weights), 1)
     moves = {w.name: ((w.first_use - 1, 1),) for w in weights}
-    timing = Timing(instance, moves)
+    timing = TimingModel(instance, moves)
     closed = released_late(timing, releases, timing.clock(releases))
     assert max(closed.values()) > 1
     for in_cache in (False, True):
@@ -110,6 +110,6 @@ def test_weights_of_w_are_read_when_their_turn_comes() -> None:
     weights = (WeightSpec("a", 10, 2, 2), WeightSpec("b", 10, 3, 3), WeightSpec("w", 50, 8, 8))
     instance = Instance(layers_of([9] * 8, seconds=5.0), weights, 10, 20, 1.0)
     releases, moves = {"a": 1, "b": 2, "w": 0}, {"a": ((1, 1),), "b": ((2, 1),)}
-    turned = in_turn(Timing(instance, moves), {"w"}, releases)
+    turned = in_turn(TimingModel(instance, moves), {"w"}, releases)
     assert turned["w"] >= 1 and turned["a"] == 1 and turned["b"] == 2
     assert clock_of(instance, turned, moves).seconds < clock_of(instance, releases, moves).seconds

@@ -25,7 +25,7 @@ from flashmem.profiler.phone_kit.children import Ended
 from flashmem.profiler.phone_kit.contents import STREAMED, Contents
 from flashmem.profiler.phone_kit.measuring import run_steps, write_record
 from flashmem.profiler.phone_kit.start import unpack
-from flashmem.profiler.phone_kit.steps import STEPS, Chosen, Kit
+from flashmem.profiler.phone_kit.steps import STEPS, Chosen, KitRun
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.probes import Probe
 from flashmem.target.descriptor import IMPORT_HOST_MEMORY, load_descriptor
@@ -59,9 +59,9 @@ def unpacked(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def kit(unpacked: Path, tmp_path: Path) -> Kit:
+def kit(unpacked: Path, tmp_path: Path) -> KitRun:
     device = Chosen(NUMBER, DEVICE.name, DEVICE.descriptor_name, load_descriptor(DEVICE.descriptor_name).modes)
-    return Kit(Contents.open(unpacked), tmp_path, monotonic() + 300, device=device, wanted=DEVICE.descriptor_name)
+    return KitRun(Contents.open(unpacked), tmp_path, monotonic() + 300, device=device, wanted=DEVICE.descriptor_name)
 
 
 def test_the_models_need_every_kernel_family(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_damaged_file_is_refused(archive: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "kit/kit.json").exists()
 
 
-def test_a_wrong_answer_is_told_with_its_output(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_answer_is_told_with_its_output(kit: KitRun, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = Contents.answers
 
     def other(contents: Contents, model: str) -> dict[str, Any]:
@@ -154,10 +154,10 @@ def test_a_wrong_answer_is_told_with_its_output(kit: Kit, monkeypatch: pytest.Mo
     assert {row["outcome"] for row in record["result"] if row["model"] == STREAMED} <= {"right", "refused"}
 
 
-def test_a_refusal_of_a_mode_that_the_device_has_is_a_failure(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_of_a_mode_that_the_device_has_is_a_failure(kit: KitRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 2 alone does not tell whether the device lacks the mode."""
     refused = Ended("", 2, "flashmem: Bad address", 0.1)
-    monkeypatch.setattr(Kit, "child", lambda *given: refused)
+    monkeypatch.setattr(KitRun, "child", lambda *given: refused)
     record = run_steps(kit, {"streamed": STEPS["streamed"]})["steps"]["streamed"]
     offered = {(path, mode) for path in PATHS for mode in load_descriptor(DEVICE.descriptor_name).modes[path]}
     failed = {(row["memory_path"], row["mode"]) for row in record["result"] if row["outcome"] == "failed"}
@@ -167,7 +167,7 @@ def test_a_refusal_of_a_mode_that_the_device_has_is_a_failure(kit: Kit, monkeypa
 def _of_module(body: str, seconds: float = 20) -> Any:
     """A step that runs Python code in a child process."""
 
-    def step(kit: Kit) -> Any:
+    def step(kit: KitRun) -> Any:
         (kit.work / "made_up_step.py").write_text(body)
         environment = {**os.environ, "PYTHONPATH": str(kit.work)}
         ended = kit_steps.run_child([sys.executable, "-m", "made_up_step"], seconds, environment)
@@ -176,7 +176,7 @@ def _of_module(body: str, seconds: float = 20) -> Any:
     return step
 
 
-def test_crashes_and_hangs_are_recorded_and_the_others_go_on(kit: Kit) -> None:
+def test_crashes_and_hangs_are_recorded_and_the_others_go_on(kit: KitRun) -> None:
     crash = "import os; print('{\"a\": 1}', flush=True); os.abort()"
     hang = (
         "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); time.sleep(60)"
@@ -190,15 +190,15 @@ def test_crashes_and_hangs_are_recorded_and_the_others_go_on(kit: Kit) -> None:
     assert record["good"] == {"ok": True, "said": "", "seconds": record["good"]["seconds"], "result": [{"b": 2}]}
 
 
-def test_no_step_begins_after_the_time(kit: Kit) -> None:
+def test_no_step_begins_after_the_time(kit: KitRun) -> None:
     kit.deadline = monotonic()
     assert run_steps(kit, STEPS)["steps"]["storage"]["said"] == "no time was left"
 
 
-def test_an_interrupted_kit_continues_with_the_next_step(kit: Kit) -> None:
+def test_an_interrupted_kit_continues_with_the_next_step(kit: KitRun) -> None:
     calls: list[str] = []
 
-    def stops(kit: Kit) -> None:
+    def stops(kit: KitRun) -> None:
         calls.append("stops")
         raise KeyboardInterrupt
 
@@ -219,7 +219,7 @@ def test_a_record_is_whole_or_missing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_kernels_under_load(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_under_load(kit: KitRun, monkeypatch: pytest.MonkeyPatch) -> None:
     from flashmem.profiler import bench
     from flashmem.profiler.kit import Kit as Launches
     from flashmem.profiler.phone_kit import heat

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flashmem.base.errors import BundleError, MissingFileError, RunError, UserError
-from flashmem.runtime.application.designs import Design, Designs, State, SwitchingRule, TaskAssignment
+from flashmem.runtime.application.designs import Design, Designs, DeviceState, SwitchingRule, TaskAssignment
 from flashmem.runtime.application.manager import Manager
 from flashmem.runtime.application.watch import (
     LOAD_HIGH,
@@ -41,9 +41,9 @@ def sampled(seconds: float, available: int = 8 * GB, waited: float = 0.0) -> Sam
 def test_a_slow_processor_is_left_after_two_runs_and_tried_again_after_ever_longer_rests() -> None:
     watch = Watch(best=GB)
     watch.ran("gpu", 0.031, 0.02, 0.0)
-    assert watch.state == State()
+    assert watch.state == DeviceState()
     watch.ran("gpu", 0.031, 0.02, 1.0)
-    assert watch.state == State(frozenset({"gpu"}))
+    assert watch.state == DeviceState(frozenset({"gpu"}))
     rest = REST_SECONDS
     now = 1.0
     for _ in range(8):
@@ -67,13 +67,13 @@ def test_the_load_of_others_makes_the_cpu_troubled_until_it_is_gone() -> None:
     watch = Watch(best=GB, cpus=frozenset({"cpu"}))
     between = (LOAD_LOW + LOAD_HIGH) / 2
     watch.sampled(sampled(0.0), between)
-    assert watch.state == State()
+    assert watch.state == DeviceState()
     watch.sampled(sampled(1.0), LOAD_HIGH)
-    assert watch.state == State(frozenset({"cpu"}))
+    assert watch.state == DeviceState(frozenset({"cpu"}))
     watch.sampled(sampled(1.0 + REST_SECONDS), between)
     assert watch.state.troubled, "between the two levels nothing changes"
     watch.sampled(sampled(2.0 + REST_SECONDS), LOAD_LOW / 2)
-    assert watch.state == State()
+    assert watch.state == DeviceState()
 
 
 def test_little_memory_is_told_by_what_is_left_or_by_waiting_and_forgotten_when_quiet() -> None:

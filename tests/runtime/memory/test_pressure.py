@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flashmem.runtime.memory.pressure import QUIET_SECONDS, STEP, Follower, Sample, State, sample, wanted
+from flashmem.runtime.memory.pressure import QUIET_SECONDS, STEP, Follower, PressureState, Sample, sample, wanted
 
 GB = 1 << 30
 
@@ -58,7 +58,7 @@ def test_cgroups_of_version_1_and_systems_without_any(tmp_path: Path) -> None:
 
 
 def test_the_budget_falls_at_once_and_rises_late() -> None:
-    state = wanted(State(None, 0.0), Sample(0.0, GB, 0.0, 0))
+    state = wanted(PressureState(None, 0.0), Sample(0.0, GB, 0.0, 0))
     assert state.budget is not None and abs(state.budget - 0.9 * GB) <= STEP
     fallen = wanted(state, Sample(1.0, GB // 2, 0.0, 0))
     assert fallen.budget is not None and abs(fallen.budget - 0.45 * GB) <= STEP
@@ -73,7 +73,7 @@ def test_the_budget_falls_at_once_and_rises_late() -> None:
 
 
 def test_what_it_holds_itself_does_not_move_it() -> None:
-    state = wanted(State(None, 0.0), Sample(0.0, GB, 0.0, 0))
+    state = wanted(PressureState(None, 0.0), Sample(0.0, GB, 0.0, 0))
     for second in range(1, 60):
         held = GB // 2 if second % 2 else 0
         state = wanted(state, Sample(float(second), GB - held, 0.0, held))

@@ -282,9 +282,9 @@ class Handle:
 
 
 def launches() -> list[Any]:
-    from flashmem.runtime.opencl.launching import Launch
+    from flashmem.runtime.opencl.launching import PreparedLaunch
 
-    return [Launch(Handle(1), Handle(10 + n), (64, n + 1), (8, 1) if n else None) for n in range(3)]
+    return [PreparedLaunch(Handle(1), Handle(10 + n), (64, n + 1), (8, 1) if n else None) for n in range(3)]
 
 
 def test_calls_of_recordable_queues() -> None:

@@ -23,7 +23,7 @@ from flashmem.runtime.opencl.context import Context, Queue, list_devices
 from flashmem.runtime.opencl.copier import Copier
 from flashmem.runtime.streaming.copied import InterleaveTransfer
 from flashmem.runtime.streaming.loader import LoaderRun
-from flashmem.runtime.streaming.transfer import Transfer, Turn
+from flashmem.runtime.streaming.transfer import Transfer, TransferLoad
 from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.loads import Load, Segment
 from flashmem.schedule.plan import PoolLayout
@@ -40,7 +40,7 @@ class Noted(Transfer):
         self.reads_ahead, self.failing = reads_ahead, failing
         self.done: list[tuple[str, str]] = []
 
-    def load(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
+    def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
         self.done.append(("read", part.name))
         turn.did("read")
         turn.wait_for_release()
@@ -119,7 +119,7 @@ def test_what_is_not_admitted_does_not_begin_and_nothing_is_read_ahead_meanwhile
 
 def test_threads_take_from_one_queue_and_none_waits_for_a_slow_one() -> None:
     class Slow(Noted):
-        def load(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
+        def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
             if part.name == "w0":
                 until(lambda: len(self.done) == 10)  # all the others, by the other thread
             super().load(part, segment, thread, turn)

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from flashmem.base.errors import UserError
-from flashmem.runtime.application.designs import Design, Designs, State, SwitchingRule, TaskAssignment
+from flashmem.runtime.application.designs import Design, Designs, DeviceState, SwitchingRule, TaskAssignment
 from flashmem.runtime.application.manager import Manager
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.tools.design import metrics
 from flashmem.tools.design.application import (
     Application,
+    BroadObjective,
     Constraint,
     Measure,
-    Objective,
     Processor,
     Task,
     Variant,
@@ -50,8 +50,8 @@ def application(tasks: int, constraints: tuple[Constraint, ...] = ()) -> Applica
         each
         for name in names
         for each in (
-            Objective(Measure("latency", "average", name), maximise=False),
-            Objective(Measure("accuracy", "average", name), maximise=True, weight=2.0),
+            BroadObjective(Measure("latency", "average", name), maximise=False),
+            BroadObjective(Measure("accuracy", "average", name), maximise=True, weight=2.0),
         )
     ]
     return Application(tuple(Task(name, ()) for name in names), (), (None,), tuple(objectives), constraints)
@@ -132,7 +132,7 @@ def test_a_policy_has_the_shape_of_the_papers_and_an_answer_for_every_state() ->
     designs = described(answer)
     for gpu, cpu, memory in itertools.product((False, True), repeat=3):
         troubled = frozenset(name for name, so in (("gpu", gpu), ("cpu", cpu)) if so)
-        chosen = designs.designs[designs.choose(State(troubled, memory))]
+        chosen = designs.designs[designs.choose(DeviceState(troubled, memory))]
         if not memory and len(troubled) < 2:
             assert chosen.parts[0].processor not in troubled
         if memory and len(troubled) < 2:
@@ -147,7 +147,7 @@ def test_sets_of_processors_are_those_that_can_be_switched_to() -> None:
     assert [set(each) for each in answer.solution.sets] == [{"gpu", "cpu"}, {"gpu"}, {"cpu"}]
     designs = described(answer)
     for troubled in ({"cpu"}, {"gpu"}):
-        chosen = designs.designs[designs.choose(State(frozenset(troubled)))]
+        chosen = designs.designs[designs.choose(DeviceState(frozenset(troubled)))]
         assert not troubled & {part.processor for part in chosen.parts}
 
 
@@ -161,8 +161,8 @@ def test_an_objective_that_differs_by_rounding_alone_is_the_same_for_all() -> No
 def test_weights_move_the_choice() -> None:
     def best(weight: float) -> str:
         objectives = (
-            Objective(Measure("latency", "average", "see"), maximise=False),
-            Objective(Measure("accuracy", "average", "see"), maximise=True, weight=weight),
+            BroadObjective(Measure("latency", "average", "see"), maximise=False),
+            BroadObjective(Measure("accuracy", "average", "see"), maximise=True, weight=weight),
         )
         answer = solved(Application((Task("see", ()),), (), (None,), objectives, ()), SEEING)
         return answer.decisions[answer.solution.designs[0]][0].variant.path.stem
@@ -215,7 +215,7 @@ def test_an_application_is_read(tmp_path: Path) -> None:
     )
     assert found.processors == (Processor("pocl", "cpu"),)
     assert [(each.precision, each.accuracy) for each in found.tasks[0].variants] == [("fp32", 0.8), ("fp16", 0.79)]
-    assert found.objectives == (Objective(Measure("accuracy", "average", "see"), maximise=True, weight=2.0),)
+    assert found.objectives == (BroadObjective(Measure("accuracy", "average", "see"), maximise=True, weight=2.0),)
     assert found.constraints == (Constraint(Measure("latency", "p90", "see"), at_most=True, bound=0.02),)
     (tmp_path / "app.toml").write_text(TOML.replace('[[objective]]\nmaximise = "accuracy"\nweight = 2\n', ""))
     assert read_application(tmp_path / "app.toml").objectives[0].measure.metric == "latency", "of the constraints"

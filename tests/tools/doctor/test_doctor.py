@@ -11,7 +11,7 @@ import pytest
 from flashmem.cli.commands import doctor
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.tools.doctor.advice import ADRENO_LINE, MALI_LINE, next_lines, steps
-from flashmem.tools.doctor.selftest import Result, disk, run_apart
+from flashmem.tools.doctor.selftest import SelfTestResult, disk, run_apart
 from flashmem.tools.doctor.surroundings import FORBIDDEN, Surroundings, look
 from tests.support.command_line import Command, command_line
 
@@ -178,8 +178,8 @@ def test_a_driver_that_ends_the_process_is_reported(monkeypatch: pytest.MonkeyPa
     line = '{"test": "build a kernel", "ok": true, "said": "1 ms", "rate": null}\n'
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], -11, f"hello\n{line}", ""))
     results = run_apart(0, tmp_path)
-    assert results[0] == Result("build a kernel", True, "1 ms")
-    assert results[1] == Result("the self test", False, "the driver ended the process with signal 11, after 1 tests")
+    assert results[0] == SelfTestResult("build a kernel", True, "1 ms")
+    assert results[1] == SelfTestResult("the self test", False, "the driver ended the process with signal 11, after 1 tests")
 
 
 def test_the_disk_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_the_command_prints_a_report_and_the_same_as_json(
 ) -> None:
     flashmem: Command = command_line(monkeypatch, capfd)
     monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(doctor, "run_apart", lambda number, folder: [Result("build a kernel", True, "1 ms")])
+    monkeypatch.setattr(doctor, "run_apart", lambda number, folder: [SelfTestResult("build a kernel", True, "1 ms")])
     shown = flashmem("doctor")
     assert shown.code == 0 and "Type next" not in shown.out
     for word in ("pyopencl", "libOpenCL", "textures", "map, alias, dma, interleave", "GB/s cold", "not texture"):
@@ -201,7 +201,7 @@ def test_the_command_prints_a_report_and_the_same_as_json(
     report = flashmem("doctor", "--json").json
     assert [each["name"] for each in report["devices"]] == [device.name for device in list_devices()]
     assert report["next"] == [] and report["devices"][0]["tests"][0]["ok"] and report["disk"]["rate"] > 0
-    monkeypatch.setattr(doctor, "run_apart", lambda number, folder: [Result("textures", False, "wrong")])
+    monkeypatch.setattr(doctor, "run_apart", lambda number, folder: [SelfTestResult("textures", False, "wrong")])
     assert flashmem("doctor").code == 1
     monkeypatch.setattr(doctor, "_devices", lambda: ((), "no OpenCL device is here"))
     missing = flashmem("doctor")
