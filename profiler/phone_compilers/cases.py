@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
+
+from flashmem.compiler.ir.builder import constant
 from flashmem.compiler.ir.graph import Graph
 from flashmem.profiler.cases import Precision, targets_of
 from flashmem.profiler.shapes import Attention, Matmul, RowSoftmax
@@ -80,6 +83,9 @@ def _others() -> Iterator[tuple[str, Graph]]:
     g = Sketch()
     pooled = (1, HEAD, PLACES // 2, PLACES // 2)
     yield "pool", g.finish(g.node("MaxPool", [g.input(*image)], pooled, kernel_shape=[2, 2], strides=[2, 2]))
+    g = Sketch()
+    k = constant("k", np.array([ROWS // 4]))
+    yield "rank_among_runs", g.finish(g.node("TopK", [g.input(1, ROWS * COLUMNS), k], (1, ROWS // 4)))
     g = Sketch()
     yield "reduce_columns", g.finish(g.node("ReduceMean", [g.input(*rows)], (1, 1, COLUMNS), axes=[1]))
 

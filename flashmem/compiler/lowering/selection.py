@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import math
 
+from flashmem.base.types import ITEMSIZE
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
-from flashmem.compiler.lowering.context import LoweringContext
+from flashmem.compiler.lowering.context import WORK_GROUP, LoweringContext
 from flashmem.compiler.operators.vector import REGISTER, STORED, Vector
 from flashmem.program.launches import Arg, KernelShape
 
 _RUN = 32
 """Elements of the initial runs of a sort; each element is compared with all of its run."""
+
+_HEAP = 1024
+"""The most positions that a CPU's work-item keeps of its chunk, in private memory. More are sorted by merges."""
+
+_SORTED = 1 << 14
+"""A column of at most that many elements is selected in two launches, however many of them."""
+
+_CHUNK_OF_HEAP = 1024
+"""The fewest elements of a CPU's chunk."""
+
+_COUNTED = (32, 256, 2048)
+"""Elements of a GPU's chunk, each compared with all others of it. The last step reads every chunk, so they are few."""
 
 _BUSY = {"cpu": 16, "gpu": 4096}
 """Number of columns from which one work-item for each keeps a device busy."""
@@ -47,15 +60,88 @@ def lower_extreme(context: LoweringContext, group: FusionGroup) -> None:
 
 
 def lower_top(context: LoweringContext, group: FusionGroup) -> None:
-    """Lower TopK as a merge sort of positions: short sorted runs, then merges that keep at most `k` positions of a run."""
+    """Lower TopK: the best positions of each chunk of a column, then their ranks among all chunks; of many, a merge sort."""
+    node = group.main
+    outer, depth, inner = _cut(node)
+    if node.attributes["k"] > _HEAP and depth > _SORTED:
+        _sort(context, group)
+        return
+    x, k, columns = node.input(0), node.attributes["k"], outer * inner
+    on_cpu = context.descriptor.kind == "cpu"
+    if on_cpu:
+        chunks = max(
+            -(-depth // _HEAP) if k > _HEAP else 1, min(-(-_BUSY["cpu"] // columns), depth // max(_CHUNK_OF_HEAP, 4 * k))
+        )
+        chunk = -(-depth // chunks)
+    else:
+        chunk = next((run for run in _COUNTED if 4 * depth <= run * run), _COUNTED[-1])
+    chunks = -(-depth // chunk)
+    kept = min(chunk, k)
+    stored = (chunks - 1) * kept + min(kept, depth - (chunks - 1) * chunk)
+    best = Value(f"{group.output.name}.best", (outer, stored, inner), "int32") if chunks > 1 else group.output
+    values = _order(context, node)
+    if on_cpu:
+        vector = Vector(min(context.descriptor.tile.vector, 64 // ITEMSIZE[x.dtype]))
+        items = (chunks, columns)
+        local: tuple[int, ...] = (1, WORK_GROUP if columns >= WORK_GROUP * _BUSY["cpu"] else 1)
+        kernel = context.kernels.kernel(
+            "selection/best_of_chunks",
+            attributes=context.attributes(local),
+            index=STORED[best.dtype],
+            kept=kept,
+            contiguous=inner == 1 and vector.width > 1,
+            vector=vector.width,
+            load=vector.load(context.storage(x), "a", "next"),
+            **values,
+        )
+        numbers = [columns, depth, inner, chunks, chunk, stored]
+    else:
+        items = (depth, columns)
+        local = context.work_group(items)
+        kernel = context.kernels.kernel(
+            "selection/sort_runs", attributes=context.attributes(local), run=chunk, index=STORED[best.dtype], **values
+        )
+        numbers = [columns, depth, inner, kept, stored]
+    shape = KernelShape(rows=outer * stored, columns=inner, depth=chunk, stride=inner)
+    nbytes = context.nbytes(x) + context.nbytes(best)
+    args = [context.operand(x), context.tensor(best), *numbers]
+    context.launch(group, kernel, args, items, local, shape, nbytes=nbytes, part="[chunks]" if chunks > 1 else "")
+    if chunks > 1:
+        _rank(context, group, best, kept, stored)
+
+
+def _rank(context: LoweringContext, group: FusionGroup, best: Value, kept: int, stored: int) -> None:
+    """Launch the last step of a selection: the first k of sorted runs of `kept` positions, `stored` in all."""
+    node = group.main
+    x, (outer, depth, inner), k = node.input(0), _cut(node), node.attributes["k"]
+    items = (stored, outer * inner)
+    local = context.work_group(items)
+    kernel = context.kernels.kernel(
+        "selection/rank_among_runs",
+        attributes=context.attributes(local),
+        index=STORED[group.output.dtype],
+        **_order(context, node),
+    )
+    pointers = [context.operand(x), context.tensor(best), context.tensor(group.output)]
+    shape = KernelShape(rows=outer * stored, columns=inner, depth=-(-stored // kept) * kept.bit_length(), stride=inner)
+    nbytes = context.nbytes(best) + context.nbytes(group.output)
+    numbers = [outer * inner, depth, inner, kept, stored, k]
+    context.launch(group, kernel, [*pointers, *numbers], items, local, shape, nbytes=nbytes, part="[ranks]")
+
+
+def _order(context: LoweringContext, node: Node) -> dict[str, str]:
+    """Template values of the order of the elements."""
+    x = node.input(0)
+    symbol = ">" if node.attributes["largest"] else "<"
+    return {"stored": context.stored(x), "kind": REGISTER[x.dtype], "symbol": symbol}
+
+
+def _sort(context: LoweringContext, group: FusionGroup) -> None:
+    """Launch a merge sort of positions: short sorted runs, then merges that keep at most `k` positions of a run."""
     node = group.main
     x, (outer, depth, inner), k = node.input(0), _cut(node), node.attributes["k"]
     columns = outer * inner
-    values = {
-        "stored": context.stored(x),
-        "kind": REGISTER[x.dtype],
-        "symbol": ">" if node.attributes["largest"] else "<",
-    }
+    values = _order(context, node)
 
     def results(stored: int, runs: int) -> Value:
         if runs == 1:
