@@ -69,14 +69,13 @@ def descriptor_toml(descriptor: DeviceDescriptor, head: str) -> str:
     data = descriptor.to_dict()
     apart = (*_TABLES, _OF_CONFIGS, "only")
     lines = [head, *(f"{key} = {_value(value)}" for key, value in data.items() if key not in apart)]
+    lines += ["", f"{_OF_CONFIGS} = [", *(f"    {_inline(config)}," for config in data[_OF_CONFIGS]), "]"]
     for table in _TABLES:
         content = data[table] or {}
         nested = {key: value for key, value in content.items() if isinstance(value, dict)}
         lines += ["", f"[{table}]", *(f"{key} = {_value(value)}" for key, value in content.items() if key not in nested)]
         for key, values in nested.items():
             lines += ["", f"[{table}.{key}]", *(f"{name} = {_value(value)}" for name, value in values.items())]
-    for config in data[_OF_CONFIGS]:
-        lines += ["", f"[[{_OF_CONFIGS}]]", *(f"{key} = {_value(value)}" for key, value in config.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -84,6 +83,11 @@ def _write(path: Path, text: str) -> Path:
     with written_whole(path) as file:
         file.write(text.encode())
     return path
+
+
+def _inline(table: dict[str, Any]) -> str:
+    """A table on one line."""
+    return f"{{ {', '.join(f'{key} = {_value(value)}' for key, value in table.items())} }}"
 
 
 def _value(value: Any) -> str:

@@ -23,11 +23,12 @@ from flashmem.base.types import MemoryPath
 from flashmem.compiler.lowering.program import Generated
 from flashmem.compiler.selection.configs import candidates, estimate
 from flashmem.compiler.selection.tuning_database import SUFFIX, VERSION, Timing, TuningDatabase, parse_database
-from flashmem.compiler.selection.workload import Workload
 from flashmem.runtime.opencl.context import CompiledProgram
 from flashmem.runtime.opencl.devices import Device, descriptor_for
 from flashmem.runtime.options import device_here
-from flashmem.target.descriptor import DeviceDescriptor, KernelConfig, load_descriptor
+from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
+from flashmem.target.kernel_configs.config import KernelConfig
+from flashmem.target.workload import Workload
 
 from .descriptor import name_table
 from .shapes import Attention, Batched, Convolution, Matmul, RowSoftmax, Shape
@@ -157,7 +158,7 @@ def tune(request: TuningRequest, progress: Progress, every: Iterable[Case] | Non
     ]
     if not wanted:
         families = " or ".join(request.families) or "anything"
-        raise UserError(f"device {name} lists no configs of {families}, so there is nothing to choose; add [[configs]]")
+        raise UserError(f"device {name} lists no configs of {families}, so there is nothing to choose; add some to its configs")
     tuner = _Tuner(device, descriptor, database, begun, 60 * request.minutes)
     try:
         measured = tuner.run(wanted, progress)

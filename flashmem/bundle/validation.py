@@ -28,6 +28,8 @@ from flashmem.program.tensors import Slice, array_bytes, port_dtype
 from flashmem.schedule.check import check_rules
 from flashmem.schedule.plan import OverlapPlan, PlanViolation, PoolLayout
 from flashmem.target.descriptor import MOST_LOADER_THREADS
+from flashmem.target.kernel_configs.config import KernelConfig
+from flashmem.target.kernel_configs.kinds import KINDS
 
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _LARGEST = 2**62  # keeps sums of offsets and sizes within 64 bits
@@ -87,8 +89,8 @@ def _checker(declared: Any) -> Checker:
         return lambda value: type(value) in (int, float) and not math.isnan(value)
     if origin is Literal:
         return lambda value: type(value) is str and value in arguments
-    if origin in (Union, types.UnionType):
-        options = [_checker(option) for option in arguments]
+    if declared is KernelConfig or origin in (Union, types.UnionType):
+        options = [_checker(option) for option in arguments or KINDS.values()]
         return lambda value: any(option(value) for option in options)
     if origin is tuple:
         if arguments[-1] is Ellipsis:

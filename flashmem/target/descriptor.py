@@ -6,10 +6,9 @@ measured rates from published figures, `measured_on` names the processor, and `s
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -17,7 +16,13 @@ from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.pages import LARGEST_PAGE, is_page_size
 from flashmem.base.resources import names, read_text
 from flashmem.base.types import DEFAULT_PAGE, MemoryPath, TransferMode
+from flashmem.target.kernel_configs.attention import KeyBlockConfig, QueryRowsConfig, SharedWeightsConfig
+from flashmem.target.kernel_configs.config import KernelConfig
+from flashmem.target.kernel_configs.contraction import PlainContraction
+from flashmem.target.kernel_configs.kinds import config_from, table_of
+from flashmem.target.kernel_configs.rows import RowConfig
 from flashmem.target.pipelines import Pipelines
+from flashmem.target.tables import build
 
 MOST_LOADER_THREADS = 64
 """The most loader threads that a descriptor or a bundle may have."""
@@ -36,6 +41,10 @@ class PlainTile:
     vector: int = 16
     local_size: tuple[int, int] = (1, 1)
     lanes: int = 1
+
+    def config(self, family: str) -> PlainContraction:
+        """The config of contractions of `family` that computes this tile."""
+        return PlainContraction("tile", self.rows, self.columns, self.vector, self.local_size, families=(family,))
 
 
 MultiplyAdd = Literal["fma", "mad", "expression"]
@@ -65,112 +74,6 @@ IMPORT_HOST_MEMORY = "cl_arm_import_memory_host"
 
 SHUFFLES = ("cl_khr_subgroup_shuffle", "cl_qcom_subgroup_shuffle")
 """OpenCL C extensions by which work-items of a subgroup exchange registers."""
-
-JOINED = 16
-"""Channels of an attention output that are combined at a time, by work-items that share its keys."""
-
-
-@dataclass(frozen=True)
-class KernelConfig:
-    """A kernel config: the tile of a work-item, and how a work-group shares the operands it reads.
-
-    Contractions: a work-item sums `rows` x `columns` outputs in vectors of `vector`; a work-group has `local_size` (down,
-    across) work-items. With `k_block` the group copies a K-block of both operands, of that many steps of depth, into local
-    memory at a time. With `two_stage` it reads the next K-block while it multiplies one, which needs twice the local memory.
-    The group has `slice_k` parts. Each part multiplies its share of every K-block; their sums are added in a fixed order. With
-    `half`, products of that many steps of depth are summed in half where operands are stored in half, and the sums are added
-    in float; the device needs cl_khr_fp16.
-
-    `winograd`: the config computes 3x3 convolutions of stride 1 by F(2x2, 3x3), and nothing else. `rows` are tiles of 2 x 2
-    pixels. `winograd` channels are transformed at a time, a multiple of `vector`. A nonzero `k_block` is the same number, and
-    `slice_k` is 16: one part for each product. `steady`: for `--optimize steady` only.
-
-    Attention: `rows` are queries and `columns` keys. With `k_block` a group computes blocks of keys, `columns` of them for
-    each work-item, and `k_block` channels are in local memory at a time. Without it, vectors run along the queries, `columns`
-    keys are summed side by side, and `slice_k` work-items share the keys of at most `rows` queries. If it has a `local_size`,
-    a group shares only weights through local memory (attention/shared.cl.j2), and its `slice_k` parts share the keys.
-
-    Reductions, softmax and normalizations ("reduce_rows"): `slice_k` work-items share a row and read vectors of `vector`. With
-    `subgroups` the work-items of a subgroup combine their numbers by shuffles, in the same order, without local memory and
-    barriers; the device needs one of SHUFFLES.
-    """
-
-    name: str
-    families: tuple[str, ...]  # templates: "matmul" (packed weights), "conv", "matmul_dynamic"; "attention"; "reduce_rows"
-    rows: int
-    columns: int
-    vector: int
-    local_size: tuple[int, int] = (1, 1)
-    k_block: int = 0
-    two_stage: bool = False
-    slice_k: int = 1
-    half: int = 0
-    subgroups: bool = False
-    winograd: int = 0
-    steady: bool = False
-
-    @property
-    def code(self) -> str:
-        """Its numbers as one word: the key of the config in the tuning database, which does not depend on its name."""
-        numbers = "-".join(_word(getattr(self, name)) for name in _CODED)
-        more = (f"-{self.half}" if self.half else "") + (f"-w{self.winograd}" if self.winograd else "")
-        return numbers + more + ("-subgroups" if self.subgroups else "")
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """Rows and columns of outputs that a work-group computes."""
-        return self.rows * self.local_size[0], self.columns * self.local_size[1]
-
-    @property
-    def shares_weights(self) -> bool:
-        """Whether it is a config of attention whose groups have only weights in local memory."""
-        return "attention" in self.families and not self.k_block and self.local_size[1] > 1
-
-    @property
-    def items(self) -> int:
-        """Number of work-items of a work-group."""
-        return self.local_size[0] * self.local_size[1] * self.slice_k
-
-    @property
-    def left_pitch(self) -> int:
-        """Distance from one step of depth to the next in the left operand's stage, in elements."""
-        return -(-self.block[0] // 4) * 4 + 4
-
-    @property
-    def stage_bytes(self) -> int:
-        """Bytes of local memory for one stage of both operands."""
-        return (
-            self.k_block * (self.left_pitch + self.block[1]) * (2 if self.half else 4) * (self.slice_k if self.winograd else 1)
-        )
-
-    @property
-    def local_bytes(self) -> int:
-        """Bytes of local memory of a work-group: its stages, or the sums that its parts exchange, whichever is larger."""
-        if "reduce_rows" in self.families:
-            return 4 * self.slice_k if self.slice_k > 1 else 0
-        if self.shares_weights:  # weights, a maximum of each work-item and of each query; sums of all but one part
-            lines, across = self.local_size[0] * self.slice_k, self.local_size[1]
-            numbers = lines * self.rows * (across * self.columns + across + 1)
-            return 4 * (numbers + (4 * self.slice_k * across if self.slice_k > 1 else 0))
-        if not self.k_block:
-            return 4 * self.vector * self.slice_k * JOINED if self.slice_k > 1 else 0
-        if "attention" in self.families:  # queries, weights, keys or values, and one number of each work-item for each query
-            queries, keys = self.block
-            return 4 * ((self.k_block + keys) * (queries + 4) + self.k_block * keys + queries * self.local_size[1])
-        sums = 4 * math.prod(self.block) if self.slice_k > 1 else 0
-        if self.winograd:  # the sums of all products, one vector of each item's columns at a time
-            sums = sums * self.slice_k * self.vector // self.columns
-        return max(self.stage_bytes * (2 if self.two_stage else 1), sums)
-
-
-_CODED = ("rows", "columns", "vector", "local_size", "k_block", "two_stage", "slice_k")
-
-
-def _word(value: object) -> str:
-    """A number, a flag or a pair as text, for `KernelConfig.code`."""
-    if isinstance(value, tuple):
-        return "x".join(map(str, value))
-    return str(int(value)) if isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True)
@@ -264,7 +167,7 @@ class DeviceDescriptor:
 
     def to_dict(self) -> dict[str, Any]:
         """The descriptor as JSON data."""
-        return asdict(self)
+        return {**asdict(self), "configs": [table_of(each) for each in self.configs]}
 
     @property
     def portable(self) -> DeviceDescriptor:
@@ -302,26 +205,17 @@ class DeviceDescriptor:
         Raises:
             UserError: an unknown key, so that a misspelt one is not ignored; a transfer mode without its contention.
         """
-
-        def build(kind: type, values: dict[str, Any]) -> Any:
-            unknown = sorted(set(values) - {f.name for f in fields(kind)})
-            if unknown:
-                raise UserError(f"{where}: unknown key {unknown[0]!r} for {kind.__name__}; remove it")
-            return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
-
         values = dict(data)
-        if "name" not in values:
-            raise UserError(f"{where}: the key 'name' is missing; add it")
-        values["tile"] = build(PlainTile, values.get("tile", {}))
-        values["code"] = build(CodeStyle, values.get("code", {}))
-        values["pipelines"] = build(Pipelines, values["pipelines"]) if values.get("pipelines") else None
+        values["tile"] = build(PlainTile, values.get("tile", {}), where)
+        values["code"] = build(CodeStyle, values.get("code", {}), where)
+        values["pipelines"] = build(Pipelines, values["pipelines"], where) if values.get("pipelines") else None
         rates = dict(values.get("rates", {}))
         rates.setdefault("contention", {})  # no default: a plain CPU's contention would be wrong for another device
-        values["rates"] = build(Rates, rates)
-        values["configs"] = tuple(build(KernelConfig, each) for each in values.get("configs", ()))
+        values["rates"] = build(Rates, rates, where)
+        values["configs"] = tuple(config_from(each, where) for each in values.get("configs", ()))
         if "modes" in values:
             values["modes"] = {path: tuple(modes) for path, modes in values["modes"].items()}
-        descriptor: DeviceDescriptor = build(cls, values)
+        descriptor = build(cls, values, where)
         if descriptor.code.multiply_add not in (ways := get_args(MultiplyAdd)):
             raise UserError(f"{where}: multiply_add is {descriptor.code.multiply_add!r}; name one of: {', '.join(ways)}")
         threads = descriptor.loader_threads
@@ -353,18 +247,18 @@ class DeviceDescriptor:
         """
         tile = self.tile
         if family == "reduce_rows":
-            return (KernelConfig("tile", (family,), 1, tile.vector, tile.vector, slice_k=tile.lanes),)
+            return (RowConfig("tile", tile.vector, tile.lanes),)
         if family != "attention":
-            return (KernelConfig("tile", (family,), tile.rows, tile.columns, tile.vector, tile.local_size),)
+            return (tile.config(family),)
         if self.kind == "cpu":
-            return (KernelConfig("tile", (family,), 2 * tile.vector, 8, tile.vector),)
-        shared = tuple(each for each in self.configs if each.shares_weights and each.slice_k == 1)
+            return (QueryRowsConfig("tile", 2 * tile.vector, 8, tile.vector),)
+        shared = tuple(each for each in self.configs if isinstance(each, SharedWeightsConfig) and each.parts == 1)
         if shared:
             return shared
-        block = KernelConfig("tile", (family,), 8, 2, 2, (8, 16), k_block=32)
+        block = KeyBlockConfig("tile", 8, 2, (8, 16), channels=32)
         return (
-            block if block.local_bytes <= self.local_bytes else replace(block, rows=4),
-            KernelConfig("few", (family,), 4, 4, 4, slice_k=64),
+            block if block.local_bytes <= self.local_bytes else replace(block, queries=4),
+            QueryRowsConfig("few", 4, 4, 4, lanes=64),
         )
 
     def configs_of(self, family: str) -> tuple[KernelConfig, ...]:

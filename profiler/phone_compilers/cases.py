@@ -38,13 +38,14 @@ _Case = tuple[Graph, DeviceDescriptor, Precision]
 def _cases(descriptor: DeviceDescriptor) -> Iterator[tuple[str, _Case]]:
     for family in CONTRACTIONS:
         for config in descriptor.configs_of(family):
-            precision: Precision = "fp16" if config.half else "fp32"
+            precision: Precision = "fp16" if "half" in config.needs else "fp32"
             yield f"{family}-{config.name}", (_contraction(family), replace(descriptor, only=config.name), precision)
         buffers = descriptor.on_path("buffer")
         if family != "matmul_dynamic" and buffers.memory_paths != descriptor.memory_paths:
             yield f"{family}-tile-buffer", (_contraction(family), replace(buffers, only="tile"), "fp32")
     for config in descriptor.configs_of("attention"):
-        attention = Attention(12, 1 if config.slice_k > 1 else ROWS, HEAD, ROWS)
+        many = Attention(12, ROWS, HEAD, ROWS)
+        attention = many if config.fits(many.workload("buffer")) else Attention(12, 1, HEAD, ROWS)
         yield f"attention-{config.name}", (attention.graph(), replace(descriptor, only=config.name), "fp32")
     for config in descriptor.configs_of("reduce_rows"):
         yield f"reduce_rows-{config.name}", (RowSoftmax(1024, 768).graph(), replace(descriptor, only=config.name), "fp32")

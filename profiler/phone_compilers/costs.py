@@ -19,6 +19,7 @@ from flashmem.profiler.phone_compilers.gpus import gpu_of
 from flashmem.profiler.phone_compilers.report import CompilerReport, examine
 from flashmem.profiler.phone_compilers.statistics import KernelStatistics
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
+from flashmem.target.kernel_configs.contraction import Contraction
 
 _PACKED = ("matmul", "conv")
 _FAMILIES = (*_PACKED, "matmul_dynamic", "depthwise", "attention")
@@ -57,8 +58,8 @@ def _code(each: KernelStatistics, descriptor: DeviceDescriptor) -> KernelCode | 
     if loop is None or not loop.macs or family not in _FAMILIES or each.kernel == _FEW:
         return None
     config = next((known for known in descriptor.configs_of(family) if known.name == name.removesuffix("-buffer")), None)
-    half = config is not None and bool(config.half)
-    rows, columns = (config.rows, config.columns) if config is not None and family != "attention" else (0, 0)
+    half = config is not None and "half" in config.needs
+    rows, columns = (config.rows, config.columns) if isinstance(config, Contraction) else (0, 0)
     path = "buffer" if name.endswith("-buffer") else descriptor.memory_paths[0] if family in _PACKED else ""
     per = loop.slots / loop.macs, loop.textures * _TEXEL[half] / loop.macs, loop.load_bytes / loop.macs
     return KernelCode(family, rows, columns, int(half), path, *per, each.registers, each.threads)

@@ -184,9 +184,9 @@ def test_convolutions_by_winograd(path: str, tmp_path: Path) -> None:
     onnx.save(
         onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10), tmp_path / "m.onnx"
     )
-    config = {"name": "it", "families": ["conv"], "rows": 3, "columns": 8, "vector": 4, "winograd": 4}
+    config: dict[str, object] = {"kind": "winograd", "name": "it", "rows": 3, "columns": 8, "vector": 4, "channels": 4}
     if path == "texture":
-        config |= {"rows": 4, "local_size": [2, 1], "k_block": 4, "slice_k": 16}
+        config = {"kind": "staged-winograd", "name": "it", "rows": 4, "columns": 8, "local_size": [2, 1], "channels": 4}
     there = tmp_path / "device.toml"
     there.write_text(
         'only = "it"\n' + (ROOT / "devices/generic-cpu.toml").read_text() + "\n[[configs]]\n"

@@ -26,7 +26,6 @@ from flashmem.compiler.selection.tuning_database import (
     content_hash,
     parse_database,
 )
-from flashmem.compiler.selection.workload import Workload
 from flashmem.planning.capacity.features import KERNEL_FEATURES, kernel_features, launch_features
 from flashmem.planning.capacity.predictor import Predictor
 from flashmem.planning.limits import Limits
@@ -36,14 +35,17 @@ from flashmem.profiler.descriptor import name_table, write_descriptor
 from flashmem.profiler.shapes import Attention, Batched, Convolution, Matmul, Shape, unet_shapes, zoo_shapes
 from flashmem.profiler.timing import generated
 from flashmem.profiler.tuning import Case, TuningRequest, TuningResult, cases, summary, tune
-from flashmem.target.descriptor import DeviceDescriptor, KernelConfig, PlainTile, load_descriptor
+from flashmem.target.descriptor import DeviceDescriptor, PlainTile, load_descriptor
+from flashmem.target.kernel_configs.config import KernelConfig
+from flashmem.target.kernel_configs.contraction import PlainContraction, StagedContraction
+from flashmem.target.workload import Workload
 from tests.support.paths import DATA, ROOT
 
 CONFIGS = (
-    KernelConfig("wide", ("matmul", "conv"), 4, 16, 8),
-    KernelConfig("shared", ("matmul",), 2, 4, 4, (2, 2), k_block=8, slice_k=2),
-    KernelConfig("crowd", ("matmul",), 2, 4, 4, (4096, 4096)),
-    KernelConfig("greedy", ("matmul",), 2, 4, 4, (8, 8), k_block=1 << 22),
+    PlainContraction("wide", 4, 16, 8, families=("matmul", "conv")),
+    StagedContraction("shared", 2, 4, (2, 2), k_block=8, slice_k=2, families=("matmul",)),
+    PlainContraction("crowd", 2, 4, 4, (4096, 4096), families=("matmul",)),
+    StagedContraction("greedy", 2, 4, (8, 8), k_block=1 << 22, families=("matmul",)),
 )
 POCL = replace(
     load_descriptor("pocl"), configs=CONFIGS, capacity_model="", tuned="", tile=PlainTile(rows=2, columns=8, vector=8)
@@ -161,7 +163,7 @@ def test_a_descriptor_keeps_configs_parallelism_and_table(tmp_path: Path) -> Non
 
 
 def test_naming_a_table_keeps_what_a_descriptor_says(tmp_path: Path) -> None:
-    text = '# by hand\nname = "mine"\nparallelism = 5 # few\n\n[[configs]]\nname = "a"\nfamilies = ["conv"]\n'
+    text = '# by hand\nname = "mine"\nparallelism = 5 # few\n\n[[configs]]\nkind = "plain"\nname = "a"\n'
     text += "rows = 1\ncolumns = 4\nvector = 4\n[rates.contention]\nmap = 0\nalias = 0\ndma = 0\ninterleave = 0\n"
     (tmp_path / "mine.toml").write_text(text)
     for name in ("one", "two"):
@@ -292,7 +294,7 @@ def test_shapes_of_models() -> None:
 
 
 def test_few_kernels_are_part_of_the_cost() -> None:
-    a, b, c = (KernelConfig(name, ("matmul",), 1, 4, 4) for name in "abc")
+    a, b, c = (PlainContraction(name, 1, 4, 4) for name in "abc")
     costs = [{a: 1.0, b: 1.25, c: 9.0}, {a: 1.3, b: 1.1, c: 9.0}, {a: 1.5, b: 9.0, c: 1.0}]
     assert fewest(costs, 0.0) == [a, b, c]
     assert fewest(costs, 0.3) == [a, a, c]
@@ -329,7 +331,7 @@ def test_the_predictor_is_told_the_config_and_older_ones_do_without(tmp_path: Pa
 
 
 def test_the_last_panel_is_filled_up() -> None:
-    staged = KernelConfig("s", ("matmul",), 1, 4, 4, (1, 32), k_block=8)
+    staged = StagedContraction("s", 1, 4, (1, 32), k_block=8)
     assert packed_bytes(Workload("matmul", "buffer", 1, 10, 130), staged) == 10 * 256 * 4
     assert packed_bytes(Workload("matmul", "buffer", 1, 10, 3, storage="float16"), POCL.configs_of("matmul")[0]) == 10 * 4 * 2
     assert packed_bytes(Workload("matmul_dynamic", "buffer", 1, 10, 130), staged) == 0

@@ -10,13 +10,14 @@ import onnxruntime
 import pytest
 
 from flashmem.compiler.selection.selector import KernelRequest, KernelSelector
-from flashmem.target.descriptor import KernelConfig
+from flashmem.target.kernel_configs.config import KernelConfig
+from flashmem.target.kernel_configs.contraction import StagedContraction
 from tests.support.compared import Nodes
 
 Wide = tuple[Path, dict[str, Any], list[Any]]
 """A model, its inputs, and the expected answers."""
 
-PARTED = KernelConfig("parted", ("matmul",), 4, 8, 4, (2, 4), k_block=16, two_stage=True, slice_k=4)
+PARTED = StagedContraction("parted", 4, 8, (2, 4), k_block=16, two_stage=True, slice_k=4, families=("matmul",))
 """Its panels are as wide as those of a CPU's plain tile, 32 columns, and it sums the depth in four parts."""
 
 

@@ -87,7 +87,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     [
         ("name = 'x'\nimage_max_widht = 4", "unknown key 'image_max_widht'"),
         ("name = 'x'\n[tile]\nrow = 4", "unknown key 'row' for PlainTile"),
-        ("kind = 'cpu'", "'name' is missing"),
+        ("kind = 'cpu'", "'name' of DeviceDescriptor is missing"),
         ("name = 'x'", r"the contention of transfer mode 'alias' is missing; add it under \[rates.contention\], or measure"),
         ("name = 'x'\n[modes]\nbuffer = ['map', 'dma']\n[rates]\ncontention = {map = 0.1}", "transfer mode 'dma' is missing"),
         ("name = ", "not valid TOML"),

@@ -11,8 +11,9 @@ from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.operators.attention import Access, Scores
 from flashmem.compiler.operators.vector import scalar_literal
 from flashmem.compiler.selection.attention_form import QueryRows, form_of
-from flashmem.compiler.selection.workload import Workload
 from flashmem.program.launches import Arg, KernelShape
+from flashmem.target.kernel_configs.attention import AttentionConfig
+from flashmem.target.workload import Workload
 
 
 def lower_attention(context: LoweringContext, group: FusionGroup) -> None:
@@ -29,6 +30,7 @@ def lower_attention(context: LoweringContext, group: FusionGroup) -> None:
     seed, nodes = scores.nodes(operands)
     workload = Workload("attention", "buffer", rows, query.channels, keys, batches)
     config = context.selector.config(workload, [node.op for node in nodes])
+    assert isinstance(config, AttentionConfig)
     form = form_of(config, rows, query.channels, value.channels, wide)
     down = form.form == "rows" and form.vector > 1
     epilogue = PointwiseBody(nodes, seed, scores.shape, len(scores.shape) - 1, form.vector, context.storage, down)

@@ -23,14 +23,15 @@ from flashmem.compiler.memory.constants import RESIDENT_CONSTANT_BYTES, nbytes_o
 from flashmem.compiler.operators import REGISTRY, is_elementwise
 from flashmem.compiler.operators.vector import STORED, Vector
 from flashmem.compiler.selection.selector import KernelSelector
-from flashmem.compiler.selection.workload import Workload
 from flashmem.compiler.weights.packing import PackedSlice, Packing
 from flashmem.compiler.weights.packing_list import PackingList, Pieces
 from flashmem.compiler.weights.sharing import NOTHING_STORED, PackedWeight, Placements, StoredWeights
 from flashmem.compiler.weights.slicing import MOST_BYTES, Slicing
 from flashmem.program.launches import Arg, KernelShape, Launch
 from flashmem.program.tensors import Slice
-from flashmem.target.descriptor import DeviceDescriptor, KernelConfig
+from flashmem.target.descriptor import DeviceDescriptor
+from flashmem.target.kernel_configs.contraction import Contraction
+from flashmem.target.workload import Workload
 
 WORK_GROUP = 64
 """Work-items of a work-group for kernels without a tile."""
@@ -93,7 +94,7 @@ class LoweringContext:
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     constants: bytearray = field(default_factory=bytearray)
     packed: dict[tuple[Value, Packing], list[tuple[str, PackedSlice]]] = field(default_factory=dict)
-    configs: dict[tuple[Value, Workload, bool], KernelConfig] = field(default_factory=dict)
+    configs: dict[tuple[Value, Workload, bool], Contraction] = field(default_factory=dict)
     cuts: Cuts = field(default_factory=dict)
     status_value: Value | None = None
     _names: dict[tuple[BufferRange, int], str] = field(default_factory=dict)

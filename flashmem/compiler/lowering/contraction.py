@@ -22,11 +22,10 @@ from flashmem.compiler.lowering.movement import copy_region
 from flashmem.compiler.lowering.quantisation import WeightBinding, read_both, read_weights
 from flashmem.compiler.lowering.tile import ContractionTile
 from flashmem.compiler.operators.vector import REGISTER, scalar_literal
-from flashmem.compiler.selection.configs import cut
-from flashmem.compiler.selection.workload import Workload
 from flashmem.compiler.weights.packing import PackedSlice, Packing, weight_columns, weight_matrix
 from flashmem.program.launches import Arg, KernelShape
-from flashmem.target.descriptor import KernelConfig
+from flashmem.target.kernel_configs.contraction import Contraction, PlainContraction
+from flashmem.target.workload import Workload
 
 _TEMPLATES = {
     "matmul": "contraction/matmul",
@@ -57,32 +56,35 @@ def _tile(
     scalar, activation = REGISTER[node.outputs[0].dtype], context.stored(node.input(0))
     floats = scalar == "float" and activation in ("float", "half") and weights in ("float32", "float16")
     if plain or not floats:
-        [config] = context.descriptor.plain(workload.family)
+        config: Contraction = context.descriptor.tile.config(workload.family)
     else:
         config = choice(context, group, workload, packed=packed, winograd=winograd)
     if activation != "half" or weights != "float16":
-        config = replace(config, half=0)
-    config = cut(config, workload)
-    vectors = context.descriptor.code.vector_loads and floats and not config.k_block and run % 4 == 0
+        config = config.in_float()
+    config = config.cut(workload)
+    staged = config.staged_depth
+    vectors = context.descriptor.code.vector_loads and floats and not staged and run % 4 == 0
     offsets = 4 * max(workload.depth * workload.columns, group.main.input(0).size)  # in bytes, of 32 bits
-    return ContractionTile.of(
+    return ContractionTile(
         config, texture=packed and context.memory_path == "texture", weights=weights, scalar=scalar, activation=activation,
         stored=context.stored(group.output), aligned=workload.depth % 4 == 0, aligned_columns=workload.columns % 4 == 0,
-        whole=bool(config.k_block) and run % config.k_block == 0,
-        looped=context.descriptor.kind == "cpu" and not config.k_block and config.rows * config.columns > config.vector,
+        whole=bool(staged) and run % staged == 0,
+        looped=context.descriptor.kind == "cpu" and not staged and config.rows * config.columns > config.vector,
         depth_vector=4 if vectors and offsets < MOST_OFFSET else 1,
     )  # fmt: skip
 
 
 def choice(
     context: LoweringContext, group: FusionGroup, workload: Workload, *, packed: bool = True, winograd: bool = False
-) -> KernelConfig:
+) -> Contraction:
     """The config for `workload`, selected once for each weight, because all patches read the weight in one packing."""
     key = (group.main.input(1), replace(workload, rows=0), winograd)
     if not packed or key not in context.configs:
         widest = context.slicing.widest(workload.depth * (2 if workload.storage == "float16" else 4)) if packed else None
         forms = context.earlier.forms(group.main) if packed else frozenset()
-        context.configs[key] = context.selector.config(workload, [node.op for node in group.epilogue], widest, winograd, forms)
+        config = context.selector.config(workload, [node.op for node in group.epilogue], widest, winograd, forms)
+        assert isinstance(config, Contraction)
+        context.configs[key] = config
     return context.configs[key]
 
 
@@ -292,7 +294,8 @@ def lower_depthwise(context: LoweringContext, group: FusionGroup) -> None:
     stored, accumulator = context.stored(group.output), REGISTER[y.dtype]
     storage = "float32" if binding.storage == "float16" else binding.storage.replace("int4", "int8")
     plain = ContractionTile(
-        "depthwise", ("depthwise",), 1, vector, vector, weights=storage, scalar=accumulator, activation=context.stored(x),
+        PlainContraction("depthwise", 1, vector, vector, families=("depthwise",)),
+        weights=storage, scalar=accumulator, activation=context.stored(x),
         stored=stored, aligned_columns=columns % 4 == 0,
     )  # fmt: skip
     floats = (accumulator, storage) == ("float", "float32") and plain.activation in ("float", "half") and binding.scale is None

@@ -15,11 +15,10 @@ from flashmem.compiler.ir.quantised import QuantizedConstant
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.contraction import choice, lower_depthwise, lower_packed, placed
 from flashmem.compiler.lowering.tile import ContractionTile
-from flashmem.compiler.selection.configs import cut, transformed
-from flashmem.compiler.selection.workload import Workload
 from flashmem.compiler.weights.packing import Packing
 from flashmem.program.launches import Arg, KernelShape
-from flashmem.target.descriptor import KernelConfig
+from flashmem.target.kernel_configs.contraction import Winograd, transformed
+from flashmem.target.workload import Workload
 
 FEW_CHANNELS = 16
 """With fewer channels, a CPU copies taps before it multiplies them."""
@@ -54,8 +53,8 @@ def lower_convolution(context: LoweringContext, group: FusionGroup) -> None:
     if tiled:
         workload = Workload("conv", context.memory_path, rows, 9 * channels, columns, taps=9)
         config = choice(context, group, workload, winograd=True)
-        if config.winograd:
-            _lower_winograd(context, group, cut(config, transformed(workload, _tiles(y))))
+        if isinstance(config, Winograd):
+            _lower_winograd(context, group, config.cut(transformed(workload, _tiles(y))))
             return
     dims = [
         rows, height, width, channels, channels // groups, out_height, out_width, columns, columns // groups,
@@ -97,7 +96,7 @@ def transformed_weights(weight: NDArray[Any]) -> NDArray[np.float32]:
     return made
 
 
-def _lower_winograd(context: LoweringContext, group: FusionGroup, config: KernelConfig) -> None:
+def _lower_winograd(context: LoweringContext, group: FusionGroup, config: Winograd) -> None:
     """Launch Winograd's kernel once for each slice of the transformed weights. `config` is cut to the tiles."""
     node = group.main
     x, weight, y = node.input(0), node.input(1), node.outputs[0]
@@ -106,7 +105,7 @@ def _lower_winograd(context: LoweringContext, group: FusionGroup, config: Kernel
     tiles, depth = _tiles(y), 16 * channels
     assert weight.constant is not None
     read = weight.constant.array
-    tile = ContractionTile.of(
+    tile = ContractionTile(
         config, texture=context.memory_path == "texture", stored=context.stored(group.output),
         whole=True, aligned_columns=columns % 4 == 0,
     )  # fmt: skip

@@ -12,9 +12,9 @@ from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.operators.reduction import whole_rows
 from flashmem.compiler.operators.vector import REGISTER, Vector, scalar_literal
-from flashmem.compiler.selection.workload import Workload
 from flashmem.program.launches import Arg, KernelShape
-from flashmem.target.descriptor import KernelConfig
+from flashmem.target.kernel_configs.rows import RowConfig
+from flashmem.target.workload import Workload
 
 _JOINED: dict[str, tuple[float, str, str, str]] = {
     "ReduceL1": (0, "|v|", "$a + $b", "$"),
@@ -96,16 +96,18 @@ def lower_reduction(context: LoweringContext, group: FusionGroup) -> None:
         _lower_columns(context, group, values, pointers, outer, depth, math.prod(x.shape[axes[-1] + 1 :]))
 
 
-def _variant(context: LoweringContext, group: FusionGroup, rows: int, depth: int) -> KernelConfig:
+def _config(context: LoweringContext, group: FusionGroup, rows: int, depth: int) -> RowConfig:
     """The config of a reduction: how work-items share a row, or a group."""
-    return context.selector.config(Workload("reduce_rows", "buffer", rows, depth, 1), [node.op for node in group.nodes])
+    config = context.selector.config(Workload("reduce_rows", "buffer", rows, depth, 1), [node.op for node in group.nodes])
+    assert isinstance(config, RowConfig)
+    return config
 
 
 def _lower_rows(
     context: LoweringContext, group: FusionGroup, values: dict[str, Any], pointers: list[Arg], outer: int, depth: int
 ) -> None:
-    config = _variant(context, group, outer, depth)
-    lanes, vector = config.slice_k, min(config.vector, 1 << (depth.bit_length() - 1))
+    config = _config(context, group, outer, depth)
+    lanes, vector = config.lanes, min(config.vector, 1 << (depth.bit_length() - 1))
     epilogue = context.epilogue(group, vector)
     local = (lanes, 1)
     kernel = context.kernels.kernel(
@@ -149,8 +151,8 @@ def lower_group_normalization(context: LoweringContext, group: FusionGroup) -> N
     """Lower NormalizeGroups: a group is a run of columns in each of `depth` rows."""
     x = group.main.input(0)
     outer, depth, groups, columns = x.shape
-    config = _variant(context, group, outer * groups, depth * columns)
-    lanes, even = config.slice_k, columns & -columns
+    config = _config(context, group, outer * groups, depth * columns)
+    lanes, even = config.lanes, columns & -columns
     vector = min(even if even >= _LEAST_EVEN else 1 << (columns.bit_length() - 1), config.vector)
     epilogue, kinds = context.epilogue(group, vector), Vector(vector)
     kernel = context.kernels.kernel(

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import cast
 
 from flashmem.base.types import DType
 from flashmem.compiler.lowering.quantisation import QuantisationParameters
 from flashmem.compiler.operators.vector import STORED, Vector
-from flashmem.compiler.selection.configs import panel
 from flashmem.program.launches import KernelShape
-from flashmem.target.descriptor import KernelConfig
+from flashmem.target.kernel_configs.contraction import Contraction, Winograd
 
 _ELEMENT = {"float32": "float", "float16": "half", "int4": "uchar", "uint4": "uchar"}
 """OpenCL C types of packed elements that differ from those of tensors; two integers of 4 bits are one element."""
 
 
 @dataclass(frozen=True)
-class ContractionTile(KernelConfig):
+class ContractionTile:
     """A config cut to one contraction, as the templates use it (`t`), with the types of its operands, sums and results.
 
     It also has the places of zero points and scales.
@@ -29,6 +28,7 @@ class ContractionTile(KernelConfig):
     `depth_vector`: steps of depth of the left operand that a plain config reads by one load; a row has a multiple of them.
     """
 
+    config: Contraction
     texture: bool = False
     weights: str = "float32"
     scalar: str = "float"
@@ -47,10 +47,65 @@ class ContractionTile(KernelConfig):
     looped: bool = False
     depth_vector: int = 1
 
-    @classmethod
-    def of(cls, config: KernelConfig, **types: Any) -> ContractionTile:
-        """The tile of `config`, with the further fields of a tile."""
-        return cls(**{each.name: getattr(config, each.name) for each in fields(KernelConfig)}, **types)
+    @property
+    def rows(self) -> int:
+        """Rows of a work-item's outputs."""
+        return self.config.rows
+
+    @property
+    def columns(self) -> int:
+        """Columns of a work-item's outputs."""
+        return self.config.columns
+
+    @property
+    def vector(self) -> int:
+        """Columns of a vector of sums."""
+        return self.config.vector
+
+    @property
+    def half(self) -> int:
+        """Steps of depth whose products are summed in half, or 0."""
+        return self.config.half_run
+
+    @property
+    def k_block(self) -> int:
+        """Steps of depth of both operands in local memory at a time, or 0."""
+        return self.config.staged_depth
+
+    @property
+    def two_stage(self) -> bool:
+        """Whether the next K-block is loaded while one is multiplied."""
+        return self.config.stages > 1
+
+    @property
+    def slice_k(self) -> int:
+        """Parts of a work-group that share the depth."""
+        return self.config.parts
+
+    @property
+    def winograd(self) -> int:
+        """Channels that Winograd's algorithm transforms at a time, or 0."""
+        return self.config.channels if isinstance(self.config, Winograd) else 0
+
+    @property
+    def items(self) -> int:
+        """Work-items of a work-group."""
+        return self.config.items
+
+    @property
+    def left_pitch(self) -> int:
+        """Distance from one step of depth to the next in the left operand's stage, in elements."""
+        return self.config.left_pitch
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of local memory for one stage of both operands."""
+        return self.config.stage_bytes
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of local memory of a work-group."""
+        return self.config.local_bytes
 
     @property
     def vectors(self) -> int:
@@ -84,7 +139,7 @@ class ContractionTile(KernelConfig):
     @property
     def panel(self) -> int:
         """Columns of a panel of packed weights: those of a work-item, or of a work-group that shares its operands."""
-        return panel(self)
+        return self.config.panel
 
     @property
     def panel_elements(self) -> int:
@@ -128,17 +183,17 @@ class ContractionTile(KernelConfig):
     @property
     def group(self) -> tuple[int, int]:
         """The work-group in both directions: flat where its work-items share operands."""
-        return (self.items, 1) if self.k_block else self.local_size
+        return (self.items, 1) if self.k_block else self.config.local_size
 
     @property
     def down(self) -> int:
         """Work-items of one part of a group, one below the other."""
-        return self.local_size[0]
+        return self.config.local_size[0]
 
     @property
     def across(self) -> int:
         """Work-items of one part of a group, side by side."""
-        return self.local_size[1]
+        return self.config.local_size[1]
 
     @property
     def part_items(self) -> int:
@@ -148,12 +203,12 @@ class ContractionTile(KernelConfig):
     @property
     def block_rows(self) -> int:
         """Rows of a work-group's outputs."""
-        return self.block[0]
+        return self.config.block[0]
 
     @property
     def block_columns(self) -> int:
         """Columns of a work-group's outputs."""
-        return self.block[1]
+        return self.config.block[1]
 
     @property
     def right_pitch(self) -> int:

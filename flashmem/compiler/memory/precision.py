@@ -1,6 +1,6 @@
 """Mixed precision: the activations that `--precision fp16` stores in half.
 
-Arithmetic is in float32, for any stored type. Only a kernel config with `KernelConfig.half` sums the products of a few steps of
+Arithmetic is in float32, for any stored type. Only a kernel config with `half` sums the products of a few steps of
 depth in half.
 
 The results of groups are stored in half, except for

@@ -6,16 +6,20 @@ from dataclasses import dataclass, replace
 
 from flashmem.compiler.operators.vector import Vector
 from flashmem.program.launches import KernelShape
-from flashmem.target.descriptor import JOINED, KernelConfig
+from flashmem.target.kernel_configs.attention import (
+    JOINED,
+    LEAST_BLOCK,
+    AttentionConfig,
+    KeyBlockConfig,
+    QueryRowsConfig,
+    SharedWeightsConfig,
+)
 
 PRIVATE_BYTES = 24 << 10
 """The most bytes of queries and sums that a work-item of several vectors keeps.
 
 More vectors share a load, but must fit the nearest cache.
 """
-
-LEAST_BLOCK = (2, 4)
-"""The least (work-items in the query direction of a block, queries of each), for any number of queries."""
 
 WIDE_HEAD = 128
 """The largest head, in channels, for which a work-item of a block has many queries: their sums must fit its registers."""
@@ -133,28 +137,31 @@ class SharedWeights:
 AttentionForm = QueryRows | KeyBlock | SharedWeights
 
 
-def form_of(config: KernelConfig, rows: int, depth: int, channels: int, wide: int) -> AttentionForm:
+def form_of(config: AttentionConfig, rows: int, depth: int, channels: int, wide: int) -> AttentionForm:
     """Fit `config` to `rows` queries of a matrix, with heads of `depth` channels and values of `channels`.
 
     `wide` channels of a value are contiguous.
+
+    Raises:
+        TypeError: no form has such configs.
     """
     fitting = 1 << (rows - 1).bit_length()
-    if config.k_block:
-        least, few = LEAST_BLOCK
-        down = min(config.local_size[0], max(least, fitting // few))
-        many = rows > few * down and max(depth, channels) <= WIDE_HEAD
-        return KeyBlock(
-            config.local_size[1], down, config.rows if many else min(few, config.rows), config.vector, config.k_block
-        )
-    if config.shares_weights:
-        down, across = config.local_size
-        each, most = min(config.rows, fitting), config.rows * -(-MIDDLE_HEAD // (4 * across))
-        while each > 1 and each * -(-channels // (4 * across)) > most:
-            each //= 2
-        return SharedWeights(across, min(down, max(1, fitting // each)), each, config.vector, config.slice_k)
-    vector = min(config.vector, fitting)
-    if config.slice_k > 1:
-        return QueryRows(vector, 1, config.slice_k, 2 * config.columns, config.columns, wide)
-    most = PRIVATE_BYTES // (4 * vector * (depth + channels))
-    vectors = max(1, min(config.rows // config.vector, -(-rows // vector), most))
-    return QueryRows(vector, vectors, 1, 8 * config.columns, config.columns, wide)
+    match config:
+        case KeyBlockConfig(local_size=(most, across)):
+            least, few = LEAST_BLOCK
+            down = min(most, max(least, fitting // few))
+            many = rows > few * down and max(depth, channels) <= WIDE_HEAD
+            return KeyBlock(across, down, config.queries if many else min(few, config.queries), config.keys, config.channels)
+        case SharedWeightsConfig(local_size=(down, across)):
+            each, most = min(config.queries, fitting), config.queries * -(-MIDDLE_HEAD // (4 * across))
+            while each > 1 and each * -(-channels // (4 * across)) > most:
+                each //= 2
+            return SharedWeights(across, min(down, max(1, fitting // each)), each, config.keys, config.parts)
+        case QueryRowsConfig():
+            vector = min(config.vector, fitting)
+            if config.lanes > 1:
+                return QueryRows(vector, 1, config.lanes, 2 * config.keys, config.keys, wide)
+            most = PRIVATE_BYTES // (4 * vector * (depth + channels))
+            vectors = max(1, min(config.queries // config.vector, -(-rows // vector), most))
+            return QueryRows(vector, vectors, 1, 8 * config.keys, config.keys, wide)
+    raise TypeError(f"{config} has no form")

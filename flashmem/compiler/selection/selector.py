@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flashmem.base.types import Optimize
-from flashmem.compiler.selection.configs import cut, panel, seconds, transformed
-from flashmem.compiler.selection.workload import Workload
-from flashmem.target.descriptor import DeviceDescriptor, KernelConfig
+from flashmem.compiler.selection.configs import seconds
+from flashmem.target.descriptor import DeviceDescriptor
+from flashmem.target.kernel_configs.config import KernelConfig
+from flashmem.target.kernel_configs.contraction import Contraction, Winograd
+from flashmem.target.workload import Workload
 
 BUILD_SECONDS = 0.1
 """Seconds to compile one kernel when a bundle is compiled: assumed for every device."""
@@ -146,11 +148,12 @@ class KernelSelector:
 
     def _allowed(self, config: KernelConfig, request: KernelRequest, plain: KernelConfig) -> bool:
         """Whether `config` computes such a layer and its weights stay within the limits on memory."""
-        if config.winograd and (self._limited or not request.winograd):
+        if isinstance(config, Winograd) and (
+            self._limited or not request.winograd or (config.steady and self._optimize != "steady")
+        ):
             return False
-        if config.steady and self._optimize != "steady":
-            return False
-        return request.widest is None or config == plain or config.block[1] <= request.widest
+        wide = isinstance(config, Contraction) and request.widest is not None and config.block[1] > request.widest
+        return config == plain or not wide
 
     def _soonest(self, request: KernelRequest) -> KernelConfig:
         """The best config for one request; kernels that the model already has cost nothing to build."""
@@ -190,23 +193,24 @@ def fewest(costs: Sequence[Mapping[KernelConfig, float]], build: float) -> list[
 
 
 def packed_form(workload: Workload, config: KernelConfig) -> tuple[int, int]:
-    """Columns of a panel, and depth, of the weights that `config` reads."""
-    return panel(cut(config, workload)), (transformed(workload) if config.winograd else workload).depth
+    """Columns of a panel, and depth, of the packed weights that `config` reads; zeros if it reads none."""
+    if workload.family not in ("matmul", "conv") or not isinstance(config, Contraction):
+        return 0, 0
+    return config.cut(workload).panel, config.product(workload).depth
 
 
 def _packs_alike(one: KernelConfig, other: KernelConfig, workload: Workload) -> bool:
-    """Whether two configs read the same packed weights, if they read any."""
-    if packed_bytes(workload, one) == 0:
-        return True
-    kinds = [(config.winograd > 0, config.half, panel(cut(config, workload))) for config in (one, other)]
-    return kinds[0] == kinds[1]
+    """Whether two configs read the same packed weights, if they read any; sums in half also determine their folds."""
+    forms = packed_form(workload, one), packed_form(workload, other)
+    return forms[0] == forms[1] and (not any(forms[0]) or _half_run(one) == _half_run(other))
+
+
+def _half_run(config: KernelConfig) -> int:
+    return config.half_run if isinstance(config, Contraction) else 0
 
 
 def packed_bytes(workload: Workload, config: KernelConfig) -> float:
     """Bytes of the packed weights with a padded last panel; 0 for products of activations."""
-    if workload.family not in ("matmul", "conv"):
-        return 0.0
-    width = panel(cut(config, workload))
-    workload = transformed(workload) if config.winograd else workload
-    columns = -(-workload.columns // width) * width
-    return workload.batches * workload.depth * columns * _ITEMSIZE.get(workload.storage, 1.0)
+    width, depth = packed_form(workload, config)
+    columns = -(-workload.columns // max(1, width)) * width
+    return workload.batches * depth * columns * _ITEMSIZE.get(workload.storage, 1.0)

@@ -22,8 +22,9 @@ from typing import Any, cast
 from flashmem.base.errors import UserError
 from flashmem.base.resources import read_text
 from flashmem.base.types import MemoryPath
-from flashmem.compiler.selection.workload import Workload
-from flashmem.target.descriptor import DeviceDescriptor, KernelConfig
+from flashmem.target.descriptor import DeviceDescriptor
+from flashmem.target.kernel_configs.config import KernelConfig
+from flashmem.target.workload import Workload
 
 SUFFIX = ".tuned.csv"
 VERSION = 2

@@ -22,10 +22,10 @@ from flashmem.target.descriptor import (
     SHUFFLES,
     CodeStyle,
     DeviceDescriptor,
-    KernelConfig,
     descriptor_names,
     load_descriptor,
 )
+from flashmem.target.kernel_configs.config import Feature, KernelConfig
 
 IMAGE_FROM_BUFFER = "cl_khr_image2d_from_buffer"
 HALF_ARITHMETIC = "cl_khr_fp16"
@@ -216,9 +216,9 @@ def _offered(base: DeviceDescriptor, path: MemoryPath, reasons: Collection[Trans
 
 
 def _can(device: Device, config: KernelConfig) -> bool:
-    """Whether the driver has the extensions that `config` needs."""
-    half = not config.half or HALF_ARITHMETIC in device.extensions
-    return half and (not config.subgroups or device.shuffles)
+    """Whether the driver has what kernels of `config` need."""
+    has: dict[Feature, bool] = {"half": HALF_ARITHMETIC in device.extensions, "shuffle": device.shuffles}
+    return all(has[each] for each in config.needs)
 
 
 def why_not(device: Device, probed: Mapping[str, str] = MappingProxyType({})) -> dict[MemoryPath, dict[TransferMode, str]]:

@@ -33,7 +33,8 @@ from flashmem.runtime.opencl.context import Context, list_devices
 from flashmem.runtime.opencl.devices import Device
 from flashmem.runtime.streaming import interleaved as lanes
 from flashmem.runtime.streaming.interleaved import COPY_GROUP, CopyStream, LayerMoves, Move
-from flashmem.target.descriptor import CodeStyle, KernelConfig, load_descriptor
+from flashmem.target.descriptor import CodeStyle, load_descriptor
+from flashmem.target.kernel_configs.rows import RowConfig
 
 DEVICES = [pytest.param(device, id=device.descriptor_name) for device in list_devices()]
 KINDS: tuple[LaneKind, ...] = ("buffer", "float", "half", "uint8", "uint16")
@@ -309,7 +310,7 @@ TILES = [
 def test_whatever_rides_arrives_and_changes_no_bit(path: str, tiles: str, config: str, device: Device, tmp_path: Path) -> None:
     descriptor = replace(load_descriptor(tiles).on_path(path), only=config, capacity_model="", tuned="")
     if descriptor.kind == "gpu":  # rows are then joined by shuffles, if this device has them
-        shuffled = KernelConfig("rows", ("reduce_rows",), 1, 4, 4, slice_k=64, subgroups=True)
+        shuffled = RowConfig("rows", 4, 64, subgroups=True)
         descriptor = replace(descriptor, configs=(*descriptor.configs, shuffled))
     options = Options(descriptor, "interleave", Limits())
     generated, _ = plan_graph(read_graph(network(tmp_path / "m.onnx"), options), options)

@@ -14,27 +14,28 @@ import flashmem
 from flashmem.base.types import MemoryPath
 from flashmem.compiler.selection.configs import choose
 from flashmem.compiler.selection.selector import KernelSelector
-from flashmem.compiler.selection.workload import Workload
 from flashmem.profiler.descriptor import write_descriptor
 from flashmem.profiler.shapes import RowSoftmax
 from flashmem.profiler.tuning import Case, TuningRequest, tune
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.runtime.opencl.context import Context, find_device, list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
-from flashmem.target.descriptor import SHUFFLES, KernelConfig, load_descriptor
+from flashmem.target.descriptor import SHUFFLES, load_descriptor
+from flashmem.target.kernel_configs.rows import RowConfig
+from flashmem.target.workload import Workload
 from tests.support.compared import PLACES, Nodes
 
-SHARED = KernelConfig("shared", ("reduce_rows",), 1, 4, 4, slice_k=64)
+SHARED = RowConfig("shared", 4, 64)
 
 
-def shuffled(config: KernelConfig) -> KernelConfig:
+def shuffled(config: RowConfig) -> RowConfig:
     return replace(config, name=f"{config.name} shuffled", subgroups=True)
 
 
 SHUFFLING = [device.descriptor_name for device in list_devices() if device.shuffles]
 CASES = [(name, path, (SHARED, shuffled(SHARED))) for name, path in PLACES if name in SHUFFLING and path == "buffer"]
 CASES += [
-    (name, path, (shuffled(replace(SHARED, slice_k=16)),)) for name, path in PLACES if name in SHUFFLING and path != "buffer"
+    (name, path, (shuffled(replace(SHARED, lanes=16)),)) for name, path in PLACES if name in SHUFFLING and path != "buffer"
 ]
 CASES += [(name, path, (shuffled(SHARED),)) for name, path in PLACES if name not in SHUFFLING and path == "buffer"]
 """Work-items per row: more than a subgroup has, as many, and fewer; and the form without shuffles."""
@@ -75,22 +76,22 @@ NODES, BY_NUMPY = model()
 
 @pytest.mark.parametrize(("device", "path", "configs"), CASES, ids=lambda each: each if isinstance(each, str) else "")
 def test_shuffles_give_the_bits_of_local_memory(
-    device: str, path: MemoryPath, configs: tuple[KernelConfig, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, path: MemoryPath, configs: tuple[RowConfig, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For sums; rsqrt, division and others may differ in the last bits in a kernel that is compiled for subgroups."""
     file = tmp_path / "m.onnx"
     file.write_bytes(NODES.proto().SerializeToString())
     expected = onnxruntime.InferenceSession(file).run(None, NODES.feeds)
     chosen = KernelSelector.config
-    answers: dict[KernelConfig, list[Any]] = {}
+    answers: dict[RowConfig, list[Any]] = {}
     for config in configs:
 
-        def one(selector: KernelSelector, workload: Workload, *others: Any, taken: KernelConfig = config) -> KernelConfig:
+        def one(selector: KernelSelector, workload: Workload, *others: Any, taken: RowConfig = config) -> RowConfig:
             return taken if workload.family == "reduce_rows" else chosen(selector, workload, *others)
 
         monkeypatch.setattr(KernelSelector, "config", one)
         bundle = flashmem.compile(file, tmp_path / config.name, device=device, memory_path=path, build=False)
-        sharing = [launch for launch in bundle.program.launches if launch.local_size == (config.slice_k, 1)]
+        sharing = [launch for launch in bundle.program.launches if launch.local_size == (config.lanes, 1)]
         assert {launch.shape.family for launch in sharing} == {"reduce_rows", "normalize_groups"} and len(sharing) == 9
         with_shuffles = [text for text in kernel_texts(bundle.source.plain).values() if "FM_SHUFFLE(" in text]
         assert len(with_shuffles) == 6 * config.subgroups  # one kernel each, except for integers

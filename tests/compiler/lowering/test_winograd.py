@@ -15,15 +15,17 @@ from flashmem.compiler.lowering.convolution import transformed_weights
 from flashmem.compiler.selection.configs import choose
 from flashmem.compiler.selection.selector import KernelSelector, packed_bytes
 from flashmem.compiler.selection.tuning_database import SUFFIX, Timing, TuningDatabase
-from flashmem.compiler.selection.workload import Workload
 from flashmem.profiler.descriptor import write_descriptor
-from flashmem.target.descriptor import DeviceDescriptor, KernelConfig, load_descriptor
+from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
+from flashmem.target.kernel_configs.config import KernelConfig
+from flashmem.target.kernel_configs.contraction import PlainContraction, StagedWinograd, Winograd
+from flashmem.target.workload import Workload
 from tests.support.compared import DEVICES, PLACES, Nodes, require_right
 from tests.support.inputs import floats
 
-ALONE = KernelConfig("alone", ("conv",), 2, 16, 8, winograd=16)
-SHARED = KernelConfig("shared", ("conv",), 4, 8, 4, (2, 2), k_block=4, slice_k=16, winograd=4)
-PLAIN = KernelConfig("tile", ("conv",), 2, 16, 8)
+ALONE = Winograd("alone", 2, 16, 8, channels=16)
+SHARED = StagedWinograd("shared", 4, 8, (2, 2), channels=4)
+PLAIN = PlainContraction("tile", 2, 16, 8, families=("conv",))
 
 
 def convolved(x: Any, weight: Any, pads: tuple[int, int, int, int]) -> Any:
@@ -113,7 +115,7 @@ def tuned(folder: Path, config: KernelConfig) -> DeviceDescriptor:
 
 
 def test_where_it_is_chosen(tmp_path: Path) -> None:
-    listed, *_ = [each for each in load_descriptor("pocl").configs if each.winograd]
+    listed, *_ = [each for each in load_descriptor("pocl").configs if isinstance(each, Winograd)]
     device = tuned(tmp_path, listed)
     plain = device.plain("conv")[0]
     ask = {"ending": (), "widest": None, "winograd": True}
@@ -137,7 +139,7 @@ def test_where_it_is_chosen(tmp_path: Path) -> None:
 
 
 def test_it_is_not_chosen_where_nothing_near_was_measured(tmp_path: Path) -> None:
-    listed, *_ = [each for each in load_descriptor("pocl").configs if each.winograd]
+    listed, *_ = [each for each in load_descriptor("pocl").configs if isinstance(each, Winograd)]
     untuned = replace(load_descriptor("pocl"), tuned="")
     assert choose(untuned, WORKLOAD) == untuned.plain("conv")[0]
     assert choose(tuned(tmp_path, listed), replace(WORKLOAD, rows=1 << 20)) == untuned.plain("conv")[0]
@@ -149,7 +151,7 @@ def test_what_it_costs_a_model(tmp_path: Path) -> None:
     weight = nodes.constant(random.standard_normal((128, 128, 3, 3)).astype(np.float32))
     nodes.node("Conv", nodes.input(random.standard_normal((1, 128, 28, 28)).astype(np.float32)), weight, pads=[1] * 4)
     (tmp_path / "m.onnx").write_bytes(nodes.proto().SerializeToString())
-    listed, *_ = [each for each in load_descriptor("pocl").configs if each.winograd]
+    listed, *_ = [each for each in load_descriptor("pocl").configs if isinstance(each, Winograd)]
     tuned(tmp_path, listed)
     device = tmp_path / "pocl.toml"
     write_descriptor(

@@ -30,7 +30,8 @@ from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.options import resolve
 from flashmem.planning.limits import read_limits
-from flashmem.target.descriptor import KernelConfig, load_descriptor
+from flashmem.target.descriptor import load_descriptor
+from flashmem.target.kernel_configs.contraction import Contraction
 from tests.compiler.selection.test_configs import CONFIGS
 from tests.support.command_line import command_line
 from tests.support.compared import DEVICES, PLACES, by_runtime
@@ -287,7 +288,7 @@ def test_contractions_read_and_leave_halves(place: tuple[str, str], tmp_path: Pa
 
 @pytest.mark.parametrize("config", CONFIGS[:3], ids=lambda config: config.name)
 def test_staged_contractions_read_and_leave_halves(
-    config: KernelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Contraction, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(KernelSelector, "config", lambda self, *given: config)
     _check(STAGED, QUICKEST, tmp_path)

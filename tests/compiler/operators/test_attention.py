@@ -18,7 +18,8 @@ from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.options import find_device
-from flashmem.target.descriptor import KernelConfig, load_descriptor
+from flashmem.target.descriptor import load_descriptor
+from flashmem.target.kernel_configs.attention import AttentionConfig, KeyBlockConfig, QueryRowsConfig
 from tests.support.attention_cases import FORMS, Model, plain, read_elsewhere
 from tests.support.compared import DEVICES, answers_of, require_right
 from tests.support.paths import DATA
@@ -126,14 +127,14 @@ def test_exports_keep_no_scores(name: str, count: int) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        KernelConfig("deep", ("attention",), 4, 4, 4, (4, 8), k_block=32),
-        KernelConfig("shallow", ("attention",), 8, 2, 2, (2, 4), k_block=8),
-        KernelConfig("dealt", ("attention",), 8, 2, 8, slice_k=16),
-        KernelConfig("rows", ("attention",), 12, 4, 4),
+        KeyBlockConfig("deep", 4, 4, (4, 8), channels=32),
+        KeyBlockConfig("shallow", 8, 2, (2, 4), channels=8),
+        QueryRowsConfig("dealt", 8, 2, 8, lanes=16),
+        QueryRowsConfig("rows", 12, 4, 4),
     ],
     ids=lambda config: config.name,
 )
-def test_any_numbers_of_a_config(config: KernelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_numbers_of_a_config(config: AttentionConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it is the only config, it is used where it applies; queries that cannot share keys under it get a plain form."""
     device, path = DEVICES[0]
     listed = replace(descriptor_for(find_device(device)), configs=(config,), only=config.name)
@@ -145,4 +146,6 @@ def test_any_numbers_of_a_config(config: KernelConfig, tmp_path: Path, monkeypat
     launches = flashmem.Bundle.open(tmp_path / "b.flashmem").program.launches
     taken = [launch.shape for launch in launches if launch.shape.family == "attention"]
     numbers = [(shape.tile_columns, shape.k_block, shape.slice_k) for shape in taken]
-    assert numbers.count((config.columns, config.k_block, config.slice_k)) == (1 if config.slice_k > 1 else 2)
+    channels = config.channels if isinstance(config, KeyBlockConfig) else 0
+    lanes = config.lanes if isinstance(config, QueryRowsConfig) else 1
+    assert numbers.count((config.keys, channels, lanes)) == (1 if lanes > 1 else 2)

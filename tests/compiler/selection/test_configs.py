@@ -19,22 +19,29 @@ from flashmem.base.errors import UserError
 from flashmem.base.types import MemoryPath, Optimize
 from flashmem.compiler.selection.configs import candidates, choose, seconds
 from flashmem.compiler.selection.selector import KernelSelector, packed_bytes
-from flashmem.compiler.selection.workload import Workload
 from flashmem.compiler.weights.packing import Storage
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import HALF_ARITHMETIC, descriptor_for
-from flashmem.target.descriptor import DeviceDescriptor, KernelConfig, descriptor_names, load_descriptor
+from flashmem.target.descriptor import DeviceDescriptor, descriptor_names, load_descriptor
+from flashmem.target.kernel_configs.attention import KeyBlockConfig, QueryRowsConfig, SharedWeightsConfig
+from flashmem.target.kernel_configs.contraction import (
+    CONTRACTIONS,
+    Contraction,
+    PlainContraction,
+    StagedContraction,
+    Winograd,
+)
+from flashmem.target.workload import Workload
 from tests.support.compared import Nodes, require_right
 from tests.support.inputs import floats
 
-FAMILIES = ("matmul", "conv", "matmul_dynamic")
 CONFIGS = [
-    KernelConfig("parts", FAMILIES, 4, 8, 4, (2, 2), k_block=16, two_stage=True, slice_k=4),
-    KernelConfig("square", FAMILIES, 8, 8, 4, (2, 4), k_block=4, two_stage=True),
-    KernelConfig("one stage", FAMILIES, 4, 4, 4, (4, 2), k_block=8),
-    KernelConfig("odd group", FAMILIES, 2, 4, 4, (3, 5), k_block=8, slice_k=2),
-    KernelConfig("one row", FAMILIES, 1, 4, 4, (1, 4), k_block=16, two_stage=True, slice_k=4),
+    StagedContraction("parts", 4, 8, (2, 2), k_block=16, two_stage=True, slice_k=4),
+    StagedContraction("square", 8, 8, (2, 4), k_block=4, two_stage=True),
+    StagedContraction("one stage", 4, 4, (4, 2), k_block=8),
+    StagedContraction("odd group", 2, 4, (3, 5), k_block=8, slice_k=2),
+    StagedContraction("one row", 1, 4, (1, 4), k_block=16, two_stage=True, slice_k=4),
 ]
 PLACES = [(device.descriptor_name, path) for device in list_devices() for path in descriptor_for(device).memory_paths]
 CASES = [(CONFIGS[0], *place) for place in PLACES] + [
@@ -75,15 +82,17 @@ NODES = model()
 
 
 @pytest.mark.parametrize(("config", "device", "path"), CASES, ids=lambda each: getattr(each, "name", each))
-def test_answers(config: KernelConfig, device: str, path: MemoryPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers(config: Contraction, device: str, path: MemoryPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KernelSelector, "config", lambda *asked: config)
     file = tmp_path / "m.onnx"
     file.write_bytes(NODES.proto().SerializeToString())
     expected = onnxruntime.InferenceSession(file).run(None, NODES.feeds)
     precision = "fp16" if config.name == "one stage" else "fp32"
     bundle = flashmem.compile(file, tmp_path / "b", device=device, memory_path=path, precision=precision)
-    assert {launch.shape.family for launch in bundle.program.launches} >= set(FAMILIES)
-    assert all(len(set(launch.local_size or ())) > 1 for launch in bundle.program.launches if launch.shape.family in FAMILIES)
+    assert {launch.shape.family for launch in bundle.program.launches} >= set(CONTRACTIONS)
+    assert all(
+        len(set(launch.local_size or ())) > 1 for launch in bundle.program.launches if launch.shape.family in CONTRACTIONS
+    )
     answers = []
     for mode in load_descriptor(device).modes[path]:
         with flashmem.Session(bundle, device=device, mode=mode) as session:
@@ -145,8 +154,8 @@ def stored_model() -> Nodes:
 
 
 HALVES = [
-    KernelConfig("plain", FAMILIES, 4, 8, 8, (2, 2), half=8),
-    KernelConfig("staged", FAMILIES, 4, 8, 4, (2, 2), k_block=16, two_stage=True, slice_k=2, half=3),
+    PlainContraction("plain", 4, 8, 8, (2, 2), half=8),
+    StagedContraction("staged", 4, 8, (2, 2), k_block=16, two_stage=True, slice_k=2, half=3),
 ]
 HALF_PLACES = [
     (device.descriptor_name, path)
@@ -159,7 +168,7 @@ HALF_PLACES = [
 @pytest.mark.parametrize("config", HALVES, ids=lambda each: each.name)
 @pytest.mark.parametrize(("device", "path"), HALF_PLACES, ids=lambda each: each)
 def test_sums_in_half(
-    config: KernelConfig, device: str, path: MemoryPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Contraction, device: str, path: MemoryPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(KernelSelector, "config", lambda *asked: config)
     nodes, file = stored_model(), tmp_path / "m.onnx"
@@ -169,7 +178,7 @@ def test_sums_in_half(
         bundle = flashmem.compile(file, tmp_path / precision, device=device, memory_path=path, precision=precision)
         texts = kernel_texts(bundle.source.plain)
         in_half = {launch.shape.family for launch in bundle.program.launches if HALF_ARITHMETIC in texts[launch.kernel]}
-        assert in_half == (set(FAMILIES) if precision == "fp16" else set())
+        assert in_half == (set(CONTRACTIONS) if precision == "fp16" else set())
     with flashmem.Session(bundle, device=device) as session:
         answers = session.run(None, nodes.feeds)
     for answer, wanted, port in zip(answers, expected, nodes.outputs, strict=True):
@@ -202,22 +211,20 @@ def test_a_device_without_arithmetic_in_half_gets_no_such_config(monkeypatch: py
 def test_shipped_configs_can_be_built(name: str) -> None:
     """The assumptions of the templates, and no more local memory than every device of the kind has."""
     for config in load_descriptor(name).configs:
-        attends = config.families == ("attention",)
-        assert config.k_block % 4 == 0 == config.winograd % config.vector
-        if config.winograd:
-            assert (config.k_block, config.slice_k) in ((0, 1), (config.winograd, 16))
-        else:
-            assert config.k_block % config.slice_k == 0
-        along_queries = attends and not config.k_block and not config.shares_weights
-        assert (config.rows if along_queries else config.columns) % config.vector == 0
-        assert attends or "attention" not in config.families
-        if config.k_block:
-            assert config.vector == (config.columns if attends else 4)
-            assert 0 < config.local_bytes <= 48 << 10
-            assert config.local_bytes % 16 == 0 and config.items <= 1024
-        elif attends:
-            assert not config.shares_weights or (config.rows in (1, 2, 4) and config.local_size[1] % 4 == 0)
-            assert config.local_bytes <= 48 << 10 and config.items <= 1024
+        assert config.local_bytes <= 48 << 10 and config.items <= 1024
+        match config:
+            case StagedContraction(k_block=depth):
+                assert depth % 4 == depth % config.slice_k == 0 == config.local_bytes % 16
+            case Winograd(channels=channels):
+                assert channels % config.vector == 0 == config.local_bytes % 16
+            case KeyBlockConfig(channels=channels):
+                assert channels % 4 == 0 == config.local_bytes % 16
+            case QueryRowsConfig():
+                assert config.queries % config.vector == 0
+            case SharedWeightsConfig():
+                assert config.queries in (1, 2, 4) and config.local_size[1] % 4 == 0
+        if isinstance(config, Contraction):
+            assert config.columns % config.vector == 0
 
 
 @pytest.mark.parametrize("name", descriptor_names())
@@ -250,7 +257,7 @@ def test_weights_of_a_grouped_model_take_less_than_twice_their_bytes(name: str, 
 
 @given(
     st.sampled_from(descriptor_names()).map(load_descriptor),
-    st.sampled_from((*FAMILIES, "attention")),
+    st.sampled_from((*CONTRACTIONS, "attention")),
     st.tuples(*[st.integers(1, 5000)] * 3),
     st.integers(1, 64),
 )

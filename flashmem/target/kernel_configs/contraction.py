@@ -1,0 +1,286 @@
+"""Kernel configs of contractions: MatMul and convolutions, plain, through local memory, or by Winograd's algorithm."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
+
+from flashmem.target.kernel_configs.config import LOCAL, READ, Feature, KernelConfig
+from flashmem.target.workload import Workload
+
+CONTRACTIONS = ("matmul", "conv", "matmul_dynamic")
+"""Families of contractions: of packed weights, of the taps of an image, and of two activations."""
+
+PRODUCTS = 16
+"""Products of matrices of Winograd's F(2x2, 3x3): one for each number of a transformed tile."""
+
+_FOLD = 2.0
+"""Cost of adding a sum in half to one in float, in multiplications in float, two of which equal four in half: assumed."""
+
+_IDLE_ROWS = 1.02
+"""The tallest tile with at most 2 % more rows than the fewest is chosen, because each height is another kernel."""
+
+
+@dataclass(frozen=True)
+class Contraction(KernelConfig):
+    """A config of contractions: a work-item sums `rows` x `columns` outputs in vectors of `vector`.
+
+    A work-group has `local_size` (down, across) work-items, times `parts`.
+    """
+
+    rows: int
+    columns: int
+    vector: int
+    local_size: tuple[int, int] = (1, 1)
+    families: tuple[str, ...] = field(default=CONTRACTIONS, kw_only=True)
+
+    @property
+    def staged_depth(self) -> int:
+        """Steps of depth of both operands that are in local memory at a time; 0 if they are read where they are."""
+        return 0
+
+    @property
+    def stages(self) -> int:
+        """Stages in local memory: with two, the group reads the next one while it multiplies one."""
+        return 1
+
+    @property
+    def parts(self) -> int:
+        """Parts of a work-group that share the depth."""
+        return 1
+
+    @property
+    def half_run(self) -> int:
+        """Steps of depth whose products are summed in half; 0 if all are summed in float."""
+        return 0
+
+    @property
+    def needs(self) -> frozenset[Feature]:
+        """Arithmetic in half, if sums are in half."""
+        return frozenset({"half"} if self.half_run else ())
+
+    @property
+    def code(self) -> str:
+        """See `KernelConfig.code`."""
+        down, across = self.local_size
+        numbers = (self.rows, self.columns, self.vector, f"{down}x{across}", self.staged_depth, self.stages - 1, self.parts)
+        return "-".join(map(str, numbers)) + (f"-{self.half_run}" if self.half_run else "")
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of outputs that a work-group computes."""
+        return self.rows * self.local_size[0], self.columns * self.local_size[1]
+
+    @property
+    def items(self) -> int:
+        """Number of work-items of a work-group."""
+        return math.prod(self.local_size) * self.parts
+
+    @property
+    def panel(self) -> int:
+        """Columns of a panel of packed weights: those of a work-item, or of a work-group that shares its operands."""
+        return self.block[1] if self.staged_depth else self.columns
+
+    @property
+    def left_pitch(self) -> int:
+        """Distance from one step of depth to the next in the left operand's stage, in elements."""
+        return -(-self.block[0] // 4) * 4 + 4
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of local memory for one stage of both operands."""
+        return self.staged_depth * (self.left_pitch + self.block[1]) * (2 if self.half_run else 4)
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of local memory of a work-group: its stages, or the sums that its parts exchange, whichever is larger."""
+        sums = 4 * math.prod(self.block) if self.parts > 1 else 0
+        return max(self.stage_bytes * self.stages, sums)
+
+    def fits(self, workload: Workload) -> bool:
+        """Whether it can compute `workload`: sums in half need operands that are stored in half."""
+        return not self.half_run or workload.storage == "float16"
+
+    def cut(self, workload: Workload) -> Self:
+        """The config for `workload`: a number of rows that wastes few, and panels no wider than needed."""
+        least = 8 if workload.storage.endswith("int4") else 4
+        columns = max(least, min(self.columns, _filled(workload.columns)))
+        most = min(self.rows, workload.rows)
+        whole = {height: -(-workload.rows // height) * height for height in range(most, most // 2, -1)}
+        rows = next(height for height, size in whole.items() if size <= _IDLE_ROWS * min(whole.values()))
+        return replace(self, rows=rows, columns=columns, vector=min(self.vector, columns))
+
+    def product(self, workload: Workload) -> Workload:
+        """The product of matrices by which it computes `workload`."""
+        return workload
+
+    def in_float(self) -> Self:
+        """The same config with all sums in float."""
+        return self
+
+    def cost(self, workload: Workload, parallelism: int) -> float:
+        """See `KernelConfig.cost`.
+
+        Work-groups run in waves that fill the device. A work-item with many sums hides latency itself, so fewer fill the
+        device: by assumption, by the square root of its outputs. A step of depth costs its multiplications and the reads of
+        its operands. Each operand is read once for a block if the group shares it, otherwise once for each item.
+        """
+        workload = self.product(workload)
+        down, across = self.block
+        outputs = self.rows * self.columns
+        groups = workload.batches * math.ceil(workload.rows / down) * math.ceil(workload.columns / across)
+        at_once = max(1, parallelism / (math.sqrt(outputs) * self.items))
+        reads: float = self.rows + self.columns
+        if self.staged_depth:
+            reads = reads * LOCAL + (down + across) * self.parts / self.items
+        multiplication = 0.5 + _FOLD / self.half_run if self.half_run else 1.0
+        reads *= 0.5 if self.half_run else 1.0  # half operands need no conversion
+        steps = math.ceil(groups / at_once) * math.ceil(workload.depth / self.parts)
+        return steps * math.sqrt(outputs) * (multiplication + READ * reads / outputs)
+
+
+@dataclass(frozen=True)
+class PlainContraction(Contraction):
+    """A contraction whose work-items read both operands where they are.
+
+    With `half`, products of that many steps of depth are summed in half where operands are stored in half, and the sums are
+    added in float; the device needs cl_khr_fp16.
+    """
+
+    kind: ClassVar[str] = "plain"
+
+    half: int = field(default=0, kw_only=True)
+
+    @property
+    def half_run(self) -> int:
+        """See `Contraction.half_run`."""
+        return self.half
+
+    def in_float(self) -> Self:
+        """See `Contraction.in_float`."""
+        return replace(self, half=0)
+
+
+@dataclass(frozen=True)
+class StagedContraction(Contraction):
+    """A contraction whose work-groups copy a K-block of both operands, `k_block` steps of depth, into local memory at a time.
+
+    With `two_stage` a group reads the next K-block while it multiplies one, which needs twice the local memory. It has
+    `slice_k` parts. Each part multiplies its share of every K-block; their sums are added in a fixed order. `half`: as in
+    `PlainContraction`.
+    """
+
+    kind: ClassVar[str] = "staged"
+
+    vector: int = field(default=4, init=False)
+    k_block: int = field(kw_only=True)
+    two_stage: bool = field(default=False, kw_only=True)
+    slice_k: int = field(default=1, kw_only=True)
+    half: int = field(default=0, kw_only=True)
+
+    @property
+    def staged_depth(self) -> int:
+        """See `Contraction.staged_depth`."""
+        return self.k_block
+
+    @property
+    def stages(self) -> int:
+        """See `Contraction.stages`."""
+        return 2 if self.two_stage else 1
+
+    @property
+    def parts(self) -> int:
+        """See `Contraction.parts`."""
+        return self.slice_k
+
+    @property
+    def half_run(self) -> int:
+        """See `Contraction.half_run`."""
+        return self.half
+
+    def fits(self, workload: Workload) -> bool:
+        """As for all contractions; and a panel contains the columns of one group of a grouped convolution.
+
+        A wider panel would contain zeros in every group.
+        """
+        grouped = workload.family == "conv" and workload.batches > 1
+        return super().fits(workload) and not (grouped and self.panel > _filled(workload.columns))
+
+    def cut(self, workload: Workload) -> Self:
+        """The config itself: its work-groups are whole."""
+        return self
+
+    def in_float(self) -> Self:
+        """See `Contraction.in_float`."""
+        return replace(self, half=0)
+
+
+@dataclass(frozen=True)
+class Winograd(Contraction):
+    """Computes 3x3 convolutions of stride 1 by Winograd's F(2x2, 3x3), and nothing else. `rows` are tiles of 2 x 2 pixels.
+
+    `channels` are transformed at a time, a multiple of `vector`. `steady`: for `--optimize steady` only.
+    """
+
+    kind: ClassVar[str] = "winograd"
+
+    families: tuple[str, ...] = field(default=("conv",), init=False)
+    channels: int = field(kw_only=True)
+    steady: bool = field(default=False, kw_only=True)
+
+    @property
+    def code(self) -> str:
+        """See `KernelConfig.code`."""
+        return f"{super().code}-w{self.channels}"
+
+    def fits(self, workload: Workload) -> bool:
+        """Whether it can compute `workload`: floats, 3x3 taps, stride 1 and one group; the caller knows the dilation."""
+        return (workload.taps, workload.stride, workload.batches, workload.storage) == (9, 1, 1, "float32")
+
+    def product(self, workload: Workload) -> Workload:
+        """See `transformed`."""
+        return transformed(workload)
+
+
+@dataclass(frozen=True)
+class StagedWinograd(Winograd):
+    """Winograd's algorithm with one part of a work-group for each product; `channels` are in local memory at a time."""
+
+    kind: ClassVar[str] = "staged-winograd"
+
+    vector: int = field(default=4, init=False)
+
+    @property
+    def staged_depth(self) -> int:
+        """See `Contraction.staged_depth`."""
+        return self.channels
+
+    @property
+    def parts(self) -> int:
+        """See `Contraction.parts`."""
+        return PRODUCTS
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of local memory for one stage of both operands of all products."""
+        return super().stage_bytes * PRODUCTS
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of its stage, or of the sums of all products, one vector of each item's columns at a time."""
+        return max(self.stage_bytes, 4 * math.prod(self.block) * PRODUCTS * self.vector // self.columns)
+
+    def cut(self, workload: Workload) -> Self:
+        """The config itself: its work-groups are whole."""
+        return self
+
+
+def transformed(workload: Workload, tiles: int | None = None) -> Workload:
+    """The product of Winograd's F(2x2, 3x3): at least rows / 4 tiles of 4 outputs, and 16 matrices of weights for 9 taps."""
+    return replace(workload, rows=tiles or -(-workload.rows // 4), depth=workload.depth // workload.taps * PRODUCTS)
+
+
+def _filled(columns: int) -> int:
+    """`columns` rounded up to a power of two: the widest panel with more columns than zeros."""
+    return 1 << (columns - 1).bit_length()

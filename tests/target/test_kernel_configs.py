@@ -1,0 +1,72 @@
+"""Kernel configs as data: their tables, and their keys in the tuning database."""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from flashmem.base.errors import UserError
+from flashmem.base.resources import names, read_text
+from flashmem.target.descriptor import descriptor_names, load_descriptor
+from flashmem.target.kernel_configs.attention import KeyBlockConfig, QueryRowsConfig, SharedWeightsConfig
+from flashmem.target.kernel_configs.config import KernelConfig
+from flashmem.target.kernel_configs.contraction import PlainContraction, StagedContraction, StagedWinograd, Winograd
+from flashmem.target.kernel_configs.kinds import KINDS, config_from, table_of
+from flashmem.target.kernel_configs.rows import RowConfig
+
+CODES: dict[KernelConfig, str] = {
+    PlainContraction("c", 8, 4, 4, (8, 8)): "8-4-4-8x8-0-0-1",
+    PlainContraction("c", 8, 4, 4, (8, 8), half=16): "8-4-4-8x8-0-0-1-16",
+    StagedContraction("c", 4, 8, (2, 16), k_block=64, two_stage=True, slice_k=8): "4-8-4-2x16-64-1-8",
+    Winograd("c", 7, 64, 16, channels=32): "7-64-16-1x1-0-0-1-w32",
+    StagedWinograd("c", 4, 8, (2, 1), channels=4): "4-8-4-2x1-4-0-16-w4",
+    QueryRowsConfig("c", 8, 4, 2, lanes=64): "8-4-2-1x1-0-0-64",
+    KeyBlockConfig("c", 8, 2, (8, 16), channels=32): "8-2-2-8x16-32-0-1",
+    SharedWeightsConfig("c", 4, 2, (1, 16), parts=4): "4-2-2-1x16-0-0-4",
+    RowConfig("c", 4, 64, subgroups=True): "1-4-4-1x1-0-0-64-subgroups",
+}
+"""One config of each kind, and its key in tuning databases: a change would make all measurements void."""
+
+
+@pytest.mark.parametrize(("config", "code"), CODES.items(), ids=lambda each: getattr(each, "kind", ""))
+def test_a_config_is_its_table_and_its_code(config: KernelConfig, code: str) -> None:
+    assert config_from(table_of(config), "x") == config
+    assert config.code == replace(config, name="other").code == code
+
+
+def test_every_kind_is_tested() -> None:
+    assert {config.kind for config in CODES} == set(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"kind": "tall"}, "x: the kind of kernel config 'c' is 'tall'; name one of: plain, staged"),
+        ({"k_block": 4}, "x: unknown key 'k_block' for PlainContraction; remove it"),
+        ({"kind": "staged"}, "x: unknown key 'vector' for StagedContraction; remove it"),
+        ({"kind": "winograd"}, "x: the key 'channels' of Winograd is missing; add it"),
+    ],
+)
+def test_a_wrong_table_is_refused_in_one_sentence(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        config_from({"kind": "plain", "name": "c", "rows": 8, "columns": 4, "vector": 4} | change, "x")
+
+
+@pytest.mark.parametrize("name", names("devices", ".tuned.csv"))
+def test_measured_codes_are_those_of_listed_configs(name: str) -> None:
+    """Only these are read from a tuning database: a config whose code changed would silently be excluded."""
+    lines = [line for line in read_text("devices", f"{name}.tuned.csv").splitlines() if not line.startswith("#")]
+    measured = {(row["family"], row["config"], row["code"]) for row in csv.DictReader(lines)}
+    descriptor = load_descriptor(name)
+    families = {family for family, *_ in measured}
+    assert measured <= {(family, each.name, each.code) for family in families for each in descriptor.configs_of(family)}
+
+
+@pytest.mark.parametrize("name", descriptor_names())
+def test_descriptors_keep_the_kinds_of_their_configs(name: str) -> None:
+    descriptor = load_descriptor(name)
+    assert type(descriptor).from_dict(descriptor.to_dict()).configs == descriptor.configs
