@@ -64,6 +64,13 @@ def view_of(value: Value) -> StridedView:
     return found or StridedView.of(value)
 
 
+def unreshaped(value: Value) -> Value:
+    """The value before all Reshapes that lead to `value`."""
+    while value.producer is not None and value.producer.op == "Reshape":
+        value = value.producer.input(0)
+    return value
+
+
 def constant_factor(node: Node) -> tuple[Value, float] | None:
     """(x, c) if the node multiplies x by the one constant c, or divides it by 1 / c."""
     if node.op not in ("Mul", "Div") or node.outputs[0].dtype != "float32":

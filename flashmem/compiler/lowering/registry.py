@@ -23,6 +23,7 @@ from flashmem.compiler.lowering.movement import (
 )
 from flashmem.compiler.lowering.recurrent import lower_recurrent
 from flashmem.compiler.lowering.reduction import lower_determinant, lower_group_normalization, lower_lrn, lower_reduction
+from flashmem.compiler.lowering.rotary import lower_rotary
 from flashmem.compiler.lowering.sampling import lower_grid_sample, lower_roi_align
 from flashmem.compiler.lowering.selection import lower_extreme, lower_scan, lower_top
 from flashmem.compiler.lowering.spatial import lower_pool, lower_resize, lower_unpool
@@ -50,6 +51,7 @@ LOWERINGS: dict[str, Callable[[LoweringContext, FusionGroup], None]] = {
     "reduction": lower_reduction,
     "resize": lower_resize,
     "roi_align": lower_roi_align,
+    "rotary": lower_rotary,
     "scan": lower_scan,
     "scatter": lower_scatter,
     "slice": lower_slice,

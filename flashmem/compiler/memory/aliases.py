@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from flashmem.base.types import ITEMSIZE, TENSOR_ALIGNMENT
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.ir.strided import StridedView
+from flashmem.compiler.ir.view_nodes import unreshaped
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,6 @@ class AliasAnalysis:
             return None
         # The sum is a multiple if the source starts at a multiple.
         return (node.input(0), start) if start * itemsize % TENSOR_ALIGNMENT == 0 else None
-
-
-def unreshaped(value: Value) -> Value:
-    """The value before all Reshapes that lead to `value`."""
-    while value.producer is not None and value.producer.op == "Reshape":
-        value = value.producer.input(0)
-    return value
 
 
 def _first_of_range(node: Node) -> int | None:

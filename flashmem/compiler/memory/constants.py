@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashmem.base.types import ITEMSIZE
 from flashmem.compiler.ir.graph import Graph, Node, Value
-from flashmem.compiler.memory.aliases import unreshaped
+from flashmem.compiler.ir.view_nodes import unreshaped
 
 RESIDENT_CONSTANT_BYTES = 1 << 20
 """Constants up to this size (biases, position tables) are resident; larger ones are streamed like weights."""

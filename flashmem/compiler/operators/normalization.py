@@ -337,9 +337,10 @@ register(
         layout="either", remap=axes_last, columns=_columns, in_place="input", operator_class="hierarchical",
         tiling=along_others,
     ),
-    Operator(
-        "Normalize", (FLOAT,), kernel="reduction", layout="either", remap=axes_last, columns=_columns, in_place="input",
-        operator_class="hierarchical", onnx=False, tiling=along_others,
+    # NormalizeRms divides by the root of the mean square, without a mean.
+    *each(
+        ("Normalize", "NormalizeRms"), inputs=(FLOAT,), kernel="reduction", layout="either", remap=axes_last, columns=_columns,
+        in_place="input", operator_class="hierarchical", onnx=False, tiling=along_others,
     ),
     # Of [outer, depth, groups, columns], over depth and columns: groups of channels in channels-last images.
     Operator(

@@ -20,7 +20,9 @@ from flashmem.compiler.passes.attention_views import fold_attention_views
 from flashmem.compiler.passes.decompose import decompose
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.layout import assign_layouts
+from flashmem.compiler.passes.normalization import match_normalizations
 from flashmem.compiler.passes.qdq_fusion import fuse_qdq
+from flashmem.compiler.passes.rotary import match_rotary
 from flashmem.compiler.passes.split_matmul import split_matmuls
 from flashmem.compiler.passes.transpose_hoisting import hoist_transposes
 from flashmem.compiler.passes.transpose_sinking import sink_transposes
@@ -43,6 +45,10 @@ Observe = Callable[[Pass, Graph], None]
 PASSES = (
     # ONNX's operators in all their versions become few and simple ones.
     Pass("decompose", decompose, ensures=("decomposed",)),
+    # x / sqrt(mean(x^2) + epsilon) becomes one operator, and the same of x minus its mean.
+    Pass("match-normalizations", match_normalizations, requires=("decomposed",)),
+    # Rotary positions, in all their forms, become one operator.
+    Pass("match-rotary", match_rotary, requires=("decomposed",)),
     # Products read 8-bit integers instead of the results of DequantizeLinear.
     Pass("fuse-qdq", fuse_qdq, requires=("decomposed",)),
     # Images around convolutions are stored with their channels last.
