@@ -68,6 +68,8 @@ def _computed(node: Node, x: list[Array]) -> Array:
         axes = given["axes"] if node.op == "Normalize" else (1, 3)
         centred = x[0] - x[0].mean(axes, keepdims=True)
         return np.asarray(centred / np.sqrt((centred**2).mean(axes, keepdims=True) + given["epsilon"]))
+    if node.op == "NormalizeRms":
+        return np.asarray(x[0] / np.sqrt((x[0] ** 2).mean(given["axes"], keepdims=True) + given["epsilon"]))
     if node.op == "Softmax":
         e = np.exp(x[0] - x[0].max(given["axes"], keepdims=True))
         return np.asarray(e / e.sum(given["axes"], keepdims=True))

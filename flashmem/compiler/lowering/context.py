@@ -15,9 +15,9 @@ from flashmem.base.types import ITEMSIZE, SLACK, TENSOR_ALIGNMENT, MemoryPath, S
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.limits import ELEMENTS
+from flashmem.compiler.ir.view_nodes import unreshaped
 from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.lowering.templates import KernelLibrary
-from flashmem.compiler.ir.view_nodes import unreshaped
 from flashmem.compiler.memory.buffers import BufferAssignment, BufferRange
 from flashmem.compiler.memory.constants import RESIDENT_CONSTANT_BYTES, nbytes_of
 from flashmem.compiler.operators import REGISTRY, is_elementwise

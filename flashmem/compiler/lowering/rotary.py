@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
+from flashmem.compiler.ir.broadcast import affine
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Value
 from flashmem.compiler.ir.strided import broadcast_strides
-from flashmem.compiler.ir.broadcast import affine
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.operators.vector import Vector
 from flashmem.program.launches import Arg, KernelShape

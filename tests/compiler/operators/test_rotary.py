@@ -137,9 +137,11 @@ def test_rows_of_many_sizes(size: int, place: tuple[str, str], tmp_path: Path) -
 # -- operators
 
 
-def operator(domain: str, *, interleaved: int, size: int, flat: bool, width: int = 12) -> tuple[onnx.ModelProto, dict[str, Any]]:
+def operator(
+    domain: str, *, interleaved: int, size: int, flat: bool, width: int = 12
+) -> tuple[onnx.ModelProto, dict[str, Any]]:
     """A model of one RotaryEmbedding of ONNX (opset 23) or of ONNX Runtime."""
-    batch, heads, words = 2, 3, 5
+    batch, heads, words, width = 2, 3, 5, 12
     shape = (batch, words, heads * width) if flat else (batch, heads, words, width)
     x, positions = floats(*shape, kind="around 1e3"), np.random.default_rng(3).integers(0, 40, (batch, words))
     cos, sin = angles(40, size // 2)
