@@ -7,7 +7,7 @@ Of each row, the first 2 * `half` elements rotate; the others are copied. Pair i
 
 from __future__ import annotations
 
-from flashmem.compiler.operators.registry import FLOAT, Operator, register, fp32_inputs
+from flashmem.compiler.operators.registry import FLOAT, Operator, fp32_inputs, register
 
 register(
     __name__,
