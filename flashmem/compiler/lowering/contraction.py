@@ -283,11 +283,11 @@ def placed(
 
 
 def lower_depthwise(context: LoweringContext, group: FusionGroup) -> None:
-    """Lower a depthwise convolution: each channel by itself."""
+    """Lower a depthwise convolution: each output channel reads one input channel, which several may share."""
     node = group.main
     x, weight, y = node.input(0), node.input(1), node.outputs[0]
-    batch, height, width, columns = x.shape
-    out_height, out_width = y.shape[1:3]
+    batch, height, width, channels = x.shape
+    out_height, out_width, columns = y.shape[1:]
     rows = batch * out_height * out_width
     vector = context.vector_for(columns)
     binding = read_weights(context, node, blocks=False)
@@ -299,14 +299,18 @@ def lower_depthwise(context: LoweringContext, group: FusionGroup) -> None:
         stored=stored, aligned_columns=columns % 4 == 0,
     )  # fmt: skip
     floats = (accumulator, storage) == ("float", "float32") and plain.activation in ("float", "half") and binding.scale is None
-    if context.descriptor.code.vector_loads and floats and vector == 4 and plain.aligned_columns:
+    if context.descriptor.code.vector_loads and floats and columns == channels and vector == 4 and plain.aligned_columns:
         plain = replace(plain, depth_vector=vector)
     tile = _with(plain, replace(binding, block=0))
     epilogue = context.epilogue(group, vector)
     items = (-(-columns // vector), rows)
     local = context.work_group(items)
     kernel = context.kernels.kernel(
-        "contraction/depthwise", t=tile, attributes=context.attributes(local), **context.epilogue_values(epilogue)
+        "contraction/depthwise",
+        t=tile,
+        attributes=context.attributes(local),
+        multiplier=columns // channels,
+        **context.epilogue_values(epilogue),
     )
     read, dtype = binding.codes, np.dtype(storage)
     if read is None:

@@ -42,7 +42,7 @@ def lower_convolution(context: LoweringContext, group: FusionGroup) -> None:
     )
     rows = y.size // columns
     transposed = node.op == "ConvTranspose"
-    if groups == channels == columns and not transposed and not volume and groups > 1:
+    if groups == channels and columns % channels == 0 and not transposed and not volume and groups > 1:
         lower_depthwise(context, group)
         return
     pointwise = groups == 1 and not any(node.attributes["pads"]) and {*weight.shape[2:], *node.attributes["strides"]} == {1}
