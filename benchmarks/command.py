@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from flashmem.base.errors import UserError
 from flashmem.base.streams import EXIT_USER_ERROR, exit_codes, prepare_streams, say
-from flashmem.runtime.options import device_here
+from flashmem.runtime.request.options import device_here
 
 
 class Arguments(argparse.ArgumentParser):

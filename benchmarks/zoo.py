@@ -12,7 +12,7 @@ from flashmem.base.errors import BudgetError
 from flashmem.bundle.writer import replace_plan
 from flashmem.compile import plan_program
 from flashmem.compiler.options import Options
-from flashmem.runtime.options import choose_mode
+from flashmem.runtime.request.options import choose_mode
 from flashmem.tools.learn import limits_of
 
 MODELS = ("resnet50", "vit-b16", "gptneo-125m", "gptneo-1.3b")

@@ -1,7 +1,7 @@
 """Options of `compile`, resolved: device, memory path, transfer mode, limits and precision.
 
-`compile`, `simulate`, `sweep` and `plan` use it; `runtime.options` resolves the options of a session. So the same words have
-the same meaning everywhere, and are refused with the same message.
+`compile`, `simulate`, `sweep` and `plan` use it; `runtime.request.options` resolves the options of a session. So the same words
+have the same meaning everywhere, and are refused with the same message.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from flashmem.base.errors import UserError
 from flashmem.base.types import Optimize
 from flashmem.compiler.options import Options, Precision
 from flashmem.planning.limits import Limits
-from flashmem.runtime.options import choose_mode, find_descriptor
+from flashmem.runtime.request.options import choose_mode, find_descriptor
 
 
 def resolve(

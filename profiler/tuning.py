@@ -25,7 +25,7 @@ from flashmem.compiler.selection.configs import candidates, estimate
 from flashmem.compiler.selection.tuning_database import SUFFIX, VERSION, Timing, TuningDatabase, parse_database
 from flashmem.runtime.opencl.context import CompiledProgram
 from flashmem.runtime.opencl.devices import Device, descriptor_for
-from flashmem.runtime.options import device_here
+from flashmem.runtime.request.options import device_here
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 from flashmem.target.kernel_configs.config import KernelConfig
 from flashmem.target.workload import Workload

@@ -14,7 +14,7 @@ from flashmem.base.errors import BudgetError, NoDeviceError, UserError
 from flashmem.cli.commands.compiling import CompileOptions
 from flashmem.cli.commands.plan_zoo import plan_architecture
 from flashmem.cli.commands.simulate import SimulateOptions, simulate_model
-from flashmem.runtime.options import choose_budget, choose_mode, find_descriptor
+from flashmem.runtime.request.options import choose_budget, choose_mode, find_descriptor
 from flashmem.target.descriptor import load_descriptor
 from flashmem.tools.sweep.grid import Grid
 from flashmem.tools.sweep.subjects import target_of

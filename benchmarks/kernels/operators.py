@@ -39,7 +39,7 @@ from flashmem.compiler.lowering.program import Generated
 from flashmem.profiler.timing import Stand, generated
 from flashmem.runtime.engine.executor import Command
 from flashmem.runtime.opencl.context import CompiledProgram
-from flashmem.runtime.options import device_here, find_descriptor
+from flashmem.runtime.request.options import device_here, find_descriptor
 
 Row = dict[str, Any]
 _AHEAD = 8

@@ -43,7 +43,7 @@ from flashmem.base.files import written_whole
 from flashmem.bundle.bundle import Bundle
 from flashmem.program.launches import first_and_last
 from flashmem.program.program import Program
-from flashmem.runtime.options import device_here
+from flashmem.runtime.request.options import device_here
 from flashmem.tools.verify import compare
 from flashmem.tools.zoo.export import INPUTS
 from flashmem.tools.zoo.models import names, tiny_names

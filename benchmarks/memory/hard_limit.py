@@ -21,7 +21,7 @@ from benchmarks.command import Arguments, run_command
 from benchmarks.memory.budgets import TABLE_8, Row, compiled_at_smallest, keep, read_rows, why
 from benchmarks.memory_cgroup import HardLimit, why_no_limit
 from benchmarks.processes import run_worker
-from flashmem.runtime.options import device_here
+from flashmem.runtime.request.options import device_here
 from flashmem.tools.zoo.export import INPUTS
 from flashmem.tools.zoo.models import names, tiny_names
 

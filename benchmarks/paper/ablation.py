@@ -46,7 +46,7 @@ from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.options import Options
 from flashmem.planning.limits import Limits
 from flashmem.program.program import Program, fixed_bytes
-from flashmem.runtime.options import choose_mode
+from flashmem.runtime.request.options import choose_mode
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 from flashmem.tools.simulation.scenario import describe

@@ -36,7 +36,7 @@ from flashmem.compiler.passes.pipeline import prepare
 from flashmem.planning.capacity.choice import default_model
 from flashmem.planning.limits import read_limits
 from flashmem.program.program import Program
-from flashmem.runtime.options import choose_mode
+from flashmem.runtime.request.options import choose_mode
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 from flashmem.tools.simulation.scenario import describe

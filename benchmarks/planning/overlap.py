@@ -38,7 +38,7 @@ from flashmem.compiler.passes.fusion import fuse
 from flashmem.planning.limits import Limits
 from flashmem.planning.planner import planning_instance
 from flashmem.program.program import Program, fixed_bytes
-from flashmem.runtime.options import choose_mode
+from flashmem.runtime.request.options import choose_mode
 from flashmem.schedule.plan import OverlapPlan, Strategy
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 from flashmem.tools.simulation.scenario import describe

@@ -33,7 +33,7 @@ from benchmarks.planning.pace import Pace, at_pace
 from benchmarks.processes import Row, median, run_bundle, take_turns, weights_of
 from benchmarks.zoo import planned_again, within
 from flashmem.base.units import parse_size
-from flashmem.runtime.options import find_descriptor
+from flashmem.runtime.request.options import find_descriptor
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 from flashmem.tools.simulation.scenario import describe
 from flashmem.tools.simulation.simulator import simulate

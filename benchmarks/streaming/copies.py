@@ -28,7 +28,7 @@ from flashmem.base.units import parse_size
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context, Memory
 from flashmem.runtime.opencl.copier import Copier, CopyEvent
-from flashmem.runtime.options import device_here
+from flashmem.runtime.request.options import device_here
 
 FILE, SLICE = 480 << 20, 12 << 20
 

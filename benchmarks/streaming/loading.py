@@ -38,7 +38,7 @@ from flashmem.program.program import Program
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.copier import Copier
-from flashmem.runtime.options import device_here
+from flashmem.runtime.request.options import device_here
 from flashmem.runtime.session import RunReport
 from flashmem.schedule.loads import TimedInterval
 from flashmem.tools.zoo.graphs import zoo_graph

@@ -48,7 +48,7 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.compile import plan_graph, read_graph
 from flashmem.options import resolve
 from flashmem.planning.limits import read_limits
-from flashmem.runtime.options import device_here
+from flashmem.runtime.request.options import device_here
 from flashmem.tools.verify import compare
 from flashmem.tools.zoo.export import INPUTS, NOTES
 from flashmem.tools.zoo.models import names, tiny_names

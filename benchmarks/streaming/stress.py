@@ -42,9 +42,9 @@ from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.program.program import Program
-from flashmem.runtime.compatibility import usable_modes
 from flashmem.runtime.engine.opened import planned_variant
-from flashmem.runtime.options import device_here, find_descriptor
+from flashmem.runtime.request.compatibility import usable_modes
+from flashmem.runtime.request.options import device_here, find_descriptor
 from flashmem.runtime.streaming import loader
 from flashmem.schedule.loads import Step
 from flashmem.tools.zoo.graph_file import write_random

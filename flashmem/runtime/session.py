@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from flashmem.base.errors import RunError, UserError
 from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
-from flashmem.runtime.compatibility import mode_for
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.engine import Engine
 from flashmem.runtime.engine.opened import OpenedBundle, planned_variant
 from flashmem.runtime.engine.ports import arrays_by_name, chosen_outputs, described, fitting_variant
 from flashmem.runtime.engine.report import RunReport
-from flashmem.runtime.options import choose_budget, choose_strategy, device_here
+from flashmem.runtime.request.compatibility import mode_for
+from flashmem.runtime.request.options import choose_budget, choose_strategy, device_here
 from flashmem.schedule.loads import planned_loads, read_while_opening
 from flashmem.schedule.residency import Strategy
 
@@ -59,7 +59,7 @@ class Session:
 
         Args:
             bundle: a bundle or its path.
-            device: "auto", or a name that `flashmem.runtime.options.device_here` accepts.
+            device: "auto", or a name that `flashmem.runtime.request.options.device_here` accepts.
             mode: how weights are transferred; "auto" selects the mode of the bundle's plan, else the device's first.
             strategy: "auto" follows the plan, whatever strategy made it; "preload" makes everything resident first, as other
                 engines do; any other name must be the strategy that the bundle was compiled with.

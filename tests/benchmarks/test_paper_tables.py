@@ -23,7 +23,7 @@ from flashmem.planning.limits import Limits
 from flashmem.planning.planner import planning_instance
 from flashmem.program.launches import KernelShape, Launch
 from flashmem.program.program import fixed_bytes
-from flashmem.runtime.options import choose_mode
+from flashmem.runtime.request.options import choose_mode
 from flashmem.target.descriptor import DeviceDescriptor, Rates, load_descriptor
 from flashmem.tools.simulation.scenario import describe
 from tests.support.mini_bundle import write_mini_bundle

@@ -79,7 +79,7 @@ def write_kit(path: Path, device: str, models: tuple[Path, ...], seed: int) -> P
     _need_extra()
     from flashmem.base.files import check_target
     from flashmem.profiler.packing import write_kit as write
-    from flashmem.runtime.options import find_descriptor
+    from flashmem.runtime.request.options import find_descriptor
 
     check_target(path, "--kit")
     descriptor = find_descriptor(device)

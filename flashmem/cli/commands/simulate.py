@@ -17,7 +17,7 @@ from flashmem.cli.commands.plan_zoo import ZooPlan, plan_architecture
 from flashmem.cli.output.console import emit_json, print_facts
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.runtime.opencl.processor import rates_said
-from flashmem.runtime.options import choose_budget, choose_mode, choose_strategy, find_descriptor
+from flashmem.runtime.request.options import choose_budget, choose_mode, choose_strategy, find_descriptor
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.schedule.residency import Strategy
 from flashmem.target.descriptor import DeviceDescriptor

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from flashmem.base.types import ITEMSIZE
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
-from flashmem.compiler.ir.strided import broadcast_strides
+from flashmem.compiler.ir.strided import broadcast_strides, row_major
 from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
 from flashmem.compiler.lowering.movement import copy_region
 from flashmem.compiler.lowering.quantisation import WeightBinding, read_both, read_weights
@@ -256,7 +256,7 @@ def _packed_at_run_time(context: LoweringContext, group: FusionGroup, groups: in
         strides = (columns * channels * taps, channels * taps, taps)
     panels = -(-columns // panel)
     made = Value(f"{weight.name}.packed", (groups, panels, taps, channels, panel), weight.dtype)
-    target = [math.prod(made.shape[i + 1 :]) for i in range(5)]
+    target = row_major(made.shape)
     full, rest = divmod(columns, panel)
     if rest:
         copy_region(context, group, None, made, made.shape, target, target, fill=scalar_literal("float32", 0), part="[zeros]")

@@ -10,15 +10,11 @@ from typing import Literal
 from flashmem.base.types import ITEMSIZE
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Value
-from flashmem.compiler.ir.strided import broadcast_strides
+from flashmem.compiler.ir.strided import broadcast_strides, row_major
 from flashmem.compiler.lowering.context import WORK_GROUP, LoweringContext
 from flashmem.compiler.memory.buffers import parts_in_place
 from flashmem.compiler.operators.vector import STORED, scalar_literal
 from flashmem.program.launches import Arg, KernelShape
-
-
-def _strides(shape: Sequence[int]) -> list[int]:
-    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
 
 
 def _dot(a: Sequence[int], b: Sequence[int]) -> int:
@@ -262,44 +258,44 @@ _LEAST_BLOCK = 4
 def lower_transpose(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Transpose: the source is read with permuted strides."""
     x, y, perm = group.main.input(0), group.output, group.main.attributes["perm"]
-    strides = _strides(x.shape)
-    copy_region(context, group, x, y, y.shape, [strides[axis] for axis in perm], _strides(y.shape))
+    strides = row_major(x.shape)
+    copy_region(context, group, x, y, y.shape, [strides[axis] for axis in perm], row_major(y.shape))
 
 
 def lower_slice(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Slice: a start and a step in each dimension, which may be negative."""
     x, y = group.main.input(0), group.output
-    strides = _strides(x.shape)
+    strides = row_major(x.shape)
     start = _dot(strides, group.main.attributes["starts"])
     stepped = [stride * step for stride, step in zip(strides, group.main.attributes["steps"], strict=True)]
-    copy_region(context, group, x, y, y.shape, stepped, _strides(y.shape), source_start=start)
+    copy_region(context, group, x, y, y.shape, stepped, row_major(y.shape), source_start=start)
 
 
 def lower_expand(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Expand: broadcast dimensions have stride 0."""
     x, y = group.main.input(0), group.output
-    copy_region(context, group, x, y, y.shape, broadcast_strides(x.shape, y.shape), _strides(y.shape))
+    copy_region(context, group, x, y, y.shape, broadcast_strides(x.shape, y.shape), row_major(y.shape))
 
 
 def lower_tile(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Tile: each dimension becomes (repeats, size); the source has stride 0 along the repeats."""
     x, y = group.main.input(0), group.output
     region, source = [], []
-    for size, stride, repeat in zip(x.shape, _strides(x.shape), group.main.attributes["repeats"], strict=True):
+    for size, stride, repeat in zip(x.shape, row_major(x.shape), group.main.attributes["repeats"], strict=True):
         region += [repeat, size]
         source += [0, stride]
-    copy_region(context, group, x, y, region, source, _strides(region))
+    copy_region(context, group, x, y, region, source, row_major(region))
 
 
 def lower_concat(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Concat: one copy for each input that is not already in its place in the output."""
     y, axis = group.output, group.main.attributes["axis"]
-    target, start = _strides(y.shape), 0
+    target, start = row_major(y.shape), 0
     there = {i for i, (x, at) in enumerate(parts_in_place(group.main)) if context.buffers.holds(y, x, at)}
     for i, x in enumerate(value for value in group.main.inputs if value is not None):
         if i not in there:
             copy_region(
-                context, group, x, y, x.shape, _strides(x.shape), target, target_start=start * target[axis], part=f"[{i}]"
+                context, group, x, y, x.shape, row_major(x.shape), target, target_start=start * target[axis], part=f"[{i}]"
             )
         start += x.shape[axis]
 
@@ -308,14 +304,14 @@ def lower_pad(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Pad with a constant: fill, then copy."""
     x, y, before = group.main.input(0), group.output, group.main.attributes["before"]
     fill = scalar_literal(y.dtype, group.main.attributes["value"])
-    copy_region(context, group, None, y, y.shape, _strides(y.shape), _strides(y.shape), fill=fill, part="[fill]")
+    copy_region(context, group, None, y, y.shape, row_major(y.shape), row_major(y.shape), fill=fill, part="[fill]")
     # A negative pad crops: the region starts inside the source.
     firsts = [max(0, -b) for b in before]
     starts = [max(0, b) for b in before]
     region = [
         max(0, min(size - first, out - start)) for size, first, out, start in zip(x.shape, firsts, y.shape, starts, strict=True)
     ]
-    source, target = _strides(x.shape), _strides(y.shape)
+    source, target = row_major(x.shape), row_major(y.shape)
     copy_region(
         context, group, x, y, region, source, target,
         source_start=_dot(firsts, source), target_start=_dot(starts, target), part="[copy]",
@@ -328,7 +324,7 @@ def lower_frames(context: LoweringContext, group: FusionGroup) -> None:
     _, length, components = x.shape
     batch, frames, size, _ = y.shape
     region = (batch, frames, size * components)
-    copy_region(context, group, x, y, region, [length * components, step * components, 1], _strides(region))
+    copy_region(context, group, x, y, region, [length * components, step * components, 1], row_major(region))
 
 
 def lower_gather(context: LoweringContext, group: FusionGroup) -> None:

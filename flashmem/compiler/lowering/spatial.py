@@ -10,6 +10,7 @@ import numpy as np
 from flashmem.compiler.ir.broadcast import affine
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Value
+from flashmem.compiler.ir.strided import row_major
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.movement import copy_region
 from flashmem.compiler.operators.resize import height_taps
@@ -77,7 +78,7 @@ def lower_unpool(context: LoweringContext, group: FusionGroup) -> None:
     node = group.main
     x, indices, y = node.input(0), node.input(1), node.outputs[0]
     unpooled = node.attributes["unpooled"]
-    strides = [math.prod(y.shape[axis + 1 :]) for axis in range(len(y.shape))]
+    strides = row_major(y.shape)
     claims = None if _meets_no_place_twice(indices) else Value(f"{y.name}.claims", y.shape, "int32")
     for value, part in ((y, "[zeros]"), (claims, "[no claims]")):
         if value is not None:

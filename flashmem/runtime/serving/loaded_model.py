@@ -14,11 +14,11 @@ from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.planning.carried_instance import carried_instance
 from flashmem.program.program import fixed_bytes
-from flashmem.runtime.compatibility import mode_for
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.engine import Engine, Run
 from flashmem.runtime.engine.opened import OpenedBundle
 from flashmem.runtime.opencl.context import Queue
+from flashmem.runtime.request.compatibility import mode_for
 from flashmem.runtime.serving.sharing import Need, Turn
 from flashmem.schedule.loads import Load, kept_within, pages
 from flashmem.schedule.plan import OverlapPlan, PoolLayout

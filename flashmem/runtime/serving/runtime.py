@@ -24,7 +24,7 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.ports import arrays_by_name, chosen_outputs, fitting_variant
 from flashmem.runtime.memory.pressure import Follower
-from flashmem.runtime.options import device_here
+from flashmem.runtime.request.options import device_here
 from flashmem.runtime.serving.loaded_model import LoadedModel
 from flashmem.runtime.serving.requests import Answer, Model
 from flashmem.runtime.serving.worker import Worker
@@ -55,7 +55,7 @@ class Runtime:
             budget: most bytes that all models together may hold on the device and in host staging; None for no limit, "auto"
             for
                 the memory that the system can spare (`flashmem.runtime.memory.pressure`).
-            device: "auto", or a name that `flashmem.runtime.options.device_here` accepts.
+            device: "auto", or a name that `flashmem.runtime.request.options.device_here` accepts.
             on_pressure: the fate of a run when the budget falls below its model's minimum: "finish" lets it end within its
             earlier
                 grant, "fail" ends it with a BudgetError at the next launch.

@@ -11,7 +11,7 @@ from flashmem.compile import compile as compile_model
 from flashmem.program.program import raw_bytes
 from flashmem.runtime.engine.inputs import complete_inputs
 from flashmem.runtime.opencl.context import list_devices
-from flashmem.runtime.options import choose_mode, device_here
+from flashmem.runtime.request.options import choose_mode, device_here
 from flashmem.runtime.session import Session
 from flashmem.tools.design.application import Application, Processor, Task, Variant
 from flashmem.tools.design.metrics import Candidate, Profile

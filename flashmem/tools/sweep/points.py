@@ -25,7 +25,7 @@ from flashmem.compiler.options import Options
 from flashmem.planning.limits import Limits
 from flashmem.planning.planner import make_plan
 from flashmem.program.program import Program
-from flashmem.runtime.options import device_here
+from flashmem.runtime.request.options import device_here
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor
 from flashmem.tools.simulation.scenario import Disk, describe

@@ -17,7 +17,7 @@ from flashmem.compiler.memory.constants import RESIDENT_CONSTANT_BYTES
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.planning.limits import Limits
-from flashmem.runtime.options import choose_mode, device_here, find_descriptor
+from flashmem.runtime.request.options import choose_mode, device_here, find_descriptor
 from flashmem.target.descriptor import DeviceDescriptor, descriptor_names
 from flashmem.tools.sweep.grid import Point
 from flashmem.tools.sweep.points import Subject

@@ -17,7 +17,7 @@ from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.runtime.opencl.devices import descriptor_for
-from flashmem.runtime.options import find_device
+from flashmem.runtime.request.options import find_device
 from flashmem.target.descriptor import load_descriptor
 from flashmem.target.kernel_configs.attention import AttentionConfig, KeyBlockConfig, QueryRowsConfig
 from tests.support.attention_cases import FORMS, Model, plain, read_elsewhere
@@ -138,7 +138,7 @@ def test_any_numbers_of_a_config(config: AttentionConfig, tmp_path: Path, monkey
     """If it is the only config, it is used where it applies; queries that cannot share keys under it get a plain form."""
     device, path = DEVICES[0]
     listed = replace(descriptor_for(find_device(device)), configs=(config,), only=config.name)
-    monkeypatch.setattr("flashmem.runtime.options.descriptor_for", lambda device: listed)
+    monkeypatch.setattr("flashmem.runtime.request.options.descriptor_for", lambda device: listed)
     model = Model()
     for rows, keys, size, value_size in ((7, 70, 20, 9), (19, 37, 20, 9)):
         plain(model, 1, 2, rows, keys, size, value_size)

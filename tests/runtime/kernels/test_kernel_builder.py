@@ -31,7 +31,7 @@ from flashmem.runtime.kernels import ahead_of_time as kernel_builder
 from flashmem.runtime.kernels import build_processes as kernel_processes
 from flashmem.runtime.kernels.required import SMALL_GRID
 from flashmem.runtime.opencl.context import Context
-from flashmem.runtime.options import find_device
+from flashmem.runtime.request.options import find_device
 from tests.support.compared import PLACES
 from tests.support.paths import DATA
 
@@ -248,7 +248,7 @@ def test_a_bundle_carries_its_kernels(carrying: Any, empty: Path, nothing_is_bui
 def test_kernels_for_another_driver_are_not_used(carrying: Any, empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle, device, inputs, expected = carrying
     other = replace(find_device(device), driver_version="another")
-    monkeypatch.setattr("flashmem.runtime.options.find_device", lambda *_, **__: other)
+    monkeypatch.setattr("flashmem.runtime.request.options.find_device", lambda *_, **__: other)
     loaded: list[bytes] = []
     monkeypatch.setattr(Context, "load", lambda _, binary, options: loaded.append(binary))
     with Session(bundle, device=device, build_apart=False) as session:

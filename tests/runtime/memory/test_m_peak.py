@@ -114,7 +114,7 @@ def test_what_loads_pass_through_counts_where_memory_is_not_shared(
     assert layout.threads == 3 and layout.ring_bytes > 0 and layout.ring_bytes % 3 == 0 and not layout.staging
     assert bool(layout.staging_slots) == (mode == "interleave")
     pocl = find_device("pocl")
-    monkeypatch.setattr("flashmem.runtime.options.find_device", lambda *_, **__: replace(pocl, unified_memory=False))
+    monkeypatch.setattr("flashmem.runtime.request.options.find_device", lambda *_, **__: replace(pocl, unified_memory=False))
     for got, wanted in zip(_held(bundle, mode, 150_000), expected, strict=True):
         np.testing.assert_array_equal(got, wanted)
     monkeypatch.undo()  # it also runs on a device with shared memory
@@ -129,7 +129,7 @@ def test_staging_slots_keep_to_every_budget(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(BudgetError) as refused:
         flashmem.compile(model, tmp_path / "none.flashmem", budget=1, **options)
     least, pocl = refused.value.smallest_bytes, find_device("pocl")
-    monkeypatch.setattr("flashmem.runtime.options.find_device", lambda *_, **__: replace(pocl, unified_memory=False))
+    monkeypatch.setattr("flashmem.runtime.request.options.find_device", lambda *_, **__: replace(pocl, unified_memory=False))
     wasted = []
     for number, budget in enumerate((least, int(1.1 * least), int(1.3 * least))):
         bundle = flashmem.compile(model, tmp_path / f"{number}.flashmem", budget=budget, **options)

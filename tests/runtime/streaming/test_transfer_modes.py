@@ -106,7 +106,7 @@ def test_where_memory_is_not_shared_staging_is_slots_that_are_never_mapped_and_l
     model = models[path, "float"]
     inputs = model.inputs(seed=5)
     monkeypatch.setattr(Queue, "map", spy)
-    monkeypatch.setattr("flashmem.runtime.options.find_device", lambda *_, **__: replace(device, unified_memory=False))
+    monkeypatch.setattr("flashmem.runtime.request.options.find_device", lambda *_, **__: replace(device, unified_memory=False))
     program, plan = model.open().program, model.open().plan
     piece = -(-max(part.file_bytes for part in program.slices) // 4096) * 4096  # no slice is divided
     layout = streamed_layout(program, plan, "interleave", shares_memory=False)

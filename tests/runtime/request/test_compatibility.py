@@ -16,9 +16,9 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.compiler.memory.allocations import within_allocations
 from flashmem.planning.capacity.choice import default_model
 from flashmem.planning.capacity.roofline import Roofline
-from flashmem.runtime.compatibility import usable_modes
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.request.compatibility import usable_modes
 from flashmem.runtime.serving.runtime import Runtime
 from flashmem.runtime.session import Session
 from flashmem.target.descriptor import load_descriptor

@@ -15,7 +15,7 @@ from flashmem.base.types import TEXEL_BYTES, TRANSFER_MODES, TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.program.program import Program
 from flashmem.runtime.opencl.devices import Device, descriptor_for
-from flashmem.runtime.options import choose_mode
+from flashmem.runtime.request.options import choose_mode
 from flashmem.schedule.plan import PoolLayout
 from flashmem.schedule.residency import Strategy, preloaded_layout
 from flashmem.target.descriptor import DeviceDescriptor, descriptor_names
