@@ -69,7 +69,7 @@ def test_modes_and_infinities(place: tuple[str, str], tmp_path: Path) -> None:
     for precision in ("fp32", "fp16"):
         wanted: Any = {"device": device, "memory_path": path, "precision": precision}
         bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / f"{precision}.flashmem", **wanted)
-        modes = flashmem.runtime.options.find_descriptor(device).modes[path]  # type: ignore[index]
+        modes = flashmem.runtime.request.options.find_descriptor(device).modes[path]  # type: ignore[index]
         for mode in modes:
             with flashmem.Session(bundle, device=device, mode=mode) as session:
                 [answer] = session.run(None, {"x": x})
