@@ -22,7 +22,7 @@ from flashmem.compiler.lowering.movement import copy_region
 from flashmem.compiler.lowering.quantisation import WeightBinding, read_both, read_weights
 from flashmem.compiler.lowering.tile import ContractionTile
 from flashmem.compiler.operators.vector import REGISTER, scalar_literal
-from flashmem.compiler.weights.packing import PackedSlice, Packing, weight_columns, weight_matrix
+from flashmem.compiler.weights.packing import PackedSlice, Packing, phases_of, weight_columns, weight_matrix
 from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.kernel_configs.contraction import Contraction, PlainContraction
 from flashmem.target.workload import Workload
@@ -169,8 +169,9 @@ def lower_packed(
     step = max(n for n in range(1, DEPTH_BLOCK + 1) if binding.block % n == 0) if binding.block else DEPTH_BLOCK
     packing = Packing(
         depth, columns // groups, groups, tile.panel, binding.storage, context.memory_path,
-        _fold_unit(family, tile, run, step), context.descriptor,
+        _fold_unit(family, tile, run, step), context.descriptor, phases_of(node),
     )  # fmt: skip
+    phases = math.prod(packing.phases)
     if binding.codes is None:
         parts = [PackedSlice(0, packing.panels, 4 * packing.panels * depth * tile.panel)]
     else:
@@ -180,6 +181,7 @@ def lower_packed(
     if family == "deform_conv" or node.op == "ConvTranspose" or values.get("volume"):
         tile = replace(tile, depth_vector=1)
     if family == "conv":
+        values["phased"] = phases > 1
         direct = tile.scalar == tile.activation == "float" and not (
             tile.k_block or tile.integers or tile.folded or values["volume"]
         )
@@ -217,15 +219,25 @@ def lower_packed(
             group,
             kernel,
             [x, packed, y, *zeros, *scales, *operands, *dims, part.first_panel, part.panels, *folds, *places],
-            tile.launched(rows, part.panels),
+            _launched(node, tile, rows, part.panels, packing.phases),
             tile.group,
             tile.described(
-                KernelShape(rows=rows, columns=min(part.panels * tile.panel, columns), depth=depth, run=run),
+                KernelShape(rows=rows, columns=min(part.panels * tile.panel, columns), depth=-(-depth // phases), run=run),
             ),
-            macs=rows * depth * min(part.panels * tile.panel, columns),
+            macs=rows * depth * min(part.panels * tile.panel, columns) // phases,
             nbytes=context.nbytes(node.input(0)) + ITEMSIZE[context.storage(group.output)] * rows * part.panels * tile.panel,
             part=f"[{i}]" if len(sliced) > 1 else "",
         )
+
+
+def _launched(node: Node, tile: ContractionTile, rows: int, panels: int, phases: tuple[int, int]) -> tuple[int, int]:
+    """Work-items in both directions; those of a transposed convolution phase by phase."""
+    if phases == (1, 1):
+        return tile.launched(rows, panels)
+    *_, height, width, _ = node.outputs[0].shape
+    places = math.prod(-(-size // phase) for size, phase in zip((height, width), phases, strict=True))
+    down, across = tile.launched(rows // (height * width) * places, panels)
+    return math.prod(phases) * down, across
 
 
 def _fold_unit(family: str, tile: ContractionTile, run: int, step: int) -> int:

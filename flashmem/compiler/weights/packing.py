@@ -13,7 +13,7 @@ nevertheless is kept in buffers, even on the texture path.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
@@ -46,6 +46,26 @@ def weight_matrix(node: Node) -> tuple[int, int]:
     return taps * shape[1], shape[0]
 
 
+def phases_of(node: Node) -> tuple[int, int]:
+    """Phases of a transposed convolution down and across, by which its taps are packed: its strides; (1, 1) if it has none.
+
+    Outputs whose distance is a multiple of the stride see the same taps, every stride-th, if dilation and stride have no common
+    factor: they are one phase (sub-pixel convolution, Shi et al., CVPR 2016). Volumes and weights that are computed at run time
+    are not packed by phase.
+    """
+    if node.op != "ConvTranspose" or len(node.input(1).shape) != 4 or node.input(1).constant is None:
+        return 1, 1
+    down, across = node.attributes["strides"]
+    coprime = all(math.gcd(*each) == 1 for each in zip(node.attributes["strides"], node.attributes["dilations"], strict=True))
+    return (down, across) if coprime else (1, 1)
+
+
+def _by_phase(taps: Sequence[int], phases: Sequence[int]) -> list[int]:
+    """The order of taps by their place in a stride, down and across; in row-major order within a phase."""
+    places = [(i % phases[0], j % phases[1], i, j) for i in range(taps[0]) for j in range(taps[1])]
+    return [i * taps[1] + j for _, _, i, j in sorted(places)]
+
+
 def weight_columns(node: Node, array: NDArray[Any]) -> Columns:
     """Reader of the columns of `array`: those weights, or their scales, whose depth may be less."""
     if node.op.startswith("MatMul"):
@@ -58,6 +78,8 @@ def weight_columns(node: Node, array: NDArray[Any]) -> Columns:
     if node.op != "ConvTranspose":
         return lambda first, end: flat[first:end].transpose(2, 1, 0).reshape(-1, end - first)
     depth = outer // node.attributes["group"]
+    if (phases := phases_of(node)) != (1, 1):
+        flat = flat[:, :, _by_phase(taps, phases)]
 
     def columns(first: int, end: int) -> NDArray[np.floating]:
         group, within = divmod(first, inner)  # the range is inside one group
@@ -89,7 +111,7 @@ class PackedSlice:
 
 @dataclass(frozen=True)
 class Packing:
-    """The packed form of one weight. `fold_unit`: folds begin at multiples of this number of rows."""
+    """The packed form of one weight. Folds begin at multiples of `fold_unit` rows. `phases`: see `phases_of`."""
 
     depth: int
     group_columns: int
@@ -99,6 +121,7 @@ class Packing:
     path: MemoryPath
     fold_unit: int
     descriptor: DeviceDescriptor = field(compare=False)
+    phases: tuple[int, int] = (1, 1)
 
     @property
     def group_panels(self) -> int:

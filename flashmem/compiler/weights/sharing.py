@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from flashmem.base.types import TableType
 from flashmem.compiler.ir.graph import Constant, FileConstant, NibbleConstant, Node, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
-from flashmem.compiler.weights.packing import PackedSlice, Packing
+from flashmem.compiler.weights.packing import PackedSlice, Packing, phases_of
 from flashmem.program.launches import Arg
 from flashmem.program.tensors import Slice
 
@@ -136,7 +136,7 @@ class StoredWeights:
         if node.op.startswith("MatMul"):
             how: Hashable = bool(node.attributes["transposed"])
         else:
-            how = node.attributes["group"] if node.op == "ConvTranspose" else None
+            how = (node.attributes["group"], phases_of(node)) if node.op == "ConvTranspose" else None
         return node.op.startswith("MatMul"), how, self._of(node.input(1))
 
     def _of(self, value: Value) -> Hashable:
