@@ -1,4 +1,4 @@
-"""What kind of file is it? Magika (Google, Apache-2.0) tells 214 kinds by the first and the last bytes.
+"""What kind of file is it? Magika (Google, Apache-2.0) recognises 214 kinds by the first and the last bytes.
 
 python -m examples.file_type FILE...
 """
@@ -17,7 +17,7 @@ NETWORK = Trained("magika", "models/standard_v3_3/model.onnx", {"bytes": (1, 204
 
 _HALF = 1024  # bytes from either end
 _BLOCK = 4096  # where they are looked for once white space is gone
-_NOTHING = 256  # what stands where the file has no byte
+_NOTHING = 256  # for places without a byte of the file
 
 
 def prepare(data: bytes) -> NDArray[np.int32]:

@@ -1,4 +1,4 @@
-"""When does somebody speak? Silero VAD (MIT): a short-time Fourier transform, convolutions and an LSTM.
+"""When is there speech? Silero VAD (MIT): a short-time Fourier transform, convolutions and an LSTM.
 
 python -m examples.speech_or_not RECORDING.wav...
 """
@@ -46,7 +46,7 @@ def read_wave(path: Path, rate: int = RATE) -> NDArray[np.float32]:
 
 
 def speech(samples: NDArray[np.float32], run: Run) -> NDArray[np.float32]:
-    """The probability that somebody speaks, for each frame; the last one is filled up with silence."""
+    """The probability of speech in each frame; silence completes the last one."""
     count = -(-len(samples) // FRAME)
     runs = max(1, -(-count // _FRAMES))
     frames = np.zeros((runs * _FRAMES, FRAME), np.float32)
@@ -61,7 +61,7 @@ def speech(samples: NDArray[np.float32], run: Run) -> NDArray[np.float32]:
 
 
 def spans(probabilities: NDArray[np.float32]) -> list[tuple[float, float]]:
-    """From when to when somebody speaks, in seconds."""
+    """Start and end of each part with speech, in seconds."""
     edges = np.flatnonzero(np.diff(np.pad(probabilities > 0.5, 1).astype(np.int8)))
     return [(start * FRAME / RATE, end * FRAME / RATE) for start, end in edges.reshape(-1, 2).tolist()]
 

@@ -28,7 +28,7 @@ def prepare(line: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 
 def upside_down(line: NDArray[np.uint8], run: Run) -> float:
-    """The probability that a line stands on its head."""
+    """The probability that a line is upside down."""
     (scores,) = run({"x": prepare(line)})
     return float(scores[0, 1])
 

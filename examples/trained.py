@@ -1,4 +1,4 @@
-"""Trained networks inside installed packages: where they lie, and how they are opened within a memory budget."""
+"""Trained networks inside installed packages: their files, and sessions for them within a memory budget."""
 
 from __future__ import annotations
 

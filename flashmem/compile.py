@@ -84,8 +84,7 @@ def compile(
     Args:
         model: an ONNX file.
         output: the bundle's folder (`model.flashmem`). None keeps it in the user's cache, where an equal call finds it again.
-        If
-            the cache cannot be written, it is kept until the process ends, with a warning.
+            If the cache cannot be written, it is kept until the process ends, with a warning.
         device: "auto", part of the name of a local device, or the name or file of a descriptor.
         budget: most bytes that flashmem may hold on the device and in host staging together; None for no limit.
         m_peak: most bytes in flight in addition to W (FlashMem §3.1), for planning with the paper's parameters.

@@ -34,7 +34,7 @@ Progress = Callable[[str, float], None]
 
 _MODEL_RATIOS = (0.25, 0.5, 1.0, 2.0, MAX_RATIO)
 _SAMPLE_RATIOS = (0.12, 0.4, 1.1, MAX_RATIO)
-_STEPS_BELOW = 3  # quarters of the least ratio that are measured where C_l lies below it
+_STEPS_BELOW = 3  # quarters of the least ratio that are measured where C_l is below it
 _TOLERATED = 0.20  # what a reusable launch may be slowed down by: see `planning.capacity.model`, which is not on a phone
 _MODELS_SHARE = 0.45
 OTHER_PATH = 4  # one in so many sampled kernels is measured on a path other than the default

@@ -250,9 +250,9 @@ def measure(args: argparse.Namespace) -> Row:
         for row in bench.rows(wanted[: args.most], begun + operators):
             data["rows"].append(row)
             ratios = ", ".join(f"{path} {found:.2f}" for path in bench.paths if (found := ratio(row, path)))
-            told = ratios or ", ".join(f"{who} {s:.3g} s" for who, s in row["seconds"].items())
+            text = ratios or ", ".join(f"{who} {s:.3g} s" for who, s in row["seconds"].items())
             failed = "".join(f"; {who} failed: {why}" for who, why in row["failed"].items())
-            print(f"{row['group']} {row['shape']}: {told}{failed}", file=sys.stderr, flush=True)
+            print(f"{row['group']} {row['shape']}: {text}{failed}", file=sys.stderr, flush=True)
             keep(data, args.json)
     finally:
         keep(data, args.json)

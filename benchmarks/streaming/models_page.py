@@ -18,7 +18,7 @@ rows are added. Weights are seeded, fp32 and streamed in the device's own transf
 - *smallest budget* for which a plan exists; *budget* of the runs; *peak*: the most that was held on the device and in host
   staging together, as the ledger counted; *preloaded*: the share of the weights that is resident from the start.
 - *first answer*: from opening the bundle to the outputs, its weights dropped from the page cache (cold) or in it (cached);
-  *later*: the next answers of that session. Medians of as many fresh processes as stand under *rounds*.
+  *later*: the next answers of that session. Medians of as many fresh processes as the column *rounds* says.
   Others use these machines too: times of one day compare, those of different days differ by half and more.
 - *error*: the largest difference from ONNX Runtime, over the range of the output.
 """

@@ -188,7 +188,7 @@ class Bundle:
                     for part, stored in zip(checksummed_ranges(variant.program), variant.checksums.all(), strict=True)
                 )
                 wrong = (part.name for part, stored in parts if checksum_of_file(file.fileno(), part) != stored)
-                what = next(wrong, "what lies between its slices")
+                what = next(wrong, "the bytes between its slices")
         except OSError as error:
             raise BundleError(f"{self.weights_path} cannot be read ({error.strerror}); compile the model again") from error
         raise BundleError(f"{self.weights_path} is damaged: {what} is not what was written; compile the model again")

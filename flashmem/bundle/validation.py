@@ -154,11 +154,11 @@ def _check_weight_file(program: Program) -> None:
             _require(part.height > 0, f"{name} has no rows")
             _require(part.row_pitch >= part.width * texel and part.row_pitch % texel == 0, f"{name} has rows that overlap")
             _require(part.nbytes <= part.file_bytes, f"{name} is larger than its texture")
-        _require(part.offset + part.file_bytes <= program.weights_bytes, f"{name} lies outside the weight file")
+        _require(part.offset + part.file_bytes <= program.weights_bytes, f"{name} is outside the weight file")
     _check_joined(program)
     end = program.constants_offset + program.constants_bytes
     _require(program.constants_offset % program.page_bytes == 0, "the constants do not start on a page")
-    _require(end <= program.weights_bytes, "the constants lie outside the weight file")
+    _require(end <= program.weights_bytes, "the constants are outside the weight file")
 
 
 def _check_arena(program: Program) -> None:
@@ -173,7 +173,7 @@ def _check_arena(program: Program) -> None:
             tensor.nbytes > 0 and ITEMSIZE[tensor.dtype] * math.prod(tensor.shape) <= tensor.nbytes,
             f"{name} is smaller than its shape",
         )
-        _require(tensor.offset + tensor.nbytes <= program.arena_bytes, f"{name} lies outside the arena")
+        _require(tensor.offset + tensor.nbytes <= program.arena_bytes, f"{name} is outside the arena")
     _require_unique((port.name for port in program.inputs), "inputs")
     for port in (*program.inputs, *program.outputs):
         try:
@@ -239,7 +239,7 @@ def _check_joined(program: Program) -> None:
         known = len(joined.parts) > 1 and slices.keys() >= set(joined.parts)
         _require(known and not any(slices[part].is_image for part in joined.parts), f"{name} is made of no slices")
         for one, following in pairwise(slices[part] for part in joined.parts):
-            _require(one.offset + one.nbytes == following.offset, f"{name} does not lie side by side")
+            _require(one.offset + one.nbytes == following.offset, f"{name} is not contiguous")
 
 
 def _check_steady(program: Program) -> None:
@@ -248,7 +248,7 @@ def _check_steady(program: Program) -> None:
     done = 0
     for each in program.steady:
         name = f"the steady launch in place of layer {each.first}"
-        _require(done < each.first <= each.last <= len(program.launches), f"{name} stands for no layers")
+        _require(done < each.first <= each.last <= len(program.launches), f"{name} replaces no layers")
         done = each.last
         covered = program.launches[each.first - 1 : each.last]
         named = [str(arg.value) for arg in each.launch.args if arg.kind == "slice"]
@@ -277,7 +277,7 @@ def _check_host_embeddings(program: Program) -> None:
         port, tensor = inputs[lookup.indices], tensors[lookup.tensor]
         _require(np.dtype(port.dtype).kind in "iu", f"{name} is not indexed by integers")
         _require(min(lookup.rows, lookup.columns, lookup.panel) > 0, f"{name} is empty")
-        _require(table_end(lookup) <= program.weights_bytes, f"{name} lies outside the weight file")
+        _require(table_end(lookup) <= program.weights_bytes, f"{name} is outside the weight file")
         made = lookup.dtype.replace("int4", "int8")
         same = tensor.dtype == made or {tensor.dtype, made} == {"float16", "float32"}
         size = ITEMSIZE[tensor.dtype] * math.prod(port.shape) * lookup.columns
@@ -364,4 +364,4 @@ def _check_place(name: str, offset: int | None, nbytes: int, room: int) -> None:
     _require(offset is not None, f"{name} has no place")
     assert offset is not None
     _require(offset % TENSOR_ALIGNMENT == 0, f"{name} is not aligned")
-    _require(offset + nbytes <= room, f"{name} lies outside its pool")
+    _require(offset + nbytes <= room, f"{name} is outside its pool")

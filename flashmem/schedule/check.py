@@ -302,7 +302,7 @@ def _check_disjoint(where: str, places: Iterable[_Placed], size: int) -> None:
     alive: list[tuple[int, int, str]] = []
     for _, opens, p in events:
         if p.offset < 0 or p.end > size:
-            raise PlanViolation("layout", f"{where}: slice {p.name} lies outside its {size} bytes")
+            raise PlanViolation("layout", f"{where}: slice {p.name} is outside its {size} bytes")
         entry = (p.offset, p.end, p.name)
         at = bisect_left(alive, entry)
         if not opens:

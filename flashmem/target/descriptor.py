@@ -1,6 +1,6 @@
 """Device descriptor: the properties of a device for the compiler and the planner, as data (devices/*.toml).
 
-It lists a device's memory paths and transfer modes, the configs of its kernels, its limits and its rates. `measured` tells
+It lists a device's memory paths and transfer modes, the configs of its kernels, its limits and its rates. `measured` says
 measured rates from published figures, `measured_on` names the processor, and `sources` the source of each rate.
 """
 
@@ -70,7 +70,7 @@ class CodeStyle:
 
 
 IMPORT_HOST_MEMORY = "cl_arm_import_memory_host"
-"""OpenCL extension by which a GPU uses pages of the process in place. Its probe tells whether those of a mapped file, too."""
+"""OpenCL extension by which a GPU uses pages of the process in place. Its probe finds whether also those of a mapped file."""
 
 SHUFFLES = ("cl_khr_subgroup_shuffle", "cl_qcom_subgroup_shuffle")
 """OpenCL C extensions by which work-items of a subgroup exchange registers."""

@@ -103,7 +103,7 @@ def test_a_bundle_of_smaller_pages_than_the_system_s_is_not_mapped(large_pages: 
     with flashmem.Session(mini.path, device=CPUS[0]) as session:
         assert session.mode != "map"
         np.testing.assert_allclose(session.run(None, inputs)[0], mini.reference(inputs)[0], rtol=0, atol=2e-5)
-    with pytest.raises(UserError, match="its weights lie in pages of 4096 bytes, and this system has pages of 16384"):
+    with pytest.raises(UserError, match="its weights are in pages of 4096 bytes, and this system has pages of 16384"):
         flashmem.Session(mini.path, device=CPUS[0], mode="map")
 
 

@@ -31,7 +31,7 @@ def steady_rows(program: Program, plan: OverlapPlan) -> list[SteadyRow]:
         read = {str(arg.value) for launch in cold for arg in launch.args if arg.kind == "slice"}
         reasons = []
         if len(cold) > 1:
-            reasons.append(f"one launch instead of {len(cold)}, of slices that lie side by side")
+            reasons.append(f"one launch instead of {len(cold)}, of contiguous slices")
         if each.launch.kernel != cold[0].kernel:
             reasons.append(f"{_tile(each.launch)} runs sooner than {_tile(cold[0])}, over the same packed weights")
         resident = len(cold) == 1 or read <= staying

@@ -43,7 +43,7 @@ def plan_architecture(name: str, options: CompileOptions) -> ZooPlan:
     if options.shape:
         raise UserError("--shape does not go with zoo: models, whose shapes are fixed; leave it out")
     if not options.unfusion and (options.mu is not None or options.alpha is not None):
-        raise UserError("zoo: models are planned as they are fused; give --unfusion too, or leave --mu and --alpha out")
+        raise UserError("zoo: models are planned without unfusion; give --unfusion too, or leave --mu and --alpha out")
     with offline_half("planning"):
         from flashmem.compile import plan_graph
         from flashmem.compiler.passes.pipeline import prepare

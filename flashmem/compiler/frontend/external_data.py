@@ -59,7 +59,7 @@ def resolve_external_data(model: onnx.ModelProto, path: Path) -> None:
             raise UserError(f"{path}: weight {tensor.name!r} needs {needed} bytes, but the model gives it {length}")
         if offset < 0 or offset + length > size:
             raise UserError(
-                f"{path}: weight {tensor.name!r} lies at bytes {offset} to {offset + length} of {file.name}, "
+                f"{path}: weight {tensor.name!r} is at bytes {offset} to {offset + length} of {file.name}, "
                 f"which has {size}: the file is truncated or belongs to another model"
             )
         del tensor.external_data[:]

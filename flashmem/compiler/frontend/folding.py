@@ -343,7 +343,7 @@ def _known_data(value: ir.Value) -> onnx.TensorProto | None:
 
 
 def _refine(value: ir.Value, inferred: onnx.TypeProto, node: ir.Node) -> None:
-    """Set the inferred type of `value`, an output of `node`, and its shape as far as it is known."""
+    """Set the inferred type of `value`, an output of `node`, and its shape if it is known."""
     kind = ir.serde.deserialize_type_proto_for_type(inferred)
     if kind is None:
         return

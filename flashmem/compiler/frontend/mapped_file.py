@@ -5,7 +5,7 @@ instead. It gives protobuf a copy in which each large tensor is an *external* on
 back into the same file, from which it can be mapped. The walk reads small windows: mapping the file here as well would load
 megabytes around every byte it reads.
 
-The wire format (protobuf.dev/programming-guides/encoding), as far as it is needed: a message is a sequence of fields; a field
+The wire format (protobuf.dev/programming-guides/encoding), in short: a message is a sequence of fields; a field
 is a key, a varint `number << 3 | type`, and a payload. Type 0 is a varint (7 bits a byte, low first, high bit set on all but
 the last), 1 eight bytes, 5 four bytes, 2 a varint length and that many bytes: a string, packed numbers or a message. Types 3
 and 4 do not occur in ONNX. Only the numbers of the fields on the way to tensors matter (onnx.proto, all versions):

@@ -52,13 +52,13 @@ class ArrayConstant:
         return self.data.dtype
 
     def array(self) -> NDArray[Any]:
-        """The data itself."""
+        """The array in memory."""
         return self.data
 
 
 @dataclass(frozen=True)
 class FileConstant:
-    """A constant in a file, read through a mapping that ends with the array."""
+    """A constant in a file. Its array is a memory map, which is closed with the array."""
 
     path: str
     offset: int
@@ -66,7 +66,7 @@ class FileConstant:
     dtype: np.dtype[Any]
 
     def array(self) -> NDArray[Any]:
-        """Map the data."""
+        """Map the file's range into memory."""
         if 0 in self.shape:
             return np.zeros(self.shape, self.dtype)
         return np.asarray(np.memmap(self.path, self.dtype, "r", self.offset, self.shape))

@@ -38,7 +38,7 @@ from flashmem.target.descriptor import DeviceDescriptor
 class Generated:
     """A generated program: the OpenCL C of its kernels, its weights (not yet read) and its resident constants (in memory).
 
-    `weights` are those that it places itself; `placements` also has those that it found in the file.
+    `weights` lists the weights that this program adds to the weight file. `placements` also has those that the file had before.
     """
 
     program: Program
@@ -47,7 +47,9 @@ class Generated:
     constants: NDArray[np.uint8]
     placements: Placements
     cuts: Cuts = field(default_factory=dict, repr=False)  # the slices of its packed weights
-    again: Callable[[], Generated | None] | None = field(default=None, repr=False)  # for later runs, over the same weights
+    again: Callable[[], Generated | None] | None = field(
+        default=None, repr=False
+    )  # generates the program of later runs, for the same weight file
 
     def write(self, sink: WeightSink, on_piece: OnPiece = lambda name, nbytes: None) -> None:
         """Write the weight file of this program alone: see `PackingList.write`."""

@@ -27,10 +27,10 @@ MAX_OPERANDS = 8
 
 
 def fuse(graph: Graph, cuts: Collection[Node] = ()) -> list[FusionGroup]:
-    """The groups of `graph` in execution order.
+    """The fusion groups of `graph`, in execution order.
 
-    A Reshape is no group, because it moves no data. A Slice without data movement is a group that is not launched
-    (`compiler.memory.aliases`); whether it moves data depends on the stored type of its source.
+    A Reshape forms no group, because it moves no data. A Slice forms one. If its result is an alias, it is not launched
+    (`compiler.memory.aliases`); that depends on the stored type of its source.
 
     `cuts`: operators that join no epilogue. An elementwise one begins a group, which has its own epilogue.
     """

@@ -1,4 +1,4 @@
-"""Attention forms: a kernel config fitted to one attention, in one of two forms (docs/kernels.md); the template's `f`."""
+"""Attention form: a kernel config fitted to the sizes of one attention; templates name it `f` (docs/kernels.md)."""
 
 from __future__ import annotations
 

@@ -70,10 +70,10 @@ def earliest_releases(instance: Instance, preload: Collection[str], limit: int) 
 def releases_ahead(
     instance: Instance, preload: Collection[str], moves: Moves, limit: int, *, staging: bool = False
 ) -> dict[str, int]:
-    """g_w of every weight (0 for W) for given moves, in the order of z_w. Each is as early as `limit` bytes permit.
+    """Release times g_w (0 for W) for given moves, as early as `limit` bytes permit, assigned in the order of z_w.
 
     The limit covers the bytes that C2 counts; with `staging` (mode `interleave`), only the bytes that wait to be moved. If no
-    room is left for early reads, g_w = z_w.
+    room remains for early reads, g_w = z_w.
     """
     releases = {w.name: 0 if w.name in preload else moves[w.name][0][0] for w in instance.weights}
     held = staged_bytes(instance, moves) if staging else held_bytes(instance, releases, moves)

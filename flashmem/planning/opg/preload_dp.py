@@ -166,7 +166,7 @@ class PreloadDynamicProgram:
         )
 
     def pending_beside(self, layer: int, nbytes: int) -> int:
-        """The most chunks pending at a layer beside `nbytes` of weights that it uses; negative if these alone exceed M_peak."""
+        """The most pending chunks within M_peak while a layer uses `nbytes` of weights; negative if those exceed M_peak."""
         room = self.paper.instance.m_peak - nbytes
         if self.lightest_first and room >= 0:
             return self.lightest_first[layer].most(room)

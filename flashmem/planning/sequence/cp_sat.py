@@ -1,4 +1,4 @@
-"""CP-SAT for the order of a few layers: see `planning/sequence/order.py` for the problem.
+"""Launch order by CP-SAT, for segments of a few layers (`planning/sequence/order.py` states the problem).
 
 Layers are unit intervals that do not overlap. Tensors are intervals from the first layer that touches them to the last. The
 peak is the capacity of a cumulative constraint. One worker, a fixed seed and a limit in deterministic time ensure that the same

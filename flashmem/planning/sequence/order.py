@@ -20,7 +20,7 @@ bytes alive during a layer. The problem is NP-hard (register allocation, Sethi 1
 
 Segments keep the given order if it is as good. Other segments follow it as far as the peak allows, because weights are streamed
 in it. Each search has a limit, and all searches of a problem together have another one (`_WORK`, `_CP_SECONDS`). Limits are
-counts and CP-SAT's deterministic time, so that the same layers always get the same order. `Order.status` tells whether a limit
+counts and CP-SAT's deterministic time, so that the same layers always get the same order. `Order.status` says whether a limit
 ended the search.
 """
 

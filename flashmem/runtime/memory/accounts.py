@@ -48,7 +48,7 @@ class Changes:
 
 
 class Budget:
-    """The limit that accounts share, in bytes; None for no limit. Thread-safe.
+    """A limit in bytes for all its accounts together; None for no limit. Thread-safe.
 
     `changed` is notified whenever there may be more room.
     """

@@ -329,7 +329,7 @@ class Context:
 
     def image_view(self, buffer: Memory, width: int, height: int, row_pitch: int, channel: Channel) -> Memory:
         """A texture over a buffer's memory, with rows `row_pitch` bytes apart (cl_khr_image2d_from_buffer)."""
-        with _explained(f"lay a texture of {width} x {height} texels over a buffer"):
+        with _explained(f"create a texture of {width} x {height} texels over a buffer"):
             shape = _image2d(width, height, row_pitch, buffer)
             return cl.Image(self.handle, cl.mem_flags.READ_ONLY, _format(channel), desc=shape)
 

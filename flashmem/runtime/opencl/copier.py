@@ -6,7 +6,7 @@ event, for its thread and for the queue of the launches.
 
 The calls go to the OpenCL library through ctypes. pyopencl waits for its events a second time and releases them with the
 interpreter lock held; if the driver has a lock too, all other threads stop during a copy. The calls are not blocking ones:
-Intel's runtime returns from a blocking copy too early if nobody requests its event (docs/opencl-notes.md).
+Intel's runtime returns from a blocking copy too early if its event is not requested (docs/opencl-notes.md).
 """
 
 from __future__ import annotations

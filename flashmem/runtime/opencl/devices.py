@@ -237,6 +237,6 @@ def why_not(device: Device, probed: Mapping[str, str] = MappingProxyType({})) ->
         return {"buffer": everywhere, "texture": dict.fromkeys(TRANSFER_MODES, "the device has no images")}
     views: dict[TransferMode, str] = {}
     if not device.has_image_from_buffer:
-        reason = f"the driver cannot lay a texture over a buffer ({IMAGE_FROM_BUFFER})"
+        reason = f"the driver cannot create a texture over a buffer ({IMAGE_FROM_BUFFER})"
         views = {"map": reason, "alias": reason}
     return {"buffer": everywhere, "texture": {**views, **everywhere}}

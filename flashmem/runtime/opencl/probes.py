@@ -253,7 +253,7 @@ IN_PLACE = "in place"
 IN_PLACE_WHEN_MAPPED = "in place, and changes are seen after a map"
 
 UNSEEN = "right, but later changes are not seen"
-"""A copy, or caches that are not coherent: the other kinds of memory tell which."""
+"""A copy, or caches that are not coherent. The other kinds of memory show which."""
 
 _AS_THE_RUNTIME = "file pages, shared, read only"
 """The kind of mapping in which the runtime has the weight file: it has to work, and one kind has to be in place."""
@@ -282,7 +282,7 @@ class _Reader:
     def judge(self, memory: mmap.mmap, numbers: Any, imported: Callable[[int], Any], file: int | None) -> str:
         """Whether the device reads `memory` through `imported`, and later changes by the host (through `file` if given) too.
 
-        The runtime never changes memory in use, but only a change tells memory in place from a copy. Where caches are not
+        The runtime never changes memory in use, but only a change shows whether memory is used in place. Where caches are not
         coherent, the device sees it after the host has mapped the buffer; a driver with a copy then restores the old numbers.
         """
         view = np.frombuffer(memory, np.uint32)

@@ -107,7 +107,7 @@ def _reasons(program: Program, device: Device) -> dict[TransferMode, str]:
     """Transfer modes of the device that cannot run the program, each with the reason."""
     reasons: dict[TransferMode, str] = {}
     if program.page_bytes % page_size():
-        reasons["map"] = f"its weights lie in pages of {program.page_bytes} bytes, and this system has pages of {page_size()}"
+        reasons["map"] = f"its weights are in pages of {program.page_bytes} bytes, and this system has pages of {page_size()}"
     if program.memory_path == "texture" and device.has_image_from_buffer:
         texels = device.image_pitch_alignment
         if any(part.row_pitch % (texels * TEXEL_BYTES[part.channel]) for part in program.slices if part.is_image):

@@ -35,8 +35,8 @@ def _never(load: Load) -> bool:
 class LoadedModel(Engine):
     """An engine whose plan and memory follow a budget that it shares with other models.
 
-    Any thread may ask for plans and the smallest budget, and wait for the warm-up. One thread at a time calls all other
-    methods: the runtime's own, or the one that loads ahead for it.
+    Any thread may request plans and the smallest budget, and wait for the warm-up. All other methods are called by one thread
+    at a time: the runtime's worker, or its load-ahead thread.
     """
 
     def __init__(
@@ -49,8 +49,7 @@ class LoadedModel(Engine):
         prepare: bool,
         verify_weights: bool = False,
     ) -> None:
-        """Open the bundle and its kernels; allocates nothing on the device yet. The last three arguments are those of
-        `Session`.
+        """Open the bundle and its kernels, without memory on the device. `Session` explains the last three arguments.
 
         Raises:
             UserError: the device lacks the mode, or cannot run the kernels.
@@ -59,8 +58,8 @@ class LoadedModel(Engine):
         chosen = mode_for(bundle, device.device, mode)
         opened = OpenedBundle(bundle, device.device, chosen, verify_weights=verify_weights)
         super().__init__(opened, device, apart=build_apart, warm_up=prepare)
-        self.begun_under: int | None = None  # the budget's limit when `current` began
-        self.bound_under: int | None = None  # limit of the bound program's plan, at its turn
+        self.begun_under: int | None = None  # the budget's limit at the start of `current`
+        self.bound_under: int | None = None  # the budget's limit for which the bound program was planned
         self._planning = threading.Lock()
         self._plans: dict[tuple[int | None, bool], OverlapPlan | BudgetError] = {}
         self._last_layout: tuple[OverlapPlan, PoolLayout] | None = None

@@ -83,7 +83,7 @@ class SharedSlice:
             return segment in self._segments
 
     def free(self, user: Hashable) -> None:
-        """Free all segments of `user`; drops pages that nobody else uses. None of them may be loading for it."""
+        """Free all segments of `user`; drops pages without another user. None of them may be loading for it."""
         with self._changed:
             for segment, pages in list(self._segments.items()):
                 mine = next((each for each in pages.users if each[0] == user), None)

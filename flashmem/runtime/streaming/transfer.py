@@ -63,7 +63,7 @@ class Transfer(ABC):
         self.load(part, segment, thread, turn)
 
     def complete(self, part: Slice, turn: TransferLoad) -> None:  # noqa: B027 - most modes have nothing left to do
-        """Finish the load of a slice, after all its segments are loaded and before anybody is told. Raises RunError."""
+        """Finish the load of a slice whose segments are all loaded. Launches wait for it. Raises RunError."""
 
     def take_arrived(self, names: Iterable[str]) -> list[Event]:
         """Remove and return the events of these slices in `arrived`; the caller makes the launch queue wait for them."""

@@ -3,7 +3,7 @@
 All calls that access the disk release the GIL.
 
 If a file is truncated, access to a mapped page behind its end kills the process with SIGBUS. So while kernels read the mapping
-(`guarded`), the process holds a lease on the file. Linux then lets nobody open it for writing or truncate it until the lease
+(`guarded`), the process holds a lease on the file. Linux then refuses to open it for writing or to truncate it until the lease
 ends, at the next launch, where the run fails with a message. Cases without that protection: a system or a file system without
 leases, a file of another user, or a file that was open for writing before. There, its size is checked before each launch, and a
 truncation during a launch can still kill the process. So can a launch that is longer than the 45 s that Linux waits

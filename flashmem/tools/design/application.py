@@ -269,7 +269,7 @@ class _Reader:
     def _tables(self, table: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
         found = table.get(name, [])
         if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
-            raise UserError(f"{self.path}: {name!r} stands there as one table; write [[{name}]]")
+            raise UserError(f"{self.path}: {name!r} is one table there; write [[{name}]]")
         return found
 
     def _list(self, table: Mapping[str, Any], name: str) -> list[Any]:

@@ -140,7 +140,7 @@ class _DaskTasks:
         elif isinstance(error, self._lost):  # dask cancels tasks when the scheduler ends
             what = f"the connection to its scheduler was lost ({type(error).__name__})"
         elif isinstance(error, RuntimeError) and "deserialization of the task graph" in str(error):
-            what = "its scheduler cannot read a point; install flashmem there as it is here"
+            what = "its scheduler cannot read a point; install the same flashmem there"
         else:
             return error
         return RunError(f"the dask cluster failed: {what}; finished points are kept")

@@ -217,7 +217,7 @@ def test_the_plan_says_what_later_runs_play(
     command = command_line(monkeypatch, capfd)
     done = command("plan", joined.path)
     assert done.code == 0 and "later runs have 0 other kernels, and 1 launches instead of 2" in done.out
-    assert "one launch instead of 2, of slices that lie side by side" in done.out
+    assert "one launch instead of 2, of contiguous slices" in done.out
     [row] = command("plan", joined.path, "--json").json["steady"]
     assert (row["first"], row["last"], row["resident"]) == (1, 2, True)
 
