@@ -21,7 +21,7 @@ _NOTHING = 256  # for places without a byte of the file
 
 
 def prepare(data: bytes) -> NDArray[np.int32]:
-    """The bytes of a file as the network takes them: the first and the last, without white space around them."""
+    """The input of the network: the first and the last bytes of a file, without white space around them."""
     first, last = data[:_BLOCK].lstrip()[:_HALF], data[-_BLOCK:].rstrip()[-_HALF:]
     tokens = np.full((1, 2 * _HALF), _NOTHING, np.int32)
     tokens[0, : len(first)] = list(first)

@@ -31,13 +31,15 @@ def romanise(name: str, encode: Run, decode: Run, country: str | None = None) ->
     """The most likely spelling of `name`, one letter after the other; each is given back to the decoder with its state.
 
     Raises:
-        UserError: the name is too long, or the network does not know the country.
+        UserError: the name is too long, or the network was not trained on the country.
         FileNotFoundError: the file of letters is missing.
     """
     tokens = json.loads(find("arabic_name_romanizer", "resources/vocab.json").read_text(encoding="utf-8"))["tokens"]
     number = {token: index for index, token in enumerate(tokens)}
     if (of := f"<{country or 'UNK_COUNTRY'}>") not in number:
-        raise UserError(f"the network knows no country {country!r}; name one by two capital letters, such as EG, or none")
+        raise UserError(
+            f"the network was not trained on country {country!r}; name one by two capital letters, such as EG, or none"
+        )
     if len(name) > _LETTERS - _BESIDE:
         raise UserError(f"{name!r} has {len(name)} letters; the network takes {_LETTERS - _BESIDE} at most")
     prefix = [number[of], number["<ROLE_UNKNOWN>"]]

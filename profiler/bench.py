@@ -1,4 +1,4 @@
-"""The bench: times launches as a session runs them, alone and with bytes streamed beside them.
+"""The bench: times launches as a session runs them, alone and with bytes streamed during them.
 
 The runtime's own executor repeats a launch in a *burst*. Each repeat reads its weights from another place, so from memory, as
 in a model, and not from a cache. Beside a loaded burst the runtime's own loader threads load slices of one chunk each, evenly

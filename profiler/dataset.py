@@ -1,7 +1,8 @@
 """The dataset: one row for each launch, transfer mode and amount of streamed bytes.
 
-While it grows it is a CSV file to which the rows of one launch at a time are appended. A row that a kill leaves incomplete is
-dropped when the profile resumes. Finished, it is NAME.profile.csv.gz. The record of a phone kit, a JSON file, contains one.
+During a measurement it is a CSV file to which the rows of one launch at a time are appended. A row that a kill leaves
+incomplete is dropped when the profile resumes. Finished, it is NAME.profile.csv.gz. The record of a phone kit, a JSON file,
+contains one.
 """
 
 from __future__ import annotations

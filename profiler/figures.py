@@ -48,7 +48,7 @@ def draw_response(rows: Sequence[Row], device: str, path: Path) -> None:
     chosen = [row for row in rows if row.features.memory_path == usual]
     modes = sorted({row.mode for row in chosen} - {"none"}, key=lambda mode: (mode == "interleave", mode))
     if not modes:
-        raise UserError(f"nothing was streamed beside the launches on the {usual} path; profile for more minutes")
+        raise UserError(f"nothing was streamed during the launches on the {usual} path; profile for more minutes")
     with figure(path, columns=len(modes), size=(4.6 * len(modes), 6.4), sharey=True, squeeze=False) as (drawn, axes):
         for axis, mode in zip(axes[0], modes, strict=True):
             _response_panel(axis, _responses(chosen, mode), mode)

@@ -243,7 +243,7 @@ def _measured_beside(prepared: Prepared, mode: TransferMode, ratios: Sequence[fl
 def _measure_launch(bench: Bench, target: Target, ratios: Sequence[float], number: int, pace: Callable[[], Pace]) -> list[Row]:
     """The rows of one launch: alone, and with load at `ratios` in the path's default mode and in one other mode, in rotation.
 
-    If a mode fails beside this launch, its rows end there.
+    If a mode fails during this launch, its rows end there.
 
     Raises:
         RunError: the device refuses the launch itself.

@@ -55,7 +55,7 @@ def profile(request: ProfileRequest, progress: Progress) -> Path:
 
 
 def retrain(dataset: Path, without: Sequence[str] = ()) -> Path:
-    """Train again on a finished dataset and write the models beside it; no device is needed.
+    """Train again on a finished dataset and write the models next to it; no device is needed.
 
     If the dataset contains the descriptor and none exists, it is written too. Returns the models' stem, or the path of the
     written descriptor. The record of a phone kit with too few launches gives a descriptor with measured rates and no models.

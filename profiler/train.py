@@ -46,7 +46,7 @@ def train(rows: Sequence[Row], basis: Basis) -> Predictor:
             f"{len(alone)} launches are too few to learn from, {LEAST_LAUNCHES} are the least; profile for more minutes"
         )
     if len(rows) == len(alone):
-        raise UserError("no launch was measured with bytes streamed beside it; profile for more minutes")
+        raise UserError("no launch was measured with bytes streamed during it; profile for more minutes")
     seconds = _train_seconds(alone, basis)
     slowdown = _train_slowdown(rows, alone, basis)
     origins = sorted({row.origin for row in rows})

@@ -49,7 +49,7 @@ class TuningRequest:
     """The request of a tuning. `minutes` limits this call; `families` limits it to these templates, empty for all."""
 
     device: str
-    output: Path | None = None  # None: beside the descriptor's file, if it has one, else the current folder
+    output: Path | None = None  # None: next to the descriptor's file, if it has one, else the current folder
     minutes: float = 4.0
     families: tuple[str, ...] = ()
     resume: bool = True

@@ -16,7 +16,7 @@ VARIABLE = "FLASHMEM_CACHE_DIR"
 _PRIVATE = 0o700
 _PROBE_BYTES = 1 << 16
 _TEMPORARY = ("/var/tmp", "/dev/shm")
-"""Folders for temporary files, beside the default one of `tempfile`."""
+"""Folders for temporary files, next to the default one of `tempfile`."""
 
 
 def cache_folder(kind: str) -> Path:
@@ -67,7 +67,7 @@ def is_foreign(folder: Path) -> bool:
 
 
 def make_private(folder: Path) -> None:
-    """Create a cache folder and its missing parents with access for this user only, whatever the umask. Raises OSError."""
+    """Create a cache folder and its missing parents with access for this user only, for any umask. Raises OSError."""
     missing = [folder]
     while not missing[-1].parent.exists():
         missing.append(missing[-1].parent)

@@ -18,7 +18,7 @@ A model compiled for several shapes has the first five files again for each furt
 variants share one weights.bin: a weight that two of them read is stored once. Their constants begin at the same offset; each
 variant reads as many bytes from there as it needs.
 
-The writer creates a bundle beside its destination and moves it into place by one rename (flashmem.bundle.writer). Opening a
+The writer creates a bundle next to its destination and moves it into place by one rename (flashmem.bundle.writer). Opening a
 bundle checks everything but the content of weights.bin. A session checks the constants, and on request each weight when it is
 read. `verify_weights` reads the whole file. Compiled kernels that are damaged, or made for another device or driver, are
 ignored; the kernels are compiled again.

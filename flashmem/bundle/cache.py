@@ -102,7 +102,7 @@ def forget(files: Path) -> None:
 
 
 def _make_private(path: Path) -> None:
-    """Allow access to a bundle's files for their owner only, whatever the umask."""
+    """Allow access to a bundle's files for their owner only, for any umask."""
     with suppress(OSError):  # another process is replacing it
         for each in (path, *path.rglob("*")):
             each.chmod(0o700 if each.is_dir() else 0o600)

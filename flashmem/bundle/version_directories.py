@@ -35,7 +35,7 @@ MANIFEST_BYTES = 64 << 20
 _VERSION_NAME = re.compile(r"[0-9a-f]{16}")
 _DRAFT = re.compile(r"\..+-[0-9a-f]{16}")
 _FLAT = ("program.json", "plan.json", "kernels.cl", "kernels_lane.cl", "weights.bin")
-"""Files beside the manifest in bundles of format 1."""
+"""Files next to the manifest in bundles of format 1."""
 
 
 def is_version_name(name: object) -> bool:

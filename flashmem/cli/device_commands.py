@@ -109,7 +109,7 @@ def tune(
             "--output",
             metavar="DIR",
             help="Folder for the tuning database and its descriptor.",
-            show_default="beside a descriptor in a file, else here",
+            show_default="next to a descriptor in a file, else here",
         ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume/--fresh", help="Measure missing configs, or start again.")] = True,

@@ -205,7 +205,7 @@ class Baseline:
         return min(plans, key=lambda plan: plan.objective)
 
     def _leanest_within(self, instance: Instance, budget: int, measure: Measure) -> OverlapPlan:
-        """The plan with the fewest bytes, for any W. If moving a weight needs staging beside its place, a larger W can need
+        """The plan with the fewest bytes, for any W. If moving a weight needs staging as well as its place, a larger W can need
         less memory: it saves more in flight than it adds.
 
         Raises:

@@ -73,9 +73,9 @@ def slowdown_curve(
 ) -> tuple[tuple[float, float], ...]:
     """s_l of `launch` in the form of `LayerSpec.beside`, at several amounts of bytes up to three times those it accesses.
 
-    A model's `loaded_seconds` end when both the launch and the loads beside it are done. If loader threads move the bytes, the
+    A model's `loaded_seconds` end when both the launch and the loads during it are done. If loader threads move the bytes, the
     clock models their time as a separate resource. Then s_l includes only the time that they cost the launch: the mode's
-    contention, while they work beside it.
+    contention, while they work during the launch.
     """
     alone = model.seconds(launch, weight_bytes)
     own = max(1, launch.bytes + weight_bytes)

@@ -61,7 +61,7 @@ class Session:
             bundle: a bundle or its path.
             device: "auto", or a name that `flashmem.runtime.request.options.device_here` accepts.
             mode: how weights are transferred; "auto" selects the mode of the bundle's plan, else the device's first.
-            strategy: "auto" follows the plan, whatever strategy made it; "preload" makes everything resident first, as other
+            strategy: "auto" follows the plan, of any strategy; "preload" makes everything resident first, as other
                 engines do; any other name must be the strategy that the bundle was compiled with.
             budget: most bytes to hold; the bundle's by default, and no limit with "preload".
             lanes: in mode "interleave", whether kernels copy weights while they compute; if not, separate launches between them

@@ -65,7 +65,7 @@ def _check_weights(plan: OverlapPlan, instance: Instance) -> None:
 
 
 def _check_memory(plan: OverlapPlan, instance: Instance) -> None:
-    """Check C2: the bytes beside W in the plan's mode, at every layer, and the bytes of that mode's layout."""
+    """Check C2: the bytes outside W in the plan's mode, at every layer, and the bytes of that mode's layout."""
     layers = len(instance.layers)
     change = [0] * (layers + 2)
     for w in plan.weights:
@@ -85,7 +85,7 @@ def _check_memory(plan: OverlapPlan, instance: Instance) -> None:
             raise PlanViolation("C2", f"{held} bytes in flight at layer {layer}, M_peak is {plan.m_peak}")
     layout = plan.layouts.get(plan.mode)
     if layout is not None and layout.in_flight_bytes > plan.m_peak:
-        raise PlanViolation("C2", f"the layout takes {layout.in_flight_bytes} bytes beside W, M_peak is {plan.m_peak}")
+        raise PlanViolation("C2", f"the layout takes {layout.in_flight_bytes} bytes outside W, M_peak is {plan.m_peak}")
 
 
 def _check_capacities(plan: OverlapPlan, instance: Instance) -> None:
@@ -96,7 +96,7 @@ def _check_capacities(plan: OverlapPlan, instance: Instance) -> None:
         if stated != spec.capacity:
             raise PlanViolation("C3", f"layer {layer} has capacity {stated}, the problem says {spec.capacity}")
     allowed = list(plan.capacities)
-    if plan.objective_kind != "paper":  # C_l does not limit it: `_check_seconds` counts the bytes moved beside each layer
+    if plan.objective_kind != "paper":  # C_l does not limit it: `_check_seconds` counts the bytes moved during each layer
         if plan.relaxed:
             raise PlanViolation("C3", f"a plan for {plan.objective_kind!r} relaxes C_l, which does not bind it")
         return
@@ -132,7 +132,7 @@ def _check_objective(plan: OverlapPlan) -> None:
 
 
 def _check_seconds(plan: OverlapPlan, instance: Instance) -> None:
-    """Recompute an objective in seconds, from the release times and the bytes moved beside each layer."""
+    """Recompute an objective in seconds, from the release times and the bytes moved during each layer."""
     if plan.objective_kind == "paper":
         return
     later = plan.objective_kind == "steady"

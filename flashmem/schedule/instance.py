@@ -15,7 +15,7 @@ from flashmem.schedule.plan import LOADER_THREADS
 class LayerSpec:
     """Layer l. `capacity` is C_l in chunks; `seconds` is its predicted latency while nothing is streamed.
 
-    `beside` is the slowdown s_l as a polyline of (bytes moved beside it, factor), both ascending, from (0, 1). Beyond its end
+    `beside` is the slowdown s_l as a polyline of (bytes moved during it, factor), both ascending, from (0, 1). Beyond its end
     the last slope continues. If it is empty, moved bytes do not slow the layer down.
     """
 
@@ -26,7 +26,7 @@ class LayerSpec:
     beside: tuple[tuple[float, float], ...] = ()
 
     def loaded_seconds(self, nbytes: float) -> float:
-        """t_l * s_l(b_l): the latency in seconds while `nbytes` bytes are moved beside the layer."""
+        """t_l * s_l(b_l): the latency in seconds while `nbytes` bytes are moved during the layer."""
         if not nbytes or len(self.beside) < 2:
             return self.seconds
         at = min(bisect_right(self.beside, (nbytes, 0.0), 1), len(self.beside) - 1)
@@ -55,7 +55,7 @@ class WeightSpec:
 
 @dataclass(frozen=True)
 class Instance:
-    """Layers 1..N, the weights they use, S (`chunk_bytes`) and M_peak (`m_peak`, bytes in flight beside W).
+    """Layers 1..N, the weights they use, S (`chunk_bytes`) and M_peak (`m_peak`, bytes in flight outside W).
 
     Resources: the disk reads `load_bandwidth` bytes per second into unified memory, from the opening of the session on. Layers
     run from `opening_seconds` on. The host forwards the bytes read at `host_bandwidth` bytes per second, to the source of

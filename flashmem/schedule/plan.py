@@ -184,7 +184,7 @@ class PoolLayout:
 
     @property
     def in_flight_bytes(self) -> int:
-        """Bytes beside W, which M_peak limits."""
+        """Bytes outside W, which M_peak limits."""
         return self.total_bytes - self.resident_bytes
 
 

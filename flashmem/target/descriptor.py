@@ -145,11 +145,11 @@ class DeviceDescriptor:
     configs: tuple[KernelConfig, ...] = ()  # for contractions, to choose from in addition to `tile`
     code: CodeStyle = field(default_factory=CodeStyle)  # how kernels are written for the device's compiler
     only: str = ""  # name of the one config to use wherever it is possible, for measurements
-    tuned: str = ""  # the tuning database beside the descriptor, without .tuned.csv; "": none
+    tuned: str = ""  # the tuning database next to the descriptor, without .tuned.csv; "": none
     command_buffers: bool = False  # whether recorded launches were faster in measurements (flashmem profile)
     probed: dict[str, str] = field(default_factory=dict)  # by extension, the `Device.driver` on which its probe passed
     rates: Rates = field(default_factory=Rates)
-    capacity_model: str = ""  # beside the descriptor: NAME.seconds.ubj (trained), or NAME.code.csv; "": the roofline
+    capacity_model: str = ""  # next to the descriptor: NAME.seconds.ubj (trained), or NAME.code.csv; "": the roofline
     pipelines: Pipelines | None = None  # for NAME.code.csv
     measured: bool = False
     measured_on: str = ""  # the processor of measured rates, as named by `runtime.opencl.processor.processor_of`
@@ -171,7 +171,7 @@ class DeviceDescriptor:
 
     @property
     def portable(self) -> DeviceDescriptor:
-        """The same descriptor without this machine's folders: files beside a descriptor file are named without a path."""
+        """The same descriptor without this machine's folders: files next to a descriptor file are named without a path."""
         return replace(self, capacity_model=Path(self.capacity_model).name, tuned=Path(self.tuned).name)
 
     def with_probed(self, probed: Mapping[str, str]) -> DeviceDescriptor:

@@ -11,7 +11,7 @@ class Pipelines:
 
     `lanes`: instructions of work-items issued; multiply-adds of halves, `half_rate` times as many. `texture_bytes` and
     `load_bytes`: bytes read through textures and from buffers, out of caches. `reached`: the share of these that kernels reach;
-    the rest is latency and misses of caches, which no compiler knows.
+    the rest is latency and misses of caches, which no compiler reports.
     """
 
     lanes: float

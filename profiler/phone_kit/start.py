@@ -28,7 +28,7 @@ def main() -> None:
             sys.exit(_refused("--folder needs a path"))
         folder = Path(words[at + 1])
         del words[at : at + 2]
-    if sys.version_info < (3, 11):  # noqa: UP036  the kit may meet any Python
+    if sys.version_info < (3, 11):  # noqa: UP036  a phone may have any Python
         sys.exit(_refused("this needs Python 3.11 or newer; type: pkg install python"))
     if importlib.util.find_spec("numpy") is None:
         sys.exit(_refused(f"this needs numpy; type: {_INSTALL}"))

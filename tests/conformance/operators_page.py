@@ -34,7 +34,7 @@ types and shapes. Larger ones are refused.
 - *Inputs*: element types of the inputs; the last named holds for all further ones. *float* is float16, bfloat16, float32 and
   float64, all computed in float32. Integers have 8 to 64 bits, signed or not, and keep them.
 - *Runs as*: an expression fused into its neighbours, a kernel, or a rewrite into other operators.
-- *Streams*: its class in the FlashMem paper's Table 5, which says how much may be streamed beside it.
+- *Streams*: its class in the FlashMem paper's Table 5, which says how much may be streamed during it.
 - *Tests*: the onnx package's node tests that pass, of those it has; `tests/conformance/onnx_nodes.txt` says why others fail.
 """
 

@@ -298,7 +298,7 @@ def test_too_little_teaches_nothing() -> None:
     for count in (0, 3):
         with pytest.raises(UserError, match=f"^{count} launches are too few"):
             train(at_usual_pace(law(count), BASIS), BASIS)
-    with pytest.raises(UserError, match="bytes streamed beside it"):
+    with pytest.raises(UserError, match="bytes streamed during it"):
         train([row for row in law(30) if row.mode == "none"], BASIS)
 
 

@@ -80,7 +80,7 @@ def test_the_programs_print_what_they_found(
         ("text_direction", ["absent.png"], "absent.png: no such file"),
         ("text_direction", [ROOT / "README.md"], "README.md is not an image that can be read"),
         ("speech_or_not", [ROOT / "README.md"], "README.md is not a WAV file that can be read"),
-        ("romanise_name", [NAME, "XX"], "the network knows no country 'XX'; name one by two capital letters"),
+        ("romanise_name", [NAME, "XX"], "the network was not trained on country 'XX'; name one by two capital letters"),
         ("romanise_name", [NAME * 4], "letters; the network takes 21 at most"),
     ],
 )

@@ -43,10 +43,10 @@ def print_report(dataset: Path, parts: Sequence[HeldOut]) -> None:
     verdicts = _print_parts(parts)
     trained_on, shipped = judged_by_shipped(dataset)
     if shipped:
-        print(f"\nthe models beside the dataset, trained on {', '.join(trained_on)}, asked for what they were not trained on:")
-        verdicts += [f"models beside the dataset: {verdict}" for verdict in _print_parts(shipped)]
+        print(f"\nthe models next to the dataset, trained on {', '.join(trained_on)}, asked for what they were not trained on:")
+        verdicts += [f"models next to the dataset: {verdict}" for verdict in _print_parts(shipped)]
     elif trained_on:
-        print(f"\nthe models beside the dataset were trained on all of it: {', '.join(trained_on)}")
+        print(f"\nthe models next to the dataset were trained on all of it: {', '.join(trained_on)}")
     else:
         print("\nbeside the dataset are no models that say what they were trained on")
     modes = sorted({row.mode for row in rows} - {"none"})

@@ -35,7 +35,7 @@ STEPS = (4.0, 3.0, 2.25, 1.75, 1.4, 1.2, 1.1, 1.0)
 NEAR = 1.25
 """Fixed limits up to this multiple of the least live bytes may give the smallest budget.
 
-Live bytes are estimated. Planning a program determines the size of the arena and of the slices beside it.
+Live bytes are estimated. Planning a program determines the size of the arena and of the slices.
 """
 
 NAMED = 6

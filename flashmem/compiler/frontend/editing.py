@@ -19,7 +19,7 @@ REASON = "flashmem.reason"
 
 _SMALL = 1 << 10  # the most elements of a constant that is evaluated
 
-# Operators that compute conditions. Folding knows shapes already.
+# Operators that compute conditions. Folding has the shapes already.
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "Add": np.add, "And": np.logical_and, "Equal": np.equal, "Greater": np.greater, "GreaterOrEqual": np.greater_equal,
     "Identity": lambda x: x, "Less": np.less, "LessOrEqual": np.less_equal, "Not": np.logical_not, "Or": np.logical_or,

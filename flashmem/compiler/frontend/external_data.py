@@ -111,7 +111,9 @@ def _inside(model_path: Path, location: str, tensor: str) -> Path:
             f"{model_path}: weight {tensor!r} is in {location!r}, outside the model's folder: only files in it are read"
         )
     if not file.is_file():
-        raise MissingFileError(f"{model_path}: the external data file {location!r} (weight {tensor!r}) is not beside the model")
+        raise MissingFileError(
+            f"{model_path}: the external data file {location!r} (weight {tensor!r}) is not next to the model"
+        )
     return file
 
 

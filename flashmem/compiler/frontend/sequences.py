@@ -53,7 +53,9 @@ class SequencePass(EditingPass):
             return f"{op} at a position computed at run time is not supported"
         end = len(items) + (op == "SequenceInsert")
         if position is not None and not -len(items) <= position < end:
-            raise UserError(f"{op} node {printable(node.name or '')!r} takes place {position} of a sequence of {len(items)}")
+            raise UserError(
+                f"{op} node {printable(node.name or '')!r} selects element {position} of a sequence of {len(items)}"
+            )
         if op == "SequenceInsert":
             fit(node, inputs[1] is not None)
             where = len(items) if position is None else int(position) % max(len(items), 1) if position < 0 else int(position)

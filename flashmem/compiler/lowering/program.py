@@ -47,9 +47,7 @@ class Generated:
     constants: NDArray[np.uint8]
     placements: Placements
     cuts: Cuts = field(default_factory=dict, repr=False)  # the slices of its packed weights
-    again: Callable[[], Generated | None] | None = field(
-        default=None, repr=False
-    )  # generates the program of later runs, for the same weight file
+    again: Callable[[], Generated | None] | None = field(default=None, repr=False)  # makes the program of later runs
 
     def write(self, sink: WeightSink, on_piece: OnPiece = lambda name, nbytes: None) -> None:
         """Write the weight file of this program alone: see `PackingList.write`."""

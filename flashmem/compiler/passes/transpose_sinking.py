@@ -187,7 +187,7 @@ class _Moves:
         return min(views, key=lambda view: not view.is_contiguous, default=None)
 
     def _brought(self, value: Value, order: ElementOrder) -> Value:
-        """The operand for `value` beside operands in `order`."""
+        """`value` as an operand together with operands in `order`."""
         if value.size == 1:
             return self.now(value) if len(value.shape) <= len(order.shape) else self._reshaped(value, (1,))
         parts = order.parts_of(value)

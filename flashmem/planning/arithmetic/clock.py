@@ -57,7 +57,7 @@ class Compute:
 
 
 def durations(instance: Instance, moves: Moves) -> list[float]:
-    """t_l * s_l(b_l) of every layer, with the bytes that `moves` puts beside it."""
+    """t_l * s_l(b_l) of every layer, with the bytes that are moved during it."""
     beside = [0] * len(instance.layers)
     uses = {w.name: w.first_use for w in instance.weights}
     for name, parts in moves.items():

@@ -29,5 +29,5 @@ def default_model(descriptor: DeviceDescriptor, memory_path: MemoryPath) -> Capa
     try:
         from flashmem.planning.capacity.predictor import Predictor  # imports xgboost only when it is needed
     except ImportError:
-        return Roofline(descriptor, "xgboost is not installed; it comes with flashmem[compile]")
+        return Roofline(descriptor, "xgboost is not installed; install flashmem[compile]")
     return Predictor.load(name, memory_path)

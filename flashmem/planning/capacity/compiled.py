@@ -1,8 +1,8 @@
 """A capacity model from compiled code: instructions that a GPU's own compiler needs, over the widths of its pipelines.
 
 The seconds of a launch are those of the busiest pipeline: arithmetic, texture reads, loads from buffers, memory. C_l follows:
-bytes stream beside a launch until one pipeline has no time left within the slowdown that the class tolerates. Counted
-instructions are in DEVICE.code.csv beside a descriptor, written by `python -m flashmem.profiler.phone_compilers.costs`.
+bytes stream during a launch until one pipeline has no time left within the slowdown that the class tolerates. Counted
+instructions are in DEVICE.code.csv next to a descriptor, written by `python -m flashmem.profiler.phone_compilers.costs`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class CompiledCode:
 
     @classmethod
     def load(cls, descriptor: DeviceDescriptor, path: MemoryPath) -> CompiledCode:
-        """The model whose file the descriptor names: beside it, or the shipped one, for a copy of a shipped descriptor.
+        """The model whose file the descriptor names: next to it, or the shipped one, for a copy of a shipped descriptor.
 
         Raises:
             UserError: the file is damaged, or the descriptor has no [pipelines].
@@ -157,7 +157,7 @@ class CompiledCode:
         return min(self.room(launch, weight_bytes, slowdown, mode).values())
 
     def room(self, launch: Launch, weight_bytes: int, slowdown: float, mode: TransferMode) -> dict[str, float]:
-        """The bytes that each pipeline, by name, can stream beside a launch within `slowdown`; the least is C_l."""
+        """The bytes that each pipeline, by name, can stream during a launch within `slowdown`; the least is C_l."""
         busy, each = self.busy(launch, weight_bytes), self._each_byte(mode)
         time = (1 + slowdown) * self.seconds(launch, weight_bytes) - self._descriptor.rates.launch_seconds
         return {name: max(0.0, time - busy.get(name, 0.0)) / cost for name, cost in each.items() if cost > 0}

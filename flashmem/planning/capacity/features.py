@@ -25,7 +25,7 @@ FAMILIES: Final = (
 """Kernel families: the templates. For other families, the size of the launch is its only feature."""
 
 MAX_RATIO: Final = 3.0
-"""The most bytes streamed beside a kernel when profiling, as a multiple of the bytes that it reads itself."""
+"""The most bytes streamed during a kernel when profiling, as a multiple of the bytes that it reads itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ _SHAPE: Final = tuple(each.name for each in fields(KernelShape))
 
 
 def launch_features(launch: Launch, weight_bytes: int, memory_path: MemoryPath) -> LaunchFeatures:
-    """The features of `launch`, which reads `weight_bytes` of weights beside its activations."""
+    """The features of `launch`, which reads `weight_bytes` of weights in addition to its activations."""
     return LaunchFeatures(
         **{name: getattr(launch.shape, name) for name in _SHAPE},
         operator_class=launch.operator_class,
@@ -114,7 +114,7 @@ def load_features(
     streamed: NDArray[np.float64],
     rates: NDArray[np.float64],
 ) -> Matrix:
-    """[kernels, LOAD_FEATURES]: `kernel_features`, and the load beside each kernel: `streamed` bytes at `rates` bytes a
+    """[kernels, LOAD_FEATURES]: `kernel_features`, and the load during each kernel: `streamed` bytes at `rates` bytes a
     second."""
     flags = np.array([[mode == known for known in TRANSFER_MODES] for mode in modes], np.float32)
     load = np.stack([np.log2(1 + streamed / 4096), streamed / own_bytes, streamed / rates / seconds], 1)

@@ -1,4 +1,4 @@
-"""Load capacity C_l: the bytes that can be streamed beside a launch within the slowdown its class tolerates (FlashMem 4.2).
+"""Load capacity C_l: the bytes that can be streamed during a launch within the slowdown its class tolerates (FlashMem 4.2).
 
 The planner uses the protocol `CapacityModel`. Two models implement it: `roofline.Roofline` over the rates of a descriptor, and
 `predictor.Predictor`, trained on measurements of `flashmem profile`. `choice.default_model` selects one for a descriptor.
@@ -19,9 +19,9 @@ THRESHOLDS: Final[dict[OperatorClass, float]] = {"hierarchical": 0.0, "reusable"
 
 
 class CapacityModel(Protocol):
-    """Latency of a launch, alone and with bytes streamed beside it.
+    """Latency of a launch, alone and with bytes streamed during it.
 
-    Seconds and bytes. `weight_bytes`: weights that the launch reads, beside its activations.
+    Seconds and bytes. `weight_bytes`: weights that the launch reads, in addition to its activations.
     """
 
     @property
@@ -30,11 +30,11 @@ class CapacityModel(Protocol):
         ...
 
     def seconds(self, launch: Launch, weight_bytes: int = 0) -> float:
-        """Latency with no bytes streamed beside it."""
+        """Latency with no bytes streamed during it."""
         ...
 
     def loaded_seconds(self, launch: Launch, weight_bytes: int, streamed_bytes: float, mode: TransferMode) -> float:
-        """Latency with `streamed_bytes` streamed beside it. It never falls as they grow."""
+        """Latency with `streamed_bytes` streamed during it. It never falls as they grow."""
         ...
 
     def streamable_bytes(self, launch: Launch, weight_bytes: int, slowdown: float, mode: TransferMode) -> float:

@@ -1,8 +1,8 @@
 """The trained predictor: two XGBoost models, trained on measurements of `flashmem profile` (FlashMem section 4.2, Figure 4).
 
 The first predicts the ratio of a kernel's latency to its roofline. The second predicts the factor by which streaming slows the
-kernel down; its predictions never fall as the streamed bytes grow. The models are files beside the descriptor, NAME.seconds.ubj
-and NAME.slowdown.ubj, in XGBoost's format. Their attributes contain the rates of the device that they need.
+kernel down; its predictions never fall as the streamed bytes grow. The models are two files next to the descriptor,
+NAME.seconds.ubj and NAME.slowdown.ubj, in XGBoost's format. Their attributes contain the rates of the device that they need.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ class Predictor:
         return self.seconds_of(launch_features(launch, weight_bytes, self._path))
 
     def loaded_seconds(self, launch: Launch, weight_bytes: int, streamed_bytes: float, mode: TransferMode) -> float:
-        """Latency with bytes streamed beside it. Beyond the profiled range (`MAX_RATIO`), more bytes add their full time."""
+        """Latency with bytes streamed during it. Beyond the profiled range (`MAX_RATIO`), more bytes add their full time."""
         features = launch_features(launch, weight_bytes, self._path)
         ratio = streamed_bytes / features.own_bytes
         within = self.slowdown_of(features, streamed_bytes, mode) * self.seconds_of(features)
         return within + max(0.0, ratio - MAX_RATIO) * features.own_bytes / self.basis.rate(self._path, mode)
 
     def streamable_bytes(self, launch: Launch, weight_bytes: int, slowdown: float, mode: TransferMode) -> float:
-        """The most bytes within a slowdown, at most as many as were profiled beside such a kernel."""
+        """The most bytes within a slowdown, at most as many as were profiled during such a kernel."""
         return self.streamable_of(launch_features(launch, weight_bytes, self._path), slowdown, mode)
 
     def seconds_of(self, features: LaunchFeatures) -> float:

@@ -1,4 +1,4 @@
-"""Operator classes learned from the measured response to streaming, beside those of the paper's Table 5.
+"""Operator classes learned from the measured response to streaming, compared with those of the paper's Table 5.
 
 An operator type's *tolerance* is the amount of streamed bytes, relative to the kernel's own input, at which its latency has
 grown by 20 %: the marker in the paper's Figure 2. Table 5 orders the classes by tolerance: reusable operators tolerate most,

@@ -10,7 +10,7 @@ from flashmem.target.descriptor import DeviceDescriptor
 def predict_seconds(launch: Launch, descriptor: DeviceDescriptor, weight_bytes: int = 0) -> float:
     """Predicted latency of one launch in seconds: the slower of arithmetic and memory traffic, plus the launch itself.
 
-    `weight_bytes`: bytes of weights it reads, beside the activations that the launch declares.
+    `weight_bytes`: bytes of weights it reads, in addition to the activations that the launch declares.
     """
     rates = descriptor.rates
     arithmetic = 2 * launch.macs / rates.flops_of(launch.shape.family)

@@ -108,8 +108,8 @@ class _Disk:
 def earliest_opens(layers: int, streamed: Sequence[WeightSpec], limit: int) -> dict[str, int]:
     """By weight, a lower bound on its release time for every plan inside `limit` bytes.
 
-    Each layer holds at least the weights that it uses and those first used at the next layer. A weight that does not fit beside
-    them cannot be in memory yet.
+    Each layer holds at least the weights that it uses and those first used at the next layer. A weight that does not fit
+    together with them cannot be in memory yet.
     """
     change = np.zeros(layers + 3, np.int64)
     for w in streamed:

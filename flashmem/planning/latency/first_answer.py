@@ -90,7 +90,7 @@ def late_moves(
 
     A chunk is moved between g_w (in mode `interleave`: the layer that first starts with its weight read) and i_w - 1. These
     windows open and close in order of use. So serving the latest use first, walking backwards, keeps most chunks within
-    capacity. Remaining chunks are moved beside layers whose successors wait anyway, by `clock`, as far as they fit. The rest is
+    capacity. Remaining chunks are moved during layers whose successors wait anyway, by `clock`, as far as they fit. The rest is
     spread over the last `near` layers of the window in proportion to their latency. Hierarchical operators get chunks only if
     the window has no other layers.
     """
@@ -116,7 +116,7 @@ def late_moves(
 def _serve(
     queue: Sequence[WeightSpec], opens: Sequence[int], left: list[int], moves: list[dict[int, int]], rooms: Sequence[int]
 ) -> None:
-    """Move the chunks `left` of `queue` (in order of use) beside layers with capacity `rooms`, walking backwards."""
+    """Move the chunks `left` of `queue` (in order of use) during layers with capacity `rooms`, walking backwards."""
     waiting: list[int] = []  # latest use first; entries before `head` are finished, or their window has closed
     head, unseen = 0, len(queue) - 1
     for layer in range(len(rooms), 0, -1):
@@ -223,7 +223,7 @@ class LimitedPlan:
     releases: dict[str, int]
     moves: Moves
     clock: Clock
-    held: int  # maximum, beside W
+    held: int  # maximum, outside W
     average: int
     left: int  # bytes in flight that lambda permits, at most M_peak: the bound is proven for plans within them
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from flashmem.schedule.instance import Instance
 
 _SENSITIVITY = {"elemental": 1.0, "reusable": 1.0, "hierarchical": 8.0}
-"""The cost factor of a chunk above capacity beside each class of operators (FlashMem Figure 4: hierarchical ones suffer)."""
+"""The cost factor of a chunk above capacity during each class of operators (FlashMem Figure 4: hierarchical ones suffer)."""
 
 _SCAN = 32
 """The number of layers, nearest to its use, that may move a chunk above capacity."""

@@ -16,7 +16,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class TaskAssignment:
-    """The assignment of one task in a design: a bundle (its folder's name beside the file), a device and its processor.
+    """The assignment of one task in a design: a bundle (its folder's name next to the file), a device and its processor.
 
     Also the bytes and the median seconds of the task when it runs alone.
     """
@@ -125,6 +125,6 @@ class Designs:
         if any(len(rule.sets) != len(self.sets) or not 0 <= rule.design < len(self.designs) for rule in self.policy):
             raise ValueError("a rule names an unknown set or design")
         if any(Path(part.bundle).name != part.bundle for design in self.designs for part in design.parts):
-            raise ValueError("a bundle is not beside the file")
+            raise ValueError("a bundle is not next to the file")
         if any(each is not None for each in last.sets) or last.memory is not True:
             raise ValueError("the last rule is not the one for little memory")

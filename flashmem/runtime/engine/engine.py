@@ -378,7 +378,7 @@ class Engine:
 
 @contextmanager
 def _of_the_request() -> Iterator[None]:
-    """While no launch runs: raise RequestError for all errors but RunError, which the next request would meet too."""
+    """While no launch runs: raise RequestError for all errors but RunError, which would fail the next request too."""
     try:
         yield
     except RunError:

@@ -216,7 +216,7 @@ class Executor:
         """Run all launches after `done`; `loader` loads the slices that they need (None: everything is resident). Calls `check`
         before each launch, and `after[launch]` once that launch is enqueued. No launch begins once `halted()` is true.
 
-        Returns the last launch when it is complete. Raises RunError when a load or a launch fails, and whatever `check` raises;
+        Returns the last launch when it is complete. Raises RunError when a load or a launch fails, and what `check` raises;
         launches may then still be running.
         """
         queue = self._queue

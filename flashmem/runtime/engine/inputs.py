@@ -148,7 +148,7 @@ def _checked(path: Path, port: Port, array: _Stored) -> _Stored:
 
 
 def _read(path: Path, name: str, archive: zipfile.ZipFile, array: _Stored) -> NDArray[Any]:
-    """The array itself; reads no more bytes than its port's size, whatever the file decompresses to."""
+    """The array itself; reads no more bytes than its port's size, for a file of any decompressed size."""
     result = np.empty(array.shape[::-1] if array.column_major else array.shape, array.dtype)
     flat: Any = result.reshape(-1).view(np.uint8)
     left = memoryview(flat)

@@ -62,7 +62,7 @@ class WarmUp:
     def begin(self, bound: BoundProgram) -> None:
         """After a run of `bound`: start preparing the steady kernels that the next run can use with the resident slices.
 
-        A failure is a warning before the next run, which goes on without them: this run's answer is complete.
+        After a failure, the next run warns and uses no steady kernels. The answer of this run is complete.
         """
         try:
             self._begin(bound)

@@ -28,7 +28,7 @@ _PROCESSORS = Path("/proc/cpuinfo")
 _FEATURES = ("flags", "Features", "isa", "features")
 """Lines of /proc/cpuinfo with a processor's instruction set extensions: x86, Arm, RISC-V, z."""
 _CONFIGURATION = "cl.cfg"
-"""A file beside Intel's runtime that sets its variables for all processes."""
+"""A file next to Intel's runtime that sets its variables for all processes."""
 
 
 def compile_target(platform_name: str, kind: str, environment: Mapping[str, str] = os.environ) -> str:

@@ -198,8 +198,8 @@ def descriptor_for(device: Device, probed: Mapping[str, str] = MappingProxyType(
 def _code(base: DeviceDescriptor, device: Device) -> CodeStyle:
     """The code style of `base`; on a GPU that no descriptor names, `mad` where `fma` is emulated.
 
-    Adreno's `fma` is emulated whatever the driver reports, and a descriptor of the GPU knows better than its driver: Mesa's
-    reports no fused multiply-add for a Mali, which has it.
+    Adreno's `fma` is emulated, also if the driver reports otherwise, and a descriptor of the GPU is more reliable than its
+    driver: Mesa's reports no fused multiply-add for a Mali, which has it.
     """
     emulated = not device.fuses or "qualcomm" in device.vendor.lower()
     return replace(base.code, multiply_add="mad") if base.name == _GENERIC_GPU and emulated else base.code

@@ -99,7 +99,7 @@ def _misfit(program: Program, device: Device) -> str:
         for part in program.slices:
             if part.width > width or (part.is_image and part.height > height):
                 size = f"{part.width} x {part.height}"
-                return f"has textures of {size} texels, and {device.name} takes them up to {width} x {height}"
+                return f"has textures of {size} texels, and {device.name} supports them up to {width} x {height}"
     return ""
 
 

@@ -18,8 +18,8 @@ _TURN_SECONDS = 1e-4
 class ShortTurns:
     """Context manager: while it is entered, Python threads switch at least every `_TURN_SECONDS`.
 
-    By default a thread that computes keeps the interpreter for 5 ms after another thread asks for it. The thread that enqueues
-    launches asks after each call of the driver, and the device waits with it. A plan of 0.4 s delayed a run by as much.
+    By default a thread that computes keeps the interpreter for 5 ms after another thread requests it. The thread that enqueues
+    launches requests it after each call of the driver, and the device waits with it. A plan of 0.4 s delayed a run by as much.
     """
 
     _lock: ClassVar = threading.Lock()

@@ -1,6 +1,6 @@
 """Open models and answers to requests, as users see them.
 
-An answer calls all its callbacks, whatever one of them raises. `concurrent.futures` logs an Exception of a callback, and calls
+An answer calls all its callbacks, even if one of them raises. `concurrent.futures` logs an Exception of a callback, and calls
 the next one. A KeyboardInterrupt or a SystemExit ends its loop, and leaves the method that completed the future: waiting
 threads would wait for ever. Here such an exception waits until all callbacks have run. A user's thread then receives it from
 the method that it called. The thread of a runtime, which other models depend on, logs it.

@@ -141,7 +141,7 @@ class Worker:
         raised = []
         for answer in mine:
             if answer.set_running_or_notify_cancel():
-                answer.set_exception(RunError("the model was closed before its turn came; open it again"))
+                answer.set_exception(RunError("the model was closed before its turn; open it again"))
                 raised.append(answer.raised())
         self.have_done(lambda: self._close_variants(model, "close was called"))
         for error in raised:

@@ -184,7 +184,7 @@ def tests(number: int, folder: Path) -> Iterator[SelfTestResult]:
 
         copying = count * _COPY_BYTES / rate
         hidden = (alone + copying - min(_seconds(both) for _ in range(2))) / min(alone, copying)
-        said = f"{rate / 1e9:.1f} GB/s; {100 * min(1.0, max(0.0, hidden)):.0f} % of a copy passes beside a kernel"
+        said = f"{rate / 1e9:.1f} GB/s; {100 * min(1.0, max(0.0, hidden)):.0f} % of a copy passes during a kernel"
         return SelfTestResult("copies during kernels", True, said, rate)
 
     yield guarded("build a kernel", build)

@@ -2,7 +2,7 @@
 
 A process is a generator. It yields `Work` (an amount of one resource, whose speed decides the time) or a condition to wait for.
 Between two events all speeds are constant, so time advances to the next completion. One function maps the busy resources to
-speeds; it models how works share a resource (a bus) or slow each other (kernels beside a copy). A resource can also be used by
+speeds; it models how works share a resource (a bus) or slow each other (kernels during a copy). A resource can also be used by
 one work at a time (a disk, a copy engine).
 """
 

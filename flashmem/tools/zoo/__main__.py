@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--size", type=int, help="in what `flashmem zoo list` names (default: the model's own)")
     parser.add_argument("--exporter", choices=("dynamo", "legacy"), default="dynamo")
-    parser.add_argument("--external-data", action="store_true", default=None, help="weights in a file beside the model")
+    parser.add_argument("--external-data", action="store_true", default=None, help="weights in a file next to the model")
     parser.add_argument("--dynamic", action="store_true", help="leave batch and sequence symbolic")
     parser.add_argument("--opset", type=int, default=OPSET)
     parser.add_argument("--seed", type=int, default=0)

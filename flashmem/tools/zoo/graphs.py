@@ -395,6 +395,6 @@ def zoo_graph(name: str) -> Graph:
 
 
 def check_architecture(name: str) -> None:
-    """Raise UserError unless `zoo_graph` knows `name`."""
+    """Raise UserError unless `zoo_graph` has `name`."""
     if name not in _ZOO:
         raise UserError(f"no architecture {name!r} in the zoo: choose one of {', '.join(_ZOO)}")

@@ -533,7 +533,7 @@ def test_wrong_external_data(location: str, entries: dict[str, str], message: st
 def test_missing_files(path: Path) -> None:
     with pytest.raises(MissingFileError, match="no model at"):
         import_model(path)
-    with pytest.raises(MissingFileError, match=r"external data file 'gone' \(weight 'w'\) is not beside the model"):
+    with pytest.raises(MissingFileError, match=r"external data file 'gone' \(weight 'w'\) is not next to the model"):
         import_model(weighted(path, "gone"))
 
 

@@ -59,7 +59,7 @@ def test_another_device_is_one_sentence(travelled: Bundle) -> None:
     ("changes", "message"),
     [
         ({"max_alloc_bytes": 1000}, "has .* bytes of activations in one buffer, and .* allocates at most 1000 at a time"),
-        ({"image_max_width": 4, "image_max_height": 4}, "has textures of .* texels, and .* takes them up to 4 x 4"),
+        ({"image_max_width": 4, "image_max_height": 4}, "has textures of .* texels, and .* supports them up to 4 x 4"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_a_sentence(travelled: Bundle, changes: dict[str, Any], message: str) -> None:

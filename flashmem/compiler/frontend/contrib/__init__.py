@@ -87,7 +87,7 @@ def why_not(node: ir.Node) -> str | None:
     """Why `node`, of a domain that is not ONNX's, was not expanded, and what to do; None if it is not ONNX Runtime's."""
     name = f"{node.domain}.{node.op_type}"
     if node.domain == _BLOCKED:
-        return f"{name} keeps its weights in blocks whose size only the machine that wrote them knows: {_SAVE_EXTENDED}"
+        return f"{name} keeps its weights in blocks whose size depends on the machine that wrote them: {_SAVE_EXTENDED}"
     if node.domain != DOMAIN and not node.domain.startswith(("com.ms.", "com.microsoft.")) and node.domain != "ai.onnx.contrib":
         return None
     if (reason := node.metadata_props.get(_REASON)) is not None:

@@ -77,7 +77,7 @@ def zoo_class(module: str, name: str) -> Any:
     found = getattr(zoo_module(module), name, None)
     if found is None:
         package = module.partition(".")[0]
-        raise UserError(f"this {package} has no {name}: install the release that flashmem's `zoo` extra asks for")
+        raise UserError(f"this {package} has no {name}: install the release that flashmem's `zoo` extra requires")
     return found
 
 
