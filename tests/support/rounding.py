@@ -206,6 +206,8 @@ def _step(
         given = [None if x is None else x.noisy[sample] for x in operands]
         if node.op_type in OPAQUE:
             given = [x if node.op_type in _PLACES and i else _shaken(x, eps, random) for i, x in enumerate(given)]
+            if node.op_type == "GridSample" and given[1] is not None:  # x of the grid means the position (x + 1) / 2
+                given[1] = _moved(given[1], np.full_like(given[1], eps), random)
         made = run(given)
         if node.op_type in SUMS:
             total = run([np.abs(x) if x is not None and x.dtype.kind == "f" else x for x in given])
@@ -234,7 +236,7 @@ def _function(
         value = ReferenceEvaluator(_alone(node, [], opset)).run(None, {})[0]
         array = np.asarray(value)
         return lambda arrays: [array.astype(np.float64) if array.dtype == np.float32 else array]
-    if node.op_type in _BY_RUNTIME:
+    if opset >= _BY_RUNTIME.get(node.op_type, opset + 1):
         return lambda arrays: _by_runtime(node, arrays, opset)
     if by_numpy(node):
         return lambda arrays: _outputs(node, NUMPY[node.op_type](node, *arrays))
@@ -254,8 +256,11 @@ def _outputs(node: onnx.NodeProto, made: Array | tuple[Array, ...]) -> list[Arra
     return [np.asarray(each) for each, _ in zip(made if isinstance(made, tuple) else (made,), node.output, strict=False)]
 
 
-_BY_RUNTIME = frozenset({"MaxPool", "Pad", "QLinearConv"})
-"""Operators that ONNX Runtime computes in float64 or in integers, and the reference evaluator wrongly or not at all."""
+_BY_RUNTIME = {"DeformConv": 19, "GridSample": 20, "MaxPool": 1, "Pad": 1, "QLinearConv": 10, "RoiAlign": 16}
+"""Operators that ONNX Runtime computes in float64 or in integers, from these operator sets on.
+
+The reference evaluator lacks them, computes positions in float32, or moves them to the border before it interpolates cubically.
+"""
 
 
 def _by_runtime(node: onnx.NodeProto, arrays: Sequence[Array | None], opset: int) -> list[Array]:
