@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from flashmem.base.types import TEXEL_BYTES
 from flashmem.compiler.ir.builder import constant
 from flashmem.compiler.ir.graph import Graph
+from flashmem.compiler.lowering.templates import KernelLibrary
 from flashmem.profiler.cases import Precision, targets_of
-from flashmem.profiler.shapes import Attention, Matmul, RowSoftmax
+from flashmem.profiler.shapes import Attention, RowSoftmax
 from flashmem.profiler.sketch import Sketch
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.target.descriptor import DeviceDescriptor
@@ -27,9 +29,9 @@ def kernels_of(descriptor: DeviceDescriptor) -> dict[str, str]:
 
 
 def lane_kernels_of(descriptor: DeviceDescriptor) -> dict[str, str]:
-    """The kernels that only copy weights, one for each memory path."""
-    [target] = targets_of(Matmul(ROWS, DEPTH, COLUMNS).graph(), descriptor, "fp32", "phones", "lane")
-    return {name: text for name, text in kernel_texts(target.source.lane).items() if name.startswith("lane_copy")}
+    """The kernels that only copy weights: to buffers, and to textures of each channel type."""
+    source = KernelLibrary(descriptor.code).source("buffer", tuple(TEXEL_BYTES))
+    return {name: text for name, text in kernel_texts(source.lane).items() if name.startswith("lane_copy")}
 
 
 _Case = tuple[Graph, DeviceDescriptor, Precision]

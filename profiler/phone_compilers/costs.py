@@ -23,6 +23,9 @@ from flashmem.target.kernel_configs.contraction import Contraction
 
 _PACKED = ("matmul", "conv")
 _FAMILIES = (*_PACKED, "matmul_dynamic", "depthwise", "attention")
+_LANES = (f"{LANE}_buffer", f"{LANE}_float")
+"""Copies of the weights of fp32 models."""
+
 _LANE_BYTES = 64
 """Bytes that a work-item of a lane's copy moves at a time."""
 
@@ -41,7 +44,7 @@ def codes_of(report: CompilerReport, descriptor: DeviceDescriptor) -> list[Kerne
     """
     if report.failures:
         raise UserError(f"{', '.join(report.failures)}: does not build for {report.gpu.name}")
-    found = [_lane(each) if each.kernel.startswith(LANE) else _code(each, descriptor) for each in report.kernels]
+    found = [_lane(each) if each.kernel in _LANES else _code(each, descriptor) for each in report.kernels]
     return [each for each in found if each is not None]
 
 

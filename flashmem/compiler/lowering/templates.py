@@ -27,9 +27,10 @@ _PLACEHOLDER = "KERNEL_NAME"
 DEFAULT_STYLE = CodeStyle()
 """The code style of CPUs and of GPUs that no descriptor says more about."""
 
-_LANE_UNITS, _STAGED_UNITS, _COPY_UNITS = 2, 1, 4
+_LANE_UNITS, _STAGED_UNITS, _COPY_UNITS, _SMALL_COPY_UNITS = 2, 1, 4, 8
 """Units of the copy stream that a work-item copies at a time: in a kernel that computes; in a staged contraction, whose sums
-and next stage fill the registers; and in a kernel that only copies, so that many reads are in flight.
+and next stage fill the registers; in a kernel that only copies, so that many reads are in flight; in one that copies texels of
+4 or 8 bytes, whose places cost a phone more instructions than the texels.
 """
 
 
@@ -124,7 +125,9 @@ class KernelLibrary:
         }
         kinds: list[LaneKind] = ["buffer", *sorted({*channels, lane} - {"buffer"})]
         for kind in kinds:
-            text = _rendered("common/lane_copy", Lane(kind, _COPY_UNITS), _TemplateValues({}), self._style)
+            small = kind not in ("float", "buffer") and not self._style.divisions
+            lane_copy = Lane(kind, _SMALL_COPY_UNITS if small else _COPY_UNITS)
+            text = _rendered("common/lane_copy", lane_copy, _TemplateValues({}), self._style)
             laned[f"lane_copy_{kind}"] = text.replace(_PLACEHOLDER, f"lane_copy_{kind}")
         return Source(
             plain=kernel_source({name: _prelude(text) + text for name, text in self._plain.items()}),
