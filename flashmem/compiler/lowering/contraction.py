@@ -37,6 +37,9 @@ _TEMPLATES = {
 DEPTH_BLOCK = 64
 """The most steps of depth between two steps of the copy stream. A folded texture also ends a step at the end of a fold."""
 
+ROW_PIXELS, MOST_TAPS = 4, 11
+"""Depthwise convolution on phones: outputs of a row that a work-item computes, and the most taps across that it writes out."""
+
 
 def _tile(
     context: LoweringContext,
@@ -305,24 +308,33 @@ def lower_depthwise(context: LoweringContext, group: FusionGroup) -> None:
     binding = read_weights(context, node, blocks=False)
     stored, accumulator = context.stored(group.output), REGISTER[y.dtype]
     storage = "float32" if binding.storage == "float16" else binding.storage.replace("int4", "int8")
+    kernel_h, kernel_w = weight.shape[2:]
+    stride_h, stride_w = node.attributes["strides"]
+    dilation_h, dilation_w = node.attributes["dilations"]
+    pads = node.attributes["pads"][:2]
+    activation = context.stored(x)
+    floats = (accumulator, storage) == ("float", "float32") and activation in ("float", "half") and binding.scale is None
+    vectors = context.descriptor.code.vector_loads and floats and columns == channels and vector == 4 and columns % 4 == 0
+    in_rows = vectors and kernel_w <= MOST_TAPS and 4 * x.size < MOST_OFFSET
+    config = PlainContraction("depthwise", ROW_PIXELS if in_rows else 1, vector, vector, families=("depthwise",))
     plain = ContractionTile(
-        PlainContraction("depthwise", 1, vector, vector, families=("depthwise",)),
-        weights=storage, scalar=accumulator, activation=context.stored(x),
-        stored=stored, aligned_columns=columns % 4 == 0,
-    )  # fmt: skip
-    floats = (accumulator, storage) == ("float", "float32") and plain.activation in ("float", "half") and binding.scale is None
-    if context.descriptor.code.vector_loads and floats and columns == channels and vector == 4 and plain.aligned_columns:
-        plain = replace(plain, depth_vector=vector)
+        config, weights=storage, scalar=accumulator, activation=activation, stored=stored, aligned_columns=columns % 4 == 0
+    )
     tile = _with(plain, replace(binding, block=0))
+    values: dict[str, Any]
+    if in_rows:
+        template, lines = "contraction/depthwise_row", batch * out_height * -(-out_width // ROW_PIXELS)
+        values = {"taps": kernel_w, "stride": stride_w, "reads": _reads(kernel_w, stride_w, dilation_w)}
+        of_kernel = [kernel_h, stride_h, dilation_h]
+    else:
+        template, lines, values = "contraction/depthwise", rows, {"multiplier": columns // channels}
+        of_kernel = [kernel_h, kernel_w, stride_h, stride_w, dilation_h, dilation_w]
+    dims = [rows, height, width, columns, out_height, out_width, *of_kernel, *pads]
     epilogue = context.epilogue(group, vector)
-    items = (-(-columns // vector), rows)
+    items = (-(-columns // vector), lines)
     local = context.work_group(items)
     kernel = context.kernels.kernel(
-        "contraction/depthwise",
-        t=tile,
-        attributes=context.attributes(local),
-        multiplier=columns // channels,
-        **context.epilogue_values(epilogue),
+        template, t=tile, attributes=context.attributes(local), **values, **context.epilogue_values(epilogue)
     )
     read, dtype = binding.codes, np.dtype(storage)
     if read is None:
@@ -332,10 +344,6 @@ def lower_depthwise(context: LoweringContext, group: FusionGroup) -> None:
             weight.name, dtype.itemsize * weight.size, lambda: np.ascontiguousarray(read().reshape(columns, -1).T, dtype)
         )
     zeros = context.zeros(columns)
-    dims = [
-        rows, height, width, columns, out_height, out_width, *weight.shape[2:], *node.attributes["strides"],
-        *node.attributes["dilations"], *node.attributes["pads"][:2],
-    ]  # fmt: skip
     args = [
         context.operand(x),
         packed,
@@ -345,8 +353,17 @@ def lower_depthwise(context: LoweringContext, group: FusionGroup) -> None:
         *context.operand_args(epilogue),
         *dims,
     ]
-    shape = KernelShape(rows=rows, columns=columns, depth=weight.size // columns, run=columns, vector=vector)
+    shape = KernelShape("depthwise", rows, columns, weight.size // columns, run=columns, vector=vector)
     context.launch(group, kernel, args, items, local, shape, macs=rows * weight.size)
+
+
+def _reads(taps: int, stride: int, dilation: int) -> list[tuple[int, list[tuple[int, int]]]]:
+    """The pixels of an image's row that `ROW_PIXELS` outputs read, from the first on, and the (output, tap) pairs of each."""
+    uses: dict[int, list[tuple[int, int]]] = {}
+    for pixel in range(ROW_PIXELS):
+        for tap in range(taps):
+            uses.setdefault(pixel * stride + tap * dilation, []).append((pixel, tap))
+    return sorted(uses.items())
 
 
 def _lower_dynamic(context: LoweringContext, group: FusionGroup) -> None:

@@ -24,6 +24,7 @@ A bundle may carry entries, in the same form as files, one after the other (`pac
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
@@ -42,6 +43,8 @@ Build = Callable[[Mapping[str, RequiredKernel]], Mapping[str, bytes]]
 FORMAT_VERSION = 3
 _LENGTH_BYTES = 8
 _KEY_DIGITS = 64
+_COMPUTES_IN_HALF = re.compile(rf"(?<!#ifdef {HALF_ARITHMETIC}\n)^#pragma OPENCL EXTENSION {HALF_ARITHMETIC}", re.MULTILINE)
+"""A kernel's text that needs arithmetic in half, and has no other way for devices without it."""
 
 
 class CachedKernels:
@@ -87,7 +90,7 @@ class CachedKernels:
         missing: dict[str, RequiredKernel] = {}
         for each in wanted:
             self._names.add(each.name)
-            if HALF_ARITHMETIC in each.text and HALF_ARITHMETIC not in context.device.extensions:
+            if HALF_ARITHMETIC not in context.device.extensions and _COMPUTES_IN_HALF.search(each.text):
                 raise UserError(
                     f"the bundle's kernels compute in half ({HALF_ARITHMETIC}), which {context.device.name} does not; "
                     "compile the model for this device"

@@ -40,6 +40,10 @@ def _model() -> Nodes:
     nodes.node("Conv", image, nodes.constant(numbers(6, 8, 3, 3)), group=2, dilations=[1, 2])
     nodes.node("Conv", image, nodes.constant(numbers(5, 16, 1, 1)))
     nodes.node("Conv", image, nodes.constant(numbers(16, 1, 3, 3)), pads=[1, 1, 1, 1], group=16)
+    for kernel, strides, dilations, pads in (((3, 5), [2, 2], [1, 1], [1, 2, 0, 3]), ((2, 3), [1, 1], [2, 3], [1, 0, 2, 5])):
+        weight = nodes.constant(numbers(16, 1, *kernel))
+        product = nodes.node("Conv", image, weight, pads=pads, strides=strides, dilations=dilations, group=16)
+        nodes.node("Sigmoid", *product)
     nodes.node("Conv", nodes.input(numbers(1, 6, 8, 7)), nodes.constant(numbers(6, 6, 3, 2)), pads=[1, 0, 1, 1])
     nodes.node("ConvTranspose", image, nodes.constant(numbers(16, 8, 3, 3)), strides=[2, 2])
     nodes.node("MaxPool", nodes.input(numbers(1, 6, 9, 8)), kernel_shape=[2, 2])
@@ -94,6 +98,7 @@ def _compared(device: str, path: MemoryPath, phone: str, precision: str, config:
 @pytest.mark.filterwarnings("ignore::flashmem.base.errors.FlashmemWarning")
 def test_the_same_bits(device: str, path: MemoryPath, phone: str, precision: str, tmp_path: Path) -> None:
     plain, written = _compared(device, path, phone, precision, "tile", tmp_path)
+    assert "depthwise_row_" in written and "depthwise_row_" not in plain
     assert "const float4 q0 = *(__global const float4*)" in written and "float part[" not in written
     assert "NEAREST" not in written and ("NEAREST" in plain) == (path == "texture")
 

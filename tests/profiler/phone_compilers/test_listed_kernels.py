@@ -11,7 +11,7 @@ from flashmem.target.descriptor import load_descriptor
 from tests.support.phone_compilers import need_compilers
 
 EMULATED = 4.0
-"""Issue slots for each multiply-add of a contraction or attention. At least as many show an operation emulated in software."""
+"""Issue slots for each multiply-add of a product, a convolution or attention. At least as many show emulated arithmetic."""
 
 LEAST_WAVES = {"attention": 6}
 """Waves that an Adreno's core must hold, of 16, by family; 4 for others."""
@@ -30,7 +30,7 @@ def _broken(report: CompilerReport) -> set[str]:
     for each in report.kernels:
         loop = each.main_loop
         family = each.kernel.partition("-")[0]
-        multiplies = family in (*CONTRACTIONS, "attention")
+        multiplies = family in (*CONTRACTIONS, "attention", "depthwise")
         if loop is not None and loop.stack:
             broken.add(f"{each.kernel}: stack")
         if multiplies and (loop is None or loop.slots_per_mac is None or loop.slots_per_mac >= EMULATED):

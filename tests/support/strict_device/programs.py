@@ -21,6 +21,7 @@ from tests.support.strict_device.transfers import Waits, commands, reals
 _MAGIC = b"strict device: source\n"
 _COMMENTS = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _PRAGMA = re.compile(r"#\s*pragma\s+OPENCL\s+EXTENSION\s+(\w+)\s*:\s*(?:enable|require)")
+_CONDITION = re.compile(r"^#\s*ifdef (cl_\w+)\n.*?^#\s*(?:else|endif)", re.DOTALL | re.MULTILINE)
 _STANDARD = re.compile(r"-cl-std=CL(\d)\.(\d)")
 _OPTIONAL = {  # names in kernels, and the extension that defines each
     r"\bdouble\d*\b": "cl_khr_fp64",
@@ -104,6 +105,7 @@ class StrictProgram:
 def check_source(world: World, source: str, options: Sequence[str]) -> None:
     """Raise BrokenRuleError if a program uses a feature that the profile lacks."""
     profile, text = world.profile, _COMMENTS.sub(" ", source)
+    text = _CONDITION.sub(lambda part: part[0] if part[1] in profile.extensions else "", text)
     wanted = set(_PRAGMA.findall(text))
     wanted |= {extension for pattern, extension in _OPTIONAL.items() if re.search(pattern, text)}
     for extension in sorted(wanted - profile.extensions):
