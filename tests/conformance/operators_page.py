@@ -27,9 +27,9 @@ ONNX operator sets 7 to {NEWEST_OPSET}.
 Operators that are not listed and that ONNX defines by others run as their definition.
 
 Control flow is decided when compiling. A Loop whose number of iterations is known by then, every Scan, sequences and optional
-values become plain nodes, at most {UNROLLED} for all loops. An If takes its branch if its condition is a constant; if it is
-computed at run time, both branches are computed, and one is chosen: they may have {CHOSEN} nodes together, and outputs of equal
-types and shapes. Larger ones are refused.
+values become plain nodes, at most {UNROLLED} for all loops. An If with a constant condition becomes one of its branches. If the
+condition is computed at run time, both branches are computed, and one result is chosen. They may have {CHOSEN} nodes together,
+and outputs of equal types and shapes. Larger ones are refused.
 
 - *Inputs*: element types of the inputs; the last named holds for all further ones. *float* is float16, bfloat16, float32 and
   float64, all computed in float32. Integers have 8 to 64 bits, signed or not, and keep them.
