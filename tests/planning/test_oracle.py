@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from random import Random
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,17 +15,13 @@ from flashmem.planning.latency.first_answer import first_plan, judged
 from flashmem.planning.opg.lc_opg import solve
 from flashmem.planning.opg.objective import PaperInstance
 from flashmem.planning.opg.relaxation import relaxed
+from flashmem.program.tensors import Slice
 from flashmem.schedule.instance import Instance, WeightSpec
-from tests.planning.oracle import (
-    FirstCase,
-    PaperCase,
-    best_cost,
-    fastest,
-    first_case,
-    first_findings,
-    paper_case,
-    paper_findings,
-)
+from flashmem.schedule.plan import OverlapPlan, PlannedWeight, TextureSlot
+from flashmem.schedule.staging_slots import staging_slots
+from tests.planning.oracle.first import FirstCase, fastest, first_case, first_findings
+from tests.planning.oracle.paper import PaperCase, best_cost, paper_case, paper_findings
+from tests.planning.oracle.slots import SlotCase, slot_case, slot_findings
 from tests.support.planning_instances import layers_of
 
 
@@ -35,6 +35,11 @@ def first_cases(draw: st.DrawFn) -> FirstCase:
     return first_case(lambda options: draw(st.sampled_from(options)))
 
 
+@st.composite
+def slot_cases(draw: st.DrawFn) -> SlotCase:
+    return slot_case(lambda options: draw(st.sampled_from(options)))
+
+
 @given(paper_cases())
 @settings(max_examples=60, deadline=None)
 def test_nothing_false_is_said_of_the_papers_objective(case: PaperCase) -> None:
@@ -45,6 +50,12 @@ def test_nothing_false_is_said_of_the_papers_objective(case: PaperCase) -> None:
 @settings(max_examples=60, deadline=None)
 def test_nothing_false_is_said_of_the_first_answer(case: FirstCase) -> None:
     assert not first_findings(case)[1]
+
+
+@given(slot_cases())
+@settings(max_examples=60, deadline=None)
+def test_nothing_false_is_said_of_budgets_and_slots(case: SlotCase) -> None:
+    assert not slot_findings(case)[1]
 
 
 def short_of_room() -> PaperCase:
@@ -97,3 +108,36 @@ def test_a_plan_that_relaxes_a_capacity_is_not_called_optimal() -> None:
     plan = solve(instance, preload_limit=0)
     assert plan.relaxed == ((1, 1),) and plan.objective == plan.bound
     assert plan.status == "heuristic"
+
+
+def one_slot_for_all(images: Sequence[tuple[Slice, int, int]]) -> tuple[tuple[TextureSlot, ...], dict[str, int]]:
+    largest = max((part for part, _, _ in images), key=lambda part: part.file_bytes, default=None)
+    if largest is None:
+        return (), {}
+    slot = TextureSlot(largest.width, largest.height, largest.channel, largest.file_bytes)
+    return (slot,), {part.name: 0 for part, _, _ in images}
+
+
+def halves(planned: Sequence[tuple[Slice, PlannedWeight]]) -> tuple[tuple[int, ...], dict[str, int]]:
+    sizes, slot_of = staging_slots(planned)
+    return tuple(size // 2 for size in sizes), slot_of
+
+
+def too_sure(instance: Instance, plan: OverlapPlan) -> OverlapPlan:
+    return replace(judged(instance, plan), bound=1.01 * plan.objective)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "said"),
+    [
+        ("flashmem.planning.memory.layout.colour_slots", one_slot_for_all, "share a slot at once"),
+        ("flashmem.planning.memory.layout.staging_slots", halves, "does not fit its staging slot"),
+        ("tests.planning.oracle.slots.judged", too_sure, "above the optimum"),
+    ],
+)
+def test_the_oracle_finds_wrong_slots_and_bounds(
+    name: str, wrong: Callable[..., Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(name, wrong)
+    found = [finding for n in range(80) for finding in slot_findings(slot_case(Random(f"wrong {n}").choice))[1]]
+    assert any(said in each for each in found)
