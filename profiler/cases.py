@@ -286,7 +286,7 @@ def sampled(index: int, seed: int, descriptor: DeviceDescriptor) -> Target | Non
 
 
 def _variant(descriptor: DeviceDescriptor, choice: float) -> PlainTile:
-    """Another tile; if work-groups have more than one item, also another work-group."""
+    """A kernel config with another tile and, if work-groups have several items, another work-group."""
     tile = replace(descriptor.tile, **TILES[int(choice * len(TILES))])
     if math.prod(tile.local_size) > 1:
         tile = replace(tile, local_size=LOCAL_SIZES[int(choice * 97) % len(LOCAL_SIZES)])

@@ -91,7 +91,7 @@ def find_or_make(name: str, make: Callable[[Path], Bundle]) -> Bundle:
 
 
 def forget(files: Path) -> None:
-    """Invalidate a damaged bundle of the cache; the next `find_or_make` writes it again.
+    """Invalidate a damaged bundle of the cache, so that the next `find_or_make` compiles it again.
 
     `files` is its version directory.
     """

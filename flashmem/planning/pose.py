@@ -22,7 +22,7 @@ def pose(
     m_peak: int,
     notes: tuple[str, ...] = (),
 ) -> Instance:
-    """The planning problem of `program`'s weights and of `layers`, on a device with the rates of `descriptor`."""
+    """Build the planning instance for the weights of `program` and for `layers`, with the rates of `descriptor`."""
     rates = descriptor.rates
     sizes = {part.name: part.nbytes for part in program.slices}
     weights = [WeightSpec(name, sizes[name], first, last) for name, (first, last) in program.uses().items()]

@@ -244,7 +244,7 @@ class OverlapPlan:
 
     @property
     def proof(self) -> str:
-        """`status` and the objective in words, for people."""
+        """The status and the objective of the plan as a readable text."""
         proven = f", gap {self.gap:.2%}" if not self.status.startswith("optimal") and self.bound > 0 else ""
         return f"{self.status} for {OBJECTIVE_NAMES[self.objective_kind]}{proven}"
 

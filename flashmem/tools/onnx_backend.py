@@ -65,7 +65,7 @@ class Representation(onnx.backend.base.BackendRep):
 
         Args:
             inputs: an array or TensorProto for each input that is not an initializer, in the model's order or by name.
-            kwargs: none is known; ONNX's interface passes them.
+            kwargs: refused; ONNX's interface can pass them.
 
         Raises:
             UserError: flashmem cannot run the model or an input (UnsupportedModelError: its operators).
@@ -158,7 +158,7 @@ class Backend(onnx.backend.base.Backend):
             device: "CPU" or "GPU" for the first device of that kind, or a name as for `flashmem run --device`.
             memory_path: where kernels read weights from, as in `flashmem.compile`.
             mode: the transfer mode, as in `flashmem.compile`.
-            kwargs: none is known; ONNX's interface passes them.
+            kwargs: refused; ONNX's interface can pass them.
 
         Raises:
             NoDeviceError: no such device.

@@ -124,5 +124,5 @@ def _size_or_name(dim: onnx.TensorShapeProto.Dimension) -> str:
 
 
 def _is_name(symbol: str) -> bool:
-    """Whether `symbol` means one size: some exporters write `?` or `None` into every open dimension."""
+    """Whether `symbol` names one dimension. Some exporters write `?` or `None` for every dynamic dimension instead."""
     return any(letter.isalpha() for letter in symbol) and symbol.lower() not in ("none", "unknown")

@@ -55,7 +55,7 @@ class PointwiseBody:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The sizes and strides that the index expressions name f0, f1 ..."""
+        """Sizes and strides that index expressions use as the kernel arguments f0, f1 ..."""
         return self._placed[1]
 
     @cached_property

@@ -76,7 +76,7 @@ class _Matched:
         self.joined: dict[str, Joined] = {}
 
     def launch(self, cold: Sequence[Launch], made: Launch) -> Launch | None:
-        """`made` with the first program's arguments; None if it gains nothing, or would access other memory than `cold`."""
+        """`made` with the arguments of the first program; None if it is no better, or accesses memory that `cold` does not."""
         same = (made.kernel, made.global_size, made.local_size)
         if len(cold) == 1 and same == (cold[0].kernel, cold[0].global_size, cold[0].local_size):
             return None

@@ -109,7 +109,7 @@ class _Rows:
         return len(self.x.shape) - 1
 
     def _row(self, value: Value) -> tuple[int, ...] | None:
-        """The shape of a row, if the other dimensions of `value` are those of `x`."""
+        """The shape of a row of `value` if all its other dimensions equal those of `x`, else None."""
         return value.shape[self._rank :] if value.shape[: self._rank] == self.x.shape[:-1] else None
 
     def _computed(self, value: Value) -> _Columns | None:

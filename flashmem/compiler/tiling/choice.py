@@ -363,7 +363,7 @@ class PatchChoice:
 
 
 def _free(peak: int, chosen: Sequence[_Tried], count: int) -> tuple[int, int]:
-    """The groups around `peak` outside the chosen chains."""
+    """The longest range of groups around `peak` without a chosen chain: its first and last group."""
     first = max((tried.chain.last + 1 for tried in chosen if tried.chain.last < peak), default=0)
     last = min((tried.chain.first - 1 for tried in chosen if tried.chain.first > peak), default=count - 1)
     return first, last

@@ -47,7 +47,7 @@ def weight_matrix(node: Node) -> tuple[int, int]:
 
 
 def phases_of(node: Node) -> tuple[int, int]:
-    """Phases of a transposed convolution down and across, by which its taps are packed: its strides; (1, 1) if it has none.
+    """Phases of a transposed convolution, vertical and horizontal: its strides, or (1, 1) if its taps are not packed by phase.
 
     Outputs whose distance is a multiple of the stride see the same taps, every stride-th, if dilation and stride have no common
     factor: they are one phase (sub-pixel convolution, Shi et al., CVPR 2016). Volumes and weights that are computed at run time
@@ -67,7 +67,7 @@ def _by_phase(taps: Sequence[int], phases: Sequence[int]) -> list[int]:
 
 
 def weight_columns(node: Node, array: NDArray[Any]) -> Columns:
-    """Reader of the columns of `array`: those weights, or their scales, whose depth may be less."""
+    """A function that reads columns of `array`: the weights, or their scales, which may have a smaller depth."""
     if node.op.startswith("MatMul"):
         matrix = array.reshape(array.shape[-2:])
         if node.attributes["transposed"]:

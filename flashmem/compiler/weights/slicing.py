@@ -45,7 +45,7 @@ class Slicing:
         return packing.slices(min(max(self.least, min(wished, self.most or wished)), MOST_BYTES))
 
     def widest(self, column_bytes: int) -> int | None:
-        """The most columns of `column_bytes` each in a panel that keeps slices within these sizes; None: any."""
+        """The widest panel, in columns of `column_bytes`, with which slices stay within these sizes; None for any width."""
         return None if self.most is None else max(self.least, self.most) // column_bytes
 
 

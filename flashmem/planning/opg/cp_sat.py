@@ -120,7 +120,7 @@ class CpSat:
         return (preload if found else None), bound
 
     def _pending(self, preload: frozenset[str], layer: int) -> tuple[int, int]:
-        """B and R of the choice model at `layer`, from the weights used after it. Both are 0 after the last layer."""
+        """State of the choice model at `layer`: chunks and units of bytes that wait to be moved for weights used after it."""
         instance = self.paper.instance
         unit = Unit.of(instance, [w for w in instance.weights if w.name in self.alone])
         arrivals: defaultdict[int, list[str]] = defaultdict(list)

@@ -14,7 +14,7 @@ from flashmem.schedule.instance import Instance
 
 
 def soft_ceiling(instance: Instance) -> tuple[int, ...]:
-    """How far the soft threshold raises C_l: twice its value and one chunk more; no increase during hierarchical operators."""
+    """C_l raised by the soft threshold: doubled, plus one chunk; unchanged for hierarchical operators."""
     return tuple(spec.capacity if spec.operator_class == "hierarchical" else 2 * spec.capacity + 1 for spec in instance.layers)
 
 

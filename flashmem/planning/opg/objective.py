@@ -108,7 +108,7 @@ class PaperInstance:
         return int(held_bytes(self.instance, releases, plan.moves).max()) <= self.instance.m_peak
 
     def _inside(self) -> tuple[Instance, ...]:
-        """The problem, also with less of M_peak, down to half: staging needs at most as much again as SRPT counts."""
+        """The problem; in `interleave` also with M_peak reduced down to half, because staging can double what SRPT counts."""
         if self.instance.mode != "interleave":
             return (self.instance,)
         return tuple(replace(self.instance, m_peak=self.instance.m_peak * part // 10) for part in range(10, 4, -1))

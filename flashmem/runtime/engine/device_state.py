@@ -47,7 +47,7 @@ class DeviceInUse:
 
     @property
     def beside(self) -> Queue:
-        """A second queue, for commands that must not wait for the running launches; created on first use."""
+        """A second queue, for commands that must not wait for launches in progress. It is created on first use."""
         if self._beside is None:
             self._beside = self.context.queue()
         return self._beside

@@ -31,7 +31,7 @@ class _Turn:
         self.steps: list[tuple[Step, float]] = []
 
     def did(self, what: Step) -> None:
-        """Record that `what` took until now."""
+        """Record the time since the last call as spent on `what`."""
         self.steps.append((what, time.perf_counter()))
 
     def wait_for_release(self) -> None:
@@ -42,7 +42,7 @@ class _Turn:
 
 
 class _StoppedError(Exception):
-    """The run ends, and the load with it."""
+    """The run stops, so its load stops."""
 
 
 class LoaderRun:

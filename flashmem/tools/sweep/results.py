@@ -95,7 +95,7 @@ def _key(row: Row) -> tuple[str, ...]:
 
 
 def _text(value: Cell) -> str:
-    """The text of a cell; floats in the shortest form that parses to the same value."""
+    """The text of a cell: floats in the shortest form that parses to the same value."""
     if value is None:
         return ""
     return repr(value) if isinstance(value, float) else str(value)
