@@ -277,7 +277,7 @@ def sampled(index: int, seed: int, descriptor: DeviceDescriptor) -> Target | Non
     if len(listed) > 1 and tile_unit < 0.25:
         descriptor = replace(descriptor, only=listed[int(choice * len(listed))].name)
     elif family in ("matmul", "conv", "matmul_dynamic") and tile_unit < 0.35:
-        descriptor = replace(descriptor, tile=_variant(descriptor, choice))
+        descriptor = replace(descriptor, tile=_other_config(descriptor, choice))
     precision: Precision = "fp16" if family in ("matmul", "conv") and half_unit < 0.2 else "fp32"
     found = targets_of(maker(draw), descriptor, precision, SAMPLE, f"{family}-{index}")
     kernels = (family, "matmul") if family == "conv" else (family,)  # a 1x1 convolution is a matmul
@@ -285,7 +285,7 @@ def sampled(index: int, seed: int, descriptor: DeviceDescriptor) -> Target | Non
     return wanted[-1] if wanted else None
 
 
-def _variant(descriptor: DeviceDescriptor, choice: float) -> PlainTile:
+def _other_config(descriptor: DeviceDescriptor, choice: float) -> PlainTile:
     """A kernel config with another tile and, if work-groups have several items, another work-group."""
     tile = replace(descriptor.tile, **TILES[int(choice * len(TILES))])
     if math.prod(tile.local_size) > 1:

@@ -17,7 +17,6 @@ from ortools.sat.python import cp_model
 from flashmem.planning.arithmetic.solver import cp_solver
 from flashmem.planning.opg.cp_models import FullModel, Unit, Window
 from flashmem.planning.opg.objective import Decision, PaperInstance
-from flashmem.planning.opg.relaxation import relaxed
 
 _WINDOW = 1000
 """The number of layers that one window decides."""
@@ -30,9 +29,6 @@ _FULL_MODEL_MOVES = 4000
 
 _POLISHED_WEIGHTS = 2000
 """The most weights of a plan that is polished: one exchange requires a walk over all of them."""
-
-_RELAXING, _ROUNDINGS = 0.3, 16
-"""The share of the time for the linear relaxation, and the number of thresholds at which its fractional W is rounded."""
 
 _FOUND = (cp_model.OPTIMAL, cp_model.FEASIBLE)
 
@@ -63,8 +59,6 @@ class CpSat:
                 return None, 0
             bound = max(bound, proven)
             best = paper.repaired(preload)
-        if best is not None and best.cost > bound:
-            best, bound = self._relaxed(best, bound)
         if best is not None and best.cost > bound and len(paper.chunks) <= _POLISHED_WEIGHTS:
             best = paper.polished(best, self.deadline - (0.8 * self._remaining() if solvable else 0))
         if solvable and self._remaining() > 0 and (best is None or best.cost > bound):
@@ -73,17 +67,6 @@ class CpSat:
             if found is not None and (best is None or found.cost < best.cost):
                 best = found
         return best, bound
-
-    def _relaxed(self, best: Decision, bound: int) -> tuple[Decision, int]:
-        """The bound of the linear relaxation, and the best plan from its W, rounded."""
-        found = relaxed(self.paper, self.alone, _RELAXING * self._remaining())
-        if found is None:
-            return best, bound
-        for most in sorted({round(share, 3) for share in found.preload.values() if share < 1})[-_ROUNDINGS:]:
-            plan = self.paper.repaired(self.fixed | {name for name, share in found.preload.items() if share > most})
-            if plan is not None and plan.cost < best.cost:
-                best = plan
-        return best, max(bound, found.bound)
 
     def _windows(self) -> Iterator[tuple[int, int]]:
         """(first, last) layer that each window decides, from the last layer backwards."""
