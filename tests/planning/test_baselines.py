@@ -9,12 +9,13 @@ from hypothesis import example, given, settings
 
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
-from flashmem.planning.baselines import Baseline, WeightedOperator, fastest_within
+from flashmem.planning.baselines import Baseline, WeightedOperator, fastest, fastest_within
 from flashmem.planning.latency.first_answer import first_plan
 from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.schedule.check import check
 from flashmem.schedule.instance import Instance, WeightSpec
 from flashmem.schedule.plan import OverlapPlan, PlannedWeight, PlanViolation, Strategy
+from tests.planning.oracle import first as exhaustive
 from tests.support.planning_instances import instances, layers_of, slices_for
 
 STRATEGIES: tuple[Strategy, ...] = ("on-demand", "always-next", "next-operator", "same-op", "resident-first")
@@ -102,7 +103,10 @@ def _operators(instance: Instance) -> list[WeightedOperator]:
 @given(instances())
 @settings(max_examples=150, deadline=None)
 def test_every_strategy_keeps_the_rules_and_the_bound_of_our_plan(instance: Instance) -> None:
-    """A strategy may be faster than `first_plan`, which tries one order for weights of one layer; its plan is used then."""
+    """A strategy may be faster than `first_plan`, which tries one order for weights of one layer; its plan is used then.
+
+    So a strategy's plan refutes a bound that is too high, even in problems that are too large for exhaustive search.
+    """
     operators = _operators(instance)
     for strategy in STRATEGIES[:4]:
         baseline = Baseline(strategy, operators)
@@ -113,9 +117,29 @@ def test_every_strategy_keeps_the_rules_and_the_bound_of_our_plan(instance: Inst
             check(plan, inside)
             assert plan.bound <= plan.objective + 1e-9
             if strategy != "on-demand":  # which also streams the weights of layer 1, and so may need less
-                ours = first_plan(inside)
-                assert ours.bound <= min(ours.objective, plan.objective) * (1 + 1e-9)
+                assert first_plan(inside).bound <= plan.objective * (1 + 1e-9)
                 assert held(plan) - sum(w.nbytes for w in plan.weights if w.preload) <= m_peak
+
+
+@given(instances(most_layers=4, most_weights=3, most_chunks=2))
+@settings(max_examples=100, deadline=None)
+def test_no_plan_is_faster_than_the_fastest_of_all(instance: Instance) -> None:
+    """Compared with exhaustive search under a separate clock: the strategies' plans, ours, and the one that a user gets."""
+    operators = _operators(instance)
+    for strategy in STRATEGIES[1:4]:
+        baseline = Baseline(strategy, operators)
+        inside = replace(instance, m_peak=max(1, baseline.smallest(instance, baseline.least_preload(instance))[0]))
+        plan, ours, used = baseline.plan(inside), first_plan(inside), fastest(inside, operators, frozenset(), 0.0)
+        resident = frozenset(w.name for w in plan.weights if w.preload)
+        best = exhaustive.fastest(inside, resident)
+        assert best is not None
+        for each in (plan, ours, used):
+            moves = {w.name: w.moves for w in each.weights if not w.preload}
+            assert moves.keys() == {w.name for w in plan.weights} - resident
+            played = exhaustive.seconds_of(inside, resident, {w.name: w.read_layer for w in each.weights}, moves)
+            assert each.objective == pytest.approx(played, rel=1e-9, abs=0) and best <= played * (1 + 1e-9)
+        assert ours.bound <= best * (1 + 1e-9)
+        assert used.objective <= min(plan.objective, ours.objective) * (1 + 2e-6)
 
 
 @given(instances(whole_chunks=True))
