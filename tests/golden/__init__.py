@@ -27,6 +27,7 @@ from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.target.descriptor import load_descriptor
 from flashmem.tools.zoo.graphs import zoo_graph
+from tests.support.decoders import Decoder, llama, smollm2
 
 HERE = Path(__file__).parent
 DATA = HERE.parent / "data"
@@ -62,6 +63,16 @@ Make = Callable[[Path], Graph]
 
 def _exported(name: str) -> Make:
     return lambda folder: import_model(DATA / f"{name}.onnx", {}, why_unsupported)
+
+
+def _decoder(decoder: Callable[[], Decoder]) -> Make:
+    """A decoder that exporters would write, of two layers."""
+
+    def made(folder: Path) -> Graph:
+        onnx.save(decoder().model(), folder / "decoder.onnx")
+        return import_model(folder / "decoder.onnx", {}, why_unsupported)
+
+    return made
 
 
 def _known(name: str) -> Make:
@@ -104,6 +115,7 @@ MODELS: dict[str, Make] = {
     "gpt2": _known("gpt2"),
     "gptneo-125m": _known("gptneo-125m"),
     "gptneo-tiny-dynamic-quantised": _quantised("gptneo-tiny", "dynamic"),
+    "llama-layers": _decoder(llama),
     "llama2-13b": _known("llama2-13b"),
     "mobilenetv2": _known("mobilenetv2"),
     "resnet-tiny-qoperator": _quantised("resnet-tiny", "QOperator"),
@@ -111,6 +123,7 @@ MODELS: dict[str, Make] = {
     "sam2-narrow": _exported("sam2-narrow"),
     "sam2-narrow-decoder": _exported("sam2-narrow-decoder"),
     "sd-tiny-unet": _exported("sd-tiny-unet"),
+    "smollm2-layers": _decoder(smollm2),
     "vit-b16": _known("vit-b16"),
     "vit-tiny-qdq": _quantised("vit-tiny", "QDQ"),
     "whisper-medium-encoder": _known("whisper-medium-encoder"),
