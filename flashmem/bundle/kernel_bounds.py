@@ -13,8 +13,8 @@ Comments that start with `//@` precede a kernel:
                                           element reads it, and before it writes
 
 Expressions are C's on integers, with + - * / % and min, evaluated by interval arithmetic. `global_0` is the launch's own size,
-and `layers` the number of layers. Reads of the operands e0, e1 ... at `row` and `col` are found in the kernel's function
-`NAME_epilogue`.
+and `layers` the number of layers. Reads of the operands e0, e1 ... at `row` and `col` are found in the kernel's
+functions `NAME_prologue` and `NAME_epilogue`.
 
 A write must end at the tensor's last element; a read may extend into the slack behind it. A written tensor may share no element
 with another tensor of the launch, except with one that the kernel states in `over`.
@@ -237,10 +237,11 @@ def parsed_kernels(source: str) -> dict[str, Kernel]:
         for line in kernel.stated:
             _state(kernel, line)
         behind = match.end()
-        start = source.find(f"{name}_epilogue(")
-        body = source[start : source.find("\n}", start)] if start >= 0 else ""
-        for pointer, index, width in _loads(body[body.find("{") :]):
-            kernel.touched.append((pointer, (_parsed(index),), width))
+        for function in ("prologue", "epilogue"):
+            start = source.find(f"{name}_{function}(")
+            body = source[start : source.find("\n}", start)] if start >= 0 else ""
+            for pointer, index, width in _loads(body[body.find("{") :]):
+                kernel.touched.append((pointer, (_parsed(index),), width))
         found[name] = kernel
     return found
 
@@ -291,7 +292,7 @@ def _state(kernel: Kernel, line: str) -> None:
 
 
 def _loads(body: str) -> list[tuple[str, str, int]]:
-    """The reads of an epilogue's function: (operand, index, elements from there on)."""
+    """The reads of a pointwise function: (operand, index, elements from there on)."""
     vectors = [(match[2], _until(body, match.end(), ")"), int(match[1] or 1)) for match in _LOAD.finditer(body)]
     return vectors + [(match[1], _until(body, match.end(), "]"), 1) for match in _SUBSCRIPT.finditer(body)]
 

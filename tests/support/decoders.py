@@ -147,5 +147,5 @@ def llama(layers: int = 2) -> Decoder:
 
 
 def smollm2(layers: int = 2) -> Decoder:
-    """Like SmolLM2-135M, of a third of its width: a third as many heads for keys, one word after twelve, whose keys are kept."""
+    """Like SmolLM2-135M, of a third of its width: a third as many heads for keys; one word after twelve, with a cache."""
     return Decoder(layers, 192, 6, 2, 512, words=1, past=12)

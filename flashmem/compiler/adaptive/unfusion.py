@@ -148,7 +148,7 @@ def cut_point(group: FusionGroup, consumers: Mapping[Value, Sequence[Node]], out
     if group.moved is not None:
         return None
     for at in (*range(1, len(group.epilogue)), 0) if group.epilogue else ():
-        before: Sequence[Node] = group.nodes[: at + 1]
+        before: Sequence[Node] = (group.main, *group.epilogue)[: at + 1]
         inside = [node.outputs[0] for node in before[:-1]]
         if not any(value in outputs or any(user not in before for user in consumers.get(value, ())) for value in inside):
             cut: Node = group.epilogue[at]

@@ -327,6 +327,15 @@ class LoweringContext:
             "finish": f"KERNEL_NAME_epilogue({', '.join(names)})",
         }
 
+    def prologue(self, group: FusionGroup, split: int, vector: int, epilogue: PointwiseBody) -> PointwiseBody:
+        """The pointwise body of the prologue of `group`; columns are the dimensions from `split` on.
+
+        Its operands follow those of `epilogue` among the kernel's parameters.
+        """
+        behind = len(epilogue.operands), len(epilogue.numbers)
+        domain = group.main.input(0).shape
+        return PointwiseBody(tuple(group.prologue), None, domain, split, vector, self.storage, behind=behind)
+
     def vectors(self, vector: int) -> dict[str, Any]:
         """Template variables for the types of a vector of `vector` elements."""
         kinds = Vector(vector)

@@ -36,7 +36,8 @@ class PointwiseBody:
 
     `seed` is the value that is already in registers (None if everything is loaded). `storage` gives the stored type of a value.
     `overwritten`: the operand whose memory the kernel's output overwrites. `down`: a vector holds rows `row`, `row` + 1 ... of
-    one column, and the function has the number of `rows` as a further parameter.
+    one column, and the function has the number of `rows` as a further parameter. `behind`: how many operands and numbers of
+    another body precede those of this one among the kernel's parameters.
     """
 
     nodes: tuple[Node, ...]
@@ -47,6 +48,7 @@ class PointwiseBody:
     storage: Callable[[Value], StoredType]
     down: bool = False
     overwritten: Value | None = None
+    behind: tuple[int, int] = (0, 0)
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -64,7 +66,7 @@ class PointwiseBody:
 
         def argument(number: int) -> str:
             numbers.append(number)
-            return f"f{len(numbers) - 1}"
+            return f"f{self.behind[1] + len(numbers) - 1}"
 
         size_as = argument if self.vector >= _DIVIDED and not self.down else str
         inside = {node.outputs[0] for node in self.nodes} | {self.seed}
@@ -89,15 +91,16 @@ class PointwiseBody:
 
     def parameters(self) -> list[str]:
         """Kernel parameters, in the order of `operands`, then of `numbers`."""
-        pointers = [
-            f"__global const {STORED[self.storage(o.value)]}*{' restrict' if o.value is not self.overwritten else ''} e{i}"
-            for i, o in enumerate(self.operands)
+        kinds = [
+            f"__global const {STORED[self.storage(o.value)]}*{' restrict' if o.value is not self.overwritten else ''}"
+            for o in self.operands
         ]
-        return pointers + [f"const int f{i}" for i in range(len(self.numbers))]
+        return [f"{kind} {name}" for kind, name in zip([*kinds, *["const int"] * len(self.numbers)], self.names(), strict=True)]
 
     def names(self) -> list[str]:
         """Names of the kernel parameters."""
-        return [f"e{i}" for i in range(len(self.operands))] + [f"f{i}" for i in range(len(self.numbers))]
+        operands, numbers = self.behind
+        return [f"e{operands + i}" for i in range(len(self.operands))] + [f"f{numbers + i}" for i in range(len(self.numbers))]
 
     def places(self) -> list[str]:
         """Parameters for the position of a vector, in the order of the function's parameters."""
@@ -130,7 +133,7 @@ class PointwiseBody:
         for i, operand in enumerate(self.operands):
             dtype = operand.value.dtype
             variables[operand.value] = f"x{i}"
-            lines.append(f"    const {vector.of(dtype)} x{i} = {self._load(operand, f'e{i}')};")
+            lines.append(f"    const {vector.of(dtype)} x{i} = {self._load(operand, self.names()[i])};")
         for i, node in enumerate(self.nodes, start=1):
             names = [variables[value] for value in self._inputs(node)]
             expression, dtype = REGISTRY[node.op].expression, node.outputs[0].dtype

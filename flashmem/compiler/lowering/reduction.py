@@ -11,7 +11,7 @@ from flashmem.compiler.ir.graph import Value
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.operators.reduction import whole_rows
-from flashmem.compiler.operators.vector import REGISTER, Vector, scalar_literal
+from flashmem.compiler.operators.vector import REGISTER, STORED, Vector, scalar_literal
 from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.kernel_configs.rows import RowConfig
 from flashmem.target.workload import Workload
@@ -89,10 +89,10 @@ def lower_reduction(context: LoweringContext, group: FusionGroup) -> None:
     x, axes = node.input(0), node.attributes["axes"]
     outer, depth = math.prod(x.shape[: axes[0]]), math.prod(x.shape[axes[0] : axes[-1] + 1])
     values = _template_values(context, group)
-    pointers = [context.operand(x), context.tensor(group.output)]
     if whole_rows(node):
-        _lower_rows(context, group, values, pointers, outer, depth)
+        _lower_rows(context, group, values, outer, depth)
     else:
+        pointers = [context.operand(x), context.tensor(group.output)]
         _lower_columns(context, group, values, pointers, outer, depth, math.prod(x.shape[axes[-1] + 1 :]))
 
 
@@ -103,24 +103,47 @@ def _config(context: LoweringContext, group: FusionGroup, rows: int, depth: int)
     return config
 
 
-def _lower_rows(
-    context: LoweringContext, group: FusionGroup, values: dict[str, Any], pointers: list[Arg], outer: int, depth: int
-) -> None:
+def _prologue(context: LoweringContext, group: FusionGroup, body: PointwiseBody) -> dict[str, Any]:
+    """Template values of a prologue: its function, the call that computes a vector, and the type in which it is kept, or "".
+
+    A kept value is the one that its readers load: rounded, if it is stored in half.
+    """
+    if not group.prologue:
+        return {"prologue": "", "computed_vector": "", "rounded_vector": "", "kept": ""}
+    kind = context.storage(body.result)
+    return {
+        "prologue": body.function("KERNEL_NAME_prologue"),
+        "computed_vector": f"KERNEL_NAME_prologue({', '.join(['row', 'AT', *body.names()])})",
+        "rounded_vector": Vector(body.vector).rounded("v") if group.keeps and kind == "float16" else "",
+        "kept": STORED[kind] if group.keeps else "",
+    }
+
+
+def _lower_rows(context: LoweringContext, group: FusionGroup, values: dict[str, Any], outer: int, depth: int) -> None:
     config = _config(context, group, outer, depth)
     lanes, vector = config.lanes, min(config.vector, 1 << (depth.bit_length() - 1))
     epilogue = context.epilogue(group, vector)
+    prologue = context.prologue(group, group.main.attributes["axes"][0], vector, epilogue)
+    finishing = _over(context, group, epilogue)
+    operands = finishing.pop("operands") + "".join(f", {each}" for each in prologue.parameters())
     local = (lanes, 1)
     kernel = context.kernels.kernel(
         "reduction/reduce_rows",
         attributes=context.attributes(local),
         lanes=lanes,
         subgroups=config.subgroups and values["kind"] == "float",
+        operands=operands,
         **_typed(values, group.main.input(0).dtype, vector),
-        **_over(context, group, epilogue),
+        **finishing,
+        **_prologue(context, group, prologue),
     )
-    args: list[Arg | int] = [*pointers, *context.operand_args(epilogue), outer, depth]
+    x = group.main.input(0)
+    source = [context.tensor(x)] if group.keeps else [] if group.prologue else [context.operand(x)]
+    bodies = [*context.operand_args(epilogue), *context.operand_args(prologue)]
+    args: list[Arg | int] = [*source, context.tensor(group.output), *bodies, outer, depth]
     shape = KernelShape(rows=outer, columns=group.main.outputs[0].size // outer, depth=depth, run=depth, vector=vector)
-    context.launch(group, kernel, args, (lanes, outer), local, shape)
+    nbytes = sum(map(context.nbytes, (*group.read(), *group.written))) if group.prologue else 0
+    context.launch(group, kernel, args, (lanes, outer), local, shape, nbytes=nbytes)
 
 
 def _lower_columns(

@@ -127,11 +127,6 @@ def where_needed(apart: Sequence[int], least: int) -> set[int]:
     return {at for at, nbytes in enumerate(apart) if nbytes > least}
 
 
-def read_by(group: FusionGroup) -> list[Value]:
-    """The operands of a group: those of its main operator, with repetitions, and those of its epilogue."""
-    return [*(value for value in group.main.inputs if value is not None), *group.operands()]
-
-
 @dataclass
 class _Item:
     """A computed value, `at` bytes after the start of its root.
@@ -167,8 +162,8 @@ class _Trees:
         self._early, self._results = set(early), {aliases.base(value) for value in results}
         items = {value: self._item(value, 0) for value in early}
         for at, group in enumerate(groups, start=1):
-            items[group.output] = self._item(group.output, at)
-            for value in read_by(group):
+            items.update((value, self._item(value, at)) for value in group.written)
+            for value in group.read():
                 self._read(items, value, at)
         for value in results:
             self._read(items, value, len(groups) + 1)
@@ -270,15 +265,15 @@ class _Trees:
     def _candidates(self, group: FusionGroup) -> Iterator[Value]:
         """The operands that the group's kernel reads element by element, with the shape and storage of its output."""
         operator, output = REGISTRY[group.main.op], group.output
-        if group.moved is not None:  # it does not write where it reads
+        if group.moved is not None or group.prologue:  # it does not write where it reads, or reads in another order
             return
         if operator.expression is not None:
-            read = dict.fromkeys(read_by(group))
+            read = dict.fromkeys(group.read())
             possible = list(read)
         elif operator.in_place:
-            read = dict.fromkeys(read_by(group))
+            read = dict.fromkeys(group.read())
             possible = group.operands() + ([group.main.input(0)] if operator.in_place == "input" else [])
-            possible = [value for value in possible if read_by(group).count(value) == 1]
+            possible = [value for value in possible if group.read().count(value) == 1]
         else:
             return
         if not _fills_vectors(group, read):

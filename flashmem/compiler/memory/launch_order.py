@@ -8,7 +8,7 @@ from flashmem.base.types import StoredType
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.memory.aliases import AliasAnalysis
-from flashmem.compiler.memory.buffers import held_by, read_by
+from flashmem.compiler.memory.buffers import held_by
 from flashmem.compiler.memory.constants import host_indices
 from flashmem.compiler.memory.precision import stored_in_half
 from flashmem.planning.sequence.order import Held, OrderProblem, lowest_order
@@ -44,7 +44,7 @@ def _problem(
 
     made_by: dict[Node, int | None] = {node: at for at, group in enumerate(launched) for node in group.nodes}
     made_by.update((node, None) for group in picked for node in group.nodes)
-    after = [tuple(sorted({source for value in read_by(group) for source in _sources(value, made_by)})) for group in launched]
+    after = [tuple(sorted({source for value in group.read() for source in _sources(value, made_by)})) for group in launched]
     early = [*(port.value for port in graph.inputs), *(group.output for group in picked)]
     results = [port.value for port in graph.outputs if port.value.size]
     tensors, end = [], len(launched) + 1

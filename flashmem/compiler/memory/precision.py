@@ -35,7 +35,8 @@ def stored_in_half(graph: Graph, aliases: AliasAnalysis) -> frozenset[Value]:
     """The activations of `graph` that are stored in half: those with separate memory, or that share it (`aliases`)."""
     groups = fuse(graph)
     inputs = [port for port in graph.inputs if port.dtype == "float16"]
-    found = {aliases.base(value) for value in (*(port.value for port in inputs), *(group.output for group in groups))}
+    written = [value for group in groups for value in group.written]
+    found = {aliases.base(value) for value in (*(port.value for port in inputs), *written)}
     kept = {aliases.base(port.value) for port in (*graph.inputs, *graph.outputs) if port.dtype != "float16"}
     kept |= {aliases.base(value) for group in groups for value in _keep_fp32(group)}
     return frozenset(value for value in found - kept if value.dtype == "float32" and value.size > SMALL)

@@ -335,12 +335,12 @@ register(
     *each(
         ("Softmax", "LogSoftmax"), inputs=(FLOAT,), check=_check_axis, rewrite=_rewrite_softmax, kernel="reduction",
         layout="either", remap=axes_last, columns=_columns, in_place="input", operator_class="hierarchical",
-        tiling=along_others,
+        tiling=along_others, prologue=True,
     ),
     # NormalizeRms divides by the root of the mean square, without a mean.
     *each(
         ("Normalize", "NormalizeRms"), inputs=(FLOAT,), kernel="reduction", layout="either", remap=axes_last, columns=_columns,
-        in_place="input", operator_class="hierarchical", onnx=False, tiling=along_others,
+        in_place="input", operator_class="hierarchical", onnx=False, tiling=along_others, prologue=True,
     ),
     # Of [outer, depth, groups, columns], over depth and columns: groups of channels in channels-last images.
     Operator(

@@ -112,7 +112,7 @@ def _reduction(name: str, types: Types) -> Operator:
     return Operator(
         name, (types, INDEX), check=all_of(constant_inputs(1), _check_reduce), rewrite=_rewrite_reduce, kernel="reduction",
         layout="either", remap=axes_last, keep_fp32=fp32_outputs, operator_class="hierarchical", empty=True,
-        tiling=along_others,
+        tiling=along_others, prologue=True,
     )  # fmt: skip
 
 

@@ -76,6 +76,8 @@ class Operator:
             that reads it. "epilogue": operands of the epilogue that have its output's shape; "input": also its first input.
             All operands of an expression are read so. Templates state it (`//@ over`).
         epilogue_cast: whether the kernel writes the element type that its epilogue ends in; if not, its epilogue is float32.
+        prologue: whether its kernel can compute its first input by elementwise operators, where it would load it, if rows are
+            contiguous.
         keep_fp32: its tensors that are never stored in half: indices, scales, statistics, and sums in memory.
         special: whether an element costs a function call or more, rather than an instruction or two.
         operator_class: how much it may stream while it computes (FlashMem Table 5).
@@ -96,6 +98,7 @@ class Operator:
     columns: Callable[[Node], int] | None = None
     in_place: Literal["", "epilogue", "input"] = ""
     epilogue_cast: bool = False
+    prologue: bool = False
     keep_fp32: TensorsOf = lambda node: ()
     special: bool = False
     operator_class: OperatorClass = "elemental"

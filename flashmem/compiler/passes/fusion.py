@@ -1,8 +1,11 @@
-"""Operator fusion: each group is a main operator and its epilogue of elementwise operators.
+"""Operator fusion: each group is a main operator with elementwise operators before and after it.
 
 The epilogue of a group is an acyclic graph of elementwise operators on the main operator's output. All have its shape, and only
-one of their values is used elsewhere. So bias, activation (GELU and SiLU, which use one value several times)
-and residual sums run in registers.
+one of their values is used elsewhere. So bias, activation (GELU and SiLU, which use one value several times) and residual sums
+run in registers.
+
+The prologue of a reduction or a normalization of rows is an elementwise group whose result it reads. If others read the result
+later, such as a residual sum before a norm, the kernel writes both.
 
 If the model returns a product's result with columns first, like images in ONNX, the product stores it so, element by element. A
 separate Transpose would need the memory of the result twice.
@@ -18,12 +21,20 @@ from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.ir.strided import Factor, StridedView, merged
 from flashmem.compiler.operators import REGISTRY, is_elementwise
+from flashmem.compiler.operators.reduction import whole_rows
 
 MAX_EPILOGUE = 24
 """The most operators in one epilogue: with more, a kernel has too few registers."""
 
 MAX_OPERANDS = 8
 """The most tensors that an epilogue reads in addition to the main operator's operands."""
+
+
+_PARALLEL = 64
+"""Rows of a reduction that keep a device busy. An elementwise launch over fewer rows is parallel in their elements too."""
+
+_SHORT = 1 << 14
+"""Elements of a tensor whose elementwise operators take less time than a launch, on any device."""
 
 
 def fuse(graph: Graph, cuts: Collection[Node] = ()) -> list[FusionGroup]:
@@ -50,7 +61,53 @@ def fuse(graph: Graph, cuts: Collection[Node] = ()) -> list[FusionGroup]:
         if is_elementwise(node) and node not in taken:
             groups.append(_grow(FusionGroup(node), position, consumers, outputs, taken | cut))
             taken.update(groups[-1].nodes)
-    return _stored_moved(sorted(groups, key=lambda group: position[group.nodes[-1]]), consumers, outputs)
+    groups = _with_prologues(sorted(groups, key=lambda group: position[group.nodes[-1]]), cut, consumers, outputs)
+    return _stored_moved(groups, consumers, outputs)
+
+
+def _with_prologues(
+    groups: list[FusionGroup], cut: set[Node], consumers: dict[Value, list[Node]], outputs: set[Value]
+) -> list[FusionGroup]:
+    """`groups`, in execution order, in which elementwise groups are the prologues of the reductions that read them."""
+    at = {node: i for i, group in enumerate(groups) for node in group.nodes}
+
+    def readers(value: Value) -> list[int]:
+        """The groups that read `value`, possibly reshaped; the user of the model is after all groups."""
+        found = [len(groups)] if value in outputs else []
+        for node in consumers.get(value, ()):
+            found += [at[node]] if node in at else readers(node.outputs[0])
+        return found
+
+    gone: set[FusionGroup] = set()
+    for group in groups:
+        first, *others = sorted(readers(group.output)) or [len(groups)]
+        if not is_elementwise(group.main) or not cut.isdisjoint(group.nodes) or first == len(groups):
+            continue
+        if _may_precede(group, groups[first], keeps=bool(others)):
+            groups[first].prologue, groups[first].keeps = list(group.nodes), bool(others)
+            gone.add(group)
+    return [group for group in groups if group not in gone]
+
+
+def _may_precede(group: FusionGroup, reader: FusionGroup, *, keeps: bool) -> bool:
+    """Whether the elementwise `group` can be the prologue of `reader`, which runs before all others that read its result.
+
+    Unless the kernel `keeps` the result, it computes it again in each pass over a row.
+    """
+    node, value = reader.main, group.output
+    operator = REGISTRY[node.op]
+    if not operator.prologue or reader.prologue or node.inputs[0] is not value or not whole_rows(node):
+        return False
+    if value.dtype != "float32" or value in reader.operands():
+        return False
+    split = node.attributes["axes"][0]
+    if math.prod(value.shape[:split]) < _PARALLEL and value.size > _SHORT:
+        return False
+    if operator.columns is not None and not keeps and any(REGISTRY[each.op].special for each in group.nodes):
+        return False
+    operands = FusionGroup(node, prologue=list(group.nodes)).prologue_operands()
+    fits = len(operands) + len(reader.operands()) <= MAX_OPERANDS
+    return fits and all(place(each, value.shape, split) is not None for each in operands)
 
 
 def _stored_moved(groups: list[FusionGroup], consumers: dict[Value, list[Node]], outputs: set[Value]) -> list[FusionGroup]:

@@ -111,9 +111,9 @@ class PatchChoice:
             self.life[aliases.base(port.value)] = (-1, -1)
         for i, group in enumerate(groups):
             if not aliases.is_alias(group.main):
-                self.life[group.output] = (i, i)
-            for value in (*group.main.inputs, *group.operands()):
-                if value is not None and (base := aliases.base(value)) in self.life:
+                self.life.update((value, (i, i)) for value in group.written)
+            for value in group.read():
+                if (base := aliases.base(value)) in self.life:
                     self.life[base] = (self.life[base][0], i)
         for value in self.results:
             base = aliases.base(value)

@@ -228,12 +228,13 @@ def _play(graph: Graph, program: Program, begins: Sequence[tuple[FusionGroup, in
             if output in names:  # otherwise only parts of it are read
                 expect(output, names[output], f"{output.name}, once made,")
             continue
-        for value in places.read_by(group):
+        for value in group.read():
             if value.constant is None and unreshaped(value).constant is None:
                 expect(value, names[value], f"group {group.main.name}")
                 assert names[value] in asked
-        assert names[output] in asked
-        fill(output, names[output])
+        for value in group.written:
+            assert names[value] in asked
+            fill(value, names[value])
     for result, port in zip(program.outputs, graph.outputs, strict=True):
         if result.tensor is not None:
             expect(port.value, result.tensor, "the host")

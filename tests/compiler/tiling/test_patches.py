@@ -144,6 +144,9 @@ def operators(kind: str) -> Nodes:
         n.node(op, tokens, axis=-1)
     n.node("LayerNormalization", tokens, n.constant(normal(12)), n.constant(normal(12, seed=4)))
     axes = n.constant(np.array([2]))
+    [mean] = n.node("ReduceMean", n.node("Mul", tokens, tokens)[0], axes)
+    [root] = n.node("Sqrt", n.node("Add", mean, n.constant(np.float32(1e-5)))[0])
+    n.node("Div", tokens, root)  # RMS normalization
     for op in sorted(REDUCTIONS):
         n.node(op, tokens, axes)
     n.node("ArgMax", tokens, axis=2, dtypes=["int64"])
