@@ -11,7 +11,7 @@ from onnx import TensorProto
 
 from tests.support.compared import DEVICES, OF_A_GPU, Nodes, answers_of, compare
 from tests.support.inputs import KINDS, floats
-from tests.support.launches import families_of
+from tests.support.launches import families_of, launches_of
 
 EPSILON = 1e-5
 
@@ -144,7 +144,7 @@ def test_a_norm_between_casts_to_half_rounds_like_the_casts(place: tuple[str, st
     wanted = exact.astype(np.float16).astype(np.float64) * scale
     np.testing.assert_allclose(answer, wanted, rtol=2.0**-10)
     assert np.mean(answer == wanted.astype(np.float32)) > 0.95  # others were next to a tie
-    assert families_of(n.proto(), tmp_path) == ["elementwise", "reduce_rows"]
+    assert families_of(n.proto(), tmp_path) == ["reduce_rows"]
 
 
 def test_what_is_no_norm_stays_as_it_is(tmp_path: Path) -> None:
@@ -159,7 +159,6 @@ def test_what_is_no_norm_stays_as_it_is(tmp_path: Path) -> None:
     ]
     for root in roots:
         n.node("Div", x, root)
-    families = families_of(n.proto(), tmp_path)
-    assert families.count("reduce_rows") == 3
-    assert families.count("reduce_columns") == 1
-    assert families.count("elementwise") > 4
+    names = [name for launch in launches_of(n.proto(), tmp_path) for name in launch.operators]
+    assert all(any(op in name for name in names) for op in ("Sqrt", "Div", "ReduceMean"))
+    assert sum("Div" in name for name in names) == sum("Sqrt" in name for name in names) == len(roots)
