@@ -168,6 +168,9 @@ def lower_packed(
     tile = _with(
         _tile(context, group, workload, run, packed=binding.codes is not None, plain=only_plain, winograd=winograd), binding
     )
+    if family == "matmul" and context.descriptor.kind == "cpu" and tile.rows == 1 and _sums_unscaled(tile):
+        words = bool(tile.nibbles) and not tile.texture and tile.panel in (16, 32)
+        tile = replace(tile, words=words, strands=1 if words else max(1, min(_MOST_STRANDS, _SUMMED_COLUMNS // tile.columns)))
     # Zero points and scales of a block are loaded between steps of the loop, so no step may span two blocks.
     step = max(n for n in range(1, DEPTH_BLOCK + 1) if binding.block % n == 0) if binding.block else DEPTH_BLOCK
     packing = Packing(
@@ -181,6 +184,8 @@ def lower_packed(
         parts = context.parts(node, packing, tile.launched(rows, 1)[0])
     texture, scattered = parts[0].width > 0, group.moved is not None
     tile = replace(tile, texture=texture, folded=texture and parts[0].height < depth, scattered=scattered)
+    if tile.strands and not texture:  # steps of a literal number, if all are alike
+        tile = replace(tile, whole=depth % step == 0 and step % 8 == 0)
     if family == "deform_conv" or node.op == "ConvTranspose" or values.get("volume"):
         tile = replace(tile, depth_vector=1)
     if family == "conv":
@@ -233,6 +238,16 @@ def lower_packed(
         )
 
 
+_SUMMED_COLUMNS, _MOST_STRANDS = 64, 4
+"""Floats of sums that hide the latency of a multiply-add: four steps of two units of eight floats."""
+
+
+def _sums_unscaled(tile: ContractionTile) -> bool:
+    """Whether products with weights of `tile` can be summed before they are scaled: floats times quantised weights."""
+    floats = tile.scalar == "float" and tile.activation in ("float", "half") and tile.zero is tile.scale is None
+    return floats and tile.integers and tile.weight_scale is not None and not tile.k_block
+
+
 def _launched(node: Node, tile: ContractionTile, rows: int, panels: int, phases: tuple[int, int]) -> tuple[int, int]:
     """Work-items in both directions; those of a transposed convolution phase by phase."""
     if phases == (1, 1):
@@ -254,7 +269,7 @@ def _fold_unit(family: str, tile: ContractionTile, run: int, step: int) -> int:
         return step
     if tile.half and not tile.k_block:
         return tile.half if (step if family == "matmul" else run) % tile.half == 0 else run if family == "conv" else step
-    return tile.depth_vector
+    return max(tile.depth_vector, tile.strands)
 
 
 def _packed_at_run_time(context: LoweringContext, group: FusionGroup, groups: int, panel: int) -> Arg:

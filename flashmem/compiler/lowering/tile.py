@@ -26,6 +26,8 @@ class ContractionTile:
     all sums, for slow compilers and processors whose stack is in cache. `whole`: a stage never passes the end of the depth, nor
     of the channels of a tap. `folded`: the weights' texture is folded. `scattered`: the result is stored with columns first.
     `depth_vector`: steps of depth of the left operand that a plain config reads by one load; a row has a multiple of them.
+    `strands`: products with quantised weights are summed unscaled, in so many sums in turn; 0: weights are dequantised first.
+    `words`: such weights of 4 bits are read eight words at a time.
     """
 
     config: Contraction
@@ -46,6 +48,8 @@ class ContractionTile:
     scattered: bool = False
     looped: bool = False
     depth_vector: int = 1
+    strands: int = 0
+    words: bool = False
 
     @property
     def rows(self) -> int:
