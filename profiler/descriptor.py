@@ -16,7 +16,7 @@ from flashmem.planning.capacity.compiled import CODE
 from flashmem.planning.capacity.model import SECONDS, SLOWDOWN
 from flashmem.target.descriptor import DeviceDescriptor, Rates
 
-_TABLES = ("modes", "tile", "code", "pipelines", "probed", "rates", "sources")
+_TABLES = ("modes", "tile", "code", "pipelines", "registers", "probed", "rates", "sources")
 _OF_CONFIGS = "configs"
 _TUNED = re.compile(r"^tuned *=.*$", re.MULTILINE)
 _NAME = re.compile(r"^name *=.*$", re.MULTILINE)

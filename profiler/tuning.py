@@ -21,7 +21,7 @@ from flashmem.base.errors import RunError, UserError
 from flashmem.base.files import written_whole
 from flashmem.base.types import MemoryPath
 from flashmem.compiler.lowering.program import Generated
-from flashmem.compiler.selection.configs import candidates, estimate
+from flashmem.compiler.selection.configs import candidates, estimates
 from flashmem.compiler.selection.tuning_database import SUFFIX, VERSION, Timing, TuningDatabase, parse_database
 from flashmem.runtime.opencl.context import CompiledProgram
 from flashmem.runtime.opencl.devices import Device, descriptor_for
@@ -276,7 +276,7 @@ class _Tuner:
             rate = self._rates.get(workload.kind, inf)
             longest = _LAUNCHES * len(missing) * case.shape.flops / rate
             if missing and longest <= _LONGEST * self._budget:
-                missing.sort(key=lambda config: estimate(self._descriptor, workload, config))  # best estimate first
+                missing.sort(key=estimates(self._descriptor, workload, missing).__getitem__)  # best estimate first
                 yield self._begin(_Work(case, workload, missing))
 
     def _begin(self, work: _Work) -> _Work:

@@ -17,11 +17,12 @@ from flashmem.base.pages import LARGEST_PAGE, is_page_size
 from flashmem.base.resources import names, read_text
 from flashmem.base.types import DEFAULT_PAGE, MemoryPath, TransferMode
 from flashmem.target.kernel_configs.attention import KeyBlockConfig, QueryRowsConfig, SharedWeightsConfig
-from flashmem.target.kernel_configs.config import KernelConfig
+from flashmem.target.kernel_configs.config import EstimatedDevice, KernelConfig
 from flashmem.target.kernel_configs.contraction import PlainContraction
 from flashmem.target.kernel_configs.kinds import config_from, table_of
 from flashmem.target.kernel_configs.rows import RowConfig
 from flashmem.target.pipelines import Pipelines
+from flashmem.target.registers import RegisterFile
 from flashmem.target.tables import build
 
 MOST_LOADER_THREADS = 64
@@ -151,6 +152,7 @@ class DeviceDescriptor:
     rates: Rates = field(default_factory=Rates)
     capacity_model: str = ""  # next to the descriptor: NAME.seconds.ubj (trained), or NAME.code.csv; "": the roofline
     pipelines: Pipelines | None = None  # for NAME.code.csv
+    registers: RegisterFile | None = None  # of a GPU core, which estimates charge; None: they are not known
     measured: bool = False
     measured_on: str = ""  # the processor of measured rates, as named by `runtime.opencl.processor.processor_of`
     sources: dict[str, str] = field(default_factory=dict)
@@ -164,6 +166,11 @@ class DeviceDescriptor:
     def shares_memory(self) -> bool:
         """Whether host and device share one memory. If not, a load into device memory is a copy from pinned memory."""
         return any("alias" in modes for modes in self.modes.values())
+
+    @property
+    def estimated(self) -> EstimatedDevice:
+        """What estimates of kernel configs know of the device."""
+        return EstimatedDevice(self.parallelism, self.registers, self.code.vector_loads)
 
     def to_dict(self) -> dict[str, Any]:
         """The descriptor as JSON data."""
@@ -208,6 +215,7 @@ class DeviceDescriptor:
         values = dict(data)
         values["tile"] = build(PlainTile, values.get("tile", {}), where)
         values["code"] = build(CodeStyle, values.get("code", {}), where)
+        values["registers"] = build(RegisterFile, values["registers"], where) if values.get("registers") else None
         values["pipelines"] = build(Pipelines, values["pipelines"], where) if values.get("pipelines") else None
         rates = dict(values.get("rates", {}))
         rates.setdefault("contention", {})  # no default: a plain CPU's contention would be wrong for another device

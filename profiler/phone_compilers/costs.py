@@ -52,7 +52,8 @@ def _lane(each: KernelStatistics) -> KernelCode:
     assert each.main_loop is not None  # its one loop moves _LANE_BYTES at a time
     path = "buffer" if each.kernel.endswith("buffer") else "texture"
     slots = each.main_loop.slots / _LANE_BYTES
-    return KernelCode(LANE, 0, 0, 0, path, slots, 0.0, each.main_loop.load_bytes / _LANE_BYTES, each.registers, each.threads)
+    loads = each.main_loop.load_bytes / _LANE_BYTES
+    return KernelCode(LANE, 0, 0, 0, path, slots, 0.0, loads, each.registers, each.main_loop.stack, each.threads)
 
 
 def _code(each: KernelStatistics, descriptor: DeviceDescriptor) -> KernelCode | None:
@@ -65,7 +66,7 @@ def _code(each: KernelStatistics, descriptor: DeviceDescriptor) -> KernelCode | 
     rows, columns = (config.rows, config.columns) if isinstance(config, Contraction) else (0, 0)
     path = "buffer" if name.endswith("-buffer") else descriptor.memory_paths[0] if family in _PACKED else ""
     per = loop.slots / loop.macs, loop.textures * _TEXEL[half] / loop.macs, loop.load_bytes / loop.macs
-    return KernelCode(family, rows, columns, int(half), path, *per, each.registers, each.threads)
+    return KernelCode(family, rows, columns, int(half), path, *per, each.registers, loop.stack, each.threads)
 
 
 def main() -> None:

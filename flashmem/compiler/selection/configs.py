@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from flashmem.compiler.selection.tuning_database import load_database
+from flashmem.planning.capacity.compiled import cycles_of, load_codes
 from flashmem.target.descriptor import DeviceDescriptor
-from flashmem.target.kernel_configs.config import KernelConfig
-from flashmem.target.kernel_configs.contraction import Winograd
+from flashmem.target.kernel_configs.config import CompiledCost, KernelConfig
+from flashmem.target.kernel_configs.contraction import PlainContraction, Winograd
 from flashmem.target.workload import Workload
+
+_EXPOSED = 0.125
+"""Share of the time of pipelines other than the busiest that is not hidden behind it: assumed."""
 
 
 def choose(descriptor: DeviceDescriptor, workload: Workload) -> KernelConfig:
@@ -39,12 +44,39 @@ def seconds(descriptor: DeviceDescriptor, workload: Workload) -> dict[KernelConf
         if measured:
             return measured
         configs = tuple(each for each in configs if not isinstance(each, Winograd)) or configs
-    step = (
-        descriptor.parallelism * 2 / descriptor.rates.flops_of(workload.family)
-    )  # seconds for one multiplication on all work-items
-    return {config: step * estimate(descriptor, workload, config) for config in configs}
+    step = descriptor.parallelism * 2 / descriptor.rates.flops_of(workload.family)  # one multiplication on all work-items
+    return {config: step * cost for config, cost in estimates(descriptor, workload, configs).items()}
 
 
-def estimate(descriptor: DeviceDescriptor, workload: Workload, config: KernelConfig) -> float:
-    """The estimated cost of `config`, without measurements, in multiplications of a full device."""
-    return config.cost(workload, descriptor.parallelism)
+def estimates(descriptor: DeviceDescriptor, workload: Workload, configs: Sequence[KernelConfig]) -> dict[KernelConfig, float]:
+    """The costs of `configs` without measurements, in multiplications of a full device: see `KernelConfig.cost`.
+
+    Costs from counted code are not compared with costs without it, so it is used if every config has some.
+    """
+    compiled = {config: _compiled(descriptor, workload, config) for config in configs}
+    if None in compiled.values():
+        compiled = dict.fromkeys(configs)
+    return {config: config.cost(workload, descriptor.estimated, compiled[config]) for config in configs}
+
+
+def _compiled(descriptor: DeviceDescriptor, workload: Workload, config: KernelConfig) -> CompiledCost | None:
+    """The code of a contraction's kernel by the device's compiler, with weights in the workload's memory.
+
+    Its busiest pipeline decides. Pipelines do not overlap perfectly, so that of two equally busy ones, fewer other
+    instructions are better. A config that is cut to a tile that was not counted has the numbers of the nearest one, in
+    proportion to the estimates of both.
+    """
+    pipelines, device = descriptor.pipelines, descriptor.estimated
+    if pipelines is None or not descriptor.capacity_model or not isinstance(config, PlainContraction):
+        return None
+    tile = config.cut(workload)
+    kind = workload.family, tile.half > 0, "" if workload.family == "matmul_dynamic" else workload.path
+    codes = [code for code in load_codes(descriptor.capacity_model) if (code.family, code.half > 0, code.memory_path) == kind]
+    if not codes:
+        return None
+    code = min(codes, key=lambda each: abs(each.rows - tile.rows) + abs(each.columns - tile.columns))
+    counted = replace(tile, rows=code.rows, columns=code.columns)
+    busy = sorted(cycles_of(code, pipelines).values())
+    slots = pipelines.lanes * (busy[-1] + _EXPOSED * sum(busy[:-1])) * tile.slots(device) / counted.slots(device)
+    registers = round(code.registers * tile.registers / counted.registers)
+    return CompiledCost(slots, registers, code.spills > 0 if tile == counted else device.spills(registers))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -33,7 +34,8 @@ class KernelCode:
 
     `rows` and `columns`: outputs of a work-item, 0 where the family has no configs. `half`: whether products are summed in
     half. `memory_path`: of the weights, "" where there are none. `slots`: issue slots. `texture_bytes`, `load_bytes`: bytes
-    read through textures and from buffers. `registers` and `threads` are those of `KernelStatistics`, for the reader.
+    read through textures and from buffers. `spills`: accesses of scratch memory in the main loop. `registers` and `threads` are
+    those of `KernelStatistics`.
     """
 
     family: str
@@ -45,6 +47,7 @@ class KernelCode:
     texture_bytes: float
     load_bytes: float
     registers: int
+    spills: int
     threads: int
 
 
@@ -64,6 +67,18 @@ def read_codes(text: str, where: str) -> list[KernelCode]:
         ) from error
 
 
+@lru_cache(maxsize=8)
+def load_codes(model: str) -> tuple[KernelCode, ...]:
+    """The rows of the file that a descriptor's key `capacity_model` names: next to it, or shipped, for a copy of a shipped one.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    name = f"{model}{CODE}"
+    beside = Path(name).is_absolute() and Path(name).is_file()
+    return tuple(read_codes(Path(name).read_text(encoding="utf-8") if beside else read_text("devices", Path(name).name), name))
+
+
 def write_codes(codes: Iterable[KernelCode], comment: str) -> str:
     """The text of a .code.csv file."""
     names = [field.name for field in fields(KernelCode)]
@@ -74,6 +89,15 @@ def write_codes(codes: Iterable[KernelCode], comment: str) -> str:
 
 def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def cycles_of(code: KernelCode, pipelines: Pipelines) -> dict[str, float]:
+    """Cycles of each pipeline of the whole GPU for a multiply-add: "arithmetic", "texture" and "load"."""
+    return {
+        "arithmetic": code.slots / pipelines.lanes / (pipelines.half_rate if code.half else 1),
+        "texture": code.texture_bytes / pipelines.texture_bytes,
+        "load": code.load_bytes / pipelines.load_bytes,
+    }
 
 
 class CompiledCode:
@@ -89,17 +113,15 @@ class CompiledCode:
 
     @classmethod
     def load(cls, descriptor: DeviceDescriptor, path: MemoryPath) -> CompiledCode:
-        """The model whose file the descriptor names: next to it, or the shipped one, for a copy of a shipped descriptor.
+        """The model whose file the descriptor names: see `load_codes`.
 
         Raises:
             UserError: the file is damaged, or the descriptor has no [pipelines].
         """
-        name = f"{descriptor.capacity_model}{CODE}"
         if descriptor.pipelines is None:
+            name = f"{descriptor.capacity_model}{CODE}"
             raise UserError(f"device descriptor {descriptor.name} names {name} and has no [pipelines]; add them")
-        beside = Path(name).is_absolute() and Path(name).is_file()
-        text = Path(name).read_text(encoding="utf-8") if beside else read_text("devices", Path(name).name)
-        return cls(descriptor, descriptor.pipelines, read_codes(text, name), path)
+        return cls(descriptor, descriptor.pipelines, load_codes(descriptor.capacity_model), path)
 
     @property
     def note(self) -> str:
@@ -115,12 +137,7 @@ class CompiledCode:
             return {"arithmetic": 2 * launch.macs / rates.flops_of(launch.shape.family), "memory": memory}
         p = self._pipelines
         cycle = 1 / (p.clock * p.reached)
-        return {
-            "arithmetic": launch.macs * code.slots / p.lanes / (p.half_rate if code.half else 1) * cycle,
-            "texture": launch.macs * code.texture_bytes / p.texture_bytes * cycle,
-            "load": launch.macs * code.load_bytes / p.load_bytes * cycle,
-            "memory": memory,
-        }
+        return {name: launch.macs * cycles * cycle for name, cycles in cycles_of(code, p).items()} | {"memory": memory}
 
     def code_of(self, launch: Launch, weight_bytes: int) -> KernelCode | None:
         """The row closest to a launch: of its family, then its memory path, its tile, and its sums in half."""

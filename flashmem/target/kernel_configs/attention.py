@@ -6,7 +6,16 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from flashmem.target.kernel_configs.config import LOCAL, READ, WAIT, KernelConfig
+from flashmem.target.kernel_configs.config import (
+    LOCAL,
+    POINTERS,
+    READ,
+    SPILLED,
+    WAIT,
+    CompiledCost,
+    EstimatedDevice,
+    KernelConfig,
+)
 from flashmem.target.workload import Workload
 
 JOINED = 16
@@ -29,14 +38,17 @@ class AttentionConfig(KernelConfig):
         return ("attention",)
 
 
-def _cost(workload: Workload, parallelism: int, queries: int, items: int, outputs: float, steps: float) -> float:
-    """The cost of groups of `items` work-items and `queries` queries that each take `steps` multiplications.
+def _cost(
+    config: AttentionConfig, workload: Workload, device: EstimatedDevice, queries: int, outputs: float, steps: float
+) -> float:
+    """The cost of groups of `queries` queries that each take `steps` multiplications.
 
     Work-groups run in waves, as for contractions. Values are assumed to be as wide as heads.
     """
     groups = workload.batches * math.ceil(workload.rows / queries)
-    at_once = max(1, parallelism / (math.sqrt(outputs) * items))
-    return math.ceil(groups / at_once) * steps / math.sqrt(outputs)
+    at_once = device.at_once(outputs, config.items, config.registers)
+    spilled = SPILLED if device.spills(config.registers) else 1.0
+    return math.ceil(groups / at_once) * steps / math.sqrt(outputs) * spilled
 
 
 def _fitting(workload: Workload) -> int:
@@ -75,11 +87,11 @@ class QueryRowsConfig(AttentionConfig):
         """Whether it can compute `workload`: lanes that share keys have no room for more queries."""
         return self.lanes == 1 or workload.rows <= self.queries
 
-    def cost(self, workload: Workload, parallelism: int) -> float:
+    def cost(self, workload: Workload, device: EstimatedDevice, compiled: CompiledCost | None = None) -> float:
         """See `KernelConfig.cost`: each query and key cost one multiplication for each channel of both products."""
         queries = min(self.queries, _fitting(workload))
         steps = 2 * workload.depth * queries * math.ceil(workload.columns / self.lanes) * (1 + READ / queries)
-        return _cost(workload, parallelism, queries, self.lanes, queries * self.keys, steps)
+        return _cost(self, workload, device, queries, queries * self.keys, steps)
 
 
 @dataclass(frozen=True)
@@ -120,7 +132,7 @@ class KeyBlockConfig(AttentionConfig):
         """Any attention."""
         return True
 
-    def cost(self, workload: Workload, parallelism: int) -> float:
+    def cost(self, workload: Workload, device: EstimatedDevice, compiled: CompiledCost | None = None) -> float:
         """See `KernelConfig.cost`. Stages of channels are whole, and the group waits for each."""
         block, keys = self.block
         queries = min(block, max(math.prod(LEAST_BLOCK), _fitting(workload)))
@@ -129,7 +141,7 @@ class KeyBlockConfig(AttentionConfig):
         outputs = queries * keys / self.items
         reads = LOCAL * (1 / self.queries + 1 / self.keys) + 1 / queries + 1 / keys
         steps = rounds * stages * (self.channels * outputs * (1 + READ * reads) + WAIT)
-        return _cost(workload, parallelism, queries, self.items, outputs, steps)
+        return _cost(self, workload, device, queries, outputs, steps)
 
 
 @dataclass(frozen=True)
@@ -157,6 +169,11 @@ class SharedWeightsConfig(AttentionConfig):
         return math.prod(self.local_size) * self.parts
 
     @property
+    def registers(self) -> int:
+        """Estimated registers: scores, operands, sums of four channels, a maximum and a sum for each query, and pointers."""
+        return self.queries * self.keys + 4 * (self.queries + self.keys) + 6 * self.queries + POINTERS
+
+    @property
     def local_bytes(self) -> int:
         """Bytes of weights, of a maximum of each work-item and of each query, and of the sums of all but one part."""
         lines, across = self.local_size[0] * self.parts, self.local_size[1]
@@ -167,7 +184,7 @@ class SharedWeightsConfig(AttentionConfig):
         """Whether it can compute `workload`: parts that share keys have no room for more queries."""
         return self.parts == 1 or workload.rows <= self.queries
 
-    def cost(self, workload: Workload, parallelism: int) -> float:
+    def cost(self, workload: Workload, device: EstimatedDevice, compiled: CompiledCost | None = None) -> float:
         """See `KernelConfig.cost`. Keys and values are read by vectors of four."""
         fitting = _fitting(workload)
         queries, keys = min(self.queries * self.local_size[0], fitting), self.keys * self.local_size[1]
@@ -175,4 +192,4 @@ class SharedWeightsConfig(AttentionConfig):
         outputs = queries * keys * self.parts / self.items
         reads = 1 / min(self.queries, fitting) + 1 / self.keys
         steps = rounds * (2 * workload.depth * outputs * (1 + READ * reads / 4) + 2 * WAIT)
-        return _cost(workload, parallelism, queries, self.items, outputs, steps)
+        return _cost(self, workload, device, queries, outputs, steps)

@@ -6,7 +6,16 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
-from flashmem.target.kernel_configs.config import LOCAL, READ, Feature, KernelConfig
+from flashmem.target.kernel_configs.config import (
+    LOCAL,
+    POINTERS,
+    READ,
+    SPILLED,
+    CompiledCost,
+    EstimatedDevice,
+    Feature,
+    KernelConfig,
+)
 from flashmem.target.workload import Workload
 
 CONTRACTIONS = ("matmul", "conv", "matmul_dynamic")
@@ -17,6 +26,15 @@ PRODUCTS = 16
 
 _FOLD = 2.0
 """Cost of adding a sum in half to one in float, in multiplications in float, two of which equal four in half: assumed."""
+
+_VECTOR_OF_DEPTH = 1.0
+"""Cost of a step of depth of a row, read four steps at once, in multiplications.
+
+This and the next fit the counted slots of matmul on an Adreno 750 (docs/phone-compilers.md).
+"""
+
+_VECTOR_OF_COLUMNS = 2.0
+"""Cost of a step of depth of a column, read with its neighbours, in multiplications."""
 
 _IDLE_ROWS = 1.02
 """The tallest tile with at most 2 % more rows than the fewest is chosen, because each height is another kernel."""
@@ -119,25 +137,41 @@ class Contraction(KernelConfig):
         """The same config with all sums in float."""
         return self
 
-    def cost(self, workload: Workload, parallelism: int) -> float:
-        """See `KernelConfig.cost`.
+    @property
+    def registers(self) -> int:
+        """Estimated registers: sums, four steps of depth of both operands, and pointers.
 
-        Work-groups run in waves that fill the device. A work-item with many sums hides latency itself, so fewer fill the
-        device: by assumption, by the square root of its outputs. A step of depth costs its multiplications and the reads of
-        its operands. Each operand is read once for a block if the group shares it, otherwise once for each item.
+        Sums in half are added to as many in float.
         """
-        workload = self.product(workload)
+        sums, operands = self.rows * self.columns, 4 * (self.rows + self.columns)
+        return (sums + (sums + operands) // 2 if self.half_run else sums + operands) + POINTERS
+
+    def slots(self, device: EstimatedDevice) -> float:
+        """Estimated cost of a step of depth for one output: its multiplication, and its share of the reads of operands.
+
+        Each operand is read once for a block if the group shares it, otherwise once for each item.
+        """
         down, across = self.block
         outputs = self.rows * self.columns
-        groups = workload.batches * math.ceil(workload.rows / down) * math.ceil(workload.columns / across)
-        at_once = max(1, parallelism / (math.sqrt(outputs) * self.items))
-        reads: float = self.rows + self.columns
+        reads: float = READ * (self.rows + self.columns)
         if self.staged_depth:
-            reads = reads * LOCAL + (down + across) * self.parts / self.items
-        multiplication = 0.5 + _FOLD / self.half_run if self.half_run else 1.0
+            reads = READ * ((self.rows + self.columns) * LOCAL + (down + across) * self.parts / self.items)
+        elif device.vector_loads:
+            reads = _VECTOR_OF_DEPTH * self.rows + _VECTOR_OF_COLUMNS * self.columns
         reads *= 0.5 if self.half_run else 1.0  # half operands need no conversion
-        steps = math.ceil(groups / at_once) * math.ceil(workload.depth / self.parts)
-        return steps * math.sqrt(outputs) * (multiplication + READ * reads / outputs)
+        return (0.5 + _FOLD / self.half_run if self.half_run else 1.0) + reads / outputs
+
+    def cost(self, workload: Workload, device: EstimatedDevice, compiled: CompiledCost | None = None) -> float:
+        """See `KernelConfig.cost`. Work-groups run in waves that fill the device."""
+        workload = self.product(workload)
+        cut = self.cut(workload) if device.registers else self  # else measured devices would estimate far workloads anew
+        down, across = cut.block
+        outputs = cut.rows * cut.columns
+        code = compiled or CompiledCost(cut.slots(device), cut.registers, device.spills(cut.registers))
+        groups = workload.batches * math.ceil(workload.rows / down) * math.ceil(workload.columns / across)
+        at_once = device.at_once(outputs, cut.items, code.registers)
+        steps = math.ceil(groups / at_once) * math.ceil(workload.depth / cut.parts)
+        return steps * math.sqrt(outputs) * code.slots * (SPILLED if code.spills else 1.0)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flashmem.target.kernel_configs.config import READ, WAIT, Feature, KernelConfig
+from flashmem.target.kernel_configs.config import READ, WAIT, CompiledCost, EstimatedDevice, Feature, KernelConfig
 from flashmem.target.workload import Workload
 
 _SHUFFLE = 4.0
@@ -56,7 +56,7 @@ class RowConfig(KernelConfig):
         """Any row."""
         return True
 
-    def cost(self, workload: Workload, parallelism: int) -> float:
+    def cost(self, workload: Workload, device: EstimatedDevice, compiled: CompiledCost | None = None) -> float:
         """See `KernelConfig.cost`.
 
         A row is read three times, as in a normalization. Twice its parts are combined pairwise: in local memory, where the
@@ -64,5 +64,5 @@ class RowConfig(KernelConfig):
         """
         reads = 3 * math.ceil(workload.depth / (self.lanes * self.vector))
         joins = 2 * math.log2(self.lanes)
-        at_once = max(1, parallelism / self.lanes)
+        at_once = max(1, device.parallelism / self.lanes)
         return math.ceil(workload.rows / at_once) * (READ * reads + joins * (_SHUFFLE if self.subgroups else WAIT))

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
+from flashmem.compiler.selection.configs import candidates, choose
+from flashmem.planning.capacity.compiled import cycles_of
 from flashmem.profiler.phone_compilers.cases import CONTRACTIONS, kernels_of, lane_kernels_of
+from flashmem.profiler.phone_compilers.costs import codes_of
 from flashmem.profiler.phone_compilers.gpus import gpu_of
 from flashmem.profiler.phone_compilers.report import CompilerReport, examine
-from flashmem.target.descriptor import load_descriptor
+from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
+from flashmem.target.kernel_configs.contraction import PlainContraction
+from flashmem.target.workload import Workload
 from tests.support.phone_compilers import need_compilers
 
 EMULATED = 4.0
@@ -45,6 +53,42 @@ def _broken(report: CompilerReport) -> set[str]:
     return broken
 
 
+WORKLOADS = [
+    Workload(*case, storage=storage, taps=9 if case[0] == "conv" else 1)
+    for storage in ("float32", "float16")
+    for case in (
+        ("matmul", "texture", 512, 768, 3072),
+        ("conv", "texture", 3136, 576, 256),
+        ("matmul_dynamic", "buffer", 512, 64, 512),
+    )
+]
+"""Products large enough that every config fills both GPUs."""
+
+
+def _check_choice(descriptor: DeviceDescriptor, workload: Workload, report: CompilerReport) -> None:
+    """Require that the chosen config neither spills nor is slower than another of the list, by the code in `report`.
+
+    The least time is that of the busiest pipeline, over the threads that registers leave if too few hide latency.
+    """
+    kernels = {each.kernel: each for each in report.kernels}
+    pipelines, device = load_descriptor(descriptor.name).pipelines, descriptor.estimated
+    assert pipelines is not None and device.registers is not None
+    cost = {}
+    for code in codes_of(report, descriptor):
+        for config in candidates(descriptor, workload):
+            assert isinstance(config, PlainContraction)
+            same = (code.family, code.rows, code.columns, code.half > 0) == (
+                workload.family, config.rows, config.columns, config.half > 0,
+            )  # fmt: skip
+            if same and code.memory_path in ("", workload.path):
+                threads = device.registers.share(code.registers) * math.sqrt(config.rows * config.columns)
+                cost[config] = max(cycles_of(code, pipelines).values()) / min(1.0, threads)
+    chosen = choose(descriptor, workload)
+    assert cost[chosen] <= 1.01 * min(cost.values()), (chosen, cost)
+    loop = kernels[f"{workload.family}-{chosen.name}"].main_loop
+    assert loop is not None and loop.stack == 0
+
+
 @pytest.mark.parametrize("device", ["adreno750", "mali-g710"])
 def test_code_of_phones(device: str) -> None:
     gpu = gpu_of(device)
@@ -56,3 +100,6 @@ def test_code_of_phones(device: str) -> None:
     assert listed <= set(kernels)
     report = examine(kernels, gpu)
     assert not _broken(report), report.table()
+    for about in (descriptor, replace(descriptor, pipelines=None, capacity_model="")):  # by counted code, and without it
+        for workload in WORKLOADS:
+            _check_choice(about, workload, report)
