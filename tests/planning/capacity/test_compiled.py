@@ -21,10 +21,10 @@ from flashmem.target.pipelines import Pipelines
 RATES = Rates(gemm_flops=1e9, memory_bandwidth=10e9, cached_bandwidth=5e9, launch_seconds=1e-5, contention={"dma": 0.5})
 PIPELINES = Pipelines(lanes=1000, clock=1e9, texture_bytes=100, load_bytes=200, half_rate=2.0, reached=0.5)
 PHONE = DeviceDescriptor("phone", kind="gpu", rates=RATES, pipelines=PIPELINES)
-TEXTURE = KernelCode("matmul", 4, 8, 0, "texture", 2.0, 0.1, 0.1, 0, 0)
+TEXTURE = KernelCode("matmul", 4, 8, 0, "texture", 2.0, 0.1, 0.1, 0, 0, 0)
 HALF = replace(TEXTURE, rows=8, columns=4, half=1)
-BUFFER = KernelCode("matmul", 4, 8, 0, "buffer", 2.0, 0.0, 1.0, 0, 0)
-COPY = KernelCode(LANE, 0, 0, 0, "texture", 50.0, 0.0, 1.0, 0, 0)
+BUFFER = KernelCode("matmul", 4, 8, 0, "buffer", 2.0, 0.0, 1.0, 0, 0, 0)
+COPY = KernelCode(LANE, 0, 0, 0, "texture", 50.0, 0.0, 1.0, 0, 0, 0)
 CODES = [TEXTURE, HALF, BUFFER, COPY]
 
 
