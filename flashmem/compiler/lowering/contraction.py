@@ -329,8 +329,10 @@ def lower_depthwise(context: LoweringContext, group: FusionGroup) -> None:
     pads = node.attributes["pads"][:2]
     activation = context.stored(x)
     floats = (accumulator, storage) == ("float", "float32") and activation in ("float", "half") and binding.scale is None
-    vectors = context.descriptor.code.vector_loads and floats and columns == channels and vector == 4 and columns % 4 == 0
-    in_rows = vectors and kernel_w <= MOST_TAPS and 4 * x.size < MOST_OFFSET
+    whole = min(vector, columns & -columns)  # the widest vector of which a pixel's channels are a multiple
+    vectors = whole == 4 if context.descriptor.code.vector_loads else whole >= 4 and context.descriptor.kind == "cpu"
+    in_rows = vectors and floats and columns == channels and kernel_w <= MOST_TAPS and 4 * x.size < MOST_OFFSET
+    vector = whole if in_rows else vector
     config = PlainContraction("depthwise", ROW_PIXELS if in_rows else 1, vector, vector, families=("depthwise",))
     plain = ContractionTile(
         config, weights=storage, scalar=accumulator, activation=activation, stored=stored, aligned_columns=columns % 4 == 0

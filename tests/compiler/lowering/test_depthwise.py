@@ -22,8 +22,12 @@ CASES: tuple[tuple[tuple[int, ...], int, dict[str, Any]], ...] = (
     ((3, 5, 30), 4, {"kernel_shape": [3], "pads": [1, 1]}),
     ((1, 4, 7, 6), 1, {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1]}),
     ((1, 7, 5, 9), 8, {"kernel_shape": [2, 2]}),
+    ((2, 16, 7, 9), 1, {"kernel_shape": [5, 3], "pads": [2, 1, 2, 1]}),
+    ((1, 24, 8, 11), 1, {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [0, 1, 1, 1]}),
+    ((1, 36, 6, 3), 1, {"kernel_shape": [3, 2], "dilations": [1, 2], "pads": [1, 3, 1, 2]}),
 )  # fmt: skip
-"""Shape of the input, outputs a channel, attributes: vectors of repeated, of single and of unequal channels, remainders."""
+"""Shape of the input, outputs a channel, attributes: vectors of repeated, of single and of unequal channels, remainders;
+rows of pixels whose channels are whole vectors of 16, 8 and 4."""
 
 
 @pytest.mark.parametrize("place", DEVICES, ids=str)
@@ -51,10 +55,11 @@ def test_integers(place: tuple[str, str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", DEVICES, ids=str)
-def test_modes_and_infinities(place: tuple[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("multiplier", [1, 2])
+def test_modes_and_infinities(multiplier: int, place: tuple[str, str], tmp_path: Path) -> None:
     """Every transfer mode gives the bits of float64, also with halves; NaN and infinities reach only outputs that see them."""
     device, path = place
-    channels, multiplier = 24, 2
+    channels = 24
     random = np.random.default_rng(6)
     x = random.integers(-8, 8, (1, channels, 10, 9)).astype(np.float32)
     x[0, 3, 2, 4], x[0, 7, 9, 0], x[0, 9, 0, 8] = np.nan, np.inf, -np.inf
