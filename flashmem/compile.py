@@ -234,7 +234,7 @@ def _read_graphs(model: Path, variants: Sequence[Options]) -> list[Graph]:
         graphs.append(read_graph(model, options))
         shapes = {port.name: port.value.shape for port in graphs[-1].inputs}
         if shapes in seen:
-            raise UserError(f"two of the variants asked for are {shapes_text(shapes)}; leave one out")
+            raise UserError(f"two of the requested variants are {shapes_text(shapes)}; leave one out")
         seen.append(shapes)
     return graphs
 

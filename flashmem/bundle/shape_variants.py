@@ -44,7 +44,7 @@ def checked_variants(shapes: Shapes | Sequence[Shapes] | None) -> tuple[dict[str
         raise UserError("shapes is an empty list; give the shapes of one variant at least, or leave it out")
     twice = next((each for i, each in enumerate(variants) if each in variants[:i]), None)
     if twice is not None:
-        raise UserError(f"the shapes {shapes_text(twice)} are asked for twice; name each variant once")
+        raise UserError(f"the shapes {shapes_text(twice)} are given twice; name each variant once")
     return variants
 
 

@@ -81,7 +81,7 @@ class _Judge:
         if w.first_use == 1:
             return Reason(w.name, "first-layer", 0, "used by layer 1, which has no layer before it to load it")
         if w.name in self.asked:
-            return Reason(w.name, "asked", 0, "asked for with --preload")
+            return Reason(w.name, "asked", 0, "requested with --preload")
         if self.plan.objective_kind != "paper":  # other objectives preload no further weights: it gains them nothing
             return Reason(w.name, "resident-first", 0, "strategy resident-first fills the budget with weights")
         if w.nbytes > self.plan.m_peak:

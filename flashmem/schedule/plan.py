@@ -162,8 +162,8 @@ class PoolLayout:
         allocations = (
             ("resident and streamed weights take", self.pool_bytes),
             ("staged weights take", max(self.staging_bytes, *self.staging_slots, 0)),
-            ("the staging ring takes", self.ring_bytes),
-            *(("a texture takes", slot.nbytes) for slot in self.slots),
+            ("the staging ring needs", self.ring_bytes),
+            *(("a texture needs", slot.nbytes) for slot in self.slots),
         )
         return next((found for found in allocations if found[1] > most), None)
 

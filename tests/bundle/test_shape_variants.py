@@ -95,7 +95,7 @@ def test_a_name_that_comes_again_begins_the_next_variant() -> None:
     assert read_variants(["x=1", "x=2", "x=3"]) == ({"x": (1,)}, {"x": (2,)}, {"x": (3,)})
     several = read_variants(["image=3", "ids=1", "mask=1", "ids=2", "mask=2"])
     assert several == ({"image": (3,), "ids": (1,), "mask": (1,)}, {"image": (3,), "ids": (2,), "mask": (2,)})
-    with pytest.raises(UserError, match=r"the shapes x=1 are asked for twice"):
+    with pytest.raises(UserError, match=r"the shapes x=1 are given twice"):
         read_variants(["x=1", "x=1"])
     with pytest.raises(UserError, match="empty list"):
         checked_variants([])
@@ -349,7 +349,7 @@ def test_damage_to_any_variant_is_found(model: Path, tmp_path: Path) -> None:
 
 
 def test_two_variants_that_come_out_the_same_are_refused(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="two of the variants asked for are x=4x64 y=4x40; leave one out"):
+    with pytest.raises(UserError, match="two of the requested variants are x=4x64 y=4x40; leave one out"):
         flashmem.compile(model, tmp_path / "m.flashmem", device="generic-cpu", shapes=[SMALL, {"x": (4, 64)}], build=False)
 
 

@@ -246,11 +246,11 @@ def test_threads_wait_for_each_other(session: Session, model: MiniModel) -> None
             "input 'tokens' is >i8; the model takes int64",
         ),
         (None, lambda inputs: {**inputs, "x": np.ma.masked_less(inputs["x"], 0)}, "input 'x' is a masked array"),
-        ("y", dict, "the outputs asked for are a str; give a list of names, or None for all"),
-        (7, dict, "the outputs asked for are an int"),
-        ({"y": 1}, dict, "the outputs asked for are a dict"),
-        ([None], dict, "the outputs asked for hold None; give their names as text"),
-        ([["y"]], dict, "the outputs asked for hold a list"),
+        ("y", dict, "the requested outputs are a str; give a list of names, or None for all"),
+        (7, dict, "the requested outputs are an int"),
+        ({"y": 1}, dict, "the requested outputs are a dict"),
+        ([None], dict, "the requested outputs contain None; give their names as text"),
+        ([["y"]], dict, "the requested outputs contain a list"),
     ],
 )
 def test_arguments_of_another_type_are_one_sentence(

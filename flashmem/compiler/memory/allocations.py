@@ -22,7 +22,7 @@ def within_allocations(program: Program, plan: OverlapPlan, descriptor: DeviceDe
         UserError: `mode` is one of them, or the program itself exceeds the limit.
     """
     most = descriptor.max_alloc_bytes
-    fixed = (("activations take", program.arena_bytes), ("constants take", program.constants_bytes))
+    fixed = (("activations need", program.arena_bytes), ("constants need", program.constants_bytes))
     for what, nbytes in fixed:
         if nbytes > most:
             advice = "name a budget below that with --budget, so that they are computed in patches, or make the input smaller"
@@ -30,7 +30,7 @@ def within_allocations(program: Program, plan: OverlapPlan, descriptor: DeviceDe
     for part in program.slices:
         if part.file_bytes > most:
             advice = "no part of it can be loaded alone; compile for a device that allocates more"
-            raise _refused(f"weight {part.weight!r} takes", part.file_bytes, descriptor, advice)
+            raise _refused(f"weight {part.weight!r} needs", part.file_bytes, descriptor, advice)
     layouts = {}
     for each, layout in plan.layouts.items():
         too_large = layout.larger_than(most)

@@ -43,12 +43,12 @@ def chosen_outputs(ports: Sequence[Port], output_names: Any) -> list[str]:
     if output_names is None:
         return outputs
     if not isinstance(output_names, Sequence) or isinstance(output_names, str | bytes):
-        raise ValueError(f"the outputs asked for are {described(output_names)}; give a list of names, or None for all")
+        raise ValueError(f"the requested outputs are {described(output_names)}; give a list of names, or None for all")
     if not output_names:
-        raise ValueError("no output is asked for; name at least one, or give None for all")
+        raise ValueError("no output is requested; name at least one, or give None for all")
     for name in output_names:
         if not isinstance(name, str):
-            raise ValueError(f"the outputs asked for hold {described(name)}; give their names as text")
+            raise ValueError(f"the requested outputs contain {described(name)}; give their names as text")
         if name not in outputs:
             raise ValueError(f"the model has no output {name!r}; it gives: {', '.join(outputs)}")
     return list(output_names)

@@ -322,7 +322,7 @@ class MemoryArbiter:
                 return
         limit, name = self._device.budget.limit or 0, loaded.opened.bundle.path.name
         raise BudgetError(
-            f"the budget of {format_size(limit)} is too small for {name}, which takes {loaded.smallest} bytes; raise it",
+            f"the budget of {format_size(limit)} is too small for {name}, which needs {loaded.smallest} bytes; raise it",
             smallest_bytes=loaded.smallest,
             binding=name,
         )

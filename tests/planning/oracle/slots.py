@@ -198,11 +198,11 @@ def slot_findings(case: SlotCase) -> tuple[str, list[str]]:
     layout = layout_of(plan)
     found = broken_slots(case, plan, layout)
     if layout.total_bytes > case.budget:
-        found.append(f"the layout takes {layout.total_bytes} bytes of {case.budget}")
+        found.append(f"the layout needs {layout.total_bytes} bytes of {case.budget}")
     streamed = [w for w in within.weights if any(w.name == p.name and not p.preload for p in plan.weights)]
     taken: Choice = [next((p.read_layer, p.moves) for p in plan.weights if p.name == w.name) for w in streamed]
     if layout.total_bytes < (fewest := least_bytes(case, within, streamed, taken)):
-        found.append(f"the layout takes {layout.total_bytes} bytes, fewer than the {fewest} of any layout")
+        found.append(f"the layout needs {layout.total_bytes} bytes, fewer than the {fewest} of any layout")
     resident = frozenset(p.name for p in plan.weights if p.preload)
     best = fastest(within, resident, lambda streamed, choice: least_bytes(case, within, streamed, choice) <= case.budget)
     if best is None:

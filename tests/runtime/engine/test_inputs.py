@@ -83,9 +83,9 @@ def test_nan_passes_through(session: Session, model: MiniModel) -> None:
 
 @pytest.mark.parametrize("names", [[], ()])
 def test_a_run_for_no_output_is_refused(session: Session, model: MiniModel, names: Any) -> None:
-    with pytest.raises(ValueError, match="no output is asked for; name at least one, or give None for all"):
+    with pytest.raises(ValueError, match="no output is requested; name at least one, or give None for all"):
         session.run(names, model.inputs())
-    with Runtime(prepare=False) as runtime, pytest.raises(ValueError, match="no output is asked for"):
+    with Runtime(prepare=False) as runtime, pytest.raises(ValueError, match="no output is requested"):
         runtime.open(model.path).submit(model.inputs(), names)
 
 

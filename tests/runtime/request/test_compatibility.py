@@ -85,9 +85,9 @@ def test_pools_and_arenas_are_held_against_one_allocation(mini: MiniModel, tmp_p
     with pytest.raises(UserError, match=f"in mode alias .* take {pool} bytes in one buffer, and adreno740 allocates at most"):
         within_allocations(bundle.program, bundle.plan, tight, "alias")
     arena = replace(bundle.program, arena_bytes=2 << 20)
-    with pytest.raises(UserError, match=r"activations take 2097152 bytes in one buffer.*--budget"):
+    with pytest.raises(UserError, match=r"activations need 2097152 bytes in one buffer.*--budget"):
         within_allocations(arena, bundle.plan, descriptor, "alias")
-    with pytest.raises(UserError, match=r"weight 'w0' takes \d+ bytes"):
+    with pytest.raises(UserError, match=r"weight 'w0' needs \d+ bytes"):
         within_allocations(bundle.program, bundle.plan, replace(descriptor, max_alloc_bytes=50_000), "alias")
 
 
