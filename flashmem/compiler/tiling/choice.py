@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 from flashmem.base.types import TENSOR_ALIGNMENT
@@ -21,7 +22,7 @@ from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.memory.aliases import AliasAnalysis
 from flashmem.compiler.operators.tiling_interface import AxisRange, outermost
-from flashmem.compiler.tiling.patches import Chain, Patch, alike, units
+from flashmem.compiler.tiling.patches import Chain, Patch, alike, tiled, units
 
 WINDOW = 40
 """The most groups of a chain before, and after, the group it is made for."""
@@ -97,6 +98,7 @@ class PatchChoice:
     def __init__(self, graph: Graph, groups: Sequence[FusionGroup], aliases: AliasAnalysis, memory: Memory) -> None:
         """`aliases`: those of `graph`, whose groups are `groups`."""
         self.groups, self.memory, self.aliases = groups, memory, aliases
+        self.nbytes, self.base, self.tile = cache(memory.nbytes), cache(aliases.base), cache(tiled)  # called very often
         self.nodes = units(graph, groups)[1:]
         self.results = {port.value for port in graph.outputs}
         self.readers: dict[Value, list[int]] = {}
@@ -217,10 +219,12 @@ class PatchChoice:
         patch = self.patches[begin, last, rows]
         if patch is None:
             return
+        joined: list[Value] | None = None  # the same for every first group
         for first in firsts:
             key = (begin, first, last, rows)
             if key not in self.estimates:
-                self.estimates[key] = self._estimate(Chain(first, last, axis, starts), patch)
+                joined = self._joined(patch, last) if joined is None else joined
+                self.estimates[key] = self._estimate(Chain(first, last, axis, starts), patch, joined)
             made = self.estimates[key]
             if made is not None:
                 yield made
@@ -243,12 +247,12 @@ class PatchChoice:
                 if not apart or needs[-1].stop != value.shape[needs[0].axis]:
                     yield value
 
-        return alike(nodes, end, spans, overlapping, ROUNDS)
+        return alike(nodes, end, spans, overlapping, ROUNDS, self.tile)
 
     def _joined(self, patch: Patch, last: int) -> list[Value]:
         """Results that patches compute in parts, and that are read after group `last`, or whole."""
         made = [node.outputs[0] for node in patch.parts]
-        inside = {node for node in patch.parts}
+        inside = patch.parts
         return [
             value
             for value in made
@@ -259,11 +263,11 @@ class PatchChoice:
             )
         ]
 
-    def _estimate(self, chain: Chain, patch: Patch) -> _Tried | None:
-        """Estimate the live bytes in `chain`; one of its patches is (part of) `patch`."""
+    def _estimate(self, chain: Chain, patch: Patch, joined: Sequence[Value]) -> _Tried | None:
+        """Estimate the live bytes in `chain`, one of whose patches is (part of) `patch`. `joined`: its results, read later."""
         first, last = chain.first, chain.last
         count = len(chain.starts)
-        base, nbytes = self.aliases.base, self.memory.nbytes
+        base, nbytes = self.base, self.nbytes
         inside = [node for unit in self.nodes[first : last + 1] for node in unit]
         members = [node for node in inside if node in patch.parts]
         if not members or self.groups[last].output not in patch.needs:
@@ -284,11 +288,7 @@ class PatchChoice:
                     copies += nbytes(value) * need.size // value.shape[need.axis]
         at_first = self.crossing[first]
         inner = {node.outputs[0] for node in members}
-        results = {
-            base(value)
-            for value in self._joined(patch, last)
-            if value.producer is not None and self.at[value.producer] >= first
-        }
+        results = {base(value) for value in joined if value.producer is not None and self.at[value.producer] >= first}
         whole = [v for i in range(first, last + 1) for v in self.born.get(i, ()) if v not in inner and v not in results]
         needed = wanted | sliced
         before = [v for v in whole if v in needed]
@@ -343,7 +343,7 @@ class PatchChoice:
 
     def _part(self, value: Value, patch: Patch) -> int:
         need = patch.needs[value]
-        return self.memory.nbytes(value) * need.size // value.shape[need.axis]
+        return self.nbytes(value) * need.size // value.shape[need.axis]
 
     def _within(self, members: Sequence[Node], patch: Patch, results: set[Value]) -> int:
         """The most live bytes of values that one patch alone needs."""
@@ -351,7 +351,7 @@ class PatchChoice:
         for node in members:
             for value in node.inputs:
                 if value is not None:
-                    last[self.aliases.base(value)] = self.at[node]
+                    last[self.base(value)] = self.at[node]
         change: dict[int, int] = {}
         for node in members:
             value, at = node.outputs[0], self.at[node]

@@ -46,6 +46,10 @@ class Patch:
     parts: dict[Node, TiledNode] = field(default_factory=dict)
 
 
+Tile = Callable[[Node, AxisRange], TiledNode | None]
+"""Returns the node that computes a range of a node's output: `tiled`."""
+
+
 def units(graph: Graph, groups: Sequence[FusionGroup]) -> list[list[Node]]:
     """The nodes of each group, with the Reshapes of its result; Reshapes of inputs are before the first."""
     at = {node: i for i, group in enumerate(groups, start=1) for node in group.nodes}
@@ -58,13 +62,18 @@ def units(graph: Graph, groups: Sequence[FusionGroup]) -> list[list[Node]]:
     return made
 
 
+def tiled(node: Node, span: AxisRange) -> TiledNode | None:
+    """The node that computes `span` of the output of `node`; None if it cannot be computed separately."""
+    return REGISTRY[node.op].tile_of(node, span)
+
+
 def patch_of(
-    nodes: Sequence[Node], made: Collection[Value], end: Value, span: AxisRange, whole: Collection[Value]
+    nodes: Sequence[Node], made: Collection[Value], end: Value, span: AxisRange, whole: Collection[Value], tile: Tile = tiled
 ) -> tuple[Patch, set[Value]]:
     """The parts of `nodes` (in order) that compute `span` of `end`, and all values that must be computed whole before.
 
     The latter are `whole`, values that operators without such a part compute or need whole, and their own operands. `made`: the
-    results of `nodes`.
+    results of `nodes`. `tile`: `tiled`, or a cache of it.
     """
     patch, before = Patch({end: span}), set(whole)
     for node in reversed(nodes):
@@ -73,7 +82,7 @@ def patch_of(
         if before.isdisjoint(node.outputs):
             if wanted is None:
                 continue
-            part = REGISTRY[node.op].tile_of(node, wanted)
+            part = tile(node, wanted)
         if part is None:
             before.update(node.outputs)
             before.update(value for value in node.inputs if value is not None and value in made)
@@ -113,6 +122,7 @@ def alike(
     spans: Sequence[AxisRange],
     overlapping: Callable[[Sequence[Patch]], Iterable[Value]],
     rounds: int | None = None,
+    tile: Tile = tiled,
 ) -> list[Patch] | None:
     """The patches of `spans` of `end`, all of which divide the same operators.
 
@@ -124,7 +134,7 @@ def alike(
     for _ in itertools.count() if rounds is None else range(rounds):
         patches, found = [], set(whole)
         for span in spans:
-            patch, before = patch_of(nodes, made, end, span, found)
+            patch, before = patch_of(nodes, made, end, span, found, tile)
             patches.append(patch)
             found |= before
         if end in found:
