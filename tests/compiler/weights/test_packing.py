@@ -29,8 +29,9 @@ from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 from flashmem.tools.zoo.graphs import zoo_graph
-from tests.compiler.operators.test_quantised import run_ort
 from tests.support.compared import DEVICES as PLACES
+from tests.support.compared import require_right
+from tests.support.inputs import KINDS, floats
 from tests.support.paths import ROOT
 
 Array = NDArray[Any]
@@ -148,8 +149,8 @@ def test_bundles_are_no_larger_than_their_weights(name: str) -> None:
                     assert all(part.file_bytes <= LEAST_BYTES for part in program.slices if part.is_image), what
 
 
-def model(folder: Path) -> tuple[Path, dict[str, Array]]:
-    """Products and convolutions with depths that are multiples of no block or alignment; scales by block."""
+def model(folder: Path) -> tuple[Path, dict[str, dict[str, Array]]]:
+    """Products and convolutions with depths that are multiples of no block or alignment; scales by block. Inputs by kind."""
     random = np.random.default_rng(0)
     constants: dict[str, Array] = {
         "w": random.standard_normal((203, 66)) / 8, "c": random.standard_normal((40, 37, 3, 3)) / 8,
@@ -177,7 +178,7 @@ def model(folder: Path) -> tuple[Path, dict[str, Array]]:
     )  # fmt: skip
     path = folder / "packed.onnx"
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), path)
-    return path, {name: random.standard_normal(shape).astype(np.float32) for name, shape in inputs.items()}
+    return path, {kind: {name: floats(*shape, kind=kind) for name, shape in inputs.items()} for kind in KINDS}
 
 
 def small_images(name: str, folder: Path) -> str:
@@ -198,7 +199,7 @@ def small_images(name: str, folder: Path) -> str:
 def test_folded_textures_give_right_answers_in_every_mode(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The small allocation limit cuts slices; other buffers may be as large as the real device permits.
     monkeypatch.setattr(importlib.import_module("flashmem.compile"), "within_allocations", lambda program, plan, *rest: plan)
-    path, feeds = model(tmp_path)
+    path, kinds = model(tmp_path)
     here = next(each for each in list_devices() if each.descriptor_name == device)
     made = flashmem.compile(
         path, tmp_path / "m.flashmem", device=small_images(device, tmp_path), memory_path="texture", chunk=4096
@@ -206,12 +207,12 @@ def test_folded_textures_give_right_answers_in_every_mode(device: str, tmp_path:
     images = [part for part in made.program.slices if part.is_image]
     assert max(part.height for part in images) <= 50 and len({part.weight for part in images}) >= 4
     assert len(images) > len({part.weight for part in images})
-    expected = run_ort(onnx.load(path), feeds)
-    first: list[Array] | None = None
+    first: dict[str, list[Array]] = {}
     for mode in descriptor_for(here).modes["texture"]:
         with flashmem.Session(Bundle.open(made.path), device=device, mode=mode) as session:
-            answers = session.run(None, feeds)
-        first = first or answers
-        for got, same, right in zip(answers, first, expected, strict=True):
-            np.testing.assert_array_equal(got, same, err_msg=mode)
-            np.testing.assert_allclose(got, right, rtol=0, atol=1e-4 * max(1, abs(right).max()))
+            for kind, feeds in kinds.items():
+                answers = session.run(None, feeds)
+                for got, same in zip(answers, first.setdefault(kind, answers), strict=True):
+                    np.testing.assert_array_equal(got, same, err_msg=mode)
+    for kind, feeds in kinds.items():
+        require_right(onnx.load(path), feeds, first[kind], against_runtime=False)
