@@ -91,6 +91,21 @@ def _others() -> Iterator[tuple[str, Graph]]:
     yield "rank_among_runs", g.finish(g.node("TopK", [g.input(1, ROWS * COLUMNS), k], (1, ROWS // 4)))
     g = Sketch()
     yield "reduce_columns", g.finish(g.node("ReduceMean", [g.input(*rows)], (1, 1, COLUMNS), axes=[1]))
+    yield from _of_decoders()
+
+
+def _of_decoders() -> Iterator[tuple[str, Graph]]:
+    """Rotary positions in both forms, and an RMS norm whose kernel also computes and writes the residual sum before it."""
+    heads, rows = (1, ROWS, 12, HEAD), (1, ROWS, COLUMNS)
+    for name, interleaved in (("rotary", False), ("rotary-interleaved", True)):
+        g = Sketch()
+        tables = [g.input(1, ROWS, 1, HEAD // 2) for _ in range(2)]
+        yield name, g.finish(g.node("Rotary", [g.input(*heads), *tables], heads, half=HEAD // 2, interleaved=interleaved))
+    g = Sketch()
+    total = g.node("Add", [g.input(*rows), g.input(*rows)], rows)
+    norm = g.node("NormalizeRms", [total], rows, axes=(2,), epsilon=1e-5)
+    product = g.node("MatMul", [g.node("Mul", [norm, g.weight(COLUMNS)], rows), g.weight(COLUMNS, COLUMNS)], rows)
+    yield "reduce_rows-sum-and-rms-norm", g.finish(g.node("Add", [product, total], rows))
 
 
 def _text(name: str, graph: Graph, descriptor: DeviceDescriptor, precision: Precision) -> str:
