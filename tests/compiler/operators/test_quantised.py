@@ -349,8 +349,10 @@ def test_models_that_onnx_runtime_quantised(kind: str, operator: str, share: flo
     made = flashmem.compile(path, tmp_path / "q.flashmem", device=device)
     with flashmem.Session(made, device=device) as session:
         answers = session.run(None, feeds)
-    for answer, wanted in zip(answers, run_ort(onnx.load(path), feeds), strict=True):
-        np.testing.assert_allclose(answer, wanted, rtol=0, atol=3e-6 * abs(wanted).max())
+    reference = onnx.load(path)
+    for entry in reference.opset_import:  # the evaluator has no older DequantizeLinear; no operator here has changed since
+        entry.version = max(entry.version, 21) if entry.domain == "" else entry.version
+    require_right(reference, feeds, answers, against_runtime=False)
     floats = flashmem.compile(tmp_path / "float.onnx", tmp_path / "f.flashmem", device=device)
     if kind in ("QDQ", "QOperator"):  # tensors between two products have 8 bits
         assert {"uint8", "int8"} & {tensor.dtype for tensor in made.program.tensors}
