@@ -26,6 +26,9 @@ RUNS = 100
 WORTH = 0.02
 """The least fraction of its time that another kernel must save in later runs."""
 
+MOST_PADDING = 2
+"""The most bytes of packed weights of a grouped convolution, as a multiple of their elements."""
+
 _ITEMSIZE = {"float32": 4.0, "float16": 2.0, "int4": 0.5, "uint4": 0.5}
 
 
@@ -153,7 +156,13 @@ class KernelSelector:
         ):
             return False
         wide = isinstance(config, Contraction) and request.widest is not None and config.block[1] > request.widest
-        return config == plain or not wide
+        return config == plain or not (wide or self._pads_groups(config, request.workload))
+
+    def _pads_groups(self, config: KernelConfig, workload: Workload) -> bool:
+        """Whether panels of `config` are mostly padding, once for each group of a convolution: no time is worth such weights."""
+        elements = workload.batches * workload.depth * workload.columns
+        most = MOST_PADDING * elements * _ITEMSIZE.get(workload.storage, 1.0)
+        return workload.family == "conv" and workload.batches > 1 and packed_bytes(workload, config) > most
 
     def _soonest(self, request: KernelRequest) -> KernelConfig:
         """The best config for one request; kernels that the model already has cost nothing to build."""

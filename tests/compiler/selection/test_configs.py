@@ -265,3 +265,20 @@ def test_one_of_the_list_is_chosen(
     descriptor: DeviceDescriptor, family: str, sizes: tuple[int, int, int], batches: int
 ) -> None:
     assert choose(descriptor, Workload(family, "buffer", *sizes, batches)) in descriptor.configs_of(family)
+
+
+@pytest.mark.parametrize(("columns", "groups", "wide"), [(4, 32, False), (32, 4, True), (4, 1, True)])
+def test_groups_are_not_mostly_padding(columns: int, groups: int, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wide panel for each of 32 groups of 4 columns would keep eight times the weights, and is never worth its time."""
+    descriptor = load_descriptor("nvidia")
+    workload = Workload("conv", "buffer", 3136, 36, columns, groups, taps=9)
+    [plain, *_] = descriptor.plain("conv")
+    fast = StagedContraction("wide", 4, 8, (8, 4), k_block=8)
+
+    def as_if_measured(descriptor: DeviceDescriptor, workload: Workload) -> dict[Any, float]:
+        return {plain: 1.0, fast: 0.001}
+
+    monkeypatch.setattr("flashmem.compiler.selection.selector.seconds", as_if_measured)
+    found = KernelSelector(descriptor, "steady").config(workload)
+    assert found == (fast if wide else plain)
+    assert groups == 1 or packed_bytes(workload, found) == 4 * 36 * columns * groups
