@@ -159,7 +159,7 @@ class KernelSelector:
         return config == plain or not (wide or self._pads_groups(config, request.workload))
 
     def _pads_groups(self, config: KernelConfig, workload: Workload) -> bool:
-        """Whether panels of `config` are mostly padding, once for each group of a convolution: no time is worth such weights."""
+        """Whether panels of `config` are mostly padding, once for each group of a convolution; no time is worth that memory."""
         elements = workload.batches * workload.depth * workload.columns
         most = MOST_PADDING * elements * _ITEMSIZE.get(workload.storage, 1.0)
         return workload.family == "conv" and workload.batches > 1 and packed_bytes(workload, config) > most
