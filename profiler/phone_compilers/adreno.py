@@ -22,6 +22,7 @@ _TEXTURES = ("sam", "isam", "saml", "gat", "ldib")
 _SCRATCH = ("ldp", "stp")
 _LOCAL = ("ldl", "stl")
 _MACS = ("mad.f32", "mad.f16")
+_ZEROS = "clz."
 
 
 def parse(kernel: str, compiled: Compiled) -> KernelStatistics | None:
@@ -42,6 +43,7 @@ def parse(kernel: str, compiled: Compiled) -> KernelStatistics | None:
         # Numbers of vectors of four; two halves share a register of 32 bits.
         registers=4 * max(summary.get("full", -1) + 1, -(-(summary.get("half", -1) + 1) // 2)),
         spills=whole.stack,
+        emulated=sum(_name(line).startswith(_ZEROS) for line in code),
         threads=summary.get("max_waves", 0),
         work_group=said.get("work_group", 0),
         local_bytes=said.get("local_bytes", 0),
@@ -66,6 +68,12 @@ def _read(program: str) -> tuple[list[str], dict[str, int]]:
     return code, summary
 
 
+def _name(line: str) -> str:
+    """The instruction's name; empty for a label."""
+    found = _MNEMONIC.search(_FLAGS.sub(" ", line))
+    return found[1] if found and not _LABEL.match(line) else ""
+
+
 def _counted(code: Sequence[str]) -> LoopStatistics:
     """Statistics of the instructions in `code`."""
     counts = dict.fromkeys(("instructions", "slots", "macs", "load_bytes", "loads", "textures", "local", "stack"), 0)
@@ -73,8 +81,7 @@ def _counted(code: Sequence[str]) -> LoopStatistics:
         if _LABEL.match(line):
             continue
         times = 1 + sum(int(match[1]) for match in [_REPEATED.search(line)] if match)
-        mnemonic = _MNEMONIC.search(_FLAGS.sub(" ", line))
-        name = mnemonic[1] if mnemonic else ""
+        name = _name(line)
         counts["instructions"] += 1
         counts["slots"] += times + sum(int(match[1]) for match in [_WAITED.search(line)] if match)
         if name in _MACS:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
 from flashmem.base.types import TEXEL_BYTES
+from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.builder import constant
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.lowering.templates import KernelLibrary
+from flashmem.compiler.operators import why_unsupported
 from flashmem.profiler.cases import Precision, targets_of
+from flashmem.profiler.phone_kit.models import families
 from flashmem.profiler.shapes import Attention, RowSoftmax
 from flashmem.profiler.sketch import Sketch
 from flashmem.program.kernel_text import kernel_texts
@@ -24,8 +30,30 @@ CONTRACTIONS = ("matmul", "conv", "matmul_dynamic")
 
 
 def kernels_of(descriptor: DeviceDescriptor) -> dict[str, str]:
-    """Kernels by family and config, for instance `matmul-8x4`: the tile, each listed config, and those of other families."""
+    """Kernels by family and config, for instance `matmul-8x4`: the tile, each listed config, and a few other families."""
     return {name: _text(name, *case) for name, case in _cases(descriptor)}
+
+
+def family_kernels_of(descriptor: DeviceDescriptor) -> dict[str, str]:
+    """A kernel of each template that `kernels_of` lacks, for instance `kit-scatter`, and a convolution in groups of channels.
+
+    Each is the longest of its template in the phone kit's model, which has every family.
+    """
+    present = {template_of(text) for text in kernels_of(descriptor).values()}
+    with tempfile.TemporaryDirectory() as folder:
+        graph = import_model(families().save(Path(folder)), {}, why_unsupported)
+        targets = targets_of(graph, descriptor, "fp32", "phones", "kit")
+    found = {"conv-grouped": _text("conv-grouped", _grouped(), descriptor, "fp32")}
+    for text in kernel_texts(targets[0].source.plain).values():
+        name = f"kit-{template_of(text)}"
+        if template_of(text) not in present and len(text) > len(found.get(name, "")):
+            found[name] = text
+    return found
+
+
+def template_of(text: str) -> str:
+    """The file name, without its folder and ending, of the template that made the kernel in `text`."""
+    return re.findall(r"\bvoid (\w+)_[0-9a-f]+\(", text)[-1]
 
 
 def lane_kernels_of(descriptor: DeviceDescriptor) -> dict[str, str]:
@@ -71,7 +99,7 @@ def _contraction(family: str) -> Graph:
 
 
 def _others() -> Iterator[tuple[str, Graph]]:
-    """A graph for each family that has no configs."""
+    """A graph for some families that have no configs."""
     rows = (1, ROWS, COLUMNS)
     image = (1, HEAD, PLACES, PLACES)
     g = Sketch()
@@ -106,6 +134,14 @@ def _of_decoders() -> Iterator[tuple[str, Graph]]:
     norm = g.node("NormalizeRms", [total], rows, axes=(2,), epsilon=1e-5)
     product = g.node("MatMul", [g.node("Mul", [norm, g.weight(COLUMNS)], rows), g.weight(COLUMNS, COLUMNS)], rows)
     yield "reduce_rows-sum-and-rms-norm", g.finish(g.node("Add", [product, total], rows))
+
+
+def _grouped() -> Graph:
+    """A convolution in groups of 16 channels."""
+    g = Sketch()
+    image = (1, HEAD, PLACES, PLACES)
+    x, weight = g.input(*image), g.weight(HEAD, 16, 3, 3)
+    return g.finish(g.node("Conv", [x, weight], image, kernel_shape=[3, 3], pads=[1] * 4, group=HEAD // 16))
 
 
 def _text(name: str, graph: Graph, descriptor: DeviceDescriptor, precision: Precision) -> str:

@@ -18,6 +18,9 @@ from flashmem.profiler.phone_compilers.roots import Root, set_up
 MOST_SECONDS = 900
 """Time limit for the compilation of one text."""
 
+BUILD_SCRIPT = Path(__file__).with_name("build_in_root.py")
+"""The program that runs in a compiler root, and builds a text there."""
+
 _TRIPLES = {"amd64": "x86_64-linux-gnu", "arm64": "aarch64-linux-gnu"}
 _EMULATOR = "qemu-aarch64-static"
 _ENTER = 'set -e; root=$1; shift; mount --rbind /dev "$root/dev"; exec chroot "$root" "$@"'
@@ -58,8 +61,7 @@ def compile_text(gpu: Gpu, root: Root, text: str, options: Sequence[str], second
     Raises:
         UserError: the compiler cannot be started on this machine.
     """
-    script = Path(__file__).with_name("build_in_root.py").read_text(encoding="utf-8")
-    command, environment = _command(gpu, root, script, options)
+    command, environment = _command(gpu, root, BUILD_SCRIPT.read_text(encoding="utf-8"), options)
     try:
         done = subprocess.run(
             command, env=environment, input=text.encode(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

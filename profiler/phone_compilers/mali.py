@@ -14,6 +14,7 @@ _SUMMARY = re.compile(
 _BLOCK = re.compile(r"^block(\d+) \{\n(.*?)^\} ?(->[^\n]*)?", re.DOTALL | re.MULTILINE)
 _TO = re.compile(r"block(\d+)")
 _INSTRUCTION = re.compile(r"(?:[\w:^., ]+ = )?([A-Z][A-Z0-9_]*)((?:\.\w+)*)")
+_ZEROS = "CLZ"
 _BITS = re.compile(r"\.i(\d+)")
 
 
@@ -34,6 +35,7 @@ def parse(kernel: str, compiled: Compiled) -> KernelStatistics | None:
         slots=instructions,
         registers=registers,
         spills=spills + fills,
+        emulated=sum(_name(line) == _ZEROS for _, code, _ in blocks for line in code),
         threads=threads,
         work_group=said.get("work_group", 0),
         local_bytes=said.get("local_bytes", 0),
@@ -52,6 +54,12 @@ def _blocks(printed: str) -> list[tuple[int, list[str], list[int]]]:
     ]
     start = max((i for i in range(1, len(found)) if found[i][0] <= found[i - 1][0]), default=0)
     return found[start:]
+
+
+def _name(line: str) -> str:
+    """The instruction's name; empty for an empty line."""
+    found = _INSTRUCTION.match(line.strip())
+    return found[1] if found else ""
 
 
 def _counted(code: Sequence[str]) -> LoopStatistics:

@@ -13,14 +13,15 @@ from typing import Any
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.bundle.bundle import Bundle
 from flashmem.profiler.phone_compilers import adreno, mali
-from flashmem.profiler.phone_compilers.compiling import compile_text, options_of, root_of
+from flashmem.profiler.phone_compilers.compiling import Compiled, compile_text, options_of, root_of
 from flashmem.profiler.phone_compilers.gpus import Gpu
+from flashmem.profiler.phone_compilers.results import StoredResults
 from flashmem.profiler.phone_compilers.roots import Root
 from flashmem.profiler.phone_compilers.statistics import KernelStatistics
 from flashmem.program.kernel_text import KERNEL_MARK, kernel_texts
 
 _COLUMNS = (
-    "kernel", "instr.", "regs", "spills", "threads", "group", "local B", "slots/MAC", "loop slots", "MACs", "load B", "tex.",
+    "kernel", "instr.", "regs", "spills", "emul.", "threads", "group", "local B", "slots/MAC", "loop slots", "MACs", "load B", "tex.",
     "stack",
 )  # fmt: skip
 _PARSERS = {"freedreno": adreno.parse, "panfrost": mali.parse}
@@ -58,7 +59,8 @@ class CompilerReport:
 def _row(each: KernelStatistics) -> tuple[str, ...]:
     loop = each.main_loop
     name, *numbers = (
-        each.kernel, each.instructions, each.registers, each.spills, each.threads, each.work_group, each.local_bytes,
+        each.kernel, each.instructions, each.registers, each.spills, each.emulated, each.threads, each.work_group,
+        each.local_bytes,
     )  # fmt: skip
     if loop is None:
         return (name, *map(str, numbers), *("-",) * 6)
@@ -67,22 +69,30 @@ def _row(each: KernelStatistics) -> tuple[str, ...]:
     return (name, *map(str, numbers), "-" if ratio is None else f"{ratio:.2f}", *map(str, of_loop))
 
 
-def examine(texts: Mapping[str, str], gpu: Gpu, jobs: int = 0) -> CompilerReport:
+def examine(texts: Mapping[str, str], gpu: Gpu, jobs: int = 0, stored: StoredResults | None = None) -> CompilerReport:
     """Compile kernels, given as one text for each name, `jobs` at a time (0: as many as the machine has processors).
+
+    Texts that are equal are compiled once; those in `stored` are not compiled.
 
     Raises:
         UserError: the compilers cannot be set up or started on this machine.
     """
     root = root_of(gpu)
     with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as pool:
-        made = list(pool.map(partial(_examined, gpu, root), texts, texts.values()))
+        distinct = list(dict.fromkeys(texts.values()))
+        compiled = dict(zip(distinct, pool.map(partial(_compiled, gpu, root, stored), distinct), strict=True))
+    made = [_examined(gpu, name, compiled[text]) for name, text in texts.items()]
     kernels = tuple(each for each in made if isinstance(each, KernelStatistics))
     failures = {name: each for name, each in zip(texts, made, strict=True) if isinstance(each, str)}
     return CompilerReport(gpu, root.mesa, kernels, failures)
 
 
-def _examined(gpu: Gpu, root: Root, name: str, text: str) -> KernelStatistics | str:
-    compiled = compile_text(gpu, root, text, options_of(text))
+def _compiled(gpu: Gpu, root: Root, stored: StoredResults | None, text: str) -> Compiled:
+    compile_one = stored.compiled if stored else compile_text
+    return compile_one(gpu, root, text, options_of(text))
+
+
+def _examined(gpu: Gpu, name: str, compiled: Compiled) -> KernelStatistics | str:
     if compiled.error:
         return compiled.error
     return _PARSERS[gpu.driver](name, compiled) or "the compiler printed no code"

@@ -134,6 +134,8 @@ def _contractions(n: _Nodes) -> None:
     [y] = n.node("GroupNormalization", y, n.weight(24), n.weight(24), num_groups=3)
     n.out("Conv", y, n.weight(16, 24, 1, 1), kernel_shape=[1, 1])
     n.out("Conv", image, n.weight(16, 1, 3, 3), kernel_shape=[3, 3], pads=[1] * 4, group=16)
+    n.out("Conv", n.input(1, 6, 13, 11), n.weight(6, 1, 3, 3), kernel_shape=[3, 3], group=6)
+    n.out("Conv", image, n.weight(24, 4, 3, 3), kernel_shape=[3, 3], group=4)
     n.out("MatMul", n.input(2, 3, 19, 32), n.input(2, 3, 32, 21))
     queries, keys, values = (n.input(1, 4, 24, 32) for _ in range(3))
     [turned] = n.node("Transpose", keys, perm=[0, 1, 3, 2])
@@ -155,6 +157,7 @@ def _reductions(n: _Nodes) -> None:
     n.out("CumSum", x, n.constant(np.int64(1)))
     n.node("ArgMax", x, axis=2, dtypes=("int64",))
     n.node("TopK", n.input(3, 600), n.constant(np.array([7])), dtypes=("float32", "int64"))
+    n.node("TopK", n.input(1, 20_000), n.constant(np.array([3000])), dtypes=("float32", "int64"))
     n.node("TopK", n.input(2, 5000), n.constant(np.array([900])), dtypes=("float32", "int64"))
     weights = (n.weight(1, 32, 12), n.weight(1, 32, 8), n.weight(1, 64))
     n.node("LSTM", n.input(5, 2, 12), *weights, hidden_size=8, dtypes=("float32", "float32", "float32"))
@@ -182,3 +185,17 @@ def _indexing(n: _Nodes) -> None:
     n.out("Transpose", x, perm=[1, 0])
     n.out("Concat", x, n.input(20, 7), axis=1)
     n.out("Gelu", x)
+    _rotated(n)
+
+
+def _rotated(n: _Nodes) -> None:
+    """Rotary positions of 4 heads."""
+    x, (cosines, sines) = n.input(1, 4, 24, 32), (n.weight(24, 32) for _ in range(2))
+    start, middle, end, last = (n.constant(np.array([at])) for at in (0, 16, 32, 3))
+    [first] = n.node("Slice", x, start, middle, last)
+    [second] = n.node("Slice", x, middle, end, last)
+    [negative] = n.node("Neg", second)
+    [turned] = n.node("Concat", negative, first, axis=-1)
+    [left] = n.node("Mul", x, cosines)
+    [right] = n.node("Mul", turned, sines)
+    n.out("Add", left, right)
