@@ -17,6 +17,7 @@ from flashmem.planning.capacity.compiled import CODE, LANE, KernelCode, write_co
 from flashmem.profiler.phone_compilers.cases import kernels_of, lane_kernels_of
 from flashmem.profiler.phone_compilers.gpus import gpu_of
 from flashmem.profiler.phone_compilers.report import CompilerReport, examine
+from flashmem.profiler.phone_compilers.results import StoredResults, results_folder
 from flashmem.profiler.phone_compilers.statistics import KernelStatistics
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 from flashmem.target.kernel_configs.contraction import Contraction
@@ -80,7 +81,8 @@ def main() -> None:
         raise UserError(f"--output {given.output} is not a folder; name one")
     descriptor = load_descriptor(given.device)
     gpu = gpu_of(descriptor.name)
-    report = examine({**kernels_of(descriptor), **lane_kernels_of(descriptor)}, gpu, given.jobs)
+    kernels = {**kernels_of(descriptor), **lane_kernels_of(descriptor)}
+    report = examine(kernels, gpu, given.jobs, StoredResults(results_folder()))
     path = given.output / f"{descriptor.name}{CODE}"
     comment = f"{gpu.name}, Mesa {report.mesa}. Written by python -m flashmem.profiler.phone_compilers.costs: write it again."
     with written_whole(path) as file:

@@ -26,7 +26,9 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16")
 
 @dataclass(frozen=True)
 class ModelKernel:
-    """One kernel of one model, with the number of its launches and all their multiply-adds. `text`: its key in `ModelKernels`."""
+    """One kernel of one model: the number of its launches, the multiply-adds of all of them, and `text`, a key of
+    `ModelKernels.texts`.
+    """
 
     model: str
     precision: Precision

@@ -1,7 +1,7 @@
 """Kernels of the zoo's models through the compiler of a phone's GPU, by kernel family and by model, in fp32 and fp16.
 
     python -m flashmem.profiler.phone_compilers.models adreno750 [mali-g710 ...] [--models NAME,...] [--json o.json]
-    python -m flashmem.profiler.phone_compilers.models adreno750 mali-g710 --before old.json     # both, in one table
+    python -m flashmem.profiler.phone_compilers.models adreno750 mali-g710 --before old.json     # old and new in one table
 
 Each distinct kernel is compiled once, and the compiler's output is kept in the user's cache: an interrupted command continues.
 To compare two versions of flashmem with the same compiler, write the kernels of the old one with `--write-kernels DIR`, and
@@ -149,7 +149,7 @@ def tables(now: ModelReport, before: ModelReport | None = None) -> str:
             for report in reports
         ]
         models.append([f"{model}, {precision}", *_cells(found)])
-    failed = [f"{device.device}: {text}: {' '.join(error.split())}" for device in reports for text, error in device.failures.items()]
+    failed = [f"{each.device}: {text}: {' '.join(error.split())}" for each in reports for text, error in each.failures.items()]
     return "\n".join([title, "", *_markdown(("family", *_HEADER), rows), "", *_markdown(("model", *_HEADER), models), *failed])
 
 

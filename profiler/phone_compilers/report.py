@@ -21,8 +21,8 @@ from flashmem.profiler.phone_compilers.statistics import KernelStatistics
 from flashmem.program.kernel_text import KERNEL_MARK, kernel_texts
 
 _COLUMNS = (
-    "kernel", "instr.", "regs", "spills", "emul.", "threads", "group", "local B", "slots/MAC", "loop slots", "MACs", "load B", "tex.",
-    "stack",
+    "kernel", "instr.", "regs", "spills", "emul.", "threads", "group", "local B", "slots/MAC", "loop slots", "MACs", "load B",
+    "tex.", "stack",
 )  # fmt: skip
 _PARSERS = {"freedreno": adreno.parse, "panfrost": mali.parse}
 

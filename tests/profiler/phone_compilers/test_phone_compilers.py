@@ -32,6 +32,7 @@ def test_adreno_statistics() -> None:
     found = adreno.parse("sum", _recorded("adreno750"))
     assert found is not None
     assert (found.instructions, found.registers, found.spills, found.threads, found.loops) == (128, 28, 0, 16, 1)
+    assert found.emulated == 0
     # Four mads of two components each; two scalars and a vector of four floats; 51 instructions, 19 slots of waiting.
     assert found.main_loop == LoopStatistics(51, 70, 8, 24, 3, 0, 0, 0)
     assert found.main_loop.slots_per_mac == 70 / 8
@@ -173,9 +174,11 @@ def test_a_kernel_is_compiled(gpu: str, tmp_path: Path) -> None:
     need_compilers(GPUS[gpu].architecture)
     file = tmp_path / "kernels.cl"
     file.write_text(f"//# sum\n{(DATA / 'sum.cl').read_text()}\n//# wrong\n__kernel void wrong() {{ missing(1); }}\n")
-    report = examine(texts_of(file), GPUS[gpu])
-    [found] = report.kernels
+    fused = "__kernel void fused(__global float* x) { x[get_global_id(0)] = fma(x[1], x[2], x[3]); }"
+    report = examine({**texts_of(file), "fused": fused}, GPUS[gpu])
+    found, with_fma = report.kernels
     assert found.kernel == "sum" and found.main_loop is not None
     assert found.main_loop.macs % 8 == 0 and found.main_loop.stack == 0 == found.spills
+    assert (found.emulated, with_fma.emulated) == (0, 2 if gpu == "adreno750" else 0)
     assert "missing" in report.failures["wrong"]
     assert json.loads(json.dumps(report.to_dict()))["mesa"].startswith(roots.MESA)
