@@ -8,6 +8,7 @@ Compiles one kernel of each family and config that the device's descriptor lists
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from flashmem.base.errors import UserError
@@ -79,7 +80,7 @@ def main() -> None:
     given = parser.parse_args()
     if not given.output.is_dir():
         raise UserError(f"--output {given.output} is not a folder; name one")
-    descriptor = load_descriptor(given.device)
+    descriptor = replace(load_descriptor(given.device), capacity_model="")  # the file may not exist yet
     gpu = gpu_of(descriptor.name)
     kernels = {**kernels_of(descriptor), **lane_kernels_of(descriptor)}
     report = examine(kernels, gpu, given.jobs, StoredResults(results_folder()))
