@@ -53,7 +53,8 @@ def family_kernels_of(descriptor: DeviceDescriptor) -> dict[str, str]:
 
 def template_of(text: str) -> str:
     """The file name, without its folder and ending, of the template that made the kernel in `text`."""
-    return re.findall(r"\bvoid (\w+)_[0-9a-f]+\(", text)[-1]
+    names: list[str] = re.findall(r"\bvoid (\w+)_[0-9a-f]+\(", text)
+    return names[-1]
 
 
 def lane_kernels_of(descriptor: DeviceDescriptor) -> dict[str, str]:
