@@ -23,6 +23,7 @@ from flashmem.base.errors import BudgetError, MissingFileError, UnsupportedModel
 from flashmem.cli.commands.plan_zoo import ZooPlan
 from flashmem.planning.opg.srpt import SrptPlan
 from flashmem.profiler.phone_compilers.gpus import GPUS
+from flashmem.profiler.phone_compilers.models import ModelReport
 from flashmem.profiler.phone_compilers.report import CompilerReport
 from flashmem.runtime.engine.failures import RequestError
 from flashmem.schedule.plan import OverlapPlan, PlanViolation
@@ -47,6 +48,7 @@ EXAMPLES: dict[type, Example] = {
     OverlapPlan: lambda bundle, _: bundle.plan,
     SrptPlan: lambda *_: SrptPlan({"w": ((1, 2),)}, feasible=True),
     CompilerReport: lambda *_: CompilerReport(GPUS["adreno750"], "26.1", (), {"matmul": "no such type"}),
+    ModelReport: lambda *_: ModelReport("adreno750", "26.1", (), {}, {"matmul": "no such type"}),
     ZooPlan: lambda bundle, _: ZooPlan("mini", bundle.descriptor, "map", bundle.program, bundle.plan, None, {"total": 1.0}),
 }
 """Arguments of the errors that are not created from one sentence."""
