@@ -236,6 +236,8 @@ def _function(
         value = ReferenceEvaluator(_alone(node, [], opset)).run(None, {})[0]
         array = np.asarray(value)
         return lambda arrays: [array.astype(np.float64) if array.dtype == np.float32 else array]
+    if node.op_type == "QLinearConv":
+        return lambda arrays: [_quantised_convolution(node, arrays, opset)]
     if opset >= _BY_RUNTIME.get(node.op_type, opset + 1):
         return lambda arrays: _by_runtime(node, arrays, opset)
     if by_numpy(node):
@@ -256,8 +258,8 @@ def _outputs(node: onnx.NodeProto, made: Array | tuple[Array, ...]) -> list[Arra
     return [np.asarray(each) for each, _ in zip(made if isinstance(made, tuple) else (made,), node.output, strict=False)]
 
 
-_BY_RUNTIME = {"DeformConv": 19, "GridSample": 20, "MaxPool": 1, "Pad": 1, "QLinearConv": 10, "RoiAlign": 16}
-"""Operators that ONNX Runtime computes in float64 or in integers, from these operator sets on.
+_BY_RUNTIME = {"DeformConv": 19, "GridSample": 20, "MaxPool": 1, "Pad": 1, "RoiAlign": 16}
+"""Operators that ONNX Runtime computes in float64, from these operator sets on.
 
 The reference evaluator lacks them, computes positions in float32, or moves them to the border before it interpolates cubically.
 """
@@ -265,12 +267,26 @@ The reference evaluator lacks them, computes positions in float32, or moves them
 
 def _by_runtime(node: onnx.NodeProto, arrays: Sequence[Array | None], opset: int) -> list[Array]:
     given = {name: x for name, x in zip(node.input, arrays, strict=True) if x is not None}
-    if node.op_type == "QLinearConv":  # its scales are float32
-        given = {name: x.astype(np.float32) if x.dtype == np.float64 else x for name, x in given.items()}
     ports = [helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(x.dtype), x.shape) for n, x in given.items()]
     graph = helper.make_graph([node], "node", ports, [onnx.ValueInfoProto(name=name) for name in node.output])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
     return [np.asarray(x) for x in onnxruntime.InferenceSession(model.SerializeToString()).run(None, given)]
+
+
+def _quantised_convolution(node: onnx.NodeProto, arrays: Sequence[Array | None], opset: int) -> Array:
+    """QLinearConv with exact sums: ONNX Runtime's saturate on processors without VNNI, and onnx's evaluator lacks it."""
+    x, x_scale, x_zero, w, w_scale, w_zero, y_scale, y_zero = (np.asarray(each) for each in arrays[:8])
+    by_channel = (-1, *[1] * (w.ndim - 2))
+    given = {"x": x.astype(np.float64) - x_zero, "w": w.astype(np.float64) - w_zero.reshape(-1, 1, *by_channel[1:])}
+    if len(arrays) > 8:
+        given["bias"] = np.asarray(arrays[8], np.float64)
+    convolution = helper.make_node("Conv", list(given), ["y"])
+    convolution.attribute.extend(node.attribute)
+    [sums] = ReferenceEvaluator(_alone(convolution, list(given), opset)).run(None, given)
+    scales = np.float32(x_scale) * w_scale.astype(np.float32) / np.float32(y_scale)
+    scaled = np.rint(np.asarray(sums, np.float32) * scales.reshape(by_channel)) + y_zero.astype(np.float32)
+    limits = np.iinfo(y_zero.dtype)
+    return scaled.clip(limits.min, limits.max).astype(y_zero.dtype)
 
 
 def _to_float(node: onnx.NodeProto, operands: Sequence[Answer | None]) -> bool:

@@ -27,6 +27,7 @@ from flashmem.runtime.opencl.devices import descriptor_for
 from tests.conformance.test_exact_types import Model
 from tests.support.compared import DEVICES, Nodes, compare, require_right
 from tests.support.paths import DATA, ROOT
+from tests.support.rounding import evaluated
 
 Array = NDArray[Any]
 CASES = [
@@ -251,8 +252,11 @@ def test_quantising_rounds_and_saturates_as_onnx_runtime(device: str, tmp_path: 
     made = flashmem.compile(saved(m.proto(21), tmp_path), tmp_path / "b.flashmem", device=device)
     with flashmem.Session(made, device=device) as session:
         answers = session.run(None, m.feeds)
-    for output, answer, wanted in zip(m.outputs, answers, run_ort(m.proto(21), m.feeds), strict=True):
-        np.testing.assert_array_equal(answer, wanted, err_msg=output.name)
+    known = run_ort(m.proto(21), m.feeds)
+    exact = [answer.exact for answer in evaluated(m.proto(21), m.feeds)]
+    for output, answer, wanted, integers in zip(m.outputs, answers, known, exact, strict=True):
+        products = output.name in ("requantised", "and on", "convolved")  # where ONNX Runtime's saturate without VNNI
+        np.testing.assert_array_equal(answer, integers if products else wanted, err_msg=output.name)
     # QLinear operators store 8 bits in memory.
     assert {tensor.dtype for tensor in made.program.tensors if tensor.name.startswith("requantised")} == {"uint8"}
 
