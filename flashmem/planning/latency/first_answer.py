@@ -216,7 +216,7 @@ _STEPS = 8
 
 
 @dataclass(frozen=True)
-class LimitedPlan:
+class LimitedDecisions:
     """The decisions of `read_and_move` inside `limit` bytes, and the average bytes of weights in memory during a session."""
 
     limit: int
@@ -228,7 +228,7 @@ class LimitedPlan:
     left: int  # bytes in flight that lambda permits, at most M_peak: the bound is proven for plans within them
 
 
-def candidate(instance: Instance, preload: frozenset[str], limit: int) -> LimitedPlan:
+def candidate(instance: Instance, preload: frozenset[str], limit: int) -> LimitedDecisions:
     """The plan inside `limit` bytes. Places are allocated for the whole session; in mode `map` pages are not."""
     releases, moves, clock = read_and_move(instance, preload, limit)
     held = int(held_bytes(instance, releases, moves).max(initial=0))
@@ -240,10 +240,10 @@ def candidate(instance: Instance, preload: frozenset[str], limit: int) -> Limite
             for w in instance.weights if w.name in moves
         )  # fmt: skip
         average = round(sum(entered) / clock.seconds)
-    return LimitedPlan(limit, releases, moves, clock, held, resident + average, limit)
+    return LimitedDecisions(limit, releases, moves, clock, held, resident + average, limit)
 
 
-def traced(instance: Instance, preload: frozenset[str], lambda_: float, *, quick: bool = False) -> LimitedPlan:
+def traced(instance: Instance, preload: frozenset[str], lambda_: float, *, quick: bool = False) -> LimitedDecisions:
     """The fastest candidate within the average memory that lambda permits, between that of the fastest and of the smallest.
 
     The ladder of limits is the same for every lambda, so latency never falls and the average never rises with lambda. For many
@@ -251,7 +251,7 @@ def traced(instance: Instance, preload: frozenset[str], lambda_: float, *, quick
     """
     smallest, _ = smallest_m_peak(instance, preload)
 
-    def rung(most: int, share: float) -> LimitedPlan:
+    def rung(most: int, share: float) -> LimitedDecisions:
         return candidate(instance, preload, most - int((most - smallest) * share))
 
     if quick or len(instance.weights) > (_LADDER_WEIGHTS if lambda_ else _THOROUGH_WEIGHTS):
@@ -267,7 +267,7 @@ def traced(instance: Instance, preload: frozenset[str], lambda_: float, *, quick
     most = max(smallest, roomy.held)
     family = [roomy, *(rung(most, step / _RUNGS) for step in range(1, _RUNGS + 1))]
 
-    def order(one: LimitedPlan) -> tuple[float, int]:
+    def order(one: LimitedDecisions) -> tuple[float, int]:
         return one.clock.seconds, one.average
 
     fastest, least = min(family, key=order), min(one.average for one in family)
