@@ -23,6 +23,7 @@ CASES: tuple[tuple[tuple[int, ...], int, int, bool, str], ...] = (
     ((1, 1), 1, 1, True, "float32"), ((3, 40), 1, 40, False, "float32"), ((2, 5000), 1, 7, True, "float32"),
     ((5000,), 0, 1100, True, "float32"), ((1, 9001), 1, 40, False, "float32"), ((2, 2500, 3), 1, 30, True, "float32"),
     ((20, 300), 0, 20, False, "float32"), ((70, 30, 19), 1, 4, True, "float32"), ((1, 20000), 1, 1500, True, "float32"),
+    ((2, 3), 1, 2, True, "float32"), ((3, 17), 1, 3, True, "float32"), ((4, 9), 0, 3, False, "float32"),
     ((1, 6000), 1, 25, True, "int32"), ((3, 3000), 1, 25, False, "int64"), ((1, 4100), 1, 300, True, "uint8"),
 )  # fmt: skip
 """Shape, axis, k, largest, type: one chunk and several, all of a column, more than a heap keeps, and a sort by merges."""
