@@ -172,12 +172,12 @@ def _tiles(context: LoweringContext, source: Value, target: Value, grid: Sequenc
     ordered = [grid[read], grid[written], *(each for i, each in enumerate(grid) if i not in (read, written))]
     ordered += [(1, 0, 0)] * (3 - len(ordered))
     shortest, longest = sorted((grid[read][0], grid[written][0]))
+    item = max(ITEMSIZE[context.storage(value)] for value in (source, target))
     if context.descriptor.kind == "gpu":
-        widest = max(ITEMSIZE[context.storage(value)] for value in (source, target))
         # A tile in local memory has a column more, so that a column's elements are in different banks.
-        size = 32 if shortest > 16 and 32 * 33 * widest <= context.descriptor.local_bytes else 16
+        size = 32 if shortest > 16 and 32 * 33 * item <= context.descriptor.local_bytes else 16
         return _Tiles(ordered, size, size, shared=True) if shortest >= _LEAST_TILE else None
-    widest = min(16, _RUN_BYTES // max(ITEMSIZE[context.storage(value)] for value in (source, target)))
+    widest = min(16, _RUN_BYTES // item)
     if shortest >= _LEAST_TILE:
         size = min(widest, 1 << (shortest.bit_length() - 1))
         return _Tiles(ordered, size, size)
