@@ -1,11 +1,12 @@
 """Execution and load capacity of the paper's models on the OnePlus 12, from compiled code.
 
-    python -m benchmarks.paper.compiled_costs [--models NAME,...] [--host-bandwidth 9.45e8] [--json o.json]
+    python -m benchmarks.paper.compiled_costs [--models NAME,...] [--fit] [--host-bandwidth 9.45e8] [--json o.json]
 
 Architectures are planned from their configurations (`zoo:NAME`), in fp16, for `adreno750`; no file and no device is needed.
 
 - *Execution*: predicted milliseconds of all launches by compiled code (`flashmem/planning/capacity/compiled.py`), by the fitted
-  rate of multiply-adds, and SmartMem's execution in FlashMem's Table 7. One row, marked, gave the share that kernels reach.
+  rate of multiply-adds, and SmartMem's execution in FlashMem's Table 7. One row, marked, gave the share that kernels reach:
+  `--fit` finds and uses that share again.
 - *Load capacity*, by transfer mode: the sum of C_l over the weights' bytes, the pipelines that limit C_l (share of its bytes),
   and in a plan for the paper's objective the weights that it preloads and the launches whose moves fill C_l.
 """
@@ -21,6 +22,7 @@ from typing import Any
 from benchmarks.command import Arguments, run_command
 from benchmarks.paper.tables import DEVICE, PRECISION, PUBLISHED
 from benchmarks.paper.tables_verdict import off_by
+from flashmem.base.errors import UserError
 from flashmem.base.types import TransferMode
 from flashmem.compile import plan_graph
 from flashmem.compiler.ir.graph import Graph
@@ -87,6 +89,28 @@ def _launches(program: Program) -> list[tuple[Any, int]]:
     return [(launch, sum(sizes[str(arg.value)] for arg in launch.args if arg.kind == "slice")) for launch in program.launches]
 
 
+def fitted_share(program: Program, descriptor: DeviceDescriptor, milliseconds: float) -> float:
+    """The share `reached` of the published widths with which all launches of `program` need `milliseconds`.
+
+    Raises:
+        UserError: no share from 0.001 to 1 does.
+    """
+    pipelines = descriptor.pipelines
+    assert pipelines is not None
+
+    def error(reached: float) -> float:
+        tried = replace(descriptor, pipelines=replace(pipelines, reached=reached))
+        return executed(program, CompiledCode.load(tried, program.memory_path)) - milliseconds
+
+    least, most = 1e-3, 1.0
+    if error(least) < 0 or error(most) > 0:
+        raise UserError(f"no share of the published widths of {descriptor.name} gives {milliseconds:g} ms")
+    for _ in range(40):  # more of the widths never needs more time
+        middle = (least + most) / 2
+        least, most = (middle, most) if error(middle) > 0 else (least, middle)
+    return most
+
+
 def row_of(name: str, graph: Graph, descriptor: DeviceDescriptor, m_peak: str) -> dict[str, Any]:
     """The figures of one model."""
     row: dict[str, Any] = {"model": name, "published": PUBLISHED[name].executed, "gmacs": PUBLISHED[name].gmacs}
@@ -133,7 +157,9 @@ def main() -> None:
     parser = Arguments(__doc__)
     parser.add_argument("--models", default=",".join(MODELS), metavar="NAME,...")
     parser.add_argument("--m-peak", default="500MB")
-    parser.add_argument("--reached", type=float, help="the share that kernels reach, instead of the descriptor's")
+    share = parser.add_mutually_exclusive_group()
+    share.add_argument("--reached", type=float, help="the share that kernels reach, instead of the descriptor's")
+    share.add_argument("--fit", action="store_true", help=f"the share with which {FITTED} has SmartMem's execution")
     parser.add_argument(
         "--host-bandwidth", type=float, help="bytes per second that the host loads, instead of the descriptor's"
     )
@@ -144,6 +170,13 @@ def main() -> None:
         parser.error(f"{', '.join(sorted(unknown))}: no such row; there are {', '.join(MODELS)}")
     descriptor = load_descriptor(DEVICE)
     assert descriptor.pipelines is not None
+    if args.fit:
+        limits = read_limits(m_peak=args.m_peak, objective="paper", unfusion=False)
+        generated, _ = plan_graph(prepare(zoo_graph(FITTED)), Options(descriptor, MODES[0], limits, PRECISION))
+        published = PUBLISHED[FITTED].executed
+        assert published is not None
+        args.reached = fitted_share(generated.program, descriptor, published)
+        print(f"reached = {args.reached:.4f} fits {FITTED}", flush=True)
     if args.reached:
         descriptor = replace(descriptor, pipelines=replace(descriptor.pipelines, reached=args.reached))
     if args.host_bandwidth:

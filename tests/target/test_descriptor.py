@@ -9,7 +9,10 @@ import pytest
 
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.types import TRANSFER_MODES
+from flashmem.planning.capacity.compiled import load_codes
+from flashmem.profiler.phone_compilers.gpus import GPUS
 from flashmem.target.descriptor import DeviceDescriptor, PlainTile, Rates, descriptor_names, load_descriptor
+from flashmem.target.kernel_configs.contraction import Contraction
 from tests.support.paths import ROOT
 
 FOLDER = ROOT / "devices"
@@ -63,6 +66,31 @@ def test_phones_reach_the_same_shares_of_what_is_published(name: str) -> None:
     """The ratios fitted for one of them apply to all: an older phone is not predicted to be faster."""
     assert shares(name) == pytest.approx(shares("adreno750"), rel=0.01)
     assert "adreno750.toml" in load_descriptor(name).sources["gemm_flops"] or name == "adreno750"
+
+
+@pytest.mark.parametrize("name", PHONES)
+def test_phones_with_an_open_compiler_have_counted_code(name: str) -> None:
+    """Each has counted instructions of its configs and the widths of its GPU, of which all are assumed to reach one share.
+
+    Lanes and clock give the peak in its sources.
+    """
+    descriptor = load_descriptor(name)
+    if not any(name in gpu.descriptors for gpu in GPUS.values()):
+        assert descriptor.pipelines is None and not descriptor.capacity_model
+        return
+    pipelines, reference = descriptor.pipelines, load_descriptor("adreno750").pipelines
+    assert pipelines is not None and reference is not None and descriptor.capacity_model == name
+    peak = _PEAK.search(descriptor.sources["gemm_flops"])
+    assert peak is not None
+    flops = float(peak[1]) * {"G": 1e9, "T": 1e12}[peak[2]]
+    assert 2 * pipelines.lanes * pipelines.clock == pytest.approx(flops, rel=0.01)
+    assert pipelines.reached == reference.reached
+    listed = {(code.family, code.rows, code.columns, bool(code.half)) for code in load_codes(name)}
+    for family in ("matmul", "conv", "matmul_dynamic"):
+        for config in descriptor.configs_of(family):
+            assert isinstance(config, Contraction)
+            assert (family, config.rows, config.columns, "half" in config.needs) in listed
+    assert {"attention", "depthwise", "lane_copy"} <= {code.family for code in load_codes(name)}
 
 
 def test_a_descriptor_survives_the_bundle() -> None:
