@@ -1,8 +1,9 @@
 """Execution and load capacity of the paper's models on the OnePlus 12, from compiled code.
 
-    python -m benchmarks.paper.compiled_costs [--models NAME,...] [--fit] [--host-bandwidth 9.45e8] [--json o.json]
+    python -m benchmarks.paper.compiled_costs [--zoo DIR] [--models NAME,...] [--fit] [--host-bandwidth 9.45e8] [--json o.json]
 
-Architectures are planned from their configurations (`zoo:NAME`), in fp16, for `adreno750`; no file and no device is needed.
+Models are planned in fp16 for `adreno750`; no device is needed. Their shapes are read from DIR, as `benchmarks.paper.tables`
+does, or are those of their configurations (`zoo:NAME`). Without `--models` or DIR, rows with a configuration are made.
 
 - *Execution*: predicted milliseconds of all launches by compiled code (`flashmem/planning/capacity/compiled.py`), by the fitted
   rate of multiply-adds, and SmartMem's execution in FlashMem's Table 7. One row, marked, gave the share that kernels reach:
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import Arguments, run_command
-from benchmarks.paper.tables import DEVICE, PRECISION, PUBLISHED
+from benchmarks.paper.tables import DEVICE, PRECISION, PUBLISHED, graphs_in
 from benchmarks.paper.tables_verdict import off_by
 from flashmem.base.errors import UserError
 from flashmem.base.types import TransferMode
@@ -37,8 +38,10 @@ from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 from flashmem.tools.zoo.graphs import zoo_graph
 
-MODELS = ("gptneo-125m", "gptneo-1.3b", "resnet50", "vit-103m", "deepvit-204m")
-"""Rows of Table 7 whose architectures are known without a file, and that have SmartMem's execution."""
+CONFIGURED = ("gptneo-125m", "gptneo-1.3b", "resnet50", "vit-103m", "deepvit-204m")
+"""Rows of Table 7 that have SmartMem's execution, and whose architectures are known without a file."""
+
+MODELS = tuple(name for name, published in PUBLISHED.items() if published.executed is not None)
 
 FITTED = "gptneo-1.3b"
 MODES: tuple[TransferMode, ...] = ("alias", "interleave")
@@ -155,7 +158,8 @@ def show(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     """Command line; see the module."""
     parser = Arguments(__doc__)
-    parser.add_argument("--models", default=",".join(MODELS), metavar="NAME,...")
+    parser.add_zoo(required=False)
+    parser.add_argument("--models", default="", metavar="NAME,...")
     parser.add_argument("--m-peak", default="500MB")
     share = parser.add_mutually_exclusive_group()
     share.add_argument("--reached", type=float, help="the share that kernels reach, instead of the descriptor's")
@@ -165,7 +169,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    names = args.models.split(",")
+    names = args.models.split(",") if args.models else list(MODELS if args.zoo else CONFIGURED)
     if unknown := set(names) - set(MODELS):
         parser.error(f"{', '.join(sorted(unknown))}: no such row; there are {', '.join(MODELS)}")
     descriptor = load_descriptor(DEVICE)
@@ -182,8 +186,8 @@ def main() -> None:
     if args.host_bandwidth:
         descriptor = replace(descriptor, rates=replace(descriptor.rates, cached_bandwidth=args.host_bandwidth))
     rows = []
-    for name in names:
-        rows.append(row_of(name, prepare(zoo_graph(name)), descriptor, args.m_peak))
+    for name, (_, graph) in graphs_in(args.zoo or Path(), names, parser).items():
+        rows.append(row_of(name, graph, descriptor, args.m_peak))
         print(f"  {name} {rows[-1]['compiled']:.0f} ms", flush=True)
     show(rows)
     if args.json:

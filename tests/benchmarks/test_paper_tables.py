@@ -10,14 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.paper.compiled_costs import executed, fitted_share
 from benchmarks.paper.rates_fit import fitted, scaled
 from benchmarks.paper.tables import PUBLISHED, SHIPPED_FIT, judged
 from benchmarks.paper.tables_verdict import Judged, line_by_bytes, off_by, rank_correlation, verdict, within
 from benchmarks.planning import overlap, simulation
+from flashmem.base.errors import UserError
 from flashmem.compile import read_graph
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import fuse
+from flashmem.planning.capacity.compiled import CompiledCode
 from flashmem.planning.capacity.roofline import predict_seconds
 from flashmem.planning.limits import Limits
 from flashmem.planning.planner import planning_instance
@@ -147,3 +150,18 @@ def test_the_simulations_rival_knows_bytes_alone() -> None:
     same = [row("cold", 10**9, 0.5), row("cold", 10**9, 2.0)]
     found = simulation.by_bytes(same)
     assert found[0] / found[1] == pytest.approx(4) and found[0] * found[1] == pytest.approx(1, rel=0.1)
+
+
+@pytest.mark.parametrize("reached", [0.002, 0.01])
+def test_the_share_of_published_widths_is_found(reached: float) -> None:
+    """Shares so small that arithmetic limits a tiny model: execution of that share is given, and the share comes back."""
+    descriptor = load_descriptor("adreno750")
+    assert descriptor.pipelines is not None
+    options = Options(descriptor, "alias", Limits())
+    graph = read_graph(DATA / "resnet-tiny.onnx", options)
+    program = generate(graph, fuse(graph), descriptor).program
+    given = replace(descriptor, pipelines=replace(descriptor.pipelines, reached=reached))
+    milliseconds = executed(program, CompiledCode.load(given, program.memory_path))
+    assert fitted_share(program, descriptor, milliseconds) == pytest.approx(reached, rel=1e-3)
+    with pytest.raises(UserError, match=r"no share of the published widths of adreno750 gives 1e\+06 ms"):
+        fitted_share(program, descriptor, 1e6)
