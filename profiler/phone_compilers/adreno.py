@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from flashmem.profiler.phone_compilers.compiling import Compiled
-from flashmem.profiler.phone_compilers.statistics import KernelStatistics, LoopStatistics, bodies, innermost, main_loop
+from flashmem.profiler.phone_compilers.statistics import KernelStatistics, LoopStatistics, bodies, main_loop
 
 _PREFIX = re.compile(r"^MESA: info: ", re.MULTILINE)
 _SUMMARY = re.compile(r"; CL prog \S+ (.*)")
@@ -36,6 +36,7 @@ def parse(kernel: str, compiled: Compiled) -> KernelStatistics | None:
     jumps = [(labels[match[1]], at) for at, line in enumerate(code) if (match := _JUMP.search(line)) and match[1] in labels]
     loops = bodies([(to, at) for to, at in jumps if to <= at])
     said = next(iter(compiled.kernels.values()), {})  # a text has one kernel, whose name may differ from `kernel`
+    main, around = main_loop(loops, lambda at: _counted([code[each] for each in at]))
     return KernelStatistics(
         kernel=kernel,
         instructions=summary.get("instr", 0),
@@ -50,7 +51,8 @@ def parse(kernel: str, compiled: Compiled) -> KernelStatistics | None:
         private_bytes=said.get("private_bytes", 0),
         seconds=compiled.seconds,
         loops=len(loops),
-        main_loop=main_loop([_counted([code[at] for at in loop]) for loop in innermost(loops)]),
+        main_loop=main,
+        around=around,
     )
 
 

@@ -57,6 +57,15 @@ def template_of(text: str) -> str:
     return names[-1]
 
 
+def interleaved_kernels_of(descriptor: DeviceDescriptor) -> dict[str, str]:
+    """The same products, convolutions and attention with interleaved copy streams, as transfer mode `interleave` runs them.
+
+    Those with weights in textures copy to textures of the weights' type, others to buffers.
+    """
+    cases = [case for case in _cases(descriptor) if case[0].partition("-")[0] in (*CONTRACTIONS, "depthwise", "attention")]
+    return {name: _text(name, *case, lane=True) for name, case in cases}
+
+
 def lane_kernels_of(descriptor: DeviceDescriptor) -> dict[str, str]:
     """The kernels that only copy weights: to buffers, and to textures of each channel type."""
     source = KernelLibrary(descriptor.code).source("buffer", tuple(TEXEL_BYTES))
@@ -145,8 +154,9 @@ def _grouped() -> Graph:
     return g.finish(g.node("Conv", [x, weight], image, kernel_shape=[3, 3], pads=[1] * 4, group=HEAD // 16))
 
 
-def _text(name: str, graph: Graph, descriptor: DeviceDescriptor, precision: Precision) -> str:
-    """The text of the last kernel of the case's family."""
+def _text(name: str, graph: Graph, descriptor: DeviceDescriptor, precision: Precision, *, lane: bool = False) -> str:
+    """The text of the last kernel of the case's family. `lane`: with an interleaved copy stream."""
     family = name.partition("-")[0]
     found = [each for each in targets_of(graph, descriptor, precision, "phones", name) if each.launch.shape.family == family]
-    return kernel_texts(found[-1].source.plain)[found[-1].launch.kernel]
+    source = found[-1].source
+    return kernel_texts(source.lane if lane else source.plain)[found[-1].launch.kernel]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from flashmem.profiler.phone_compilers.compiling import Compiled
-from flashmem.profiler.phone_compilers.statistics import KernelStatistics, LoopStatistics, bodies, innermost, main_loop
+from flashmem.profiler.phone_compilers.statistics import KernelStatistics, LoopStatistics, bodies, main_loop
 
 _SUMMARY = re.compile(
     r"^MESA_SHADER_KERNEL shader: (\d+) instrs.*?(\d+) threads.*?(\d+):(\d+) spills:fills.*?(\d+) registers used", re.MULTILINE
@@ -29,6 +29,7 @@ def parse(kernel: str, compiled: Compiled) -> KernelStatistics | None:
     back = [(at[to], index) for index, (_, _, after) in enumerate(blocks) for to in after if at.get(to, index + 1) <= index]
     loops = bodies(back)
     said = next(iter(compiled.kernels.values()), {})  # a text has one kernel, whose name may differ from `kernel`
+    main, around = main_loop(loops, lambda at: _counted([line for index in at for line in blocks[index][1]]))
     return KernelStatistics(
         kernel=kernel,
         instructions=instructions,
@@ -42,7 +43,8 @@ def parse(kernel: str, compiled: Compiled) -> KernelStatistics | None:
         private_bytes=said.get("private_bytes", 0),
         seconds=compiled.seconds,
         loops=len(loops),
-        main_loop=main_loop([_counted([line for index in loop for line in blocks[index][1]]) for loop in innermost(loops)]),
+        main_loop=main,
+        around=around,
     )
 
 

@@ -22,7 +22,7 @@ from flashmem.program.kernel_text import KERNEL_MARK, kernel_texts
 
 _COLUMNS = (
     "kernel", "instr.", "regs", "spills", "emul.", "threads", "group", "local B", "slots/MAC", "loop slots", "MACs", "load B",
-    "tex.", "stack",
+    "tex.", "stack", "around",
 )  # fmt: skip
 _PARSERS = {"freedreno": adreno.parse, "panfrost": mali.parse}
 
@@ -63,10 +63,16 @@ def _row(each: KernelStatistics) -> tuple[str, ...]:
         each.local_bytes,
     )  # fmt: skip
     if loop is None:
-        return (name, *map(str, numbers), *("-",) * 6)
+        return (name, *map(str, numbers), *("-",) * 7)
     ratio = loop.slots_per_mac
     of_loop = (loop.slots, loop.macs, loop.load_bytes, loop.textures, loop.stack)
-    return (name, *map(str, numbers), "-" if ratio is None else f"{ratio:.2f}", *map(str, of_loop))
+    return (
+        name,
+        *map(str, numbers),
+        "-" if ratio is None else f"{ratio:.2f}",
+        *map(str, of_loop),
+        str(each.around.slots) if each.around else "-",
+    )
 
 
 def examine(texts: Mapping[str, str], gpu: Gpu, jobs: int = 0, stored: StoredResults | None = None) -> CompilerReport:

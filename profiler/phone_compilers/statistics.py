@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -38,7 +38,8 @@ class KernelStatistics:
     2 if a core holds its full number of threads, 1 if registers leave half of them. `spills` are instructions that access
     scratch memory. `emulated` are instructions that count leading zeros: software for a fused multiply-add, a division of 64
     bits, or the range of `sin` and `cos` has two for each. `main_loop` is the loop with the most multiply-adds, or the longest
-    one, of those without a loop inside; None if the kernel has no loop.
+    one, of those without a loop inside; None if the kernel has no loop. `around`: the loops around it, one pass through each
+    without the loops inside; there is the interleaved copy stream of a kernel that has one. None if no loop is around it.
     """
 
     kernel: str
@@ -54,6 +55,7 @@ class KernelStatistics:
     seconds: float
     loops: int
     main_loop: LoopStatistics | None
+    around: LoopStatistics | None
 
 
 def bodies(loops: Sequence[tuple[int, int]]) -> list[list[int]]:
@@ -71,11 +73,13 @@ def bodies(loops: Sequence[tuple[int, int]]) -> list[list[int]]:
     ]
 
 
-def innermost(loops: Sequence[list[int]]) -> list[list[int]]:
-    """Those of the loops that `bodies` returned that contain no other loop: their indices have no gap."""
-    return [own for own in loops if len(own) == own[-1] - own[0] + 1]
-
-
-def main_loop(loops: Sequence[LoopStatistics]) -> LoopStatistics | None:
-    """The loop with the most multiply-adds; among equals, the longest."""
-    return max(loops, key=lambda loop: (loop.macs, loop.slots), default=None)
+def main_loop(
+    loops: Sequence[list[int]], counted: Callable[[Sequence[int]], LoopStatistics]
+) -> tuple[LoopStatistics | None, LoopStatistics | None]:
+    """`main_loop` and `around` of `KernelStatistics`, of loops as `bodies` returns them; `counted` counts at these indices."""
+    innermost = [own for own in loops if len(own) == own[-1] - own[0] + 1]  # others have gaps
+    if not innermost:
+        return None, None
+    main = max(innermost, key=lambda own: (counted(own).macs, counted(own).slots))
+    around = [at for own in loops if own[0] < main[0] and main[-1] < own[-1] for at in own]
+    return counted(main), counted(around) if around else None

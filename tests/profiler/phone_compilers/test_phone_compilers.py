@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -84,9 +85,18 @@ def test_instructions_of_mali(line: str, counted: dict[str, int]) -> None:
 
 def test_a_loop_counts_without_the_loops_inside_it() -> None:
     assert bodies([(2, 9), (3, 5), (3, 7), (8, 8), (20, 21)]) == [[2, 9], [3, 4, 5, 6, 7], [8], [20, 21]]
-    short, long = LoopStatistics(1, 10, 4, 0, 0, 0, 0, 0), LoopStatistics(1, 90, 1, 0, 0, 0, 0, 0)
-    assert main_loop([short, long]) == short
-    assert main_loop([]) is None
+
+
+def test_the_main_loop_has_the_most_multiply_adds_and_no_loop_inside() -> None:
+    """Two loops in a loop in a loop, and a long one behind them; instruction 5 is the only multiply-add."""
+
+    def counted(at: Sequence[int]) -> LoopStatistics:
+        return LoopStatistics(len(at), 10 * len(at), int(5 in at), 0, 0, 0, 0, 0)
+
+    main, around = main_loop(bodies([(0, 9), (2, 8), (3, 3), (5, 6), (20, 29)]), counted)
+    assert (main, around) == (counted([5, 6]), counted([0, 1, 9, 2, 4, 7, 8]))
+    assert main_loop(bodies([(3, 7)]), counted) == (counted(range(3, 8)), None)
+    assert main_loop([], counted) == (None, None)
 
 
 def test_nothing_printed_is_not_a_kernel() -> None:

@@ -1,0 +1,64 @@
+"""Counts the instructions that an interleaved copy stream adds to each kernel of a phone (transfer mode `interleave`).
+
+    python -m flashmem.profiler.phone_compilers.interleaved adreno750
+
+Compiles every product, convolution and attention that the device's descriptor lists, without and with a copy stream. A step of
+the stream is one pass through the loops around the main loop. All branches of the stream count, of which a step takes one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from flashmem.base.streams import exit_codes
+from flashmem.profiler.phone_compilers.cases import interleaved_kernels_of, kernels_of
+from flashmem.profiler.phone_compilers.gpus import gpu_of
+from flashmem.profiler.phone_compilers.report import examine
+from flashmem.profiler.phone_compilers.statistics import KernelStatistics
+from flashmem.target.descriptor import load_descriptor
+
+_UNITS = re.compile(r"^#define LANE_UNITS (\d+)$", re.MULTILINE)
+_RAW = re.compile(r"^\s+(uint\d?) lane_raw0", re.MULTILINE)
+
+
+def step_bytes(text: str) -> int:
+    """Bytes that a work-item of an interleaved kernel copies in a step."""
+    units, raw = _UNITS.search(text), _RAW.search(text)
+    assert units and raw  # every interleaved kernel has both (kernels/templates/common/lane.cl.j2)
+    return int(units[1]) * 4 * int(raw[1].removeprefix("uint") or 1)
+
+
+def _row(plain: KernelStatistics, interleaved: KernelStatistics, nbytes: int) -> str:
+    def of(each: KernelStatistics) -> str:
+        return f"{each.main_loop.slots if each.main_loop else 0} / {each.registers} / {each.threads}"
+
+    # Without a loop around it, the main loop has the copy stream.
+    loops = [each.around or each.main_loop for each in (plain, interleaved)]
+    slots = [loop.slots if loop else 0 for loop in loops]
+    return f"| {plain.kernel} | {of(plain)} | {of(interleaved)} | {slots[1] - slots[0]} | {nbytes} | {interleaved.spills} |"
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(prog="python -m flashmem.profiler.phone_compilers.interleaved", description=__doc__)
+    parser.add_argument("device", help="the device descriptor of a phone's GPU")
+    parser.add_argument("-j", "--jobs", type=int, default=0, help="compilers at a time; as many as processors by default")
+    given = parser.parse_args()
+    descriptor = load_descriptor(given.device)
+    gpu = gpu_of(descriptor.name)
+    texts = interleaved_kernels_of(descriptor)
+    reports = [examine(each, gpu, given.jobs) for each in (kernels_of(descriptor), texts)]
+    plain = {each.kernel: each for each in reports[0].kernels}
+    print(f"{gpu.name}, Mesa {reports[0].mesa}\n")
+    print("| kernel | main loop, registers, threads | with a copy stream | slots of a step | bytes of a step | spills |")
+    print("|---|---|---|---|---|---|")
+    for each in reports[1].kernels:
+        print(_row(plain[each.kernel], each, step_bytes(texts[each.kernel])))
+    for name, error in (*reports[0].failures.items(), *reports[1].failures.items()):
+        print(f"{name}: {error}")
+
+
+if __name__ == "__main__":
+    with exit_codes():
+        main()
