@@ -12,9 +12,11 @@ from flashmem.base.types import ITEMSIZE
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
-from flashmem.compiler.lowering.context import LoweringContext
+from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
 from flashmem.compiler.lowering.contraction import choice, lower_depthwise, lower_packed, placed
+from flashmem.compiler.lowering.quantisation import read_weights
 from flashmem.compiler.lowering.tile import ContractionTile
+from flashmem.compiler.operators.vector import REGISTER
 from flashmem.compiler.weights.packing import Packing
 from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.kernel_configs.contraction import Winograd, transformed
@@ -22,6 +24,9 @@ from flashmem.target.workload import Workload
 
 FEW_CHANNELS = 16
 """With fewer channels, a CPU copies taps before it multiplies them."""
+
+MOST_RUN = 48
+"""The most elements of a row of taps that a phone's kernel writes out."""
 
 _WEIGHTS = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]])
 """G of F(2, 3): transforms a filter of three taps to four numbers, which the four transformed inputs are multiplied by."""
@@ -49,6 +54,9 @@ def lower_convolution(context: LoweringContext, group: FusionGroup) -> None:
     if pointwise and not transposed:
         lower_packed(context, group, "matmul", rows, 1, channels, [rows, channels, columns])
         return
+    if _in_rows(context, node):
+        _lower_rows(context, group)
+        return
     tiled = can_be_winograd(context, node)
     if tiled:
         workload = Workload("conv", context.memory_path, rows, 9 * channels, columns, taps=9)
@@ -66,6 +74,92 @@ def lower_convolution(context: LoweringContext, group: FusionGroup) -> None:
         volume=volume, quads=channels // groups % 4 == 0,
         winograd=tiled, row=weight.shape[-1] * channels if groups == kernel_w[2] == 1 and channels < FEW_CHANNELS else 0,
     )  # fmt: skip
+
+
+def _in_rows(context: LoweringContext, node: Node) -> bool:
+    """Whether a phone computes `node` by rows of taps: floats, few channels, image rows of a multiple of four elements."""
+    x, weight, attributes = node.input(0), node.input(1), node.attributes
+    if node.op != "Conv" or len(x.shape) != 4 or weight.constant is None or isinstance(weight.constant, QuantizedConstant):
+        return False
+    _, _, width, channels = x.shape
+    run, stride = weight.shape[3] * channels, attributes["strides"][1] * channels
+    return (
+        context.descriptor.code.vector_loads
+        and channels % 4 > 0
+        and int(attributes["group"]) == attributes["dilations"][1] == 1
+        and 4 <= run <= MOST_RUN
+        and width * channels % 4 == stride * context.descriptor.tile.rows % 4 == 0
+        and REGISTER[node.outputs[0].dtype] == "float"
+        and context.stored(x) in ("float", "half")
+        and 4 * max(x.size, weight.size) < MOST_OFFSET
+    )
+
+
+def _lower_rows(context: LoweringContext, group: FusionGroup) -> None:
+    """Launch the kernel for few channels (convolution/conv_row.cl.j2) once for each slice of the weights."""
+    node = group.main
+    x, weight, y = node.input(0), node.input(1), node.outputs[0]
+    images, height, width, channels = x.shape
+    _, out_height, out_width, columns = y.shape
+    kernel_h, kernel_w = weight.shape[2:]
+    pads, strides, rows = node.attributes["pads"], node.attributes["strides"], y.size // columns
+    run, depth, stride = kernel_w * channels, kernel_h * kernel_w * channels, strides[1] * channels
+    binding = read_weights(context, node, blocks=False)
+    assert binding.codes is not None  # `_in_rows`: the weights are constant
+    workload = Workload("conv", context.memory_path, rows, depth, columns, storage=binding.storage, taps=kernel_h * kernel_w)
+    config = context.descriptor.tile.config("conv").in_float()
+    config = replace(config, columns=config.vector)  # the window needs registers, too
+    tile = ContractionTile(
+        config.cut(workload), texture=context.memory_path == "texture",
+        weights=binding.storage, activation=context.stored(x), stored=context.stored(group.output),
+        aligned_columns=columns % 4 == 0,
+    )  # fmt: skip
+    packing = Packing(depth, columns, 1, tile.panel, binding.storage, context.memory_path, run, context.descriptor)
+    parts = context.parts(node, packing, tile.launched(rows, 1)[0])
+    names = placed(context, node, packing, parts, binding.codes)
+    tile = replace(tile, texture=parts[0].width > 0, scattered=group.moved is not None)
+    phase = -pads[1] * channels % 4
+    values = {
+        "run": run,
+        "stride": stride,
+        "before": pads[1] * channels + phase,
+        "steps": _steps(run, stride, phase, tile.rows),
+    }
+    epilogue = context.epilogue(group, tile.vector)
+    kernel = context.kernels.kernel(
+        "convolution/conv_row", t=tile, attributes=context.attributes(tile.group), **values, **context.epilogue_values(epilogue)
+    )
+    dims = [rows, height, width * channels, out_height, out_width, columns, kernel_h, strides[0]]
+    dims += [node.attributes["dilations"][0], pads[0]]
+    lines = images * out_height * -(-out_width // tile.rows)
+    for i, (name, part) in enumerate(zip(names, parts, strict=True)):
+        folds = [part.height, part.panels * packing.panel_texels] if tile.texture else []
+        places = [group.places] if tile.scattered else []
+        made = min(part.panels * tile.panel, columns)
+        context.launch(
+            group,
+            kernel,
+            [
+                context.operand(x), Arg("slice", name), context.tensor(group.output), *context.operand_args(epilogue),
+                *dims, part.first_panel, part.panels, *folds, *places,
+            ],
+            (lines, part.panels),
+            tile.group,
+            tile.described(KernelShape("conv", rows=rows, columns=made, depth=depth, run=run)),
+            macs=rows * depth * made,
+            nbytes=context.nbytes(x) + ITEMSIZE[context.storage(group.output)] * rows * part.panels * tile.panel,
+            part=f"[{i}]" if len(names) > 1 else "",
+        )  # fmt: skip
+
+
+def _steps(run: int, stride: int, phase: int, rows: int) -> list[tuple[int, list[int], list[tuple[int, int]]]]:
+    """For each step of a run: itself, the groups of four elements first used there, and (group, element) of each pixel."""
+    steps, known = [], set[int]()
+    for step in range(run):
+        uses = [divmod(step + pixel * stride + phase, 4) for pixel in range(rows)]
+        steps.append((step, sorted({group for group, _ in uses} - known), uses))
+        known |= {group for group, _ in uses}
+    return steps
 
 
 def can_be_winograd(context: LoweringContext, node: Node) -> bool:

@@ -45,6 +45,13 @@ def _model() -> Nodes:
         product = nodes.node("Conv", image, weight, pads=pads, strides=strides, dilations=dilations, group=16)
         nodes.node("Sigmoid", *product)
     nodes.node("Conv", nodes.input(numbers(1, 6, 8, 7)), nodes.constant(numbers(6, 6, 3, 2)), pads=[1, 0, 1, 1])
+    few = nodes.input(numbers(2, 3, 10, 12))  # few channels: rows of taps, with padding on any side
+    for kernel, strides, dilations, pads in (((7, 7), [2, 2], [1, 1], [3, 3, 3, 3]), ((3, 2), [1, 1], [2, 1], [0, 1, 3, 0])):
+        product = nodes.node(
+            "Conv", few, nodes.constant(numbers(13, 3, *kernel)), pads=pads, strides=strides, dilations=dilations
+        )
+        nodes.node("Relu", *product)
+    nodes.node("Conv", nodes.input(numbers(1, 1, 6, 8)), nodes.constant(numbers(8, 1, 5, 5)), pads=[2, 2, 2, 2])
     nodes.node("ConvTranspose", image, nodes.constant(numbers(16, 8, 3, 3)), strides=[2, 2])
     nodes.node("MaxPool", nodes.input(numbers(1, 6, 9, 8)), kernel_shape=[2, 2])
     return nodes
@@ -98,7 +105,7 @@ def _compared(device: str, path: MemoryPath, phone: str, precision: str, config:
 @pytest.mark.filterwarnings("ignore::flashmem.base.errors.FlashmemWarning")
 def test_the_same_bits(device: str, path: MemoryPath, phone: str, precision: str, tmp_path: Path) -> None:
     plain, written = _compared(device, path, phone, precision, "tile", tmp_path)
-    assert "depthwise_row_" in written and "depthwise_row_" not in plain
+    assert all(name in written and name not in plain for name in ("depthwise_row_", "conv_row_"))
     assert "const float4 q0 = *(__global const float4*)" in written and "float part[" not in written
     assert "NEAREST" not in written and ("NEAREST" in plain) == (path == "texture")
 
