@@ -110,10 +110,13 @@ def _lower_rows(context: LoweringContext, group: FusionGroup) -> None:
     config = context.descriptor.tile.config("conv").in_float()
     config = replace(config, columns=config.vector)  # the window needs registers, too
     tile = ContractionTile(
-        config.cut(workload), texture=context.memory_path == "texture",
-        weights=binding.storage, activation=context.stored(x), stored=context.stored(group.output),
+        replace(config.cut(workload), rows=config.rows),  # with fewer rows, windows would begin between groups of four
+        texture=context.memory_path == "texture",
+        weights=binding.storage,
+        activation=context.stored(x),
+        stored=context.stored(group.output),
         aligned_columns=columns % 4 == 0,
-    )  # fmt: skip
+    )
     packing = Packing(depth, columns, 1, tile.panel, binding.storage, context.memory_path, run, context.descriptor)
     parts = context.parts(node, packing, tile.launched(rows, 1)[0])
     names = placed(context, node, packing, parts, binding.codes)

@@ -10,8 +10,13 @@ import pytest
 from flashmem.compiler.selection.configs import candidates, choose
 from flashmem.planning.capacity.compiled import cycles_of
 from flashmem.profiler.phone_compilers.cases import (
-    CONTRACTIONS, family_kernels_of, interleaved_kernels_of, kernels_of, lane_kernels_of, template_of,
-)  # fmt: skip
+    CONTRACTIONS,
+    family_kernels_of,
+    interleaved_kernels_of,
+    kernels_of,
+    lane_kernels_of,
+    template_of,
+)
 from flashmem.profiler.phone_compilers.costs import codes_of
 from flashmem.profiler.phone_compilers.gpus import gpu_of
 from flashmem.profiler.phone_compilers.report import CompilerReport, examine
