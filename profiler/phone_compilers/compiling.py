@@ -1,15 +1,16 @@
-"""Compile one OpenCL C text with the compiler of a phone's GPU, inside its compiler root."""
+"""Compile OpenCL C texts with the compiler of a phone's GPU, inside its compiler root."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import re
 import shutil
 import subprocess
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from flashmem.base.errors import UserError
 from flashmem.profiler.phone_compilers.gpus import Gpu
@@ -19,12 +20,12 @@ MOST_SECONDS = 900
 """Time limit for the compilation of one text."""
 
 BUILD_SCRIPT = Path(__file__).with_name("build_in_root.py")
-"""The program that runs in a compiler root, and builds a text there."""
+"""The program that runs in a compiler root, and builds texts there."""
 
 _TRIPLES = {"amd64": "x86_64-linux-gnu", "arm64": "aarch64-linux-gnu"}
 _EMULATOR = "qemu-aarch64-static"
 _ENTER = 'set -e; root=$1; shift; mount --rbind /dev "$root/dev"; exec chroot "$root" "$@"'
-_BUILT = re.compile(r"^BUILT (\{.*\})$", re.MULTILINE)
+_BUILT = b"BUILT "
 
 
 @dataclass(frozen=True)
@@ -55,33 +56,86 @@ def options_of(text: str) -> list[str]:
     return ["-cl-std=CL3.0" if "FM_SHUFFLE" in text else "-cl-std=CL1.2"]
 
 
-def compile_text(gpu: Gpu, root: Root, text: str, options: Sequence[str], seconds: float = MOST_SECONDS) -> Compiled:
-    """Compile one OpenCL C text for `gpu`.
+class Compiler:
+    """Compiles OpenCL C texts for a GPU, one after another, in one process of the compiler.
 
-    Raises:
-        UserError: the compiler cannot be started on this machine.
+    To start the compiler takes longer than to compile most kernels. The process starts with the first text, and again after a
+    text that ends it. Close it, or use it in a `with` statement.
     """
-    command, environment = _command(gpu, root, BUILD_SCRIPT.read_text(encoding="utf-8"), options)
-    try:
-        done = subprocess.run(
-            command, env=environment, input=text.encode(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            timeout=seconds, check=False,
+
+    def __init__(self, gpu: Gpu, root: Root, seconds: float = MOST_SECONDS) -> None:
+        self.gpu, self.root = gpu, root
+        self._seconds = seconds
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process, if one runs."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def compile(self, text: str, options: Sequence[str]) -> Compiled:
+        """Compile one text.
+
+        Raises:
+            UserError: the compiler cannot be started on this machine.
+        """
+        process = self._process = self._process or self._started()
+        assert process.stdin is not None and process.stdout is not None
+        expired = threading.Event()
+
+        def stop() -> None:
+            expired.set()
+            process.kill()
+
+        timer = threading.Timer(self._seconds, stop)
+        timer.start()
+        with contextlib.suppress(BrokenPipeError):  # its output says why it ended
+            process.stdin.write(json.dumps({"text": text, "options": list(options)}).encode() + b"\n")
+            process.stdin.flush()
+        lines, answer = [], None
+        for line in process.stdout:
+            if line.startswith(_BUILT):
+                answer = line.removeprefix(_BUILT)
+                break
+            lines.append(line)
+        timer.cancel()
+        printed = b"".join(lines).decode(errors="replace")
+        if answer is None:
+            return self._ended(printed, expired.is_set())
+        said: dict[str, Any] = json.loads(answer)
+        return Compiled(
+            printed, said.get("error", ""), said.get("device", ""), said.get("seconds", 0.0), said.get("kernels", {})
+        )
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        command, environment = _command(self.gpu, self.root, BUILD_SCRIPT.read_text(encoding="utf-8"))
+        return subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return Compiled("", f"compiling took more than {seconds:g} s")
-    printed = done.stdout.decode(errors="replace")
-    found = _BUILT.search(printed)
-    if found is None:
-        last = next((line for line in reversed(printed.splitlines()) if line.strip()), f"exit code {done.returncode}")
+
+    def _ended(self, printed: str, expired: bool) -> Compiled:
+        """The result for a text whose compilation ended the process."""
+        assert self._process is not None
+        code = self._process.wait()
+        self._process = None
+        if expired:
+            return Compiled("", f"compiling took more than {self._seconds:g} s")
+        last = next((line for line in reversed(printed.splitlines()) if line.strip()), f"exit code {code}")
         if last.startswith(("unshare:", "mount:", "chroot:")):
             raise UserError(f"the compiler's root cannot be entered ({last}); allow user namespaces, or run this as root")
         return Compiled(printed, f"the compiler ended without an answer: {last}")
-    said: dict[str, Any] = json.loads(found[1])
-    return Compiled(printed, said.get("error", ""), said.get("device", ""), said.get("seconds", 0.0), said.get("kernels", {}))
 
 
-def _command(gpu: Gpu, root: Root, script: str, options: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The command that builds standard input in the root, and its environment."""
+def _command(gpu: Gpu, root: Root, script: str) -> tuple[list[str], dict[str, str]]:
+    """The command that builds texts in the root, and its environment."""
     triple = _TRIPLES[gpu.architecture]
     environment = {
         "PATH": "/usr/bin:/bin:/usr/sbin:/sbin",
@@ -93,7 +147,7 @@ def _command(gpu: Gpu, root: Root, script: str, options: Sequence[str]) -> tuple
         **dict(gpu.environment),
     }
     shim = f"/usr/lib/{triple}/lib{gpu.driver}_noop_drm_shim.so"
-    arguments = ["-c", script, *options]
+    arguments = ["-c", script]
     if gpu.architecture == "amd64":
         inside = ["env", f"LD_PRELOAD={shim}", "python3", *arguments]
         enter = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", _ENTER, "sh", str(root.folder)]

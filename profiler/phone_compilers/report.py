@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.bundle.bundle import Bundle
 from flashmem.profiler.phone_compilers import adreno, mali
-from flashmem.profiler.phone_compilers.compiling import Compiled, compile_text, options_of, root_of
+from flashmem.profiler.phone_compilers.compiling import Compiled, Compiler, options_of, root_of
 from flashmem.profiler.phone_compilers.gpus import Gpu
 from flashmem.profiler.phone_compilers.results import StoredResults
-from flashmem.profiler.phone_compilers.roots import Root
 from flashmem.profiler.phone_compilers.statistics import KernelStatistics
 from flashmem.program.kernel_text import KERNEL_MARK, kernel_texts
 
@@ -83,19 +83,25 @@ def examine(texts: Mapping[str, str], gpu: Gpu, jobs: int = 0, stored: StoredRes
     Raises:
         UserError: the compilers cannot be set up or started on this machine.
     """
-    root = root_of(gpu)
-    with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as pool:
-        distinct = list(dict.fromkeys(texts.values()))
-        compiled = dict(zip(distinct, pool.map(partial(_compiled, gpu, root, stored), distinct), strict=True))
+    root, distinct = root_of(gpu), list(dict.fromkeys(texts.values()))
+    processes = jobs or len(os.sched_getaffinity(0))
+    idle: SimpleQueue[Compiler] = SimpleQueue()
+
+    def compile_one(text: str) -> Compiled:
+        compiler = idle.get()
+        try:
+            return (stored.compiled if stored else Compiler.compile)(compiler, text, options_of(text))
+        finally:
+            idle.put(compiler)
+
+    with ExitStack() as compilers, ThreadPoolExecutor(processes) as pool:
+        for _ in range(processes):
+            idle.put(compilers.enter_context(Compiler(gpu, root)))
+        compiled = dict(zip(distinct, pool.map(compile_one, distinct), strict=True))
     made = [_examined(gpu, name, compiled[text]) for name, text in texts.items()]
     kernels = tuple(each for each in made if isinstance(each, KernelStatistics))
     failures = {name: each for name, each in zip(texts, made, strict=True) if isinstance(each, str)}
     return CompilerReport(gpu, root.mesa, kernels, failures)
-
-
-def _compiled(gpu: Gpu, root: Root, stored: StoredResults | None, text: str) -> Compiled:
-    compile_one = stored.compiled if stored else compile_text
-    return compile_one(gpu, root, text, options_of(text))
 
 
 def _examined(gpu: Gpu, name: str, compiled: Compiled) -> KernelStatistics | str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from flashmem.base.files import written_whole
 from flashmem.base.paths import cache_folder
-from flashmem.profiler.phone_compilers.compiling import BUILD_SCRIPT, Compiled, compile_text
+from flashmem.profiler.phone_compilers.compiling import BUILD_SCRIPT, Compiled, Compiler
 from flashmem.profiler.phone_compilers.gpus import Gpu
 from flashmem.profiler.phone_compilers.roots import Root
 
@@ -27,17 +27,17 @@ class StoredResults:
 
     folder: Path
 
-    def compiled(self, gpu: Gpu, root: Root, text: str, options: Sequence[str]) -> Compiled:
-        """The stored result, or that of `compile_text`, which is then stored if the compiler finished.
+    def compiled(self, compiler: Compiler, text: str, options: Sequence[str]) -> Compiled:
+        """The stored result, or that of `compiler`, which is then stored if the compiler finished.
 
         Raises:
             UserError: the compiler cannot be started on this machine.
         """
-        path = self.folder / f"{_key(gpu, root, text, options)}.json.gz"
+        path = self.folder / f"{_key(compiler.gpu, compiler.root, text, options)}.json.gz"
         found = _read(path)
         if found is not None:
             return found
-        made = compile_text(gpu, root, text, options)
+        made = compiler.compile(text, options)
         if made.device:  # the compiler finished, with code or with an error of the text
             self.folder.mkdir(parents=True, exist_ok=True)
             with written_whole(path) as file:

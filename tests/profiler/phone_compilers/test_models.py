@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from flashmem.base.errors import UserError
-from flashmem.profiler.phone_compilers import results
-from flashmem.profiler.phone_compilers.compiling import Compiled
-from flashmem.profiler.phone_compilers.gpus import GPUS, Gpu
+from flashmem.profiler.phone_compilers.compiling import Compiled, Compiler
+from flashmem.profiler.phone_compilers.gpus import GPUS
 from flashmem.profiler.phone_compilers.model_kernels import ModelKernel, ModelKernels
 from flashmem.profiler.phone_compilers.models import Code, ModelReport, summary, tables
 from flashmem.profiler.phone_compilers.results import StoredResults
@@ -38,29 +39,32 @@ def test_kernels_of_a_model_have_all_its_multiply_adds(tmp_path: Path) -> None:
         ModelKernels.read(tmp_path / "absent.json")
 
 
-def test_each_text_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, str]] = []
+class _Scripted(Compiler):
+    """A compiler that records what it is asked, and ends without an answer for the text "crash"."""
 
-    def compile_text(gpu: Gpu, root: Root, text: str, options: list[str]) -> Compiled:
-        asked.append((gpu.name, text))
-        crashed = text == "crash"
-        return (
-            Compiled("", "qemu ended", "") if crashed else Compiled(f"code of {text}", "", "a GPU", 0.5, {"k": {"group": 64}})
-        )
+    asked: ClassVar[list[tuple[str, str]]] = []
 
-    monkeypatch.setattr(results, "compile_text", compile_text)
-    stored, root = StoredResults(tmp_path / "results"), Root(tmp_path, "amd64", "26.1.6")
-    first = [stored.compiled(GPU, root, text, []) for text in ("a", "b", "a")]
+    def compile(self, text: str, options: Sequence[str]) -> Compiled:
+        self.asked.append((self.gpu.name, text))
+        if text == "crash":
+            return Compiled("", "qemu ended", "")
+        return Compiled(f"code of {text}", "", "a GPU", 0.5, {"k": {"group": 64}})
+
+
+def test_each_text_is_compiled_once(tmp_path: Path) -> None:
+    stored, compiler = StoredResults(tmp_path / "results"), _Scripted(GPU, Root(tmp_path, "amd64", "26.1.6"))
+    first = [stored.compiled(compiler, text, []) for text in ("a", "b", "a")]
     assert first[0] == first[2] != first[1] and first[0].printed == "code of a"
-    stored.compiled(GPUS["adreno740"], root, "a", [])
-    stored.compiled(GPU, Root(tmp_path, "amd64", "26.1.7"), "a", [])
+    stored.compiled(_Scripted(GPUS["adreno740"], compiler.root), "a", [])
+    stored.compiled(_Scripted(GPU, Root(tmp_path, "amd64", "26.1.7")), "a", [])
     for _ in range(2):  # a compiler that ended without an answer is asked again
-        stored.compiled(GPU, root, "crash", [])
+        stored.compiled(compiler, "crash", [])
     a, b, crash = (("adreno750", text) for text in ("a", "b", "crash"))
+    asked = compiler.asked
     assert asked == [a, b, ("adreno740", "a"), a, crash, crash]
     for file in (tmp_path / "results").iterdir():
         file.write_bytes(b"damaged")
-    assert stored.compiled(GPU, root, "a", []) == first[0] and asked[-1] == a and len(asked) == 7
+    assert stored.compiled(compiler, "a", []) == first[0] and asked[-1] == a and len(asked) == 7
 
 
 def _report(slots: list[float], macs: list[int], spills: int = 0) -> ModelReport:

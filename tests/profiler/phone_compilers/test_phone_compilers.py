@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from flashmem.base.errors import UserError
-from flashmem.profiler.phone_compilers import adreno, mali, roots
-from flashmem.profiler.phone_compilers.compiling import Compiled, options_of, root_of
+from flashmem.profiler.phone_compilers import adreno, compiling, mali, roots
+from flashmem.profiler.phone_compilers.compiling import Compiled, Compiler, options_of, root_of
 from flashmem.profiler.phone_compilers.gpus import GPUS, gpu_of
 from flashmem.profiler.phone_compilers.report import CompilerReport, examine, texts_of
 from flashmem.profiler.phone_compilers.statistics import LoopStatistics, bodies, main_loop
@@ -177,6 +177,35 @@ def test_inspect_needs_a_phone(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Ca
     for words, said in (((), "--inspect needs --device"), (("--device", "pocl"), "no open compiler for 'pocl'")):
         done = command("compile", tmp_path / "model.onnx", "--inspect", *words)
         assert (done.code, said in done.err) == (2, True)
+
+
+def _answers(program: str, monkeypatch: pytest.MonkeyPatch, *texts: str, seconds: float = 60) -> list[Compiled]:
+    """The answers of a compiler whose process is `program`, in Python."""
+    monkeypatch.setattr(compiling, "_command", lambda *_: ([sys.executable, "-c", program], {}))
+    with Compiler(GPUS["adreno750"], roots.Root(Path(), "amd64", "26.1.6"), seconds) as compiler:
+        return [compiler.compile(text, ["-x"]) for text in texts]
+
+
+def test_a_process_compiles_texts_until_one_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = """if True:
+        import json, os, sys
+        for count, line in enumerate(sys.stdin):
+            asked = json.loads(line)
+            print("code of", asked["text"], asked["options"], flush=True)
+            if asked["text"] == "abort": os.abort()
+            print("BUILT", json.dumps({"device": "a GPU", "seconds": count, "kernels": {"k": {"local_bytes": 4}}}), flush=True)
+    """
+    one, aborted, two, three = _answers(program, monkeypatch, "one", "abort", "two\nlines", "three")
+    assert one == Compiled("code of one ['-x']\n", "", "a GPU", 0, {"k": {"local_bytes": 4}})
+    assert aborted.error.endswith("without an answer: code of abort ['-x']") and not aborted.device
+    assert [each.seconds for each in (two, three)] == [0, 1]  # of a second process
+
+
+def test_a_process_that_hangs_or_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    [late] = _answers("import time; time.sleep(60)", monkeypatch, "text", seconds=0.2)
+    assert late.error == "compiling took more than 0.2 s"
+    with pytest.raises(UserError, match=r"cannot be entered .*unshare: no"):
+        _answers("print('unshare: not permitted')", monkeypatch, "text")
 
 
 @pytest.mark.parametrize("gpu", BOTH)
