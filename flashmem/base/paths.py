@@ -13,6 +13,9 @@ from pathlib import Path
 from flashmem.base.errors import UserError
 
 VARIABLE = "FLASHMEM_CACHE_DIR"
+TEMPLATES = "templates"
+"""The kind of cache folder that compiled kernel templates are in."""
+
 _PRIVATE = 0o700
 _PROBE_BYTES = 1 << 16
 _TEMPORARY = ("/var/tmp", "/dev/shm")

@@ -32,7 +32,7 @@ from flashmem.planning.arithmetic.clock import Moves, clock_of, unlimited_second
 from flashmem.planning.arithmetic.measure import Measure
 from flashmem.planning.arithmetic.release_times import held_bytes
 from flashmem.planning.budget import largest_within, plan_within
-from flashmem.planning.latency.first_answer import first_plan, forced_preload, late_moves, smallest_m_peak
+from flashmem.planning.latency.first_answer import first_plan, forced_preload, late_moves, least_in_use, smallest_m_peak
 from flashmem.program.program import Program
 from flashmem.schedule.instance import Instance, WeightSpec
 from flashmem.schedule.plan import OverlapPlan, Strategy
@@ -62,12 +62,16 @@ def operators_of(program: Program) -> list[WeightedOperator]:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The plans of one strategy for one program. `asked`: weights that the user asked to preload."""
+    """The plans of one strategy for one program.
+
+    `asked`: weights that the user asked to preload. `fixed`: bytes that a budget has to hold besides weights.
+    """
 
     strategy: Strategy
     operators: Sequence[WeightedOperator]
     asked: frozenset[str] = frozenset()
     lambda_: float = 0.9
+    fixed: int = 0
 
     @property
     def waits(self) -> bool:
@@ -189,15 +193,17 @@ class Baseline:
         """Fill W in several orders. Return the plan with the earliest predicted answer, or, if none fits, the smallest plan."""
         base = self.least_preload(instance)
         rest = [w for w in instance.weights if w.name not in base]
-        nbytes = {w.name: w.nbytes for w in instance.weights}
 
         def fits(added: frozenset[str]) -> bool:
             preload = base | added
-            return sum(nbytes[name] for name in preload) <= budget and measure(self._tight(instance, preload)) <= budget
+            return self._bound(instance, preload) <= budget and measure(self._tight(instance, preload)) <= budget
 
-        plans = []
+        plans, filled = [], set[frozenset[str]]()
         for name, order in _ORDERS.items():
             preload = base | _most_that_fit([w.name for w in sorted(rest, key=order)], fits)
+            if preload in filled:
+                continue
+            filled.add(preload)
             with suppress(BudgetError):
                 plans.append(self._stretched(instance, budget, measure, preload, f"; W filled {name}"))
         if not plans:
@@ -215,12 +221,11 @@ class Baseline:
         rest = [w for w in instance.weights if w.name not in base]
         sizes = {len(rest) * step // _LEAN_STEPS for step in range(_LEAN_STEPS + 1)}
         chosen = {frozenset(w.name for w in sorted(rest, key=order)[:size]) for order in _ORDERS.values() for size in sizes}
-        nbytes = {w.name: w.nbytes for w in instance.weights}
         plan = self._tight(instance, base)
         needed = measure(plan)
         for added in sorted(chosen, key=lambda added: (len(added), sorted(added))):
             preload = base | added
-            if sum(nbytes[name] for name in preload) < needed:  # else no plan with this W needs fewer bytes
+            if self._bound(instance, preload) < needed:
                 smaller = self._tight(instance, preload)
                 if measure(smaller) < needed:
                     plan, needed = smaller, measure(smaller)
@@ -232,6 +237,11 @@ class Baseline:
                 binding=self.smallest(instance, base)[1],
             )
         return plan
+
+    def _bound(self, instance: Instance, preload: frozenset[str]) -> int:
+        """Bytes below which no plan with W = `preload` exists: W, and slices in use at one layer, without their layout."""
+        resident = sum(w.nbytes for w in instance.weights if w.name in preload)
+        return self.fixed + resident + least_in_use(instance, preload)
 
     def _tight(self, instance: Instance, preload: frozenset[str]) -> OverlapPlan:
         """The plan with W = `preload` in the smallest M_peak."""
@@ -286,17 +296,19 @@ def fastest_within(
     preload: frozenset[str],
     lambda_: float,
     *,
+    fixed: int = 0,
     counts_w: bool = True,
 ) -> OverlapPlan:
     """The plan with the earliest first answer within a budget, which also covers staging and the unused bytes of a layout.
 
     A weight of W causes less of both, so resident-first is a candidate if the budget `counts_w`. If the layout leaves so many
-    bytes unused that the planner's own plan does not fit, use a candidate that fits.
+    bytes unused that the planner's own plan does not fit, use a candidate that fits. `fixed`: bytes of the budget that no plan
+    changes.
 
     Raises:
         BudgetError: no plan fits; the error names the smallest budget that works.
     """
-    asked = [Baseline(strategy, operators, preload, lambda_) for strategy in (_RIVALS if counts_w else _RIVALS[:2])]
+    asked = [Baseline(strategy, operators, preload, lambda_, fixed) for strategy in (_RIVALS if counts_w else _RIVALS[:2])]
     candidates = [partial(baseline.within, instance, budget, measure) for baseline in asked]
     try:
         best, inside = plan_within(instance, budget, measure, preload=preload, lambda_=lambda_)

@@ -148,7 +148,7 @@ def _first_plan(
     if limit is None:
         return fastest(instance, operators, preload, lambda_)
     if limits.m_peak is None:
-        return fastest_within(instance, operators, limit, measure, preload, lambda_)
+        return fastest_within(instance, operators, limit, measure, preload, lambda_, fixed=fixed_bytes(program))
     refused: BudgetError | None = None
     streamed: OverlapPlan | None = None  # the plan that streams every slice that can be streamed
     for part in (1, *(_TOO_LARGE if instance.w_may_grow else ())):
@@ -249,7 +249,7 @@ def _slices_of(program: Program, names: tuple[str, ...]) -> frozenset[str]:
 
 def _baseline(instance: Instance, program: Program, limits: Limits, preload: frozenset[str], measure: Measure) -> OverlapPlan:
     """The plan of a baseline strategy."""
-    baseline = Baseline(limits.strategy, operators_of(program), preload, limits.resolved_lambda)
+    baseline = Baseline(limits.strategy, operators_of(program), preload, limits.resolved_lambda, fixed_bytes(program))
     if limits.budget is not None:
         return baseline.within(instance, limits.budget, measure)
     if limits.strategy == "resident-first":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
@@ -187,6 +189,27 @@ def test_where_the_layout_of_the_first_plan_does_not_fit_another_is_taken() -> N
         fastest_within(INSTANCE, OPERATORS, 7, measure, frozenset(), 0.0)
     assert refused.value.smallest_bytes == 8
     assert measure(fastest_within(INSTANCE, OPERATORS, 8, measure, frozenset(), 0.0)) == 8
+
+
+@pytest.mark.parametrize("mode", ["map", "alias", "dma", "interleave"])
+@pytest.mark.parametrize("images", [False, True])
+@given(instance=instances(most_layers=6, most_weights=8), seed=st.integers(0, 100))
+@settings(max_examples=20, deadline=None)
+def test_no_layout_is_below_the_bound_of_its_resident_set(
+    instance: Instance, seed: int, mode: TransferMode, images: bool
+) -> None:
+    """A W is not planned if this bound is too high: it has to hold for every plan with that W."""
+    slices = slices_for(instance, images=images)
+    draw = random.Random(seed)
+    instance = replace(instance, mode=mode)
+    baseline = Baseline("resident-first", _operators(instance), fixed=1000)
+    base = baseline.least_preload(instance)
+    preload = base | {w.name for w in instance.weights if draw.random() < 0.3}
+    bound = baseline._bound(instance, preload)
+    least = baseline.smallest(instance, preload)[0]
+    for m_peak in (least, 2 * least + 1, 2 * sum(w.nbytes for w in instance.weights) + 1):
+        plan = baseline.plan(replace(instance, m_peak=max(1, m_peak)), preload)
+        assert bound <= 1000 + lay_out_pools(slices, plan, [mode], page_bytes=64)[mode].total_bytes
 
 
 @pytest.mark.parametrize("mode", ["map", "alias", "dma", "interleave"])

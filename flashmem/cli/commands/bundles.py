@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from datetime import datetime
 from pathlib import Path
 
 from flashmem.base.errors import BundleError
+from flashmem.base.paths import TEMPLATES, cache_folder, is_foreign
 from flashmem.base.streams import say
 from flashmem.base.units import format_size, parse_size
 from flashmem.bundle import cache as bundle_cache
@@ -75,13 +77,21 @@ def list_cache(*, as_json: bool) -> None:
 
 
 def clear_cache() -> None:
-    """Remove every bundle in the cache that no session has open, and all compiled kernels."""
+    """Remove every bundle in the cache that no session has open, all compiled kernels, and the compiled templates."""
     removed, kept = bundle_cache.clear()
     count, nbytes = ProgramCache().clear()
+    _clear_templates()
     say(f"removed {len(removed)} bundles, {format_size(sum(entry.nbytes for entry in removed))}")
     say(f"removed {count} compiled kernels, {format_size(nbytes)}")
     for entry in kept:
         say(f"kept {entry.path.name}, which a session has open")
+
+
+def _clear_templates() -> None:
+    """Remove the compiled templates of kernels. They are a few hundred kilobytes, so no list names them."""
+    folder = cache_folder(TEMPLATES)
+    if not is_foreign(folder):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _used(entry: Entry) -> str:

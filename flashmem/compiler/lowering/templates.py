@@ -12,12 +12,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Final
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from flashmem.base.resources import read_text
 from flashmem.base.types import Channel
+from flashmem.compiler.lowering.template_cache import TemplateCache
 from flashmem.program.kernel_text import Source, kernel_source
 from flashmem.program.lanes import LaneKind, lane_places
 from flashmem.target.descriptor import CodeStyle
@@ -34,16 +35,23 @@ and next stage fill the registers; in a kernel that only copies, so that many re
 """
 
 
+_SYNTAX: Final[dict[str, Any]] = {
+    "trim_blocks": True,
+    "lstrip_blocks": True,
+    "keep_trailing_newline": True,
+    "autoescape": False,
+}
+"""The options of an environment that change what a template compiles to."""
+
+
 @cache
 def _environment(style: CodeStyle) -> Environment:
-    """The template environment for one code style, which templates see as `style`: a process compiles each template once."""
+    """The template environment for one code style, which templates see as `style`: it loads each template once."""
     environment = Environment(
         loader=FunctionLoader(lambda name: read_text("kernels", f"templates/{name}")),
         undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,
+        bytecode_cache=TemplateCache(_SYNTAX),
+        **_SYNTAX,
     )
     environment.globals["style"] = style
     return environment

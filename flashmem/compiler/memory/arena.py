@@ -7,6 +7,7 @@ bytes are free for other blocks.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -101,25 +102,26 @@ def place_blocks(blocks: Mapping[str, Sequence[Rectangle]], launches: int) -> tu
     )
     times = max(1, _PARTS_PLACED // max(1, sum(map(len, blocks.values()))))
     found: list[tuple[int, list[str]]] = []
+    placing = _Placing(blocks)
     for order in orders:
         names = sorted(blocks, key=lambda name: order(name, blocks[name]))
         for _ in range(min(_REPAIRS, times)):
             if best[1] <= bound * _ENOUGH:
                 return *best, bound
-            offsets, size = _place_parts(names, blocks)
+            offsets, size = placing.place(names)
             found.append((size, names))
             best = min(best, (offsets, size), key=_size)
             names = sorted(names, key=lambda name: offsets[name] + _end(blocks[name]) < size)
-    moved = _moved(min(found)[1], blocks, int(bound * _NEAR), min(_MOVES, times))
+    moved = _moved(min(found)[1], blocks, placing, int(bound * _NEAR), min(_MOVES, times))
     return *min(best, moved, key=_size), bound
 
 
 def _moved(
-    names: Sequence[str], blocks: Mapping[str, Sequence[Rectangle]], enough: int, moves: int
+    names: Sequence[str], blocks: Mapping[str, Sequence[Rectangle]], placing: _Placing, enough: int, moves: int
 ) -> tuple[dict[str, int], int]:
     """Improve a layout by random moves: blocks that end highest are placed earlier than in `names`. Returns the best layout."""
     draw = random.Random(0)
-    best = _place_parts(names, blocks)
+    best = placing.place(names)
     for _ in range(moves):
         offsets, size = best
         if size <= enough:
@@ -127,7 +129,7 @@ def _moved(
         tried = list(names)
         tried.remove(highest := draw.choice([name for name in names if offsets[name] + _end(blocks[name]) == size]))
         tried.insert(draw.randint(0, names.index(highest)), highest)
-        placed = _place_parts(tried, blocks)
+        placed = placing.place(tried, size)
         if placed[1] <= size:
             names, best = tried, placed
     return best
@@ -153,28 +155,60 @@ def _area(shape: Sequence[Rectangle]) -> int:
     return sum((end - start) * (last - first + 1) for start, end, first, last in shape)
 
 
-def _place_parts(names: Sequence[str], blocks: Mapping[str, Sequence[Rectangle]]) -> tuple[dict[str, int], int]:
-    """Place blocks in the order of `names`, each at the lowest offset that fits; returns the offsets and the total bytes."""
-    offsets: dict[str, int] = {}
-    placed = np.zeros((sum(map(len, blocks.values())), 4), np.int64)
-    count = top = 0
-    for name in names:
-        shape = blocks[name]
-        taken: list[tuple[int, int]] = []  # a block with an offset between these two would overlap a placed part
-        for start, end, first, last in shape:
-            there = placed[:count]
-            there = there[(there[:, 2] <= last) & (there[:, 3] >= first)]
-            taken += zip((there[:, 0] - end).tolist(), (there[:, 1] - start).tolist(), strict=True)
-        at = 0
-        for low, high in sorted(taken):
-            if low >= at:
+class _Placing:
+    """Places blocks one after the other, each at the lowest offset at which no part overlaps a part that is placed.
+
+    Which parts are needed at the same time as another is found once, for the many orders that are tried.
+    """
+
+    def __init__(self, blocks: Mapping[str, Sequence[Rectangle]]) -> None:
+        self._own: dict[str, list[int]] = {}  # the parts of each block
+        self._block: list[str] = []  # of each part: its block, and its first byte and end
+        self._start: list[int] = []
+        self._end: list[int] = []
+        lives: list[tuple[int, int]] = []
+        for name, shape in blocks.items():
+            self._own[name] = list(range(len(lives), len(lives) + len(shape)))
+            for start, end, first, last in shape:
+                self._block.append(name)
+                self._start.append(start)
+                self._end.append(end)
+                lives.append((first, last))
+        self._beside: list[list[int]] = [[] for _ in lives]  # of each part: the parts of other blocks at the same time
+        alive: list[int] = []
+        for part in sorted(range(len(lives)), key=lives.__getitem__):
+            first = lives[part][0]
+            alive = [other for other in alive if lives[other][1] >= first]
+            for other in alive:
+                if self._block[other] != self._block[part]:
+                    self._beside[part].append(other)
+                    self._beside[other].append(part)
+            alive.append(part)
+
+    def place(self, names: Sequence[str], most: float = math.inf) -> tuple[dict[str, int], int]:
+        """The offsets of blocks that are placed in the order of `names`, and the total bytes. It ends early beyond `most`."""
+        offsets: dict[str, int] = {}
+        block, starts, ends = self._block, self._start, self._end
+        top = 0
+        for name in names:
+            taken: list[tuple[int, int]] = []  # a block with an offset between these two would overlap a placed part
+            for part in self._own[name]:
+                start, end = starts[part], ends[part]
+                for other in self._beside[part]:
+                    there = offsets.get(block[other])
+                    if there is not None:
+                        taken.append((there + starts[other] - end, there + ends[other] - start))
+            taken.sort()
+            at = 0
+            for low, high in taken:
+                if low >= at:
+                    break
+                at = max(at, high)
+            offsets[name] = at
+            top = max([top, *(at + ends[part] for part in self._own[name])])
+            if top > most:
                 break
-            at = max(at, high)
-        offsets[name] = at
-        for start, end, first, last in shape:
-            placed[count] = (at + start, at + end, first, last)
-            count, top = count + 1, max(top, at + end)
-    return offsets, top
+        return offsets, top
 
 
 def _whole(nbytes: int) -> int:

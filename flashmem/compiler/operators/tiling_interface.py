@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashmem.compiler.ir.graph import Node
 from flashmem.compiler.ir.quantised import QuantizedConstant
 
 
-@dataclass(frozen=True)
-class AxisRange:
+class AxisRange(NamedTuple):
     """Places `start` to `stop` (not included) along `axis` of a tensor."""
 
     axis: int

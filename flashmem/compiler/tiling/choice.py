@@ -272,6 +272,14 @@ class PatchChoice:
         members = [node for node in inside if node in patch.parts]
         if not members or self.groups[last].output not in patch.needs:
             return None
+        inner = {node.outputs[0] for node in members}
+        # Most chains end here: their patches are too small, or repeat too much work.
+        if max((self._part(v, patch) for v in inner if base(v) is v), default=0) < self.memory.least:
+            return None
+        stored = [v for v in inner if v in self.life]
+        again = count * sum(self._part(v, patch) for v in stored) / max(1, sum(map(nbytes, stored)))
+        if again > MOST_AGAIN:
+            return None
         # Before the patches: operators whose whole results the patches need.
         wanted: set[Value] = set()
         sliced: set[Value] = set()
@@ -287,7 +295,6 @@ class PatchChoice:
                 if need is not None and not in_place:
                     copies += nbytes(value) * need.size // value.shape[need.axis]
         at_first = self.crossing[first]
-        inner = {node.outputs[0] for node in members}
         results = {base(value) for value in joined if value.producer is not None and self.at[value.producer] >= first}
         whole = [v for i in range(first, last + 1) for v in self.born.get(i, ()) if v not in inner and v not in results]
         needed = wanted | sliced
@@ -313,16 +320,9 @@ class PatchChoice:
         within = self._within(members, patch, results) + copies
         ends = [falling + -(-rising // count), -(-falling // count) + rising]
         weights = sum({v: self.memory.weight_bytes(v) for n in members for v in self._weights(n, patch)}.values())
-        largest = max((self._part(v, patch) for v in inner if base(v) is v), default=0)
-        if largest < self.memory.least:
-            return None
         behind = max((self.memory.alive[i] for i in late), default=0)
         alive = max(peak_before, behind, fixed + max(ends) + within + max(0, weights - self.memory.in_flight))
         taken = sum(any(node in patch.parts for node in unit) for unit in self.nodes[first : last + 1])
-        stored = [v for v in inner if v in self.life]
-        again = count * sum(self._part(v, patch) for v in stored) / max(1, sum(map(nbytes, stored)))
-        if again > MOST_AGAIN:
-            return None
         return _Tried(chain, alive, round((count - 1) * taken * again))
 
     def _late(self, first: int, last: int, inner: set[Value]) -> set[int]:

@@ -114,14 +114,14 @@ class Predictor:
         """`streamable_bytes` of a launch, from its features."""
         return ratio_within(_GRID, self.slowdown_curve(features, mode), slowdown) * features.own_bytes
 
-    @classmethod
-    def load(cls, name_or_stem: str, memory_path: MemoryPath) -> Predictor:
+    @staticmethod
+    def load(name_or_stem: str, memory_path: MemoryPath) -> Predictor:
         """Load the models of a shipped descriptor by its name, or of a file by its path without `.seconds.ubj`.
 
         Raises:
             UserError: they are missing, damaged, or of another version.
         """
-        boosters, basis = [], None
+        boosters = []
         for suffix, features in ((SECONDS, KERNEL_FEATURES), (SLOWDOWN, LOAD_FEATURES)):
             name = name_or_stem + suffix
             try:
@@ -134,9 +134,7 @@ class Predictor:
             if about.get("version") != FORMAT_VERSION or not set(about.get("features", ())) <= set(features):
                 raise UserError(f"capacity model {name} is of another version of flashmem; run flashmem profile again")
             boosters.append(booster)
-            basis = Basis(**about["basis"])
-        assert basis is not None
-        return cls(boosters[0], boosters[1], basis, memory_path)
+        return _predictor(boosters[0], boosters[1], memory_path)
 
 
 @lru_cache(maxsize=8)
@@ -146,6 +144,13 @@ def _booster(data: bytes) -> xgboost.Booster:
     booster.load_model(bytearray(data))
     booster.set_param({"nthread": 1})  # for a few rows at a time, more threads are slower
     return booster
+
+
+@lru_cache(maxsize=8)
+def _predictor(seconds: xgboost.Booster, slowdown: xgboost.Booster, memory_path: MemoryPath) -> Predictor:
+    """The predictor of two models. A program is planned several times, and most of its launches are the same each time."""
+    about = json.loads(slowdown.attr(_ATTRIBUTE) or "{}")
+    return Predictor(seconds, slowdown, Basis(**about["basis"]), memory_path)
 
 
 def ratio_within(ratios: NDArray[np.float64], slowdowns: NDArray[np.float64], allowed: float) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from itertools import combinations
 
 import numpy as np
@@ -37,6 +39,29 @@ def test_no_two_parts_that_are_needed_at_once_overlap(shapes: list[list[Rectangl
     assert max(end for _, end, *_ in placed) <= size
     for (a, b, first, last, one), (c, d, begin, end, other) in combinations(placed, 2):
         assert one == other or b <= c or d <= a or last < begin or end < first
+
+
+@given(st.lists(_shapes(), min_size=1, max_size=12), st.randoms(use_true_random=False))
+def test_a_block_is_placed_at_the_lowest_offset_that_is_free(shapes: list[list[Rectangle]], order: random.Random) -> None:
+    blocks = {f"b{number}": shape for number, shape in enumerate(shapes)}
+    names = list(blocks)
+    order.shuffle(names)
+    offsets: dict[str, int] = {}
+    for name in names:
+
+        def is_free(at: int, name: str = name) -> bool:
+            return not any(
+                at + a < offsets[other] + d and offsets[other] + c < at + b and first <= end and begin <= last
+                for other in offsets
+                for a, b, first, last in blocks[name]
+                for c, d, begin, end in blocks[other]
+            )
+
+        offsets[name] = next(at for at in itertools.count(0, TENSOR_ALIGNMENT) if is_free(at))
+    size = max(offsets[name] + part[1] for name in blocks for part in blocks[name])
+    placing = arena._Placing(blocks)
+    assert placing.place(names) == placing.place(names, size) == (offsets, size)
+    assert placing.place(names, size - 1)[1] > size - 1
 
 
 def test_repairs_and_moves_help_where_no_order_is_good_enough(monkeypatch: pytest.MonkeyPatch) -> None:
