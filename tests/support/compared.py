@@ -157,11 +157,26 @@ def apart(answer: Array, right: Answer, other: Array | None = None) -> NDArray[n
     finite = np.isfinite(exact)
     with np.errstate(invalid="ignore"):
         off = np.where(finite, np.abs(given - exact), 0)
-    reach = EPS * np.where(finite, np.abs(exact), 0) + ROUNDINGS * right.spread + float(np.finfo(np.float32).tiny)
-    if other is not None:
-        reach = reach + 2 * spread_of(exact, [other.astype(np.float64)])
+    reach = reach_of(right, other, answer.dtype)
     same = (given == exact) | np.isnan(given) & np.isnan(exact)
     return np.where(finite, ~(off <= reach), ~same)
+
+
+def outside_halves(answer: Array, right: Answer, other: Array | None = None) -> NDArray[np.bool_]:
+    """The elements of `answer` that are not what a permitted float32 number rounds to in half."""
+    exact = beyond(right.exact, np.float32)
+    reach = reach_of(right, other)
+    with np.errstate(over="ignore"):
+        low, high = ((exact + sign * reach).astype(np.float16).astype(np.float64) for sign in (-1, 1))
+    given = answer.astype(np.float64)
+    return ~(((low <= given) & (given <= high)) | np.isnan(given) & np.isnan(exact))
+
+
+def reach_of(right: Answer, other: Array | None = None, dtype: Any = np.float32) -> Array:
+    """How far an element of type `dtype` may be from `right`; see `require_right`. `other`: ONNX Runtime's answer."""
+    exact = beyond(right.exact, dtype)
+    reach = EPS * np.where(np.isfinite(exact), np.abs(exact), 0) + ROUNDINGS * right.spread + float(np.finfo(np.float32).tiny)
+    return reach if other is None else reach + 2 * spread_of(exact, [other.astype(np.float64)])
 
 
 def beyond(exact: Array, dtype: Any) -> Array:
