@@ -33,6 +33,9 @@ Array = NDArray[Any]
 EPS = 2.0**-22
 """Largest relative rounding of a step: four units in the last place of float32, as OpenCL permits for its functions."""
 
+HALF_EPS = 2.0**-11
+"""Largest relative rounding to half."""
+
 SAMPLES = 6
 """Number of evaluations with random rounding."""
 
@@ -111,15 +114,15 @@ ALONE = frozenset({
 """Operators that compute each element from those at its own position."""
 
 
-def evaluated(model: onnx.ModelProto, feeds: Mapping[str, Array], seed: int = 0) -> list[Answer]:
-    """The outputs of a model of ONNX's own operators, without loops and branches."""
+def evaluated(model: onnx.ModelProto, feeds: Mapping[str, Array], seed: int = 0, eps: float = EPS) -> list[Answer]:
+    """The outputs of a model of ONNX's own operators, without loops and branches; each step rounds by up to `eps`."""
     opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
     random = np.random.default_rng(seed)
     known = {tensor.name: _given(numpy_helper.to_array(tensor)) for tensor in model.graph.initializer}
     known |= {name: _given(array) for name, array in feeds.items()}
     for node in model.graph.node:
         operands = [known[name] if name else None for name in node.input]
-        known.update(computed(node, operands, opset, random))
+        known.update(computed(node, operands, opset, random, eps))
     return [known[output.name] for output in model.graph.output]
 
 

@@ -37,7 +37,7 @@ from flashmem.target.kernel_configs.contraction import (
 from flashmem.target.workload import Workload
 from tests.support.compared import Nodes, apart, by_runtime, outside_halves, require_right
 from tests.support.inputs import floats
-from tests.support.rounding import EPS, evaluated
+from tests.support.rounding import EPS, HALF_EPS, evaluated
 
 CONFIGS = [
     StagedContraction("parts", 4, 8, (2, 2), k_block=16, two_stage=True, slice_k=4),
@@ -177,9 +177,6 @@ HALVES = [
     PlainContraction("plain", 4, 8, 8, (2, 2), half=8),
     StagedContraction("staged", 4, 8, (2, 2), k_block=16, two_stage=True, slice_k=2, half=3),
 ]
-HALF_EPS = 2.0**-11
-"""Largest relative rounding to half."""
-
 HALF_PLACES = [
     (device.descriptor_name, path)
     for device in list_devices()
