@@ -7,6 +7,7 @@ float weights.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
 from tests.conformance.test_exact_types import Model
 from tests.support.compared import DEVICES, Nodes, compare, require_right
+from tests.support.inputs import KINDS
 from tests.support.paths import DATA, ROOT
 from tests.support.rounding import evaluated
 
@@ -193,11 +195,22 @@ def weights(*, floats: bool) -> Weights:
     return m
 
 
+def _of_kind(data: Array, numbers: Callable[..., Array], random: np.random.Generator) -> Array:
+    """Floats of another distribution in place of `data`; integers as they are."""
+    return numbers(random, data.shape).astype(data.dtype) if data.dtype == np.float32 else data
+
+
 @pytest.mark.parametrize(("device", "path"), CASES[:3])
 def test_quantised_weights_give_the_bits_of_the_floats_they_stand_for(device: str, path: str, tmp_path: Path) -> None:
     quantised, floats = weights(floats=False), weights(floats=True)
     answers = run_in_all_modes(saved(quantised.proto(21), tmp_path), tmp_path / "q.flashmem", device, path, quantised.feeds)
     require_right(floats.proto(21), floats.feeds, answers)
+    with flashmem.Session(tmp_path / "q.flashmem", device=device) as session:
+        for kind, numbers in KINDS.items():
+            random = np.random.default_rng(len(kind))
+            feeds = {name: _of_kind(data, numbers, random) for name, data in quantised.feeds.items()}
+            assert feeds.keys() == floats.feeds.keys()
+            require_right(floats.proto(21), feeds, session.run(None, feeds))
     if (device, path) == CASES[2]:
         file = saved(floats.proto(21), tmp_path, "floats")
         same = flashmem.compile(
