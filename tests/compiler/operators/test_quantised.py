@@ -240,7 +240,8 @@ def linear() -> Model:
     m.node(
         "uneven", "DequantizeLinear", codes, m.constant(random.random((3, 3)), "float32"), dtype="float32", axis=1, block_size=3
     )
-    for title, data in (("some", random.standard_normal((5, 9))), ("none", np.zeros((2, 3))), ("above", [[3.0, 4.0]])):
+    drawn = {kind: numbers(random, (5, 9)) for kind, numbers in KINDS.items()}
+    for title, data in {**drawn, "none": np.zeros((2, 3)), "above": [[3.0, 4.0]]}.items():
         names = [f"{title}, by its range", f"{title}, scale", f"{title}, zero point"]
         m.nodes.append(helper.make_node("DynamicQuantizeLinear", [m.input(data, "float32")], names))
         kinds = (TensorProto.UINT8, TensorProto.FLOAT, TensorProto.UINT8)
