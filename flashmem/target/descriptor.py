@@ -61,6 +61,7 @@ class CodeStyle:
     which some compilers keep in memory; else one by one. `vector_loads`: plain contractions read four steps of depth of the
     left operand by one aligned load, and address tensors by offsets of 32 bits. `divisions`: stream lanes find a texel's row by
     an integer division; else by a corrected reciprocal, with aligned loads, and what a block's units share selected once.
+    `copies_between_steps`: a kernel's stream lane copies between the steps of its work; else after it, in fewer registers.
     """
 
     multiply_add: MultiplyAdd = "fma"  # where products are summed; fma only where the device has it in hardware
@@ -68,6 +69,7 @@ class CodeStyle:
     private_arrays: bool = True
     vector_loads: bool = False
     divisions: bool = True
+    copies_between_steps: bool = True
 
 
 IMPORT_HOST_MEMORY = "cl_arm_import_memory_host"

@@ -59,10 +59,14 @@ def _environment(style: CodeStyle) -> Environment:
 
 @dataclass(frozen=True)
 class Lane:
-    """The interleaved copy stream of a kernel, for common/lane.cl.j2: a work-item copies `units` units at a time."""
+    """The interleaved copy stream of a kernel, for common/lane.cl.j2: a work-item copies `units` units at a time.
+
+    `alone`: the kernel does nothing else.
+    """
 
     kind: LaneKind
     units: int
+    alone: bool = False
 
     @property
     def places(self) -> tuple[LaneKind, ...]:
@@ -134,7 +138,7 @@ class KernelLibrary:
         kinds: list[LaneKind] = ["buffer", *sorted({*channels, lane} - {"buffer"})]
         for kind in kinds:
             small = kind not in ("float", "buffer") and not self._style.divisions
-            lane_copy = Lane(kind, _SMALL_COPY_UNITS if small else _COPY_UNITS)
+            lane_copy = Lane(kind, _SMALL_COPY_UNITS if small else _COPY_UNITS, alone=True)
             text = _rendered("common/lane_copy", lane_copy, _TemplateValues({}), self._style)
             laned[f"lane_copy_{kind}"] = text.replace(_PLACEHOLDER, f"lane_copy_{kind}")
         return Source(

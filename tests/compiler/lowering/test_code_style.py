@@ -82,6 +82,8 @@ STYLES = {
     "plain": 'multiply_add = "fma"',
     "phone": "samplers = false\nprivate_arrays = false\nvector_loads = true\ndivisions = false",
 }
+LAST = {"mali-g710": "\ncopies_between_steps = false"}
+"""Where stream lanes copy after the work."""
 
 
 def _compared(device: str, path: MemoryPath, phone: str, precision: str, config: str, folder: Path, nodes: Nodes) -> list[str]:
@@ -89,7 +91,7 @@ def _compared(device: str, path: MemoryPath, phone: str, precision: str, config:
     file = folder / "m.onnx"
     file.write_bytes(nodes.proto().SerializeToString())
     answers, sources = [], []
-    for name, code in STYLES.items():
+    for name, code in {**STYLES, "phone": STYLES["phone"] + LAST.get(phone, "")}.items():
         described = _descriptor(phone, code, folder / name)
         Path(described).write_text(f'only = "{config}"\n{Path(described).read_text()}')
         bundle = flashmem.compile(

@@ -302,6 +302,7 @@ class Runner:
 
 TILES = [
     ("texture", "nvidia", "64x64"), ("buffer", "generic-cpu", ""), ("texture", "adreno750", ""), ("buffer", "mali-g710", ""),
+    ("texture", "mali-g710", ""),
 ]  # fmt: skip
 
 
@@ -363,3 +364,13 @@ def test_every_lane_reads_before_the_work_and_stores_after_it(tmp_path: Path) ->
         between = text[text.index("LANE_FETCH") : text.index("LANE_STORE")]
         assert between.count("\n") > 2, kernel
         assert "return" not in text[: text.index("LANE_DRAIN")], kernel
+
+
+def test_a_lane_where_registers_are_few_copies_after_the_work(tmp_path: Path) -> None:
+    """On Mali no variable of a lane lives while a kernel computes."""
+    options = Options(load_descriptor("mali-g710"), "interleave", Limits())
+    generated, _ = plan_graph(read_graph(network(tmp_path / "m.onnx"), options), options)
+    for kernel in generated.source.kernels:
+        lines = [line.strip() for line in generated.source.lane.split(f"void {kernel}(")[1].split("\n}\n")[0].splitlines()]
+        assert lines[-2:] == ["LANE_BEGIN", "LANE_DRAIN"], kernel
+        assert sum("LANE_" in line for line in lines) == 2, kernel

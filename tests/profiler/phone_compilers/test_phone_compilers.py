@@ -214,7 +214,7 @@ def test_a_kernel_is_compiled(gpu: str, tmp_path: Path) -> None:
     file = tmp_path / "kernels.cl"
     file.write_text(f"//# sum\n{(DATA / 'sum.cl').read_text()}\n//# wrong\n__kernel void wrong() {{ missing(1); }}\n")
     fused = "__kernel void fused(__global float* x) { x[get_global_id(0)] = fma(x[1], x[2], x[3]); }"
-    report = examine({**texts_of(file), "fused": fused}, GPUS[gpu])
+    report = examine({**texts_of(file), "fused": fused}, GPUS[gpu], jobs=1)
     found, with_fma = report.kernels
     assert found.kernel == "sum" and found.main_loop is not None
     assert found.main_loop.macs % 8 == 0 and found.main_loop.stack == 0 == found.spills
