@@ -16,6 +16,7 @@ from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.pages import LARGEST_PAGE, is_page_size
 from flashmem.base.resources import names, read_text
 from flashmem.base.types import DEFAULT_PAGE, MemoryPath, TransferMode
+from flashmem.target.instruction_set import INSTRUCTION_SETS, PANEL, InstructionSet
 from flashmem.target.kernel_configs.attention import KeyBlockConfig, QueryRowsConfig, SharedWeightsConfig
 from flashmem.target.kernel_configs.config import EstimatedDevice, KernelConfig
 from flashmem.target.kernel_configs.contraction import PlainContraction
@@ -34,12 +35,13 @@ class PlainTile:
     """The plain tile: outputs of one work-item, up to `rows` rows of `columns` channels, in vectors of `vector` floats.
 
     `columns` is also the width of a packed panel. `local_size` is the work-group (columns first). `lanes` work-items share one
-    row of a reduction (1 on CPUs, where a work-item is a thread's vector loop).
+    row of a reduction (1 on CPUs, where a work-item is a thread's vector loop). Without one stated, a CPU's tile follows from its
+    instruction set.
     """
 
-    rows: int = 8
-    columns: int = 32
-    vector: int = 16
+    rows: int = INSTRUCTION_SETS["avx2"].rows
+    columns: int = PANEL
+    vector: int = PANEL
     local_size: tuple[int, int] = (1, 1)
     lanes: int = 1
 
@@ -144,6 +146,8 @@ class DeviceDescriptor:
     parallelism: int = 8  # work-items that keep it busy; few on a CPU, where a work-item is a thread's vector loop
     local_bytes: int = 32768  # local memory of a work-group that leaves a core enough groups; attention's plain form fits it
     loader_threads: int = 2  # threads that read and copy weights; fewer where a limit is too small for their staging
+    instruction_set: str = ""  # of a CPU: what its tile, configs, tuning database and rates are for; "": not known
+    instruction_sets: dict[str, dict[str, Any]] = field(default_factory=dict)  # of a CPU: keys that differ for another one
     tile: PlainTile = field(default_factory=PlainTile)
     configs: tuple[KernelConfig, ...] = ()  # for contractions, to choose from in addition to `tile`
     code: CodeStyle = field(default_factory=CodeStyle)  # how kernels are written for the device's compiler
@@ -207,6 +211,25 @@ class DeviceDescriptor:
             pipes = replace(pipes, **widths)
         return replace(self, cores=cores, parallelism=max(1, round(self.parallelism * share)), rates=rates, pipelines=pipes)
 
+    def for_instruction_set(self, name: str) -> DeviceDescriptor:
+        """The same CPU where kernels are compiled for instruction set `name`; unchanged if it states none, or this one.
+
+        The tile follows from the registers. Configs and a tuning database are those stated for `name`, else none: they were
+        chosen for other registers. Arithmetic rates change with the bytes of a register, unless stated.
+
+        Raises:
+            UserError: `name` is unknown, or a key stated for it.
+        """
+        if not self.instruction_set or name == self.instruction_set:
+            return self
+        where = f"{self.name}, instruction set {name}"
+        width = _instructions(name, where).register_bytes / INSTRUCTION_SETS[self.instruction_set].register_bytes
+        scaled = {key: getattr(self.rates, key) * width for key in ("gemm_flops", "conv_flops")}
+        stated = dict(self.instruction_sets.get(name, {}))
+        rates = asdict(self.rates) | scaled | stated.pop("rates", {})
+        same = {key: value for key, value in self.to_dict().items() if key not in ("tile", "configs", "tuned")}
+        return DeviceDescriptor.from_dict(same | {"instruction_set": name, "rates": rates} | stated, where=where)
+
     @classmethod
     def from_dict(cls, data: dict[str, Any], *, where: str = "device descriptor") -> DeviceDescriptor:
         """The descriptor in `data`, in the form of `to_dict` or of a TOML file.
@@ -215,7 +238,10 @@ class DeviceDescriptor:
             UserError: an unknown key, so that a misspelt one is not ignored; a transfer mode without its contention.
         """
         values = dict(data)
-        values["tile"] = build(PlainTile, values.get("tile", {}), where)
+        tile = dict(values.get("tile", {}))
+        if instructions := values.get("instruction_set"):
+            tile = {"rows": _instructions(instructions, where).rows} | tile
+        values["tile"] = build(PlainTile, tile, where)
         values["code"] = build(CodeStyle, values.get("code", {}), where)
         values["registers"] = build(RegisterFile, values["registers"], where) if values.get("registers") else None
         values["pipelines"] = build(Pipelines, values["pipelines"], where) if values.get("pipelines") else None
@@ -261,7 +287,7 @@ class DeviceDescriptor:
         if family != "attention":
             return (tile.config(family),)
         if self.kind == "cpu":
-            return (QueryRowsConfig("tile", 2 * tile.vector, 8, tile.vector),)
+            return (QueryRowsConfig("tile", tile.columns, tile.rows, tile.vector),)  # queries across, keys down
         shared = tuple(each for each in self.configs if isinstance(each, SharedWeightsConfig) and each.parts == 1)
         if shared:
             return shared
@@ -286,6 +312,17 @@ class DeviceDescriptor:
         if path not in self.memory_paths:
             raise UserError(f"device {self.name} has no memory path {path!r}; it has {', '.join(self.memory_paths)}")
         return replace(self, memory_paths=tuple(sorted(self.memory_paths, key=lambda known: known != path)))
+
+
+def _instructions(name: str, where: str) -> InstructionSet:
+    """The instruction set called `name`.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name not in INSTRUCTION_SETS:
+        raise UserError(f"{where}: unknown instruction set {name!r}; name one of: {', '.join(INSTRUCTION_SETS)}")
+    return INSTRUCTION_SETS[name]
 
 
 def descriptor_names() -> tuple[str, ...]:

@@ -11,14 +11,16 @@ import pytest
 
 from flashmem.compiler.selection.selector import KernelRequest, KernelSelector
 from flashmem.target.kernel_configs.config import KernelConfig
-from flashmem.target.kernel_configs.contraction import StagedContraction
+from flashmem.target.kernel_configs.contraction import Contraction, StagedContraction
 from tests.support.compared import Nodes
 
 Wide = tuple[Path, dict[str, Any], list[Any]]
 """A model, its inputs, and the expected answers."""
 
-PARTED = StagedContraction("parted", 4, 8, (2, 4), k_block=16, two_stage=True, slice_k=4, families=("matmul",))
-"""Its panels are as wide as those of a CPU's plain tile, 32 columns, and it sums the depth in four parts."""
+
+def parted(panel: int) -> StagedContraction:
+    """A config whose panels have `panel` columns, and which sums the depth in four parts."""
+    return StagedContraction("parted", 4, 8, (2, panel // 8), k_block=16, two_stage=True, slice_k=4, families=("matmul",))
 
 
 def wide_model(folder: Path) -> Wide:
@@ -34,10 +36,13 @@ def wide_model(folder: Path) -> Wide:
 
 
 def with_parted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on later runs use that kernel for the second product, if its panels have the same width."""
+    """From now on later runs use such a kernel for the second product, with the panels of the first runs' kernel."""
 
     def sooner(selector: KernelSelector, request: KernelRequest, first: KernelConfig) -> KernelConfig:
-        return PARTED if request.workload.depth == 4096 else first
+        if request.workload.depth != 4096:
+            return first
+        assert isinstance(first, Contraction)
+        return parted(first.panel)
 
     monkeypatch.setattr(KernelSelector, "_sooner", sooner)
 

@@ -30,6 +30,7 @@ from flashmem.runtime.opencl.compile_target import compile_target, driver_variab
 from flashmem.runtime.opencl.devices import IMAGE_FROM_BUFFER, Device, choose, passed_probes
 from flashmem.runtime.opencl.devices import descriptor_for as descriptor_for
 from flashmem.runtime.opencl.devices import why_not as why_not
+from flashmem.runtime.opencl.instruction_set import instruction_set
 from flashmem.runtime.opencl.icd import vendors_folder
 from flashmem.runtime.opencl.launching import (
     COMMAND_BUFFERS,
@@ -121,6 +122,7 @@ def _describe(platform: Any, device: Any) -> Device:
         max_group_items=device.max_work_group_size,
         fuses=bool(device.single_fp_config & cl.device_fp_config.FMA),
         target=compile_target(platform.name, kind),
+        instruction_set=instruction_set(platform.name, device.version) if kind == "cpu" else "",
         variables=driver_variables(platform.name),
     )
 

@@ -59,6 +59,7 @@ class Device:
     max_group_items: int = 0  # of a work-group; 0: unknown
     fuses: bool = True  # multiply-adds of floats in hardware, by CL_FP_FMA of its driver
     target: str = ""  # compile target of its driver (`flashmem.runtime.opencl.compile_target`)
+    instruction_set: str = ""  # of a CPU's kernels (`flashmem.runtime.opencl.instruction_set`)
     variables: Mapping[str, str] = field(default_factory=dict, compare=False)  # of the driver, at its start
 
     @property
@@ -178,6 +179,8 @@ def descriptor_for(device: Device, probed: Mapping[str, str] = MappingProxyType(
     It keeps the transfer modes that the driver supports, in the descriptor's order, and those that `probed` adds.
     """
     base = load_descriptor(device.descriptor_name).with_probed(passed_probes(device, probed))
+    if device.instruction_set:
+        base = base.for_instruction_set(device.instruction_set)
     reasons = why_not(device, probed)
     paths: tuple[MemoryPath, ...] = tuple(path for path in base.memory_paths if path == "buffer" or device.has_images)
     modes: dict[str, tuple[TransferMode, ...]] = {path: _offered(base, path, reasons[path]) for path in paths}

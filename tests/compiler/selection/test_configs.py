@@ -222,7 +222,7 @@ def test_a_session_says_that_its_device_has_no_arithmetic_in_half(
 
 def test_a_device_without_arithmetic_in_half_gets_no_such_config(monkeypatch: pytest.MonkeyPatch) -> None:
     device = list_devices()[0]
-    listed = replace(load_descriptor(device.descriptor_name), configs=tuple(HALVES))
+    listed = replace(load_descriptor(device.descriptor_name), instruction_set="", configs=tuple(HALVES))
     monkeypatch.setattr("flashmem.runtime.opencl.devices.load_descriptor", lambda name: listed)
     for extensions, wanted in (({HALF_ARITHMETIC}, tuple(HALVES)), (set[str](), ())):
         assert descriptor_for(replace(device, extensions=frozenset(extensions))).configs == wanted

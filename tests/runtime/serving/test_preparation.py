@@ -28,7 +28,6 @@ from flashmem.target.descriptor import load_descriptor
 from tests.support.compared import PLACES
 from tests.support.wide_model import Wide, close_to, equal, wide_model, with_parted
 
-PLACES = [(device, path) for device, path in PLACES if load_descriptor(device).tile.columns == 32]  # as wide as PARTED's panels
 DEVICE = PLACES[0][0] if PLACES else ""
 BUFFERS = [device for device, path in PLACES if path == "buffer"]
 

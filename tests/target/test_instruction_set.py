@@ -1,0 +1,60 @@
+"""Instruction sets of CPUs: their tiles, and descriptors for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flashmem.base.errors import UserError
+from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
+from flashmem.target.instruction_set import INSTRUCTION_SETS, PANEL
+
+
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_the_tile_fills_the_registers_and_no_more(name: str) -> None:
+    kind = INSTRUCTION_SETS[name]
+    across = 4 * PANEL // kind.register_bytes
+
+    def registers(rows: int) -> int:
+        return rows * across + across + 1  # sums, a row of weights, a number of the left operand
+
+    assert registers(kind.rows) <= kind.registers
+    assert registers(kind.rows + 1) > kind.registers or kind.rows == 14
+
+
+def test_tiles_of_known_processors() -> None:
+    assert {name: kind.rows for name, kind in INSTRUCTION_SETS.items()} == {"sse": 2, "avx": 6, "avx2": 6, "avx512": 14, "neon": 6}
+
+
+@pytest.mark.parametrize("name", ["pocl", "intel-cpu"])
+def test_a_descriptor_for_another_instruction_set_has_its_tile_and_rates(name: str) -> None:
+    shipped = load_descriptor(name)
+    narrow = shipped.for_instruction_set("avx2")
+    assert (narrow.tile.rows, narrow.tile.columns, narrow.tile.vector) == (6, 16, 16)
+    assert narrow.rates.gemm_flops == shipped.rates.gemm_flops / 2
+    assert narrow.rates.memory_bandwidth == shipped.rates.memory_bandwidth
+    assert narrow.instruction_set == "avx2" and narrow.tuned == "", "measured for other registers"
+    assert shipped.for_instruction_set("avx512") is shipped
+    assert narrow.for_instruction_set("avx2") is narrow
+    assert DeviceDescriptor.from_dict(narrow.to_dict()) == narrow
+
+
+def test_keys_stated_for_an_instruction_set_are_taken() -> None:
+    stated = {"neon": {"tuned": "mine", "tile": {"rows": 4}, "rates": {"gemm_flops": 3e9}}}
+    found = replace(load_descriptor("pocl"), instruction_sets=stated).for_instruction_set("neon")
+    assert (found.tuned, found.tile.rows, found.tile.columns, found.rates.gemm_flops) == ("mine", 4, PANEL, 3e9)
+    misspelt = replace(load_descriptor("pocl"), instruction_sets={"neon": {"tild": {}}})
+    with pytest.raises(UserError, match="pocl, instruction set neon: unknown key 'tild'"):
+        misspelt.for_instruction_set("neon")
+
+
+def test_a_gpu_states_no_instruction_set() -> None:
+    gpu = load_descriptor("nvidia")
+    assert gpu.for_instruction_set("avx2") is gpu
+
+
+def test_an_unknown_instruction_set_is_refused() -> None:
+    data = load_descriptor("generic-cpu").to_dict()
+    with pytest.raises(UserError, match="here: unknown instruction set 'mmx'; name one of: sse, avx"):
+        DeviceDescriptor.from_dict({**data, "instruction_set": "mmx"}, where="here")
