@@ -35,8 +35,8 @@ class PlainTile:
     """The plain tile: outputs of one work-item, up to `rows` rows of `columns` channels, in vectors of `vector` floats.
 
     `columns` is also the width of a packed panel. `local_size` is the work-group (columns first). `lanes` work-items share one
-    row of a reduction (1 on CPUs, where a work-item is a thread's vector loop). Without one stated, a CPU's tile follows from its
-    instruction set.
+    row of a reduction (1 on CPUs, where a work-item is a thread's vector loop). A CPU's tile follows from its instruction set
+    unless it is stated.
     """
 
     rows: int = INSTRUCTION_SETS["avx2"].rows

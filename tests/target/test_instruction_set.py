@@ -24,7 +24,13 @@ def test_the_tile_fills_the_registers_and_no_more(name: str) -> None:
 
 
 def test_tiles_of_known_processors() -> None:
-    assert {name: kind.rows for name, kind in INSTRUCTION_SETS.items()} == {"sse": 2, "avx": 6, "avx2": 6, "avx512": 14, "neon": 6}
+    assert {name: kind.rows for name, kind in INSTRUCTION_SETS.items()} == {
+        "sse": 2,
+        "avx": 6,
+        "avx2": 6,
+        "avx512": 14,
+        "neon": 6,
+    }
 
 
 @pytest.mark.parametrize("name", ["pocl", "intel-cpu"])

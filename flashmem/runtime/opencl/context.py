@@ -30,8 +30,8 @@ from flashmem.runtime.opencl.compile_target import compile_target, driver_variab
 from flashmem.runtime.opencl.devices import IMAGE_FROM_BUFFER, Device, choose, passed_probes
 from flashmem.runtime.opencl.devices import descriptor_for as descriptor_for
 from flashmem.runtime.opencl.devices import why_not as why_not
-from flashmem.runtime.opencl.instruction_set import instruction_set
 from flashmem.runtime.opencl.icd import vendors_folder
+from flashmem.runtime.opencl.instruction_set import instruction_set
 from flashmem.runtime.opencl.launching import (
     COMMAND_BUFFERS,
     RECORDABLE_QUEUES,

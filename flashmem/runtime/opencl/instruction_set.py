@@ -1,7 +1,7 @@
 """The instruction set for which a CPU driver compiles kernels.
 
-It is the processor's, unless the driver was built or set to compile for an older one. PoCL reports its LLVM processor at the end
-of the device's version; for both runtimes an environment variable can name one.
+It is the processor's, unless the driver was built or set to compile for an older one. PoCL reports its LLVM processor at the
+end of the device's version; for both runtimes an environment variable can name one.
 """
 
 from __future__ import annotations

@@ -37,7 +37,13 @@ ON_SKYLAKE = "OpenCL 3.0 PoCL HSTR: pthread-x86_64-pc-linux-gnu-skylake-avx512"
     ],
 )
 def test_the_narrowest_of_processor_and_driver(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: str, platform: str, version: str, forced: dict[str, str], expected: str
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    flags: str,
+    platform: str,
+    version: str,
+    forced: dict[str, str],
+    expected: str,
 ) -> None:
     monkeypatch.setattr(module.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(module, "_PROCESSORS", tmp_path / "cpuinfo")
