@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import random
 import subprocess
 import sys
@@ -142,6 +143,9 @@ def test_the_benchmark_runs_on_tiny_models(
     assert all(set(row["opening"]) == {"see"} for row in found["switches"]), "the other task's session stays"
     assert [row["to"] for row in found["switches"]] == [1, 0]
     assert set(found["together"]) == {"see", "read"}
-    assert "agrees" in said and "| F | - | F | d0 |" in said
+    assert "agrees" in said
+    assert re.search(r"\| F \| (- \| )+F \| d0 \|", said), (
+        "nothing is overloaded: the best design, whatever the other sets of engines"
+    )
     for name in ("d.png", "d-ratios.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
