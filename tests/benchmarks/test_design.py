@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace

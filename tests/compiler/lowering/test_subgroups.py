@@ -172,7 +172,7 @@ def test_who_shuffles(name: str, wanted: bool, tmp_path: Path) -> None:
 
 def test_a_driver_without_the_extension_gets_no_such_config(monkeypatch: pytest.MonkeyPatch) -> None:
     device = list_devices()[0]
-    listed = replace(load_descriptor(device.descriptor_name), configs=(SHARED, shuffled(SHARED)))
+    listed = replace(load_descriptor(device.descriptor_name), instruction_set="", configs=(SHARED, shuffled(SHARED)))
     monkeypatch.setattr("flashmem.runtime.opencl.devices.load_descriptor", lambda name: listed)
     for extension in (*SHUFFLES, "cl_khr_fp64"):
         here = descriptor_for(replace(device, version="OpenCL 3.0", extensions=frozenset({extension}))).configs
