@@ -13,6 +13,7 @@ import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from flashmem.runtime.opencl.cpuinfo import processors
 from flashmem.runtime.opencl.icd import pip_runtimes
 
 _PREFIXES = {"portable computing language": ("POCL_",), "intel": ("CL_CONFIG_", "VOLCANO_", "IGC_")}
@@ -24,7 +25,6 @@ _HARMLESS = frozenset(
         "CL_CONFIG_CPU_FORCE_GLOBAL_MEM_SIZE", "CL_CONFIG_USER_LOGGER", "CL_CONFIG_USE_ITT_API",
     }
 )  # fmt: skip
-_PROCESSORS = Path("/proc/cpuinfo")
 _FEATURES = ("flags", "Features", "isa", "features")
 """Lines of /proc/cpuinfo with a processor's instruction set extensions: x86, Arm, RISC-V, z."""
 _CONFIGURATION = "cl.cfg"
@@ -51,15 +51,7 @@ def _instruction_set() -> str:
     """The processor's architecture and a hash of its instruction set extensions, over all different processors of the
     machine.
     """
-    try:
-        lines = _PROCESSORS.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    found = {
-        " ".join(sorted(value.split()))
-        for name, _, value in (line.partition(":") for line in lines)
-        if name.strip() in _FEATURES
-    }
+    found = {" ".join(sorted(each[name].split())) for each in processors() for name in _FEATURES if name in each}
     features = "\n".join(sorted(found)) or platform.processor()
     return f"{platform.machine()} {hashlib.sha256(features.encode()).hexdigest()[:16]}"
 

@@ -10,14 +10,14 @@ import os
 import platform
 import re
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
+from flashmem.runtime.opencl.compile_target import driver_variables
+from flashmem.runtime.opencl.cpuinfo import processors
 from flashmem.target.instruction_set import INSTRUCTION_SETS
 
-_PROCESSORS = Path("/proc/cpuinfo")
 _ORDER = [name for name in INSTRUCTION_SETS if name != "neon"]
 _NEEDED = {"avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"}, "avx2": {"avx2", "fma"}, "avx": {"avx"}}
-_VARIABLES = {"portable computing language": "POCL_LLVM_CPU_NAME", "intel": "CL_CONFIG_CPU_TARGET_ARCH"}
+_VARIABLES = ("POCL_LLVM_CPU_NAME", "CL_CONFIG_CPU_TARGET_ARCH")
 _LLVM_NAMES = {
     "sse": r"x86-64(-v2)?|core2|penryn|nehalem|westmere|silvermont|goldmont.*|tremont|corei7|btver1|amdfam10|barcelona|k8.*",
     "avx": r"sandybridge|ivybridge|corei7-avx|core-avx-i|btver2|bdver[123]",
@@ -36,7 +36,8 @@ def instruction_set(platform_name: str, version: str, environment: Mapping[str, 
         return "neon"
     if machine not in ("x86_64", "amd64"):
         return ""
-    forced = next((environment.get(key, "") for name, key in _VARIABLES.items() if name in platform_name.lower()), "")
+    variables = driver_variables(platform_name, environment)
+    forced = next((variables[name] for name in _VARIABLES if name in variables), "")
     reported = version.rsplit("-linux-gnu-", 1)[-1] if "-linux-gnu-" in version else ""
     sets = (_of_flags(_flags()), _of_processor(forced or reported))
     return min((each for each in sets if each), key=_ORDER.index)
@@ -44,11 +45,7 @@ def instruction_set(platform_name: str, version: str, environment: Mapping[str, 
 
 def _flags() -> set[str]:
     """The extensions that all processors of this machine have; empty where the system does not list them."""
-    try:
-        text = _PROCESSORS.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return set()
-    lists = [set(flags.split()) for flags in re.findall(r"^flags\s*:(.*)$", text, re.MULTILINE)]
+    lists = [set(each["flags"].split()) for each in processors() if "flags" in each]
     return set.intersection(*lists) if lists else set()
 
 

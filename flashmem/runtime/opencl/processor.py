@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from flashmem.runtime.opencl.cpuinfo import processors
 from flashmem.runtime.opencl.devices import Device
 from flashmem.target.descriptor import DeviceDescriptor
-
-_CPUINFO = Path("/proc/cpuinfo")
 
 
 def processor_of(device: Device) -> str:
@@ -17,7 +14,7 @@ def processor_of(device: Device) -> str:
     """
     if device.kind != "cpu":
         return device.name
-    fields = _first_processor()
+    fields = next(iter(processors()), dict[str, str]())
     name = fields.get("model name", device.name)
     generation = [f"{word} {fields[key]}" for word, key in (("family", "cpu family"), ("model", "model")) if key in fields]
     cores = f"{device.compute_units} core{'s' if device.compute_units != 1 else ''}"
@@ -39,14 +36,3 @@ def rates_said(descriptor: DeviceDescriptor, device: Device | None = None) -> st
 def rates_are_of(descriptor: DeviceDescriptor, device: Device) -> bool:
     """Whether the rates were measured on a processor like that of `device`."""
     return descriptor.measured and descriptor.measured_on == processor_of(device)
-
-
-def _first_processor() -> dict[str, str]:
-    """The fields of the first processor in /proc/cpuinfo; empty without that file."""
-    try:
-        lines = _CPUINFO.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0].splitlines()
-    except OSError:
-        return {}
-    return {
-        key.strip(): value.strip() for key, colon, value in (line.partition(":") for line in lines) if colon and value.strip()
-    }

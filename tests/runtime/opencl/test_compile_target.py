@@ -205,7 +205,7 @@ def test_what_one_bundle_brings_is_not_given_to_another(device: str, cache: Prog
 def test_the_key_tells_instruction_sets_and_variables_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pocl, intel = "Portable Computing Language", "Intel(R) OpenCL"
     processors = tmp_path / "cpuinfo"
-    monkeypatch.setattr(compile_target, "_PROCESSORS", processors)
+    monkeypatch.setattr("flashmem.runtime.opencl.cpuinfo.CPUINFO", processors)
     told = set[str]()
     for flags in ("fpu avx2", "fpu avx2 avx512f", "fpu"):
         processors.write_text(f"processor\t: 0\nmodel name\t: AMD EPYC\ncpu MHz\t\t: 2600.1\nflags\t\t: {flags}\n" * 2)

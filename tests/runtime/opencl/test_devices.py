@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from flashmem.cli.commands.devices import show_devices
-from flashmem.runtime.opencl import processor
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import (
     IMAGE_FROM_BUFFER,
@@ -202,7 +201,7 @@ def test_rates_are_said_to_be_of_the_processor_they_were_measured_on(
         "processor\t: 0\nmodel name\t: AMD EPYC\ncpu family\t: {}\nmodel\t\t: {}\n\nprocessor\t: 1\nmodel name\t: another\n"
     )
     cpuinfo = tmp_path / "cpuinfo"
-    monkeypatch.setattr(processor, "_CPUINFO", cpuinfo)
+    monkeypatch.setattr("flashmem.runtime.opencl.cpuinfo.CPUINFO", cpuinfo)
     intel = replace(phone(), platform="Intel(R) OpenCL", name="AMD EPYC", version="", kind="cpu", compute_units=2)
     measured_on = load_descriptor("intel-cpu").measured_on
 

@@ -46,7 +46,7 @@ def test_the_narrowest_of_processor_and_driver(
     expected: str,
 ) -> None:
     monkeypatch.setattr(module.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(module, "_PROCESSORS", tmp_path / "cpuinfo")
+    monkeypatch.setattr("flashmem.runtime.opencl.cpuinfo.CPUINFO", tmp_path / "cpuinfo")
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n\nprocessor\t: 1\nflags\t\t: {flags} more\n")
     assert instruction_set(platform, version, forced) == expected
 
