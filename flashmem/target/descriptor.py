@@ -147,7 +147,6 @@ class DeviceDescriptor:
     local_bytes: int = 32768  # local memory of a work-group that leaves a core enough groups; attention's plain form fits it
     loader_threads: int = 2  # threads that read and copy weights; fewer where a limit is too small for their staging
     instruction_set: str = ""  # of a CPU: what its tile, configs, tuning database and rates are for; "": not known
-    instruction_sets: dict[str, dict[str, Any]] = field(default_factory=dict)  # of a CPU: keys that differ for another one
     tile: PlainTile = field(default_factory=PlainTile)
     configs: tuple[KernelConfig, ...] = ()  # for contractions, to choose from in addition to `tile`
     code: CodeStyle = field(default_factory=CodeStyle)  # how kernels are written for the device's compiler
@@ -214,21 +213,18 @@ class DeviceDescriptor:
     def for_instruction_set(self, name: str) -> DeviceDescriptor:
         """The same CPU where kernels are compiled for instruction set `name`; unchanged if it states none, or this one.
 
-        The tile follows from the registers. Configs and a tuning database are those stated for `name`, else none: they were
-        chosen for other registers. Arithmetic rates change with the bytes of a register, unless stated.
+        The tile follows from the registers, and arithmetic rates change with the bytes of one. It has no configs and no tuning
+        database: they were chosen for other registers.
 
         Raises:
-            UserError: `name` is unknown, or a key stated for it.
+            UserError: `name` is unknown.
         """
         if not self.instruction_set or name == self.instruction_set:
             return self
-        where = f"{self.name}, instruction set {name}"
-        width = _instructions(name, where).register_bytes / INSTRUCTION_SETS[self.instruction_set].register_bytes
-        scaled = {key: getattr(self.rates, key) * width for key in ("gemm_flops", "conv_flops")}
-        stated = dict(self.instruction_sets.get(name, {}))
-        rates = asdict(self.rates) | scaled | stated.pop("rates", {})
-        same = {key: value for key, value in self.to_dict().items() if key not in ("tile", "configs", "tuned")}
-        return DeviceDescriptor.from_dict(same | {"instruction_set": name, "rates": rates} | stated, where=where)
+        kind = _instructions(name, self.name)
+        width = kind.register_bytes / INSTRUCTION_SETS[self.instruction_set].register_bytes
+        rates = replace(self.rates, gemm_flops=self.rates.gemm_flops * width, conv_flops=self.rates.conv_flops * width)
+        return replace(self, instruction_set=name, tile=PlainTile(kind.rows), configs=(), tuned="", rates=rates)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], *, where: str = "device descriptor") -> DeviceDescriptor:

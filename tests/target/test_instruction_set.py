@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from flashmem.base.errors import UserError
@@ -44,15 +42,6 @@ def test_a_descriptor_for_another_instruction_set_has_its_tile_and_rates(name: s
     assert shipped.for_instruction_set("avx512") is shipped
     assert narrow.for_instruction_set("avx2") is narrow
     assert DeviceDescriptor.from_dict(narrow.to_dict()) == narrow
-
-
-def test_keys_stated_for_an_instruction_set_are_taken() -> None:
-    stated = {"neon": {"tuned": "mine", "tile": {"rows": 4}, "rates": {"gemm_flops": 3e9}}}
-    found = replace(load_descriptor("pocl"), instruction_sets=stated).for_instruction_set("neon")
-    assert (found.tuned, found.tile.rows, found.tile.columns, found.rates.gemm_flops) == ("mine", 4, PANEL, 3e9)
-    misspelt = replace(load_descriptor("pocl"), instruction_sets={"neon": {"tild": {}}})
-    with pytest.raises(UserError, match="pocl, instruction set neon: unknown key 'tild'"):
-        misspelt.for_instruction_set("neon")
 
 
 def test_a_gpu_states_no_instruction_set() -> None:
