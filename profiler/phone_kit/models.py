@@ -130,6 +130,7 @@ def _contractions(n: _Nodes) -> None:
     image = n.input(1, 16, 13, 11)
     n.out("Conv", image, n.weight(24, 16, 3, 3), kernel_shape=[3, 3], pads=[1] * 4)
     n.out("Conv", image, n.weight(40, 16, 1, 1), kernel_shape=[1, 1])
+    n.out("Conv", n.input(1, 3, 12, 16), n.weight(24, 3, 3, 3), kernel_shape=[3, 3], pads=[1] * 4)
     [y] = n.node("Conv", image, n.weight(24, 16, 3, 3), kernel_shape=[3, 3])
     [y] = n.node("GroupNormalization", y, n.weight(24), n.weight(24), num_groups=3)
     n.out("Conv", y, n.weight(16, 24, 1, 1), kernel_shape=[1, 1])

@@ -13,7 +13,7 @@ from flashmem.planning.capacity.predictor import Predictor
 from flashmem.profiler import bench, measure, openings, sessions, train
 from flashmem.profiler.dataset import Growing, read_dataset
 from flashmem.profiler.report import judged_by_shipped
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.context import descriptor_for, list_devices
 from flashmem.runtime.opencl.processor import processor_of
 from flashmem.target.descriptor import load_descriptor
 from tests.support.command_line import Command, command_line
@@ -56,7 +56,7 @@ def test_a_profile_killed_and_resumed_to_its_figures(
         done = flashmem(*words, "--minutes", minutes)
         code = done.code
     assert code == 0, done.err
-    tuned = load_descriptor(list_devices()[int(DEVICE)].descriptor_name).tuned
+    tuned = descriptor_for(list_devices()[int(DEVICE)]).tuned
     tables = {f"{tuned}.tuned.csv"} if tuned else set()  # the tuning database in use
     written = {"mine.profile.csv.gz", "mine.seconds.ubj", "mine.slowdown.ubj", "mine.toml"}
     assert {path.name for path in folder.iterdir()} == written | tables
