@@ -173,13 +173,12 @@ class Prepared:
         self._program = program
         self._launch = launch
         self._source = target.source
-        constants = None
+        arena, ledger, constants = bench._arena_for(max(program.arena_bytes, POOL_ALIGNMENT)), bench._arena_ledger, None
         if target.constants.nbytes:
-            constants = bench.context.buffer(target.constants.nbytes)
+            constants = ledger.buffer("constants", target.constants.nbytes, "constants")
             bench.queue.write(constants, target.constants)
-        arena = bench._arena_for(max(program.arena_bytes, POOL_ALIGNMENT))
         self._weights, self._turns = self._place(read)
-        self._resources = Resources(bench.context, arena, constants, self._weights, {})
+        self._resources = Resources(ledger, arena, constants, self._weights, {})
         self._steps = self._make(bench.program(target.source.plain, program.build_options), None, {})
         self._settle_integers(arena)
         bench.queue.finish()

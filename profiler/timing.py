@@ -174,7 +174,7 @@ class Stand:
             else self._buffer(("slice", i), _rounded(part.nbytes), part.channel)
             for i, part in enumerate(plan.slices)
         }
-        return Resources(self.context, arena, constants, weights, {})
+        return Resources(self._ledger, arena, constants, weights, {})
 
     def time(self, commands: Sequence[Command], seconds: float = _SECONDS, slow: float = math.inf) -> Timed:
         """Time `commands` for about `seconds`, short ones more often; only once if that takes longer than `slow`.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -36,6 +38,8 @@ class Session:
 
     It executes one run at a time: threads wait for each other. A failed run closes the session; a refused input does not. A
     forked child must open its own sessions.
+
+    Sessions that are open when Python exits are closed then.
 
     A bundle with several shape variants has one of them bound at a time, at first its own (`Bundle.index`). Inputs of other
     shapes bind another variant instead. Memory is that of one variant, and weights of both stay resident (docs/shapes.md).
@@ -68,21 +72,16 @@ class Session:
                 copy, for comparison.
             trace: record when each launch ran on the device.
             verify_weights: compare every slice and table row that is read with its checksum; damage fails the run. Constants
-            are
-                always compared.
+                are always compared.
             build_apart: build kernels that no cache has in child processes, whose memory is freed when they end; if not, in
-            this
-                process, which then keeps a compiler's 200 to 400 MB. False is for callers that open many sessions, or cannot
-                start
-                processes.
+                this process, which then keeps a compiler's 200 to 400 MB. False is for callers that open many sessions, or
+                cannot start processes.
             prepare: between two runs, begin the loads of the next one, and prepare the bundle's steady kernels for later runs.
-            A
-                session that traces prepares nothing.
+                A session that traces prepares nothing.
 
         Raises:
-            UserError: a damaged bundle, no such device, a mode it lacks, a budget below the layout's minimum, or an argument of
-            a
-                wrong type.
+            UserError: a damaged bundle, no such device, a mode it lacks, a budget below the layout's minimum, or an argument
+                of a wrong type.
             RunError: the device refuses, or (preload) the weights cannot be read.
         """
         begun = perf_counter()
@@ -114,6 +113,7 @@ class Session:
             raise
         self._prefetches = prepare and not trace
         self._engine.stop_with(self)
+        _open.add(self)
         if self.strategy == "preload":
             try:
                 self._engine.preload()
@@ -136,8 +136,7 @@ class Session:
         Args:
             output_names: which outputs, in this order; None for all, in the model's order.
             inputs: an array for every input, of exactly its shape and dtype. For a bundle with several shape variants: the
-            shapes
-                of one of them, which then runs.
+                shapes of one of them, which then runs.
 
         Returns:
             The outputs, in the model's dtypes. `last_run` then holds the report of the run.
@@ -212,3 +211,16 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+_open: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close what nobody closed: Python would release memory objects in another order (`flashmem.runtime.memory.ledger`)."""
+    for session in list(_open):
+        if session._lock.acquire(blocking=False):  # not while another thread is in a run, which may take long
+            with suppress(Exception):
+                session.close()
+            session._lock.release()

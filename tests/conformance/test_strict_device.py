@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
@@ -22,6 +25,7 @@ from flashmem.program.launches import Arg
 from flashmem.program.program import fixed_bytes
 from flashmem.program.tensors import Tensor
 from flashmem.runtime.engine.executor import Resources, _Binder
+from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context, list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.serving.loaded_model import LoadedModel
@@ -30,6 +34,7 @@ from flashmem.schedule.plan import passing_bytes
 from flashmem.tools.doctor import selftest
 from tests.support.caches import kernels_built_by_runs
 from tests.support.mini_bundle import write_mini_bundle
+from tests.support.paths import ROOT
 from tests.support.strict_device import PROFILES, Profile, StrictOpenCL
 from tests.support.strict_device.door import strict
 from tests.support.zoo_data import DATA, examples
@@ -141,13 +146,42 @@ def test_a_kernel_that_writes_over_an_operand_takes_one_memory_object_twice() ->
     """Two memory objects that share bytes, one of them written, are undefined, in one kernel as in two."""
     tensors = tuple(Tensor(name, (256,), "float32", 512, 1024) for name in ("operand", "output"))
     with strict(PROFILES[1]):
-        context = Context(list_devices()[0])
+        ledger = Ledger(Context(list_devices()[0]), None)
         binder = _Binder(
             SimpleNamespace(tensors=tensors),  # type: ignore[arg-type]
-            Resources(context, context.buffer(4096), None, {}, {}),
+            Resources(ledger, ledger.buffer("arena", 4096, "the arena"), None, {}, {}),
         )
         operand, output = (binder.bind(Arg("tensor", tensor.name)) for tensor in tensors)
     assert operand is output
+
+
+def test_a_session_that_nobody_closes_releases_its_memory_in_order(bundles: dict[tuple[str, str], Bundle]) -> None:
+    with strict(PROFILES[1]) as device:
+        session = flashmem.Session(bundles["gptneo-tiny", "buffer"])
+        session.run(None, examples("gptneo-tiny"))
+        del session
+        gc.collect()
+        assert device.rules.broken == []
+
+
+AT_EXIT = """
+import atexit, sys
+atexit.register(lambda: print(session._engine.failure, device.rules.broken))  # the last to be called
+import flashmem
+from tests.support.strict_device import PROFILES
+from tests.support.strict_device.door import strict
+from tests.support.zoo_data import examples
+instead = strict(PROFILES[1])
+device = instead.__enter__()
+session = flashmem.Session(sys.argv[1], build_apart=False)
+session.run(None, examples("gptneo-tiny"))
+"""
+
+
+def test_sessions_that_are_open_when_python_exits_are_closed(bundles: dict[tuple[str, str], Bundle]) -> None:
+    command = [sys.executable, "-c", AT_EXIT, str(bundles["gptneo-tiny", "buffer"].path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "close was called []\n"), done.stderr
 
 
 @pytest.mark.parametrize("share", [1.3, 3.0])

@@ -208,6 +208,12 @@ def released_twice(p: Small) -> None:
     buffer.release()
 
 
+def parts_are_released_in_the_order_of_their_making(p: Small) -> None:
+    first, _, last = p.part(0), p.part(1), p.part(0)
+    first.release()
+    last.release()
+
+
 # -- events
 
 
@@ -258,6 +264,7 @@ BROKEN: dict[str, list[Callable[[Small], None]]] = {
         part_of_a_part, group_does_not_divide, group_is_not_the_required_one, argument_is_missing, buffer_for_an_image,
         kernel_writes_what_is_for_reading,
     ],
+    "release": [parts_are_released_in_the_order_of_their_making],
     "released": [argument_was_released, argument_was_collected, released_twice],
     "event": [times_of_a_queue_without, times_before_the_end],
     "extension": [double_precision, pragma, newer_language, image_over_a_buffer],

@@ -127,11 +127,9 @@ class Manager:
 
         Args:
             task: its name.
-            inputs: an array for every input. Or, if the models of a task have different inputs, a function that maps the bundle
-            to
-                its inputs. The function may call methods of the manager. It is called again if a switch before the run changes
-                the
-                bundle.
+            inputs: an array for every input. Or, if the models of a task have different inputs, a function that maps the
+                bundle to its inputs. The function may call methods of the manager. It is called again if a switch before the
+                run changes the bundle.
 
         Raises:
             UserError: no such task.

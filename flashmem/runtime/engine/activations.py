@@ -47,7 +47,7 @@ class Activations:
         names = {port.tensor for port in (*program.inputs, *program.outputs)}
         names |= {gather.tensor for gather in program.host_embeddings} | {program.status}
         self._ports = {
-            name: device.context.sub_buffer(self.arena, tensor.offset, tensor.nbytes)
+            name: ledger.part("arena", self.arena, tensor.offset, tensor.nbytes)
             for name, tensor in opened.tensors.items()
             if name in names
         }

@@ -49,7 +49,7 @@ class WeightStore:
         Raises:
             RunError: the device or the budget refuses.
         """
-        self._opened, self._ledger = opened, ledger
+        self._opened, self.ledger = opened, ledger
         self.plan, self.layout, self.resident = plan, layout, resident
         self._last_schedule: tuple[object, Schedule] | None = None
         self._transfer: Transfer | None = make_transfer(
@@ -133,13 +133,13 @@ class WeightStore:
             self.release()
             return None
         self.transfer.leave()
-        self._ledger.give_back("staging")
+        self.ledger.give_back("staging")
         return self.transfer
 
     def release(self) -> None:
         """Return all places to the device. No run may be loading, and none can begin afterwards."""
         self.close()
-        self._ledger.give_back("weights", "staging")
+        self.ledger.give_back("weights", "staging")
 
     def close(self) -> None:
         """End the transfer. The ledger still counts the memory."""
@@ -192,7 +192,7 @@ class BoundKernels:
         assert activations.arena is not None
         memories = dict.fromkeys(opened.slices) if transfer.binds_late else transfer.memories
         self._resources: Resources | None = Resources(
-            device.context, activations.arena, activations.constants, memories, staged
+            weights.ledger, activations.arena, activations.constants, memories, staged
         )
         self._steady: Steady | None = None
         self._rebinds = True  # the steps of the first run differ from those of later runs

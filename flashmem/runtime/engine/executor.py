@@ -21,7 +21,8 @@ import numpy as np
 from flashmem.base.errors import FlashmemWarning, RunError
 from flashmem.program.launches import Arg, Launch
 from flashmem.program.program import Program as BundleProgram
-from flashmem.runtime.opencl.context import Context, Event, Kernel, Memory, Queue, event_seconds, has_ended, set_memory, wait
+from flashmem.runtime.memory.ledger import Ledger
+from flashmem.runtime.opencl.context import Event, Kernel, Memory, Queue, event_seconds, has_ended, set_memory, wait
 from flashmem.runtime.opencl.launching import PreparedLaunch, Recorder, Recording, not_recorded
 from flashmem.runtime.streaming.interleaved import COPY_GROUP, CopyStream, LayerMoves
 from flashmem.runtime.streaming.loader import LoaderRun
@@ -75,7 +76,7 @@ class Step:
 class Resources:
     """Memory that kernel arguments refer to."""
 
-    context: Context
+    ledger: Ledger
     arena: Memory
     constants: Memory | None
     weights: Mapping[str, Memory]  # None: set before a launch (`Transfer.binds_late`)
@@ -152,33 +153,24 @@ def _lane(stream: CopyStream, resources: Resources) -> list[Any]:
 
 
 class _Binder:
-    """Turns a program's arguments into kernel arguments; tensors and constants become sub-buffers.
-
-    Each byte range has one sub-buffer: a kernel that writes its output over an operand gets the same memory object twice. Two
-    sub-buffers of the same bytes, one of them written, are undefined (clCreateSubBuffer).
-    """
+    """Turns a program's arguments into kernel arguments; tensors and constants become sub-buffers."""
 
     def __init__(self, program: BundleProgram, resources: Resources) -> None:
         self._tensors = {tensor.name: tensor for tensor in program.tensors}
         self._resources = resources
-        self._made: dict[tuple[str, int, int], Memory] = {}
 
     def bind(self, arg: Arg) -> Any:
         if arg.kind == "int":
             return np.int32(arg.value)
         if arg.kind == "float":
             return np.float32(arg.value)
+        resources = self._resources
         if arg.kind == "slice":
-            return self._resources.weights[str(arg.value)]
+            return resources.weights[str(arg.value)]
         if arg.kind == "tensor":
             tensor = self._tensors[str(arg.value)]
-            offset, nbytes, whole = tensor.offset, tensor.nbytes, self._resources.arena
-        else:
-            offset, nbytes, whole = int(arg.value), arg.nbytes, self._resources.constants
-        key = (arg.kind, offset, nbytes)
-        if key not in self._made:
-            self._made[key] = self._resources.context.sub_buffer(whole, offset, nbytes)
-        return self._made[key]
+            return resources.ledger.part("arena", resources.arena, tensor.offset, tensor.nbytes)
+        return resources.ledger.part("constants", resources.constants, int(arg.value), arg.nbytes)
 
 
 class Executor:

@@ -2,11 +2,16 @@
 
 It counts every byte on the device and in host staging by category, refuses allocations beyond the budget, and keeps a history
 (`flashmem.runtime.memory.accounts`). It counts host arrays, buffers, textures and resident pages of the mapped weight file.
+
+Memory objects are released the latest first, sub-buffers too. NVIDIA's driver crashes when overlapping sub-buffers are released
+in another order (docs/opencl-notes.md).
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 
 from flashmem.base.errors import RunError
 from flashmem.base.types import TEXEL_BYTES, Channel
@@ -22,6 +27,8 @@ class Ledger(Account):
         super().__init__(budget)
         self._context = context
         self._objects: list[tuple[Memory, Category, int]] = []
+        self._parts: dict[tuple[int, int, int], Memory] = {}  # sub-buffers by buffer, offset and bytes
+        weakref.finalize(self, _release, self._objects).atexit = False  # if nobody closes it
 
     def buffer(self, category: Category, nbytes: int, what: str, *, host_visible: bool = False) -> Memory:
         """Allocate a device buffer, until `give_back`. Raises RunError beyond the budget or if the device refuses."""
@@ -36,6 +43,21 @@ class Ledger(Account):
         nbytes = width * height * TEXEL_BYTES[channel]
         return self._allocate(category, nbytes, what, lambda: self._context.image(width, height, channel))
 
+    def part(self, category: Category, whole: Memory, offset: int, nbytes: int) -> Memory:
+        """The sub-buffer of `nbytes` bytes from byte `offset` on of `whole`, a buffer of this ledger, until `give_back`.
+
+        Each byte range has one sub-buffer: a kernel that writes its output over an operand gets the same memory object twice.
+        Two sub-buffers of the same bytes, one of them written, are undefined (clCreateSubBuffer).
+
+        Raises:
+            RunError: the device refuses.
+        """
+        key = (whole.int_ptr, offset, nbytes)
+        if key not in self._parts:
+            self._parts[key] = self._context.sub_buffer(whole, offset, nbytes)
+            self._objects.append((self._parts[key], category, 0))
+        return self._parts[key]
+
     def _allocate(self, category: Category, nbytes: int, what: str, make: Callable[[], Memory]) -> Memory:
         self.reserve(category, nbytes, what)
         try:
@@ -49,7 +71,9 @@ class Ledger(Account):
     def give_back(self, *categories: Category) -> None:
         """Release the memory objects of these categories, or all, the latest first."""
         going = [each for each in self._objects if not categories or each[1] in categories]
-        self._objects = [each for each in self._objects if categories and each[1] not in categories]
+        self._objects[:] = [each for each in self._objects if categories and each[1] not in categories]
+        released = {handle.int_ptr for handle, _, _ in going}
+        self._parts = {key: part for key, part in self._parts.items() if key[0] not in released}
         while going:
             handle, category, nbytes = going.pop()
             release(handle)
@@ -61,3 +85,10 @@ class Ledger(Account):
             self.give_back()
         finally:
             self.clear()
+
+
+def _release(objects: list[tuple[Memory, Category, int]]) -> None:
+    """Release the objects of a ledger that was garbage-collected."""
+    while objects:
+        with suppress(RunError):
+            release(objects.pop()[0])

@@ -53,15 +53,12 @@ class Runtime:
 
         Args:
             budget: most bytes that all models together may hold on the device and in host staging; None for no limit, "auto"
-            for
-                the memory that the system can spare (`flashmem.runtime.memory.pressure`).
+                for the memory that the system can spare (`flashmem.runtime.memory.pressure`).
             device: "auto", or a name that `flashmem.runtime.request.options.device_here` accepts.
             on_pressure: the fate of a run when the budget falls below its model's minimum: "finish" lets it end within its
-            earlier
-                grant, "fail" ends it with a BudgetError at the next launch.
+                earlier grant, "fail" ends it with a BudgetError at the next launch.
             verify_weights: compare every slice and table row that is read with its checksum, as a `Session` does; damage fails
-            the
-                run, and closes its model.
+                the run, and closes its model.
             build_apart: as for `Session`.
             prepare: between two runs of a model, prepare its bundle's steady kernels; later runs use them as far as resident
                 slices permit.

@@ -18,23 +18,24 @@ from flashmem.schedule.plan import PoolLayout
 class _Homes:
     """Permanent places of slices in modes that copy: texture slots for images, a pool for plain buffers."""
 
-    def __init__(self, context: Context, ledger: Ledger, slices: Sequence[Slice], layout: PoolLayout) -> None:
+    def __init__(self, ledger: Ledger, slices: Sequence[Slice], layout: PoolLayout) -> None:
         self.memories: dict[str, Memory] = {}
         textures = [
             ledger.image("weights", slot.width, slot.height, slot.channel, f"texture slot {number}")
             for number, slot in enumerate(layout.slots)
         ]
-        self._context, self._offsets = context, layout.offsets
+        self._ledger, self._offsets = ledger, layout.offsets
         self._pool = pool = ledger.buffer("weights", layout.pool_bytes, "the weight pool") if layout.pool_bytes else None
         for part in slices:
             if part.name in layout.slot_of:
                 self.memories[part.name] = textures[layout.slot_of[part.name]]
             else:
-                self.memories[part.name] = context.sub_buffer(pool, layout.offsets[part.name], whole_words(part.file_bytes))
+                place = layout.offsets[part.name]
+                self.memories[part.name] = ledger.part("weights", pool, place, whole_words(part.file_bytes))
 
     def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
         """A sub-buffer of the pool, if the slices have the same order there as in the file."""
-        return in_pool(self._context, self._pool, self._offsets, parts)
+        return in_pool(self._ledger, self._pool, self._offsets, parts)
 
     def write(self, copier: Copier, part: Slice, data: Bytes, first_byte: int) -> CopyEvent:
         """Begin to copy `data`, which starts at `first_byte` of the slice, to the slice's place; images in whole rows."""
@@ -93,7 +94,7 @@ class _MovingTransfer(Transfer):
     ) -> None:
         super().__init__(file)
         self._copier: Copier = after._copier if after else Copier(context)
-        self._homes: _Homes = after._homes if after else _Homes(context, ledger, slices, layout)
+        self._homes: _Homes = after._homes if after else _Homes(ledger, slices, layout)
         self.memories = self._homes.memories
         if after:
             self.arrived = after.arrived
@@ -154,7 +155,7 @@ class InterleaveTransfer(_MovingTransfer):
         super().__init__(context, ledger, file, slices, layout, after)
         self.reads_ahead = bool(layout.staging_slots)
         self._maps = context.queue() if layout.staging else None
-        self.staged: dict[str, Memory] = _staging(context, ledger, slices, layout)  # the source of the kernels' copies
+        self.staged: dict[str, Memory] = _staging(ledger, slices, layout)  # the source of the kernels' copies
         # Allocated last: it is mapped, and mapped memory must not be released after a later failure.
         self._ring = _Ring(self._copier.queue, ledger, layout.ring_bytes, layout.threads)
 
@@ -177,14 +178,14 @@ class InterleaveTransfer(_MovingTransfer):
         self._ring.close()
 
 
-def _staging(context: Context, ledger: Ledger, slices: Sequence[Slice], layout: PoolLayout) -> dict[str, Memory]:
+def _staging(ledger: Ledger, slices: Sequence[Slice], layout: PoolLayout) -> dict[str, Memory]:
     """The staging memory of each streamed slice."""
     slots = [ledger.buffer("staging", nbytes, f"staging slot {number}") for number, nbytes in enumerate(layout.staging_slots)]
     if not layout.staging:
         return {name: slots[number] for name, number in layout.staging_slot_of.items()}
     whole = ledger.buffer("staging", layout.staging_bytes, "staging", host_visible=True)
     return {
-        part.name: context.sub_buffer(whole, layout.staging[part.name], whole_words(part.file_bytes))
+        part.name: ledger.part("staging", whole, layout.staging[part.name], whole_words(part.file_bytes))
         for part in slices
         if part.name in layout.staging
     }

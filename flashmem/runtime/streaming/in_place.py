@@ -121,7 +121,7 @@ class AliasTransfer(Transfer):
         after: AliasTransfer | None = None,
     ) -> None:
         super().__init__(file)
-        self._context, self._offsets = context, layout.offsets
+        self._ledger, self._offsets = ledger, layout.offsets
         self._queue: Queue = context.queue() if after is None else after._queue
         self._pool: Memory | None = None
         self._places: dict[str, Memory] = {}
@@ -133,7 +133,7 @@ class AliasTransfer(Transfer):
             return
         self._pool = pool = ledger.buffer("weights", layout.pool_bytes, "the weight pool", host_visible=True)
         for part in slices:
-            place = context.sub_buffer(pool, layout.offsets[part.name], whole_words(part.file_bytes))
+            place = ledger.part("weights", pool, layout.offsets[part.name], whole_words(part.file_bytes))
             self._places[part.name] = place
             self.memories[part.name] = view(context, place, part)
 
@@ -145,7 +145,7 @@ class AliasTransfer(Transfer):
 
     def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
         """A sub-buffer of the pool, if the slices have the same order there as in the file."""
-        return in_pool(self._context, self._pool, self._offsets, parts)
+        return in_pool(self._ledger, self._pool, self._offsets, parts)
 
     def close(self) -> None:
         """Drop the references to the places."""

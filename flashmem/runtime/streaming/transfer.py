@@ -15,6 +15,7 @@ from typing import Protocol
 
 from flashmem.bundle.checksums import Checksum, checksum
 from flashmem.program.tensors import Slice
+from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory
 from flashmem.runtime.opencl.copier import CopyEvent
 from flashmem.runtime.streaming.weight_file import WeightFile
@@ -131,7 +132,7 @@ class Transfer(ABC):
         self.memories.clear()
 
 
-def in_pool(context: Context, pool: Memory | None, offsets: Mapping[str, int], parts: Sequence[Slice]) -> Memory | None:
+def in_pool(ledger: Ledger, pool: Memory | None, offsets: Mapping[str, int], parts: Sequence[Slice]) -> Memory | None:
     """The part of a pool that holds `parts`, if they are adjacent there."""
     places = [offsets.get(part.name) for part in parts]
     start, nbytes = places[0], 0
@@ -141,7 +142,7 @@ def in_pool(context: Context, pool: Memory | None, offsets: Mapping[str, int], p
         if place != start + nbytes:
             return None
         nbytes += part.nbytes
-    return context.sub_buffer(pool, start, whole_words(nbytes))
+    return ledger.part("weights", pool, start, whole_words(nbytes))
 
 
 def view(context: Context, buffer: Memory, part: Slice) -> Memory:

@@ -29,6 +29,7 @@ from flashmem.program.lanes import LANE_UNIT, LaneKind, lane_kind, lane_places
 from flashmem.program.tensors import Slice
 from flashmem.runtime.engine.executor import Executor, Resources, make_steps
 from flashmem.runtime.kernels.cache import CompiledKernels
+from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context, list_devices
 from flashmem.runtime.opencl.devices import Device
 from flashmem.runtime.streaming import interleaved as lanes
@@ -268,8 +269,9 @@ class Runner:
         here, generator = self.bench, np.random.default_rng(1)
         self.kernels = CompiledKernels(here.context, generated.source.lane, self.program.build_options)
         self.first = generator.standard_normal(self.program.arena_bytes // 4 + 1024).astype(np.float32)
-        self.arena = here.context.buffer(self.first.nbytes)
-        constants = here.context.buffer(generated.constants.nbytes)
+        ledger = Ledger(here.context, None)
+        self.arena = ledger.buffer("arena", self.first.nbytes, "the arena")
+        constants = ledger.buffer("constants", generated.constants.nbytes, "the constants")
         here.queue.write(constants, generated.constants)
         homes: dict[str, Any] = {}
         for part in self.program.slices:
@@ -283,7 +285,7 @@ class Runner:
             else:
                 homes[part.name] = here.context.buffer(content.nbytes)
                 here.queue.write(homes[part.name], content)
-        self.resources = Resources(here.context, self.arena, constants, homes | here.homes, here.staged)
+        self.resources = Resources(ledger, self.arena, constants, homes | here.homes, here.staged)
 
     def run(self, stream: CopyStream) -> list[NDArray[np.uint8]]:
         """The content of the arena after each launch with `stream`; checks that its copies have arrived."""

@@ -37,6 +37,7 @@ class Rules:
         self._flushed: dict[int, int] = {}  # by queue: all commands up to this number are submitted
         self._last_clock: dict[int, dict[int, int]] = {}
         self._maps: list[Mapping] = []
+        self._parts: dict[int, list[Memory]] = {}  # by allocation: its sub-buffers, in the order in which they were made
 
     def broke(self, rule: str, what: str) -> NoReturn:
         """Record the violation, and raise."""
@@ -59,10 +60,18 @@ class Rules:
         start = parent.start + offset
         if nbytes < 1 or start + nbytes > parent.end:
             self.broke("range", f"{what} takes {nbytes} bytes, and {parent.what} has {parent.end - start} from there on")
-        return Memory(what, parent.allocation, start, start + nbytes, parent, kernels_write, is_image)
+        made = Memory(what, parent.allocation, start, start + nbytes, parent, kernels_write, is_image)
+        if not is_image:
+            with self._lock:
+                self._parts.setdefault(parent.allocation, []).append(made)
+        return made
 
     def release(self, memory: Memory) -> None:
-        """Its last reference is released. Commands in flight may still use it (clReleaseMemObject); a host pointer may not."""
+        """Its last reference is released. Commands in flight may still use it (clReleaseMemObject); a host pointer may not.
+
+        Of two sub-buffers that overlap, the later one is released first: NVIDIA's driver crashes otherwise, which no
+        specification allows.
+        """
         with self._lock:
             if memory.released:
                 return
@@ -71,6 +80,13 @@ class Rules:
                 if each.access.memory is memory and each.unmapped is None:
                     self._maps.remove(each)
                     self.broke("mapped", f"{memory.what} is released while it is mapped")
+            parts = self._parts.get(memory.allocation, [])
+            if memory in parts:
+                place = parts.index(memory)
+                later = [each for each in parts[place + 1 :] if each.start < memory.end and memory.start < each.end]
+                del parts[place]
+                if later:
+                    self.broke("release", f"{memory.what} is released before {later[-1].what}, which overlaps it")
 
     def check_alive(self, memory: Memory, doing: str) -> None:
         """Raise BrokenRuleError if the object is released."""
