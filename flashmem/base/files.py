@@ -28,13 +28,17 @@ def check_target(path: Path, flag: str) -> None:
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[IO[bytes]]:
-    """A new file that is renamed to `path` when the body succeeds, and removed when it fails."""
+def written_whole(path: Path, *, private: bool = False) -> Iterator[IO[bytes]]:
+    """A new file that is renamed to `path` when the body succeeds, and removed when it fails.
+
+    `private`: only the user may read it.
+    """
     handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
-        Path(partial).chmod(0o666 & ~_umask())  # mkstemp creates files with mode 0600
+        if not private:
+            Path(partial).chmod(0o666 & ~_umask())  # mkstemp creates files with mode 0600
         Path(partial).replace(path)
     except BaseException:
         Path(partial).unlink(missing_ok=True)

@@ -7,8 +7,6 @@ then the bytecode. Its name is a hash of everything that changes the bytecode. A
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +14,7 @@ from pathlib import Path
 import jinja2
 from jinja2.bccache import Bucket, BytecodeCache
 
-from flashmem.base.files import read_regular
+from flashmem.base.files import read_regular, written_whole
 from flashmem.base.paths import TEMPLATES, cache_folder, is_foreign, make_private
 
 _ENTRY_BYTES = 1 << 24  # larger than any template
@@ -47,15 +45,8 @@ class TemplateCache(BytecodeCache):
         code = bucket.bytecode_to_string()
         with suppress(OSError):
             make_private(self.folder)
-            handle, partial = tempfile.mkstemp(prefix=".", dir=self.folder)
-            try:
-                os.fchmod(handle, 0o600)
-                with os.fdopen(handle, "wb") as file:
-                    file.write(hashlib.sha256(code).digest() + code)
-                Path(partial).replace(self._path(bucket))
-            except BaseException:
-                Path(partial).unlink(missing_ok=True)
-                raise
+            with written_whole(self._path(bucket), private=True) as file:
+                file.write(hashlib.sha256(code).digest() + code)
 
     def _path(self, bucket: Bucket) -> Path:
         key = repr((self._options, bucket.key))  # the bytecode itself names the text of its template and Python's version

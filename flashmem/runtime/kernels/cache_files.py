@@ -6,7 +6,6 @@ import errno
 import hashlib
 import os
 import shutil
-import tempfile
 import time
 import warnings
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from flashmem.base.errors import FlashmemWarning
-from flashmem.base.files import read_regular
+from flashmem.base.files import read_regular, written_whole
 from flashmem.base.paths import VARIABLE, cache_folder, is_foreign, make_private
 
 LIMIT_BYTES = 1_000_000_000
@@ -62,21 +61,13 @@ class ProgramCache:
 
     def write(self, key: str, binary: bytes) -> None:
         """Store `binary` under `key` atomically. Warns if the folder cannot be written."""
-        temporary: Path | None = None
         try:
             if is_foreign(self.folder):
                 raise PermissionError(errno.EPERM, "another user owns it")
             make_private(self.folder)
-            descriptor, name = tempfile.mkstemp(dir=self.folder, prefix=f".{key[:16]}-")
-            temporary = Path(name)
-            os.fchmod(descriptor, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
+            with written_whole(self._path(key), private=True) as file:
                 file.write(_pack(key, binary))
-            temporary.replace(self._path(key))
         except OSError as error:
-            if temporary is not None:
-                with suppress(OSError):
-                    temporary.unlink()
             warnings.warn(
                 f"the program cache {self.folder} cannot be written ({error.strerror}), so kernels are compiled again next "
                 f"time; set {VARIABLE} to a folder that can",

@@ -28,7 +28,7 @@ from flashmem.target.descriptor import load_descriptor
 from tests.support.compared import PLACES
 from tests.support.wide_model import Wide, close_to, equal, wide_model, with_parted
 
-DEVICE = PLACES[0][0] if PLACES else ""
+DEVICE = PLACES[0][0]
 BUFFERS = [device for device, path in PLACES if path == "buffer"]
 
 
