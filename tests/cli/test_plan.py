@@ -49,7 +49,6 @@ def planned(flashmem: Command, *words: str | Path) -> dict[str, Any]:
         ("gptneo-2.7b", 10.6),
         ("vit-8b", 30),
         ("llama2-13b", 51),
-        ("llama2-70b", 275),
     ],
 )
 def test_models_without_a_file_get_a_proven_plan(flashmem: Command, name: str, gigabytes: float) -> None:

@@ -26,7 +26,7 @@ COUNTS = {"pocl": 20}
 @pytest.mark.parametrize(("device", "path", "precision"), [*PLACES, (QUICK, "buffer", "fp16")])
 def test_random_graphs(device: str, path: str, precision: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds: Counter[str] = Counter()
-    count = int(os.environ.get("FLASHMEM_RANDOM_GRAPHS", 15 if precision == "fp16" else COUNTS.get(device, 50)))
+    count = int(os.environ.get("FLASHMEM_RANDOM_GRAPHS", 15 if precision == "fp16" else COUNTS.get(device, 30)))
     monkeypatch.setattr(values, "_rounding", values._rounding)
     values.set_precision(precision)
 

@@ -220,6 +220,7 @@ def _another(value: Any, data: Any, places: list[tuple[Any, ...]], rng: random.R
 def work() -> None:
     """The worker: reads a job a line, and writes an outcome a line."""
     from flashmem.base.errors import RunError, UserError
+    from flashmem.runtime.engine.report import process_peak_rss
     from flashmem.runtime.session import Session
 
     resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
@@ -242,8 +243,7 @@ def work() -> None:
             outcome = Outcome("traceback" if plain or "\n" in str(error) else "sentence", f"{type(error).__name__}: {error}")
         except BaseException as error:
             outcome = Outcome("traceback", f"{type(error).__name__}: {error}")
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        print(json.dumps({**asdict(outcome), "peak": peak}), file=reports)
+        print(json.dumps({**asdict(outcome), "peak": process_peak_rss()}), file=reports)
 
 
 class Worker:
@@ -268,7 +268,7 @@ class Worker:
         line = self._process.stdout.readline() if ready else b""
         if line:
             report = json.loads(line)
-            self.peak_bytes = max(self.peak_bytes, 1024 * report["peak"])
+            self.peak_bytes = max(self.peak_bytes, report["peak"])
             return Outcome(report["kind"], report["text"])
         if not ready:
             self._process.kill()
