@@ -64,6 +64,8 @@ class CodeStyle:
     left operand by one aligned load, and address tensors by offsets of 32 bits. `divisions`: stream lanes find a texel's row by
     an integer division; else by a corrected reciprocal, with aligned loads, and what a block's units share selected once.
     `copies_between_steps`: a kernel's stream lane copies between the steps of its work; else after it, in fewer registers.
+    `longest_row`: elements of a row of taps, up to which a convolution of few channels reads windows of whole rows; longer
+    rows do not fit in registers. Halves are then summed in float.
     """
 
     multiply_add: MultiplyAdd = "fma"  # where products are summed; fma only where the device has it in hardware
@@ -72,6 +74,7 @@ class CodeStyle:
     vector_loads: bool = False
     divisions: bool = True
     copies_between_steps: bool = True
+    longest_row: int = 0
 
 
 IMPORT_HOST_MEMORY = "cl_arm_import_memory_host"

@@ -25,9 +25,6 @@ from flashmem.target.workload import Workload
 FEW_CHANNELS = 16
 """With fewer channels, a CPU copies taps before it multiplies them."""
 
-MOST_RUN = 48
-"""The most elements of a row of taps that a phone's kernel writes out."""
-
 _WEIGHTS = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]])
 """G of F(2, 3): transforms a filter of three taps to four numbers, which the four transformed inputs are multiplied by."""
 
@@ -77,17 +74,16 @@ def lower_convolution(context: LoweringContext, group: FusionGroup) -> None:
 
 
 def _in_rows(context: LoweringContext, node: Node) -> bool:
-    """Whether a phone computes `node` by rows of taps: floats, few channels, image rows of a multiple of four elements."""
+    """Whether `node` is computed by rows of taps: floats, few channels, image rows of a multiple of four elements."""
     x, weight, attributes = node.input(0), node.input(1), node.attributes
     if node.op != "Conv" or len(x.shape) != 4 or weight.constant is None or isinstance(weight.constant, QuantizedConstant):
         return False
     _, _, width, channels = x.shape
     run, stride = weight.shape[3] * channels, attributes["strides"][1] * channels
     return (
-        context.descriptor.code.vector_loads
-        and channels % 4 > 0
+        channels % 4 > 0
         and int(attributes["group"]) == attributes["dilations"][1] == 1
-        and 4 <= run <= MOST_RUN
+        and 4 <= run <= context.descriptor.code.longest_row
         and width * channels % 4 == stride * context.descriptor.tile.rows % 4 == 0
         and REGISTER[node.outputs[0].dtype] == "float"
         and context.stored(x) in ("float", "half")
