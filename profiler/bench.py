@@ -84,9 +84,7 @@ class Bench:
         self._ledger = Ledger(self.context, None)
         self._random = np.random.default_rng(0).uniform(0.5, 1.5, 1 << 20).astype(np.float32).view(np.uint8)
         self._pool_bytes = min(_POOL_BYTES, descriptor.max_alloc_bytes // 2)
-        self._pool = self._filled(self._pool_bytes)
-        self._arena: tuple[int, Memory] = (0, None)
-        self._arena_ledger = Ledger(self.context, None)
+        self._pool = self._filled(self._pool_bytes, self._ledger)
         self._programs: dict[str, CompiledKernels] = {}
         self.loads = Loads(self.context, self._ledger, self.path, folder, self._random, descriptor.loader_threads)
         self._lane: tuple[Memory, Memory, Slice] | None = None
@@ -105,7 +103,6 @@ class Bench:
             self.queue.finish()
         self.loads.close()
         self._ledger.close()
-        self._arena_ledger.close()
 
     # -- memory and kernels
 
@@ -117,19 +114,12 @@ class Bench:
             self._programs[source] = CompiledKernels(self.context, source, options)
         return self._programs[source]
 
-    def _filled(self, nbytes: int, ledger: Ledger | None = None) -> Memory:
+    def _filled(self, nbytes: int, ledger: Ledger) -> Memory:
         """A buffer of ordinary numbers, because zeros or denormals would have unusual timings."""
-        buffer = (ledger or self._ledger).buffer("weights", nbytes, "a profiling buffer")
+        buffer = ledger.buffer("weights", nbytes, "a profiling buffer")
         for start in range(0, nbytes, self._random.nbytes):
             self.queue.write(buffer, self._random[: min(self._random.nbytes, nbytes - start)], offset=start)
         return buffer
-
-    def _arena_for(self, nbytes: int) -> Memory:
-        if self._arena[0] < nbytes:
-            self._arena = (0, None)  # if the device refuses the larger one, the next launch gets a separate one
-            self._arena_ledger.close()
-            self._arena = (nbytes, self._filled(nbytes, self._arena_ledger))
-        return self._arena[1]
 
     def prepare(self, target: Target) -> Prepared:
         """Prepare a launch for timing.
@@ -150,9 +140,9 @@ class Bench:
     def lane(self) -> tuple[Memory, Memory, Slice]:
         """The source and the target of copy streams, and the slice that represents the target."""
         if self._lane is None:
-            source = self._filled(LANE_BYTES)
+            source = self._filled(LANE_BYTES, self._ledger)
             if self.path == "buffer":
-                target, part = self._filled(LANE_BYTES), Slice("lane", "lane", 0, LANE_BYTES)
+                target, part = self._filled(LANE_BYTES, self._ledger), Slice("lane", "lane", 0, LANE_BYTES)
             else:
                 height = LANE_BYTES // (16 * _LANE_WIDTH)
                 target = self._ledger.image("weights", _LANE_WIDTH, height, "float", "a profiling texture")
@@ -173,7 +163,8 @@ class Prepared:
         self._program = program
         self._launch = launch
         self._source = target.source
-        arena, ledger, constants = bench._arena_for(max(program.arena_bytes, POOL_ALIGNMENT)), bench._arena_ledger, None
+        ledger, constants = Ledger(bench.context, None), None
+        arena = bench._filled(max(program.arena_bytes, POOL_ALIGNMENT), ledger)
         if target.constants.nbytes:
             constants = ledger.buffer("constants", target.constants.nbytes, "constants")
             bench.queue.write(constants, target.constants)
@@ -225,7 +216,7 @@ class Prepared:
                 size = -(-part.nbytes // 16) * 16
                 if at + size > bench._pool_bytes:
                     raise RunError(f"slice {part.name} of {part.nbytes} bytes is larger than the profiler's pool")
-                weights[name] = bench.context.sub_buffer(bench._pool, at, size)
+                weights[name] = bench._ledger.part("weights", bench._pool, at, size)
                 at += -(-size // POOL_ALIGNMENT) * POOL_ALIGNMENT
         return weights, turns
 

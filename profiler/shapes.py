@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from flashmem.base.types import MemoryPath
 from flashmem.compiler.ir.graph import Graph, Node
-from flashmem.target.workload import Workload
+from flashmem.target.kernel_configs.workload import Workload
 from flashmem.tools.zoo.graphs import zoo_graph
 
 from .sketch import Sketch

@@ -28,7 +28,7 @@ from flashmem.runtime.opencl.devices import Device, descriptor_for
 from flashmem.runtime.request.options import device_here
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 from flashmem.target.kernel_configs.config import KernelConfig
-from flashmem.target.workload import Workload
+from flashmem.target.kernel_configs.workload import Workload
 
 from .descriptor import name_table
 from .shapes import Attention, Batched, Convolution, Matmul, RowSoftmax, Shape

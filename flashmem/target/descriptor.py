@@ -15,16 +15,16 @@ from typing import Any, Literal, get_args
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.pages import LARGEST_PAGE, is_page_size
 from flashmem.base.resources import names, read_text
+from flashmem.base.tables import build
 from flashmem.base.types import DEFAULT_PAGE, MemoryPath, TransferMode
 from flashmem.target.instruction_set import INSTRUCTION_SETS, PANEL, InstructionSet
 from flashmem.target.kernel_configs.attention import KeyBlockConfig, QueryRowsConfig, SharedWeightsConfig
 from flashmem.target.kernel_configs.config import EstimatedDevice, KernelConfig
 from flashmem.target.kernel_configs.contraction import PlainContraction
 from flashmem.target.kernel_configs.kinds import config_from, table_of
+from flashmem.target.kernel_configs.registers import RegisterFile
 from flashmem.target.kernel_configs.rows import RowConfig
 from flashmem.target.pipelines import Pipelines
-from flashmem.target.registers import RegisterFile
-from flashmem.target.tables import build
 
 MOST_LOADER_THREADS = 64
 """The most loader threads that a descriptor or a bundle may have."""

@@ -38,7 +38,7 @@ from flashmem.profiler.tuning import Case, TuningRequest, TuningResult, cases, s
 from flashmem.target.descriptor import DeviceDescriptor, PlainTile, load_descriptor
 from flashmem.target.kernel_configs.config import KernelConfig
 from flashmem.target.kernel_configs.contraction import PlainContraction, StagedContraction
-from flashmem.target.workload import Workload
+from flashmem.target.kernel_configs.workload import Workload
 from tests.support.paths import DATA, ROOT
 
 CONFIGS = (

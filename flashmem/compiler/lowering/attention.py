@@ -13,7 +13,7 @@ from flashmem.compiler.operators.vector import scalar_literal
 from flashmem.compiler.selection.attention_form import QueryRows, form_of
 from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.kernel_configs.attention import AttentionConfig
-from flashmem.target.workload import Workload
+from flashmem.target.kernel_configs.workload import Workload
 
 
 def lower_attention(context: LoweringContext, group: FusionGroup) -> None:

@@ -31,7 +31,7 @@ from flashmem.program.launches import Arg, KernelShape, Launch
 from flashmem.program.tensors import Slice
 from flashmem.target.descriptor import DeviceDescriptor
 from flashmem.target.kernel_configs.contraction import Contraction
-from flashmem.target.workload import Workload
+from flashmem.target.kernel_configs.workload import Workload
 
 WORK_GROUP = 64
 """Work-items of a work-group for kernels without a tile."""

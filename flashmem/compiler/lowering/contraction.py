@@ -25,7 +25,7 @@ from flashmem.compiler.operators.vector import REGISTER, scalar_literal
 from flashmem.compiler.weights.packing import PackedSlice, Packing, phases_of, weight_columns, weight_matrix
 from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.kernel_configs.contraction import Contraction, PlainContraction
-from flashmem.target.workload import Workload
+from flashmem.target.kernel_configs.workload import Workload
 
 _TEMPLATES = {
     "matmul": "contraction/matmul",

@@ -20,7 +20,7 @@ from flashmem.compiler.operators.vector import REGISTER
 from flashmem.compiler.weights.packing import Packing
 from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.kernel_configs.contraction import Winograd, transformed
-from flashmem.target.workload import Workload
+from flashmem.target.kernel_configs.workload import Workload
 
 FEW_CHANNELS = 16
 """With fewer channels, a CPU copies taps before it multiplies them."""

@@ -14,7 +14,7 @@ from flashmem.compiler.operators.reduction import whole_rows
 from flashmem.compiler.operators.vector import REGISTER, STORED, Vector, scalar_literal
 from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.kernel_configs.rows import RowConfig
-from flashmem.target.workload import Workload
+from flashmem.target.kernel_configs.workload import Workload
 
 _JOINED: dict[str, tuple[float, str, str, str]] = {
     "ReduceL1": (0, "|v|", "$a + $b", "$"),

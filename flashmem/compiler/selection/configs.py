@@ -10,7 +10,7 @@ from flashmem.planning.capacity.compiled import cycles_of, load_codes
 from flashmem.target.descriptor import DeviceDescriptor
 from flashmem.target.kernel_configs.config import CompiledCost, KernelConfig
 from flashmem.target.kernel_configs.contraction import PlainContraction, Winograd
-from flashmem.target.workload import Workload
+from flashmem.target.kernel_configs.workload import Workload
 
 _EXPOSED = 0.125
 """Share of the time of pipelines other than the busiest that is not hidden behind it: assumed."""

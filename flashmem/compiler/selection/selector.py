@@ -15,7 +15,7 @@ from flashmem.compiler.selection.configs import seconds
 from flashmem.target.descriptor import DeviceDescriptor
 from flashmem.target.kernel_configs.config import KernelConfig
 from flashmem.target.kernel_configs.contraction import Contraction, Winograd
-from flashmem.target.workload import Workload
+from flashmem.target.kernel_configs.workload import Workload
 
 BUILD_SECONDS = 0.1
 """Seconds to compile one kernel when a bundle is compiled: assumed for every device."""

@@ -24,7 +24,7 @@ from flashmem.base.resources import read_text
 from flashmem.base.types import MemoryPath
 from flashmem.target.descriptor import DeviceDescriptor
 from flashmem.target.kernel_configs.config import KernelConfig
-from flashmem.target.workload import Workload
+from flashmem.target.kernel_configs.workload import Workload
 
 SUFFIX = ".tuned.csv"
 VERSION = 2

@@ -16,7 +16,7 @@ from flashmem.target.kernel_configs.config import (
     EstimatedDevice,
     KernelConfig,
 )
-from flashmem.target.workload import Workload
+from flashmem.target.kernel_configs.workload import Workload
 
 JOINED = 16
 """Channels of an attention output that are combined at a time, by work-items that share its keys."""

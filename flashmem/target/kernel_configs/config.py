@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from flashmem.target.registers import RegisterFile
-from flashmem.target.workload import Workload
+from flashmem.target.kernel_configs.registers import RegisterFile
+from flashmem.target.kernel_configs.workload import Workload
 
 Feature = Literal["half", "shuffle"]
 """What kernels of a config need from a driver: arithmetic in half, or shuffles of registers in a subgroup."""

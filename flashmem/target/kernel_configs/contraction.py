@@ -16,7 +16,7 @@ from flashmem.target.kernel_configs.config import (
     Feature,
     KernelConfig,
 )
-from flashmem.target.workload import Workload
+from flashmem.target.kernel_configs.workload import Workload
 
 CONTRACTIONS = ("matmul", "conv", "matmul_dynamic")
 """Families of contractions: of packed weights, of the taps of an image, and of two activations."""

@@ -7,11 +7,11 @@ from dataclasses import fields
 from typing import Any
 
 from flashmem.base.errors import UserError
+from flashmem.base.tables import build
 from flashmem.target.kernel_configs.attention import KeyBlockConfig, QueryRowsConfig, SharedWeightsConfig
 from flashmem.target.kernel_configs.config import KernelConfig
 from flashmem.target.kernel_configs.contraction import PlainContraction, StagedContraction, StagedWinograd, Winograd
 from flashmem.target.kernel_configs.rows import RowConfig
-from flashmem.target.tables import build
 
 _CLASSES: tuple[type[KernelConfig], ...] = (
     PlainContraction,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from flashmem.target.kernel_configs.config import READ, WAIT, CompiledCost, EstimatedDevice, Feature, KernelConfig
-from flashmem.target.workload import Workload
+from flashmem.target.kernel_configs.workload import Workload
 
 _SHUFFLE = 4.0
 """Cost of reading a register of another work-item of the subgroup, in multiplications: assumed."""

@@ -21,7 +21,7 @@ from flashmem.runtime.opencl.context import Context, find_device, list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.target.descriptor import SHUFFLES, load_descriptor
 from flashmem.target.kernel_configs.rows import RowConfig
-from flashmem.target.workload import Workload
+from flashmem.target.kernel_configs.workload import Workload
 from tests.support.compared import PLACES, Nodes, require_right
 from tests.support.inputs import KINDS, floats
 

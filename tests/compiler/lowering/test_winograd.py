@@ -19,7 +19,7 @@ from flashmem.profiler.descriptor import write_descriptor
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 from flashmem.target.kernel_configs.config import KernelConfig
 from flashmem.target.kernel_configs.contraction import PlainContraction, StagedWinograd, Winograd
-from flashmem.target.workload import Workload
+from flashmem.target.kernel_configs.workload import Workload
 from tests.support.compared import DEVICES, PLACES, Nodes, require_right
 from tests.support.inputs import floats
 

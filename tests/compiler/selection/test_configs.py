@@ -34,7 +34,7 @@ from flashmem.target.kernel_configs.contraction import (
     StagedContraction,
     Winograd,
 )
-from flashmem.target.workload import Workload
+from flashmem.target.kernel_configs.workload import Workload
 from tests.support.compared import Nodes, apart, by_runtime, outside_halves, require_right
 from tests.support.inputs import floats
 from tests.support.rounding import EPS, HALF_EPS, evaluated

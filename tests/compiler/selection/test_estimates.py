@@ -13,8 +13,8 @@ from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 from flashmem.target.kernel_configs.attention import SharedWeightsConfig
 from flashmem.target.kernel_configs.config import EstimatedDevice
 from flashmem.target.kernel_configs.contraction import CONTRACTIONS, PlainContraction
-from flashmem.target.registers import RegisterFile
-from flashmem.target.workload import Workload
+from flashmem.target.kernel_configs.registers import RegisterFile
+from flashmem.target.kernel_configs.workload import Workload
 
 COUNTED = names("devices", CODE)
 WORKLOADS = [

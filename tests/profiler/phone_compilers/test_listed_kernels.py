@@ -22,7 +22,7 @@ from flashmem.profiler.phone_compilers.gpus import gpu_of
 from flashmem.profiler.phone_compilers.report import CompilerReport, examine
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 from flashmem.target.kernel_configs.contraction import PlainContraction
-from flashmem.target.workload import Workload
+from flashmem.target.kernel_configs.workload import Workload
 from tests.support.paths import ROOT
 from tests.support.phone_compilers import need_compilers
 
