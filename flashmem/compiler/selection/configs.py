@@ -62,8 +62,8 @@ def estimates(descriptor: DeviceDescriptor, workload: Workload, configs: Sequenc
 def _compiled(descriptor: DeviceDescriptor, workload: Workload, config: KernelConfig) -> CompiledCost | None:
     """The code of a contraction's kernel by the device's compiler, with weights in the workload's memory.
 
-    Its busiest pipeline decides. Pipelines do not overlap perfectly, so that of two equally busy ones, fewer other
-    instructions are better. A config that is cut to a tile that was not counted has the numbers of the nearest one, in
+    Its busiest pipeline decides. Pipelines do not overlap perfectly, so that of two equally busy ones, fewer other instructions
+    are better. Some configs are cut to a tile that was not counted. Such a config has the numbers of the nearest one, in
     proportion to the estimates of both.
     """
     pipelines, device = descriptor.pipelines, descriptor.estimated

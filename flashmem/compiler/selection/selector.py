@@ -34,7 +34,7 @@ _ITEMSIZE = {"float32": 4.0, "float16": 2.0, "int4": 0.5, "uint4": 0.5}
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """A request for a config: a workload of one layer, with all limits on its config.
+    """A request for a config: the workload of one operator, with all limits on its config.
 
     `ending`: its fused operators, which also distinguish kernels. `widest`: the most columns of a panel of packed weights, so
     that slices can be as small as required; None: any. `winograd`: a convolution of floats by 3x3 taps with dilation 1 in both
@@ -75,7 +75,7 @@ class KernelSelector:
         winograd: bool = False,
         forms: frozenset[tuple[int, int]] = frozenset(),
     ) -> KernelConfig:
-        """The config for a layer's contraction, always from the device's list; see `KernelRequest`.
+        """The config for an operator's workload, always from the device's list; see `KernelRequest`.
 
         Raises:
             UserError: the tuning database that the descriptor names is missing or damaged.
@@ -127,7 +127,7 @@ class KernelSelector:
         return self._descriptor.rates.kernel_seconds + BUILD_SECONDS / RUNS
 
     def _costs(self, request: KernelRequest) -> dict[KernelConfig, float]:
-        """Seconds of one layer by config: its execution, and loading its weights."""
+        """Seconds of one launch by config: its execution, and loading its weights."""
         workload = request.workload
         [plain, *_] = self._descriptor.plain(workload.family)
         times = {v: time for v, time in seconds(self._descriptor, workload).items() if self._allowed(v, request, plain)}
@@ -150,7 +150,7 @@ class KernelSelector:
         return min(rates.memory_bandwidth, 2 * rates.copy_bandwidth) if cpu else rates.memory_bandwidth
 
     def _allowed(self, config: KernelConfig, request: KernelRequest, plain: KernelConfig) -> bool:
-        """Whether `config` computes such a layer and its weights stay within the limits on memory."""
+        """Whether `config` computes such an operator, and its weights stay within the limits on memory."""
         if isinstance(config, Winograd) and (
             self._limited or not request.winograd or (config.steady and self._optimize != "steady")
         ):
