@@ -88,8 +88,8 @@ def compile(
         device: "auto", part of the name of a local device, or the name or file of a descriptor.
         budget: most bytes that flashmem may hold on the device and in host staging together; None for no limit.
         m_peak: most bytes in flight in addition to W (FlashMem §3.1), for planning with the paper's parameters.
-        lambda_: weighs latency (0) against memory (1), in the paper's objective loading distance against W; by default 0, or
-            the paper's 0.9.
+        lambda_: weighs latency (0) against memory (1); in the paper's objective, loading distance against W. The default is 0,
+            or the paper's 0.9 for objective "paper".
         chunk: S, the unit of transfer; by default at most a quarter of what the median launch can carry.
         precision: the stored type of weights and activations; sums are fp32.
         shapes: sizes for open dimensions, by input. Or several of these, for a bundle with one shape variant each and common

@@ -1,8 +1,8 @@
 """Recognition of manually dequantised weights: integers, cast and multiplied by a scale, become a DequantizeLinear.
 
 Files with 8-bit weights and without quantised operators have this form. Otherwise folding would convert the integers to floats,
-and every run would multiply them: four times the file on disk, and a whole weight among the activations. The result keeps its
-bits, since DequantizeLinear without a zero point is the same product.
+and every run would multiply them. The file on disk would be four times as large, and a whole weight would be among the
+activations. The result keeps its bits, since DequantizeLinear without a zero point is the same product.
 """
 
 from __future__ import annotations

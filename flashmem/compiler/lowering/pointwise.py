@@ -6,8 +6,8 @@ and returns the finished vector. Loads may pass the last column by less than a v
 also be one column of several rows. Then each element is loaded separately; rows behind the last one load the last row's
 element.
 
-Kernels of networks differ most in sizes, so sizes are arguments: strides of operands from row to row, and the divisors of rows
-where a vector is so wide that a division costs little.
+Kernels of networks differ most in sizes, so sizes are arguments. These are the strides of operands from row to row. Where a
+vector is so wide that a division costs little, they are also the divisors of rows.
 """
 
 from __future__ import annotations

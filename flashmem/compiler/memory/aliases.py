@@ -1,8 +1,8 @@
 """Alias analysis: values that are contiguous ranges of others, because a Reshape or a Slice moves no data.
 
-The elements of a Reshape are its source's. The elements of a Slice are a range of its source if they are contiguous: whole
-dimensions after the first one that it cuts, and one index in each before it. Kernels can use the range as a tensor if it starts
-where a buffer may start, at a multiple of TENSOR_ALIGNMENT bytes.
+The elements of a Reshape are its source's. The elements of a Slice are a range of its source if they are contiguous. They are
+so if the Slice keeps whole dimensions after the first one that it cuts, and one index in each before it. Kernels can use the
+range as a tensor if it starts where a buffer may start, at a multiple of TENSOR_ALIGNMENT bytes.
 """
 
 from __future__ import annotations

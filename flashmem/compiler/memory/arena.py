@@ -1,8 +1,8 @@
 """Arena layout: offsets for all activations, so that bytes with disjoint lifetimes share memory.
 
 Tensors that share memory (`compiler.memory.buffers`) form one block, in which each has a fixed place. Only some bytes of a
-block may be needed at a time: a part of a Concat before the others are written, a Slice after the rest has been read. The other
-bytes are free for other blocks.
+block may be needed at a time. Examples are a part of a Concat before the others are written, and a Slice after the rest has
+been read. The other bytes are free for other blocks.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
   copied. A part that is an input, a result of the model, or in another Concat is copied.
 - A group whose kernel supports it (`Operator.in_place`) writes its output over an operand that is not read later. The operand
   has the output's shape and storage, and only the work-item that writes an element reads the operand there. Such kernels differ
-  from others (their pointers are not `restrict`), so only groups that need it do so: those at which, without overwriting, more
-  bytes would be alive than at the peak with overwriting.
+  from others (their pointers are not `restrict`), so only groups that need it do so. These are the groups at which, without
+  overwriting, more bytes would be alive than at the peak with overwriting.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Mixed precision: the activations that `--precision fp16` stores in half.
 
-Arithmetic is in float32, for any stored type. Only a kernel config with `half` sums the products of a few steps of
-depth in half.
+Arithmetic is in float32, for any stored type. Only a kernel config with `half` sums the products of a few steps of depth in
+half.
 
 The results of groups are stored in half, except for
 
-- inputs and outputs that are float32 for the user: the first and the last kernel convert them at load and store, which costs
-  nothing, while the host would need time and an array of the same size;
+- inputs and outputs that are float32 for the user. The first and the last kernel convert them at load and store, which costs
+  nothing. The host would need time and an array of the same size;
 - tensors so small that half saves no memory: scales, statistics of a few rows;
 - values from which positions are computed (`Operator.keep_fp32`: sampling grids, rectangles; operands of a cast to integers);
 - sums that a kernel updates in memory, and the state that a recurrence passes from step to step.

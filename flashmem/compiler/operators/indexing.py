@@ -2,9 +2,9 @@
 
 The rewrites produce three forms, which no ONNX file contains:
 
-- `GatherAt` reads: position p of the output, in row-major order over `positions`, is the `run` elements at
-  p · `base` + Σ index_c · `strides`_c, where the indices of p are contiguous at p · `index`.
-- `ScatterAt` writes into a copy: element (item, step) of the updates, at item · `update` + step · `update_step`, goes to
+- `GatherAt` reads. Its output has positions p, in row-major order over `positions`. Position p is the `run` elements at
+  p · `base` + Σ index_c · `strides`_c. The indices of p are contiguous at p · `index`.
+- `ScatterAt` writes into a copy. Element (item, step) of the updates is at item · `update` + step · `update_step`. It goes to
   item · `target` + `stride` · Σ index_c · `strides`_c, with the indices at item · `index` + step · `index_step`. If several
   steps of an item reach one element, they update it in order; different items never reach the same element.
 - `Place` writes a regular region (`region`, `source`, `target`, `start`) into a copy, often in place of constant indices.
@@ -175,8 +175,8 @@ def _scattered(rewriter: Rewriter, node: Node, indices: Value, updates: Value, p
 def _offsets(indices: NDArray[np.integer], plan: _Scatter) -> tuple[NDArray[np.int64], tuple[list[int], list[int], list[int]]]:
     """Offsets that constant indices reach, for the items with separate indices, and their steps.
 
-    Also, for all dimensions, the other items last, the sizes and the strides of their updates, and for the other items the
-    strides of their targets.
+    The second result has three lists. The first two are the sizes of all dimensions and the strides of their updates, with the
+    other items last. The third has the strides of the other items' targets.
     """
     own = [i for i, stride in enumerate(plan.index) if stride]
     free = [i for i in range(len(plan.items)) if i not in own]

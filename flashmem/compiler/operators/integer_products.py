@@ -1,8 +1,8 @@
 """Products of quantised operands: exact sums of integers, and elementwise operators, which fusion adds to their epilogue.
 
 `MatMulInteger` and `ConvInteger` sum products of 8-bit integers in int32. After the rewrites their third and fourth inputs are
-the zero points of the two operands, unless these are 0, in shapes that broadcast to the output. QLinearConv is ConvInteger, Add
-(the bias, in int32), Dequantize, Mul, Quantize.
+the zero points of the two operands, in shapes that broadcast to the output. An operand whose zero points are 0 has no such
+input. QLinearConv is ConvInteger, Add (the bias, in int32), Dequantize, Mul, Quantize.
 """
 
 from __future__ import annotations

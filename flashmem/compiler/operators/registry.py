@@ -2,9 +2,9 @@
 
 A model's node becomes fusion groups in one of three ways. An *expression* over its operands' elements fuses with its
 neighbours; a *rewrite* expresses it by existing operators; or a *kernel* (a lowering of `flashmem.compiler.lowering.registry`,
-found by name) runs it. A rewrite may also bring a node into the form that its kernel or expression requires: constants as
-attributes, axes counted from the front, shapes lifted to two dimensions. Forms that only rewrites produce, and no ONNX file
-contains, are declared with `onnx=False`.
+found by name) runs it. A rewrite may also bring a node into the form that its kernel or expression requires. Constants become
+attributes, axes are counted from the front, and shapes are lifted to two dimensions. Forms that only rewrites produce, and no
+ONNX file contains, are declared with `onnx=False`.
 
 The importer, decomposition, layout assignment, fusion, code generation, the capacity model and docs/operators.md read these
 declarations.

@@ -141,8 +141,8 @@ def _check_resize(node: Node) -> str | None:
 def height_taps(node: Node) -> Taps:
     """The taps of the output's rows, in rows of the input.
 
-    Attribute `part` of a node that computes part of a larger image: the first row of its output and of its input, and the
-    numbers of rows of the whole input and output.
+    A node that computes part of a larger image has attribute `part`. It holds the first row of its output and of its input, and
+    the numbers of rows of the whole input and output.
     """
     given, height, out_height = node.attributes, node.input(0).shape[1], node.outputs[0].shape[1]
     first, offset, size, out_size = given.get("part", (0, 0, height, out_height))

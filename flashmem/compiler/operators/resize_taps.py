@@ -1,7 +1,7 @@
 """The taps of a Resize: the inputs that each output position reads along one axis, and their weights.
 
-Source: ONNX Resize. Coordinates are float32 in the order of ONNX Runtime's operations, because their last bit decides which
-input `floor` and `ceil` select when an output coincides with one.
+Source: ONNX Resize. Coordinates are float32 in the order of ONNX Runtime's operations. The reason is that their last bit
+decides which input `floor` and `ceil` select when an output coincides with one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Attention matching: softmax(f(Q K^T)) V becomes one operator, without scores in memory (`compiler.operators.attention`).
 
-All exporters write this pattern once a graph is decomposed: a product of two activations, elementwise operators on its result
-(a scale, masks, biases, a soft cap), Softmax over the last axis, and another product. No other node may read a score. Only this
-module matches the pattern. The operator reads whole queries, keys and values; a later pass folds the data movement of its
-operands and its answer into it (`compiler.passes.attention_views`).
+Once it is decomposed, the graph of every exporter has this pattern. It is a product of two activations, elementwise operators
+on its result (a scale, masks, biases, a soft cap), Softmax over the last axis, and another product. No other node may read a
+score. Only this module matches the pattern. The operator reads whole queries, keys and values; a later pass folds the data
+movement of its operands and its answer into it (`compiler.passes.attention_views`).
 """
 
 from __future__ import annotations

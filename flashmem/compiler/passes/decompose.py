@@ -1,7 +1,7 @@
 """Decomposition: rewrites the ONNX operator set, in all its versions, into fewer and simpler operators.
 
 Each operator's declaration has its rewrite (`compiler.operators`). After this pass every change of shape without data movement
-is a `Reshape`, tensors without elements are constants, and every node has an expression or a kernel.
+is a `Reshape`, and tensors without elements are constants. Every node has an expression or a kernel.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Normalization matching: x / sqrt(mean(x^2) + epsilon) becomes one operator, NormalizeRms or Normalize.
 
 RMSNormalization (ONNX), SimplifiedLayerNormalization (ONNX Runtime) and exported models all have this pattern once a graph is
-decomposed: a square, its mean over the last axes, the addition of epsilon, a square root, and a product with its inverse or a
-quotient. If x is y minus its own mean over the same axes, the pattern is the layer normalization of y. Scale and bias after it
-fuse with the operator's kernel.
+decomposed. It begins with a square, its mean over the last axes, and the addition of epsilon. It ends with a square root, and a
+product with its inverse or a quotient. If x is y minus its own mean over the same axes, the pattern is the layer normalization
+of y. Scale and bias after it fuse with the operator's kernel.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Rotary matching: rotary positions become one operator, however they are written (`compiler.operators.rotary`).
 
 ONNX and ONNX Runtime have an operator for them, whose definition the importer writes out; exporters write Slice, Neg, Concat,
-Mul and Add. All compute each element of a row as x[j] * cos[c] + sign * x[k] * sin[s]. So the matcher does not compare nodes:
-it computes, for each element of a row of the result, the products of which it is the sum, and compares these with both forms
-of rotary positions.
+Mul and Add. All compute each element of a row as x[j] * cos[c] + sign * x[k] * sin[s]. So the matcher does not compare nodes.
+For each element of a row of the result, it computes the products whose sum the element is. It compares these with both forms of
+rotary positions.
 """
 
 from __future__ import annotations

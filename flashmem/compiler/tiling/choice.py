@@ -2,8 +2,9 @@
 
 The search begins with the group at which most is alive. Around it, it tries runs of groups that begin and end where little is
 alive, in patches of several sizes. Of the runs that stay within the limit, it chooses the one with the fewest added launches
-for the bytes it saves; if none does, the one with the lowest peak. It continues with the new peak, until nothing exceeds the
-limit or the peak cannot be lowered. A chain that helped is tried first wherever the same sequence of operators appears again.
+for the bytes it saves. If none does, it chooses the one with the lowest peak. It continues with the new peak, until nothing
+exceeds the limit or the peak cannot be lowered. A chain that helped is tried first wherever the same sequence of operators
+appears again.
 
 Live bytes in a chain are estimated. Tensors from before the chain that end in it are freed patch by patch, and its result grows
 patch by patch. Weights that all patches read stay from the first patch to the last.

@@ -1,10 +1,10 @@
 """Patch-based (fused-layer) tiling: computes a chain of operators one range of its result after the other.
 
 A chain is a run of groups. A range of its last result determines, backwards, the parts of all earlier results that it needs
-(`Operator.tiling`): whole windows of a window partition, or one more row on either side of a 3x3 convolution, which is computed
-twice. Each patch is a copy of the chain's operators on such parts. It reads `Slice`s of tensors from before the chain. `Concat`
-joins its results that the rest of the graph reads. Along the outermost axis both are ranges of memory and cost nothing. Values
-that a patch needs whole, such as the keys of global attention, are computed before the first patch.
+(`Operator.tiling`). Examples are whole windows of a window partition, or one more row on either side of a 3x3 convolution,
+which is computed twice. Each patch is a copy of the chain's operators on such parts. It reads `Slice`s of tensors from before
+the chain. `Concat` joins its results that the rest of the graph reads. Along the outermost axis both are ranges of memory and
+cost nothing. Values that a patch needs whole, such as the keys of global attention, are computed before the first patch.
 """
 
 from __future__ import annotations

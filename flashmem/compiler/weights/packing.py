@@ -50,7 +50,7 @@ def phases_of(node: Node) -> tuple[int, int]:
     """Phases of a transposed convolution, vertical and horizontal: its strides, or (1, 1) if its taps are not packed by phase.
 
     Outputs whose distance is a multiple of the stride see the same taps, every stride-th, if dilation and stride have no common
-    factor: they are one phase (sub-pixel convolution, Shi et al., CVPR 2016). Volumes and weights that are computed at run time
+    factor. They are one phase (sub-pixel convolution, Shi et al., CVPR 2016). Volumes and weights that are computed at run time
     are not packed by phase.
     """
     if node.op != "ConvTranspose" or len(node.input(1).shape) != 4 or node.input(1).constant is None:

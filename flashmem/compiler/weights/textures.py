@@ -3,7 +3,7 @@
 Devices that make an image of a buffer require its rows to start at multiples of an alignment, 64 texels on phones. An image of
 a few panels is then mostly padding. But its height is free: rows beyond the height continue to the right (a *fold*). If the
 number of folds makes its width a multiple of the alignment, nothing is wasted. On such devices, images of all weights also get
-the same few heights, `BLOCK` and its doubles, so that slices of different weights can occupy one texture in turn.
+the same few heights, `BLOCK` and its doubles. So slices of different weights can occupy one texture in turn.
 """
 
 from __future__ import annotations
@@ -71,8 +71,14 @@ class Images:
 def cut(panels: Panels, limits: ImageLimits, slice_bytes: int) -> Images | None:
     """The fewest images of at most `slice_bytes` bytes each, padding included, or of one panel; None if that is impossible.
 
-    Of the ways to divide a weight into this number, and of the heights, one is preferred by these criteria in order: little
-    padding (`GOOD`), a height that others have, the fewest blocks in which rows are read, the fewest folds, the least padding.
+    Of the ways to divide a weight into this number, and of the heights, one is preferred by these criteria in order:
+
+    - little padding (`GOOD`);
+    - a height that others have;
+    - the fewest blocks in which rows are read;
+    - the fewest folds;
+    - the least padding.
+
     Without row alignment nothing is folded unless required.
     """
     heights = _heights(panels, limits)

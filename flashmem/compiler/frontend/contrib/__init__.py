@@ -1,7 +1,7 @@
 """ONNX Runtime's contrib operators (domain com.microsoft), expanded to ONNX operators. Its optimizer writes them to files.
 
-Each operator is a function that adds ONNX nodes in place of one node. Weights stay in their files: a packed projection is one
-product whose result is sliced, and four-bit weights are the same bytes with another element type. The specification is ONNX
+Each operator is a function that adds ONNX nodes in place of one node. Weights stay in their files. A packed projection is one
+product whose result is sliced. Four-bit weights are the same bytes with another element type. The specification is ONNX
 Runtime's list of contrib operators and ONNX Runtime itself.
 
 The walk that infers shapes and folds constants (`compiler/frontend/folding.py`) expands a node once the shapes of its inputs

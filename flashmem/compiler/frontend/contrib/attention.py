@@ -74,8 +74,8 @@ def split_heads(e: Expansion, value: ir.Value, batch: int, length: int, heads: i
 def padding_mask(e: Expansion, index: int, batch: int, length: int, total: int) -> ir.Value | None:
     """The addend of scores for input `index`, a mask of keys in one of its forms; broadcasts to [B, N, S, T].
 
-    Masks are [B, T] or [B, S, T], not above 0 for padding; or [B], the lengths of the sentences; or [2 * B], the ends and then
-    the starts of the sentences.
+    Masks are [B, T] or [B, S, T], not above 0 for padding. Other forms are [B], the lengths of the sentences, and [2 * B], the
+    ends and then the starts of the sentences.
     """
     mask = e.optional(index)
     if mask is None:
