@@ -212,7 +212,7 @@ class Baseline:
 
     def _leanest_within(self, instance: Instance, budget: int, measure: Measure) -> OverlapPlan:
         """The plan with the fewest bytes, for any W. If moving a weight needs staging as well as its place, a larger W can need
-        less memory: it saves more in flight than it adds.
+        less memory. It saves more in flight than it adds.
 
         Raises:
             BudgetError: that plan needs more than `budget`; the error names how much.

@@ -1,9 +1,9 @@
 """The cost of a fused layer to the plan: Penalty(v) = lambda |W_new| + mu * dz (FlashMem section 4.3).
 
 Fusion lowers load capacity, because a group streams only as much as its most sensitive operator tolerates. W_new are the chunks
-without capacity for that reason: preloaded although a layer before their use could have moved them, or moved above some C_l. dz
-is the decrease of the loading distances. Both are estimates from a plan with the capacity that a split would give. The planner
-then decides on the program that was really split.
+without capacity for that reason. They are moved above some C_l, or are preloaded although a layer before their use could have
+moved them. The decrease of the loading distances is dz. Both are estimates from a plan with the capacity that a split would
+give. The planner then decides on the program that was really split.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The overlap plan as data: the planner writes it, the bundle stores it, and the runtime executes it.
 
-Layers are 1..N, one kernel launch each. A weight here is a slice of the program. docs/planner.md has the formulation: release
+Layers are 1..N, one kernel launch each. A weight here is a slice of the program. The formulation is in docs/planner.md: release
 times g_w, moves x_{w,l} with first mover z_w, load capacities C_l, and the memory that each transfer mode holds (C2). With its
 checker (`schedule.check`) this is all that the runtime imports of planning, so it needs the standard library only.
 """
@@ -135,7 +135,8 @@ class PoolLayout:
     is one buffer, of so many bytes, and `staging_slot_of` names the slot that a slice occupies in its turn.
 
     `ring_bytes`: host memory, in equal parts for the loader threads. Loads pass through it in pieces of at most `piece_bytes`,
-    or rows of an image: all of `dma`; in `interleave` those of W, and all loads if the layout has staging slots.
+    or rows of an image. In `dma` these are all loads. In `interleave` they are those of W, and all loads if the layout has
+    staging slots.
 
     `threads`: the number of loader threads.
 

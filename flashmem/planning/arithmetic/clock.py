@@ -1,7 +1,7 @@
 """The planner's clock: predicted integrated latency of a plan.
 
 It models three resources. The disk reads weights one after the other at `Instance.load_bandwidth`, from the moment the session
-is opened; the read of w begins once layer g_w - 1 is done. The host passes on the bytes at `Instance.host_bandwidth`, once the
+is opened. The read of w begins once layer g_w - 1 is done. The host passes on the bytes at `Instance.host_bandwidth`, once the
 session is open. One compute queue runs the layers in order. A layer starts when every weight that it uses (or, in mode
 `interleave`, is the first to move) is loaded. Layer l needs t_l * s_l(b_l), where b_l is the bytes that the plan moves beside
 it.

@@ -1,9 +1,9 @@
 """Operator classes learned from the measured response to streaming, compared with those of the paper's Table 5.
 
 An operator type's *tolerance* is the amount of streamed bytes, relative to the kernel's own input, at which its latency has
-grown by 20 %: the marker in the paper's Figure 2. Table 5 orders the classes by tolerance: reusable operators tolerate most,
-elemental ones less, hierarchical ones least. So the types of one device are cut into three groups at the widest gaps between
-their tolerances, by least squares over logarithms (Fisher's natural breaks).
+grown by 20 %. This is the marker in the paper's Figure 2. Table 5 orders the classes by tolerance: reusable operators tolerate
+most, elemental ones less, hierarchical ones least. So the types of one device are cut into three groups at the widest gaps
+between their tolerances, by least squares over logarithms (Fisher's natural breaks).
 """
 
 from __future__ import annotations

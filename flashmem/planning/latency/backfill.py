@@ -55,9 +55,9 @@ def filled(
 ) -> tuple[dict[str, int], Moves]:
     """Improve release times and moves by backfilling: at most `limit` bytes in flight, and an answer no later than before.
 
-    A backfilled slice is released where the disk stops. Either the other release times do not change, or the slices read after
-    it are released again in their order, as early as there is room. `moving` computes moves for new release times; without it
-    the moves do not change.
+    A backfilled slice is released where the disk stops. The other release times may stay unchanged. Otherwise the slices read
+    after it are released again in their order, as early as there is room. `moving` computes moves for new release times;
+    without it the moves do not change.
     """
     best = dict(releases)
     timing = TimingModel(instance, moves)
@@ -106,7 +106,7 @@ def _opened_again(
     limit: int,
     moving: Moving | None,
 ) -> tuple[dict[str, int], Moves] | None:
-    """Release times with `first` read before position `at` of the order of reads, at `release`, and the slices after it as
+    """Release times with `first` read before position `at` of the order of reads, at `release`. The slices after it are read as
     early as there is room. None if a weight has no room in time. In `interleave`, weights in their final places do not change.
     """
     rest = [first, *(w for w in order[at:] if w is not first and w.name in moves)]

@@ -6,9 +6,10 @@ whole slices in order of use no plan is faster, except for the slowdown by moves
 (`filled`) changes that order. Then each release time is as late as costs no time. This takes O(n log n), so a plan can be made
 again whenever the budget changes.
 
-lambda weighs latency against average memory. Plans are made for a ladder of limits, from M_peak to the least that works.
-lambda sets the allowed average between that of the fastest plan (0) and that of the smallest (1). The result is the fastest
-plan within that average. So a sweep of lambda traces the Pareto front of the ladder, and cannot pass either end.
+The parameter lambda weighs latency against average memory. Plans are made for a ladder of limits, from M_peak to the least that
+works. The value of lambda sets the allowed average between that of the fastest plan (0) and that of the smallest (1). The
+result is the fastest plan within that average. So a sweep of lambda traces the Pareto front of the ladder, and cannot pass
+either end.
 """
 
 from __future__ import annotations

@@ -49,10 +49,10 @@ class Window:
     """CP-SAT model of the choice of W: p_w, and by layer the chunks B_l, bytes R_l and weights n_l that must still be pending.
 
     B_l and R_l follow the recurrence of the backward walk, in whole chunks and in true bytes. Both are lower bounds of the
-    amounts in any plan. The sum of n_l is the sum of loading distances. n_l is at least B_l over the largest weight, and counts
-    w for the distance that it would need alone. The window covers layers `first` to `last` and the weights whose latest moves
-    are in it. `carry`: the amounts pending from later layers, in chunks and in units of bytes. `room`: the most bytes that W
-    may use in this window.
+    amounts in any plan. The sum of n_l is the sum of loading distances. Each n_l is at least B_l over the largest weight, and
+    counts w for the distance that it would need alone. The window covers layers `first` to `last` and the weights whose latest
+    moves are in it. `carry`: the amounts pending from later layers, in chunks and in units of bytes. `room`: the most bytes
+    that W may use in this window.
     """
 
     def __init__(

@@ -4,10 +4,10 @@ SRPT (`planning.opg.srpt`) is the best plan for a given W, so W is the only choi
 first, and streams or preloads each weight when it reaches its first use. Earlier decisions affect the rest only through the
 chunks that each pending weight still needs.
 
-*Cost to go.* Reduce that state to B, the number of pending chunks. A layer then costs at least
-ceil(B / largest T(w) that may be pending) waiting weights, and holds at least B times the fewest bytes of a chunk. The least
-cost from (layer, B) down to layer 1 is a table, computed upwards from layer 1. If all weights that can be pending at once have
-the same number of chunks, the reduction relaxes nothing (SRPT finishes them one after the other), and the table is exact.
+*Cost to go.* Reduce that state to B, the number of pending chunks. A layer then costs at least ceil(B / largest T(w) that may
+be pending) waiting weights. It holds at least B times the fewest bytes of a chunk. The least cost from (layer, B) down to layer
+1 is a table, computed upwards from layer 1. If all weights that can be pending at once have the same number of chunks, the
+reduction relaxes nothing (SRPT finishes them one after the other), and the table is exact.
 
 *Labels.* The full state is the sorted tuple of remaining chunks. Labels (state, cost so far) are carried through the layers.
 A label is dropped if its cost so far plus the table's cost to go reaches the cost of the best known plan. If time does not

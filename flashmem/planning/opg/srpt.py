@@ -1,9 +1,10 @@
 """The exact moves for a given W: shortest remaining processing time, walking the layers backwards (docs/planner.md).
 
-Seen from the last layer, weight w is released at i_w, needs T(w) chunks, layer l serves C_l of them, and i_w - z_w is its flow
-time. Serving the weight with the fewest remaining chunks first never idles and leaves the fewest weights unfinished at every
-layer. So it minimises the sum of loading distances. It holds whole slices, each from z_w to its last use. Among weights of one
-size no other order holds less. Release times are computed afterwards (`planning.arithmetic.release_times`).
+Seen from the last layer, weight w is released at i_w and needs T(w) chunks. Layer l serves C_l of them, and i_w - z_w is the
+weight's flow time. Serving the weight with the fewest remaining chunks first never idles and leaves the fewest weights
+unfinished at every layer. So it minimises the sum of loading distances. It holds whole slices, each from z_w to its last use.
+Among weights of one size no other order holds less. Release times are computed afterwards
+(`planning.arithmetic.release_times`).
 
 The same walk serves the soft threshold of C4. If a layer holds more than M_peak, chunks are moved to later layers above their
 capacity, up to a ceiling, where the cost is least.

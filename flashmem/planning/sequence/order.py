@@ -10,12 +10,12 @@ bytes alive during a layer. The problem is NP-hard (register allocation, Sethi 1
    If the given order's peak equals the mandatory bytes at that layer, the order is optimal.
 2. Layers that are comparable with all others divide the rest into segments. Each segment can be ordered alone.
 3. The bytes alive after some layers of a segment depend only on the set of these layers. So the best order is a path of least
-   maximum through sets. It is found by best-first search, like shortest paths by Dijkstra (`planning/sequence/search.py`).
-   A layer or a chain runs at once if it does not exceed the maximum so far and leaves no more bytes alive than before: in any
-   order of the rest, it could be moved here. A layer that only adds memory runs right before the layer that consumes its
-   result (`LaunchRange.together`). So large tensors that are alive early are found soon. The same search backwards in time
-   finds large tensors that are alive late. If there are too many sets, successive searches ignore small tensors; their
-   bounds hold for the whole problem.
+   maximum through sets. It is found by best-first search, like shortest paths by Dijkstra (`planning/sequence/search.py`). A
+   layer or a chain runs at once if it does not exceed the maximum so far and leaves no more bytes alive than before. In any
+   order of the rest, it could be moved here. A layer that only adds memory runs right before the layer that consumes its result
+   (`LaunchRange.together`). So large tensors that are alive early are found soon. The same search backwards in time finds large
+   tensors that are alive late. If there are too many sets, successive searches ignore small tensors; their bounds hold for the
+   whole problem.
 4. CP-SAT solves the remaining segments of up to `CP_LAYERS` layers (`planning/sequence/cp_sat.py`).
 
 Segments keep the given order if it is as good. Other segments follow it as far as the peak allows, because weights are streamed

@@ -93,8 +93,8 @@ class LaunchRange:
         """By layer, the layer that can run directly after it without loss; None if that could be worse.
 
         Layer a may wait for layer b if b is its only successor, a is b's only predecessor, and three conditions hold. In every
-        order, a makes at least as many bytes as it frees, so fewer bytes are alive while it waits. b also makes at least as
-        many as a frees, so a needs no more memory where it then runs. And no tensor that a frees has users later in some
+        order, a makes at least as many bytes as it frees, so fewer bytes are alive while it waits. Layer b also makes at least
+        as many as a frees, so a needs no more memory where it then runs. And no tensor that a frees has users later in some
         orders.
         """
         earlier, later = [0] * self.count, [0] * self.count
@@ -218,9 +218,9 @@ def _run_on(
 def _chain_down(
     segment: LaunchRange, sizes: Sequence[int], most: int, done: int, held: int, ready: tuple[int, ...], layer: int
 ) -> tuple[list[int], int, int, tuple[int, ...]] | None:
-    """The chain of layers from `layer` on, each the only one that its predecessor makes ready, up to the first that leaves at
-    most `held` bytes alive. None if no layer does, or one exceeds `most`. More bytes are alive after each layer of the chain
-    than after its last one, so in any order of the rest the whole chain can be moved here.
+    """The chain of layers from `layer` on, each the only one that its predecessor makes ready. It ends with the first that
+    leaves at most `held` bytes alive. None if no layer does, or one exceeds `most`. More bytes are alive after each layer of
+    the chain than after its last one. So in any order of the rest the whole chain can be moved here.
     """
     layers, now = [], held
     while True:
