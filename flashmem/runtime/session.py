@@ -65,17 +65,17 @@ class Session:
             bundle: a bundle or its path.
             device: "auto", or a name that `flashmem.runtime.request.options.device_here` accepts.
             mode: how weights are transferred; "auto" selects the mode of the bundle's plan, else the device's first.
-            strategy: "auto" follows the plan, of any strategy; "preload" makes everything resident first, as other
-                engines do; any other name must be the strategy that the bundle was compiled with.
+            strategy: "auto" follows the plan, of any strategy. "preload" makes everything resident first, as other engines do.
+                Any other name must be the strategy that the bundle was compiled with.
             budget: most bytes to hold; the bundle's by default, and no limit with "preload".
             lanes: in mode "interleave", whether kernels copy weights while they compute; if not, separate launches between them
                 copy, for comparison.
             trace: record when each launch ran on the device.
             verify_weights: compare every slice and table row that is read with its checksum; damage fails the run. Constants
                 are always compared.
-            build_apart: build kernels that no cache has in child processes, whose memory is freed when they end; if not, in
-                this process, which then keeps a compiler's 200 to 400 MB. False is for callers that open many sessions, or
-                cannot start processes.
+            build_apart: build kernels that no cache has in child processes, whose memory is freed when they end. If not, they
+                are built in this process, which then keeps a compiler's 200 to 400 MB. False is for callers that open many
+                sessions, or cannot start processes.
             prepare: between two runs, begin the loads of the next one, and prepare the bundle's steady kernels for later runs.
                 A session that traces prepares nothing.
 
@@ -143,8 +143,8 @@ class Session:
 
         Raises:
             ValueError: an input or an output name is unknown, missing or of another shape or dtype; the session stays usable.
-            RunError: the run failed, and the session is closed; or it was closed before; or this very thread is inside a run,
-                interrupted by a callback or a signal handler; or the session was opened before a fork of this process.
+            RunError: the run failed, and the session is closed. Or the session was closed before, or was opened before a fork
+                of this process. Or this very thread is inside a run, interrupted by a callback or a signal handler.
         """
         with self._alone("run"):
             engine = self._engine

@@ -4,13 +4,11 @@
 
 - A processor is in trouble when each of its last `RUNS` runs took `SLOW` times the seconds of its profile. The CPU is also in
   trouble when other processes use `LOAD_HIGH` of it. The trouble ends after `REST_SECONDS`; for the CPU, only when other
-  processes
-  use less than `LOAD_LOW`. If the next runs on the processor are slow again, the rest is twice as long, up to `LONGEST_REST`.
+  processes use less than `LOAD_LOW`. If the next runs on the processor are slow again, the rest is twice as long, up to
+  `LONGEST_REST`.
 - Memory is short when tasks waited for it in `WAITED` percent of the last 10 s (PSI). It is also short when less than a quarter
   of the best design's memory is available. It is over when one and a half times that design's memory was available, and tasks
-  waited in
-  less
-  than `WAITED_LOW` percent, for `QUIET_SECONDS`.
+  waited in less than `WAITED_LOW` percent, for `QUIET_SECONDS`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Executor: enqueues launches in order on one queue, each after its slices are loaded, a bounded number of them ahead.
 
 Binding the program prepares everything: one kernel object a launch with its arguments set, one prepared call. A run only waits
-and launches. A launch has an event only where something waits for it: release times of loads, slices to be freed, a trace, and
-a few more, so that a run can stop before the end of its queue. With a recorder, launches between two such events are recorded
-when the same run repeats, and from then on enqueued with one call.
+and launches. A launch has an event only where something waits for it. These are release times of loads, slices to be freed, and
+a trace. A few more launches have one, so that a run can stop before the end of its queue. With a recorder, launches between two
+such events are recorded when the same run repeats, and from then on enqueued with one call.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ def build_apart(
 
     Raises:
         RunError: the driver refuses a kernel, ends the process that builds it, or does not finish; or no such process can be
-        started.
+            started.
         UserError: no temporary folder can be written.
     """
     made: dict[str, bytes] = {}

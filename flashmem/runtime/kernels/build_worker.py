@@ -1,8 +1,8 @@
 """Kernel build worker: a process that compiles kernels for the program cache, one job per line of stdin.
 
-It writes one answer per line of stdout. A driver that compiles at the first launch (PoCL) requires such a launch. It has the
-scalar arguments of a real launch, zeroed memory of its sizes that no kernel accesses as a whole, and the smallest grid of the
-same variant.
+It writes one answer per line of stdout. A driver that compiles at the first launch (PoCL) requires such a launch. That launch
+has the scalar arguments of a real one, and the smallest grid of the same variant. It has zeroed memory of the real sizes, which
+no kernel accesses as a whole.
 """
 
 from __future__ import annotations

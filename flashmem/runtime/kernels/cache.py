@@ -3,18 +3,17 @@
 Place    FLASHMEM_CACHE_DIR, else XDG_CACHE_HOME/flashmem, else ~/.cache/flashmem; there `programs/KEY.bin`, one file a kernel.
          Only the user can access folder and files. A folder of another user is not used.
 Key      SHA-256 (hex) over: the format version; the device key (platform, its version, vendor, device, its version, driver
-         version, and the compile target: instruction set and variables, `compile_target`); the build options; the
-         kernel's complete text (`program.kernel_text`); and its variants, if the driver compiles a kernel separately for
-         launches of different sizes (`variant`; docs/opencl-notes.md). Nothing of the model: kernels of the same text are
-         one entry.
+         version, and the compile target: instruction set and variables, `compile_target`); the build options; and the kernel's
+         complete text (`program.kernel_text`). If the driver compiles a kernel separately for launches of different sizes, its
+         variants count too (`variant`; docs/opencl-notes.md). Nothing of the model: kernels of the same text are one entry.
 Content  The magic line, the key, the length of the binary (8 bytes, little endian), the SHA-256 of the binary, the binary.
-Writing  By child processes of `flashmem compile`, or of a session that lacks kernels (`build_processes`); by a session that
-         builds them itself (`build_apart=False`), after all of its kernels have run once. A temporary file in the same
-         folder is renamed when complete. If the cache cannot be written, there is a warning, and the run continues.
-         Kernels carried by a bundle are never written: only those compiled here from source.
-Reading  Any doubt is a miss: no file, a short one, another magic, key, length or hash, or a binary that the driver refuses
-         when it is loaded or when a kernel of it is created. An invalid entry is deleted, and built again. Entries are
-         not migrated: another format version is another key.
+Writing  By child processes of `flashmem compile`, or of a session that lacks kernels (`build_processes`). A session that builds
+         them itself (`build_apart=False`) writes them after all of its kernels have run once. A temporary file in the same
+         folder is renamed when complete. If the cache cannot be written, there is a warning, and the run continues. Kernels
+         carried by a bundle are never written: only those compiled here from source.
+Reading  Any doubt is a miss: no file, a short one, or another magic, key, length or hash. A binary is also a miss if the driver
+         refuses it when it is loaded, or when a kernel of it is created. An invalid entry is deleted, and built again. Entries
+         are not migrated: another format version is another key.
 Limit    1 GB, or a tenth of the disk space that would be free without it, at least 50 MB; least recently used entries are
          removed (`ProgramCache.trim`).
 
@@ -50,7 +49,7 @@ _COMPUTES_IN_HALF = re.compile(rf"(?<!#ifdef {HALF_ARITHMETIC}\n)^#pragma OPENCL
 class CachedKernels:
     """The compiled kernels of a session: from the cache, from the bundle, or built.
 
-    A thread loads available kernels in the given order. A driver needs a millisecond or two for each; meanwhile opening
+    A thread loads available kernels in the given order. A driver needs a millisecond or two for each. Meanwhile opening
     continues with those that are loaded, and a first run starts without the kernels of later runs. Missing kernels are built by
     `build`, which returns binaries. Without it this process builds them, and `save` writes them to the cache after they have
     run.

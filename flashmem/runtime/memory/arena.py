@@ -1,8 +1,8 @@
 """The arena of a session in host memory, and output arrays that reuse its pages without a copy.
 
-The pages of an output are moved out of the arena into a separate mapping (mremap), and the arena gets new, empty pages for the
-next run. So an output counts once, and memory does not grow when it is returned. If the system cannot move pages, they are
-copied piece by piece, and each piece is dropped from the arena after its copy.
+The pages of an output are moved out of the arena into a separate mapping (mremap). The arena gets new, empty pages for the next
+run. So an output counts once, and memory does not grow when it is returned. If the system cannot move pages, they are copied
+piece by piece, and each piece is dropped from the arena after its copy.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Discovery of OpenCL drivers installed by pip, for the OpenCL loader.
 
-`pip install intel-opencl-rt` installs a complete OpenCL driver for CPUs, but its `.icd` file names a path that does not exist,
+`pip install intel-opencl-rt` installs a complete OpenCL driver for CPUs. But its `.icd` file names a path that does not exist,
 so that no loader finds it. The loader in pyopencl reads the folder OCL_ICD_VENDORS once, at the first OpenCL call. That call is
 made inside `vendors_folder`: a temporary folder that lists the system's drivers and pip's.
 """

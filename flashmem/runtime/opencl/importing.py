@@ -6,8 +6,8 @@ buffer is released. The pages must be mapped in the process, and no other import
 device may write them while the other one reads. It was never run on a device: a probe must pass there before
 (`DeviceDescriptor.probed`).
 
-Qualcomm's counterpart, cl_qcom_ext_host_ptr, has no such import: its layered extensions take ION or DMA-BUF allocations and
-Android's buffers, by their descriptors, and no pages of a file (cl_qcom_ion_host_ptr.txt in the same registry).
+Qualcomm's counterpart, cl_qcom_ext_host_ptr, has no such import. Its layered extensions accept ION or DMA-BUF allocations and
+Android's buffers, by their descriptors, but no pages of a file (cl_qcom_ion_host_ptr.txt in the same registry).
 """
 
 from __future__ import annotations

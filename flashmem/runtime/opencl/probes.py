@@ -283,7 +283,8 @@ class _Reader:
         """Whether the device reads `memory` through `imported`, and later changes by the host (through `file` if given) too.
 
         The runtime never changes memory in use, but only a change shows whether memory is used in place. Where caches are not
-        coherent, the device sees it after the host has mapped the buffer; a driver with a copy then restores the old numbers.
+        coherent, the device sees the change after the host has mapped the buffer. A driver with a copy then restores the old
+        numbers.
         """
         view = np.frombuffer(memory, np.uint32)
         if file is None:

@@ -18,7 +18,7 @@ class ImportTransfer(MapTransfer):
     """`map` by imports: a slice is imported when its pages are loaded, and released before they are dropped.
 
     An import reads in and pins all its pages. So a slice cannot be imported before its load, nor stay imported after its last
-    use, or the file would be in memory as a whole. Each slice is imported alone: a weight is never one buffer.
+    use. Otherwise the file would be in memory as a whole. Each slice is imported alone: a weight is never one buffer.
     """
 
     binds_late = True

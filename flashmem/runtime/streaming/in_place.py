@@ -107,7 +107,7 @@ class MapTransfer(Transfer):
 class AliasTransfer(Transfer):
     """`alias`: one host-visible pool; the disk read writes directly to where kernels read.
 
-    Each slice is a part of the pool, mapped only while a segment of it is read: kernels may not access memory that is mapped
+    Each slice is a part of the pool, mapped only while a segment of it is read. Kernels may not access memory that is mapped
     for writing. No kernel accesses the pool as a whole.
     """
 

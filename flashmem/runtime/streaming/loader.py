@@ -1,9 +1,9 @@
 """Loader threads: make the plan's loads, in the plan's order, not before their release times.
 
 A `LoaderRun` serves one run (or the preloading of W). Its threads start loads in the order of first use, and take the first one
-that is released: w may be loaded after the end of the launch that last used its place (mode `map`: launch g_w - 1), and after
-all slices due by then are freed. So no two slices are ever resident together that the plan kept apart. Loads through a thread's
-own staging are read earlier, and copied on at their release time.
+that is released. Slice w may be loaded after the end of the launch that last used its place (mode `map`: launch g_w - 1), and
+after all slices due by then are freed. So no two slices are ever resident together that the plan kept apart. Loads through a
+thread's own staging are read earlier, and copied on at their release time.
 """
 
 from __future__ import annotations

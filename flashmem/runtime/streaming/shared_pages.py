@@ -2,7 +2,7 @@
 
 Slices of equal content hash (`flashmem.bundle.checksums`) should have equal bytes. A bundle's hashes are not trusted: slices of
 two bundles are compared byte by byte before they are shared. The first user provides the mapping, from its own file; others use
-it. The first user that loads a segment reads it in and is charged for it; others borrow it, and the last one to free it drops
+it. The first user that loads a segment reads it in and is charged for it. Others borrow it, and the last one to free it drops
 its pages. If the holder frees it first, a borrower is charged, which has reserved those bytes.
 """
 

@@ -104,7 +104,7 @@ class Transfer(ABC):
     ) -> None:
         """Read the segment into staging and copy it on, piece by piece; images in whole rows.
 
-        `begin` receives a piece and its first byte in the slice, after the release, and enqueues the copy, which completes
+        After the release, `begin` receives a piece and its first byte in the slice, and enqueues the copy. The copy completes
         before the next piece is read. RunError: the slice is damaged, and its last piece is not copied.
         """
         step = through.nbytes // part.row_pitch * part.row_pitch if part.is_image else through.nbytes

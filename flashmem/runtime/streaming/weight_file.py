@@ -4,10 +4,10 @@ All calls that access the disk release the GIL.
 
 If a file is truncated, access to a mapped page behind its end kills the process with SIGBUS. So while kernels read the mapping
 (`guarded`), the process holds a lease on the file. Linux then refuses to open it for writing or to truncate it until the lease
-ends, at the next launch, where the run fails with a message. Cases without that protection: a system or a file system without
-leases, a file of another user, or a file that was open for writing before. There, its size is checked before each launch, and a
-truncation during a launch can still kill the process. So can a launch that is longer than the 45 s that Linux waits
-(/proc/sys/fs/lease-break-time).
+ends. That is at the next launch, where the run fails with a message. Some cases lack that protection: a system or a file system
+without leases, a file of another user, or one that was open for writing before. Then the file's size is checked before each
+launch, and a truncation during a launch can still kill the process. So can a launch that is longer than the 45 s that Linux
+waits (/proc/sys/fs/lease-break-time).
 """
 
 from __future__ import annotations
