@@ -2,8 +2,8 @@
 
 An entry is a bundle, MODEL-KEY.flashmem. The modification time of its manifest is the time of its last use. The limit is
 FLASHMEM_CACHE_LIMIT bytes. Without that variable it is 10 GB, or a tenth of the disk space that would be free without the
-cache, whichever is less. When a bundle is added, the least recently used ones are removed until the rest fits; never the added
-one, and never one that a session has open.
+cache, whichever is less. When a bundle is added, the least recently used ones are removed until the rest fits. The added bundle
+is never removed, and neither is one that a session has open.
 """
 
 from __future__ import annotations

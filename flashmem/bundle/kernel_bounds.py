@@ -13,8 +13,8 @@ Comments that start with `//@` precede a kernel:
                                           element reads it, and before it writes
 
 Expressions are C's on integers, with + - * / % and min, evaluated by interval arithmetic. `global_0` is the launch's own size,
-and `layers` the number of layers. Reads of the operands e0, e1 ... at `row` and `col` are found in the kernel's
-functions `NAME_prologue` and `NAME_epilogue`.
+and `layers` the number of layers. Reads of the operands e0, e1 ... at `row` and `col` are found in the kernel's functions
+`NAME_prologue` and `NAME_epilogue`.
 
 A write must end at the tensor's last element; a read may extend into the slack behind it. A written tensor may share no element
 with another tensor of the launch, except with one that the kernel states in `over`.

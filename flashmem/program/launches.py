@@ -25,8 +25,8 @@ class KernelShape:
     A kernel writes `rows` x `columns` elements, each from `depth` elements (1 where nothing is summed). Source elements are in
     runs of `run` neighbours. After a run, or between elements if it is 1, the address advances by `stride` elements. A load has
     `vector` elements. Each written element passes `simple_ops` elementwise operators and `special_ops` transcendental ones. Of
-    a contraction's config: `tile_rows` x `tile_columns` elements of a work-item (0: unknown), `k_block` steps of depth in local
-    memory at a time (0: none), and `slice_k` parts of the depth that different work-items sum.
+    a contraction's config, `tile_rows` x `tile_columns` are the elements of a work-item (0: unknown). `k_block` are the steps
+    of depth in local memory at a time (0: none), and `slice_k` the parts of the depth that different work-items sum.
     """
 
     family: str = ""  # the template: matmul, conv, elementwise ...

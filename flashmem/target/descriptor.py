@@ -62,10 +62,10 @@ class CodeStyle:
     `samplers`: textures are read through a sampler. `private_arrays`: the last columns of a row are stored through an array,
     which some compilers keep in memory; else one by one. `vector_loads`: plain contractions read four steps of depth of the
     left operand by one aligned load, and address tensors by offsets of 32 bits. `divisions`: stream lanes find a texel's row by
-    an integer division; else by a corrected reciprocal, with aligned loads, and what a block's units share selected once.
-    `copies_between_steps`: a kernel's stream lane copies between the steps of its work; else after it, in fewer registers.
-    `longest_row`: elements of a row of taps, up to which a convolution of few channels reads windows of whole rows; longer
-    rows do not fit in registers. Halves are then summed in float.
+    an integer division. Else they find it by a corrected reciprocal, with aligned loads, and select once what a block's units
+    share. `copies_between_steps`: a kernel's stream lane copies between the steps of its work; else after it, in fewer
+    registers. `longest_row`: elements of a row of taps, up to which a convolution of few channels reads windows of whole rows.
+    Longer rows do not fit in registers. Halves are then summed in float.
     """
 
     multiply_add: MultiplyAdd = "fma"  # where products are summed; fma only where the device has it in hardware
@@ -88,9 +88,9 @@ SHUFFLES = ("cl_khr_subgroup_shuffle", "cl_qcom_subgroup_shuffle")
 class Rates:
     """Measured rates of a device, from which the planner computes times. Bytes per second, FLOP per second, seconds.
 
-    `contention`, by transfer mode, is the share of a transfer's time by which it delays simultaneous kernels: 0 with a free
-    copy engine, 1 where kernels stop until the transfer is done. The defaults are those of a plain CPU. A given table must
-    name every mode in use.
+    `contention`, by transfer mode, is the share of a transfer's time by which it delays simultaneous kernels. It is 0 with a
+    free copy engine, and 1 where kernels stop until the transfer is done. The defaults are those of a plain CPU. A given table
+    must name every mode in use.
     """
 
     gemm_flops: float = 100e9
@@ -276,9 +276,8 @@ class DeviceDescriptor:
     def plain(self, family: str) -> tuple[KernelConfig, ...]:
         """The configs for contractions, or attention, that the listed ones cannot compute.
 
-        They are the plain tile and, for attention on a GPU, two configs: one fits every GPU's local memory, and in the other,
-        work-items share the keys of few queries. Listed configs of attention that share weights
-        replace both.
+        They are the plain tile and, for attention on a GPU, two configs. One fits every GPU's local memory. In the other,
+        work-items share the keys of few queries. Listed configs of attention that share weights replace both.
         """
         tile = self.tile
         if family == "reduce_rows":

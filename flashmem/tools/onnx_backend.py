@@ -3,12 +3,12 @@
     import flashmem.tools.onnx_backend as backend
     outputs = backend.prepare(model, device="CPU").run([x])
 
-The interface has data only when a model runs. flashmem needs shapes when it compiles, and some inputs as constants: the shape
-of Reshape, the pads of Pad, the weights of Conv. So the first `run` compiles for the shapes of its arrays. It compiles the
-model unchanged if possible. If flashmem refuses it, inputs become constants step by step: integers and booleans of rank 0 and
-1, then also floats of rank 0 and 1, then everything but the first input. At least one input is never a constant, so that no
-answer is folded away. A later run compiles again if it has other shapes, or other data in an input that became a constant. This
-is for tests and comparisons; for speed, use `flashmem.compile` and `flashmem.Session`.
+The interface has data only when a model runs. The compiler needs shapes, and some inputs as constants: the shape of Reshape,
+the pads of Pad, the weights of Conv. So the first `run` compiles for the shapes of its arrays. It compiles the model unchanged
+if possible. If flashmem refuses it, inputs become constants step by step. The first are integers and booleans of rank 0 and 1,
+then also floats of rank 0 and 1, then everything but the first input. At least one input is never a constant, so that no answer
+is folded away. A later run compiles again if it has other shapes, or other data in an input that became a constant. This is for
+tests and comparisons; for speed, use `flashmem.compile` and `flashmem.Session`.
 """
 
 from __future__ import annotations

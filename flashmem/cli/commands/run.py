@@ -52,8 +52,8 @@ class RunOptions:
 class Outcome:
     """The result of the runs of one session: the outputs of the last one, and a report of each.
 
-    `bare_bytes` is the resident memory of the process without a session: interpreter, numpy, pyopencl, the driver and the
-    device's context, but neither the bundle nor the inputs. None if the system does not report it.
+    `bare_bytes` is the resident memory of the process without a session. It includes the interpreter, numpy, pyopencl, the
+    driver and the device's context, but neither the bundle nor the inputs. It is None if the system does not report it.
     """
 
     bundle: Bundle

@@ -178,8 +178,8 @@ class Contraction(KernelConfig):
 class PlainContraction(Contraction):
     """A contraction whose work-items read both operands where they are.
 
-    With `half`, products of that many steps of depth are summed in half where operands are stored in half, and the sums are
-    added in float; the device needs cl_khr_fp16.
+    With `half`, products of that many steps of depth are summed in half where operands are stored in half. The sums are added
+    in float. The device needs cl_khr_fp16.
     """
 
     kind: ClassVar[str] = "plain"

@@ -11,7 +11,7 @@ variance of f_i, and the utopia point u has the best value of each objective. Th
 An objective with one value for all of X does not distinguish decisions, and is ignored.
 
 A design is selected for each set of processors that decisions use, in the order of the best optimality. A set that contains an
-earlier one is not viable: it is in trouble whenever the earlier one is, so that no rule could ever select it.
+earlier one is not viable. It is in trouble whenever the earlier one is, so that no rule could ever select it.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ def export(
     `export.json`, a record of the export and its packages.
 
     Raises:
-        UserError: an unknown name or exporter, an exporter that cannot write the model, a size that the architecture does not
-        support, or a missing `zoo` extra.
+        UserError: an unknown name or exporter, or a missing `zoo` extra. Also an exporter that cannot write the model, or a
+            size that the architecture does not support.
     """
     model = find(name)
     if exporter not in ("dynamo", "legacy"):

@@ -1,8 +1,8 @@
 """ViT (arXiv 2010.11929) and DeepViT (arXiv 2103.11886) in the variant of the package vit-pytorch.
 
-The package itself is not used: it imports torchvision, which is not available for every build of PyTorch. It differs from the
-papers: patches are normalised before and after their projection, the width of a head is free, and re-attention normalises over
-the heads with LayerNorm.
+The package itself is not used: it imports torchvision, which is not available for every build of PyTorch. The variant differs
+from the papers. Patches are normalised before and after their projection, the width of a head is free, and re-attention
+normalises over the heads with LayerNorm.
 """
 
 from __future__ import annotations
