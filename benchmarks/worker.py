@@ -4,8 +4,9 @@
     python -m benchmarks.worker onnxruntime --model M [--mapped] [--inputs I.npz]
     python -m benchmarks.worker bare [--device D]
 
-`above_bare` is the peak resident memory (VmHWM) minus the memory of the same process just before the model is opened, with its
-engine imported and, for flashmem, the OpenCL device opened. `integrated` is the time from creating the session to the outputs.
+`above_bare` is the peak resident memory (VmHWM) minus the memory of the same process just before the model is opened. At that
+point its engine is imported and, for flashmem, the OpenCL device is open. `integrated` is the time from creating the session to
+the outputs.
 """
 
 from __future__ import annotations

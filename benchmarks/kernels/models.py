@@ -1,8 +1,8 @@
 """Time of whole models with all weights resident, compared with PyTorch's eager mode, in float32.
 
-Elapsed time from inputs on the host to the answer on the host. Flashmem runs the zoo's graphs without weight files: every
-weight has its own constant value, and only the time is meaningful. transformers builds PyTorch's models from configurations,
-with random weights.
+Elapsed time from inputs on the host to the answer on the host. Flashmem runs the zoo's graphs without weight files. Every
+weight has its own constant value, and only the time is meaningful. PyTorch's models are built from configurations by
+transformers, with random weights.
 """
 
 from __future__ import annotations

@@ -7,16 +7,16 @@ written to `--rows` (docs/activations.json) at once, and the page `--page` (docs
 of this device that exist are not measured again, so that an interrupted run can continue (`--again` measures all). A model that
 fails gets a row with the error, and the next call tries it again. For each model and precision:
 
-- the smallest budget that the planner names; the bytes of activations in the arena at that budget; and the peak bytes needed at
-  once, a lower bound of every arena;
-- the first answer of a session at that budget, within twice of it, and without a limit: medians of `--runs` fresh processes
-  that alternate (if the disk has room for three bundles), with the file in the page cache and kernels in the program cache; and
-  the average memory of the plan within twice the smallest budget, compared with the paper's (Table 8, a phone);
+- the smallest budget that the planner names, and the bytes of activations in the arena at that budget;
+- the peak bytes needed at once, a lower bound of every arena;
+- the first answer of a session at that budget, within twice of it, and without a limit;
+- the average memory of the plan within twice the smallest budget, compared with the paper's (Table 8, a phone);
 - the largest error against ONNX Runtime at the smallest budget, as a fraction of the range of that output;
 - a plot of memory over one traced run at the smallest budget (`--pictures`): weights, live activations, the rest of the arena,
   constants, staging, copied outputs.
 
-Needs the `bench` extra.
+First answers are medians of `--runs` fresh processes, which alternate if the disk has room for three bundles. The file is in
+the page cache, and kernels are in the program cache. Needs the `bench` extra.
 """
 
 from __future__ import annotations

@@ -2,9 +2,13 @@
 
     python -m benchmarks.memory.moving_budget BUNDLE [--device pocl] [--moves 20] [--least 80MB] [--most 600MB] [--seed 0]
 
-Prints the number of compared answers; the peak bytes above the current limit after each change was in force; the seconds until
-a change was in force; the seconds of each new plan (processor time and elapsed); and the first run after each change over the
-steady time in that budget, measured afterwards in separate runtimes.
+Prints:
+
+- the number of compared answers;
+- the peak bytes above the current limit after each change was in force;
+- the seconds until a change was in force;
+- the seconds of each new plan (processor time and elapsed);
+- the first run after each change over the steady time in that budget, measured afterwards in separate runtimes.
 
     python -m benchmarks.memory.moving_budget BUNDLE --runs 900 --least 9.5MB --most 12MB
 

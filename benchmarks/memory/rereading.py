@@ -4,9 +4,12 @@
 
 DIR contains models that `flashmem zoo export` wrote. Nothing runs: programs are planned, and the planner predicts their
 latency. A weight that is read again is one slice for each launch that uses it, all of the same bytes in the file. Chains are
-selected as in compilation, and as if weights used no memory, for a few limits. The table shows, kept / read again: the smallest
-budget; the predicted first answer at the smallest budget with weights kept, and at 1.5 times it; the bytes read, each at its
-smallest budget; and the predicted first answer at the smallest budget with weights read again.
+selected as in compilation, and as if weights used no memory, for a few limits. The table shows, kept / read again:
+
+- the smallest budget;
+- the predicted first answer at the smallest budget with weights kept, and at 1.5 times it;
+- the bytes read, each at its smallest budget;
+- the predicted first answer at the smallest budget with weights read again.
 """
 
 from __future__ import annotations

@@ -12,13 +12,13 @@ step changes one switch:
 3. + adaptive unfusion: the same, and fusion groups split where that improves the plan (`unfusion` of `flashmem.compile`).
 4. + kernel rewriting: the bundle of step 3; kernels copy the next weights between their own steps (`Session(lanes=True)`).
 
-*Kernels copy* is transfer mode `interleave`: without a copy engine, weights are read into staging, and the compute queue copies
-them to where kernels read them, as x_{w,l} of the plan say. In steps 2 and 3 every copy is a launch between two kernels, on the
-same queue, so it delays the following launches; in step 4 kernels copy while they compute. A further row has kernel rewriting
-without unfusion, because the two parts depend on each other: a split makes room for copies inside kernels, and a copy by its
-own launch takes the same time anywhere. *Copy engine* is mode `dma`, if a device has it natively: only steps 2 and 3, because
-there is nothing to rewrite. A device with another native mode (`map`, `alias`: kernels read the file's bytes in place) has a
-row for it.
+*Kernels copy* is transfer mode `interleave`, which uses no copy engine. Weights are read into staging, and the compute queue
+copies them to where kernels read them, as x_{w,l} of the plan say. In steps 2 and 3 every copy is a launch between two kernels
+on the same queue, so it delays the following launches. In step 4 kernels copy while they compute. A further row has kernel
+rewriting without unfusion, because the two parts depend on each other. A split makes room for copies inside kernels, and a copy
+by its own launch takes the same time anywhere. *Copy engine* is mode `dma`, if a device has it natively: only steps 2 and 3,
+because there is nothing to rewrite. A device with another native mode (`map`, `alias`: kernels read the file's bytes in place)
+has a row for it.
 
 Measured: plans of one program must give the same bits, which is checked. Memory is the ledger's peak and its average over time,
 and the peak of the process above its memory before the model is opened. Medians of fresh processes that alternate. Needs the

@@ -8,8 +8,8 @@ does, or are those of their configurations (`zoo:NAME`). Without `--models` or D
 - *Execution*: predicted milliseconds of all launches by compiled code (`flashmem/planning/capacity/compiled.py`), by the fitted
   rate of multiply-adds, and SmartMem's execution in FlashMem's Table 7. One row, marked, gave the share that kernels reach:
   `--fit` finds and uses that share again.
-- *Load capacity*, by transfer mode: the sum of C_l over the weights' bytes, the pipelines that limit C_l (share of its bytes),
-  and in a plan for the paper's objective the weights that it preloads and the launches whose moves fill C_l.
+- *Load capacity*, by transfer mode: the sum of C_l over the weights' bytes, and the pipelines that limit C_l (share of its
+  bytes). In a plan for the paper's objective, also the weights that it preloads and the launches whose moves fill C_l.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Fit the rates of a device descriptor to published latencies: least squares of logarithms.
 
 Rates without a measurement are assumptions (`[sources]` of a descriptor). Each is scaled by a separate factor. The fit
-minimises the squared logarithm of predicted over published seconds and, with a small weight, of the factors: an assumption that
-does not influence the rows keeps its value.
+minimises the squared logarithm of predicted over published seconds and, with a small weight, of the factors. So an assumption
+that does not influence the rows keeps its value.
 """
 
 from __future__ import annotations

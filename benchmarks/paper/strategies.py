@@ -3,11 +3,11 @@
     python -m benchmarks.paper.strategies --zoo DIR --device pocl [--budgets 64MB 128MB] [--disk cold] [--runs 5] [--plot t.png]
 
 DIR contains models that `flashmem zoo export` wrote. Every strategy is a plan of the same program, run by the same runtime with
-the same kernels in the same transfer mode: the program that the compiler generates for the smallest of the budgets. Medians of
-fresh processes that alternate; the program cache is filled first. Budgets are given, or fractions of the weights (`--ratios`).
-A budget that some strategy cannot satisfy is raised to 2 % more than the smallest that all can. Answers are compared bit by
-bit. `--plot` draws launches and loads over time of each strategy for the first model. Needs the `bench` extra, `--plot`
-matplotlib.
+the same kernels in the same transfer mode. That program is the one that the compiler generates for the smallest of the budgets.
+Medians of fresh processes that alternate; the program cache is filled first. Budgets are given, or fractions of the weights
+(`--ratios`). A budget that some strategy cannot satisfy is raised to 2 % more than the smallest that all can. Answers are
+compared bit by bit. `--plot` draws launches and loads over time of each strategy for the first model. Needs the `bench` extra,
+`--plot` matplotlib.
 """
 
 from __future__ import annotations

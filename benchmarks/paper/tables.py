@@ -8,12 +8,12 @@ multiply-adds, if that is not the default size (`flashmem zoo export NAME --size
 its configuration (`zoo:NAME`), if one exists.
 
 Rates of the descriptor that are assumptions (`--free`) are fitted to the latency of at most four rows (`--fit`). Without
-`--fit` the shipped descriptor is used, which is fitted to the rows named above; launches have the seconds of its compiled
-code, unless `--roofline` is given. Plans are made again with the fitted rates, and the rates are fitted again. Errors are
-those of the other rows; memory is not fitted, and evaluated for all rows. The second table splits a row's latency into
-opening, loading, and the seconds of each kernel family. As a check that no fit has used, it also shows the execution time that
-the paper measured for its base framework (Table 7, SmartMem, Exec). The last lines compare each claim with the same figure of
-its simplest rival (`benchmarks/paper/tables_verdict.py`). Needs the `compile` extra.
+`--fit` the shipped descriptor is used, which is fitted to the rows named above. Launches have the seconds of its compiled code,
+unless `--roofline` is given. Plans are made again with the fitted rates, and the rates are fitted again. Errors are those of
+the other rows; memory is not fitted, and evaluated for all rows. The second table splits a row's latency into opening, loading,
+and the seconds of each kernel family. As a check that no fit has used, it also shows the execution time that the paper measured
+for its base framework (Table 7, SmartMem, Exec). The last lines compare each claim with the same figure of its simplest rival
+(`benchmarks/paper/tables_verdict.py`). Needs the `compile` extra.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ A device descriptor (see `flashmem simulate`) gets disks that load all weights i
 launches. Each strategy plans for that disk inside the same budget, and the simulator runs the plans with a cold file. The cost
 of opening a session is excluded: it is the same for all strategies and hides nothing. For the descriptor's own disk rate the
 whole first answer is printed too, and with `--own` nothing else, model by model. The budget is a fraction of the weights plus
-the memory that a session holds under any plan; one that some strategy cannot satisfy is raised to the smallest that all can.
-All strategies run the program that the compiler generates for that budget. Only shapes are read from the models' files; no
+the memory that a session holds under any plan. A budget that some strategy cannot satisfy is raised to the smallest that all
+can. All strategies run the program that the compiler generates for that budget. Only shapes are read from the models' files; no
 device is needed. Needs the `compile` extra, `--plot` matplotlib.
 
 Flashmem's plan reads as soon as a place is free, the baselines after their release times (`flashmem/schedule/residency.py`).

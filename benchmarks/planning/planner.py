@@ -6,8 +6,9 @@
 `solve`: status, gap, seconds and the share of W at M_peak 500 MB and the lambda of each objective. `serial`: whether execution
 is longer than the work of the busiest resource, simulated, at a quarter of the weights. `front`: latency and average memory as
 lambda grows, simulated, compared with what a weighted sum of the two reaches. `quality`: the plan without a solver over the
-solved one (only "paper" is solved; it starts from the other and so is never worse), over its bound, and compared with strategy
-next-operator, its simplest rival; the eleven models of Table 6. `chunks`: the share of W by the size S of a chunk.
+solved one, over its bound, and compared with strategy next-operator, its simplest rival. Only "paper" is solved; the solver
+starts from the other plan, and so its plan is never worse. The models are the eleven of Table 6. `chunks`: the share of W by
+the size S of a chunk.
 
 Models are architectures (`zoo:NAME`) or files that `flashmem zoo export` wrote under DIR; no weight is read. Seconds are
 processor time of this process, including solver threads, so that other work on the machine does not increase them.

@@ -7,10 +7,11 @@ the smallest that works). Measured: medians of fresh processes, after one that c
 All rows of the table alternate, so that each one is measured in the machine's fast and slow minutes. Predicted: on the device's
 descriptor, or the given one. "Cold" drops the file from the page cache (the host of a virtual machine may still cache it).
 
-Shared machines vary, so two properties are measured after each run, and the prediction is for the machine at that time: the
-disk rate, for cold files, and the computing speed (`benchmarks.planning.pace`), which the second prediction includes. A ratio
-is predicted over measured. The last lines evaluate the simplest rivals in the same way: for latency a + b * bytes of weights,
-fitted to the measured rows themselves, separately for cold and cached files; for the peak the budget. Needs the `bench` extra.
+Shared machines vary, so two properties are measured after each run, and the prediction is for the machine at that time. They
+are the disk rate, for cold files, and the computing speed (`benchmarks.planning.pace`). The second prediction includes the
+computing speed. A ratio is predicted over measured. The last lines evaluate the simplest rivals in the same way. For latency
+the rival is a + b * bytes of weights, fitted to the measured rows themselves, separately for cold and cached files. For the
+peak it is the budget. Needs the `bench` extra.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 Prints one JSON object. `core` starts a process that keeps one core busy. `memory` starts one that allocates memory, inside the
 memory cgroup CGROUP of this process. The benchmark lowers that cgroup's limit to its present use plus twice the best design's
-memory, so that no other process on the machine is affected. Both processes end with this one.
+memory. So no other process on the machine is affected. Both processes end with this one.
 """
 
 from __future__ import annotations

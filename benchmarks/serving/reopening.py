@@ -2,9 +2,9 @@
 
     python -m benchmarks.serving.reopening BUNDLE [--device pocl] [--mode map] [--times 1000] [--prepare]
 
-Prints resident bytes, descriptors, threads and Python's objects after every tenth of the times, and at the end the growth for
-each time from the second tenth on: before that, allocators and drivers fill pools that they keep. The command exits with 1 if
-the growth exceeds `GROWTH` bytes, or if descriptors or threads remain.
+Prints resident bytes, descriptors, threads and Python's objects after every tenth of the times. At the end it prints the growth
+for each time, from the second tenth on. Before that, allocators and drivers fill pools that they keep. The command exits with 1
+if the growth exceeds `GROWTH` bytes, or if descriptors or threads remain.
 """
 
 from __future__ import annotations

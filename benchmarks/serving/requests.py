@@ -3,8 +3,8 @@
     python -m benchmarks.serving.requests BUNDLE... [--requests 1000] [--threads 8] [--rounds 3] [--budget SIZE] [--device pocl]
 
 Each round is a new runtime with all requests. The resources of the process after a round are compared with those after the
-previous round, so that the permanent pools of drivers and allocators do not count: threads (also the drivers'), descriptors,
-and resident bytes. A round longer than `--patience` seconds ends the process with the stack of every thread.
+previous round. So the permanent pools of drivers and allocators do not count. The resources are threads (also the drivers'),
+descriptors, and resident bytes. A round longer than `--patience` seconds ends the process with the stack of every thread.
 """
 
 from __future__ import annotations

@@ -2,11 +2,16 @@
 
     python -m benchmarks.streaming.lanes [--device D] [--path P] [--seconds S] [--json FILE] [--markdown FILE] [--fresh]
 
-For each kernel, on every memory path of a GPU (of a CPU on the first), bursts of four kinds alternate: launches alone, with an
-empty stream lane, with a lane that copies bytes, and with a launch between any two that copies the same bytes
-(`Session(lanes=False)`). Medians over the bursts, in seconds by the host's clock, so that the cost of a launch counts. The
-number of bytes is chosen by the time of copying them alone: a fifth of the kernel's time, all of it, three times it. The cost
-of a byte is the time that it adds to the kernel alone.
+For each kernel, on every memory path of a GPU (of a CPU on the first), bursts of four kinds alternate:
+
+- launches alone;
+- launches with an empty stream lane;
+- launches with a lane that copies bytes;
+- launches alone, and between any two a launch that copies the same bytes (`Session(lanes=False)`).
+
+The results are medians over the bursts, in seconds by the host's clock, so that the cost of a launch counts. The number of
+bytes is chosen by the time of copying them alone: a fifth of the kernel's time, all of it, three times it. The cost of a byte
+is the time that it adds to the kernel alone.
 
 Rows of `--json` for the same device and driver are not measured again. Each row is written after its measurement. After
 `--seconds`, no further row begins.

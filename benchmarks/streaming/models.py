@@ -5,14 +5,14 @@
 DIR contains models that `flashmem zoo export` wrote, each in a folder of its name, with its inputs.npz and export.json. With
 `--export PYTHON` missing models are exported first, one at a time, by the interpreter PYTHON, which has the `zoo` extra. A
 model's row is written to `--rows` (docs/models.json) after its measurement, and the page `--page` (docs/models.md) is written
-from all rows; rows of other models and other devices stay. So a run can be interrupted; `--missing` continues with the models
+from all rows. Rows of other models and other devices stay. So a run can be interrupted; `--missing` continues with the models
 that have no row for this device.
 
 For each model:
 
 - facts of the file and its plan: parameters, multiply-adds, layers (kernel launches), distinct kernels, weights;
-- the smallest budget that works: the planner names it when it refuses a smaller one, and planning at that budget and at one
-  byte less confirms it;
+- the smallest budget that works: the planner names it when it refuses a smaller one. Planning at that budget and at one byte
+  less confirms it;
 - runs within a budget: `--budget-ratio` of the weights, at least the smallest that works; GPT-Neo-2.7B within 600 MB. Medians
   of `--runs` fresh processes with the weights in the page cache and as many without, fewer if they take longer than `--seconds`
   together. A run before these fills the program cache. Later runs are in the processes with cached weights;

@@ -2,13 +2,13 @@
 
     python -m benchmarks.streaming.stress --device D [--minutes 30] [--runs 5000] [--models gpt2 ...] [--bundles DIR] [--jobs N]
 
-Whole models with random weights (`flashmem.tools.zoo.graph_file`) are compiled for every memory path of the device: without a
-budget, with half of the memory for everything, and with the smallest budget that works. Then fresh sessions of all of them, in
-every transfer mode, alternate in an order drawn from `--seed`. Each makes `--each` runs, and its loader threads sleep for a
-random time between any two steps of a load. Inputs alternate; the reference is a session of the same bundle with every weight
-resident. Only kernels of first answers run, whose bits do not depend on which weights are resident.
+Whole models with random weights (`flashmem.tools.zoo.graph_file`) are compiled for every memory path of the device. Each is
+compiled without a budget, with half of the memory for everything, and with the smallest budget that works. Then fresh sessions
+of all of them, in every transfer mode, alternate in an order drawn from `--seed`. Each makes `--each` runs, and its loader
+threads sleep for a random time between any two steps of a load. Inputs alternate; the reference is a session of the same bundle
+with every weight resident. Only kernels of first answers run, whose bits do not depend on which weights are resident.
 
-It ends after `--runs` answers, or before the first session that would begin after `--minutes`, and prints the number of wrong
+It ends after `--runs` answers, or before the first session that would begin after `--minutes`. It prints the number of wrong
 answers and a line of JSON. Exit code 1: an answer was wrong, or a session failed. A session longer than `--patience` seconds
 ends the process with the stack of every thread.
 """

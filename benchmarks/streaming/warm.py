@@ -10,7 +10,7 @@ prints medians of each answer:
 - `unprepared`: the same with `Session(prepare=False)`;
 - `resident`: compiled with `--optimize steady`, everything resident before the first answer.
 
-Requirements: the first answer is as early as without preparing; the fifth takes at most 1.1 times an answer with everything
+Requirements: the first answer is as early as without preparing. The fifth takes at most 1.1 times an answer with everything
 resident, if the budget has room (no budget, or a share above 1). Every answer is compared with the session's first one.
 """
 

@@ -4,7 +4,7 @@
     python -m flashmem.profiler.phone_compilers.models adreno750 mali-g710 --before old.json     # old and new in one table
 
 Each distinct kernel is compiled once, and the compiler's output is kept in the user's cache: an interrupted command continues.
-To compare two versions of flashmem with the same compiler, write the kernels of the old one with `--write-kernels DIR`, and
+To compare two versions of flashmem with the same compiler, write the kernels of the old one with `--write-kernels DIR`. Then
 compile them with `--kernels FILE` in the new one.
 """
 

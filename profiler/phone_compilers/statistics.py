@@ -34,9 +34,9 @@ class LoopStatistics:
 class KernelStatistics:
     """The code of one kernel on one GPU.
 
-    `registers`: registers of 32 bits for each work-item. `threads`: on Adreno, waves that a core holds, of at most 16; on Mali,
+    `registers`: registers of 32 bits for each work-item. `threads`: on Adreno, waves that a core holds, of at most 16. On Mali,
     2 if a core holds its full number of threads, 1 if registers leave half of them. `spills` are instructions that access
-    scratch memory. `emulated` are instructions that count leading zeros: software for a fused multiply-add, a division of 64
+    scratch memory. `emulated` are instructions that count leading zeros. Software for a fused multiply-add, a division of 64
     bits, or the range of `sin` and `cos` has two for each. `main_loop` is the loop with the most multiply-adds, or the longest
     one, of those without a loop inside; None if the kernel has no loop. `around`: the loops around it, one pass through each
     without the loops inside; there is the interleaved copy stream of a kernel that has one. None if no loop is around it.
