@@ -57,15 +57,15 @@ MultiplyAdd = Literal["fma", "mad", "expression"]
 
 @dataclass(frozen=True)
 class CodeStyle:
-    """How OpenCL C is written for a device's compiler. No key changes what is summed in which order.
+    """How OpenCL C is written for a device's compiler. No key changes what is summed in which order, in float32.
 
     `samplers`: textures are read through a sampler. `private_arrays`: the last columns of a row are stored through an array,
     which some compilers keep in memory; else one by one. `vector_loads`: plain contractions read four steps of depth of the
     left operand by one aligned load, and address tensors by offsets of 32 bits. `divisions`: stream lanes find a texel's row by
     an integer division. Else they find it by a corrected reciprocal, with aligned loads, and select once what a block's units
     share. `copies_between_steps`: a kernel's stream lane copies between the steps of its work; else after it, in fewer
-    registers. `longest_row`: elements of a row of taps, up to which a convolution of few channels reads windows of whole rows.
-    Longer rows do not fit in registers. Halves are then summed in float.
+    registers. `longest_row`: a convolution of few channels whose rows of taps have at most so many elements reads windows of
+    whole rows, and sums halves in float. Longer rows do not fit in registers.
     """
 
     multiply_add: MultiplyAdd = "fma"  # where products are summed; fma only where the device has it in hardware
