@@ -75,7 +75,7 @@ class KernelSelector:
         winograd: bool = False,
         forms: frozenset[tuple[int, int]] = frozenset(),
     ) -> KernelConfig:
-        """The config for an operator's workload, always from the device's list; see `KernelRequest`.
+        """The config for an operator's workload: from the device's list, or the plain tile where none of it fits.
 
         Raises:
             UserError: the tuning database that the descriptor names is missing or damaged.
