@@ -27,6 +27,7 @@ from flashmem.compiler.adaptive.unfusion import may_refine, refine
 from flashmem.compiler.frontend.external_data import model_files
 from flashmem.compiler.frontend.importer import collect_unsupported, import_model
 from flashmem.compiler.frontend.mapped_file import load_mapped
+from flashmem.compiler.frontend.states import States
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.lowering.program import Generated, sharing_weights, stored_by, write_weights
 from flashmem.compiler.lowering.steady import with_steady
@@ -64,6 +65,7 @@ def compile(
     chunk: int | str | None = None,
     precision: Literal["fp32", "fp16"] = "fp32",
     shapes: Shapes | Sequence[Shapes] | None = None,
+    states: States | None = None,
     preload: Sequence[str] = (),
     memory_path: MemoryPath | Literal["auto"] = "auto",
     mode: TransferMode | Literal["auto"] = "auto",
@@ -94,6 +96,8 @@ def compile(
         precision: the stored type of weights and activations; sums are fp32.
         shapes: sizes for open dimensions, by input. Or several of these, for a bundle with one shape variant each and common
             weights. A session then runs the variant whose shapes its inputs have.
+        states: inputs that the next run reads as outputs of this one, input name to output name; "auto": all pairs that are
+            named past and present. A session keeps them on the device, and neither takes nor returns them.
         preload: weights that must be resident from the start.
         memory_path: the memory objects that kernels read weights from; "auto" selects the device's first path.
         mode: the transfer mode of weights; "auto" selects the device's first mode on that path.
@@ -134,7 +138,9 @@ def compile(
         alpha=alpha,
         units=units,
     )
-    resolved = resolve(limits, device=device, memory_path=memory_path, mode=mode, precision=precision, optimize=optimize)
+    resolved = resolve(
+        limits, device=device, memory_path=memory_path, mode=mode, precision=precision, optimize=optimize, states=states
+    )
     variants = [replace(resolved, shapes=each) for each in checked_variants(shapes)]
     if dump_passes is not None:
         _dump_passes(model, Path(dump_passes), variants)
@@ -235,6 +241,12 @@ def _read_graphs(model: Path, variants: Sequence[Options]) -> list[Graph]:
         shapes = {port.name: port.value.shape for port in graphs[-1].inputs}
         if shapes in seen:
             raise UserError(f"two of the requested variants are {shapes_text(shapes)}; leave one out")
+        for state, _ in graphs[0].states:
+            if seen and shapes[state] != seen[0][state]:
+                raise UserError(
+                    f"the state {state!r} has the shapes {seen[0][state]} and {shapes[state]} in two of the requested "
+                    f"variants, which share their states; give it one shape"
+                )
         seen.append(shapes)
     return graphs
 
@@ -277,7 +289,7 @@ def import_graph(model: Path, options: Options) -> Graph:
     Raises:
         UserError: the model cannot be read, or has something that cannot run.
     """
-    graph = import_model(model, options.shapes, why_unsupported)
+    graph = import_model(model, options.shapes, why_unsupported, options.states)
     collect_unsupported(graph, why_unsupported)
     return graph
 

@@ -11,6 +11,7 @@ from typing import get_args
 
 from flashmem.base.errors import UserError
 from flashmem.base.types import Optimize
+from flashmem.compiler.frontend.states import States
 from flashmem.compiler.options import Options, Precision
 from flashmem.planning.limits import Limits
 from flashmem.runtime.request.options import choose_mode, find_descriptor
@@ -25,6 +26,7 @@ def resolve(
     precision: Precision = "fp32",
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     optimize: Optimize = "cold",
+    states: States | None = None,
 ) -> Options:
     """Resolve the target and the limits for which a model is compiled or planned.
 
@@ -36,4 +38,5 @@ def resolve(
     if precision not in get_args(Precision):
         raise UserError(f"precision {precision!r} is unknown; name one of: {', '.join(get_args(Precision))}")
     descriptor = find_descriptor(device, memory_path)
-    return Options(descriptor, choose_mode(descriptor, mode), limits, precision, dict(shapes or {}), optimize)
+    pairs = dict(states) if isinstance(states, Mapping) else states
+    return Options(descriptor, choose_mode(descriptor, mode), limits, precision, dict(shapes or {}), optimize, pairs)

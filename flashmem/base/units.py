@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import Literal
 
 from flashmem.base.errors import UserError
 
@@ -58,3 +60,24 @@ def parse_shape(text: str) -> tuple[str, tuple[int, ...]]:
     if not equals or not name or not all(_DIMENSION.fullmatch(part) for part in parts):
         raise UserError(f"shape {text!r} is not understood; write name=1x3x224x224 with positive whole numbers")
     return name, tuple(int(part) for part in parts)
+
+
+def read_states(texts: Sequence[str]) -> dict[str, str] | Literal["auto"] | None:
+    """The states in `--state h=h_next --state c=c_next`, the input's name before the output's; or in `--state auto`.
+
+    Raises:
+        UserError: not a pair of names, an input that is named twice, or "auto" beside a pair.
+    """
+    if not texts:
+        return None
+    if list(texts) == ["auto"]:
+        return "auto"
+    pairs: dict[str, str] = {}
+    for text in texts:
+        name, equals, output = text.partition("=")
+        if not (name and equals and output):
+            raise UserError(f"state {text!r} is not understood; write input=output with the names of both, or auto alone")
+        if name in pairs:
+            raise UserError(f"the state {name!r} is given twice; name one output for it")
+        pairs[name] = output
+    return pairs

@@ -173,7 +173,7 @@ def _check_overlaps(name: str, kernel: Kernel, launch: Launch, tensors: Mapping[
                 continue
             before, behind = tensor.offset + _elements(tensor), shared.offset + _elements(shared)
             apart = before <= shared.offset or behind <= tensor.offset
-            _require(apart, f"{name} writes {parameter.name!r} over {other.name!r}")
+            _require(apart or tensor.memory != shared.memory, f"{name} writes {parameter.name!r} over {other.name!r}")
 
 
 def _elements(tensor: Tensor) -> int:

@@ -11,7 +11,7 @@ import math
 import re
 import types
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
@@ -24,7 +24,7 @@ from flashmem.base.types import ITEMSIZE, POOL_ALIGNMENT, TENSOR_ALIGNMENT, TEXE
 from flashmem.bundle.checksums import table_end
 from flashmem.program.launches import Arg, Launch
 from flashmem.program.program import Program, copied_outputs
-from flashmem.program.tensors import Slice, array_bytes, port_dtype
+from flashmem.program.tensors import Port, Slice, State, Tensor, array_bytes, port_dtype
 from flashmem.schedule.check import check_rules
 from flashmem.schedule.plan import OverlapPlan, PlanViolation, PoolLayout
 from flashmem.target.descriptor import MOST_LOADER_THREADS
@@ -42,7 +42,8 @@ def check_bundle(program: Program, plan: OverlapPlan) -> None:
     check_types(program, "program.json")
     check_types(plan, "plan.json")
     _check_weight_file(program)
-    _check_arena(program)
+    _check_tensors(program)
+    _check_states(program)
     _check_launches(program)
     _check_steady(program)
     _check_host_embeddings(program)
@@ -62,11 +63,22 @@ def check_variants(programs: Sequence[Program]) -> None:
         shapes = tuple(port.shape for port in program.inputs)
         _require(shapes not in seen, "two of its shape variants are for the same shapes")
         seen.add(shapes)
-        for name in ("memory_path", "precision", "page_bytes", "constants_offset", "weights_bytes", "hands_over"):
+        for name in _OF_ALL_VARIANTS:
             same = getattr(program, name) == getattr(first, name)
             _require(same, f"its shape variants differ in {name}")
         for part in program.slices:
             _require(slices.setdefault(part.name, part) == part, f"two of its shape variants have another slice {part.name!r}")
+        _require(_state_tensors(program) == _state_tensors(first), "its shape variants have their states in other places")
+
+
+def _state_tensors(program: Program) -> list[Tensor]:
+    tensors = {tensor.name: tensor for tensor in program.tensors}
+    return [tensors[state.tensor] for state in program.states]
+
+
+_OF_ALL_VARIANTS = (
+    "memory_path", "precision", "page_bytes", "constants_offset", "weights_bytes", "hands_over", "states", "states_bytes",
+)  # fmt: skip
 
 
 def check_types(data: Any, where: str) -> None:
@@ -161,8 +173,8 @@ def _check_weight_file(program: Program) -> None:
     _require(end <= program.weights_bytes, "the constants are outside the weight file")
 
 
-def _check_arena(program: Program) -> None:
-    """Require that tensors are inside the arena and large enough for their shapes, and that ports match their tensors."""
+def _check_tensors(program: Program) -> None:
+    """Require that tensors are inside their memory and large enough for their shapes, and that ports match their tensors."""
     _require_unique((tensor.name for tensor in program.tensors), "tensors")
     _require(program.live_bytes <= program.arena_bytes, "more activations are needed at once than its arena holds")
     tensors = {tensor.name: tensor for tensor in program.tensors}
@@ -173,19 +185,10 @@ def _check_arena(program: Program) -> None:
             tensor.nbytes > 0 and ITEMSIZE[tensor.dtype] * math.prod(tensor.shape) <= tensor.nbytes,
             f"{name} is smaller than its shape",
         )
-        _require(tensor.offset + tensor.nbytes <= program.arena_bytes, f"{name} is outside the arena")
-    _require_unique((port.name for port in program.inputs), "inputs")
+        room = program.states_bytes if tensor.memory == "states" else program.arena_bytes
+        _require(tensor.offset + tensor.nbytes <= room, f"{name} is outside the {tensor.memory}")
     for port in (*program.inputs, *program.outputs):
-        try:
-            device = port_dtype(port)
-        except ValueError as error:
-            raise BundleError(f"the bundle is damaged: {error}; compile the model again") from error
-        if port.tensor is not None:
-            _require(port.tensor in tensors, f"port {port.name!r} names the unknown tensor {port.tensor!r}")
-            stored, room = tensors[port.tensor].dtype, tensors[port.tensor].nbytes
-            same = stored == device or stored == port.dtype == "float16"
-            _require(same, f"port {port.name!r} and its tensor differ in type")
-            _require(ITEMSIZE[stored] * math.prod(port.shape) <= room, f"port {port.name!r} is larger than its tensor")
+        _check_port(port, f"port {port.name!r}", tensors, "arena")
         _require(port.ready is None or 0 < port.ready <= len(program.launches), f"port {port.name!r} is read after no layer")
     for port in program.outputs:
         _require(port.tensor is not None or 0 in port.shape, f"output {port.name!r} has no tensor")
@@ -194,6 +197,35 @@ def _check_arena(program: Program) -> None:
         _require(program.status in tensors, f"its status is the unknown tensor {program.status!r}")
         status = tensors[program.status]
         _require(status.dtype == "int32" and status.nbytes >= 4, "its status is no number")
+
+
+def _check_port(port: Port | State, name: str, tensors: Mapping[str, Tensor], memory: str) -> None:
+    """Require that a port or state has a known type, and that its tensor is in `memory`, of that type, and large enough."""
+    try:
+        device = port_dtype(port)
+    except ValueError as error:
+        raise BundleError(f"the bundle is damaged: {error}; compile the model again") from error
+    if port.tensor is None:
+        return
+    _require(port.tensor in tensors, f"{name} names the unknown tensor {port.tensor!r}")
+    tensor = tensors[port.tensor]
+    _require(tensor.memory == memory, f"{name} is in the wrong memory")
+    in_half = device == "float32" if isinstance(port, State) else port.dtype == "float16"  # the host converts states
+    _require(tensor.dtype == device or (in_half and tensor.dtype == "float16"), f"{name} and its tensor differ in type")
+    _require(ITEMSIZE[tensor.dtype] * math.prod(port.shape) <= tensor.nbytes, f"{name} is larger than its tensor")
+
+
+def _check_states(program: Program) -> None:
+    """Require that states match their tensors and share no memory, and have names of their own."""
+    tensors = {tensor.name: tensor for tensor in program.tensors}
+    _require_unique((*(port.name for port in program.inputs), *(state.name for state in program.states)), "inputs")
+    _require_unique((*(port.name for port in program.outputs), *(state.output for state in program.states)), "outputs")
+    for state in program.states:
+        _check_port(state, f"state {state.name!r}", tensors, "states")
+        _require(tensors[state.tensor].shape == state.shape, f"state {state.name!r} and its tensor differ in shape")
+    places = sorted((tensors[state.tensor].offset, tensors[state.tensor].nbytes, state.name) for state in program.states)
+    for (offset, nbytes, name), (following, _, other) in pairwise(places):
+        _require(offset + nbytes <= following, f"the states {name!r} and {other!r} share memory")
 
 
 def _check_handed_over(program: Program) -> None:

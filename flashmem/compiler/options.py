@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from flashmem.base.types import Optimize, TransferMode
+from flashmem.compiler.frontend.states import States
 from flashmem.planning.limits import Limits
 from flashmem.target.descriptor import DeviceDescriptor
 
@@ -23,3 +24,4 @@ class Options:
     precision: Precision = "fp32"
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     optimize: Optimize = "cold"  # kernels for the first answer, or for later ones
+    states: States | None = None

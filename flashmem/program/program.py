@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from flashmem.base.types import DEFAULT_PAGE, ITEMSIZE, MemoryPath
 from flashmem.program.launches import Arg, Joined, KernelShape, Launch, LaunchOrder, SteadyLaunch, first_and_last
-from flashmem.program.tensors import HostEmbeddingLookup, Port, Slice, Tensor, array_bytes, panel_bytes
+from flashmem.program.tensors import HostEmbeddingLookup, Port, Slice, State, Tensor, array_bytes, panel_bytes
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class Program:
     page_bytes: int = DEFAULT_PAGE  # slices start at multiples of it, so that each can be mapped and dropped alone
     steady: tuple[SteadyLaunch, ...] = ()  # ascending; each launch in at most one
     joined: tuple[Joined, ...] = ()
+    states: tuple[State, ...] = ()  # neither inputs nor outputs
+    states_bytes: int = 0
 
     def uses(self) -> dict[str, tuple[int, int]]:
         """First and last layer (1-based) that reads each slice."""
@@ -91,13 +93,15 @@ class Program:
                 "order": LaunchOrder(**data["order"]) if data.get("order") else None,
                 "steady": each(SteadyLaunch, steady),
                 "joined": each(Joined, list(data.get("joined", ()))),
+                "states": each(State, list(data.get("states", ()))),
             }
         )
 
 
 def fixed_bytes(program: Program) -> int:
-    """Bytes that a session uses under any plan: activations, constants, arrays of copied outputs, and host scratch."""
-    return program.arena_bytes + program.constants_bytes + output_bytes(program) + scratch_bytes(program)
+    """Bytes that a session uses under any plan: activations, states, constants, arrays of copied outputs, host scratch."""
+    on_device = program.arena_bytes + program.states_bytes + program.constants_bytes
+    return on_device + output_bytes(program) + scratch_bytes(program)
 
 
 def raw_bytes(program: Program) -> int:

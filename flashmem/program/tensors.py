@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 from flashmem.base.types import ITEMSIZE, Channel, DType, StoredType, TableType
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """An activation in the arena, stored as `dtype`. `nbytes` includes the slack that lets a vector load run past the last
-    element.
+    """An activation in the arena, or a state in the memory of states, from byte `offset` on; stored as `dtype`.
+
+    `nbytes` includes the slack that lets a vector load run past the last element.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Tensor:
     dtype: StoredType
     offset: int
     nbytes: int
+    memory: Literal["arena", "states"] = "arena"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,20 @@ class Port:
 
 
 @dataclass(frozen=True, slots=True)
+class State:
+    """A tensor that a run reads, and leaves changed for the next run: an input of the model and one of its outputs.
+
+    `name` is the ONNX name of the input, `output` that of the output, `tensor` the device tensor that holds both.
+    """
+
+    name: str
+    output: str
+    shape: tuple[int, ...]
+    dtype: str  # as of a `Port`
+    tensor: str
+
+
+@dataclass(frozen=True, slots=True)
 class HostEmbeddingLookup:
     """An embedding lookup on the host: rows of a table, selected by the input `indices`. Only the selected rows are read.
 
@@ -94,8 +110,8 @@ class HostEmbeddingLookup:
     panel: int = 1
 
 
-def port_dtype(port: Port) -> DType:
-    """The element type in which the device computes with a port. The type in memory is the `dtype` of its tensor.
+def port_dtype(port: Port | State) -> DType:
+    """The element type in which the device computes with a port or a state. The type in memory is the `dtype` of its tensor.
 
     Raises:
         ValueError: the port has an unknown dtype.
@@ -117,8 +133,8 @@ def panel_bytes(lookup: HostEmbeddingLookup) -> int:
     return (lookup.columns - 1) * lookup.column_stride + lookup.panel * itemsize
 
 
-def array_bytes(port: Port) -> int:
-    """Bytes of a port's array on the host, in the port's own dtype."""
+def array_bytes(port: Port | State) -> int:
+    """Bytes of a port's or a state's array on the host, in its own dtype."""
     return math.prod(port.shape) * _FLOATS.get(port.dtype, ITEMSIZE[port_dtype(port)])
 
 

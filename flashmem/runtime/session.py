@@ -23,6 +23,7 @@ from flashmem.runtime.engine.engine import Engine
 from flashmem.runtime.engine.opened import OpenedBundle, planned_variant
 from flashmem.runtime.engine.ports import arrays_by_name, chosen_outputs, described, fitting_variant
 from flashmem.runtime.engine.report import RunReport
+from flashmem.runtime.engine.states import States
 from flashmem.runtime.request.compatibility import mode_for
 from flashmem.runtime.request.options import choose_budget, choose_strategy, device_here
 from flashmem.schedule.loads import planned_loads, read_while_opening
@@ -143,6 +144,7 @@ class Session:
 
         Raises:
             ValueError: an input or an output name is unknown, missing or of another shape or dtype; the session stays usable.
+                Or an index is out of range; states are then those of the failed run.
             RunError: the run failed, and the session is closed. Or the session was closed before, or was opened before a fork
                 of this process. Or this very thread is inside a run, interrupted by a callback or a signal handler.
         """
@@ -186,6 +188,35 @@ class Session:
                 yield
             finally:
                 self._busy = False
+
+    def states(self) -> dict[str, Array]:
+        """The states of the model by the names of their inputs, each in its own shape and type; copies, for saving them.
+
+        Raises:
+            RunError: the session is closed, or the device fails.
+        """
+        with self._alone("states"):
+            return self._bound_states().read()
+
+    def set_states(self, states: Mapping[str, Array]) -> None:
+        """Continue from other states: those of `states`, given as `states()` returns them. The others keep their values.
+
+        Raises:
+            ValueError: an unknown name, or an array of another shape or type; no state has changed.
+            RunError: the session is closed, or the device fails.
+        """
+        with self._alone("set_states"):
+            self._bound_states().write(arrays_by_name(states))
+
+    def reset(self) -> None:
+        """Set all states to zeros, as they are when a session opens. Raises RunError like `states`."""
+        with self._alone("reset"):
+            self._bound_states().reset()
+
+    def _bound_states(self) -> States:
+        if self._engine.failure is not None or self._engine.bound is None:
+            raise RunError(f"the session is closed ({self._engine.failure}); open a new one")
+        return self._engine.bound.states
 
     def prepared(self) -> None:
         """Wait until the steady kernels of the next run are ready, if it has any. For measurements.

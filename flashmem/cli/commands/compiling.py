@@ -20,6 +20,7 @@ from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.extras import offline_half
 from flashmem.base.interrupts import EXIT_CODE, blocked, child_environment
 from flashmem.base.paths import VARIABLE, why_unusable
+from flashmem.base.units import read_states
 from flashmem.bundle import cache as bundle_cache
 from flashmem.bundle.shape_variants import asked_for, list_text, read_variants, shapes_text
 from flashmem.cli.commands.temporary_cache import have_cache
@@ -41,6 +42,7 @@ class CompileOptions:
     chunk: str | None = None
     precision: str | None = None
     shape: tuple[str, ...] = ()
+    state: tuple[str, ...] = ()
     preload: tuple[str, ...] = ()
     memory_path: str | None = None
     mode: str | None = None
@@ -53,9 +55,10 @@ class CompileOptions:
     optimize: str | None = None
 
     def check(self) -> None:
-        """Raise UserError for an invalid size or shape, before a child process is started."""
+        """Raise UserError for an invalid size, shape or state, before a child process is started."""
         self.limits()
         read_variants(self.shape)
+        read_states(self.state)
 
     def limits(self) -> Limits:
         """The planning limits in the options. Raises UserError for invalid ones."""
@@ -65,11 +68,11 @@ class CompileOptions:
 
     def target(self) -> dict[str, Any]:
         """The target in the options, as arguments of `flashmem.options.resolve`."""
-        return self._given(_TARGET)
+        return {**self._given(_TARGET), "states": read_states(self.state)}
 
     def keywords(self) -> dict[str, Any]:
         """All options except shapes, as arguments of `flashmem.compile`."""
-        return self._given((*_TARGET, *_LIMITS))
+        return {**self.target(), **self._given(_LIMITS)}
 
     def _given(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: value for name in names if (value := getattr(self, name)) is not None}

@@ -128,6 +128,13 @@ BUNDLE_OPTIONS: dict[str, Any] = {
         Precision | None, typer.Option(help="fp16: weights and activations stored in half; sums in fp32.", show_default="fp32")
     ],
     "shape": Shape,
+    "state": Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="INPUT=OUTPUT|auto",
+            help="Keep an output on the device as the next run's input; repeatable. auto: all pairs named past and present.",
+        ),
+    ],
     "preload": Annotated[list[str] | None, typer.Option(metavar="WEIGHT", help="A weight to keep resident; repeatable.")],
     "memory_path": Annotated[MemoryPath | None, typer.Option(help="Memory objects for weights.", show_default="auto")],
     "mode": Annotated[Mode | None, typer.Option(help="How weights are transferred.", show_default="auto")],

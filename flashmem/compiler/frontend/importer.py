@@ -20,6 +20,7 @@ from flashmem.compiler.frontend.editing import REASON
 from flashmem.compiler.frontend.external_data import check_embedded_data, resolve_external_data
 from flashmem.compiler.frontend.mapped_file import LARGE, load_mapped
 from flashmem.compiler.frontend.shapes import bind_shapes
+from flashmem.compiler.frontend.states import States, named_states, with_states
 from flashmem.compiler.frontend.validation import check_structure, printable, tidy
 from flashmem.compiler.ir.graph import ArrayConstant, Constant, FileConstant, Graph, GraphPort, NibbleConstant, Node, Value
 from flashmem.compiler.ir.limits import check_size, nodes_of
@@ -55,13 +56,18 @@ _NIBBLES: dict[ir.DataType, DType] = {ir.DataType.INT4: "int8", ir.DataType.UINT
 
 
 def import_model(
-    path: str | Path, shapes: Mapping[str, tuple[int, ...]] | None = None, supported: Supported | None = None
+    path: str | Path,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    supported: Supported | None = None,
+    states: States | None = None,
 ) -> Graph:
     """Import the model at `path` with every shape static, in execution order; weights stay in their files.
 
     `shapes` gives sizes to open dimensions: input name to shape. If some operators prevent the import, `supported` checks the
-    others too, so that one error lists them all. Raises MissingFileError for a missing model or data file,
-    UnsupportedModelError for operators, UserError for every other problem of the file or the shapes.
+    others too, so that one error lists them all. `states` pairs inputs and outputs (`flashmem.compiler.frontend.states`).
+
+    Raises MissingFileError for a missing model or data file, UnsupportedModelError for operators, UserError for every other
+    problem of the file, the shapes or the states.
     """
     path = Path(path)
     proto = load_mapped(path)
@@ -75,13 +81,22 @@ def import_model(
     check_embedded_data(proto, path)
     check_structure(proto, path)
     bind_shapes(proto, shapes or {}, path)
+    inputs, outputs = ([value.name for value in values] for values in (_given(proto), proto.graph.output))
+    pairs = () if states is None else named_states(inputs, outputs, states)
+    contrib.mark_states(proto, [past for past, _ in pairs])
     try:
         model = clean_up(proto, is_native)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     except Exception as error:  # for an invalid model, the libraries raise any kind of error
         raise UserError(f"{path} is not a valid ONNX model: {_innermost(error)}") from error
-    return _Importer(model, path, supported).graph()
+    return with_states(_Importer(model, path, supported).graph(), pairs)
+
+
+def _given(proto: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
+    """The inputs that are no initializers."""
+    initialized = {tensor.name for tensor in proto.graph.initializer}
+    return [value for value in proto.graph.input if value.name not in initialized]
 
 
 def collect_unsupported(graph: Graph, supported: Supported) -> None:

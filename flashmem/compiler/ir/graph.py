@@ -162,7 +162,12 @@ class GraphPort:
 
 @dataclass
 class Graph:
-    """A model: nodes in topological order. `widened`: its floating point types that the device computes as float32."""
+    """A model: nodes in topological order.
+
+    Attributes:
+        widened: its floating point types that the device computes as float32.
+        states: an input and an output of each state, by name (`flashmem.compiler.frontend.states`).
+    """
 
     name: str
     inputs: list[GraphPort]
@@ -170,6 +175,7 @@ class Graph:
     nodes: list[Node]
     opset: int = 23
     widened: tuple[str, ...] = ()
+    states: tuple[tuple[str, str], ...] = ()
 
     def consumers(self) -> dict[Value, list[Node]]:
         """The nodes that read each value, in execution order, without duplicates."""

@@ -47,6 +47,7 @@ class PortableGraph:
     nodes: tuple[_Node, ...]
     inputs: tuple[tuple[str, str, int], ...]
     outputs: tuple[tuple[str, str, int], ...]
+    states: tuple[tuple[str, str], ...] = ()
 
     def graph(self) -> Graph:
         """Build the graph."""
@@ -62,7 +63,7 @@ class PortableGraph:
         def ports(rows: Iterable[tuple[str, str, int]]) -> list[GraphPort]:
             return [GraphPort(name, dtype, values[at]) for name, dtype, at in rows]
 
-        return Graph(self.name, ports(self.inputs), ports(self.outputs), nodes, self.opset)
+        return Graph(self.name, ports(self.inputs), ports(self.outputs), nodes, self.opset, states=self.states)
 
 
 def portable(graph: Graph, kept_bytes: int) -> PortableGraph:
@@ -94,7 +95,8 @@ def portable(graph: Graph, kept_bytes: int) -> PortableGraph:
         )
         for node in graph.nodes
     )
-    return PortableGraph(graph.name, graph.opset, tuple(values), nodes, ports(graph.inputs), ports(graph.outputs))
+    inputs, outputs = ports(graph.inputs), ports(graph.outputs)
+    return PortableGraph(graph.name, graph.opset, tuple(values), nodes, inputs, outputs, graph.states)
 
 
 def _light(constant: Constant, nbytes: int, kept_bytes: int) -> Constant:

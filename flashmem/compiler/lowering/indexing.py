@@ -50,10 +50,10 @@ def lower_gather_at(context: LoweringContext, group: FusionGroup) -> None:
 
 
 def _copy(context: LoweringContext, group: FusionGroup) -> None:
-    """Copy the data to the output before updates are written into it; nothing if updates cover all of it."""
-    if group.main.attributes["covered"]:
-        return
+    """Copy the data to the output before updates are written into it; nothing if they cover all of it, or it is there."""
     x, y, fill = group.main.input(0), group.output, group.main.attributes["fill"]
+    if group.main.attributes["covered"] or context.buffers.holds(y, x, 0):
+        return
     source = x if fill is None else None
     number = "" if fill is None else scalar_literal(y.dtype, fill)
     copy_region(context, group, source, y, (y.size,), (1,), (1,), fill=number, part="[copy]")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -22,6 +22,7 @@ from flashmem.compiler.memory.arena import LiveBytes, place_blocks, shapes
 from flashmem.compiler.memory.buffers import assign_buffers
 from flashmem.compiler.memory.constants import host_indices
 from flashmem.compiler.memory.precision import stored_in_half
+from flashmem.compiler.memory.states import graph_states
 from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.compiler.weights.packing_list import OnPiece, PackingList, WeightSink
 from flashmem.compiler.weights.sharing import NOTHING_STORED, Placements, StoredWeights
@@ -30,7 +31,7 @@ from flashmem.program.kernel_text import Source
 from flashmem.program.lanes import lane_kind
 from flashmem.program.launches import first_and_last
 from flashmem.program.program import Program
-from flashmem.program.tensors import HostEmbeddingLookup, Port, Tensor
+from flashmem.program.tensors import HostEmbeddingLookup, Port, State, Tensor
 from flashmem.target.descriptor import DeviceDescriptor
 
 
@@ -102,8 +103,11 @@ def generate(
     aliases = AliasAnalysis(graph, half=half)
     halves = stored_in_half(graph, aliases) if half else frozenset()
 
+    stored_as: dict[Value, Value] = {}  # the next values of states, which are stored as the present ones
+
     def storage(value: Value) -> StoredType:
-        return "float16" if aliases.base(value) in halves else value.dtype
+        base = aliases.base(value)
+        return "float16" if stored_as.get(base, base) in halves else value.dtype
 
     results, copies = _results(graph, aliases)
     gathered: dict[Value, tuple[Node, str]] = {}
@@ -115,7 +119,12 @@ def generate(
         elif not aliases.is_alias(group.main):
             launched.append(group)
     early = [*(port.value for port in graph.inputs), *gathered]
-    buffers = assign_buffers(launched, early, [port.value for port in results if port.value.size], aliases, storage)
+    ends = [port.value for port in results if port.value.size]
+    states, last = graph_states(graph, launched, ends, aliases, storage)
+    launched += last
+    stored_as |= {state.after: state.port.value for state in states if state.after is not state.port.value}
+    ends += stored_as
+    buffers = assign_buffers(launched, early, ends, aliases, storage, stored_as)
     weights = PackingList(descriptor.page_bytes, earlier.size)
     context = LoweringContext(
         descriptor,
@@ -129,7 +138,7 @@ def generate(
         earlier,
     )
     context.cuts = cuts or {}
-    for value in gathered:
+    for value in (*gathered, *(state.port.value for state in states)):
         context.tensor(value)
     for group in launched:
         lower(context, group)
@@ -137,7 +146,8 @@ def generate(
         place_rows(context, node, indices, str(context.tensor(value).value)) for value, (node, indices) in gathered.items()
     ]
     # An input that no kernel reads (it only selects rows, or is unused) has no tensor.
-    inputs = [Port(port.name, port.value.shape, port.dtype, context.known(port.value)) for port in graph.inputs]
+    given = [port for port in graph.inputs if port.name not in dict(graph.states)]
+    inputs = [Port(port.name, port.value.shape, port.dtype, context.known(port.value)) for port in given]
     outputs = [
         Port(port.name, port.value.shape, port.dtype, str(context.tensor(port.value).value) if port.value.size else None)
         for port in results
@@ -145,7 +155,12 @@ def generate(
     hands_over = descriptor.uses_host_memory
     touched = first_and_last(context.launches, "tensor")
     outputs = outputs if hands_over else read_early(context.tensors, touched, outputs, gathers)
-    tensors, arena_bytes, live_bytes = _arena(context, touched, inputs, outputs, gathers)
+    kept = [
+        State(each.port.name, each.output, each.port.value.shape, each.port.dtype, str(context.tensor(each.after).value))
+        for each in states
+    ]
+    in_states, states_bytes = _states(context, kept)
+    tensors, arena_bytes, live_bytes = _arena(context, touched, inputs, outputs, gathers, in_states)
     constants = np.frombuffer(bytes(context.constants) or bytes(TENSOR_ALIGNMENT), np.uint8)
     constants_offset, end = _constants_place(weights, constants.nbytes)
     program = Program(
@@ -153,7 +168,7 @@ def generate(
         precision=precision,
         inputs=tuple(inputs),
         outputs=tuple(outputs),
-        tensors=tensors,
+        tensors=(*tensors, *in_states.values()),
         slices=tuple(context.slices),
         launches=tuple(context.launches),
         host_embeddings=tuple(gathers),
@@ -165,6 +180,8 @@ def generate(
         constants_bytes=constants.nbytes,
         weights_bytes=end,
         status=None if context.status_value is None else str(context.status().value),
+        states=tuple(kept),
+        states_bytes=states_bytes,
     )
     channels = {part.channel for part in program.slices if part.is_image}
     source = context.kernels.source(lane_kind(program), channels)
@@ -173,10 +190,15 @@ def generate(
 
 
 def _results(graph: Graph, aliases: AliasAnalysis) -> tuple[list[GraphPort], list[FusionGroup]]:
-    """The outputs, each with its own tensor: an output that is an input or a constant is copied by an extra launch."""
+    """The outputs, each with its own tensor: an output that is an input or a constant is copied by an extra launch.
+
+    States are no outputs; one that becomes another input is copied too, before that input changes.
+    """
     results, copies, seen = [], [], set()
-    inputs = {port.value for port in graph.inputs}
+    inputs, states = {port.value for port in graph.inputs}, set(dict(graph.states).values())
     for port in graph.outputs:
+        if port.name in states:
+            continue
         base, value = aliases.base(port.value), port.value
         if value.size == 0:
             results.append(port)
@@ -189,17 +211,34 @@ def _results(graph: Graph, aliases: AliasAnalysis) -> tuple[list[GraphPort], lis
     return results, copies
 
 
+def _states(context: LoweringContext, states: Sequence[State]) -> tuple[dict[str, Tensor], int]:
+    """The tensors in the memory of states by name: states one after the other, and ranges of them. And its bytes."""
+    starts: dict[Value, int] = {}
+    end = 0
+    for state in states:
+        tensor = context.tensors[state.tensor]
+        starts[tensor.place.root] = end
+        end += -(-(tensor.nbytes + SLACK) // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+    placed = {
+        name: Tensor(name, t.shape, t.dtype, starts[t.place.root] + t.place.offset, t.nbytes + SLACK, "states")
+        for name, t in context.tensors.items()
+        if t.place.root in starts
+    }
+    return placed, end
+
+
 def _arena(
     context: LoweringContext,
     touched: Mapping[str, tuple[int, int]],
     inputs: Sequence[Port],
     outputs: Sequence[Port],
     gathers: Sequence[HostEmbeddingLookup],
+    elsewhere: Collection[str],
 ) -> tuple[tuple[Tensor, ...], int, int]:
     """The activations in the arena, its bytes, and the most bytes that are needed at once.
 
     A tensor is needed from the launch that first writes it to the last that reads it (`touched`). Inputs are needed from before
-    the first launch, and outputs after the last one.
+    the first launch, and outputs after the last one. Tensors `elsewhere` are not in the arena.
     """
     last = len(context.launches) + 1
     lifetimes = dict(touched)
@@ -212,7 +251,7 @@ def _arena(
         if name is not None:
             end = last if end is None else end
             lifetimes[name] = (lifetimes.get(name, (end, end))[0], end)  # if no launch uses it, its parts are tensors
-    held = {name: context.tensors[name] for name in lifetimes}
+    held = {name: context.tensors[name] for name in lifetimes if name not in elsewhere}
     blocks: dict[Value, str] = {}
     for name, tensor in held.items():
         blocks.setdefault(tensor.place.root, name)

@@ -7,6 +7,7 @@
   has the output's shape and storage, and only the work-item that writes an element reads the operand there. Such kernels differ
   from others (their pointers are not `restrict`), so only groups that need it do so. These are the groups at which, without
   overwriting, more bytes would be alive than at the peak with overwriting.
+- The next value of a state is in the state's memory (`compiler.memory.states`), which nothing else uses.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import MappingProxyType
 
 from flashmem.base.types import ITEMSIZE, SLACK, TENSOR_ALIGNMENT, StoredType
 from flashmem.compiler.ir.fusion_group import FusionGroup
@@ -27,6 +29,8 @@ _WIDEST = 16
 """Elements of the widest vector."""
 
 Storage = Callable[[Value], StoredType]
+
+_NO_STATES: Mapping[Value, Value] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -70,13 +74,15 @@ def assign_buffers(
     results: Collection[Value],
     aliases: AliasAnalysis,
     storage: Storage,
+    states: Mapping[Value, Value] = _NO_STATES,
 ) -> BufferAssignment:
     """Assign memory to all values that `groups` read and write, in the order in which they run.
 
     `early`: values that exist before the first group: inputs, and values that the host writes. `results`: values that the host
-    reads after the last one.
+    reads after the last one. `states`: for the next value of each state, the input in whose memory it is.
     """
     trees = _Trees(groups, early, results, aliases, storage)
+    trees.keep(states)
     trees.join_parts(groups)
     apart = trees.alive()
     everywhere = trees.copy()
@@ -159,6 +165,7 @@ class _Trees:
     ) -> None:
         self._aliases, self._storage, self._groups = aliases, storage, len(groups)
         self.overwritten: dict[Node, Value] = {}
+        self._states: set[Value] = set()
         self._early, self._results = set(early), {aliases.base(value) for value in results}
         items = {value: self._item(value, 0) for value in early}
         for at, group in enumerate(groups, start=1):
@@ -221,6 +228,14 @@ class _Trees:
                 if touching:
                     yield stop - start, tuple(sorted(touching))
 
+    # -- states
+
+    def keep(self, states: Mapping[Value, Value]) -> None:
+        """Store the next values of states, given with the present ones, in these; nothing else is stored there."""
+        for after, now in states.items():
+            self._merge(after, now, 0)
+            self._states.add(now)
+
     # -- parts of a Concat
 
     def join_parts(self, groups: Sequence[FusionGroup]) -> None:
@@ -238,6 +253,8 @@ class _Trees:
         base, low, high = self._span(part)
         item = self._item_of.get(base)
         if item is None or (low, high) != (0, item.nbytes) or base in self._early or base in self._results:
+            return
+        if self._root_of[whole] in self._states:
             return
         storage = self._storage(whole)
         at = start * ITEMSIZE[storage]
@@ -300,7 +317,7 @@ class _Trees:
         base, start, _ = self._span(operand)
         read, made = self._item_of[base], self._item_of[group.output]
         old, new = self._root_of[base], self._root_of[group.output]
-        if old is new:
+        if old is new or old in self._states or new in self._states:
             return False
         shift = read.at + start - made.at  # distance from the new root's start to the old one's
         for one in self.members[old]:

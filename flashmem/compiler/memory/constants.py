@@ -24,5 +24,5 @@ def host_indices(node: Node, graph: Graph) -> str | None:
         return None
     if nbytes_of(table) <= RESIDENT_CONSTANT_BYTES:
         return None
-    source = unreshaped(indices)
-    return next((port.name for port in graph.inputs if port.value is source), None)
+    source, states = unreshaped(indices), dict(graph.states)
+    return next((port.name for port in graph.inputs if port.value is source and port.name not in states), None)

@@ -5,8 +5,8 @@ half.
 
 The results of groups are stored in half, except for
 
-- inputs and outputs that are float32 for the user. The first and the last kernel convert them at load and store, which costs
-  nothing. The host would need time and an array of the same size;
+- inputs and outputs that are float32 for the user, apart from states. The first and the last kernel convert them at load and
+  store, which costs nothing. The host would need time and an array of the same size;
 - tensors so small that half saves no memory: scales, statistics of a few rows;
 - values from which positions are computed (`Operator.keep_fp32`: sampling grids, rectangles; operands of a cast to integers);
 - sums that a kernel updates in memory, and the state that a recurrence passes from step to step.
@@ -33,11 +33,12 @@ SMALL = (TENSOR_ALIGNMENT - SLACK) // 4
 
 def stored_in_half(graph: Graph, aliases: AliasAnalysis) -> frozenset[Value]:
     """The activations of `graph` that are stored in half: those with separate memory, or that share it (`aliases`)."""
-    groups = fuse(graph)
-    inputs = [port for port in graph.inputs if port.dtype == "float16"]
+    groups, states = fuse(graph), {name for pair in graph.states for name in pair}
+    inputs = [port for port in graph.inputs if port.dtype == "float16" or port.name in states]
     written = [value for group in groups for value in group.written]
     found = {aliases.base(value) for value in (*(port.value for port in inputs), *written)}
-    kept = {aliases.base(port.value) for port in (*graph.inputs, *graph.outputs) if port.dtype != "float16"}
+    ports = [port for port in (*graph.inputs, *graph.outputs) if port.dtype != "float16" and port.name not in states]
+    kept = {aliases.base(port.value) for port in ports}
     kept |= {aliases.base(value) for group in groups for value in _keep_fp32(group)}
     return frozenset(value for value in found - kept if value.dtype == "float32" and value.size > SMALL)
 

@@ -13,6 +13,7 @@ from flashmem.runtime.engine.activations import Activations
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.executor import Executor, KernelSource, Resources, Step, make_steps
 from flashmem.runtime.engine.opened import Kernels, OpenedBundle
+from flashmem.runtime.engine.states import States
 from flashmem.runtime.kernels.steady import needed_residents, usable_launches
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Kernel, Memory, Queue
@@ -179,7 +180,13 @@ class BoundKernels:
     """The launches of a model, with their kernels' arguments set."""
 
     def __init__(
-        self, device: DeviceInUse, opened: OpenedBundle, kernels: Kernels, activations: Activations, weights: WeightStore
+        self,
+        device: DeviceInUse,
+        opened: OpenedBundle,
+        kernels: Kernels,
+        activations: Activations,
+        states: States,
+        weights: WeightStore,
     ) -> None:
         """Set the arguments of the first run's kernels.
 
@@ -192,7 +199,7 @@ class BoundKernels:
         assert activations.arena is not None
         memories = dict.fromkeys(opened.slices) if transfer.binds_late else transfer.memories
         self._resources: Resources | None = Resources(
-            weights.ledger, activations.arena, activations.constants, memories, staged
+            weights.ledger, activations.arena, activations.constants, memories, staged, states.memory
         )
         self._steady: Steady | None = None
         self._rebinds = True  # the steps of the first run differ from those of later runs
@@ -298,10 +305,11 @@ class BoundProgram:
         self.opened, self.ledger, self._device, self._compiled = opened, ledger, device, kernels
         self.has_run = False
         try:
+            self.states = States(opened.program, ledger, device.queue)
             self.activations = Activations(device, opened, ledger, queue)
             self.weights = WeightStore(device, opened, ledger, plan, layout)
             try:
-                self.kernels = BoundKernels(device, opened, kernels, self.activations, self.weights)
+                self.kernels = BoundKernels(device, opened, kernels, self.activations, self.states, self.weights)
             except BaseException:
                 self.weights.close()
                 raise
@@ -313,7 +321,7 @@ class BoundProgram:
     def change_variant(self, opened: OpenedBundle, kernels: Kernels, plan: OverlapPlan, layout: PoolLayout) -> None:
         """Change to another shape variant of the bundle: its activations and constants replace the current ones.
 
-        Weights stay resident if `layout` has them in the same places. No run may be loading.
+        States keep their content. Weights stay resident if `layout` has them in the same places. No run may be loading.
 
         Raises:
             RunError: the device or the budget refuses; the bound program can only be closed then.
@@ -328,7 +336,7 @@ class BoundProgram:
         self.activations = Activations(device, opened, ledger, device.queue)
         resident = frozenset[str]() if after is None else stays
         self.weights = WeightStore(device, opened, ledger, plan, layout, after=after, resident=resident)
-        self.kernels = BoundKernels(device, opened, kernels, self.activations, self.weights)
+        self.kernels = BoundKernels(device, opened, kernels, self.activations, self.states, self.weights)
 
     def release_weights(self) -> None:
         """Free the places of all weights; activations stay. No run may be loading, and none can begin afterwards."""
@@ -343,7 +351,7 @@ class BoundProgram:
         """
         self._compiled = kernels
         self.weights = WeightStore(self._device, self.opened, self.ledger, plan, layout)
-        self.kernels = BoundKernels(self._device, self.opened, kernels, self.activations, self.weights)
+        self.kernels = BoundKernels(self._device, self.opened, kernels, self.activations, self.states, self.weights)
 
     def ran(self, resident: frozenset[str]) -> None:
         """Record that a run is over and leaves these slices resident."""
@@ -365,5 +373,6 @@ class BoundProgram:
             self.weights.close()
         self.kernels.forget()
         self.activations.forget()
+        self.states.forget()
         with suppress(RunError):
             self.ledger.close()

@@ -81,6 +81,7 @@ class Resources:
     constants: Memory | None
     weights: Mapping[str, Memory]  # None: set before a launch (`Transfer.binds_late`)
     staged: Mapping[str, Memory]  # where streamed slices wait for the copy to their places
+    states: Memory | None = None
 
 
 class KernelSource(Protocol):
@@ -169,7 +170,8 @@ class _Binder:
             return resources.weights[str(arg.value)]
         if arg.kind == "tensor":
             tensor = self._tensors[str(arg.value)]
-            return resources.ledger.part("arena", resources.arena, tensor.offset, tensor.nbytes)
+            whole = resources.states if tensor.memory == "states" else resources.arena
+            return resources.ledger.part(tensor.memory, whole, tensor.offset, tensor.nbytes)
         return resources.ledger.part("constants", resources.constants, int(arg.value), arg.nbytes)
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from flashmem.base.types import StoredType
 from flashmem.bundle.shape_variants import which_fits
-from flashmem.program.tensors import HostEmbeddingLookup, Port, Tensor, panel_bytes
+from flashmem.program.tensors import HostEmbeddingLookup, Port, State, Tensor, panel_bytes
 from flashmem.runtime.streaming.weight_file import Reader
 
 Array = NDArray[Any]
@@ -112,8 +112,8 @@ def to_device(tensor: Tensor, array: Array) -> Array:
     return np.asarray(array) if array.dtype == dtype else np.ascontiguousarray(array, dtype)
 
 
-def from_device(port: Port, array: Array) -> Array:
-    """`array`, as read from the device, in the port's dtype; the same memory if the dtype is equal."""
+def from_device(port: Port | State, array: Array) -> Array:
+    """`array`, as read from the device, in the dtype of the port or state; the same memory if the dtype is equal."""
     with np.errstate(over="ignore"):  # a value too large for float16 becomes infinite
         return array.astype(numpy_dtype(port.dtype), copy=False)
 

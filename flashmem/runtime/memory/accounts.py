@@ -19,7 +19,7 @@ from typing import Literal
 from flashmem.base.errors import RunError
 from flashmem.base.units import format_size
 
-Category = Literal["constants", "arena", "outputs", "staging", "weights"]
+Category = Literal["constants", "arena", "states", "outputs", "staging", "weights"]
 
 _REMEMBERED = 1 << 16
 """The most changes of the total that a budget remembers."""

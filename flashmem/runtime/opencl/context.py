@@ -194,10 +194,10 @@ class Queue:
         with _explained("write to a buffer"):
             undocumented.enqueue_write_buffer(self.handle, buffer, data, offset).wait()
 
-    def read(self, data: NDArray[Any], buffer: Memory) -> None:
-        """Copy a buffer to a contiguous host array, and wait."""
+    def read(self, data: NDArray[Any], buffer: Memory, *, offset: int = 0) -> None:
+        """Copy a buffer from byte `offset` on to a contiguous host array, and wait."""
         with _explained("read a buffer"):
-            undocumented.enqueue_read_buffer(self.handle, buffer, data, blocking=True)
+            undocumented.enqueue_read_buffer(self.handle, buffer, data, offset, blocking=True)
 
     def read_later(self, data: NDArray[Any], buffer: Memory) -> Event:
         """Enqueue a copy of a buffer to a contiguous host array; its event."""

@@ -36,9 +36,9 @@ def enqueue_write_buffer(queue: Any, buffer: Any, data: Any, offset: int) -> Any
     return cl._cl._enqueue_write_buffer(queue, buffer, data, offset, is_blocking=False)
 
 
-def enqueue_read_buffer(queue: Any, buffer: Any, data: Any, *, blocking: bool) -> Any:
-    """Copy a buffer to a contiguous host array, or start to; its event."""
-    return cl._cl._enqueue_read_buffer(queue, buffer, data, is_blocking=blocking)
+def enqueue_read_buffer(queue: Any, buffer: Any, data: Any, offset: int = 0, *, blocking: bool) -> Any:
+    """Copy a buffer from byte `offset` on to a contiguous host array, or start to; its event."""
+    return cl._cl._enqueue_read_buffer(queue, buffer, data, offset, is_blocking=blocking)
 
 
 def enqueue_write_image(

@@ -91,7 +91,8 @@ def _too_large(layout: PoolLayout, device: Device) -> str:
 def _misfit(program: Program, device: Device) -> str:
     """The memory object of the program that the device cannot allocate, for a message; "" if it can allocate all."""
     most = device.max_alloc_bytes
-    for what, nbytes in (("activations", program.arena_bytes), ("constants", program.constants_bytes)):
+    memories = {"activations": program.arena_bytes, "states": program.states_bytes, "constants": program.constants_bytes}
+    for what, nbytes in memories.items():
         if 0 < most < nbytes:
             return f"has {nbytes} bytes of {what} in one buffer, and {device.name} allocates at most {most} at a time"
     if program.memory_path == "texture" and device.has_images:

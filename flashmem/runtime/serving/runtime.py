@@ -117,6 +117,11 @@ class Runtime:
         self._refuse_forked()
         self._worker.refuse_closed()
         opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+        if opened.program.states:
+            raise UserError(
+                f"bundle {opened.path} keeps states from one run to the next, and the requests of a runtime are independent; "
+                f"open it in a session"
+            )
         variants: list[LoadedModel] = []
         try:
             for index in range(len(opened.variants)):

@@ -314,6 +314,7 @@ def _gathered_bytes(program: Program) -> int:
 def _allocations(program: Program, layout: PoolLayout) -> tuple[Allocation, ...]:
     """The allocations in the engine's order, without mapped pages, which change during a run."""
     return (
+        Allocation("states", program.states_bytes),
         Allocation("arena", program.arena_bytes),
         Allocation("constants", program.constants_bytes),
         Allocation("outputs", output_bytes(program)),

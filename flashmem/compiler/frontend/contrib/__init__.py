@@ -10,14 +10,14 @@ are known. A node that cannot be expanded stays, with the reason in its metadata
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import onnx
 import onnx_ir as ir
 
 from flashmem.compiler.frontend.contrib import attention, fused, grouped, normalization, others, quantized
-from flashmem.compiler.frontend.contrib.expansion import Expand, Expansion, RefusedError, UnknownShapeError
+from flashmem.compiler.frontend.contrib.expansion import STATE, Expand, Expansion, RefusedError, UnknownShapeError
 from flashmem.compiler.ir.limits import nodes_of
 
 DOMAIN = "com.microsoft"
@@ -51,6 +51,13 @@ def mark(model: onnx.ModelProto) -> None:
                 if DOMAIN not in versions:
                     versions[DOMAIN] = 1
                     model.opset_import.add(domain=DOMAIN, version=1)
+
+
+def mark_states(model: onnx.ModelProto, states: Collection[str]) -> None:
+    """Mark, in place, the nodes whose caches are these inputs, which the next run reads as this run leaves them."""
+    for node in model.graph.node:
+        if node.domain == DOMAIN and states and set(node.input) & set(states):
+            node.metadata_props.add(key=STATE, value="1")
 
 
 def expand(node: ir.Node, opset: int) -> tuple[Sequence[ir.Value], Sequence[ir.Node]] | None:

@@ -22,6 +22,10 @@ class UnknownShapeError(Exception):
     """The shape of an input is not known yet."""
 
 
+STATE = "flashmem.state"
+"""The key in a node's metadata that says that its cache is a state (`flashmem.compiler.frontend.states`)."""
+
+
 @dataclass
 class Expansion:
     """One node and its replacement nodes, for a model of ONNX operator set `opset`.

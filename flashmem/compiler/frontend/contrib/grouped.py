@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -18,7 +19,7 @@ from flashmem.compiler.frontend.contrib.attention import (
     merge,
     split_heads,
 )
-from flashmem.compiler.frontend.contrib.expansion import Expand, Expansion, RefusedError
+from flashmem.compiler.frontend.contrib.expansion import STATE, Expand, Expansion, RefusedError
 
 
 def _group_query(e: Expansion) -> list[ir.Value | None]:
@@ -63,7 +64,8 @@ class _Cache:
 
     `seen` is the mask of keys that a query sees, and `positions` the positions of the queries, [B, S]. `rows` are the indices
     of all keys, for every head, in the concatenation of the earlier and the new ones, [B, M, T]; None if that is their order.
-    `filled` is the mask of keys that exist, [B, 1, T, 1].
+    `filled` is the mask of keys that exist, [B, 1, T, 1]. `places` is set instead if the cache is a state: the indices of the
+    new keys in it, [B, M, S, 3].
     """
 
     past: int
@@ -72,6 +74,7 @@ class _Cache:
     positions: ir.Value
     rows: ir.Value | None = None
     filled: ir.Value | None = None
+    places: ir.Value | None = None
 
 
 def _cache(e: Expansion, batch: int, groups: int, length: int, size: int) -> _Cache:
@@ -88,6 +91,8 @@ def _cache(e: Expansion, batch: int, groups: int, length: int, size: int) -> _Ca
         seen = e.constant(_visible(e, places[:, None], np.arange(past + length)), dtype=np.bool_)
         positions = e.constant(np.broadcast_to(places, (batch, length)), dtype=np.int64)
         return _Cache(past, past + length, seen, e.optional(9) or positions)
+    if STATE in e.node.metadata_props:
+        return _state(e, batch, groups, length, past)
     wanted = e.known(e.input(6))
     if wanted is None or wanted.size != 1:
         raise RefusedError("of earlier keys, whose total_sequence_length (input 6) is computed at run time,")
@@ -107,13 +112,8 @@ def _filled_in_part(e: Expansion, batch: int, groups: int, length: int, past: in
     if wanted < length:
         raise RefusedError(f"of {length} words with a total_sequence_length of {wanted}")
 
-    def whole(*numbers: int) -> ir.Value:
-        return e.constant(numbers, dtype=np.int32)
-
-    if wanted == length:  # the first call
-        earlier = e.constant(np.zeros((batch, 1)), dtype=np.int32)
-    else:
-        earlier = e.op("Add", e.reshape(e.input(5), batch, 1), whole(1 - length))
+    whole, is_first_call = partial(_whole, e), wanted == length
+    earlier = e.constant(np.zeros((batch, 1)), dtype=np.int32) if is_first_call else _earlier(e, batch, length)
     keys = e.constant(np.arange(total)[None], dtype=np.int32)
     new = e.op("Add", e.op("Sub", keys, earlier), whole(past))
     there = e.op("Less", keys, e.op("Add", earlier, whole(length)))
@@ -121,18 +121,54 @@ def _filled_in_part(e: Expansion, batch: int, groups: int, length: int, past: in
     first = e.constant(np.arange(batch * groups).reshape(batch, groups, 1) * (past + length), dtype=np.int32)
     rows = e.op("Add", e.reshape(rows, batch, 1, total), first)
     places = e.op("Add", earlier, e.constant(np.arange(length)[None], dtype=np.int32))
-    ends = e.reshape(places, batch, 1, length, 1)
-    seen = e.op("Less", keys, e.op("Add", ends, whole(1)))
-    if (window := e.integer("local_window_size", -1)) > 0:
-        seen = e.op("And", seen, e.op("Less", e.op("Sub", ends, whole(window)), keys))
     positions = e.optional(9) or e.cast(places, ir.DataType.INT64)
+    seen = _seen(e, places, keys, (batch, length))
     return _Cache(past, total, seen, positions, rows, e.reshape(there, batch, 1, total, 1))
+
+
+def _state(e: Expansion, batch: int, groups: int, length: int, past: int) -> _Cache:
+    """A cache of fixed length in which new keys replace those at their places, so that it can be written in place.
+
+    Input 6, the number of keys at the end of the longest sentence, may be computed at run time.
+    """
+    earlier = _earlier(e, batch, length)
+    if length > 1:  # in a first call, sentences begin at 0 and may end before the longest
+        is_first = e.op("Equal", e.reshape(e.input(6), 1, 1), _whole(e, length))
+        earlier = e.op("Where", is_first, _whole(e, 0), earlier)
+    places = e.op("Add", earlier, e.constant(np.arange(length)[None], dtype=np.int32))
+    positions = e.optional(9) or e.cast(places, ir.DataType.INT64)
+    shape = (batch, groups, length, 1)
+    first = [np.broadcast_to(np.arange(n).reshape(-1, *[1] * (3 - axis)), shape) for axis, n in enumerate((batch, groups))]
+    row = e.op("Expand", e.reshape(e.cast(places, ir.DataType.INT64), batch, 1, length, 1), e.integers(*shape))
+    at = e.op("Concat", e.constant(np.concatenate(first, 3), dtype=np.int64), row, axis=3)
+    keys = e.constant(np.arange(past)[None], dtype=np.int32)
+    return _Cache(past, past, _seen(e, places, keys, (batch, length)), positions, places=at)
+
+
+def _earlier(e: Expansion, batch: int, length: int) -> ir.Value:
+    """The number of earlier keys of each sentence, [B, 1]."""
+    return e.op("Add", e.reshape(e.input(5), batch, 1), _whole(e, 1 - length))
+
+
+def _whole(e: Expansion, *numbers: int) -> ir.Value:
+    return e.constant(numbers, dtype=np.int32)
+
+
+def _seen(e: Expansion, places: ir.Value, keys: ir.Value, shape: tuple[int, int]) -> ir.Value:
+    """The mask of keys that the queries at `places`, of `shape` (B, S), see."""
+    ends = e.reshape(places, shape[0], 1, shape[1], 1)
+    seen = e.op("Less", keys, e.op("Add", ends, _whole(e, 1)))
+    if (window := e.integer("local_window_size", -1)) > 0:
+        seen = e.op("And", seen, e.op("Less", e.op("Sub", ends, _whole(e, window)), keys))
+    return seen
 
 
 def _cached(e: Expansion, cache: _Cache, index: int, new: ir.Value) -> ir.Value:
     """Keys or values, [B, M, T, H]: the cache in input `index` and the new ones."""
     if not cache.past:
         return new
+    if cache.places is not None:
+        return e.op("ScatterND", e.input(index), cache.places, new)
     joined = e.op("Concat", e.input(index), new, axis=2)
     if cache.rows is None or cache.filled is None:
         return joined

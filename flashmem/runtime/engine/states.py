@@ -1,0 +1,89 @@
+"""States of a model on a device: memory that keeps its content from one run to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashmem.program.program import Program
+from flashmem.program.tensors import Port, State, Tensor
+from flashmem.runtime.engine.ports import check_inputs, from_device, numpy_dtype, to_device
+from flashmem.runtime.memory.ledger import Ledger
+from flashmem.runtime.opencl.context import Memory, Queue
+
+Array = NDArray[Any]
+
+_PIECE = 1 << 14
+"""Elements that are converted or cleared at once, so that no second array of a state exists."""
+
+
+class States:
+    """The states of a model. All shape variants of a bundle share them."""
+
+    def __init__(self, program: Program, ledger: Ledger, queue: Queue) -> None:
+        """Allocate the states, all zeros. Raises RunError if the device or the budget refuses."""
+        self._queue = queue
+        self._states = {state.name: state for state in program.states}
+        self._tensors = {tensor.name: tensor for tensor in program.tensors if tensor.memory == "states"}
+        self.memory: Memory | None = None
+        self._parts: dict[str, Memory] = {}
+        if program.states_bytes:
+            self.memory = ledger.buffer("states", program.states_bytes, "the states")
+            for state in program.states:
+                tensor = self._tensors[state.tensor]
+                self._parts[state.name] = ledger.part("states", self.memory, tensor.offset, tensor.nbytes)
+            self.reset()
+
+    def reset(self) -> None:
+        """Fill all states with zeros. Raises RunError if the device fails."""
+        for state in self._states.values():
+            tensor = self._tensors[state.tensor]
+            zeros = np.zeros(min(_PIECE, _elements(tensor)), tensor.dtype)
+            for first in range(0, _elements(tensor), _PIECE):
+                self._write(state, first, zeros[: _elements(tensor) - first])
+
+    def read(self) -> dict[str, Array]:
+        """The states by the names of their inputs, in the types of the model. Raises RunError if the device fails."""
+        return {name: self._read(state) for name, state in self._states.items()}
+
+    def write(self, arrays: Mapping[str, Array]) -> None:
+        """Replace states, given by the names of their inputs.
+
+        Raises:
+            ValueError: an unknown name, or an array of another shape or type; no state has changed.
+            RunError: the device fails.
+        """
+        unknown = [name for name in arrays if name not in self._states]
+        if unknown:
+            raise ValueError(f"the model has no state {unknown[0]!r}; it has: {', '.join(self._states) or 'none'}")
+        states = [self._states[name] for name in arrays]
+        check_inputs([Port(each.name, each.shape, each.dtype, each.tensor) for each in states], arrays)
+        for state in states:
+            tensor, given = self._tensors[state.tensor], arrays[state.name].reshape(-1)
+            for first in range(0, given.size, _PIECE):
+                self._write(state, first, to_device(tensor, given[first : first + _PIECE]))
+
+    def _write(self, state: State, first: int, data: Array) -> None:
+        self._queue.write(self._parts[state.name], np.ascontiguousarray(data), offset=first * data.itemsize)
+
+    def _read(self, state: State) -> Array:
+        tensor = self._tensors[state.tensor]
+        result = np.empty(_elements(tensor), numpy_dtype(state.dtype))
+        piece = np.empty(min(_PIECE, result.size), tensor.dtype)
+        for first in range(0, result.size, _PIECE):
+            part = piece[: result.size - first]
+            self._queue.read(part, self._parts[state.name], offset=first * part.itemsize)
+            result[first : first + part.size] = from_device(state, part)
+        return result.reshape(state.shape)
+
+    def forget(self) -> None:
+        """Drop all references to device memory. The ledger still counts it."""
+        self._parts.clear()
+        self.memory = None
+
+
+def _elements(tensor: Tensor) -> int:
+    return int(np.prod(tensor.shape, dtype=np.int64))
