@@ -24,6 +24,8 @@ from flashmem.compiler.ir.limits import DEPTH
 
 _ROUNDS = 8 + DEPTH  # one round resolves a branch with a constant condition, the next sees the nodes inside it
 
+_COMMON = 1 << 16  # bytes of a constant whose copies are found: masks and positions, which exporters repeat in each layer
+
 # For data computed at run time these have no static size, and their definitions are endless loops.
 _UNSIZED = {"Range"}
 
@@ -73,8 +75,8 @@ def clean_up(proto: onnx.ModelProto, is_native: Callable[[str], bool]) -> ir.Mod
                 break  # no definition for this operator set
             model = ir.from_proto(proto)
             _simplify(model, is_native)
+        passes.DeduplicateInitializersPass(size_limit=_COMMON)(model)  # first: nodes are common if they read the same constants
         passes.CommonSubexpressionEliminationPass()(model)
-        passes.DeduplicateInitializersPass()(model)
         _separate_outputs(model.graph)
         passes.RemoveUnusedNodesPass()(model)
         _name_outputs(model.graph, names)
