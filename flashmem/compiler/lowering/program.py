@@ -122,7 +122,7 @@ def generate(
     ends = [port.value for port in results if port.value.size]
     states, last = graph_states(graph, launched, ends, aliases, storage)
     launched += last
-    stored_as |= {state.after: state.port.value for state in states if state.after is not state.port.value}
+    stored_as |= {state.after: state.port.value for state in states}
     ends += stored_as
     buffers = assign_buffers(launched, early, ends, aliases, storage, stored_as)
     weights = PackingList(descriptor.page_bytes, earlier.size)

@@ -233,7 +233,8 @@ class _Trees:
     def keep(self, states: Mapping[Value, Value]) -> None:
         """Store the next values of states, given with the present ones, in these; nothing else is stored there."""
         for after, now in states.items():
-            self._merge(after, now, 0)
+            if after is not now:
+                self._merge(after, now, 0)
             self._states.add(now)
 
     # -- parts of a Concat
