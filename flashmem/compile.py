@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from flashmem.base.errors import BudgetError, MissingFileError, UserError
-from flashmem.base.types import MemoryPath, Optimize, TransferMode
+from flashmem.base.types import MemoryPath, Optimize, States, TransferMode
 from flashmem.base.version import __version__
 from flashmem.bundle.bundle import Bundle, ShapeVariant
 from flashmem.bundle.cache import find_or_make
@@ -27,7 +27,6 @@ from flashmem.compiler.adaptive.unfusion import may_refine, refine
 from flashmem.compiler.frontend.external_data import model_files
 from flashmem.compiler.frontend.importer import collect_unsupported, import_model
 from flashmem.compiler.frontend.mapped_file import load_mapped
-from flashmem.compiler.frontend.states import States
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.lowering.program import Generated, sharing_weights, stored_by, write_weights
 from flashmem.compiler.lowering.steady import with_steady

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import get_args
 
 from flashmem.base.errors import UserError
-from flashmem.base.types import Optimize
-from flashmem.compiler.frontend.states import States
+from flashmem.base.types import Optimize, States
 from flashmem.compiler.options import Options, Precision
 from flashmem.planning.limits import Limits
 from flashmem.runtime.request.options import choose_mode, find_descriptor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 MemoryPath = Literal["buffer", "texture"]
@@ -24,6 +25,10 @@ OperatorClass = Literal["elemental", "reusable", "hierarchical"]
 
 Optimize = Literal["cold", "steady"]
 """Whether kernels are chosen for the first answer, including their build and load times, or for later answers."""
+
+
+States = Mapping[str, str] | Literal["auto"]
+"""The output that becomes each input of the next run, by the input's name; "auto": pairs that are named past and present."""
 
 
 TableType = Literal["float32", "float16", "int8", "uint8", "int4", "uint4"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal
 
 from flashmem.base.errors import UserError
+from flashmem.base.types import States
 
 _FACTORS = {
     "": 1, "B": 1,
@@ -62,7 +62,7 @@ def parse_shape(text: str) -> tuple[str, tuple[int, ...]]:
     return name, tuple(int(part) for part in parts)
 
 
-def read_states(texts: Sequence[str]) -> dict[str, str] | Literal["auto"] | None:
+def read_states(texts: Sequence[str]) -> States | None:
     """The states in `--state h=h_next --state c=c_next`, the input's name before the output's; or in `--state auto`.
 
     Raises:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from flashmem.base.types import Optimize, TransferMode
-from flashmem.compiler.frontend.states import States
+from flashmem.base.types import Optimize, States, TransferMode
 from flashmem.planning.limits import Limits
 from flashmem.target.descriptor import DeviceDescriptor
 

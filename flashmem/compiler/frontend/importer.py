@@ -13,14 +13,14 @@ import onnx
 import onnx_ir as ir
 
 from flashmem.base.errors import UnsupportedModelError, UserError
-from flashmem.base.types import DType
+from flashmem.base.types import DType, States
 from flashmem.compiler.frontend import contrib
 from flashmem.compiler.frontend.cleanup import clean_up
 from flashmem.compiler.frontend.editing import REASON
 from flashmem.compiler.frontend.external_data import check_embedded_data, resolve_external_data
 from flashmem.compiler.frontend.mapped_file import LARGE, load_mapped
 from flashmem.compiler.frontend.shapes import bind_shapes
-from flashmem.compiler.frontend.states import States, named_states, with_states
+from flashmem.compiler.frontend.states import named_states, with_states
 from flashmem.compiler.frontend.validation import check_structure, printable, tidy
 from flashmem.compiler.ir.graph import ArrayConstant, Constant, FileConstant, Graph, GraphPort, NibbleConstant, Node, Value
 from flashmem.compiler.ir.limits import check_size, nodes_of

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
-from typing import Literal
 
 from flashmem.base.errors import UserError
+from flashmem.base.types import States
 from flashmem.compiler.ir.graph import Graph, GraphPort
-
-States = Mapping[str, str] | Literal["auto"]
-"""The output that becomes each input of the next run, by the input's name; "auto": pairs that are named past and present."""
 
 _PAST = re.compile(r"^past(?:_key_values)?(?=[._])")
 _PRESENTS = ("present", "present_key_values")
