@@ -27,6 +27,7 @@ from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.target.descriptor import load_descriptor
 from flashmem.tools.zoo.graphs import zoo_graph
+from tests.support import state_models
 from tests.support.decoders import Decoder, llama, smollm2
 
 HERE = Path(__file__).parent
@@ -75,6 +76,12 @@ def _decoder(decoder: Callable[[], Decoder]) -> Make:
     return made
 
 
+def _with_states(folder: Path) -> Graph:
+    """A decoder whose cache is written in place."""
+    onnx.save(state_models.decoder([1]).proto, folder / "decoder.onnx")
+    return import_model(folder / "decoder.onnx", {"x": (1, 1, state_models.HIDDEN)}, why_unsupported, "auto")
+
+
 def _known(name: str) -> Make:
     return lambda folder: zoo_graph(name)
 
@@ -110,6 +117,7 @@ class _Examples(quantization.CalibrationDataReader):  # type: ignore[misc]  # on
 
 
 MODELS: dict[str, Make] = {
+    "decoder-with-states": _with_states,
     "deepvit-204m": _known("deepvit-204m"),
     "depthanything-tiny": _exported("depthanything-tiny"),
     "gpt2": _known("gpt2"),
