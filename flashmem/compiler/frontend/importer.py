@@ -163,6 +163,7 @@ class _Importer:
                 self._constant(value)
         nodes: list[Node] = []
         offenders: list[tuple[str, str]] = []
+        followers: list[tuple[str, str]] = []  # refused only because another node is
         for node in source:
             if node.op_type == "Constant" and not node.inputs:  # an output of the model
                 (output,) = node.outputs
@@ -177,10 +178,12 @@ class _Importer:
                 self.values[node.outputs[0]] = folded
                 continue
             if reason is not None:
-                offenders.append((made.name, reason))
+                (followers if not is_shaped and reason.endswith(contrib.WITHOUT_SHAPES) else offenders).append(
+                    (made.name, reason)
+                )
             nodes.append(made)
         if self.shapeless or any(_never(node) for node in source):
-            _refuse(offenders)
+            _refuse(offenders or followers)
         if self.shapeless:
             names = ", ".join(sorted(_printable(str(value.name)) for value in self.shapeless))
             raise UserError(f"{self.path}: no static shape can be inferred for {names}")

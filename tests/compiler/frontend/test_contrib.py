@@ -363,6 +363,14 @@ def test_all_that_cannot_be_expanded_is_listed_at_once(tmp_path: Path) -> None:
     assert [name for name, _ in refused.nodes] == ["Attention", "Inverse"]
 
 
+def test_only_the_cause_of_a_refusal_is_listed(tmp_path: Path) -> None:
+    nodes = [node("Attention", ["x", "w"], ["a"]), node("FastGelu", ["a"], ["b"]), node("FusedMatMul", ["b", "w"])]
+    refused = refusal(nodes, {"x": X, "w": floats(6, 18)}, tmp_path / "m.onnx")
+    assert isinstance(refused, UnsupportedModelError)
+    assert [name for name, _ in refused.nodes] == ["Attention"]
+    assert str(refused).startswith("the model has 1 node that flashmem cannot run: com.microsoft.Attention")
+
+
 def test_a_function_of_the_file_wins(tmp_path: Path) -> None:
     body = [helper.make_node("Mul", ["a", "a"], ["b"])]
     function = helper.make_function("com.microsoft", "Gelu", ["a"], ["b"], body, [helper.make_opsetid("", 17)])

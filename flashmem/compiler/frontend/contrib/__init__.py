@@ -27,6 +27,8 @@ for _family in (attention, fused, grouped, normalization, others, quantized):
     _EXPANSIONS |= _family.EXPANSIONS
 
 _REASON = "flashmem.reason"
+WITHOUT_SHAPES = "of inputs without static shapes is not implemented"
+"""The end of the reason why a node was not expanded whose inputs no node could give a shape."""
 
 # Operators that ONNX Runtime registers in ONNX's own domain, and the first operator set in which ONNX has them.
 _IN_ONNX = {"SimplifiedLayerNormalization": None, "LayerNormalization": 17}
@@ -100,7 +102,7 @@ def why_not(node: ir.Node) -> str | None:
     if (reason := node.metadata_props.get(_REASON)) is not None:
         return f"{reason}: {_SAVE_AGAIN}"
     if node.domain == DOMAIN and node.op_type in _EXPANSIONS:
-        return f"{name} of inputs without static shapes is not implemented"
+        return f"{name} {WITHOUT_SHAPES}"
     return f"{name} is an operator of ONNX Runtime's own that is not supported: {_SAVE_AGAIN}"
 
 

@@ -95,7 +95,10 @@ def _cache(e: Expansion, batch: int, groups: int, length: int, size: int) -> _Ca
         return _state(e, batch, groups, length, past)
     wanted = e.known(e.input(6))
     if wanted is None or wanted.size != 1:
-        raise RefusedError("of earlier keys, whose total_sequence_length (input 6) is computed at run time,")
+        raise RefusedError(
+            "of earlier keys, whose total_sequence_length (input 6) is computed at run time, with a cache that is no state "
+            "(compile with --state auto)"
+        )
     return _filled_in_part(e, batch, groups, length, past, int(wanted.reshape(-1)[0]))
 
 
