@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from flashmem.base.errors import BudgetError, MissingFileError, UserError
 from flashmem.base.types import MemoryPath, Optimize, States, TransferMode
@@ -65,6 +65,7 @@ def compile(
     precision: Literal["fp32", "fp16"] = "fp32",
     shapes: Shapes | Sequence[Shapes] | None = None,
     states: States | None = None,
+    constants: Mapping[str, Any] | None = None,
     preload: Sequence[str] = (),
     memory_path: MemoryPath | Literal["auto"] = "auto",
     mode: TransferMode | Literal["auto"] = "auto",
@@ -97,6 +98,8 @@ def compile(
             weights. A session then runs the variant whose shapes its inputs have.
         states: inputs that the next run reads as outputs of this one, input name to output name; "auto": all pairs that are
             named past and present. A session keeps them on the device, and neither takes nor returns them.
+        constants: values of inputs that never change, numbers or arrays by name. The bundle has no such inputs, and branches on
+            them are folded.
         preload: weights that must be resident from the start.
         memory_path: the memory objects that kernels read weights from; "auto" selects the device's first path.
         mode: the transfer mode of weights; "auto" selects the device's first mode on that path.
@@ -138,8 +141,9 @@ def compile(
         units=units,
     )
     resolved = resolve(
-        limits, device=device, memory_path=memory_path, mode=mode, precision=precision, optimize=optimize, states=states
-    )
+        limits, device=device, memory_path=memory_path, mode=mode, precision=precision, optimize=optimize, states=states,
+        constants=constants,
+    )  # fmt: skip
     variants = [replace(resolved, shapes=each) for each in checked_variants(shapes)]
     if dump_passes is not None:
         _dump_passes(model, Path(dump_passes), variants)
@@ -288,7 +292,7 @@ def import_graph(model: Path, options: Options) -> Graph:
     Raises:
         UserError: the model cannot be read, or has something that cannot run.
     """
-    graph = import_model(model, options.shapes, why_unsupported, options.states)
+    graph = import_model(model, options.shapes, why_unsupported, options.states, options.constants)
     collect_unsupported(graph, why_unsupported)
     return graph
 

@@ -7,7 +7,9 @@ have the same meaning everywhere, and are refused with the same message.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import get_args
+from typing import Any, get_args
+
+import numpy as np
 
 from flashmem.base.errors import UserError
 from flashmem.base.types import Optimize, States
@@ -26,6 +28,7 @@ def resolve(
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     optimize: Optimize = "cold",
     states: States | None = None,
+    constants: Mapping[str, Any] | None = None,
 ) -> Options:
     """Resolve the target and the limits for which a model is compiled or planned.
 
@@ -38,4 +41,8 @@ def resolve(
         raise UserError(f"precision {precision!r} is unknown; name one of: {', '.join(get_args(Precision))}")
     descriptor = find_descriptor(device, memory_path)
     pairs = dict(states) if isinstance(states, Mapping) else states
-    return Options(descriptor, choose_mode(descriptor, mode), limits, precision, dict(shapes or {}), optimize, pairs)
+    try:
+        fixed = {name: np.asarray(value).tolist() for name, value in (constants or {}).items()}
+    except ValueError:
+        raise UserError("a constant has rows of different lengths; give an array, or numbers in its shape") from None
+    return Options(descriptor, choose_mode(descriptor, mode), limits, precision, dict(shapes or {}), optimize, pairs, fixed)

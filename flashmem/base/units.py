@@ -81,3 +81,35 @@ def read_states(texts: Sequence[str]) -> States | None:
             raise UserError(f"the state {name!r} is given twice; name one output for it")
         pairs[name] = output
     return pairs
+
+
+def read_constants(texts: Sequence[str]) -> dict[str, int | float | list[int | float]]:
+    """The values in `--constant sr=16000 --constant scales=0.5,2`, by the names of inputs.
+
+    Raises:
+        UserError: not a name with numbers, or a name that is given twice.
+    """
+    constants: dict[str, int | float | list[int | float]] = {}
+    for text in texts:
+        name, _, values = text.rpartition("=")
+        try:
+            numbers = [_number(each) for each in values.split(",")]
+        except ValueError:
+            numbers = []
+        if not name or not numbers:
+            raise UserError(f"constant {text!r} is not understood; write name=16000, or name=1,2,3 with several numbers")
+        if name in constants:
+            raise UserError(f"the constant {name!r} is given twice; give it one value")
+        constants[name] = numbers if "," in values else numbers[0]
+    return constants
+
+
+def _number(text: str) -> int | float:
+    """A number, or `true` or `false` as 1 or 0. Raises ValueError for anything else."""
+    known = {"true": 1, "false": 0}.get(text.strip().lower())
+    if known is not None:
+        return known
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)

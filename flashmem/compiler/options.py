@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from flashmem.base.types import Optimize, States, TransferMode
 from flashmem.planning.limits import Limits
@@ -24,3 +24,4 @@ class Options:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     optimize: Optimize = "cold"  # kernels for the first answer, or for later ones
     states: States | None = None
+    constants: Mapping[str, Any] = field(default_factory=dict)  # numbers and nested lists of numbers

@@ -244,6 +244,26 @@ def test_speech_is_told_from_other_sounds(spoken: NDArray[np.float32], opened: O
     assert sum(end - start for start, end in spans) > 0.7 * seconds, "pauses between words are short"
 
 
+@on_each_device(1)
+def test_a_detector_of_speech_keeps_its_state(spoken: NDArray[np.float32], place: tuple[Any, Any], tmp_path: Path) -> None:
+    """Silero's other file branches on the sample rate, and passes its state from frame to frame."""
+    (device, path), seen = place, speech_or_not.FRAME + 64
+    model = path_of(Trained("silero_vad", "data/silero_vad.onnx", {}, ""))
+    shapes, name = {"input": (1, seen), "state": (2, 1, 128)}, device.descriptor_name
+    bundle = flashmem.compile(
+        model, tmp_path / "m.flashmem", device=name, memory_path=path, shapes=shapes, constants={"sr": speech_or_not.RATE},
+        states={"state": "stateN"}, budget="3MB",
+    )  # fmt: skip
+    reference, state = onnxruntime.InferenceSession(model), np.zeros((2, 1, 128), np.float32)
+    with flashmem.Session(bundle, device=name) as session:
+        for first in range(0, 32 * speech_or_not.FRAME, speech_or_not.FRAME):
+            frame = spoken[None, first : first + seen]
+            right, state = reference.run(None, {"input": frame, "state": state, "sr": np.array(speech_or_not.RATE)})
+            [found] = session.run(None, {"input": frame})
+            np.testing.assert_allclose(found, right, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(session.states()["state"], state, rtol=0, atol=1e-4)
+
+
 # Transcription of notes
 
 

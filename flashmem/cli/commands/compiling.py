@@ -20,7 +20,7 @@ from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.extras import offline_half
 from flashmem.base.interrupts import EXIT_CODE, blocked, child_environment
 from flashmem.base.paths import VARIABLE, why_unusable
-from flashmem.base.units import read_states
+from flashmem.base.units import read_constants, read_states
 from flashmem.bundle import cache as bundle_cache
 from flashmem.bundle.shape_variants import asked_for, list_text, read_variants, shapes_text
 from flashmem.cli.commands.temporary_cache import have_cache
@@ -42,6 +42,7 @@ class CompileOptions:
     chunk: str | None = None
     precision: str | None = None
     shape: tuple[str, ...] = ()
+    constant: tuple[str, ...] = ()
     state: tuple[str, ...] = ()
     preload: tuple[str, ...] = ()
     memory_path: str | None = None
@@ -59,6 +60,7 @@ class CompileOptions:
         self.limits()
         read_variants(self.shape)
         read_states(self.state)
+        read_constants(self.constant)
 
     def limits(self) -> Limits:
         """The planning limits in the options. Raises UserError for invalid ones."""
@@ -68,7 +70,7 @@ class CompileOptions:
 
     def target(self) -> dict[str, Any]:
         """The target in the options, as arguments of `flashmem.options.resolve`."""
-        return {**self._given(_TARGET), "states": read_states(self.state)}
+        return {**self._given(_TARGET), "states": read_states(self.state), "constants": read_constants(self.constant)}
 
     def keywords(self) -> dict[str, Any]:
         """All options except shapes, as arguments of `flashmem.compile`."""

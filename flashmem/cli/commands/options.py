@@ -128,6 +128,10 @@ BUNDLE_OPTIONS: dict[str, Any] = {
         Precision | None, typer.Option(help="fp16: weights and activations stored in half; sums in fp32.", show_default="fp32")
     ],
     "shape": Shape,
+    "constant": Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=16000", help="Fix an input: a number, or several with commas; repeatable."),
+    ],
     "state": Annotated[
         list[str] | None,
         typer.Option(
