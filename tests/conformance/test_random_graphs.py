@@ -19,7 +19,7 @@ from tests.conformance.random_graphs.listed import listed
 DEVICES = [device.descriptor_name for device in list_devices()]
 PLACES: list[tuple[str, str, Precision]] = [(device, path, "fp32") for device in DEVICES for path in ("buffer", "texture")]
 QUICK = "intel-cpu" if "intel-cpu" in DEVICES else DEVICES[0]
-COUNTS = {"pocl": 20}
+COUNTS = {"pocl": 10}
 """Building programs on PoCL takes most of the time, so it gets fewer graphs."""
 
 

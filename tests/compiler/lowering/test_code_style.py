@@ -109,9 +109,13 @@ def _compared(device: str, path: MemoryPath, phone: str, precision: str, config:
     return sources
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("phone", "precision"), [("adreno750", "fp32"), ("mali-g710", "fp16")])
+PHONES = [("adreno750", "fp32"), ("mali-g710", "fp16")]
+
+
+@pytest.mark.parametrize(
+    ("device", "path", "phone", "precision"),
+    [(device, PATHS[(i + j) % 2], *phone) for i, device in enumerate(DEVICES) for j, phone in enumerate(PHONES)],
+)
 @pytest.mark.filterwarnings("ignore::flashmem.base.errors.FlashmemWarning")
 def test_the_same_bits(device: str, path: MemoryPath, phone: str, precision: str, tmp_path: Path) -> None:
     plain, written = _compared(device, path, phone, precision, "tile", tmp_path, WITH_FEW_CHANNELS)

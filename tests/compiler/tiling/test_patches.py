@@ -211,14 +211,14 @@ def test_networks_in_patches(name: str, kind: str, tmp_path: Path, monkeypatch: 
         dtype = helper.tensor_dtype_to_np_dtype(port.type.tensor_type.elem_type)
         feeds[port.name] = floats(*shape, kind=kind) if dtype == np.float32 else np.ones(shape, dtype)
     graphs = tiled(monkeypatch, lambda graph: some_chains(graph, random.Random(name)))
-    place = DEVICES[-1]
+    place = DEVICES[0]
     require_right(model, feeds, answers_of(model, feeds, place, tmp_path), against_runtime=False)
     assert len(in_parts(graphs[0])) > 4
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_random_graphs_in_patches(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    device, path = DEVICES[-1]
+    device, path = DEVICES[0]
     monkeypatch.setattr(values, "_rounding", values._rounding)
     values.set_precision(precision)  # type: ignore[arg-type]
     kinds: list[str] = []
