@@ -393,6 +393,7 @@ def _about(model: Path, options: Options) -> dict[str, object]:
         "budget_bytes": options.limits.budget,
         "mode": options.mode,
         "limits": asdict(options.limits),
+        "constants": dict(options.constants),
     }
 
 

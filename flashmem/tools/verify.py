@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.errors import MissingFileError, UserError
+from flashmem.program.tensors import State
+from flashmem.runtime.engine.ports import numpy_dtype
 
 TOLERANCE = {"fp32": 1e-3, "fp16": 1e-2}
 """The largest accepted error, as a fraction of the range of the reference output."""
@@ -42,8 +45,18 @@ def check_installed() -> None:
         raise UserError("--verify needs ONNX Runtime; install it with: pip install onnxruntime")
 
 
-def reference(model: Path, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> list[NDArray[Any]]:
-    """The outputs of ONNX Runtime on the CPU.
+def reference(
+    model: Path,
+    inputs: Mapping[str, NDArray[Any]],
+    outputs: Sequence[str],
+    *,
+    constants: Mapping[str, Any] = MappingProxyType({}),
+    states: Sequence[State] = (),
+    runs: int = 1,
+) -> list[NDArray[Any]]:
+    """The outputs of ONNX Runtime on the CPU, those of the last of `runs` runs that begin with `states` of zeros.
+
+    `constants`: the inputs that the bundle has fixed.
 
     Raises:
         MissingFileError: the model is no longer at the path recorded in the bundle.
@@ -56,13 +69,27 @@ def reference(model: Path, inputs: Mapping[str, NDArray[Any]], outputs: Sequence
     onnxruntime.set_default_logger_severity(4)  # the errors that it logs are raised too
     try:
         session = onnxruntime.InferenceSession(str(model), providers=["CPUExecutionProvider"])
-        answers: list[NDArray[Any]] = session.run(list(outputs), dict(inputs))
+        fixed = {port.name: _fixed(port, constants[port.name]) for port in session.get_inputs() if port.name in constants}
+        kept = {state.name: np.zeros(state.shape, numpy_dtype(state.dtype)) for state in states}
+        names = [*outputs, *(state.output for state in states)]
+        for _ in range(runs if states else 1):
+            answers: list[NDArray[Any]] = session.run(names, {**inputs, **fixed, **kept})
+            kept = dict(zip(kept, answers[len(outputs) :], strict=True))
     except Exception as error:  # it has an exception class for each kind of failure
         reason = str(error).partition("\n")[0]
         raise UserError(
             f"ONNX Runtime cannot answer with {model} ({reason}); name the bundle's original with --model"
         ) from error
-    return answers
+    return answers[: len(outputs)]
+
+
+def _fixed(port: Any, value: Any) -> NDArray[Any]:
+    """A constant in the type and shape of an input of ONNX Runtime."""
+    name = port.type.removeprefix("tensor(").removesuffix(")")
+    array = np.asarray(value, {"float": "float32", "double": "float64"}.get(name, name))
+    if not all(isinstance(size, int) for size in port.shape):
+        return array
+    return np.resize(array, port.shape)  # as many elements, or one for all
 
 
 def compare(

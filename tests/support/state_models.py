@@ -95,8 +95,11 @@ def delays(kind: str = "normal") -> StateModel:
     return StateModel(proto, {name: f"{name}2" for name in "abcde"}, lambda n: {"x": floats(3, 4, kind=kind, seed=n)})
 
 
-def cache(kind: str = "normal", *, reads_later: bool = False) -> StateModel:
-    """A cache of six rows, of which each run replaces one, and their sums; `reads_later`: and the old rows times the sums."""
+def cache(kind: str = "normal", *, reads_later: bool = False, passed_on: bool = False) -> StateModel:
+    """A cache of six rows, of which each run replaces one, and their sums.
+
+    `reads_later`: and the old rows times the sums. `passed_on`: the old rows become another state.
+    """
     nodes = [
         helper.make_node("TensorScatter", ["cache", "new", "at"], ["cache2"], axis=2),
         helper.make_node("ReduceSum", ["cache2", "axis"], ["y"], keepdims=0),
@@ -106,16 +109,21 @@ def cache(kind: str = "normal", *, reads_later: bool = False) -> StateModel:
     if reads_later:
         nodes += [helper.make_node("Unsqueeze", ["y", "axis"], ["sums"]), helper.make_node("Mul", ["cache", "sums"], ["z"])]
         outputs["z"] = [2, 3, 6, 16]
+    if passed_on:
+        nodes += [helper.make_node("Identity", ["cache"], ["before2"]), helper.make_node("Neg", ["before"], ["z"])]
+        inputs["before"] = inputs["cache"]
+        outputs |= {"before2": [2, 3, 6, 16], "z": [2, 3, 6, 16]}
     proto = _model(nodes, inputs, outputs, {"axis": np.array([2])}, opset=24)
 
     def drawn(n: int) -> Arrays:
         return {"new": floats(2, 3, 1, 16, kind=kind, seed=n), "at": np.array([n % 6, (n + 2) % 6])}
 
-    return StateModel(proto, {"cache": "cache2"}, drawn)
+    return StateModel(proto, {"cache": "cache2"} | ({"before": "before2"} if passed_on else {}), drawn)
 
 
 MODELS: dict[str, Callable[[str], StateModel]] = {
     "recurrence": recurrence, "delays": delays, "cache": cache, "cache read later": partial(cache, reads_later=True),
+    "cache passed on": partial(cache, passed_on=True),
 }  # fmt: skip
 
 LAYERS, HIDDEN, HEADS, KEY_HEADS, SIZE, CAPACITY = 2, 64, 4, 2, 16, 24

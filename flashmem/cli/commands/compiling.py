@@ -56,7 +56,7 @@ class CompileOptions:
     optimize: str | None = None
 
     def check(self) -> None:
-        """Raise UserError for an invalid size, shape or state, before a child process is started."""
+        """Raise UserError for an invalid size, shape, constant or state, before a child process is started."""
         self.limits()
         read_variants(self.shape)
         read_states(self.state)

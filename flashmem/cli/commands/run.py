@@ -112,7 +112,11 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
         from flashmem.tools.verify import compare, reference
 
         original = options.reference or Path(str(bundle.meta.get("model_path", "")))
-        verification = compare(outcome.outputs, reference(original, make_inputs(), names), bundle.program.precision)
+        wanted = reference(
+            original, make_inputs(), names, constants=bundle.meta.get("constants", {}), states=bundle.program.states,
+            runs=options.repeat,
+        )  # fmt: skip
+        verification = compare(outcome.outputs, wanted, bundle.program.precision)
     if options.json:
         emit_json(report_json(outcome, options, verification))
     else:

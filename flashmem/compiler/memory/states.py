@@ -46,13 +46,15 @@ def graph_states(
     """
     inputs, outputs = ({port.name: port for port in ports} for ports in (graph.inputs, graph.outputs))
     taken, starts = {aliases.base(value) for value in results}, {inputs[past].value for past, _ in graph.states}
+    passed_on = {aliases.base(outputs[present].value) for _, present in graph.states} & starts
     found: list[GraphState] = []
     first: list[FusionGroup] = []
     last: list[FusionGroup] = []
     for past, present in graph.states:
         port, value = inputs[past], outputs[present].value
         base = aliases.base(value)
-        in_place = base not in taken and _is_in_place(port.value, value, launched, aliases, storage)
+        apart = base not in taken and port.value not in passed_on
+        in_place = apart and _is_in_place(port.value, value, launched, aliases, storage)
         if in_place or base is port.value:
             found.append(GraphState(port, present, base))
         else:

@@ -99,8 +99,8 @@ def test_the_command_line_fixes_inputs(command: Command, model: Path, tmp_path: 
     fixed = ("--constant", "adds=false", "--constant", "scale=1,2,3", "--constant", "count=2")
     made = command("compile", model, "-o", tmp_path / "m.flashmem", *fixed, "--shape", "x=4x3")
     assert made.code == 0, made.err
-    ran = command("run", tmp_path / "m.flashmem", "--json")
-    assert ran.code == 0 and list(ran.json["shapes"]) == ["x", "shift"]
+    ran = command("run", tmp_path / "m.flashmem", "--json", "--verify")
+    assert ran.code == 0 and list(ran.json["shapes"]) == ["x", "shift"] and ran.json["verify"]["ok"]
     for text, message in (("adds", "is not understood"), ("scale=1,x", "is not understood"), ("=1", "is not understood")):
         refused = command("compile", model, "--constant", text)
         assert refused.code == 2 and message in refused.err

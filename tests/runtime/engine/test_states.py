@@ -44,7 +44,13 @@ def _bundle(model: StateModel, folder: Path, **options: Any) -> Bundle:
 @pytest.mark.parametrize("place", DEVICES, ids="-".join)
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("recurrence", "positive"), ("delays", "around 1e6"), ("cache", "around 1e3"), ("cache read later", "normal")],
+    [
+        ("recurrence", "positive"),
+        ("delays", "around 1e6"),
+        ("cache", "around 1e3"),
+        ("cache read later", "normal"),
+        ("cache passed on", "positive"),
+    ],
 )
 def test_runs_continue_where_the_last_one_ended(name: str, kind: str, place: tuple[str, str], tmp_path: Path) -> None:
     model, (device, path) = MODELS[name](kind), place
@@ -272,8 +278,8 @@ def test_the_command_line_names_states(command: Command, tmp_path: Path) -> None
     model = _saved(cache(), tmp_path)
     made = command("compile", model, "-o", tmp_path / "m.flashmem", "--state", "cache=cache2")
     assert made.code == 0, made.err
-    ran = command("run", tmp_path / "m.flashmem", "--repeat", "2", "--json")
-    assert ran.code == 0 and list(ran.json["shapes"]) == ["new", "at"]
+    ran = command("run", tmp_path / "m.flashmem", "--repeat", "3", "--json", "--verify")
+    assert ran.code == 0 and list(ran.json["shapes"]) == ["new", "at"] and ran.json["verify"]["ok"]
     for words, message in (
         (("--state", "cache"), "state 'cache' is not understood; write input=output"),
         (("--state", "auto", "--state", "cache=cache2"), "state 'auto' is not understood"),

@@ -56,9 +56,10 @@ def mark(model: onnx.ModelProto) -> None:
 
 
 def mark_states(model: onnx.ModelProto, states: Collection[str]) -> None:
-    """Mark, in place, the nodes whose caches are these inputs, which the next run reads as this run leaves them."""
+    """Mark, in place, attention whose cache, keys and values, is among these inputs."""
     for node in model.graph.node:
-        if node.domain == DOMAIN and states and set(node.input) & set(states):
+        cache = {*node.input[3:5]} if node.domain == DOMAIN and node.op_type == "GroupQueryAttention" else set()
+        if cache and cache <= {*states}:
             node.metadata_props.add(key=STATE, value="1")
 
 
