@@ -36,6 +36,7 @@ from typing import Any
 from flashmem.base.errors import BundleError, MissingFileError
 from flashmem.base.files import open_regular
 from flashmem.base.json import parsed
+from flashmem.base.units import format_size
 from flashmem.bundle.checksums import ChecksummedRange, Checksums, checksum, checksummed_ranges, unpack_checksums
 from flashmem.bundle.kernel_bounds import check_bounds
 from flashmem.bundle.kernel_source import check_options, check_source
@@ -66,7 +67,7 @@ class ShapeVariant:
     checksums: Checksums = field(default_factory=lambda: Checksums(0, {}, (), {}))  # empty before the bundle is written
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Bundle:
     """An opened and checked bundle, with one of its shape variants selected, at first variant 0.
 
@@ -80,8 +81,13 @@ class Bundle:
     common: Mapping[str, Any]
     variants: tuple[ShapeVariant, ...]
     weights_sha256: str
-    binaries: bytes | None = field(default=b"", repr=False)  # compiled kernels; None if they are damaged
+    binaries: bytes | None = b""  # compiled kernels; None if they are damaged
     index: int = 0
+
+    def __repr__(self) -> str:
+        weights = format_size(self.program.weights_bytes)
+        budget = "no budget" if self.budget_bytes is None else f"budget {format_size(self.budget_bytes)}"
+        return f"<Bundle {self.path} for {self.descriptor.name}: {weights} of weights, {budget}>"
 
     @property
     def program(self) -> Program:

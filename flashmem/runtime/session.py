@@ -21,7 +21,7 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.engine import Engine
 from flashmem.runtime.engine.opened import OpenedBundle, planned_variant
-from flashmem.runtime.engine.ports import arrays_by_name, chosen_outputs, described, fitting_variant
+from flashmem.runtime.engine.ports import TensorInfo, arrays_by_name, chosen_outputs, described, fitting_variant, tensor_infos
 from flashmem.runtime.engine.report import RunReport
 from flashmem.runtime.engine.states import States
 from flashmem.runtime.request.compatibility import mode_for
@@ -188,6 +188,19 @@ class Session:
                 yield
             finally:
                 self._busy = False
+
+    def get_inputs(self) -> list[TensorInfo]:
+        """The inputs: name, shape and type of each, as ONNX Runtime's sessions describe theirs."""
+        return tensor_infos([each.program.inputs for each in self._variants])
+
+    def get_outputs(self) -> list[TensorInfo]:
+        """The outputs, as `get_inputs`."""
+        return tensor_infos([each.program.outputs for each in self._variants])
+
+    def __repr__(self) -> str:
+        failure = self._engine.failure
+        state = "open" if failure is None else f"closed: {failure}"
+        return f"<Session of {self.bundle.path.name} on {self.device.name}, mode {self.mode}, {state}>"
 
     def states(self) -> dict[str, Array]:
         """The states of the model by the names of their inputs, each in its own shape and type; copies, for saving them.

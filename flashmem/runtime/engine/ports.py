@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,32 @@ def arrays_by_name(inputs: Any) -> dict[str, Array]:
         if isinstance(array, np.ma.MaskedArray):
             raise ValueError(f"input {name!r} is a masked array; give one without a mask, for instance with filled")
     return arrays
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """An input or output in the words of ONNX Runtime's `NodeArg`.
+
+    `shape` has None for a size that differs between the shape variants of a bundle. `type` is as in `tensor(float)`.
+    """
+
+    name: str
+    shape: list[int | None]
+    type: str
+
+
+def tensor_infos(variants: Sequence[Sequence[Port]]) -> list[TensorInfo]:
+    """The ports of a bundle with these shape variants, which have the same names and types."""
+    infos = []
+    for ports in zip(*variants, strict=True):
+        sizes = [set(each) for each in zip(*(port.shape for port in ports), strict=True)]
+        shape = [size.pop() if len(size) == 1 else None for size in sizes]
+        name = _ONNX_NAMES.get(ports[0].dtype, ports[0].dtype)
+        infos.append(TensorInfo(ports[0].name, shape, f"tensor({name})"))
+    return infos
+
+
+_ONNX_NAMES = {"float32": "float", "float64": "double"}
 
 
 def described(value: object) -> str:

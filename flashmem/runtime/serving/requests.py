@@ -20,6 +20,7 @@ from typing import Any, Protocol, Self, TypeVar
 from numpy.typing import NDArray
 
 from flashmem.bundle.bundle import Bundle
+from flashmem.runtime.engine.ports import TensorInfo, tensor_infos
 from flashmem.runtime.engine.report import RunReport
 from flashmem.runtime.serving.loaded_model import LoadedModel
 
@@ -145,6 +146,18 @@ class Model:
             return answer.result()
         finally:
             del answer
+
+    def get_inputs(self) -> list[TensorInfo]:
+        """The inputs, as `Session.get_inputs`."""
+        return tensor_infos(self.ports)
+
+    def get_outputs(self) -> list[TensorInfo]:
+        """The outputs, as `Session.get_inputs`."""
+        return tensor_infos([variant.program.outputs for variant in self.bundle.variants])
+
+    def __repr__(self) -> str:
+        state = "open" if self.failure is None else f"closed: {self.failure}"
+        return f"<Model {self.bundle.path.name} in a Runtime, {state}>"
 
     def close(self) -> None:
         """Close the model and free its memory, after its current run. Its waiting requests fail."""
