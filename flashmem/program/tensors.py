@@ -133,8 +133,8 @@ def panel_bytes(lookup: HostEmbeddingLookup) -> int:
     return (lookup.columns - 1) * lookup.column_stride + lookup.panel * itemsize
 
 
-def array_bytes(port: Port | State) -> int:
-    """Bytes of a port's or a state's array on the host, in its own dtype."""
+def array_bytes(port: Port) -> int:
+    """Bytes of a port's array on the host, in the port's own dtype."""
     return math.prod(port.shape) * _FLOATS.get(port.dtype, ITEMSIZE[port_dtype(port)])
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.program.tensors import State
-from flashmem.runtime.engine.ports import numpy_dtype
+from flashmem.runtime.engine.ports import ONNX_NAMES, numpy_dtype
 
 TOLERANCE = {"fp32": 1e-3, "fp16": 1e-2}
 """The largest accepted error, as a fraction of the range of the reference output."""
@@ -86,7 +86,7 @@ def reference(
 def _fixed(port: Any, value: Any) -> NDArray[Any]:
     """A constant in the type and shape of an input of ONNX Runtime."""
     name = port.type.removeprefix("tensor(").removesuffix(")")
-    array = np.asarray(value, {"float": "float32", "double": "float64"}.get(name, name))
+    array = np.asarray(value, {onnx: ours for ours, onnx in ONNX_NAMES.items()}.get(name, name))
     if not all(isinstance(size, int) for size in port.shape):
         return array
     return np.resize(array, port.shape)  # as many elements, or one for all

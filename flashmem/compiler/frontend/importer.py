@@ -84,7 +84,7 @@ def import_model(
     check_embedded_data(proto, path)
     check_structure(proto, path)
     bind_shapes(proto, fix_inputs(proto, constants or {}, shapes or {}, path), path)
-    inputs, outputs = ([value.name for value in values] for values in (_given(proto), proto.graph.output))
+    inputs, outputs = ([value.name for value in values] for values in (proto.graph.input, proto.graph.output))
     pairs = () if states is None else named_states(inputs, outputs, states)
     contrib.mark_states(proto, [past for past, _ in pairs])
     try:
@@ -94,12 +94,6 @@ def import_model(
     except Exception as error:  # for an invalid model, the libraries raise any kind of error
         raise UserError(f"{path} is not a valid ONNX model: {_innermost(error)}") from error
     return with_states(_Importer(model, path, supported).graph(), pairs)
-
-
-def _given(proto: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
-    """The inputs that are no initializers."""
-    initialized = {tensor.name for tensor in proto.graph.initializer}
-    return [value for value in proto.graph.input if value.name not in initialized]
 
 
 def collect_unsupported(graph: Graph, supported: Supported) -> None:

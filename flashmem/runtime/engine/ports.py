@@ -91,12 +91,13 @@ def tensor_infos(variants: Sequence[Sequence[Port]]) -> list[TensorInfo]:
     for ports in zip(*variants, strict=True):
         sizes = [set(each) for each in zip(*(port.shape for port in ports), strict=True)]
         shape = [size.pop() if len(size) == 1 else None for size in sizes]
-        name = _ONNX_NAMES.get(ports[0].dtype, ports[0].dtype)
+        name = ONNX_NAMES.get(ports[0].dtype, ports[0].dtype)
         infos.append(TensorInfo(ports[0].name, shape, f"tensor({name})"))
     return infos
 
 
-_ONNX_NAMES = {"float32": "float", "float64": "double"}
+ONNX_NAMES = {"float32": "float", "float64": "double"}
+"""ONNX's names of element types, where they are not numpy's."""
 
 
 def described(value: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.program.program import Program
-from flashmem.program.tensors import Port, State, Tensor
+from flashmem.program.tensors import Port, State
 from flashmem.runtime.engine.ports import check_inputs, from_device, numpy_dtype, to_device
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Memory, Queue
@@ -41,9 +42,10 @@ class States:
         """Fill all states with zeros. Raises RunError if the device fails."""
         for state in self._states.values():
             tensor = self._tensors[state.tensor]
-            zeros = np.zeros(min(_PIECE, _elements(tensor)), tensor.dtype)
-            for first in range(0, _elements(tensor), _PIECE):
-                self._write(state, first, zeros[: _elements(tensor) - first])
+            size = math.prod(tensor.shape)
+            zeros = np.zeros(min(_PIECE, size), tensor.dtype)
+            for first in range(0, size, _PIECE):
+                self._write(state, first, zeros[: size - first])
 
     def read(self) -> dict[str, Array]:
         """The states by the names of their inputs, in the types of the model. Raises RunError if the device fails."""
@@ -71,7 +73,7 @@ class States:
 
     def _read(self, state: State) -> Array:
         tensor = self._tensors[state.tensor]
-        result = np.empty(_elements(tensor), numpy_dtype(state.dtype))
+        result = np.empty(math.prod(tensor.shape), numpy_dtype(state.dtype))
         piece = np.empty(min(_PIECE, result.size), tensor.dtype)
         for first in range(0, result.size, _PIECE):
             part = piece[: result.size - first]
@@ -83,7 +85,3 @@ class States:
         """Drop all references to device memory. The ledger still counts it."""
         self._parts.clear()
         self.memory = None
-
-
-def _elements(tensor: Tensor) -> int:
-    return int(np.prod(tensor.shape, dtype=np.int64))
