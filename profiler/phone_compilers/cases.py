@@ -122,6 +122,10 @@ def _others() -> Iterator[tuple[str, Graph]]:
     depthwise = g.node("Conv", [g.input(*image), g.weight(HEAD, 1, 3, 3)], image, kernel_shape=[3, 3], pads=[1] * 4, group=HEAD)
     yield "depthwise", g.finish(depthwise)
     g = Sketch()
+    halved = {"kernel_shape": [5, 5], "pads": [2] * 4, "strides": [2, 2], "group": HEAD}
+    strided = g.node("Conv", [g.input(*image), g.weight(HEAD, 1, 5, 5)], (1, HEAD, PLACES // 2, PLACES // 2), **halved)
+    yield "depthwise-strided", g.finish(strided)
+    g = Sketch()
     photo, filters = g.input(1, 3, 224, 224), g.weight(HEAD, 3, 7, 7)
     first = g.node("Conv", [photo, filters], (1, HEAD, 112, 112), kernel_shape=[7, 7], pads=[3] * 4, strides=[2, 2])
     yield "conv-first", g.finish(first)

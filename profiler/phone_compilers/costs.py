@@ -34,8 +34,8 @@ _LANE_BYTES = 64
 _FEW = "attention-few"
 """Attention of one query: few multiply-adds, which need less time than its memory traffic."""
 
-_FIRST = "conv-first"
-"""Convolution of an image's three channels, whose kernel has no config: it does not stand for others."""
+_SPECIAL = ("conv-first", "depthwise-strided")
+"""Convolutions that do not stand for others of their family: of an image's three channels; of many taps and few pixels."""
 
 _TEXEL = {False: 16, True: 8}
 """Bytes of a texel of four floats, and of four halves."""
@@ -64,7 +64,7 @@ def _lane(each: KernelStatistics) -> KernelCode:
 def _code(each: KernelStatistics, descriptor: DeviceDescriptor) -> KernelCode | None:
     family, _, name = each.kernel.partition("-")
     loop = each.main_loop
-    if loop is None or not loop.macs or family not in _FAMILIES or each.kernel in (_FEW, _FIRST):
+    if loop is None or not loop.macs or family not in _FAMILIES or each.kernel in (_FEW, *_SPECIAL):
         return None
     config = next((known for known in descriptor.configs_of(family) if known.name == name.removesuffix("-buffer")), None)
     half = config is not None and "half" in config.needs

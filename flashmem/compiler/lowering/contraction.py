@@ -24,6 +24,7 @@ from flashmem.compiler.lowering.tile import ContractionTile
 from flashmem.compiler.operators.vector import REGISTER, scalar_literal
 from flashmem.compiler.weights.packing import PackedSlice, Packing, phases_of, weight_columns, weight_matrix
 from flashmem.program.launches import Arg, KernelShape
+from flashmem.target.descriptor import DeviceDescriptor
 from flashmem.target.kernel_configs.contraction import Contraction, PlainContraction
 from flashmem.target.kernel_configs.workload import Workload
 
@@ -333,15 +334,16 @@ def lower_depthwise(context: LoweringContext, group: FusionGroup) -> None:
     vectors = whole == 4 if context.descriptor.code.vector_loads else whole >= 4 and context.descriptor.kind == "cpu"
     in_rows = vectors and floats and columns == channels and kernel_w <= MOST_TAPS and 4 * x.size < MOST_OFFSET
     vector = whole if in_rows else vector
-    config = PlainContraction("depthwise", ROW_PIXELS if in_rows else 1, vector, vector, families=("depthwise",))
+    pixels = _row_pixels(context.descriptor, kernel_w, stride_w, dilation_w) if in_rows else 1
+    config = PlainContraction("depthwise", pixels, vector, vector, families=("depthwise",))
     plain = ContractionTile(
         config, weights=storage, scalar=accumulator, activation=activation, stored=stored, aligned_columns=columns % 4 == 0
     )
     tile = _with(plain, replace(binding, block=0))
     values: dict[str, Any]
     if in_rows:
-        template, lines = "contraction/depthwise_row", batch * out_height * -(-out_width // ROW_PIXELS)
-        values = {"taps": kernel_w, "stride": stride_w, "reads": _reads(kernel_w, stride_w, dilation_w)}
+        template, lines = "contraction/depthwise_row", batch * out_height * -(-out_width // pixels)
+        values = {"taps": kernel_w, "stride": stride_w, "reads": _reads(pixels, kernel_w, stride_w, dilation_w)}
         of_kernel = [kernel_h, stride_h, dilation_h]
     else:
         template, lines, values = "contraction/depthwise", rows, {"multiplier": columns // channels}
@@ -374,10 +376,22 @@ def lower_depthwise(context: LoweringContext, group: FusionGroup) -> None:
     context.launch(group, kernel, args, items, local, shape, macs=rows * weight.size)
 
 
-def _reads(taps: int, stride: int, dilation: int) -> list[tuple[int, list[tuple[int, int]]]]:
-    """The pixels of an image's row that `ROW_PIXELS` outputs read, from the first on, and the (output, tap) pairs of each."""
+def _row_pixels(descriptor: DeviceDescriptor, taps: int, stride: int, dilation: int) -> int:
+    """Outputs of a row for each work-item of a depthwise convolution: as many as fit in registers, at least one.
+
+    A work-item has the place of each pixel that it reads and whether that is inside the image; vectors of four floats for each
+    sum, each tap and one pixel; and 20 registers more (as Mali's compiler reports: docs/phone-compilers.md).
+    """
+    pixels, most = ROW_PIXELS, descriptor.registers.most if descriptor.registers else math.inf
+    while pixels > 1 and 2 * len(_reads(pixels, taps, stride, dilation)) + 4 * (pixels + taps + 1) + 20 > most:
+        pixels //= 2
+    return pixels
+
+
+def _reads(pixels: int, taps: int, stride: int, dilation: int) -> list[tuple[int, list[tuple[int, int]]]]:
+    """The pixels of an image's row that this many outputs read, from the first on, and the (output, tap) pairs of each."""
     uses: dict[int, list[tuple[int, int]]] = {}
-    for pixel in range(ROW_PIXELS):
+    for pixel in range(pixels):
         for tap in range(taps):
             uses.setdefault(pixel * stride + tap * dilation, []).append((pixel, tap))
     return sorted(uses.items())

@@ -43,6 +43,18 @@ def test_answers(place: tuple[str, str], kind: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", DEVICES, ids=str)
+@pytest.mark.parametrize("kind", ["around 1e3", "positive"])
+def test_fewer_pixels_where_registers_are_few(place: tuple[str, str], kind: Any, tmp_path: Path) -> None:
+    """Mali's kernels: four, two, two and one pixel for each work-item, of rows with a remainder."""
+    nodes = Nodes()
+    for taps, stride in ((3, 1), (3, 2), (5, 1), (5, 2)):
+        x, weight = floats(2, 12, 9, 11, kind=kind), floats(12, 1, taps, taps)
+        attributes = {"kernel_shape": [taps, taps], "strides": [stride, stride], "pads": [taps // 2] * 4}
+        nodes.node("Conv", nodes.input(x), nodes.constant(weight), nodes.constant(floats(12)), group=12, **attributes)
+    compare(nodes, place, tmp_path, compiled_for="mali-g710")
+
+
+@pytest.mark.parametrize("place", DEVICES, ids=str)
 def test_integers(place: tuple[str, str], tmp_path: Path) -> None:
     """Integer convolutions with zero points on both sides: taps outside the image add nothing."""
     nodes, random = Nodes(), np.random.default_rng(5)
