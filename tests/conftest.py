@@ -5,6 +5,7 @@ from __future__ import annotations
 import hypothesis
 import pytest
 
+import flashmem
 from flashmem.runtime.serving.runtime import Runtime
 from flashmem.runtime.session import Session
 
@@ -15,8 +16,9 @@ hypothesis.settings.load_profile("any machine")
 
 @pytest.fixture(autouse=True)
 def _kernels_built_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Build missing kernels in the test's process: child processes take a second for each session."""
+    """Build kernels in the test's process when a session needs them: child processes take a second for each session."""
     if not request.node.get_closest_marker("build_apart"):
+        monkeypatch.setitem(flashmem.compile.__kwdefaults__, "build", False)
         for kind in (Session, Runtime):
             monkeypatch.setitem(kind.__init__.__kwdefaults__, "build_apart", False)
 

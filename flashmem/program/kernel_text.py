@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 KERNEL_MARK = "//# "
@@ -12,7 +14,8 @@ KERNEL_MARK = "//# "
 class Source:
     """OpenCL C of a program: `plain` for modes map, alias and dma; `lane` has the same kernels, each with a stream lane.
 
-    Each text has one section for each kernel (`kernel_texts`), and each section is compiled as a separate program.
+    Each text has one section for each kernel (`kernel_texts`). A section can be compiled as a program, alone or with others
+    (`joined_texts`).
     """
 
     plain: str
@@ -29,3 +32,21 @@ def kernel_texts(text: str) -> dict[str, str]:
 def kernel_source(parts: dict[str, str]) -> str:
     """The text composed of these sections; the inverse of `kernel_texts`."""
     return "".join(f"{KERNEL_MARK}{name}\n{part}\n" for name, part in parts.items())
+
+
+def joined_texts(texts: Iterable[str]) -> str:
+    """The text of one program with the kernels of several sections.
+
+    The sections of a kernel have the same helpers, and macros of the same name. So each helper gets a name of its own, and a
+    macro ends with its section.
+    """
+    lines: list[str] = []
+    for number, text in enumerate(texts):
+        helpers = dict.fromkeys(_HELPER.findall(text))
+        lines += [f"#define {name} {name}_{number}" for name in helpers]
+        lines += [text, *(f"#undef {name}" for name in dict.fromkeys([*helpers, *_MACRO.findall(text)]))]
+    return "\n".join(lines) + "\n"
+
+
+_HELPER = re.compile(r"^(?:static inline \w+|__constant sampler_t) (\w+)", re.MULTILINE)
+_MACRO = re.compile(r"^#define (\w+)", re.MULTILINE)

@@ -6,11 +6,13 @@ Key      SHA-256 (hex) over: the format version; the device key (platform, its v
          version, and the compile target: instruction set and variables, `compile_target`); the build options; and the kernel's
          complete text (`program.kernel_text`). If the driver compiles a kernel separately for launches of different sizes, its
          variants count too (`variant`; docs/opencl-notes.md). Nothing of the model: kernels of the same text are one entry.
+         Kernels that a session compiled in one program (below) are one entry; its key is the SHA-256 over theirs.
 Content  The magic line, the key, the length of the binary (8 bytes, little endian), the SHA-256 of the binary, the binary.
 Writing  By child processes of `flashmem compile`, or of a session that lacks kernels (`build_processes`). A session that builds
-         them itself (`build_apart=False`) writes them after all of its kernels have run once. A temporary file in the same
-         folder is renamed when complete. If the cache cannot be written, there is a warning, and the run continues. Kernels
-         carried by a bundle are never written: only those compiled here from source.
+         them itself (`build_apart=False`) compiles them in one program, because a driver reads its own declarations for each
+         (PoCL: 0.2 s), and writes it after all of its kernels have run once. A temporary file in the same folder is renamed
+         when complete. If the cache cannot be written, there is a warning, and the run continues. Kernels carried by a bundle
+         are never written: only those compiled here from source.
 Reading  Any doubt is a miss: no file, a short one, or another magic, key, length or hash. A binary is also a miss if the driver
          refuses it when it is loaded, or when a kernel of it is created. An invalid entry is deleted, and built again. Entries
          are not migrated: another format version is another key.
@@ -30,7 +32,7 @@ from contextlib import suppress
 from typing import Any
 
 from flashmem.base.errors import RunError, UserError
-from flashmem.program.kernel_text import kernel_texts
+from flashmem.program.kernel_text import joined_texts, kernel_texts
 from flashmem.runtime.kernels.cache_files import ProgramCache, unpacked_entries
 from flashmem.runtime.kernels.required import RequiredKernel, variant
 from flashmem.runtime.opencl.context import CompiledProgram, Context, Kernel
@@ -51,8 +53,8 @@ class CachedKernels:
 
     A thread loads available kernels in the given order. A driver needs a millisecond or two for each. Meanwhile opening
     continues with those that are loaded, and a first run starts without the kernels of later runs. Missing kernels are built by
-    `build`, which returns binaries. Without it this process builds them, and `save` writes them to the cache after they have
-    run.
+    `build`, which returns binaries. Without it this process builds them in one program, and `save` writes that to the cache
+    after they have run.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class CachedKernels:
         self._programs: dict[str, CompiledProgram] = {}
         self._names = set[str]()
         self._compiled: dict[str, CompiledProgram] = {}  # by key: built by this process
-        self._loaded: dict[str, tuple[str, RequiredKernel]] = {}  # by name, with its key: not built here
+        self._loaded: dict[str, tuple[str, RequiredKernel]] = {}  # by name, with the key of its entry: not built here
         self._carried: dict[str, RequiredKernel] = {}  # by key: from the bundle
         self._error: RunError | UserError | None = None
         self._refused: dict[str, RequiredKernel] = {}  # refused by the driver
@@ -120,7 +122,7 @@ class CachedKernels:
 
     @property
     def compiled(self) -> int:
-        """The number of kernels that were compiled and are not in the cache."""
+        """The number of programs that were compiled and are not in the cache."""
         self.wait()
         return len(self._compiled)
 
@@ -134,8 +136,27 @@ class CachedKernels:
                     self._distrust(self._build)
                     self._keep(key, missing[key], self._context.build(missing[key].text, self._options))
             return
+        for shuffling in (False, True):  # those with shuffles are compiled with other options
+            self._make_together({key: each for key, each in missing.items() if ("FM_SHUFFLE" in each.text) == shuffling})
+
+    def _make_together(self, missing: Mapping[str, RequiredKernel]) -> None:
+        """Load the program of these kernels from the cache, or compile it in this process."""
+        if not missing:
+            return
+        entry = next(iter(missing)) if len(missing) == 1 else hashlib.sha256("".join(sorted(missing)).encode()).hexdigest()
+        binary, program = self._cache.read(entry), None
+        if binary is not None:
+            try:
+                program = self._context.load(binary, self._options)
+            except RunError:
+                self._cache.delete(entry)
+        if program is not None:
+            self._loaded |= {each.name: (entry, each) for each in missing.values()}
+        else:
+            program = self._context.build(joined_texts([each.text for each in missing.values()]), self._options)
+            self._compiled[entry] = program
         for key, each in missing.items():
-            self._compiled[key] = self._keep(key, each, self._context.build(each.text, self._options))
+            self._keep(key, each, program)
 
     def _distrust(self, build: Build) -> None:
         """After a driver refused a new binary: delete the cache entries of this process's binaries, and build again.
@@ -236,9 +257,9 @@ class CachedKernels:
         with self._ending:
             if name not in self._loaded:
                 return False
-            key, wanted = self._loaded.pop(name)
-            self._cache.delete(key)
-            self._make({key: wanted})
+            entry, wanted = self._loaded.pop(name)
+            self._cache.delete(entry)
+            self._make({kernel_key(self._context.device, wanted, self._options): wanted})
             return True
 
     def save(self) -> None:

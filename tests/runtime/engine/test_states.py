@@ -82,7 +82,7 @@ def test_every_mode_leaves_the_same_states(device: Any, tmp_path: Path) -> None:
             for number in range(4):
                 session.run(None, model.inputs(number))
             found.append(session.states()["h"])
-    assert len(found) >= 3
+    assert len(found) >= 2
     assert all(np.array_equal(found[0], other) for other in found)
 
 

@@ -31,6 +31,8 @@ CPUS = [device.descriptor_name for device in list_devices() if device.kind == "c
 FORCED = {"intel-cpu": {"CL_CONFIG_CPU_TARGET_ARCH": "core-avx2"}, "pocl": {"POCL_LLVM_CPU_NAME": "haswell"}}
 """Variables that make a runtime compile for an older processor."""
 
+pytestmark = pytest.mark.build_apart
+
 needs_avx2 = pytest.mark.skipif(
     platform.machine() != "x86_64" or "avx512f" not in Path("/proc/cpuinfo").read_text(), reason="no AVX-512 to go without"
 )
