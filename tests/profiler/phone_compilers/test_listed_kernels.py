@@ -47,8 +47,8 @@ INTERLEAVED = "interleaved "
 
 
 KNOWN = {
-    # Mesa's compiler for Mali aborts on `pow`. A sampled position for each of 4 rows of the tile is too much for 64 registers. So are
-    # two pixels of 5 x 5 taps with strides of two: one pixel alone needs 5.75 slots for each multiply-add.
+    # Mesa's compiler for Mali aborts on `pow`. A sampled position for each of 4 rows of the tile is too much for 64 registers.
+    # So are two pixels of 5 x 5 taps with strides of two: one pixel alone needs 5.75 slots for each multiply-add.
     "panfrost": {"kit-lrn: does not build", "kit-deform_conv: stack", "depthwise-strided: slots"}
     # Tiles that use all registers: the ids of a lane are live beside the work.
     | {
