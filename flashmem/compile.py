@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from flashmem.compiler.adaptive.pipeline import Pipeline, Watch
 from flashmem.compiler.adaptive.tiling import fitting_patches
 from flashmem.compiler.adaptive.unfusion import may_refine, refine
 from flashmem.compiler.frontend.external_data import model_files
+from flashmem.compiler.frontend.gguf.reader import SUFFIX, LanguageModel, converted, shapes_of_runs
 from flashmem.compiler.frontend.importer import collect_unsupported, import_model
 from flashmem.compiler.frontend.mapped_file import load_mapped
 from flashmem.compiler.ir.graph import Graph
@@ -66,6 +67,7 @@ def compile(
     shapes: Shapes | Sequence[Shapes] | None = None,
     states: States | None = None,
     constants: Mapping[str, Any] | None = None,
+    max_length: int | None = None,
     preload: Sequence[str] = (),
     memory_path: MemoryPath | Literal["auto"] = "auto",
     mode: TransferMode | Literal["auto"] = "auto",
@@ -84,7 +86,7 @@ def compile(
     """Compile `model` into a bundle that runs within `budget` bytes on `device`.
 
     Args:
-        model: an ONNX file.
+        model: an ONNX file; or a language model as a GGUF file, whose shapes and states are known.
         output: the bundle's folder (`model.flashmem`). None keeps it in the user's cache, where an equal call finds it again.
             If the cache cannot be written, it is kept until the process ends, with a warning.
         device: "auto", part of the name of a local device, or the name or file of a descriptor.
@@ -100,6 +102,7 @@ def compile(
             named past and present. A session keeps them on the device, and neither takes nor returns them.
         constants: values of inputs that never change, numbers or arrays by name. The bundle has no such inputs, and branches on
             them are folded.
+        max_length: of a GGUF file: words that the cache of keys and values holds, by default 2,048 or the model's context.
         preload: weights that must be resident from the start.
         memory_path: the memory objects that kernels read weights from; "auto" selects the device's first path.
         mode: the transfer mode of weights; "auto" selects the device's first mode on that path.
@@ -127,6 +130,13 @@ def compile(
     if not model.is_file():
         what = "is a folder" if model.is_dir() else "does not exist"
         raise MissingFileError(f"model {model} {what}; name an ONNX file")
+    is_gguf = model.suffix == SUFFIX
+    if is_gguf:
+        if any(checked_variants(shapes)) or states is not None or constants:
+            raise UserError(f"the shapes, states and inputs of {model} are known; leave out --shape, --state and --constant")
+        shapes, states = shapes_of_runs(), "auto"
+    elif max_length is not None:
+        raise UserError(f"--max-length is for a GGUF file, which {model} is not; give the sizes of its inputs with --shape")
     limits = read_limits(
         budget=budget,
         m_peak=m_peak,
@@ -146,17 +156,25 @@ def compile(
     )  # fmt: skip
     variants = [replace(resolved, shapes=each) for each in checked_variants(shapes)]
     if dump_passes is not None:
-        _dump_passes(model, Path(dump_passes), variants)
+        with _as_onnx(model, max_length) as source:
+            _dump_passes(source.path, Path(dump_passes), variants)
     with KernelBuilder(device, lambda fraction: progress("build kernels", fraction)) as kernels:
 
         def make(place: Path) -> Bundle:
-            return _compile(model, place, variants, progress, kernels if build else None)
+            with _as_onnx(model, max_length) as source:
+                return _compile(model, source, place, variants, progress, kernels if build else None)
 
-        bundle = make(Path(output)) if output is not None else find_or_make(f"{model.stem}-{_key(model, variants)}", make)
+        key = _key(model, variants, max_length)
+        bundle = make(Path(output)) if output is not None else find_or_make(f"{model.stem}-{key}", make)
         if not build:
             return bundle
         built = kernels.finish(bundle)
         return carrying(bundle, built) if with_binaries else bundle
+
+
+def _as_onnx(model: Path, max_length: int | None) -> AbstractContextManager[LanguageModel]:
+    """`model` as an ONNX file, as long as the body runs."""
+    return converted(model, max_length) if model.suffix == SUFFIX else nullcontext(LanguageModel(model, b""))
 
 
 def _dump_passes(model: Path, folder: Path, variants: Sequence[Options]) -> None:
@@ -172,9 +190,14 @@ def _dump_passes(model: Path, folder: Path, variants: Sequence[Options]) -> None
 
 
 def _compile(
-    model: Path, output: Path, variants: Sequence[Options], progress: Progress, kernels: KernelBuilder | None
+    model: Path,
+    source: LanguageModel,
+    output: Path,
+    variants: Sequence[Options],
+    progress: Progress,
+    kernels: KernelBuilder | None,
 ) -> Bundle:
-    """Compile all `variants`, which differ in shapes, into one bundle.
+    """Compile all `variants`, which differ in shapes, into one bundle. `source` has the ONNX file of `model`.
 
     `kernels` are built while plans are made, and weights are packed and written.
     """
@@ -188,7 +211,7 @@ def _compile(
             kernels.begin(request)
 
     progress("import", 0.0)
-    graphs = _read_graphs(model, variants)
+    graphs = _read_graphs(source.path, variants)
     made: dict[int, tuple[Generated, OverlapPlan]] = {}
     earlier = NOTHING_STORED
     for index in largest_first(graphs):
@@ -215,6 +238,7 @@ def _compile(
             [_variant(joined[index], made[index][1], each) for index, each in enumerate(variants)],
             options.descriptor.portable,
             _about(model, options),
+            source.language,
         )
     return Bundle.open(output)
 
@@ -397,14 +421,14 @@ def _about(model: Path, options: Options) -> dict[str, object]:
     }
 
 
-def _key(model: Path, variants: Sequence[Options]) -> str:
+def _key(model: Path, variants: Sequence[Options], max_length: int | None) -> str:
     """The key of a bundle in the cache: a hash of the arguments, and of paths, sizes and times of the model's files."""
     files = []
-    for path in model_files(load_mapped(model), model):
+    for path in [model.resolve()] if model.suffix == SUFFIX else model_files(load_mapped(model), model):
         state = path.stat()
         files.append((str(path), state.st_size, state.st_mtime_ns))
     content = json.dumps(
-        [__version__, files, [asdict(each) for each in variants], content_hash(variants[0].descriptor)],
+        [__version__, files, max_length, [asdict(each) for each in variants], content_hash(variants[0].descriptor)],
         sort_keys=True,
         default=str,
     )

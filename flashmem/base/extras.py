@@ -24,6 +24,7 @@ EXTRAS: Mapping[str, str] = MappingProxyType(
         "diffusers": "zoo",
         "torch": "zoo",
         "transformers": "zoo",
+        "gguf": "gguf",
         "onnxruntime": "bench",
     }
 )

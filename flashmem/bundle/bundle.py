@@ -12,6 +12,7 @@ A bundle is a folder, NAME.flashmem. It holds a manifest and the version directo
         checksums.bin    a checksum of every range of weights.bin that is read on its own (flashmem.bundle.checksums)
         weights.bin      weights, packed as the kernels read them, and constants
         binaries.bin     optional: compiled kernels for one device, as entries of the program cache
+        language.json    of a language model: its tokenizer and chat template (`bundle.language`)
                          (flashmem.runtime.kernels.cache)
 
 A model compiled for several shapes has the first five files again for each further *shape variant* (program.1.json ...). All
@@ -41,7 +42,16 @@ from flashmem.bundle.checksums import ChecksummedRange, Checksums, checksum, che
 from flashmem.bundle.kernel_bounds import check_bounds
 from flashmem.bundle.kernel_source import check_options, check_source
 from flashmem.bundle.lane_bounds import check_lanes
-from flashmem.bundle.manifest import WEIGHTS, check_weights_size, read_binaries, read_checked, read_manifest, variant_files
+from flashmem.bundle.language import Language
+from flashmem.bundle.manifest import (
+    LANGUAGE,
+    WEIGHTS,
+    check_weights_size,
+    read_binaries,
+    read_checked,
+    read_manifest,
+    variant_files,
+)
 from flashmem.bundle.validation import check_bundle, check_types, check_variants
 from flashmem.bundle.version_directories import MANIFEST, current_version
 from flashmem.program.kernel_text import Source
@@ -124,6 +134,13 @@ class Bundle:
         """The budget that the bundle was compiled for, in bytes; None if it has none."""
         budget = self.common.get("budget_bytes")
         return budget if type(budget) is int and budget > 0 else None
+
+    def language(self) -> Language | None:
+        """The tokenizer and the chat template of a language model; None for other models. Raises BundleError."""
+        manifest = read_manifest(self.path)
+        if LANGUAGE not in manifest["files"]:
+            return None
+        return Language.from_json(read_checked(self.path, LANGUAGE, manifest))
 
     def variant(self, index: int) -> Bundle:
         """The same bundle with shape variant `index` selected."""

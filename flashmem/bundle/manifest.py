@@ -18,6 +18,7 @@ from flashmem.bundle.version_directories import MANIFEST, MANIFEST_BYTES, is_ver
 FORMAT_VERSION = 15
 WEIGHTS = "weights.bin"
 BINARIES = "binaries.bin"
+LANGUAGE = "language.json"
 _SMALL_BYTES = 1 << 30
 """The largest size of a file other than weights.bin, since it is read into memory as a whole."""
 _VARIANT_FILES = ("program.json", "plan.json", "kernels.cl", "kernels_lane.cl", "checksums.bin")

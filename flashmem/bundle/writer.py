@@ -22,9 +22,11 @@ from flashmem.bundle.checksums import ChecksummedRange, checksum, content_hash, 
 from flashmem.bundle.kernel_bounds import check_bounds
 from flashmem.bundle.kernel_source import check_source
 from flashmem.bundle.lane_bounds import check_lanes
+from flashmem.bundle.language import Language
 from flashmem.bundle.manifest import (
     BINARIES,
     FORMAT_VERSION,
+    LANGUAGE,
     WEIGHTS,
     compact,
     disk_errors,
@@ -108,11 +110,17 @@ class BundleWriter:
         """Commit a bundle of one program; see `commit_all`."""
         self.commit_all([ShapeVariant(program, plan, source, own_part(meta))], descriptor, common_part(meta))
 
-    def commit_all(self, variants: Sequence[ShapeVariant], descriptor: DeviceDescriptor, meta: Mapping[str, Any]) -> None:
+    def commit_all(
+        self,
+        variants: Sequence[ShapeVariant],
+        descriptor: DeviceDescriptor,
+        meta: Mapping[str, Any],
+        language: bytes = b"",
+    ) -> None:
         """Check and write the other files, and move the bundle into place.
 
         `meta` is metadata as JSON: the origin of the model; `budget_bytes` is the default budget of a session. `variants` must
-        not be empty; a session opens the first.
+        not be empty; a session opens the first. `language`: the tokenizer of a language model (`bundle.language`).
 
         Raises:
             UserError: the disk is full or fails; nothing of the bundle is kept.
@@ -139,6 +147,9 @@ class BundleWriter:
                 )
                 contents |= zip(variant_files(index), texts, strict=True)
             check_variants([variant.program for variant in variants])
+            if language:
+                Language.from_json(language)
+                contents[LANGUAGE] = language
             os.fsync(self._weights.fileno())
             self._weights.close()
             for name, content in contents.items():
@@ -236,7 +247,8 @@ def _with_files(bundle: Bundle, contents: Mapping[str, bytes], entries: Mapping[
         draft = Draft(path)
         try:
             texts = [name for index in range(len(bundle.variants)) for name in variant_files(index)]
-            kept = (*texts, *([BINARIES] if bundle.binaries else []))
+            language = [LANGUAGE] if LANGUAGE in manifest["files"] else []
+            kept = (*texts, *([BINARIES] if bundle.binaries else []), *language)
             for name in (*kept, WEIGHTS):
                 if name not in contents:
                     _link_or_copy(bundle.files / name, draft.folder / name)

@@ -1,4 +1,4 @@
-"""The command line: `flashmem doctor | compile | run | queue | plan | check | replan | cache | profile | tune | simulate ...`.
+"""The command line: `flashmem doctor | compile | run | generate | queue | plan | check | replan | cache | profile | tune ...`.
 
 `model_commands` and `device_commands` declare the commands, and `commands.options` the options that several of them share.
 Before a command is chosen, typer is the heaviest import. `run` of a bundle imports the online half only.
@@ -59,6 +59,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "doctor": device_commands.doctor,
     "compile": model_commands.compile_,
     "run": model_commands.run,
+    "generate": model_commands.generate,
     "plan": model_commands.plan,
     "check": model_commands.check,
     "replan": model_commands.replan,

@@ -27,7 +27,7 @@ from flashmem.cli.commands.options import (
 @with_bundle_options
 def compile_(
     options: CompileOptions,
-    model: Annotated[Path, typer.Argument(help="An .onnx model.", show_default=False)],
+    model: Annotated[Path, typer.Argument(help="An .onnx model, or a language model as .gguf.", show_default=False)],
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="model.flashmem", help="The bundle; default: in the user's cache.")
     ] = None,
@@ -91,6 +91,34 @@ def run(
         options,
         RunOptions(input, output, repeat, verify, reference, json, chosen, seed, trace, learn, check_weights, build),
     )
+
+
+@with_bundle_options
+def generate(
+    options: CompileOptions,
+    model: Annotated[Path, typer.Argument(help="A .gguf language model, or a bundle of one.", show_default=False)],
+    prompt: Annotated[
+        str | None,
+        typer.Argument(help="What to answer; none: each line of stdin, in one conversation.", show_default=False),
+    ] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Continue the prompt as a text, without a chat template.")] = False,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system's message before a conversation.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample among so many likeliest tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(max=1.0, help="Sample among the likeliest tokens of this probability.")] = 1.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: avoid tokens that occurred.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Equal seeds sample equally.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before this text; repeatable.")] = None,
+    json: Json = False,
+) -> None:
+    """Answer a prompt with a language model, and print the text as it is generated."""
+    from flashmem.cli.commands.generate import GenerateOptions, generate_text
+
+    chosen = GenerateOptions(
+        plain, system, max_new_tokens, temperature, top_k, top_p, repetition_penalty, seed, tuple(stop or ()), json
+    )
+    generate_text(model, prompt, options, chosen)
 
 
 @with_bundle_options

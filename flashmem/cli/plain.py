@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 
 from flashmem.base.interrupts import unwinding
@@ -58,6 +59,21 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--seed", type=int, default=0, help="seed of the inputs not given")
     run.add_argument("--trace", type=Path, metavar="trace.json", help="where to write layers and loads over time")
     run.add_argument("--check-weights", action="store_true", help="compare weights with their checksums when read")
+    generate = add("generate", _generate, "Answer a prompt with a language model, and print the text as it is generated.")
+    bundle(generate)
+    generate.add_argument("prompt", nargs="?", help="what to answer; none: each line of stdin, in one conversation")
+    generate.add_argument("--plain", action="store_true", help="continue the prompt as a text, without a chat template")
+    generate.add_argument("--system", metavar="TEXT", help="the system's message before a conversation")
+    generate.add_argument("--device", metavar="NAME", help="a device, or 'auto'")
+    generate.add_argument("--mode", metavar="NAME", help="how weights are transferred")
+    generate.add_argument("--budget", metavar="SIZE", help="limit on all memory, for instance 256MB")
+    generate.add_argument("--max-new-tokens", type=int, default=256, help="the most tokens of an answer")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
+    generate.add_argument("--top-k", type=int, default=0, help="sample among so many likeliest tokens; 0: all")
+    generate.add_argument("--top-p", type=float, default=1.0, help="sample among the likeliest tokens of this probability")
+    generate.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1: avoid tokens that occurred")
+    generate.add_argument("--seed", type=int, help="equal seeds sample equally")
+    generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     bundle(add("check", _check, "Read all of a bundle, weights too, and say whether it is what was written."))
     replan = add("replan", _replan, "Plan a bundle again for another budget.", json=False)
     bundle(replan)
@@ -106,6 +122,15 @@ def _run(arguments: argparse.Namespace) -> None:
         check_weights=arguments.check_weights,
     )
     run_model(arguments.bundle, compiling, options)
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    from flashmem.cli.commands.generate import GenerateOptions, generate_text
+
+    compiling = CompileOptions(device=arguments.device, budget=arguments.budget, mode=arguments.mode)
+    given = vars(arguments)
+    options = GenerateOptions(**{each.name: given[each.name] for each in fields(GenerateOptions)})
+    generate_text(arguments.bundle, arguments.prompt, compiling, replace(options, stop=tuple(arguments.stop)))
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -17,7 +17,8 @@ COMMANDS = (
     "flashmem.runtime.application.manager", "flashmem.planning.replanning",
     "flashmem.runtime.kernels.build_worker", "flashmem.tools.learn", "flashmem.cli.commands.bundles",
     "flashmem.cli.commands.devices", "flashmem.cli.commands.doctor", "flashmem.cli.commands.profile",
-    "flashmem.cli.commands.run", "flashmem.tools.doctor.selftest", "flashmem.profiler.kit", "flashmem.profiler.measure",
+    "flashmem.cli.commands.run", "flashmem.cli.commands.generate", "flashmem.runtime.generation.generator",
+    "flashmem.tools.doctor.selftest", "flashmem.profiler.kit", "flashmem.profiler.measure",
     "flashmem.profiler.opening", "flashmem.profiler.phone_kit.measuring", "flashmem.profiler.phone_kit.rates",
     "flashmem.profiler.phone_kit.heat", "flashmem.profiler.phone_kit.storage", "flashmem.runtime.opencl.probes",
 )  # fmt: skip

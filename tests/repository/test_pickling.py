@@ -26,6 +26,7 @@ from flashmem.profiler.phone_compilers.gpus import GPUS
 from flashmem.profiler.phone_compilers.models import ModelReport
 from flashmem.profiler.phone_compilers.report import CompilerReport
 from flashmem.runtime.engine.failures import RequestError
+from flashmem.runtime.generation.generator import GenerationReport
 from flashmem.schedule.plan import OverlapPlan, PlanViolation
 from tests.support.mini_bundle import write_mini_bundle
 from tests.support.refused_budget import refused
@@ -45,6 +46,7 @@ EXAMPLES: dict[type, Example] = {
     PlanViolation: lambda *_: PlanViolation("C2", "3 chunks in flight"),
     RequestError: lambda *_: RequestError(ValueError("index 8")),
     RunReport: lambda _, report: report,
+    GenerationReport: lambda *_: GenerationReport(37, 12, 8, 0.5, 0.02, 1 << 20, 1 << 26),
     OverlapPlan: lambda bundle, _: bundle.plan,
     SrptPlan: lambda *_: SrptPlan({"w": ((1, 2),)}, feasible=True),
     CompilerReport: lambda *_: CompilerReport(GPUS["adreno750"], "26.1", (), {"matmul": "no such type"}),

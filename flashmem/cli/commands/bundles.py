@@ -32,6 +32,7 @@ def check_bundle(path: Path, *, as_json: bool) -> None:
             raise BundleError(
                 f"bundle {path} is damaged: its compiled kernels are not what was written; compile the model again"
             )
+        bundle.language()
         bundle.verify_weights()
     except BundleError:
         bundle_cache.forget(bundle.files)

@@ -44,6 +44,7 @@ class CompileOptions:
     shape: tuple[str, ...] = ()
     constant: tuple[str, ...] = ()
     state: tuple[str, ...] = ()
+    max_length: int | None = None
     preload: tuple[str, ...] = ()
     memory_path: str | None = None
     mode: str | None = None
@@ -74,7 +75,7 @@ class CompileOptions:
 
     def keywords(self) -> dict[str, Any]:
         """All options except shapes, as arguments of `flashmem.compile`."""
-        return {**self.target(), **self._given(_LIMITS)}
+        return {**self.target(), **self._given(("max_length", *_LIMITS))}
 
     def _given(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: value for name in names if (value := getattr(self, name)) is not None}

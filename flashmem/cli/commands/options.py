@@ -139,6 +139,10 @@ BUNDLE_OPTIONS: dict[str, Any] = {
             help="Keep an output on the device as the next run's input; repeatable. auto: all pairs named past and present.",
         ),
     ],
+    "max_length": Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Tokens that the cache of a .gguf model holds.", show_default="2048, or its context"),
+    ],
     "preload": Annotated[list[str] | None, typer.Option(metavar="WEIGHT", help="A weight to keep resident; repeatable.")],
     "memory_path": Annotated[MemoryPath | None, typer.Option(help="Memory objects for weights.", show_default="auto")],
     "mode": Annotated[Mode | None, typer.Option(help="How weights are transferred.", show_default="auto")],

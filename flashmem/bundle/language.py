@@ -1,0 +1,100 @@
+"""The language part of a bundle, `language.json`: a byte-pair tokenizer, the words that begin and end a text, a chat template.
+
+Keys: `pattern` (of `PATTERNS`), `tokens`, `types` (of each token, as in GGUF: 3 control, 4 user-defined), `merges` ("a b", the
+most frequent first), `begin` (a token or null), `ends` (tokens), `chat` (pieces of text or null, as the compiler's
+`frontend/gguf/chat.py` has them), `max_length` (words that the cache holds).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from flashmem.base.errors import BundleError
+
+CONTROL, USER_DEFINED = 3, 4
+"""Types of tokens that stand for no text: those that only a template writes, and those that a text may have."""
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """How a text is cut into pieces before bytes are paired.
+
+    `contractions` match in the text. `kinds` matches in a text of one letter for each character: L letter, N number, R line
+    feed or carriage return, space, S other white space, O other. `digits`: each number is a piece of its own first. `whole`: a
+    piece that is a token is not paired again.
+    """
+
+    contractions: re.Pattern[str]
+    kinds: re.Pattern[str]
+    digits: bool = False
+    whole: bool = False
+
+
+_GPT2 = re.compile(r"'s|'t|'re|'ve|'m|'ll|'d"), re.compile(r" ?L+| ?N+| ?O+|[ SR]+(?![^ SR])|[ SR]+")
+_LLAMA3 = r"[^RLN]?L+|N{1,%d}| ?O+R*|[ SR]*R+|[ SR]+(?![^ SR])|[ SR]+"
+_ANY_CASE = re.compile(_GPT2[0].pattern, re.IGNORECASE)
+
+PATTERNS: Mapping[str, Pattern] = MappingProxyType(
+    {
+        "gpt-2": Pattern(*_GPT2),
+        "smollm": Pattern(*_GPT2, digits=True),
+        "llama-bpe": Pattern(_ANY_CASE, re.compile(_LLAMA3 % 3), whole=True),
+        "qwen2": Pattern(_ANY_CASE, re.compile(_LLAMA3 % 1)),
+    }
+)
+"""By the name in GGUF files (`tokenizer.ggml.pre`): the regular expressions of GPT-2, SmolLM, Llama 3 and Qwen 2."""
+
+
+@dataclass(frozen=True)
+class Language:
+    """What the module's documentation lists."""
+
+    pattern: Pattern
+    tokens: tuple[str, ...]
+    types: tuple[int, ...]
+    merges: tuple[str, ...]
+    begin: int | None
+    ends: frozenset[int]
+    chat: Mapping[str, str] | None
+    max_length: int
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Language:
+        """Raises BundleError if `text` is not the JSON of a language."""
+        try:
+            given = json.loads(text)
+            tokens, types, merges = (tuple(given[name]) for name in ("tokens", "types", "merges"))
+            pattern, ends = PATTERNS[given["pattern"]], frozenset(given["ends"])
+            made = cls(pattern, tokens, types, merges, given["begin"], ends, given["chat"], given["max_length"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise _damaged() from error
+        made._check()
+        return made
+
+    def _check(self) -> None:
+        count = len(self.tokens)
+        numbers: list[Any] = [*self.ends, *([] if self.begin is None else [self.begin])]
+        chat: Mapping[Any, Any] = self.chat if isinstance(self.chat, dict) else {}
+        right = (
+            all(type(each) is str for each in (*self.tokens, *self.merges, *chat, *chat.values()))
+            and all(type(each) is int for each in (*self.types, *numbers, self.max_length))
+            and len(self.types) == count > 0
+            and all(0 <= each < count for each in numbers)
+            and self.max_length > 0
+            and (self.chat is None or chat.keys() >= CHAT)
+        )
+        if not right:
+            raise _damaged()
+
+
+CHAT = frozenset({"user", "system", "system user", "user assistant", "assistant user"})
+"""The pieces of a chat template."""
+
+
+def _damaged() -> BundleError:
+    return BundleError("the bundle's language.json is damaged; compile the model again")

@@ -1,0 +1,107 @@
+"""`flashmem generate`: text by a language model, as it is generated."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from flashmem.base.errors import UserError
+from flashmem.base.streams import say
+from flashmem.base.units import format_size
+from flashmem.cli.commands.compiling import RUN_TIME, CompileOptions, open_bundle
+from flashmem.cli.output.console import emit_json
+from flashmem.runtime.generation.generator import GenerationReport, Generator, Message
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """The options of `flashmem generate`. `plain`: continue the prompt as a text, without the model's chat template."""
+
+    plain: bool = False
+    system: str | None = None
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    json: bool = False
+
+
+def generate_text(model: Path, prompt: str | None, compiling: CompileOptions, options: GenerateOptions) -> None:
+    """Answer `prompt`, or each line of stdin in one conversation, with a bundle or a GGUF file.
+
+    Raises:
+        UserError: a file or an option is invalid.
+        RunError: a run failed.
+    """
+    if options.system is not None and options.plain:
+        raise UserError("--system is a message of a conversation; leave out either --system or --plain")
+    if options.plain and prompt is None:
+        raise UserError("--plain continues a text; give one after the model")
+    bundle = open_bundle(model, compiling, still_open=RUN_TIME, build=True)
+    budget = compiling.budget if model.is_dir() else None  # a model compiled now has its budget in the bundle
+    mode: Any = compiling.mode or "auto"
+    with Generator(bundle, device=compiling.device or "auto", budget=budget, mode=mode) as generator:
+        messages: list[Message] = [] if options.system is None else [{"role": "system", "content": options.system}]
+        if prompt is not None:
+            plain = options.plain or generator.language.chat is None
+            _answer(generator, prompt if plain else [*messages, {"role": "user", "content": prompt}], options)
+            return
+        for line in _lines():
+            messages.append({"role": "user", "content": line})
+            messages.append({"role": "assistant", "content": _answer(generator, messages, options)})
+
+
+def _lines() -> Iterator[str]:
+    """Lines of stdin without empty ones; a terminal shows where to write."""
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+def _answer(generator: Generator, prompt: str | list[Message], options: GenerateOptions) -> str:
+    """Print an answer as it comes, and what it took; returns it."""
+    pieces: list[str] = []
+    try:
+        for piece in generator.generate(
+            prompt,
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            repetition_penalty=options.repetition_penalty,
+            seed=options.seed,
+            stop=options.stop,
+        ):
+            pieces.append(piece)
+            if not options.json:
+                print(piece, end="", flush=True)
+    finally:  # Ctrl-C ends with what was said so far
+        if pieces and not options.json:
+            print(flush=True)
+    text, report = "".join(pieces), generator.last
+    assert report is not None
+    if options.json:
+        emit_json({"text": text, **asdict(report)})
+    else:
+        say(_summary(report))
+    return text
+
+
+def _summary(report: GenerationReport) -> str:
+    """One line about a generation."""
+    read = f"{report.prompt - report.reused} tokens read, {report.tokens} generated"
+    first = f"the first after {report.first_seconds:.2f} s"
+    rate = f", then {1 / report.token_seconds:.1f} a second" if report.token_seconds else ""
+    loaded = f", {format_size(report.token_bytes)} of weights loaded for each" if report.token_bytes else ""
+    return f"{read}: {first}{rate}{loaded}; {format_size(report.peak_bytes)} of memory at most"

@@ -1,0 +1,45 @@
+"""A chat template (Jinja, as transformers and GGUF files have it) in pieces of text, which a phone joins without Jinja."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_TEXTS = ("First text.", "Second text.", "Third text.", "Fourth text.")
+
+
+def chat_pieces(template: str, marks: Mapping[str, str]) -> dict[str, str] | None:
+    """The text before and between the messages of a conversation; None if the template cannot be cut into such pieces.
+
+    `marks`: names that the template uses, such as `bos_token`. Keys of the result: "user" and "system", what comes before a
+    first message of that role; "system user", between these; "user assistant" and "assistant user", between turns. Messages
+    end with one of the user, after which the assistant speaks.
+    """
+
+    def rendered(*roles: str) -> list[str]:
+        """The pieces around the texts of a conversation of these roles."""
+        messages = [{"role": role, "content": text} for role, text in zip(roles, _TEXTS, strict=False)]
+        whole, pieces = _render(template, messages, marks), []
+        for text in _TEXTS[: len(roles)]:
+            before, found, whole = whole.partition(text)
+            if not found:
+                raise ValueError
+            pieces.append(before)
+        return [*pieces, whole]
+
+    try:
+        user, answers = rendered("user")
+        _, between, again, _ = rendered("user", "assistant", "user")
+        system, asks, _ = rendered("system", "user")
+        pieces = {"user": user, "system": system, "system user": asks, "user assistant": between, "assistant user": again}
+        whole = rendered("system", "user", "assistant", "user")
+    except Exception:  # a template may raise anything, and refuse a role
+        return None
+    return pieces if whole == [system, asks, between, again, answers] and answers == between else None
+
+
+def _render(template: str, messages: Sequence[Mapping[str, str]], marks: Mapping[str, str]) -> str:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment: Any = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    return str(environment.from_string(template).render(messages=messages, add_generation_prompt=True, **marks))

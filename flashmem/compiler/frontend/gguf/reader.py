@@ -1,0 +1,152 @@
+"""A GGUF file as an ONNX model with states, and what a generator needs besides: tokenizer and chat template.
+
+Fields and tensors are read by the package `gguf`, which maps the file. ggml's documentation of GGUF describes both.
+Files of the architecture "llama" are supported, with a tokenizer of byte pairs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from flashmem.base.errors import UserError
+from flashmem.base.extras import need
+from flashmem.bundle.language import PATTERNS
+from flashmem.compiler.frontend.gguf.chat import chat_pieces
+from flashmem.compiler.frontend.gguf.llama import IDS, Sizes, write_decoder
+
+SUFFIX = ".gguf"
+
+PROMPT_WORDS = 32
+"""Words of a prompt that one run reads; afterwards a run reads one."""
+
+MAX_LENGTH = 2048
+"""Room for so many words, unless the model has less or the user asks for another number."""
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A model as an ONNX file, and its tokenizer as JSON (`flashmem.bundle.language`), empty for other models."""
+
+    path: Path
+    language: bytes
+
+
+def shapes_of_runs() -> tuple[dict[str, tuple[int, ...]], ...]:
+    """The shapes of the variants: one word, and a part of a prompt."""
+    return {IDS: (1, 1)}, {IDS: (1, PROMPT_WORDS)}
+
+
+@contextmanager
+def converted(path: Path, max_length: int | None) -> Iterator[LanguageModel]:
+    """The model in the GGUF file `path`, as long as the body runs. `max_length`: words that the cache holds.
+
+    Raises:
+        UserError: the package `gguf` is missing; the file is damaged or of an unknown kind; it has no room for `max_length`.
+    """
+    need("a GGUF file", "gguf")
+    with TemporaryDirectory(prefix="flashmem-gguf-") as folder:
+        target = Path(folder) / f"{path.stem}.onnx"
+        file = _File(path)
+        language = file.language()
+        length = file.length(max_length)
+        write_decoder(target, file.sizes(), file.tensor, file.has, length)
+        yield LanguageModel(target, json.dumps({**language, "max_length": length}).encode())
+
+
+class _File:
+    """The fields and tensors of a GGUF file. Every method raises UserError for what is missing or unknown."""
+
+    def __init__(self, path: Path) -> None:
+        from gguf import GGUFReader
+
+        self.path = path
+        try:
+            reader: Any = GGUFReader(path)
+            self.fields = reader.fields
+            self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+            self.kind = str(self.field("general.architecture"))
+        except UserError:
+            raise
+        except Exception as error:  # for a damaged file, the package raises any kind of error
+            raise UserError(f"{path} is no GGUF file, or a part of one ({' '.join(str(error).split())})") from error
+        if self.kind != "llama":
+            raise UserError(f"{path} has the architecture {self.kind!r}; only 'llama' is supported (Llama, SmolLM)")
+        scaling = self.field("llama.rope.scaling.type", "none")
+        if scaling != "none":
+            raise UserError(f"{path} scales its rotary positions ({scaling!r}), which is not supported")
+
+    def field(self, name: str, default: Any = None) -> Any:
+        """The value of a field."""
+        if name in self.fields:
+            return self.fields[name].contents()
+        if default is None:
+            raise UserError(f"{self.path} lacks the field {name}; download or convert it again")
+        return default
+
+    def has(self, name: str) -> bool:
+        """Whether the file has a tensor."""
+        return name in self.tensors
+
+    def tensor(self, name: str) -> Any:
+        """A tensor of `gguf.GGUFReader`."""
+        if name not in self.tensors:
+            raise UserError(f"{self.path} lacks the tensor {name}; download or convert it again")
+        return self.tensors[name]
+
+    def sizes(self) -> Sizes:
+        """The sizes of the decoder."""
+        heads, hidden = int(self.field("llama.attention.head_count")), int(self.field("llama.embedding_length"))
+        size = int(self.field("llama.rope.dimension_count", hidden // heads))
+        if size * heads != hidden:
+            raise UserError(f"{self.path} rotates {size} of the {hidden // heads} elements of a head, which is not supported")
+        return Sizes(
+            int(self.field("llama.block_count")),
+            hidden,
+            heads,
+            int(self.field("llama.attention.head_count_kv", heads)),
+            size,
+            int(self.tensor("token_embd.weight").shape[1]),
+            float(self.field("llama.rope.freq_base", 10000.0)),
+            float(self.field("llama.attention.layer_norm_rms_epsilon")),
+        )
+
+    def length(self, asked: int | None) -> int:
+        """The words that the cache holds."""
+        most = int(self.field("llama.context_length"))
+        if asked is None:
+            return min(MAX_LENGTH, most)
+        if not PROMPT_WORDS <= asked <= most:
+            raise UserError(f"max_length {asked} is not between {PROMPT_WORDS} and {most}, the context of {self.path}")
+        return asked
+
+    def language(self) -> dict[str, Any]:
+        """The tokenizer, the words that begin and end a text, and the chat template in pieces."""
+        kind, pattern = self.field("tokenizer.ggml.model"), self.field("tokenizer.ggml.pre", "gpt-2")
+        if kind != "gpt2" or pattern not in PATTERNS:
+            known = ", ".join(PATTERNS)
+            raise UserError(
+                f"{self.path} has the tokenizer {kind!r} with the pattern {pattern!r}; supported are 'gpt2' and: {known}"
+            )
+        ends = [int(self.field("tokenizer.ggml.eos_token_id"))]
+        ends += [int(self.fields[name].contents()) for name in ("tokenizer.ggml.eot_token_id",) if name in self.fields]
+        tokens = self.field("tokenizer.ggml.tokens")
+        begin = (
+            int(self.field("tokenizer.ggml.bos_token_id", -1)) if self.field("tokenizer.ggml.add_bos_token", False) else None
+        )
+        template = self.field("tokenizer.chat_template", "")
+        marks = {"bos_token": "" if begin is None else tokens[begin], "eos_token": tokens[ends[0]]}
+        return {
+            "pattern": pattern,
+            "tokens": tokens,
+            "types": [int(each) for each in self.field("tokenizer.ggml.token_type")],
+            "merges": self.field("tokenizer.ggml.merges"),
+            "begin": begin,
+            "ends": list(dict.fromkeys(ends)),
+            "chat": chat_pieces(template, marks) if template else None,
+        }

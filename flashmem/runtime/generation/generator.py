@@ -1,0 +1,264 @@
+"""Text generation: a session whose states are the cache of keys and values, one token after the other."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashmem.base.errors import UserError
+from flashmem.base.types import TransferMode
+from flashmem.bundle.bundle import Bundle
+from flashmem.program.program import Program
+from flashmem.runtime.generation.sampling import Sampler, Sampling
+from flashmem.runtime.generation.tokenizer import Tokenizer
+from flashmem.runtime.session import Session
+
+Message = Mapping[str, str]
+"""A message of a conversation: `role` ("system", "user" or "assistant") and `content`."""
+
+Array = NDArray[Any]
+
+_IDS, _TOTAL = "input_ids", "total_sequence_length"
+
+_FEW = 4
+"""So many last tokens of a prompt are read one by one, and more in a run that reads others again."""
+
+
+@dataclass(frozen=True)
+class GenerationReport:
+    """What a generation took.
+
+    `prompt`: tokens of the prompt, of which `reused` were in the cache. `tokens`: generated ones. `first_seconds`: until the
+    first token. `token_seconds`: median of the later ones, 0 without any. `token_bytes`: weights loaded for the last one.
+    `peak_bytes`: memory that the budget counts, in the last run.
+    """
+
+    prompt: int
+    reused: int
+    tokens: int
+    first_seconds: float
+    token_seconds: float
+    token_bytes: int
+    peak_bytes: int
+
+
+class Generator:
+    """Generates text with a bundle that was compiled from a language model. A context manager; not for several threads at once.
+
+    The cache keeps what was read and generated. Of a prompt that begins in the same way, only the rest is read.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle | str | Path,
+        *,
+        device: str = "auto",
+        budget: int | str | None = None,
+        mode: TransferMode | Literal["auto"] = "auto",
+    ) -> None:
+        """Open a session; the arguments are those of `Session`.
+
+        Raises:
+            UserError: no bundle, or one of another model; and the errors of `Session`.
+            RunError: the device refuses.
+        """
+        opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+        language = opened.language()
+        if language is None:
+            raise UserError(f"{opened.path} has no tokenizer; compile a language model from a .gguf file")
+        self.language = language
+        self.tokenizer = Tokenizer(language)
+        self.last: GenerationReport | None = None  # of the last generation that ended
+        self._cached: list[int] = []  # the tokens in the cache
+        self._lengths = sorted((_words(each.program) for each in opened.variants), reverse=True)
+        self._slice_bytes = {part.name: part.file_bytes for each in opened.variants for part in each.program.slices}
+        self._session = Session(opened, device=device, budget=budget, mode=mode)
+
+    def generate(
+        self,
+        prompt: str | Sequence[Message] | Sequence[int],
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+    ) -> Iterator[str]:
+        """Continue a text, or answer a conversation; yields the new text in pieces, as it is generated.
+
+        It ends at the model's own end, at one of the texts `stop` (which is not yielded), after `max_new_tokens`, or when the
+        cache is full. Afterwards `last` has the report.
+
+        Args:
+            prompt: a text to continue; messages, of which the last is the user's; or tokens.
+            max_new_tokens: the most tokens to generate.
+            temperature, top_k, top_p, repetition_penalty, seed: see `Sampling`. The default takes the likeliest token.
+            stop: texts that end the generation.
+
+        Raises:
+            UserError: a number out of range; a prompt without tokens, with unknown ones, or longer than the cache; messages
+                that the chat template does not take.
+            RunError: a run fails, or gives no numbers.
+        """
+        tokens = self.tokens_of(prompt)
+        if len(tokens) > self.language.max_length:
+            raise UserError(
+                f"the prompt has {len(tokens)} tokens, and the cache holds {self.language.max_length}; shorten the prompt, or "
+                "compile the model with a larger --max-length"
+            )
+        if max_new_tokens < 1:
+            raise UserError(f"max_new_tokens {max_new_tokens} is not possible; give a number that is 1 or more")
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
+        return self._generated(tokens, max_new_tokens, Sampler(sampling), _Stops(stops))
+
+    def tokens_of(self, prompt: str | Sequence[Message] | Sequence[int]) -> list[int]:
+        """The tokens of a prompt, as `generate` reads them. Raises UserError."""
+        begin = [] if self.language.begin is None else [self.language.begin]
+        if isinstance(prompt, str):
+            tokens = begin + self.tokenizer.encode(prompt)
+        elif prompt and all(isinstance(each, Mapping) for each in prompt):
+            tokens = self._conversation([each for each in prompt if isinstance(each, Mapping)])
+        else:
+            tokens = [each for each in prompt if isinstance(each, int | np.integer)]
+            if len(tokens) != len(prompt) or not all(0 <= each < len(self.language.tokens) for each in tokens):
+                raise UserError(
+                    f"the prompt is neither a text, nor messages, nor tokens from 0 to {len(self.language.tokens) - 1}"
+                )
+        if not tokens:
+            raise UserError("the prompt is empty; give at least one word")
+        return tokens
+
+    def _conversation(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens of a conversation. Control tokens are recognised in the template, not in the messages."""
+        chat = self.language.chat
+        if chat is None:
+            raise UserError("the model has no chat template that flashmem understands; give a text to continue")
+        tokens: list[int] = []
+        before = ""
+        for message in messages:
+            role, content = message.get("role", ""), message.get("content")
+            piece = chat.get(f"{before} {role}".strip())
+            if piece is None or not isinstance(content, str):
+                raise UserError(
+                    "a conversation is an optional message of the system, then messages of user and assistant in turn, each "
+                    f"with a role and a content; one has the role {role!r} after {before or 'nothing'!r}"
+                )
+            tokens += [*self.tokenizer.encode(piece, control=True), *self.tokenizer.encode(content)]
+            before = role
+        if before != "user":
+            raise UserError("the last message of a conversation must be the user's")
+        return [*tokens, *self.tokenizer.encode(chat["user assistant"], control=True)]
+
+    def _generated(self, tokens: list[int], most: int, sampler: Sampler, stops: _Stops) -> Iterator[str]:
+        begun, seconds = perf_counter(), list[float]()
+        first, reused, decoder = 0.0, self._reusable(tokens), codecs.getincrementaldecoder("utf-8")("replace")
+        try:
+            logits = self._read(tokens, reused)
+            first = perf_counter() - begun
+            while len(seconds) < most:
+                since = perf_counter()
+                token = sampler.choose(logits, self._cached)
+                if token in self.language.ends:
+                    break
+                seconds.append(perf_counter() - since)
+                if text := stops.passed(decoder.decode(self.tokenizer.decode([token]))):
+                    yield text
+                if stops.found or len(self._cached) == self.language.max_length or len(seconds) == most:
+                    break
+                since = perf_counter()
+                logits = self._run([token], len(self._cached))
+                seconds[-1] += perf_counter() - since
+            if text := stops.rest(decoder.decode(b"", final=True)):
+                yield text
+        finally:
+            self.last = self._report(len(tokens), reused, seconds, first)
+
+    def _reusable(self, tokens: list[int]) -> int:
+        """How many tokens of a prompt are in the cache; the last one is read anyway, for its logits."""
+        pairs = zip(tokens[:-1], self._cached, strict=False)
+        return next((at for at, (new, old) in enumerate(pairs) if new != old), min(len(tokens) - 1, len(self._cached)))
+
+    def _read(self, tokens: list[int], at: int) -> Array:
+        """Read a prompt from token `at` on, in runs as long as the variants permit; returns the logits of the last token.
+
+        The last run of several tokens may begin earlier, and read some again.
+        """
+        while True:
+            rest = len(tokens) - at
+            length = next(each for each in self._lengths if each <= rest or (each <= len(tokens) and rest > _FEW))
+            start = min(at, len(tokens) - length)
+            logits = self._run(tokens[start : start + length], start)
+            at = start + length
+            if at == len(tokens):
+                return logits
+
+    def _run(self, tokens: list[int], start: int) -> Array:
+        """Run the model on tokens at positions from `start` on; returns the logits of the last one [vocabulary]."""
+        del self._cached[start:]
+        total = np.array(start + len(tokens), np.int32)
+        [logits] = self._session.run(None, {_IDS: np.array([tokens], np.int64), _TOTAL: total})
+        self._cached += tokens
+        return logits.reshape(-1)
+
+    def _report(self, prompt: int, reused: int, seconds: Sequence[float], first: float) -> GenerationReport:
+        run = self._session.last_run
+        loaded = {load.name for load in run.loads} if run is not None and len(seconds) > 1 else set[str]()
+        return GenerationReport(
+            prompt,
+            reused,
+            len(seconds),
+            first,
+            median(seconds[:-1]) if len(seconds) > 1 else 0.0,
+            sum(self._slice_bytes.get(name, 0) for name in loaded),
+            run.memory.peak_bytes if run is not None else 0,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the session."""
+        self._session.close()
+
+
+class _Stops:
+    """Holds back text that may become one of the stop texts."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops, self._held, self.found = [stop for stop in stops if stop], "", False
+
+    def passed(self, text: str) -> str:
+        """The text that can be shown after `text` is there too."""
+        held = self._held + text
+        ends = [at for stop in self._stops if (at := held.find(stop)) >= 0]
+        if ends:
+            self.found, self._held = True, ""
+            return held[: min(ends)]
+        kept = max((size for stop in self._stops for size in range(1, len(stop)) if held.endswith(stop[:size])), default=0)
+        self._held = held[len(held) - kept :]
+        return held[: len(held) - kept]
+
+    def rest(self, text: str) -> str:
+        """What is left at the end."""
+        return "" if self.found else self._held + text
+
+
+def _words(program: Program) -> int:
+    """The tokens that a run of `program` reads."""
+    [ids] = [port for port in program.inputs if port.name == _IDS]
+    return int(ids.shape[1])

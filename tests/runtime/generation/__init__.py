@@ -1,0 +1,1 @@
+"""Tests of `flashmem.runtime.generation`."""

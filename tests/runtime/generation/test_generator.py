@@ -1,0 +1,223 @@
+"""Generation with small models in GGUF files, beside a decoder in float64."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flashmem
+from flashmem.base.errors import BudgetError, BundleError, RunError, UserError
+from flashmem.bundle.writer import replace_plan
+from flashmem.runtime.generation.generator import Generator, Message
+from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.devices import descriptor_for
+from tests.support.bundle_changes import rewrite
+from tests.support.command_line import Command, command_line
+from tests.support.compared import DEVICES
+from tests.support.gguf_models import CORPUS, SmallLlama, plain_head, vocabulary
+
+MARGIN = 1e-4
+"""Of the logits' range: where the two best are nearer, a rounding error may decide."""
+
+MODELS = {"blocks": SmallLlama(), "floats": plain_head(SmallLlama())}
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    return command_line(monkeypatch, capfd)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return MODELS["blocks"].write(tmp_path_factory.mktemp("gguf") / "small.gguf")
+
+
+@pytest.fixture(scope="module")
+def bundle(file: Path) -> flashmem.Bundle:
+    return flashmem.compile(file, file.with_suffix(".flashmem"), max_length=160)
+
+
+@pytest.fixture
+def generator(bundle: flashmem.Bundle) -> Iterator[Generator]:
+    with flashmem.Generator(bundle) as made:
+        yield made
+
+
+def prompt(count: int, start: int = 0) -> list[int]:
+    """Some tokens of the vocabulary, no control tokens."""
+    return [3 + (start + 37 * number) % 390 for number in range(count)]
+
+
+def tokens_of(generator: Generator, tokens: list[int], count: int) -> list[int]:
+    """What is generated after `tokens`, as tokens: a text in pieces cannot be told apart."""
+    for _ in generator.generate(tokens, max_new_tokens=count):
+        pass
+    return generator._cached[len(tokens) :]
+
+
+@pytest.mark.parametrize("place", DEVICES, ids="-".join)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_likeliest_tokens(name: str, place: tuple[str, str], tmp_path: Path) -> None:
+    """Prompts of one run, of several, and of runs that read some tokens again."""
+    model, (device, path) = MODELS[name], place
+    made = flashmem.compile(
+        model.write(tmp_path / "m.gguf"), tmp_path / "m.flashmem", device=device, memory_path=path, max_length=160
+    )
+    with flashmem.Generator(made, device=device) as generator:
+        compared = 0
+        for count in (1, 3, 32, 45, 70):
+            wanted = model.greedy(prompt(count, count), 8, MARGIN)
+            found = tokens_of(generator, prompt(count, count), len(wanted) + 1)
+            assert found[: len(wanted)] == wanted
+            compared += len(wanted)
+            assert generator.last is not None and generator.last.prompt == count
+        assert compared > 24
+
+
+@pytest.mark.parametrize("device", list_devices(), ids=lambda device: device.descriptor_name)
+def test_two_modes_within_a_small_budget(device: Any, tmp_path: Path) -> None:
+    model, name = SmallLlama(layers=1), device.descriptor_name
+    file = model.write(tmp_path / "m.gguf")
+    wanted = model.greedy(prompt(40), 6, MARGIN)
+    for mode in sorted({"dma", "interleave"} & {*descriptor_for(device).modes["buffer"]}):
+        options: Any = {"device": name, "memory_path": "buffer", "mode": mode, "max_length": 64}
+        with pytest.raises(BudgetError) as refused:
+            flashmem.compile(file, tmp_path / "m.flashmem", budget=10_000, **options)
+        smallest = refused.value.smallest_bytes
+        assert smallest is not None
+        made = flashmem.compile(file, tmp_path / "m.flashmem", budget=int(1.1 * smallest), **options)
+        with flashmem.Generator(made, device=name) as generator:
+            assert tokens_of(generator, prompt(40), len(wanted) + 1)[: len(wanted)] == wanted
+            report = generator.last
+            assert report is not None and report.peak_bytes <= 1.1 * smallest
+            assert report.token_bytes > 0  # not all weights fit
+
+
+def test_memory_stays_the_same_and_the_cache_ends(generator: Generator) -> None:
+    peaks = set()
+    for count in (20, 60, 100):
+        tokens_of(generator, prompt(count), 5)
+        assert generator.last is not None
+        peaks.add(generator.last.peak_bytes)
+    found = tokens_of(generator, prompt(150), 100)
+    assert generator.last is not None
+    assert len(found) + 150 == 160 and generator.last.tokens == 11  # the last one needs no place
+    assert peaks == {generator.last.peak_bytes}
+
+
+def test_what_is_in_the_cache_is_not_read_again(bundle: flashmem.Bundle, generator: Generator) -> None:
+    first, second = prompt(50), [*prompt(40), *prompt(20, 5)]
+    tokens_of(generator, first, 4)
+    again = tokens_of(generator, second, 6)
+    assert generator.last is not None and generator.last.reused == 40
+    with flashmem.Generator(bundle) as fresh:
+        assert tokens_of(fresh, second, 6) == again
+        assert fresh.last is not None and fresh.last.reused == 0
+    assert tokens_of(generator, second, 6) == again
+    assert generator.last.reused == 59  # all but the last
+
+
+def test_an_abandoned_generation_leaves_a_right_cache(bundle: flashmem.Bundle, generator: Generator) -> None:
+    started = generator.generate(prompt(10), max_new_tokens=20)
+    next(started)
+    started.close()
+    with flashmem.Generator(bundle) as fresh:
+        assert tokens_of(fresh, prompt(33, 3), 6) == tokens_of(generator, prompt(33, 3), 6)
+
+
+def test_a_conversation(generator: Generator) -> None:
+    """The template's text is one with the messages, and control tokens in a message are text."""
+    messages: list[Message] = [{"role": "user", "content": "It's 37.5, isn't it?"}]
+    control, text = vocabulary()[0].index("<|im_start|>"), generator.tokenizer
+    tokens = generator.tokens_of(messages)
+    written = (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nIt's 37.5, isn't it?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert tokens == text.encode(written, control=True)
+    more: list[Message] = [*messages, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "<|im_start|>"}]
+    longer = generator.tokens_of(more)
+    assert longer[: len(tokens)] == tokens and longer.count(control) == tokens.count(control) + 2
+    ordered: list[Message] = [{"role": "system", "content": "Hi"}, *messages]
+    assert generator.tokens_of(ordered) == text.encode(written.replace("Be brief.", "Hi"), control=True)
+    for wrong, said in (
+        ([{"role": "assistant", "content": "a"}], "one has the role 'assistant' after 'nothing'"),
+        ([*messages, {"role": "assistant", "content": "a"}], "the last message of a conversation must be the user's"),
+        ([{"role": "user"}], "each with a role and a content"),
+    ):
+        with pytest.raises(UserError, match=said):
+            generator.tokens_of(wrong)  # type: ignore[arg-type]
+
+
+def test_stop_texts_are_held_back(generator: Generator) -> None:
+    whole = "".join(generator.generate(prompt(9), max_new_tokens=24))
+    middle = whole[len(whole) // 2 :][:3]
+    pieces = list(generator.generate(prompt(9), max_new_tokens=24, stop=[middle, "never there"]))
+    assert "".join(pieces) == whole[: whole.index(middle)]
+    assert "".join(generator.generate(prompt(9), max_new_tokens=24, stop=whole[-1] + "?")) == whole
+
+
+def test_samples_repeat_with_their_seed(generator: Generator) -> None:
+    def drawn(seed: int) -> str:
+        return "".join(generator.generate(CORPUS[:40], max_new_tokens=12, temperature=2.0, top_p=0.9, seed=seed))
+
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "said"),
+    [
+        ([], {}, "the prompt is empty; give at least one word"),
+        ([1, 400], {}, "the prompt is neither a text, nor messages, nor tokens from 0 to 399"),
+        ([*range(3, 164)], {}, "the prompt has 161 tokens, and the cache holds 160; shorten the prompt"),
+        ([5], {"max_new_tokens": 0}, "max_new_tokens 0 is not possible"),
+        ([5], {"top_p": 2.0}, "top_p 2.0 is not possible"),
+    ],
+)
+def test_bad_prompts_and_numbers(given: list[int], options: dict[str, Any], said: str, generator: Generator) -> None:
+    with pytest.raises(UserError) as caught:
+        generator.generate(given, **options)  # before anything is read
+    assert str(caught.value).startswith(said)
+
+
+def test_a_closed_generator(bundle: flashmem.Bundle) -> None:
+    generator = flashmem.Generator(bundle)
+    generator.close()
+    with pytest.raises(RunError, match="closed"):
+        next(generator.generate("a"))
+
+
+def test_the_tokenizer_stays_with_a_bundle_and_is_checked(bundle: flashmem.Bundle, tmp_path: Path) -> None:
+    linked = replace_plan(bundle, bundle.plan, bundle.meta, tmp_path / "linked.flashmem")
+    assert linked.language() == bundle.language() and linked.language() is not None
+    copy = flashmem.Bundle.open(shutil.copytree(linked.path, tmp_path / "copy.flashmem"))
+    rewrite(copy.path, "language.json", lambda data: data.update(max_length=-1))
+    with pytest.raises(BundleError, match=r"language\.json is damaged; compile the model again"):
+        flashmem.Generator(copy.path)
+    (copy.files / "language.json").write_text("{}")
+    with pytest.raises(BundleError, match=r"language\.json is not what was written"):
+        flashmem.Bundle.open(copy.path).language()
+
+
+def test_the_command(command: Command, bundle: flashmem.Bundle, generator: Generator) -> None:
+    answer = "".join(generator.generate([{"role": "user", "content": "A decoder"}], max_new_tokens=6))
+    said = command("generate", bundle.path, "A decoder", "--max-new-tokens", "6")
+    assert said.code == 0 and said.out == f"{answer}\n"
+    assert "tokens read, " in said.err and " of memory at most" in said.err
+    plain = command("generate", bundle.path, "A decoder", "--plain", "--max-new-tokens=6", "--json")
+    assert plain.json["text"] == "".join(generator.generate("A decoder", max_new_tokens=6))
+    assert plain.json["prompt"] == len(generator.tokens_of("A decoder"))
+
+
+def test_the_command_refuses(command: Command, bundle: flashmem.Bundle, tmp_path: Path) -> None:
+    for words, said in (
+        ((bundle.path, "--plain"), "--plain continues a text; give one after the model"),
+        ((bundle.path, "a", "--plain", "--system=b"), "leave out either --system or --plain"),
+        ((bundle.path, "a", "--max-length=64"), "--max-length was fixed when"),
+        ((tmp_path / "none.gguf", "a"), "no such file"),
+    ):
+        outcome = command("generate", *words)
+        assert outcome.code == 2 and said in outcome.err and "Traceback" not in outcome.err

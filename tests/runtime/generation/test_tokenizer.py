@@ -1,0 +1,87 @@
+"""The tokenizer beside the library `tokenizers`."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Reference
+
+from flashmem.bundle.language import PATTERNS, Language
+from flashmem.runtime.generation.tokenizer import Tokenizer
+from tests.support.gguf_models import CONTROLS, CORPUS, vocabulary
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LLAMA3 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,%d}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def language(pattern: str) -> Language:
+    tokens, merges = vocabulary()
+    types = tuple(3 if token in CONTROLS else 1 for token in tokens)
+    pairs = tuple(" ".join(pair) for pair in merges)
+    return Language(PATTERNS[pattern], tuple(tokens), types, pairs, None, frozenset({0}), None, 256)
+
+
+@cache
+def ours(pattern: str) -> Tokenizer:
+    return Tokenizer(language(pattern))
+
+
+@cache
+def reference(pattern: str) -> Reference:
+    """As the configurations of the models' tokenizers say (tokenizer.json of GPT-2, SmolLM2, Llama 3 and Qwen 2)."""
+    tokens, merges = vocabulary()
+    whole = pattern == "llama-bpe"
+    made = Reference(models.BPE({token: number for number, token in enumerate(tokens)}, merges, ignore_merges=whole))
+    cut = {
+        "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
+        "smollm": [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    }
+    for name, digits in (("llama-bpe", 3), ("qwen2", 1)):
+        split = pre_tokenizers.Split(Regex(_LLAMA3 % digits), "isolated")
+        cut[name] = [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    made.pre_tokenizer = pre_tokenizers.Sequence(cut[pattern])
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_the_corpus(pattern: str) -> None:
+    for text in (CORPUS, *CORPUS.split("\n"), CORPUS.upper(), CORPUS[::-1], CORPUS.replace(" ", "  ").replace("e", "'re")):
+        tokens = ours(pattern).encode(text)
+        assert tokens == reference(pattern).encode(text).ids
+        assert ours(pattern).decode(tokens) == text.encode()
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@settings(max_examples=150)
+@given(
+    text=st.text()
+    | st.text(st.sampled_from("ab'sTLl dD1²½Ⅷ٣_-.\t\n\r\x0b\x0c\x1c\x1f\x85\xa0\u2003\u3000\u200b東é\u0301🙂"), max_size=60)
+)
+def test_any_text(pattern: str, text: str) -> None:
+    tokens = ours(pattern).encode(text)
+    assert tokens == reference(pattern).encode(text).ids
+    assert ours(pattern).decode(tokens).decode() == text
+
+
+def test_control_tokens_are_recognised_in_templates_only() -> None:
+    text, number = "<|im_start|>user\nHi<|im_end|>", vocabulary()[0].index("<|im_start|>")
+    made = Reference.from_str(reference("smollm").to_str())
+    made.add_special_tokens([AddedToken(each, special=True) for each in CONTROLS])
+    within = ours("smollm").encode(text, control=True)
+    assert within == made.encode(text).ids and within[0] == number
+    apart = ours("smollm").encode(text)
+    assert number not in apart and apart == reference("smollm").encode(text).ids
+    assert ours("smollm").decode(within) == b"user\nHi"
+    assert ours("smollm").decode(apart) == text.encode()
+
+
+def test_numbers_that_are_no_tokens() -> None:
+    with pytest.raises(ValueError, match=r"^400 is no token; there are 400$"):
+        ours("smollm").decode([400])
