@@ -164,8 +164,10 @@ def compile(
             with _as_onnx(model, max_length) as source:
                 return _compile(model, source, place, variants, progress, kernels if build else None)
 
-        key = _key(model, variants, max_length)
-        bundle = make(Path(output)) if output is not None else find_or_make(f"{model.stem}-{key}", make)
+        if output is not None:
+            bundle = make(Path(output))
+        else:
+            bundle = find_or_make(f"{model.stem}-{_key(model, variants, max_length)}", make)
         if not build:
             return bundle
         built = kernels.finish(bundle)
@@ -421,7 +423,7 @@ def _about(model: Path, options: Options) -> dict[str, object]:
     }
 
 
-def _key(model: Path, variants: Sequence[Options], max_length: int | None) -> str:
+def _key(model: Path, variants: Sequence[Options], max_length: int | None = None) -> str:
     """The key of a bundle in the cache: a hash of the arguments, and of paths, sizes and times of the model's files."""
     files = []
     for path in [model.resolve()] if model.suffix == SUFFIX else model_files(load_mapped(model), model):
