@@ -14,6 +14,7 @@ from flashmem.base.types import MemoryPath
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import HALF_ARITHMETIC
 from tests.support.compared import Nodes, require_right
+from tests.support.inputs import floats
 from tests.support.paths import ROOT
 
 DEVICES = [device.descriptor_name for device in list_devices()]
@@ -53,13 +54,13 @@ def _model() -> Nodes:
 def _few_channels(nodes: Nodes) -> Nodes:
     """Convolutions of few channels (phones: by rows of taps), with padding on any side and less than a tile of pixels."""
     random = np.random.default_rng(12)
-    for shape, kernel, strides, dilations, pads in (
-        ((2, 3, 10, 12), (13, 3, 7, 7), [2, 2], [1, 1], [3, 3, 3, 3]),
-        ((2, 3, 10, 12), (13, 3, 3, 2), [1, 1], [2, 1], [0, 1, 3, 0]),
-        ((1, 3, 10, 12), (13, 3, 10, 8), [1, 1], [1, 1], [0, 0, 0, 0]),  # five pixels, one row
-        ((1, 1, 6, 8), (8, 1, 5, 5), [1, 1], [1, 1], [2, 2, 2, 2]),
+    for kind, shape, kernel, strides, dilations, pads in (
+        ("around 1e3", (2, 3, 10, 12), (13, 3, 7, 7), [2, 2], [1, 1], [3, 3, 3, 3]),
+        ("positive", (2, 3, 10, 12), (13, 3, 3, 2), [1, 1], [2, 1], [0, 1, 3, 0]),
+        ("of many sizes", (1, 3, 10, 12), (13, 3, 10, 8), [1, 1], [1, 1], [0, 0, 0, 0]),  # five pixels, one row
+        ("normal", (1, 1, 6, 8), (8, 1, 5, 5), [1, 1], [1, 1], [2, 2, 2, 2]),
     ):
-        image = nodes.input(random.standard_normal(shape).astype(np.float32))
+        image = nodes.input(floats(*shape, kind=kind))
         weight = nodes.constant(random.standard_normal(kernel).astype(np.float32))
         nodes.node("Relu", *nodes.node("Conv", image, weight, pads=pads, strides=strides, dilations=dilations))
     return nodes

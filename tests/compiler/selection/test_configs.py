@@ -131,15 +131,12 @@ def test_answers(config: Contraction, device: str, path: MemoryPath, tmp_path: P
 @pytest.mark.parametrize(("device", "path"), PLACES, ids=lambda each: each)
 def test_taps_of_few_channels(device: str, path: MemoryPath, tmp_path: Path) -> None:
     """The form for CPUs: images narrower than a row of taps, padding on every side, several images, vertical dilation."""
-    nodes, random = Nodes(), np.random.default_rng(3)
-
-    def numbers(*shape: int) -> Any:
-        return random.standard_normal(shape).astype(np.float32)
-
-    wide = nodes.constant(numbers(40, 5, 3, 7))
-    nodes.node("Conv", nodes.input(numbers(2, 5, 4, 3)), wide, pads=[2, 6, 1, 5], strides=[1, 2], dilations=[2, 1])
-    colours = nodes.input(numbers(2, 3, 13, 15))
-    nodes.node("Conv", colours, nodes.constant(numbers(9, 3, 7, 5)), pads=[3, 2, 3, 2], strides=[2, 2])
+    nodes = Nodes()
+    wide = nodes.constant(floats(40, 5, 3, 7, kind="positive"))
+    narrow = nodes.input(floats(2, 5, 4, 3, kind="around 1e3"))
+    nodes.node("Conv", narrow, wide, pads=[2, 6, 1, 5], strides=[1, 2], dilations=[2, 1])
+    colours = nodes.input(floats(2, 3, 13, 15, kind="of many sizes"))
+    nodes.node("Conv", colours, nodes.constant(floats(9, 3, 7, 5)), pads=[3, 2, 3, 2], strides=[2, 2])
     (tmp_path / "m.onnx").write_bytes(nodes.proto().SerializeToString())
     bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / "b", device=device, memory_path=path)
     if path == "buffer":  # a texture may be folded, and then no read crosses its folds
