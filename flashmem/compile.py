@@ -161,7 +161,8 @@ def compile(
     with KernelBuilder(device, lambda fraction: progress("build kernels", fraction)) as kernels:
 
         def make(place: Path) -> Bundle:
-            with _as_onnx(model, max_length) as source:
+            hint = "; a cache of fewer tokens (--max-length) needs less" if is_gguf else ""
+            with _as_onnx(model, max_length) as source, _adding(after=hint):
                 return _compile(model, source, place, variants, progress, kernels if build else None)
 
         if output is not None:
@@ -218,7 +219,8 @@ def _compile(
     earlier = NOTHING_STORED
     for index in largest_first(graphs):
         progress("plan", len(made) / len(graphs))
-        with _naming(variants[index], among=len(graphs)):
+        among = f"for the shapes {shapes_text(variants[index].shapes)}: " if len(graphs) > 1 else ""
+        with _adding(before=among):
             generated, plan = plan_graph(graphs[index], variants[index], final=begin, earlier=earlier)
         generated = with_steady(generated)
         begin(generated, plan)
@@ -246,15 +248,13 @@ def _compile(
 
 
 @contextmanager
-def _naming(options: Options, *, among: int) -> Iterator[None]:
-    """Add the variant to a BudgetError, if there are several variants."""
+def _adding(*, before: str = "", after: str = "") -> Iterator[None]:
+    """Add text to the message of a BudgetError."""
     try:
         yield
     except BudgetError as error:
-        if among == 1:
-            raise
         raise BudgetError(
-            f"for the shapes {shapes_text(options.shapes)}: {error}",
+            f"{before}{error}{after}",
             smallest_bytes=error.smallest_bytes,
             binding=error.binding,
             without_patches=error.without_patches,
