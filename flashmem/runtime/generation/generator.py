@@ -125,19 +125,24 @@ class Generator:
 
     def tokens_of(self, prompt: str | Sequence[Message] | Sequence[int]) -> list[int]:
         """The tokens of a prompt, as `generate` reads them. Raises UserError."""
-        begin = [] if self.language.begin is None else [self.language.begin]
-        if isinstance(prompt, str):
-            tokens = begin + self.tokenizer.encode(prompt)
-        elif prompt and all(isinstance(each, Mapping) for each in prompt):
-            tokens = self._conversation([each for each in prompt if isinstance(each, Mapping)])
-        else:
-            tokens = [each for each in prompt if isinstance(each, int | np.integer)]
-            if len(tokens) != len(prompt) or not all(0 <= each < len(self.language.tokens) for each in tokens):
-                raise UserError(
-                    f"the prompt is neither a text, nor messages, nor tokens from 0 to {len(self.language.tokens) - 1}"
-                )
+        try:
+            tokens = self._tokens_of(prompt)
+        except ValueError as error:  # the vocabulary lacks a byte
+            raise UserError(str(error)) from error
         if not tokens:
             raise UserError("the prompt is empty; give at least one word")
+        return tokens
+
+    def _tokens_of(self, prompt: str | Sequence[Message] | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            begin = [] if self.language.begin is None else [self.language.begin]
+            return begin + self.tokenizer.encode(prompt)
+        messages = [each for each in prompt if isinstance(each, Mapping)]
+        if messages and len(messages) == len(prompt):
+            return self._conversation(messages)
+        tokens = [int(each) for each in prompt if isinstance(each, int | np.integer)]
+        if len(tokens) != len(prompt) or not all(0 <= each < len(self.language.tokens) for each in tokens):
+            raise UserError(f"the prompt is neither a text, nor messages, nor tokens from 0 to {len(self.language.tokens) - 1}")
         return tokens
 
     def _conversation(self, messages: Sequence[Message]) -> list[int]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import flashmem
 from flashmem.base.errors import BudgetError, BundleError, RunError, UserError
 from flashmem.bundle.writer import replace_plan
 from flashmem.runtime.generation.generator import Generator, Message
+from flashmem.runtime.generation.tokenizer import Tokenizer
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
 from tests.support.bundle_changes import rewrite
@@ -181,6 +184,15 @@ def test_bad_prompts_and_numbers(given: list[int], options: dict[str, Any], said
     with pytest.raises(UserError) as caught:
         generator.generate(given, **options)  # before anything is read
     assert str(caught.value).startswith(said)
+
+
+def test_arrays_of_tokens_and_texts_without_a_token(generator: Generator) -> None:
+    assert generator.tokens_of(np.array([5, 6])) == [5, 6]  # type: ignore[arg-type]
+    language = generator.language
+    few = replace(language, tokens=tuple("?" if token == "A" else token for token in language.tokens))
+    generator.tokenizer = Tokenizer(few)
+    with pytest.raises(UserError, match=r"^the model's vocabulary has no token for 'A'$"):
+        generator.generate("A")
 
 
 def test_a_closed_generator(bundle: flashmem.Bundle) -> None:
