@@ -29,6 +29,7 @@ from flashmem.profiler.run import retrain
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.target.descriptor import load_descriptor
 from tests.repository.test_packaging import ROOT, build
+from tests.support.gguf_models import SmallLlama
 
 MODEL = ROOT / "tests/data/resnet-tiny.onnx"
 DEVICE = next(device for device in list_devices() if device.kind == "cpu" and device.descriptor_name in ("pocl", "intel-cpu"))
@@ -153,6 +154,19 @@ def test_a_phone_runs_learns_and_plans_again(unpacked: Path, bundle: Path, tmp_p
     small = phone(unpacked, tmp_path, "replan", bundle, "--budget", "1000")
     assert small.returncode == 2 and "raise the budget to" in small.stderr
     assert phone(unpacked, tmp_path, "check", bundle).returncode == 0
+
+
+def test_a_phone_generates_text(unpacked: Path, tmp_path: Path) -> None:
+    """The tokenizer and the chat template are in the bundle."""
+    made = flashmem.compile(
+        SmallLlama(layers=1).write(tmp_path / "m.gguf"), tmp_path / "m.flashmem", device=DEVICE.descriptor_name
+    )
+    words = ("generate", made.path, "It's 37.5", "--max-new-tokens", "5", "--device", DEVICE.descriptor_name, "--json")
+    said = phone(unpacked, tmp_path, *words)
+    assert said.returncode == 0, said.stderr
+    with flashmem.Generator(made, device=DEVICE.descriptor_name) as generator:
+        text = "".join(generator.generate([{"role": "user", "content": "It's 37.5"}], max_new_tokens=5))
+    assert json.loads(said.stdout)["text"] == text
 
 
 def test_a_plan_of_the_paper_s_objective_is_made_on_a_desk(unpacked: Path, tmp_path: Path) -> None:
