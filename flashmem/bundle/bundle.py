@@ -12,8 +12,8 @@ A bundle is a folder, NAME.flashmem. It holds a manifest and the version directo
         checksums.bin    a checksum of every range of weights.bin that is read on its own (flashmem.bundle.checksums)
         weights.bin      weights, packed as the kernels read them, and constants
         binaries.bin     optional: compiled kernels for one device, as entries of the program cache
-        language.json    of a language model: its tokenizer and chat template (`bundle.language`)
                          (flashmem.runtime.kernels.cache)
+        language.json    of a language model: its tokenizer and chat template (flashmem.bundle.language)
 
 A model compiled for several shapes has the first five files again for each further *shape variant* (program.1.json ...). All
 variants share one weights.bin: a weight that two of them read is stored once. Their constants begin at the same offset; each

@@ -39,7 +39,7 @@ DEPTH_BLOCK = 64
 """The most steps of depth between two steps of the copy stream. A folded texture also ends a step at the end of a fold."""
 
 ROW_PIXELS, MOST_TAPS = 4, 11
-"""Depthwise convolution on phones: outputs of a row that a work-item computes, and the most taps across that it writes out."""
+"""Depthwise convolution on phones: the most outputs of a row that a work-item computes, and the most taps across."""
 
 
 def _tile(

@@ -133,14 +133,12 @@ class _File:
             raise UserError(
                 f"{self.path} has the tokenizer {kind!r} with the pattern {pattern!r}; supported are 'gpt2' and: {known}"
             )
-        ends = [int(self.field("tokenizer.ggml.eos_token_id"))]
-        ends += [int(self.fields[name].contents()) for name in ("tokenizer.ggml.eot_token_id",) if name in self.fields]
+        end = int(self.field("tokenizer.ggml.eos_token_id"))
+        ends = [end, int(self.field("tokenizer.ggml.eot_token_id", end))]
         tokens = self.field("tokenizer.ggml.tokens")
-        begin = (
-            int(self.field("tokenizer.ggml.bos_token_id", -1)) if self.field("tokenizer.ggml.add_bos_token", False) else None
-        )
+        begin = int(self.field("tokenizer.ggml.bos_token_id")) if self.field("tokenizer.ggml.add_bos_token", False) else None
         template = self.field("tokenizer.chat_template", "")
-        marks = {"bos_token": "" if begin is None else tokens[begin], "eos_token": tokens[ends[0]]}
+        marks = {"bos_token": "" if begin is None else tokens[begin], "eos_token": tokens[end]}
         return {
             "pattern": pattern,
             "tokens": tokens,
