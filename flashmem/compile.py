@@ -25,7 +25,7 @@ from flashmem.compiler.adaptive.pipeline import Pipeline, Watch
 from flashmem.compiler.adaptive.tiling import fitting_patches
 from flashmem.compiler.adaptive.unfusion import may_refine, refine
 from flashmem.compiler.frontend.external_data import model_files
-from flashmem.compiler.frontend.gguf.reader import SUFFIX, LanguageModel, converted, shapes_of_runs
+from flashmem.compiler.frontend.gguf.reader import LanguageModel, converted, is_gguf, shapes_of_runs
 from flashmem.compiler.frontend.importer import collect_unsupported, import_model
 from flashmem.compiler.frontend.mapped_file import load_mapped
 from flashmem.compiler.ir.graph import Graph
@@ -130,8 +130,7 @@ def compile(
     if not model.is_file():
         what = "is a folder" if model.is_dir() else "does not exist"
         raise MissingFileError(f"model {model} {what}; name an ONNX file")
-    is_gguf = model.suffix == SUFFIX
-    if is_gguf:
+    if is_gguf(model):
         if any(checked_variants(shapes)) or states is not None or constants:
             raise UserError(f"the shapes, states and inputs of {model} are known; leave out --shape, --state and --constant")
         shapes, states = shapes_of_runs(), "auto"
@@ -161,7 +160,7 @@ def compile(
     with KernelBuilder(device, lambda fraction: progress("build kernels", fraction)) as kernels:
 
         def make(place: Path) -> Bundle:
-            hint = "; a cache of fewer tokens (--max-length) needs less" if is_gguf else ""
+            hint = "; a cache of fewer tokens (--max-length) needs less" if is_gguf(model) else ""
             with _as_onnx(model, max_length) as source, _adding(after=hint):
                 return _compile(model, source, place, variants, progress, kernels if build else None)
 
@@ -177,7 +176,7 @@ def compile(
 
 def _as_onnx(model: Path, max_length: int | None) -> AbstractContextManager[LanguageModel]:
     """`model` as an ONNX file, as long as the body runs."""
-    return converted(model, max_length) if model.suffix == SUFFIX else nullcontext(LanguageModel(model, b""))
+    return converted(model, max_length) if is_gguf(model) else nullcontext(LanguageModel(model, b""))
 
 
 def _dump_passes(model: Path, folder: Path, variants: Sequence[Options]) -> None:
@@ -426,7 +425,7 @@ def _about(model: Path, options: Options) -> dict[str, object]:
 def _key(model: Path, variants: Sequence[Options], max_length: int | None = None) -> str:
     """The key of a bundle in the cache: a hash of the arguments, and of paths, sizes and times of the model's files."""
     files = []
-    for path in [model.resolve()] if model.suffix == SUFFIX else model_files(load_mapped(model), model):
+    for path in [model.resolve()] if is_gguf(model) else model_files(load_mapped(model), model):
         state = path.stat()
         files.append((str(path), state.st_size, state.st_mtime_ns))
     content = json.dumps(

@@ -34,6 +34,11 @@ def kernel_source(parts: dict[str, str]) -> str:
     return "".join(f"{KERNEL_MARK}{name}\n{part}\n" for name, part in parts.items())
 
 
+def shuffles(text: str) -> bool:
+    """Whether work-items of a subgroup exchange registers in `text`, for which drivers need a newer OpenCL C."""
+    return "FM_SHUFFLE" in text
+
+
 def joined_texts(texts: Iterable[str]) -> str:
     """The text of one program with the kernels of several sections.
 

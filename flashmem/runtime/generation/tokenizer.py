@@ -48,6 +48,11 @@ class _Kinds(dict[int, str]):
 _KINDS = _Kinds()
 
 
+def _cut_at(marks: set[str]) -> re.Pattern[str] | None:
+    """Splits a text at each of these tokens, which stay, the longest first; None without tokens."""
+    return re.compile(f"({'|'.join(re.escape(mark) for mark in sorted(marks, key=len, reverse=True))})") if marks else None
+
+
 class Tokenizer:
     """The tokens of texts, and the bytes of tokens."""
 
@@ -55,11 +60,11 @@ class Tokenizer:
         self._pattern, self._tokens = language.pattern, language.tokens
         self._ids = {token: number for number, token in enumerate(language.tokens)}
         self._ranks = {tuple(merge.split(" ")): rank for rank, merge in enumerate(language.merges)}
-        self._marks = {
-            kind: {token for token, its in zip(language.tokens, language.types, strict=True) if its == kind and token}
+        silent, own = (
+            {token for token, its in zip(language.tokens, language.types, strict=True) if its == kind and token}
             for kind in (CONTROL, USER_DEFINED)
-        }
-        self._silent = self._marks[CONTROL]
+        )
+        self._silent, self._cut = silent, {False: _cut_at(own), True: _cut_at(own | silent)}
         self._of_piece = lru_cache(_CACHED_PIECES)(self._merged)
 
     def encode(self, text: str, *, control: bool = False) -> list[int]:
@@ -68,12 +73,8 @@ class Tokenizer:
         Raises:
             ValueError: the vocabulary lacks a byte of the text.
         """
-        marks = self._marks[USER_DEFINED] | (self._marks[CONTROL] if control else set())
-        if not marks:
-            return self._plain(text)
-        longest_first = "|".join(re.escape(mark) for mark in sorted(marks, key=len, reverse=True))
-        tokens: list[int] = []
-        for index, part in enumerate(re.split(f"({longest_first})", text)):
+        cut, tokens = self._cut[control], list[int]()
+        for index, part in enumerate([text] if cut is None else cut.split(text)):
             tokens += [self._ids[part]] if index % 2 else self._plain(part)
         return tokens
 

@@ -32,7 +32,7 @@ from contextlib import suppress
 from typing import Any
 
 from flashmem.base.errors import RunError, UserError
-from flashmem.program.kernel_text import joined_texts, kernel_texts
+from flashmem.program.kernel_text import joined_texts, kernel_texts, shuffles
 from flashmem.runtime.kernels.cache_files import ProgramCache, unpacked_entries
 from flashmem.runtime.kernels.required import RequiredKernel, variant
 from flashmem.runtime.opencl.context import CompiledProgram, Context, Kernel
@@ -136,20 +136,15 @@ class CachedKernels:
                     self._distrust(self._build)
                     self._keep(key, missing[key], self._context.build(missing[key].text, self._options))
             return
-        for shuffling in (False, True):  # those with shuffles are compiled with other options
-            self._make_together({key: each for key, each in missing.items() if ("FM_SHUFFLE" in each.text) == shuffling})
+        for newer in (False, True):  # these are compiled with other options
+            self._make_together({key: each for key, each in missing.items() if shuffles(each.text) == newer})
 
     def _make_together(self, missing: Mapping[str, RequiredKernel]) -> None:
         """Load the program of these kernels from the cache, or compile it in this process."""
         if not missing:
             return
         entry = next(iter(missing)) if len(missing) == 1 else hashlib.sha256("".join(sorted(missing)).encode()).hexdigest()
-        binary, program = self._cache.read(entry), None
-        if binary is not None:
-            try:
-                program = self._context.load(binary, self._options)
-            except RunError:
-                self._cache.delete(entry)
+        program = self._from_cache(entry)
         if program is not None:
             self._loaded |= {each.name: (entry, each) for each in missing.values()}
         else:
@@ -157,6 +152,17 @@ class CachedKernels:
             self._compiled[entry] = program
         for key, each in missing.items():
             self._keep(key, each, program)
+
+    def _from_cache(self, entry: str) -> CompiledProgram | None:
+        """The program of an entry; None if there is none that the driver takes. A refused entry is deleted."""
+        binary = self._cache.read(entry)
+        if binary is None:
+            return None
+        try:
+            return self._context.load(binary, self._options)
+        except RunError:
+            self._cache.delete(entry)
+            return None
 
     def _distrust(self, build: Build) -> None:
         """After a driver refused a new binary: delete the cache entries of this process's binaries, and build again.
@@ -185,17 +191,14 @@ class CachedKernels:
                 self._more.notify_all()
 
     def _load_one(self, key: str, wanted: RequiredKernel, carried: bytes | None) -> None:
-        shared_as, program = key, None
-        try:
-            if carried is not None:
-                shared_as = f"{key} {hashlib.sha256(carried).hexdigest()}"
-                program = self._shared.get(shared_as)
-            binary = self._cache.read(key) if carried is None else carried  # one at a time: all of them are megabytes
-            if program is None and binary is not None:
-                program = self._context.load(binary, self._options)
-        except RunError:
-            if carried is None:
-                self._cache.delete(key)
+        if carried is None:
+            shared_as, program = key, self._from_cache(key)  # one at a time: all of them are megabytes
+        else:
+            shared_as = f"{key} {hashlib.sha256(carried).hexdigest()}"
+            program = self._shared.get(shared_as)
+            if program is None:
+                with suppress(RunError):
+                    program = self._context.load(carried, self._options)
         with self._more:
             if program is None:
                 self._refused[key] = wanted

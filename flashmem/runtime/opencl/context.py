@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import FlashmemWarning, RunError
 from flashmem.base.types import Channel
+from flashmem.program.kernel_text import shuffles
 from flashmem.runtime.opencl import binding, undocumented
 from flashmem.runtime.opencl.binding import QUIET as _QUIET
 from flashmem.runtime.opencl.binding import cl as cl
@@ -337,7 +338,7 @@ class Context:
 
     def build(self, source: str, options: Sequence[str]) -> CompiledProgram:
         """Compile OpenCL C; version 3 for subgroup shuffles, where the driver supports it."""
-        if "FM_SHUFFLE" in source and self.device.shuffles:
+        if self.device.shuffles and shuffles(source):
             options = [*options, "-cl-std=CL3.0"]
         with _explained("compile the kernels"), _QUIET:
             return CompiledProgram(cl.Program(self.handle, source).build([*options, _NO_WARNINGS], cache_dir=False))

@@ -101,7 +101,9 @@ def test_what_is_not_supported(change: dict[str, Any], said: str, tmp_path: Path
 def test_damaged_and_foreign_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     command, file = command_line(monkeypatch, capfd), SmallLlama().write(tmp_path / "m.gguf")
     whole = file.read_bytes()
+    end = whole.index(b"tokenizer.ggml.eos_token_id") + len("tokenizer.ggml.eos_token_id") + 4  # after the type of the value
     contents = {
+        "no such token": whole[:end] + b"\xff\xff\0\0" + whole[end + 4 :],
         "empty": b"", "other": b"\x7fELF" * 200, "cut": whole[: len(whole) // 2], "head": whole[:700],
         "kind": whole.replace(b"llama", b"mamba"), "tokens": whole.replace(b"smollm", b"falcon"),
         "renamed": whole.replace(b"blk.1.ffn_up", b"blk.7.ffn_up"),

@@ -20,8 +20,6 @@ from flashmem.bundle.language import PATTERNS
 from flashmem.compiler.frontend.gguf.chat import chat_pieces
 from flashmem.compiler.frontend.gguf.llama import IDS, Sizes, write_decoder
 
-SUFFIX = ".gguf"
-
 PROMPT_WORDS = 32
 """Words of a prompt that one run reads; afterwards a run reads one."""
 
@@ -35,6 +33,11 @@ class LanguageModel:
 
     path: Path
     language: bytes
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file is one by its name."""
+    return path.suffix == ".gguf"
 
 
 def shapes_of_runs() -> tuple[dict[str, tuple[int, ...]], ...]:
@@ -52,11 +55,20 @@ def converted(path: Path, max_length: int | None) -> Iterator[LanguageModel]:
     need("a GGUF file", "gguf")
     with TemporaryDirectory(prefix="flashmem-gguf-") as folder:
         target = Path(folder) / f"{path.stem}.onnx"
-        file = _File(path)
-        language = file.language()
-        length = file.length(max_length)
-        write_decoder(target, file.sizes(), file.tensor, file.has, length)
-        yield LanguageModel(target, json.dumps({**language, "max_length": length}).encode())
+        try:
+            language = _convert(_File(path), target, max_length)
+        except (UserError, OSError):
+            raise
+        except Exception as error:  # for a damaged file, the package and numpy raise any kind of error
+            raise UserError(f"{path} is no GGUF file, or a part of one ({' '.join(str(error).split())})") from error
+        yield LanguageModel(target, language)
+
+
+def _convert(file: _File, target: Path, max_length: int | None) -> bytes:
+    """Write the decoder, and return the JSON of the language."""
+    language, length = file.language(), file.length(max_length)
+    write_decoder(target, file.sizes(), file.tensor, file.has, length)
+    return json.dumps({**language, "max_length": length}).encode()
 
 
 class _File:
@@ -65,18 +77,12 @@ class _File:
     def __init__(self, path: Path) -> None:
         from gguf import GGUFReader
 
-        self.path = path
-        try:
-            reader: Any = GGUFReader(path)
-            self.fields = reader.fields
-            self.tensors = {tensor.name: tensor for tensor in reader.tensors}
-            self.kind = str(self.field("general.architecture"))
-        except UserError:
-            raise
-        except Exception as error:  # for a damaged file, the package raises any kind of error
-            raise UserError(f"{path} is no GGUF file, or a part of one ({' '.join(str(error).split())})") from error
-        if self.kind != "llama":
-            raise UserError(f"{path} has the architecture {self.kind!r}; only 'llama' is supported (Llama, SmolLM)")
+        reader: Any = GGUFReader(path)
+        self.path, self.fields = path, reader.fields
+        self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+        kind = str(self.field("general.architecture"))
+        if kind != "llama":
+            raise UserError(f"{path} has the architecture {kind!r}; only 'llama' is supported (Llama, SmolLM)")
         scaling = self.field("llama.rope.scaling.type", "none")
         if scaling != "none":
             raise UserError(f"{path} scales its rotary positions ({scaling!r}), which is not supported")
