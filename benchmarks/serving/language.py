@@ -2,11 +2,11 @@
 
     python -m benchmarks.serving.language model.gguf --device intel-cpu [--budget 60MB] [--tokens 64] [--prompts 8]
 
-Both engines run the ONNX model of the file (`flashmem.compiler.frontend.gguf`) and take the likeliest token each time, ONNX
-Runtime in float32, with the cache in arrays and without a limit on memory. Where ONNX Runtime's two best logits are nearer than
-1e-3 of their range, a prompt ends. It prints for each prompt the equal tokens, and for both engines the
-seconds to the first token and the median milliseconds of a later one; for flashmem the bytes that are loaded for each token,
-and the peak of the memory that the budget counts. Exit code 1: a token differs.
+Both engines run the ONNX model of the file (`flashmem.compiler.frontend.gguf`) and take the likeliest token each time. ONNX
+Runtime has the weights that the package gguf dequantises, in float32, the cache in arrays, and no limit on memory. Where its
+two best logits are nearer than 1e-3 of their range, a prompt ends. It prints for each prompt the equal tokens, and for both
+engines the seconds to the first token and the median milliseconds of a later one; for flashmem the bytes that are loaded for
+each token, and the peak of the memory that the budget counts. Exit code 1: a token differs.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import onnxruntime
 import flashmem
 from benchmarks.command import Arguments, run_command
 from flashmem.compiler.frontend.gguf.reader import converted
+from flashmem.compiler.frontend.gguf.weights import dequantised
 
 PROMPTS = (
     "What is the capital of Japan?",
@@ -86,7 +87,7 @@ def main() -> None:
     if not args.model.is_file():
         parser.error(f"{args.model}: no such file; name a language model in a .gguf file")
     wrong, ours, theirs, firsts = 0, list[float](), list[float](), list[tuple[float, float]]()
-    with tempfile.TemporaryDirectory() as folder, converted(args.model, MAX_LENGTH) as source:
+    with tempfile.TemporaryDirectory() as folder, converted(args.model, MAX_LENGTH, dequantised) as source:
         reference = Reference(source.path)
         given = {"device": args.device, "budget": args.budget, "max_length": MAX_LENGTH}
         bundle = flashmem.compile(args.model, Path(folder) / "m.flashmem", **given)

@@ -35,6 +35,21 @@ CORPUS = (
 )
 """Letters, numbers and marks of several scripts, contractions, and white space of several kinds."""
 
+HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+"""The places of numbers in float16 in blocks that the package gguf does not write: a scale and, in some, one for minima."""
+
+
+def random_blocks(kind: str, rows: int, depth: int, random: np.random.Generator, scale: float = 1.0) -> Array:
+    """Bytes of a matrix in one of those formats: any codes, and weights of about that standard deviation; some are 0."""
+    weights, size = gguf.GGML_QUANT_SIZES[Format[kind]]
+    data = random.integers(0, 256, (rows * depth // weights, size), np.uint8)
+    for factors in (np.ones(len(data)), random.uniform(-1, 1, len(data)) * (np.arange(len(data)) % 5 > 0)):
+        for at in HALVES[kind]:
+            data[:, at : at + 2] = (scale * factors).astype("<f2").view(np.uint8).reshape(-1, 2)
+        scale /= float(quants.dequantize(data, Format[kind]).std()) or 1.0
+    return data.reshape(rows, -1)
+
+
 CONTROLS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
@@ -125,8 +140,7 @@ class SmallLlama:
         writer.add_chat_template(TEMPLATE)
         for name, value in self.fields.items():
             writer.add_string(name, value)
-        for name, (kind, array) in self.arrays().items():
-            data = quants.quantize(array.astype(np.float32), Format[kind])
+        for name, (kind, data) in self.blocks.items():
             writer.add_tensor(name, data, raw_dtype=Format[kind])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -135,12 +149,20 @@ class SmallLlama:
         return path
 
     @cached_property
-    def stored(self) -> dict[str, Array]:
-        """The weights as the file stores them, in float64."""
+    def blocks(self) -> dict[str, tuple[str, Array]]:
+        """The format and the bytes of each tensor."""
+        random = np.random.default_rng(11)
         return {
-            name: quants.dequantize(quants.quantize(array.astype(np.float32), Format[kind]), Format[kind]).astype(np.float64)
+            name: (kind, random_blocks(kind, *array.shape, random, float(array.std())))
+            if kind in HALVES
+            else (kind, quants.quantize(array.astype(np.float32), Format[kind]))
             for name, (kind, array) in self.arrays().items()
         }
+
+    @cached_property
+    def stored(self) -> dict[str, Array]:
+        """The weights as the file stores them, in float64."""
+        return {name: quants.dequantize(data, Format[kind]).astype(np.float64) for name, (kind, data) in self.blocks.items()}
 
     def logits(self, tokens: list[int]) -> Array:
         """The logits of each token [tokens, vocabulary] in float64."""

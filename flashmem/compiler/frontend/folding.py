@@ -285,6 +285,8 @@ def _inferred(node: ir.Node, opset_imports: dict[str, int]) -> dict[str, onnx.Ty
     """The types of the outputs of `node`, by name."""
     schema = _schema(node, opset_imports[node.domain])
     proto = ir.serde.serialize_node(node)
+    if node.op_type == "DequantizeLinear":  # minima, which contrib operators add, are beyond ONNX's schema
+        del proto.input[len(schema.inputs) :]
     types = {str(value.name): _type_proto(value) for value in node.inputs if value is not None}
     if node.op_type == "Range":  # runtimes accept a tensor of one element as a number, and ONNX's own definitions use it
         for kind in types.values():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -108,8 +108,7 @@ def _light(constant: Constant, nbytes: int, kept_bytes: int) -> Constant:
         def part(of: Constant) -> Constant:
             return _light(of, math.prod(of.shape) * of.dtype.itemsize, kept_bytes)
 
-        zero = None if constant.zero is None else part(constant.zero)
-        return replace(constant, codes=part(constant.codes), scale=part(constant.scale), zero=zero)
+        return constant.with_parts(part, part(constant.codes), constant.block)
     if nbytes <= kept_bytes:
         return ArrayConstant(np.array(constant.array()))
     return Placeholder(constant.shape, 0.0, constant.dtype)

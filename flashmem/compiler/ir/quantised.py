@@ -6,8 +6,8 @@ Contractions do not read them: they pack the integers, and dequantise them in re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,17 +18,18 @@ from flashmem.compiler.ir.graph import ArrayConstant, Constant
 
 @dataclass(frozen=True)
 class QuantizedConstant:
-    """(codes - zero) * scale, in float32.
+    """(codes - zero) * scale + minimum, in float32.
 
-    `scale` and `zero` have the rank of `codes`. Along each axis, element i of `codes` uses their element i // block, where each
-    axis has its own block. A value for a whole axis has size 1 along it.
+    `scale`, `zero` and `minimum` have the rank of `codes`. Along each axis, element i of `codes` uses their element i // block,
+    where each axis has its own block. A value for a whole axis has size 1 along it.
 
     Attributes:
         codes: integers of 8, 16 or 32 bits; those of 4 bits are read as 8.
-        scale: float32.
+        scale: float32, or float16 where all of them are exact in it.
         zero: integers of the type of `codes`; None for zeros.
         block: of each axis.
         bits: stored bits of one element of `codes`.
+        minimum: of the type of `scale` in each block, or None (ONNX has none; GGUF's Q4_1 does).
     """
 
     codes: Constant
@@ -36,6 +37,7 @@ class QuantizedConstant:
     zero: Constant | None
     block: tuple[int, ...]
     bits: int
+    minimum: Constant | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -58,7 +60,12 @@ class QuantizedConstant:
         if self.zero is not None:
             codes = codes.astype(np.int32) - self.spread(self.zero.array()).astype(np.int32)
         elements: NDArray[np.float32] = codes.astype(np.float32) * scale
-        return elements
+        return elements if self.minimum is None else elements + self.spread(self.minimum.array())
+
+    def with_parts(self, change: Callable[[Constant], Constant], codes: Constant, block: tuple[int, ...]) -> QuantizedConstant:
+        """The constant of other codes and blocks, whose scale, zero and minimum are changed by `change`."""
+        zero, minimum = (None if part is None else change(part) for part in (self.zero, self.minimum))
+        return replace(self, codes=codes, scale=change(self.scale), zero=zero, minimum=minimum, block=block)
 
     def spread(self, array: NDArray[Any], axes: Sequence[int] | None = None) -> NDArray[Any]:
         """Expand a scale or zero point to one element for each of `codes` along `axes` (all, if None). Axes of size 1 stay."""
@@ -69,18 +76,16 @@ class QuantizedConstant:
 
     def transposed(self, perm: Sequence[int]) -> QuantizedConstant:
         """The constant with its axes permuted."""
-        return QuantizedConstant(
+        return self.with_parts(
+            lambda part: ArrayConstant(part.array().transpose(perm)),
             _Moved(self.codes, tuple(self.shape[axis] for axis in perm), tuple(perm)),
-            ArrayConstant(self.scale.array().transpose(perm)),
-            None if self.zero is None else ArrayConstant(self.zero.array().transpose(perm)),
             tuple(self.block[axis] for axis in perm),
-            self.bits,
         )
 
     def sliced(self, axis: int, first: int, end: int) -> QuantizedConstant | None:
         """Elements `first` to `end` along `axis`; None if they begin or end inside a block."""
         block = self.block[axis]
-        varies = self.scale.shape[axis] > 1 or (self.zero is not None and self.zero.shape[axis] > 1)
+        varies = any(part is not None and part.shape[axis] > 1 for part in (self.scale, self.zero, self.minimum))
         if varies and (first % block or end % block):
             return None
 
@@ -88,13 +93,8 @@ class QuantizedConstant:
             index = (*[slice(None)] * axis, slice(first // block, end // block))
             return ArrayConstant(part.array()[index]) if part.shape[axis] > 1 else part
 
-        return QuantizedConstant(
-            _Part(self.codes, axis, first, end),
-            of(self.scale),
-            None if self.zero is None else of(self.zero),
-            tuple(size if a != axis or varies else end - first for a, size in enumerate(self.block)),
-            self.bits,
-        )
+        sizes = tuple(size if a != axis or varies else end - first for a, size in enumerate(self.block))
+        return self.with_parts(of, _Part(self.codes, axis, first, end), sizes)
 
     def reshaped(self, shape: tuple[int, ...]) -> QuantizedConstant | None:
         """The constant in another shape; None if scales and blocks cannot be expressed along the new axes."""
@@ -115,12 +115,10 @@ class QuantizedConstant:
             else:
                 return None
         scales = tuple(count for count, _ in sizes)
-        return QuantizedConstant(
+        return self.with_parts(
+            lambda part: ArrayConstant(part.array().reshape(scales)),
             _Moved(self.codes, shape, None),
-            ArrayConstant(self.scale.array().reshape(scales)),
-            None if self.zero is None else ArrayConstant(self.zero.array().reshape(scales)),
             tuple(block for _, block in sizes),
-            self.bits,
         )
 
 

@@ -100,6 +100,7 @@ def _with(tile: ContractionTile, binding: WeightBinding) -> ContractionTile:
         scale=binding.scale,
         weight_zero=binding.weight_zero,
         weight_scale=binding.weight_scale,
+        weight_minimum=binding.weight_minimum,
         block_depth=binding.block,
     )
 
@@ -217,7 +218,7 @@ def lower_packed(
     scaling = [
         placed(context, node, each, [each.plain(part.first_panel, part.panels) for part in parts], by_block.array)
         for by_block in binding.by_block
-        for each in (replace(blocks, storage=by_block.storage),)
+        for each in (replace(blocks, storage=by_block.storage, of=by_block.of),)
     ]
     operands = [*sampled, *context.operand_args(epilogue)]
     for i, (packed, part) in enumerate(zip(sliced, parts, strict=True)):

@@ -1,11 +1,11 @@
-"""Quantisation parameters of a contraction: the zero points and scales that its kernel reads (contraction/mac.cl.j2)."""
+"""Quantisation parameters of a contraction: zero points, scales and minima, which its kernel reads (contraction/mac.cl.j2)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +13,15 @@ from numpy.typing import NDArray
 from flashmem.base.types import DType
 from flashmem.compiler.ir.broadcast import place
 from flashmem.compiler.ir.builder import constant
-from flashmem.compiler.ir.graph import Node, Value
+from flashmem.compiler.ir.graph import Constant, Node, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.operators.vector import STORED
 from flashmem.compiler.weights.packing import Storage, weight_columns
 from flashmem.program.launches import Arg
+
+PartOf = Literal["zero", "scale", "minimum"]
+"""What the elements of quantised weights are computed with."""
 
 LEAST_BLOCK = 2
 """The least steps of depth that share a column's scale for weights to stay quantised; with fewer, floats need fewer bytes."""
@@ -39,8 +42,9 @@ class QuantisationParameters:
 
 @dataclass(frozen=True)
 class ByBlock:
-    """Zero points or scales by block, packed in panels like the weights; `array` makes them, axes in the weights' order."""
+    """Zero points, scales or minima by block, packed in panels like the weights; `array` makes them, axes in their order."""
 
+    of: PartOf
     storage: Storage
     array: Callable[[], NDArray[Any]]
 
@@ -59,6 +63,7 @@ class WeightBinding:
     scale: QuantisationParameters | None = None
     weight_zero: QuantisationParameters | None = None
     weight_scale: QuantisationParameters | None = None
+    weight_minimum: QuantisationParameters | None = None
     block: int = 0
     by_block: Sequence[ByBlock] = ()
 
@@ -100,46 +105,35 @@ def read_weights(context: LoweringContext, node: Node, *, blocks: bool = True) -
         return WeightBinding("float16" if context.half else "float32", read, activation, zero, scale)
     storage = cast(Storage, quantized.storage)
     column, _, taps = _axes(node)
-    parameters: dict[str, QuantisationParameters]
-    parts: list[tuple[str, Any]] = [("scale", quantized.scale)]
-    if quantized.zero is not None:
-        parts.insert(0, ("zero", quantized.zero))
-    if block and quantized.scale.shape[column] == 1:
-        parameters, args = {}, list(activation)
-        for name, part in parts:
-            array = weight_columns(node, _full(quantized, part.array(), taps))(0, 1)
-            value = constant(f"{weight.name}.{name}", np.ascontiguousarray(array.reshape(-1)))
-            parameters[name] = QuantisationParameters(STORED[value.dtype], spread=True)
+    parts: dict[PartOf, Constant | None]
+    parts = {"zero": quantized.zero, "scale": quantized.scale, "minimum": quantized.minimum}
+    given = {name: part for name, part in parts.items() if part is not None}
+    parameters: dict[str, QuantisationParameters] = {}
+    if block and quantized.scale.shape[column] > 1:
+
+        def by_block(name: PartOf, part: Constant) -> ByBlock:
+            storage = cast(Storage, part.dtype.name)
+            return ByBlock(name, storage, lambda: quantized.spread(_full(quantized, part.array(), taps), [column]))
+
+        for name, part in given.items():
+            parameters[name] = QuantisationParameters(STORED[cast(DType, part.dtype.name)])
+        packed, args = [by_block(*each) for each in given.items()], activation
+    else:
+        packed, args = [], list(activation)
+        for name, part in given.items():
+            array = _wide(part)
+            if block:
+                array = np.ascontiguousarray(weight_columns(node, _full(quantized, array, taps))(0, 1))
+            else:
+                array = quantized.spread(array, [column])
+            value = constant(f"{weight.name}.{name}", array.reshape(-1))
+            index = "" if block else "0" if value.size == 1 else "col"
+            parameters[name] = QuantisationParameters(STORED[value.dtype], index, index != "col")
             args.append(context.constant(value))
-        return WeightBinding(
-            storage, quantized.codes.array, args, zero, scale, parameters.get("zero"), parameters["scale"], block
-        )
-    if block:
-
-        def by_block(part: Any) -> ByBlock:
-            return ByBlock(
-                cast(Storage, part.dtype.name), lambda: quantized.spread(_full(quantized, part.array(), taps), [column])
-            )
-
-        return WeightBinding(
-            storage,
-            quantized.codes.array,
-            activation,
-            zero,
-            scale,
-            weight_zero=QuantisationParameters(STORED[cast(DType, quantized.codes.dtype.name)])
-            if quantized.zero is not None
-            else None,
-            weight_scale=QuantisationParameters("float"),
-            block=block,
-            by_block=[by_block(part) for _, part in parts],
-        )
-    parameters, args = {}, list(activation)
-    for name, part in parts:
-        value = constant(f"{weight.name}.{name}", quantized.spread(part.array(), [column]).reshape(-1))
-        parameters[name] = QuantisationParameters(STORED[value.dtype], "0" if value.size == 1 else "col", value.size == 1)
-        args.append(context.constant(value))
-    return WeightBinding(storage, quantized.codes.array, args, zero, scale, parameters.get("zero"), parameters["scale"])
+    return WeightBinding(
+        storage, quantized.codes.array, args, zero, scale,
+        parameters.get("zero"), parameters["scale"], parameters.get("minimum"), block, packed,
+    )  # fmt: skip
 
 
 def read_activation(
@@ -186,7 +180,7 @@ def read_both(context: LoweringContext, node: Node) -> tuple[Arg, WeightBinding]
         zero, right_zero, args = zero_points(context, node)
         return context.operand(right), WeightBinding(cast(Storage, right.dtype), lambda: _nothing, args, zero, None, right_zero)
     zero, scale, args = read_activation(context, node)
-    is_narrow = isinstance(quantized, QuantizedConstant) and quantized.bits in (8, 16)
+    is_narrow = isinstance(quantized, QuantizedConstant) and quantized.bits in (8, 16) and quantized.minimum is None
     column, depth, _ = _axes(node)
     if not isinstance(quantized, QuantizedConstant) or not is_narrow or quantized.scale.shape[depth] != 1:
         right_zero, right_scale, others = _single(context, node, 3, 5)
@@ -198,7 +192,7 @@ def read_both(context: LoweringContext, node: Node) -> tuple[Arg, WeightBinding]
     parameters: dict[str, QuantisationParameters] = {}
     for name, part in (("zero", quantized.zero), ("scale", quantized.scale)):
         if part is not None:
-            array = quantized.spread(part.array())
+            array = quantized.spread(_wide(part))
             value = constant(f"{right.name}.{name}", array.swapaxes(-1, -2) if column < depth else array)
             placed = place(value, output.shape, len(output.shape) - 1)
             assert placed is not None
@@ -220,6 +214,12 @@ def _axes(node: Node) -> tuple[int, int, list[int]]:
         return (rank - 2, rank - 1, []) if node.attributes["transposed"] else (rank - 1, rank - 2, [])
     taps = list(range(2, rank))
     return (1, 0, taps) if node.op == "ConvTranspose" else (0, 1, taps)
+
+
+def _wide(part: Constant) -> NDArray[Any]:
+    """The elements of scales or zero points, floats in float32."""
+    array = part.array()
+    return array.astype(np.float32) if array.dtype == np.float16 else array
 
 
 def _full(quantized: QuantizedConstant, array: NDArray[Any], taps: Sequence[int]) -> NDArray[Any]:

@@ -40,6 +40,7 @@ class ContractionTile:
     scale: QuantisationParameters | None = None
     weight_zero: QuantisationParameters | None = None
     weight_scale: QuantisationParameters | None = None
+    weight_minimum: QuantisationParameters | None = None
     block_depth: int = 0
     aligned: bool = False
     aligned_columns: bool = False

@@ -3,6 +3,9 @@
 `Dequantize` is a number minus its zero point, in float32. `Quantize` rounds half to even, adds a zero point, and saturates. So
 DequantizeLinear of a computed value is Dequantize and Mul, which fuse with its reader or producer. DequantizeLinear of a
 constant is a constant (`compiler.ir.quantised`), which contractions keep as integers. Products are in `integer_products`.
+
+DequantizeLinear has a fourth input here, which ONNX lacks: a minimum for each scale, which is added
+(`compiler.frontend.contrib.quantized`).
 """
 
 from __future__ import annotations
@@ -90,7 +93,7 @@ def _counts(x: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
 
 def _check_linear(node: Node) -> str | None:
     """Check QuantizeLinear and DequantizeLinear: the scale fits the input, and the zero point fits the scale."""
-    x, scale, zero = node.input(0), node.input(1), node.optional(2)
+    x, scale, zero, minimum = node.input(0), node.input(1), node.optional(2), node.optional(3)
     if _blocks(node, x.shape, scale.shape) is None:
         axis, block = node.attributes.get("axis", 1), node.attributes.get("block_size", 0)
         how = f"axis {axis}" + (f" and block_size {block}" if block else "")
@@ -100,6 +103,8 @@ def _check_linear(node: Node) -> str | None:
     made = node.outputs[0].dtype if node.op == "QuantizeLinear" else x.dtype
     if zero is not None and zero.dtype != made:
         return f"{node.op} of {made} with a zero point of {zero.dtype}"
+    if minimum is not None and (node.op != "DequantizeLinear" or minimum.size != scale.size):
+        return f"{node.op} with a fourth input of shape {minimum.shape}"
     return None
 
 
@@ -115,9 +120,12 @@ def linear_constant(node: Node, bits: int) -> Value | None:
     assert block is not None and x.constant is not None
     scale = _constant_along(node.input(1), x.shape, block)
     zero = _constant_along(zero_point(node.optional(2)), x.shape, block)
+    minimum = _constant_along(node.optional(3), x.shape, block)
     assert scale is not None
     scale = ArrayConstant(np.asarray(scale.data, np.float32))
-    floats = QuantizedConstant(x.constant, scale, zero, block, bits)
+    if any(1 < b < size for b, size in zip(block, x.shape, strict=True)):  # as many as a weight has blocks
+        scale, minimum = _narrow(scale), minimum and _narrow(minimum)
+    floats = QuantizedConstant(x.constant, scale, zero, block, bits, minimum)
     made = floats if node.op == "DequantizeLinear" else _codes(floats, np.dtype(output.dtype))
     return Value(output.name, output.shape, output.dtype, made)
 
@@ -127,6 +135,15 @@ def _constant_along(value: Value | None, x: tuple[int, ...], block: tuple[int, .
     if value is None or value.constant is None:
         return None
     return ArrayConstant(value.constant.array().reshape(_counts(x, block)))
+
+
+def _narrow(given: ArrayConstant) -> ArrayConstant:
+    """Floats in float16 if that changes none of them; subnormal numbers stay in float32, because devices may flush them."""
+    wide = np.asarray(given.data, np.float32)
+    with np.errstate(over="ignore"):
+        narrow = wide.astype(np.float16)
+    is_exact = ((narrow == wide) & ((np.abs(wide) >= np.finfo(np.float16).tiny) | (wide == 0))).all()
+    return ArrayConstant(narrow if is_exact else wide)
 
 
 def _codes(given: QuantizedConstant, dtype: np.dtype[Any]) -> Constant:
@@ -183,24 +200,35 @@ def _split_blocks(rewriter: Rewriter, x: Value, block: tuple[int, ...]) -> tuple
 
 
 def dequantize(
-    rewriter: Rewriter, name: str, x: Value, scale: Value, zero: Value | None, block: tuple[int, ...], output: Value
+    rewriter: Rewriter,
+    name: str,
+    x: Value,
+    scale: Value,
+    zero: Value | None,
+    block: tuple[int, ...],
+    output: Value,
+    minimum: Value | None = None,
 ) -> None:
-    """Append `output` = (x - zero) * scale, where each `block` of `x` has one element of scale and zero."""
+    """Append `output` = (x - zero) * scale + minimum, where each `block` of `x` has one element of each."""
     x, shape, block = _split_blocks(rewriter, x, block)
     scale_, zero = _along(rewriter, scale, shape, block), _along(rewriter, zero_point(zero), shape, block)
-    whole = rewriter.emit("Dequantize", [x, *([zero] if zero else [])], shape, output.dtype, f"{name}.difference")
-    if shape == output.shape:
-        rewriter.add("Mul", [whole, scale_], output, name)
-    else:
-        scaled = rewriter.emit("Mul", [whole, scale_], shape, output.dtype, f"{name}.scaled")
-        rewriter.add("Reshape", [scaled], output, name)
+    made = rewriter.emit("Dequantize", [x, *([zero] if zero else [])], shape, output.dtype, f"{name}.difference")
+    steps = [("Mul", scale_)]
+    if minimum is not None:
+        steps.append(("Add", _along(rewriter, minimum, shape, block)))
+    for i, (op, operand) in enumerate(steps):
+        if shape == output.shape and i == len(steps) - 1:
+            rewriter.add(op, [made, operand], output, name)
+            return
+        made = rewriter.emit(op, [made, operand], shape, output.dtype, f"{name}.{op}")
+    rewriter.add("Reshape", [made], output, name)
 
 
 def _rewrite_dequantize(rewriter: Rewriter, node: Node, opset: int) -> None:
     x, scale, output = node.input(0), node.input(1), node.outputs[0]
     block = _blocks(node, x.shape, scale.shape)
     assert block is not None
-    dequantize(rewriter, node.name, x, scale, node.optional(2), block, output)
+    dequantize(rewriter, node.name, x, scale, node.optional(2), block, output, node.optional(3))
 
 
 def gather_codes(rewriter: Rewriter, node: Node, axis: int) -> None:
@@ -214,6 +242,7 @@ def gather_codes(rewriter: Rewriter, node: Node, axis: int) -> None:
 
     def of_picked(part: Constant, name: str) -> Value:
         array = quantized.spread(part.array(), [axis])
+        array = array.astype(np.float32) if array.dtype == np.float16 else array  # no tensor has that type
         before, after = array.shape[:axis], array.shape[axis + 1 :]
         if not varies:
             return constant(f"{table.name}.{name}", array.reshape(*before, *[1] * len(indices.shape), *after))
@@ -224,7 +253,8 @@ def gather_codes(rewriter: Rewriter, node: Node, axis: int) -> None:
     inner = (1,) * len(indices.shape) if varies else indices.shape
     block = (*quantized.block[:axis], *inner, *quantized.block[axis + 1 :])
     zero = None if quantized.zero is None else of_picked(quantized.zero, "zero")
-    dequantize(rewriter, node.name, picked, of_picked(quantized.scale, "scale"), zero, block, output)
+    minimum = None if quantized.minimum is None else of_picked(quantized.minimum, "minimum")
+    dequantize(rewriter, node.name, picked, of_picked(quantized.scale, "scale"), zero, block, output, minimum)
 
 
 def _rewrite_quantize(rewriter: Rewriter, node: Node, opset: int) -> None:
@@ -282,7 +312,7 @@ def _dynamic_outputs(node: Node) -> tuple[Value, Value]:
 
 register(
     __name__,
-    Operator("DequantizeLinear", (CODES, FLOAT, CODES), check=_check_linear, rewrite=_rewrite_dequantize, empty=True),
+    Operator("DequantizeLinear", (CODES, FLOAT, CODES, FLOAT), check=_check_linear, rewrite=_rewrite_dequantize, empty=True),
     Operator("QuantizeLinear", (NUMBER, FLOAT, CODES), check=_check_linear, rewrite=_rewrite_quantize, empty=True),
     Operator("DynamicQuantizeLinear", (FLOAT,), rewrite=_rewrite_dynamic),
     elementwise("Dequantize", CODES, _dequantize, onnx=False),

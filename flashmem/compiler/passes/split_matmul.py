@@ -8,6 +8,9 @@ columns of a constant are read when they are packed. Elementwise operators on a 
 One large product is faster than a few small ones, which all read the same rows. So parts stay together if no part is copied and
 all are needed at once: queries, keys and values of an attention, which reads views (`compiler.passes.attention_views`). A part
 that other operators read first, such as a query that is pooled, becomes a separate product; its neighbours stay together.
+
+A MatMul of few rows stays whole. Reading its weights takes longer than copying its parts; and a language model reads its prompt
+by the same weights as single tokens, whose parts are contiguous.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ from flashmem.compiler.ir.users import Readers
 from flashmem.compiler.ir.view_nodes import KEPT, constant_factor, emit_view
 from flashmem.compiler.operators.attention import is_attended
 from flashmem.compiler.passes.patterns import is_by_column
+
+FEW_ROWS = 64
+"""A MatMul of at most so many rows stays whole."""
 
 Columns = tuple[int, int]
 """A range of columns: the first, and one past the last."""
@@ -86,7 +92,8 @@ def split_matmuls(graph: Graph) -> Graph:
 
 def _whole(node: Node, readers: Readers) -> _Whole | None:
     """The product `node` with the Slices of its result; None if it stays whole."""
-    if not _is_product(node) or node.outputs[0].size == node.outputs[0].shape[-1]:  # parts of one row are contiguous
+    rows = math.prod(node.outputs[0].shape[:-1])
+    if not _is_product(node) or rows <= (FEW_ROWS if node.op == "MatMul" else 1):
         return None
     nodes, value = [node], node.outputs[0]
     while (reader := readers.single(value)) is not None and is_by_column(reader, value):

@@ -111,7 +111,10 @@ class PackedSlice:
 
 @dataclass(frozen=True)
 class Packing:
-    """The packed form of one weight. Folds begin at multiples of `fold_unit` rows. `phases`: see `phases_of`."""
+    """The packed form of one weight. Folds begin at multiples of `fold_unit` rows. `phases`: see `phases_of`.
+
+    `of`: what is packed: the elements or codes, or the zero points, scales or minima of blocks.
+    """
 
     depth: int
     group_columns: int
@@ -122,6 +125,7 @@ class Packing:
     fold_unit: int
     descriptor: DeviceDescriptor = field(compare=False)
     phases: tuple[int, int] = (1, 1)
+    of: Literal["elements", "zero", "scale", "minimum"] = "elements"
 
     @property
     def group_panels(self) -> int:

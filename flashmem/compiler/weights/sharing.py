@@ -42,8 +42,8 @@ class Identities:
 
     def _look_at(self, constant: Constant) -> Hashable:
         if isinstance(constant, QuantizedConstant):
-            zero = None if constant.zero is None else self.of(constant.zero)
-            return "quantized", self.of(constant.codes), self.of(constant.scale), zero, constant.block, constant.bits
+            parts = (constant.codes, constant.scale, constant.zero, constant.minimum)
+            return "quantized", *(part and self.of(part) for part in parts), constant.block, constant.bits
         return constant.shape, constant.dtype.str, _sha256(constant.array())
 
 

@@ -2,77 +2,77 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import onnxruntime
 import pytest
 from gguf import GGMLQuantizationType as Format
-from gguf import GGUFReader, quants
+from gguf import quants
 
 import flashmem
 from flashmem.base.errors import UserError
 from flashmem.compiler.frontend.gguf.chat import chat_pieces
-from flashmem.compiler.frontend.gguf.reader import converted
-from flashmem.compiler.frontend.gguf.weights import BlockedMatrix, blocked_matrix
+from flashmem.compiler.frontend.gguf.decoder import write_decoder
+from flashmem.compiler.frontend.gguf.kinds import decoder_of
+from flashmem.compiler.frontend.gguf.reader import GGUFFile, converted
+from flashmem.compiler.frontend.gguf.weights import BlockedMatrix, dequantised, matrix, stacked
 from tests.support.command_line import command_line
-from tests.support.gguf_models import TEMPLATE, SmallLlama, plain_head, vocabulary
+from tests.support.compared import PLACES
+from tests.support.gguf_kinds import KINDS, SHOWN, TOKENS
+from tests.support.gguf_models import HALVES, TEMPLATE, SmallLlama, plain_head, random_blocks, vocabulary
 
 MODELS = {
     "blocks": SmallLlama(),
     "floats": plain_head(SmallLlama()),
     "one format": SmallLlama(layers=1, formats=("Q4_0",), table="Q4_1", head="Q8_0", key_heads=1),
+    "large blocks": SmallLlama(
+        formats=("Q4_K", "Q6_K", "Q2_K", "Q5_K", "Q3_K"), table="Q4_K", head="Q6_K", hidden=256, inner=256
+    ),
+    "minima": SmallLlama(layers=1, formats=("Q4_1",), table="Q5_1", head="Q5_0"),
 }
 
 
-def dequantised(matrix: BlockedMatrix) -> Any:
-    """The weights, by the definition of MatMulNBits, in float32."""
-    rows, depth = matrix.shape
-    codes = matrix.codes
-    if matrix.bits == 4:
-        codes = np.stack([codes & 15, codes >> 4], -1)
-    blocks = codes.reshape(rows, -1, 32).astype(np.float32)
-    zeros = np.float32(1 << (matrix.bits - 1)) if matrix.zeros is None else matrix.zeros[..., None]
-    return ((blocks - zeros) * matrix.scales[..., None]).reshape(rows, depth)
+FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
 
-def tensor(array: Any, kind: str, folder: Path) -> Any:
-    """A tensor as `GGUFReader` reads it."""
-    import gguf
-
-    writer = gguf.GGUFWriter(folder / "t.gguf", "llama")
-    writer.add_tensor("t", quants.quantize(array, Format[kind]), raw_dtype=Format[kind])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    [read] = GGUFReader(folder / "t.gguf").tensors
-    return read
+def weights_of(found: BlockedMatrix) -> Any:
+    """scale * code + minimum, in float32."""
+    codes = found.codes if found.bits == 8 else np.stack([found.codes & 15, found.codes >> 4], -1).reshape(found.shape)
+    if found.signed:
+        codes = codes.view(np.int8) if found.bits == 8 else (codes ^ 8).astype(np.int8) - np.int8(8)
+    made = codes.astype(np.float32) * found.scales.repeat(found.block, 1)
+    return made if found.minima is None else made + found.minima.repeat(found.block, 1)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
-def test_blocks_are_those_of_the_file(kind: str, tmp_path: Path) -> None:
-    """Bit for bit where blocks have no minimum, else within the rounding of the zero point. Blocks of equal weights too."""
-    random = np.random.default_rng(0)
-    array = (random.standard_normal((48, 96)) + random.integers(-3, 4, (48, 1))).astype(np.float32)
-    array[:3], array[3, :32], array[4] = 0.0, 0.25, 1e-7
-    read = tensor(array, kind, tmp_path)
-    matrix, wanted = blocked_matrix(read), quants.dequantize(read.data, Format[kind])
-    assert matrix is not None and matrix.shape == (48, 96)
-    if kind == "Q4_1":
-        largest = np.abs(wanted.reshape(48, 3, 32)).max(-1, keepdims=True)
-        assert (np.abs(dequantised(matrix) - wanted).reshape(48, 3, 32) <= 4 * np.finfo(np.float32).eps * largest).all()
+@pytest.mark.parametrize("kind", FORMATS)
+def test_blocks_are_those_of_the_file(kind: str) -> None:
+    """Bit for bit what the package gguf computes, of blocks of equal weights too."""
+    rows, depth, random = 24, 512, np.random.default_rng(7)
+    if kind in HALVES:
+        data = random_blocks(kind, rows, depth, random)
     else:
-        np.testing.assert_array_equal(dequantised(matrix), wanted)
+        array = random.standard_normal((rows, depth)) + random.integers(-3, 4, (rows, 1))
+        array[:3], array[3, :32], array[4] = 0.0, 0.25, 1e-7
+        data = quants.quantize(array.astype(np.float32), Format[kind])
+    tensor = SimpleNamespace(name="t", tensor_type=Format[kind], shape=(depth, rows), data=data)
+    found, wanted = matrix(tensor), quants.dequantize(data, Format[kind])
+    assert isinstance(found, BlockedMatrix) and found.shape == (rows, depth) and np.isfinite(wanted).all()
+    np.testing.assert_array_equal(weights_of(found), wanted)
+    both = stacked([found, found])
+    np.testing.assert_array_equal(weights_of(both), np.concatenate([wanted, wanted]))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_the_decoder(name: str, tmp_path: Path) -> None:
-    """ONNX Runtime runs the file; it reads a prompt at once, and then one word at a time."""
+    """ONNX Runtime runs the file; it reads a prompt at once, and then one token at a time."""
     model, tokens = MODELS[name], [5, 17, 250, 3, 99, 260, 7, 7, 130]
-    with converted(model.write(tmp_path / "m.gguf"), 64) as read:
+    with converted(model.write(tmp_path / "m.gguf"), 64, dequantised) as read:
         session = onnxruntime.InferenceSession(read.path)
         cache = {each.name: np.zeros(each.shape, np.float32) for each in session.get_inputs() if each.name.startswith("past")}
         wanted = model.logits(tokens)
@@ -83,11 +83,43 @@ def test_logits_are_those_of_the_decoder(name: str, tmp_path: Path) -> None:
             assert np.abs(logits[0, 0] - wanted[end - 1]).max() < 2e-5 * np.ptp(wanted)
 
 
+@pytest.mark.parametrize(("kind", "place"), list(zip(KINDS, itertools.cycle(PLACES), strict=False)), ids=str)
+def test_logits_are_those_of_transformers(kind: str, place: tuple[str, str], tmp_path: Path) -> None:
+    """Every kind of decoder, beside transformers' reading of the same file: ONNX Runtime, and flashmem on a device."""
+    file = GGUFFile(KINDS[kind].write(tmp_path / "m.gguf"))
+    wanted = np.array(json.loads((Path(__file__).parent / "data" / "gguf_kinds.json").read_text())[kind])
+    most = 1e-5 + 2e-5 * np.ptp(wanted)  # the first is the rounding of the file
+    model, (device, path) = tmp_path / "m.onnx", place
+    write_decoder(model, decoder_of(file), file, 64, dequantised)
+    session = onnxruntime.InferenceSession(model)
+    cache = {each.name: np.zeros(each.shape, np.float32) for each in session.get_inputs() if each.name.startswith("past")}
+    shapes = [{"input_ids": (1, count)} for count in (1, 3)]
+    made = flashmem.compile(
+        model,
+        tmp_path / "m.flashmem",
+        device=device,
+        memory_path=path,
+        shapes=shapes,
+        states="auto",  # type: ignore[arg-type]
+    )
+    with flashmem.Session(made, device=device) as ours:
+        for start, end in ((0, 3), (3, 4), (4, 7), (7, 8), (8, 11), (11, 12)):
+            given = {"input_ids": np.array([TOKENS[start:end]]), "total_sequence_length": np.array(end, np.int32)}
+            logits, *present = session.run(None, {**given, **cache})
+            cache = dict(zip(cache, present, strict=True))
+            assert np.abs(logits[0, 0, :SHOWN] - wanted[end - 1]).max() < most
+            [found] = ours.run(None, given)
+            assert np.abs(found[0, 0, :SHOWN] - wanted[end - 1]).max() < most
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"fields": {"llama.rope.scaling.type": "yarn"}}, "scales its rotary positions ('yarn'), which is not supported"),
-        ({"formats": ("Q5_0",)}, "has the format Q5_0, which is not supported; convert the file to one of Q4_0, Q4_1, Q8_0"),
+        (
+            {"formats": ("TQ1_0",), "hidden": 256, "inner": 256},
+            "has the format TQ1_0, which is not supported; convert the file to one of Q4_0, Q4_1, Q5_0",
+        ),
     ],
 )
 def test_what_is_not_supported(change: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -26,7 +26,13 @@ from tests.support.gguf_models import CORPUS, SmallLlama, plain_head, vocabulary
 MARGIN = 1e-4
 """Of the logits' range: where the two best are nearer, a rounding error may decide."""
 
-MODELS = {"blocks": SmallLlama(), "floats": plain_head(SmallLlama())}
+MODELS = {
+    "blocks": SmallLlama(),
+    "large blocks": SmallLlama(formats=("Q4_K", "Q6_K", "Q5_K"), table="Q4_K", head="Q6_K", hidden=256, inner=256),
+    "one format": SmallLlama(formats=("Q4_1",), table="Q5_1", key_heads=1),
+    "small scales": SmallLlama(formats=("Q2_K", "Q3_K"), table="Q5_0", hidden=256, inner=512),
+    "floats": plain_head(SmallLlama()),
+}
 
 
 @pytest.fixture

@@ -37,22 +37,25 @@ def _group_query(e: Expansion) -> list[ir.Value | None]:
     if groups < 1 or heads % groups or width % count or not width:
         raise RefusedError(f"with {heads} heads, {groups} for keys, and an input of {width} channels")
     size = width // count
-    if packed:
-        ends = np.cumsum([0, heads, groups, groups]) * size
+    if packed:  # queries and keys turn together
+        ends = np.cumsum([0, heads + groups, groups]) * size
         parts = [e.part(e.input(0), 2, int(a), int(b)) for a, b in pairwise(ends)]
+        counts = [heads + groups, groups]
     else:
         e.expect(1, (batch, length, groups * size))
         e.expect(2, (batch, length, groups * size))
-        parts = [e.input(0), e.input(1), e.input(2)]
-    query = split_heads(e, parts[0], batch, length, heads, size)
-    key, value = (split_heads(e, part, batch, length, groups, size) for part in parts[1:])
+        parts, counts = [e.input(0), e.input(1), e.input(2)], [heads, groups, groups]
+    *turning, value = (split_heads(e, part, batch, length, n, size) for part, n in zip(parts, counts, strict=True))
     cache = _cache(e, batch, groups, length, size)
     if e.integer("do_rotary", 0):
-        interleaved = e.integer("rotary_interleaved", 0)
-        query, key = (
-            rotated(e, each, cache.positions, e.input(7), e.input(8), size, interleaved, (batch, n, length))
-            for each, n in ((query, heads), (key, groups))
-        )
+        tables, interleaved = (e.input(7), e.input(8)), e.integer("rotary_interleaved", 0)
+        turning = [
+            rotated(e, each, cache.positions, *tables, size, interleaved, (batch, n, length))
+            for each, n in zip(turning, counts, strict=False)
+        ]
+    if packed:
+        turning = [e.part(turning[0], 1, 0, heads), e.part(turning[0], 1, heads, heads + groups)]
+    query, key = turning
     key, value = _cached(e, cache, 3, key), _cached(e, cache, 4, value)
     h = Heads(batch, heads, length, cache.past, cache.total, size, size, query, key, value, e.input(0))
     return [_attend_in_groups(e, h, groups, cache.seen), key, value]

@@ -20,7 +20,7 @@ def reinterpreted(tensor: ir.TensorProtocol, dtype: ir.DataType, shape: tuple[in
             base_dir=tensor.base_dir,
         )
     data = np.frombuffer(tensor.tobytes(), np.uint8)
-    if dtype == ir.DataType.UINT4:
+    if dtype in (ir.DataType.UINT4, ir.DataType.INT4):
         return ir.PackedTensor(data, dtype, shape=ir.Shape(shape), name=tensor.name)
     return ir.Tensor(data.view(np.dtype(dtype.numpy())).reshape(shape), dtype, name=tensor.name)
 

@@ -219,8 +219,7 @@ def _matmul_nbits(e: Expansion) -> list[ir.Value]:
         raise RefusedError(f"with K {inner} over an input of shape {shape}")
     matrix = e.tensor(quantised_matrix(weight, (columns, inner), block, bits))
     scale = e.tensor(reinterpreted(scales, scales.dtype, (columns, blocks)))
-    middle = np.full((columns, blocks), 1 << (bits - 1), np.uint8)
-    points, shift = middle, None
+    points, minimum = np.full((columns, blocks), 1 << (bits - 1), np.uint8), None
     if (zero := e.optional(3)) is not None:
         given = e.known(zero)
         if given is None:
@@ -230,23 +229,33 @@ def _matmul_nbits(e: Expansion) -> list[ir.Value]:
             if given.size != columns * row:
                 raise RefusedError(f"of {columns} x {blocks} blocks with {given.size} bytes of zero points")
             points = packed_zero_points(given.reshape(columns, row), blocks, bits)
-        else:  # of any value: subtract their distance from the middle through the sum of each block
+        else:  # of any value
             if given.size != columns * blocks:
                 raise RefusedError(f"of {columns} x {blocks} blocks with {given.size} zero points")
-            beyond = given.reshape(columns, blocks).astype(np.float32) - middle
-            shift = (beyond * scales.numpy().reshape(columns, blocks).astype(np.float32)).T
-    zeros = e.tensor(quantised_matrix(ir.tensor(points), (columns, blocks), blocks, 8, bits))
-    dense = e.op("DequantizeLinear", matrix, scale, zeros, axis=1, block_size=block)
-    result = e.op("MatMul", x, e.transpose(dense, 1, 0))
-    if shift is not None and shift.any():
-        result = e.op("Sub", result, e.op("MatMul", _block_sums(e, x, shape, block, blocks), e.constant(shift, x)))
-    return [e.plus(result, e.optional(5))]
+            floats = scales.numpy().reshape(columns, blocks).astype(np.float32)
+            minimum = -given.reshape(columns, blocks).astype(np.float32) * floats
+    if minimum is None:
+        zeros = e.tensor(quantised_matrix(ir.tensor(points), (columns, blocks), blocks, 8, bits))
+        dense = e.op("DequantizeLinear", matrix, scale, zeros, axis=1, block_size=block)
+    else:
+        dense = e.op("DequantizeLinear", matrix, scale, None, e.constant(minimum, scale), axis=1, block_size=block)
+    return [e.plus(e.op("MatMul", x, e.transpose(dense, 1, 0)), e.optional(5))]
 
 
-def _block_sums(e: Expansion, x: ir.Value, shape: tuple[int, ...], block: int, blocks: int) -> ir.Value:
-    """The sums of each block of the last dimension, as a product: [..., K] -> [..., blocks]."""
-    member = np.arange(shape[-1])[:, None] // block == np.arange(blocks)
-    return e.op("MatMul", x, e.constant(member, x))
+def blocks_dequantised(e: Expansion) -> list[ir.Value]:
+    """A matrix of a GGUF file (`flashmem.compiler.frontend.gguf.weights`), each block of a row with a scale and a minimum.
+
+    Inputs: codes uint8 [rows, columns * bits / 8], scales and, optionally, minima [rows, columns / block_size]. Codes of `bits`
+    bits are `signed`, or not.
+    """
+    bits, given = e.integer("bits"), e.input(0).const_value
+    if given is None:
+        raise RefusedError("with codes computed at run time")
+    rows, width = e.ranked(0, 2)
+    kind = ir.DataType[f"{'' if e.integer('signed', 0) else 'U'}INT{bits}"]
+    codes = e.tensor(reinterpreted(given, kind, (rows, width * 8 // bits)))
+    block = {"axis": 1, "block_size": e.integer("block_size")}
+    return [e.op("DequantizeLinear", codes, e.input(1), *([None, e.input(2)] if e.optional(2) else []), **block)]
 
 
 EXPANSIONS: dict[str, Expand] = {

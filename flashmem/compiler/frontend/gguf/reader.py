@@ -1,7 +1,6 @@
 """A GGUF file as an ONNX model with states, and what a generator needs besides: tokenizer and chat template.
 
 Fields and tensors are read by the package `gguf`, which maps the file. ggml's documentation of GGUF describes both.
-Files of the architecture "llama" are supported, with a tokenizer of byte pairs.
 """
 
 from __future__ import annotations
@@ -18,13 +17,15 @@ from flashmem.base.errors import UserError
 from flashmem.base.extras import need
 from flashmem.bundle.language import PATTERNS
 from flashmem.compiler.frontend.gguf.chat import chat_pieces
-from flashmem.compiler.frontend.gguf.llama import IDS, Sizes, write_decoder
+from flashmem.compiler.frontend.gguf.decoder import IDS, Read, write_decoder
+from flashmem.compiler.frontend.gguf.kinds import decoder_of
+from flashmem.compiler.frontend.gguf.weights import matrix
 
-PROMPT_WORDS = 32
-"""Words of a prompt that one run reads; afterwards a run reads one."""
+PROMPT_TOKENS = 32
+"""Tokens of a prompt that one run reads; afterwards a run reads one."""
 
 MAX_LENGTH = 2048
-"""Room for so many words, unless the model has less or the user asks for another number."""
+"""Room for so many tokens, unless the model has less or the user asks for another number."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,15 @@ def is_gguf(path: Path) -> bool:
 
 
 def shapes_of_runs() -> tuple[dict[str, tuple[int, ...]], ...]:
-    """The shapes of the variants: one word, and a part of a prompt."""
-    return {IDS: (1, 1)}, {IDS: (1, PROMPT_WORDS)}
+    """The shapes of the variants: one token, and a part of a prompt."""
+    return {IDS: (1, 1)}, {IDS: (1, PROMPT_TOKENS)}
 
 
 @contextmanager
-def converted(path: Path, max_length: int | None) -> Iterator[LanguageModel]:
-    """The model in the GGUF file `path`, as long as the body runs. `max_length`: words that the cache holds.
+def converted(path: Path, max_length: int | None, read: Read = matrix) -> Iterator[LanguageModel]:
+    """The model in the GGUF file `path`, as long as the body runs. `max_length`: tokens that the cache holds.
+
+    `read` makes weights of tensors; `weights.dequantised` makes floats of all, for other runtimes.
 
     Raises:
         UserError: the package `gguf` is missing; the file is damaged or of an unknown kind; it has no room for `max_length`.
@@ -56,7 +59,7 @@ def converted(path: Path, max_length: int | None) -> Iterator[LanguageModel]:
     with TemporaryDirectory(prefix="flashmem-gguf-") as folder:
         target = Path(folder) / f"{path.stem}.onnx"
         try:
-            language = _convert(_File(path), target, max_length)
+            language = _convert(GGUFFile(path), target, max_length, read)
         except (UserError, OSError):
             raise
         except Exception as error:  # for a damaged file, the package and numpy raise any kind of error
@@ -64,14 +67,14 @@ def converted(path: Path, max_length: int | None) -> Iterator[LanguageModel]:
         yield LanguageModel(target, language)
 
 
-def _convert(file: _File, target: Path, max_length: int | None) -> bytes:
+def _convert(file: GGUFFile, target: Path, max_length: int | None, read: Read) -> bytes:
     """Write the decoder, and return the JSON of the language."""
     language, length = file.language(), file.length(max_length)
-    write_decoder(target, file.sizes(), file.tensor, file.has, length)
+    write_decoder(target, decoder_of(file), file, length, read)
     return json.dumps({**language, "max_length": length}).encode()
 
 
-class _File:
+class GGUFFile:
     """The fields and tensors of a GGUF file. Every method raises UserError for what is missing or unknown."""
 
     def __init__(self, path: Path) -> None:
@@ -80,12 +83,6 @@ class _File:
         reader: Any = GGUFReader(path)
         self.path, self.fields = path, reader.fields
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
-        kind = str(self.field("general.architecture"))
-        if kind != "llama":
-            raise UserError(f"{path} has the architecture {kind!r}; only 'llama' is supported (Llama, SmolLM)")
-        scaling = self.field("llama.rope.scaling.type", "none")
-        if scaling != "none":
-            raise UserError(f"{path} scales its rotary positions ({scaling!r}), which is not supported")
 
     def field(self, name: str, default: Any = None) -> Any:
         """The value of a field."""
@@ -105,30 +102,13 @@ class _File:
             raise UserError(f"{self.path} lacks the tensor {name}; download or convert it again")
         return self.tensors[name]
 
-    def sizes(self) -> Sizes:
-        """The sizes of the decoder."""
-        heads, hidden = int(self.field("llama.attention.head_count")), int(self.field("llama.embedding_length"))
-        size = int(self.field("llama.rope.dimension_count", hidden // heads))
-        if size * heads != hidden:
-            raise UserError(f"{self.path} rotates {size} of the {hidden // heads} elements of a head, which is not supported")
-        return Sizes(
-            int(self.field("llama.block_count")),
-            hidden,
-            heads,
-            int(self.field("llama.attention.head_count_kv", heads)),
-            size,
-            int(self.tensor("token_embd.weight").shape[1]),
-            float(self.field("llama.rope.freq_base", 10000.0)),
-            float(self.field("llama.attention.layer_norm_rms_epsilon")),
-        )
-
     def length(self, asked: int | None) -> int:
-        """The words that the cache holds."""
-        most = int(self.field("llama.context_length"))
+        """The tokens that the cache holds."""
+        most = int(self.field(f"{self.field('general.architecture')}.context_length"))
         if asked is None:
             return min(MAX_LENGTH, most)
-        if not PROMPT_WORDS <= asked <= most:
-            raise UserError(f"max_length {asked} is not between {PROMPT_WORDS} and {most}, the context of {self.path}")
+        if not PROMPT_TOKENS <= asked <= most:
+            raise UserError(f"max_length {asked} is not between {PROMPT_TOKENS} and {most}, the context of {self.path}")
         return asked
 
     def language(self) -> dict[str, Any]:

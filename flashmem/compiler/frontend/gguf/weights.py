@@ -1,38 +1,41 @@
-"""Tensors of a GGUF file as the arrays of ONNX operators.
+"""Tensors of a GGUF file as codes with scales, or as floats.
 
-The formats are those of ggml (https://github.com/ggml-org/ggml, `ggml-common.h`). Blocks of 32 weights along a row have one
-scale `d` in float16: Q4_0 is d * (q - 8), Q4_1 is d * q + m with a minimum `m`, and Q8_0 is d * q. In a block of 4 bits, byte j
-has the weights j and j + 16. Codes and scales stay as they are; a minimum becomes the zero point -m / d in float32.
+The formats are those of ggml (https://github.com/ggml-org/ggml, `ggml-common.h` and `ggml-quants.c`). A row is cut in blocks of
+32 or 256 weights; in the latter, each 16 or 32 weights have their own scale. All become codes of 4 or 8 bits with a scale, and
+in some formats a minimum, for each 16 or 32 weights: `scale * code + minimum` is bit for bit what the package `gguf` computes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.errors import UserError
 
-BLOCK = 32
-"""Weights of a block."""
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
 
-_FIELDS: dict[str, tuple[int, int]] = {"Q4_0": (2, 16), "Q4_1": (4, 16), "Q8_0": (2, 32)}
-"""Bytes of scale and minimum, and of the codes of a block."""
+FLOATS = ("F32", "F16", "BF16")
+"""Formats of floats."""
 
 
 @dataclass(frozen=True)
 class BlockedMatrix:
-    """A matrix [rows, depth] in blocks: `codes` uint8 [rows, depth * bits / 8], scales and zeros float32 [rows, depth / 32].
+    """A matrix [rows, depth] in blocks along its rows.
 
-    Codes of four bits lie two in a byte, the lower half first (as MatMulNBits has them). `zeros` is None for 2 ** (bits - 1).
+    `codes` uint8 [rows, depth * bits / 8] are two's complement if `signed`; of four bits, two are in a byte, the first in its
+    lower half. `scales` and `minima` are float32 [rows, depth / block]; `minima` is None for zeros.
     """
 
-    codes: NDArray[np.uint8]
-    scales: NDArray[np.float32]
-    zeros: NDArray[np.float32] | None
+    codes: Bytes
+    scales: Floats
+    minima: Floats | None
     bits: int
+    signed: bool
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -40,61 +43,151 @@ class BlockedMatrix:
         return len(self.codes), self.codes.shape[1] * 8 // self.bits
 
     @property
-    def middle(self) -> int:
-        """The zero point where `zeros` has none."""
-        return 1 << (self.bits - 1)
-
-    def centred(self) -> NDArray[np.int8]:
-        """The codes minus the middle, a byte each [rows, depth]: for a table, whose rows are read one by one."""
-        codes = self.codes if self.bits == 8 else np.stack([self.codes & 15, self.codes >> 4], -1).reshape(self.shape)
-        return (codes.astype(np.int16) - self.middle).astype(np.int8)
+    def block(self) -> int:
+        """Weights that share a scale."""
+        return self.shape[1] // int(self.scales.shape[1])
 
 
-def blocked_matrix(tensor: Any) -> BlockedMatrix | None:
-    """The blocks of a tensor of `gguf.GGUFReader`; None if it has floats.
+def stacked(matrices: Sequence[BlockedMatrix]) -> BlockedMatrix:
+    """Matrices of one format and depth, one below the other."""
+    minima = [each.minima for each in matrices if each.minima is not None]
+    return BlockedMatrix(
+        np.concatenate([each.codes for each in matrices]),
+        np.concatenate([each.scales for each in matrices]),
+        np.concatenate(minima) if minima else None,
+        matrices[0].bits,
+        matrices[0].signed,
+    )
+
+
+def matrix(tensor: Any) -> BlockedMatrix | Floats:
+    """A matrix of `gguf.GGUFReader`: in blocks, or floats [rows, depth].
 
     Raises:
         UserError: it has another format.
     """
     kind = tensor.tensor_type.name
-    if kind in ("F32", "F16", "BF16"):
-        return None
-    if kind not in _FIELDS:
-        known = ", ".join((*_FIELDS, "F16", "F32"))
+    if kind in FLOATS:
+        return floats(tensor)
+    if kind not in _FORMATS:
+        known = ", ".join((*_FORMATS, *FLOATS))
         raise UserError(
             f"the tensor {tensor.name} has the format {kind}, which is not supported; convert the file to one of {known}"
         )
-    head, body = _FIELDS[kind]
+    fields, bits, signed, read = _FORMATS[kind]
     depth, rows = (int(size) for size in tensor.shape)
-    blocks = np.ascontiguousarray(tensor.data).reshape(rows, depth // BLOCK, head + body)
-    numbers = np.ascontiguousarray(blocks[..., :head]).view("<f2").astype(np.float32)
-    codes, scales = blocks[..., head:], numbers[..., 0]
-    if kind == "Q8_0":
-        return BlockedMatrix((codes ^ np.uint8(0x80)).reshape(rows, depth), scales, None, 8)
-    halves = np.concatenate([codes & 15, codes >> 4], axis=-1)
-    packed = (halves[..., 0::2] | halves[..., 1::2] << 4).reshape(rows, depth // 2)
-    if kind == "Q4_0":
-        return BlockedMatrix(packed, scales, None, 4)
-    return BlockedMatrix(packed, *_without_minimum(packed, scales, numbers[..., 1]), 4)
+    data = np.ascontiguousarray(tensor.data).reshape(-1, sum(fields))
+    blocks = read(*np.split(data, np.cumsum(fields)[:-1], axis=1))
+    codes: Bytes = blocks.codes.astype(np.uint8).reshape(rows, depth)
+    if bits == 4:
+        codes = codes[:, 0::2] & np.uint8(15) | codes[:, 1::2] << np.uint8(4)
+    minima = None if blocks.minima is None else blocks.minima.reshape(rows, -1)
+    return BlockedMatrix(codes, blocks.scales.reshape(rows, -1), minima, bits, signed)
 
 
-def _without_minimum(
-    packed: NDArray[np.uint8], scales: NDArray[np.float32], minimum: NDArray[np.float32]
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Scales and zero points of blocks whose weights are scale * code + minimum; blocks of equal weights have no scale."""
-    flat = scales == 0
-    if flat.any():
-        packed.reshape(*scales.shape, -1)[flat] = 0x11
-        scales = np.where(flat, minimum, scales)
-    zeros = np.divide(-minimum, scales, out=np.zeros_like(minimum), where=~flat & (scales != 0))
-    return scales, zeros
-
-
-def floats(tensor: Any) -> NDArray[np.float32]:
+def floats(tensor: Any) -> Floats:
     """A tensor of floats as float32, its rows first. Raises UserError for other formats."""
+    if tensor.tensor_type.name not in FLOATS:
+        raise UserError(f"the tensor {tensor.name} has the format {tensor.tensor_type.name}, where floats are expected")
+    return dequantised(tensor)
+
+
+def dequantised(tensor: Any) -> Floats:
+    """A tensor of any format as float32, its rows first, as the package `gguf` reads it."""
     from gguf import quants
 
-    if tensor.tensor_type.name not in ("F32", "F16", "BF16"):
-        raise UserError(f"the tensor {tensor.name} has the format {tensor.tensor_type.name}, where floats are expected")
-    array: NDArray[np.float32] = quants.dequantize(tensor.data, tensor.tensor_type)
+    array: Floats = quants.dequantize(tensor.data, tensor.tensor_type)
     return array.reshape([int(size) for size in reversed(tensor.shape)])
+
+
+class _Blocks(NamedTuple):
+    """Blocks of one format: codes [blocks, weights], scales and minima [blocks, scales]."""
+
+    codes: NDArray[Any]
+    scales: Floats
+    minima: Floats | None = None
+
+
+def _half(field: Bytes) -> Floats:
+    """A number in float16 for each block."""
+    return np.ascontiguousarray(field).view("<f2").astype(np.float32)
+
+
+def _bits(field: Bytes, count: int, run: int) -> Bytes:
+    """Numbers of `count` bits; of each `run` bytes, first all with the lowest bits: [blocks, 8 / count * bytes]."""
+    shifts = np.arange(0, 8, count, dtype=np.uint8)[:, None]
+    return (field.reshape(len(field), -1, 1, run) >> shifts & np.uint8((1 << count) - 1)).reshape(len(field), -1)
+
+
+def _fifth_bits(field: Bytes) -> Bytes:
+    """Bits of 32 weights in their order, as 16 or 0."""
+    return np.unpackbits(field, axis=1, bitorder="little") << np.uint8(4)
+
+
+def _q4_0(scale: Bytes, codes: Bytes) -> _Blocks:
+    return _Blocks(_bits(codes, 4, 16) - np.uint8(8), _half(scale))
+
+
+def _q4_1(scale: Bytes, minimum: Bytes, codes: Bytes) -> _Blocks:
+    return _Blocks(_bits(codes, 4, 16), _half(scale), _half(minimum))
+
+
+def _q5_0(scale: Bytes, high: Bytes, codes: Bytes) -> _Blocks:
+    return _Blocks((_bits(codes, 4, 16) | _fifth_bits(high)) - np.uint8(16), _half(scale))
+
+
+def _q5_1(scale: Bytes, minimum: Bytes, high: Bytes, codes: Bytes) -> _Blocks:
+    return _Blocks(_bits(codes, 4, 16) | _fifth_bits(high), _half(scale), _half(minimum))
+
+
+def _q8_0(scale: Bytes, codes: Bytes) -> _Blocks:
+    return _Blocks(codes, _half(scale))
+
+
+def _q2_k(scales: Bytes, codes: Bytes, scale: Bytes, minimum: Bytes) -> _Blocks:
+    return _Blocks(_bits(codes, 2, 32), _half(scale) * (scales & 15), -(_half(minimum) * (scales >> 4)))
+
+
+def _q3_k(high: Bytes, codes: Bytes, scales: Bytes, scale: Bytes) -> _Blocks:
+    """The high bit of a weight is inverted: a weight without it is 4 less. Scales of six bits are 32 more."""
+    low, upper = _bits(scales[:, :8], 4, 8), _bits(scales[:, 8:], 2, 4)
+    six = (low | upper << np.uint8(4)).astype(np.int8) - np.int8(32)
+    return _Blocks((_bits(codes, 2, 32) | _bits(high, 1, 32) << np.uint8(2)) - np.uint8(4), _half(scale) * six)
+
+
+def _scales_and_minima(scale: Bytes, minimum: Bytes, packed: Bytes) -> tuple[Floats, Floats]:
+    """Of eight blocks: six bits each, in twelve bytes. The upper bits of the last four are those of the first eight bytes."""
+    first, second, third = np.split(packed, 3, axis=1)
+    upper = np.uint8(2), np.uint8(0x30)
+    scales = np.concatenate([first & 63, third & 15 | first >> upper[0] & upper[1]], axis=1)
+    minima = np.concatenate([second & 63, third >> 4 | second >> upper[0] & upper[1]], axis=1)
+    return _half(scale) * scales, -(_half(minimum) * minima)
+
+
+def _q4_k(scale: Bytes, minimum: Bytes, packed: Bytes, codes: Bytes) -> _Blocks:
+    return _Blocks(_bits(codes, 4, 32), *_scales_and_minima(scale, minimum, packed))
+
+
+def _q5_k(scale: Bytes, minimum: Bytes, packed: Bytes, high: Bytes, codes: Bytes) -> _Blocks:
+    fifth = _bits(high, 1, 32) << np.uint8(4)
+    return _Blocks(_bits(codes, 4, 32) | fifth, *_scales_and_minima(scale, minimum, packed))
+
+
+def _q6_k(codes: Bytes, high: Bytes, scales: Bytes, scale: Bytes) -> _Blocks:
+    six = _bits(codes, 4, 64) | _bits(high, 2, 32) << np.uint8(4)
+    return _Blocks(six - np.uint8(32), _half(scale) * scales.view(np.int8))
+
+
+_FORMATS: dict[str, tuple[tuple[int, ...], int, bool, Callable[..., _Blocks]]] = {
+    "Q4_0": ((2, 16), 4, True, _q4_0),
+    "Q4_1": ((2, 2, 16), 4, False, _q4_1),
+    "Q5_0": ((2, 4, 16), 8, True, _q5_0),
+    "Q5_1": ((2, 2, 4, 16), 8, False, _q5_1),
+    "Q8_0": ((2, 32), 8, True, _q8_0),
+    "Q2_K": ((16, 64, 2, 2), 4, False, _q2_k),
+    "Q3_K": ((32, 64, 12, 2), 4, True, _q3_k),
+    "Q4_K": ((2, 2, 12, 128), 4, False, _q4_k),
+    "Q5_K": ((2, 2, 12, 32, 128), 8, False, _q5_k),
+    "Q6_K": ((128, 64, 16, 2), 8, True, _q6_k),
+}
+"""Of each format: the bytes of a block's fields, stored bits of a code, whether it is signed, and what reads the fields."""

@@ -1,0 +1,267 @@
+"""The decoder of a GGUF file as an ONNX model with a cache of fixed length.
+
+Each layer is RMS normalisation, grouped-query attention with rotary positions, and a gated MLP; kinds of models differ in what
+`Decoder` holds, and in tensors that a file has or lacks. The model has the form of onnxruntime-genai's with
+`past_present_share_buffer`: `past_key_values.*` and `present.*` have room for `max_length` tokens. A run reads the next tokens
+[1, tokens], and returns the logits [1, 1, vocabulary] after the last one.
+
+Projections of the same input are one product if their weights have the same format. Weights in blocks are nodes
+`flashmem.DequantizeBlocks` (`flashmem.compiler.frontend.contrib.quantized`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from flashmem.compiler.frontend.contrib import DOMAIN, OWN
+from flashmem.compiler.frontend.gguf.weights import BlockedMatrix, Floats, floats, matrix, stacked
+
+IDS, TOTAL, LOGITS, TOKENS = "input_ids", "total_sequence_length", "logits", "tokens"
+"""Names of the inputs (tokens; the number of all tokens up to the last one), of the output, and of the open dimension."""
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary positions: angles are position * `base` ** (-2 i / `size`) / `factor` for pair i of `size` / 2."""
+
+    size: int
+    base: float
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """What a kind of model and its file say about the decoder.
+
+    Attributes:
+        size: elements of a head.
+        epsilon: of the normalisations.
+        rotary: positions of each layer.
+        windows: keys that a query of each layer sees, itself included; 0 for all of them.
+        interleaved: neighbouring elements of a head rotate, as in files of the kind llama; otherwise one of each half.
+        gelu: the activation is GELU (by tanh) instead of SiLU.
+        embedding_scale: of the tokens' embeddings.
+        scale: of the scores.
+        score_cap, logit_cap: numbers are bounded softly to this; 0 for no bound.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    key_heads: int
+    size: int
+    vocabulary: int
+    epsilon: float
+    rotary: Sequence[Rotary]
+    windows: Sequence[int]
+    interleaved: bool = False
+    gelu: bool = False
+    embedding_scale: float = 1.0
+    scale: float = 0.0
+    score_cap: float = 0.0
+    logit_cap: float = 0.0
+
+
+class Tensors(Protocol):
+    """The tensors of a file."""
+
+    def has(self, name: str) -> bool:
+        """Whether the file has a tensor."""
+
+    def tensor(self, name: str) -> Any:
+        """A tensor of `gguf.GGUFReader`; raises UserError if it is missing."""
+
+
+Read = Callable[[Any], BlockedMatrix | Floats]
+
+
+def write_decoder(path: Path, decoder: Decoder, tensors: Tensors, max_length: int, read: Read = matrix) -> None:
+    """Write the decoder to `path`, and its data beside it. `read`: makes weights of the file's tensors.
+
+    Raises:
+        UserError: a tensor is missing or has an unknown format.
+    """
+    with (path.parent / f"{path.stem}.data").open("wb") as data:
+        onnx.save(_Writer(decoder, tensors, max_length, read, data).model(), path)
+
+
+class _Writer:
+    """Builds the graph, and writes the weights to `data` as they are named."""
+
+    def __init__(self, decoder: Decoder, tensors: Tensors, max_length: int, read: Read, data: Any) -> None:
+        self.decoder, self.tensors, self.max_length, self.read, self.data = decoder, tensors, max_length, read, data
+        self.nodes: list[onnx.NodeProto] = []
+        self.kept: dict[str, onnx.TensorProto] = {}
+        self.matrices: dict[tuple[str, ...], str] = {}
+
+    def model(self) -> onnx.ModelProto:
+        """The whole decoder."""
+        decoder = self.decoder
+        x = self.node("Gather", self.weights("token_embd.weight"), IDS, axis=0)
+        if decoder.embedding_scale != 1:
+            x = self.node("Mul", x, self.array("embedding_scale", np.array(decoder.embedding_scale, np.float32)))
+        before = self.node("Sub", TOTAL, self.array("one", np.array(1, np.int32)))
+        self.node("Reshape", before, self.array("single", np.array([1])), outputs=("seqlens_k",))
+        pairs: dict[str, str] = {}
+        for layer in range(decoder.layers):
+            x = self.layer(layer, x, pairs)
+        last = self.norm(self.node("Gather", x, self.array("last", np.array([-1])), axis=1), "output_norm.weight")
+        head = "output.weight" if self.tensors.has("output.weight") else "token_embd.weight"
+        product = self.product(last, head, outputs=() if decoder.logit_cap else (LOGITS,))
+        if decoder.logit_cap:
+            cap = self.array("logit_cap", np.array(decoder.logit_cap, np.float32))
+            self.node("Mul", self.node("Tanh", self.node("Div", product, cap)), cap, outputs=(LOGITS,))
+        cache: list[int | str] = [1, decoder.key_heads, self.max_length, decoder.size]
+        given: list[tuple[str, int, list[int | str]]] = [(IDS, TensorProto.INT64, [1, TOKENS]), (TOTAL, TensorProto.INT32, [])]
+        made: list[tuple[str, int, list[int | str]]] = [(LOGITS, TensorProto.FLOAT, [1, 1, decoder.vocabulary])]
+        given += [(past, TensorProto.FLOAT, cache) for past in pairs]
+        made += [(present, TensorProto.FLOAT, cache) for present in pairs.values()]
+        inputs, outputs = ([helper.make_tensor_value_info(*each) for each in values] for values in (given, made))
+        graph = helper.make_graph(self.nodes, "decoder", inputs, outputs, list(self.kept.values()))
+        opsets = [helper.make_opsetid(*each) for each in (("", 21), (DOMAIN, 1), (OWN, 1))]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+    def layer(self, number: int, x: str, pairs: dict[str, str]) -> str:
+        """A layer; its states are added to `pairs`."""
+        name = f"blk.{number}"
+        y = self.norm(x, f"{name}.attn_norm.weight")
+        y = self.product(self.attention(number, y, pairs), f"{name}.attn_output.weight")
+        x = self.node("Add", x, self.norm_if_any(y, f"{name}.post_attention_norm.weight"))
+        y = self.mlp(name, self.norm(x, f"{name}.ffn_norm.weight"))
+        return self.node("Add", x, self.norm_if_any(y, f"{name}.post_ffw_norm.weight"))
+
+    def attention(self, number: int, x: str, pairs: dict[str, str]) -> str:
+        """Attention of a layer, before its output projection."""
+        name, decoder = f"blk.{number}", self.decoder
+        states = {f"past_key_values.{number}.{kind}": f"present.{number}.{kind}" for kind in ("key", "value")}
+        pairs |= states
+        read = self.queries_keys_values(name, x)
+        cos, sin = self.angles(decoder.rotary[number])
+        fields: dict[str, Any] = {"num_heads": decoder.heads, "kv_num_heads": decoder.key_heads, "do_rotary": 1}
+        fields |= {"rotary_interleaved": int(decoder.interleaved)}
+        fields |= {"local_window_size": decoder.windows[number]} if decoder.windows[number] else {}
+        fields |= {"scale": decoder.scale} if decoder.scale else {}
+        fields |= {"softcap": decoder.score_cap} if decoder.score_cap else {}
+        outputs = (f"{name}.attention", *states.values())
+        inputs = [*read, *states, "seqlens_k", TOTAL, cos, sin]
+        return self.node("GroupQueryAttention", *inputs, outputs=outputs, domain=DOMAIN, **fields)
+
+    def queries_keys_values(self, name: str, x: str) -> list[str]:
+        """The first three inputs of attention: all in the first one, if one product makes them and no norm comes between."""
+        decoder, has = self.decoder, self.tensors.has
+        sizes = [decoder.size * count for count in (decoder.heads, decoder.key_heads, decoder.key_heads)]
+        names = [f"{name}.attn_qkv"] if has(f"{name}.attn_qkv.weight") else [f"{name}.attn_{each}" for each in "qkv"]
+        normed = has(f"{name}.attn_q_norm.weight")
+        parts = self.projections(x, names, sizes if normed else [])
+        if normed:
+            parts[:2] = (self.head_norm(part, f"{name}.attn_{of}_norm.weight") for part, of in zip(parts, "qk", strict=False))
+        return parts if len(parts) == 3 else [*parts, "", ""]
+
+    def mlp(self, name: str, x: str) -> str:
+        """The gated MLP. Some files have the gate's weights above the others, in one tensor."""
+        rows = int(self.tensors.tensor(f"{name}.ffn_down.weight").shape[0])
+        is_joined = not self.tensors.has(f"{name}.ffn_gate.weight")
+        names = [f"{name}.ffn_up"] if is_joined else [f"{name}.ffn_gate", f"{name}.ffn_up"]
+        gate, up = self.projections(x, names, [rows, rows])
+        if self.decoder.gelu:
+            active = self.node("Gelu", gate, approximate="tanh")
+        else:
+            active = self.node("Mul", gate, self.node("Sigmoid", gate))
+        return self.product(self.node("Mul", active, up), f"{name}.ffn_down.weight")
+
+    def projections(self, x: str, names: list[str], sizes: list[int]) -> list[str]:
+        """Products of `x` with several weights: one if they have one format, split to `sizes` unless these are empty."""
+        if len({self.tensors.tensor(f"{name}.weight").tensor_type for name in names}) > 1:
+            return [self.biased(self.product(x, f"{name}.weight"), [name]) for name in names]
+        product = self.biased(self.product(x, *(f"{name}.weight" for name in names)), names)
+        if not sizes:
+            return [product]
+        parts = [f"{product}.{i}" for i in range(len(sizes))]
+        self.node("Split", product, self.array(f"sizes.{sizes}", np.array(sizes)), outputs=parts, axis=2)
+        return parts
+
+    def biased(self, x: str, names: list[str]) -> str:
+        """`x` with the biases of these projections, if the file has them."""
+        biases = [f"{name}.bias" for name in names]
+        if not self.tensors.has(biases[0]):
+            return x
+        bias = np.concatenate([floats(self.tensors.tensor(each)) for each in biases])
+        return self.node("Add", x, self.array(biases[0], bias))
+
+    def product(self, x: str, *names: str, outputs: Sequence[str] = ()) -> str:
+        """x times the transposed matrices [rows, depth] of these names, one below the other."""
+        transposed = self.node("Transpose", self.weights(*names), perm=(1, 0))
+        return self.node("MatMul", x, transposed, outputs=outputs)
+
+    def weights(self, *names: str) -> str:
+        """The matrices of these names, one below the other [rows, depth]."""
+        if names not in self.matrices:
+            read = [self.read(self.tensors.tensor(name)) for name in names]
+            blocked = [each for each in read if isinstance(each, BlockedMatrix)]
+            if blocked:
+                self.matrices[names] = self.blocks(names[0], stacked(blocked))
+            else:
+                rows = np.concatenate([each for each in read if isinstance(each, np.ndarray)])
+                self.matrices[names] = self.array(names[0], rows)
+        return self.matrices[names]
+
+    def blocks(self, name: str, matrix: BlockedMatrix) -> str:
+        """A matrix in blocks [rows, depth]."""
+        inputs = [self.array(f"{name}.codes", matrix.codes), self.array(f"{name}.scales", matrix.scales)]
+        if matrix.minima is not None:
+            inputs.append(self.array(f"{name}.minima", matrix.minima))
+        fields: dict[str, Any] = {"bits": matrix.bits, "block_size": matrix.block, "signed": int(matrix.signed)}
+        return self.node("DequantizeBlocks", *inputs, domain=OWN, **fields)
+
+    def angles(self, rotary: Rotary) -> tuple[str, str]:
+        """The cosines and sines of all positions, [length, size / 2]."""
+        half = rotary.size // 2
+        frequencies = rotary.base ** (-np.arange(half) / half) / rotary.factor
+        if self.tensors.has("rope_freqs.weight"):  # of Llama 3.1 and later
+            frequencies /= floats(self.tensors.tensor("rope_freqs.weight"))
+        angles = np.arange(self.max_length)[:, None] * frequencies
+        cos, sin = (self.array(f"{of.__name__}.{rotary.base:g}", of(angles).astype(np.float32)) for of in (np.cos, np.sin))
+        return cos, sin
+
+    def norm(self, x: str, name: str) -> str:
+        """RMS normalisation of the last dimension."""
+        scale = self.array(name, floats(self.tensors.tensor(name)))
+        return self.node("SimplifiedLayerNormalization", x, scale, epsilon=self.decoder.epsilon, axis=-1)
+
+    def norm_if_any(self, x: str, name: str) -> str:
+        """`x` normalised if the file has the scale for it."""
+        return self.norm(x, name) if self.tensors.has(name) else x
+
+    def head_norm(self, x: str, name: str) -> str:
+        """RMS normalisation of each head of `x`, [1, tokens, heads * size]."""
+        heads = self.node("Reshape", x, self.array("heads", np.array([1, 0, -1, self.decoder.size])))
+        return self.node("Reshape", self.norm(heads, name), self.array("flat", np.array([1, 0, -1])))
+
+    def array(self, name: str, array: NDArray[Any]) -> str:
+        """A constant, in the data file unless it is small."""
+        if name not in self.kept:
+            proto = numpy_helper.from_array(array, name)
+            if array.nbytes > 1024:
+                self.data.seek(-self.data.tell() % 4096, 1)
+                onnx.external_data_helper.set_external_data(
+                    proto, Path(self.data.name).name, offset=self.data.tell(), length=array.nbytes
+                )
+                self.data.write(proto.raw_data)
+                proto.ClearField("raw_data")
+                proto.data_location = TensorProto.EXTERNAL
+            self.kept[name] = proto
+        return name
+
+    def node(self, op: str, *inputs: str, outputs: Sequence[str] = (), domain: str = "", **attributes: Any) -> str:
+        """A node; returns its first output."""
+        made = list(outputs) or [f"{op}.{len(self.nodes)}"]
+        self.nodes.append(helper.make_node(op, list(inputs), made, name=made[0], domain=domain, **attributes))
+        return made[0]

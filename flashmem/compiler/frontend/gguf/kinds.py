@@ -1,0 +1,135 @@
+"""The kinds of decoders in GGUF files: what each makes of the fields of its file.
+
+Names of fields and their meanings are those of llama.cpp (https://github.com/ggml-org/llama.cpp, `gguf-py/gguf/constants.py`),
+the forms of the models those of their papers and of transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from flashmem.base.errors import UserError
+from flashmem.compiler.frontend.gguf.decoder import Decoder, Rotary, Tensors
+
+_LOCAL_BASE, _LOCAL_LAYERS = 10000.0, 6
+"""Gemma 3: the base of rotary positions in layers with a window, and of how many layers the last one has none."""
+
+_WIDE = {"gemma2": 46, "gemma3": 62}
+"""Layers of the models of 27 billion weights, whose scores are scaled by another size than that of a head."""
+
+
+class Fields(Tensors, Protocol):
+    """The fields and tensors of a file."""
+
+    path: Any
+
+    def field(self, name: str, default: Any = None) -> Any:
+        """The value of a field; raises UserError if it is missing and has no default."""
+
+
+def decoder_of(file: Fields) -> Decoder:
+    """The decoder in `file`. Raises UserError for an unknown kind, or one with parts that are not supported."""
+    kind = str(file.field("general.architecture"))
+    if kind not in _KINDS:
+        raise UserError(f"{file.path} has the architecture {kind!r}; supported are {', '.join(_KINDS)}")
+    if file.has("blk.0.ffn_gate_inp.weight"):
+        raise UserError(f"{file.path} is a mixture of experts, which is not supported")
+    return _KINDS[kind](file, _common(file, kind), kind)
+
+
+def _common(file: Fields, kind: str) -> Decoder:
+    """What all kinds share."""
+
+    def field(name: str, default: Any = None) -> Any:
+        return file.field(f"{kind}.{name}", default)
+
+    layers, heads, hidden = (int(field(name)) for name in ("block_count", "attention.head_count", "embedding_length"))
+    size = int(field("attention.key_length", hidden // heads))
+    if int(field("attention.value_length", size)) != size:
+        raise UserError(f"{file.path} has values of another length than keys, which is not supported")
+    scaling, factor = str(field("rope.scaling.type", "none")), 1.0
+    if scaling == "linear":
+        factor = float(field("rope.scaling.factor"))
+    elif scaling != "none":
+        raise UserError(f"{file.path} scales its rotary positions ({scaling!r}), which is not supported")
+    rotary = Rotary(int(field("rope.dimension_count", size)), float(field("rope.freq_base", 10000.0)), factor)
+    return Decoder(
+        layers,
+        hidden,
+        heads,
+        int(field("attention.head_count_kv", heads)),
+        size,
+        int(file.tensor("token_embd.weight").shape[1]),
+        float(field("attention.layer_norm_rms_epsilon")),
+        [rotary] * layers,
+        [0] * layers,
+    )
+
+
+def _llama(file: Fields, common: Decoder, kind: str) -> Decoder:
+    """Llama (Touvron et al. 2023), SmolLM, Mistral."""
+    return replace(common, interleaved=True)
+
+
+def _qwen(file: Fields, common: Decoder, kind: str) -> Decoder:
+    """Qwen 2 has biases of queries, keys and values; Qwen 3 normalises the heads of queries and keys. Tensors say so."""
+    return common
+
+
+def _phi3(file: Fields, common: Decoder, kind: str) -> Decoder:
+    """Phi-3 (Abdin et al. 2024), without the long context."""
+    if file.has("rope_factors_long.weight"):
+        raise UserError(f"{file.path} scales its rotary positions for a long context, which is not supported")
+    return replace(common, windows=[int(file.field("phi3.attention.sliding_window", 0))] * common.layers)
+
+
+def _gemma(file: Fields, common: Decoder, kind: str) -> Decoder:
+    """What all Gemma models share (Gemma Team 2024)."""
+    return replace(common, gelu=True, embedding_scale=math.sqrt(common.hidden))
+
+
+def _gemma2(file: Fields, common: Decoder, kind: str) -> Decoder:
+    """Gemma 2: every other layer has a window, from the first on; scores and logits are bounded."""
+    window = int(file.field(f"{kind}.attention.sliding_window", 4096))
+    return replace(
+        _gemma(file, common, kind),
+        windows=[0 if layer % 2 else window for layer in range(common.layers)],
+        scale=_scale(common, kind),
+        score_cap=float(file.field(f"{kind}.attn_logit_softcapping", 50.0)),
+        logit_cap=float(file.field(f"{kind}.final_logit_softcapping", 30.0)),
+    )
+
+
+def _gemma3(file: Fields, common: Decoder, kind: str) -> Decoder:
+    """Gemma 3: one of six layers has no window, and rotary positions of its own."""
+    window = int(file.field(f"{kind}.attention.sliding_window"))
+    is_local = [layer % _LOCAL_LAYERS < _LOCAL_LAYERS - 1 for layer in range(common.layers)]
+    local = Rotary(common.rotary[0].size, _LOCAL_BASE)
+    return replace(
+        _gemma(file, common, kind),
+        rotary=[local if each else whole for each, whole in zip(is_local, common.rotary, strict=True)],
+        windows=[window if each else 0 for each in is_local],
+        scale=_scale(common, kind),
+    )
+
+
+def _scale(decoder: Decoder, kind: str) -> float:
+    """The scale of scores."""
+    is_wide = decoder.layers == _WIDE[kind]
+    return 1 / math.sqrt(decoder.hidden / decoder.heads if is_wide else decoder.size)
+
+
+_KINDS: Mapping[str, Callable[[Fields, Decoder, str], Decoder]] = MappingProxyType(
+    {
+        "llama": _llama,
+        "qwen2": _qwen,
+        "qwen3": _qwen,
+        "phi3": _phi3,
+        "gemma2": _gemma2,
+        "gemma3": _gemma3,
+    }
+)
