@@ -1,8 +1,9 @@
-"""The language part of a bundle, `language.json`: a byte-pair tokenizer, the words that begin and end a text, a chat template.
+"""The language part of a bundle, `language.json`: a tokenizer, the tokens that begin and end a text, a chat template.
 
-Keys: `pattern` (of `PATTERNS`), `tokens`, `types` (of each token, as in GGUF: 3 control, 4 user-defined), `merges` ("a b", the
-most frequent first), `begin` (a token or null), `ends` (tokens), `chat` (pieces of text or null, as the compiler's
-`frontend/gguf/chat.py` has them), `max_length` (words that the cache holds).
+Keys: `pattern` (of `PATTERNS`, for byte pairs; null for SentencePiece), `tokens`, `types` (of each token, as in GGUF), `merges`
+(byte pairs: "a b", the most frequent first), `scores` (SentencePiece: of each token), `space_prefix` (whether a text
+begins with a space, there), `begin` (a token or null), `ends` (tokens), `chat` (pieces of text or null, as the compiler's
+`frontend/gguf/chat.py` has them), `max_length` (tokens that the cache holds).
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any
 
 from flashmem.base.errors import BundleError
 
-CONTROL, USER_DEFINED = 3, 4
-"""Types of tokens that stand for no text: those that only a template writes, and those that a text may have."""
+UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
+"""Types of tokens: for what is not in the vocabulary; those that only a template writes; those that are found in a text before
+it is cut; a byte, which SentencePiece writes as "<0x0A>"."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,9 @@ PATTERNS: Mapping[str, Pattern] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Language:
-    """What the module's documentation lists."""
+    """What the module's documentation lists; `pattern` is None for a tokenizer of SentencePiece, which has `scores` instead."""
 
-    pattern: Pattern
+    pattern: Pattern | None
     tokens: tuple[str, ...]
     types: tuple[int, ...]
     merges: tuple[str, ...]
@@ -62,15 +64,18 @@ class Language:
     ends: frozenset[int]
     chat: Mapping[str, str] | None
     max_length: int
+    scores: tuple[float, ...] = ()
+    space_prefix: bool = False
 
     @classmethod
     def from_json(cls, text: bytes) -> Language:
         """Raises BundleError if `text` is not the JSON of a language."""
         try:
             given = json.loads(text)
-            tokens, types, merges = (tuple(given[name]) for name in ("tokens", "types", "merges"))
-            pattern, ends = PATTERNS[given["pattern"]], frozenset(given["ends"])
-            made = cls(pattern, tokens, types, merges, given["begin"], ends, given["chat"], given["max_length"])
+            tokens, types, merges, scores = (tuple(given[name]) for name in ("tokens", "types", "merges", "scores"))
+            pattern = None if given["pattern"] is None else PATTERNS[given["pattern"]]
+            begin, ends, chat, length = given["begin"], frozenset(given["ends"]), given["chat"], given["max_length"]
+            made = cls(pattern, tokens, types, merges, begin, ends, chat, length, scores, given["space_prefix"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise _damaged() from error
         made._check()
@@ -83,7 +88,10 @@ class Language:
         right = (
             all(type(each) is str for each in (*self.tokens, *self.merges, *chat, *chat.values()))
             and all(type(each) is int for each in (*self.types, *numbers, self.max_length))
+            and all(isinstance(each, int | float) for each in self.scores)
             and len(self.types) == count > 0
+            and (self.pattern is not None or len(self.scores) == count)
+            and isinstance(self.space_prefix, bool)
             and all(0 <= each < count for each in numbers)
             and self.max_length > 0
             and (self.chat is None or chat.keys() >= CHAT)
@@ -92,8 +100,8 @@ class Language:
             raise _damaged()
 
 
-CHAT = frozenset({"user", "system", "system user", "user assistant", "assistant user"})
-"""The pieces of a chat template."""
+CHAT = frozenset({"user", "user assistant", "assistant user"})
+"""The pieces that every chat template has; "system" and "system user" are missing if it refuses a message of the system."""
 
 
 def _damaged() -> BundleError:

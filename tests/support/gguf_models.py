@@ -13,7 +13,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Format
 from gguf import quants
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 Array = NDArray[Any]
 
@@ -69,9 +69,29 @@ def vocabulary(size: int = 400) -> tuple[list[str], list[tuple[str, str]]]:
     return sorted(numbers, key=numbers.__getitem__), [tuple(each) for each in merges]
 
 
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+@cache
+def sentence_pieces() -> tuple[list[str], list[float], list[int]]:
+    """Tokens, scores and types: byte pairs with spaces as characters, learned from `CORPUS`; rarer characters are bytes."""
+    made = Tokenizer(models.BPE(unk_token="<unk>"))
+    made.normalizer = normalizers.Replace(" ", "▁")
+    trainer = trainers.BpeTrainer(vocab_size=260, special_tokens=["<unk>"], limit_alphabet=40, show_progress=False)
+    made.train_from_iterator([CORPUS.replace("\n", "")], trainer)
+    numbers = made.get_vocab()
+    learned = [token for token in sorted(numbers, key=numbers.__getitem__) if token != "<unk>"]
+    tokens = ["<unk>", "<s>", "</s>", "<|end|>", *BYTES, *learned]
+    types = [2, 3, 3, 3, *[6] * 256, *[1] * len(learned)]
+    return tokens, [0.0] * 260 + [-float(rank) for rank in range(len(learned))], types
+
+
 @dataclass(frozen=True)
 class SmallLlama:
-    """A decoder with random weights. `formats`: of the matrices in turn; of the embedding table `table`; `head`: its own."""
+    """A decoder with random weights. `formats`: of the matrices in turn; of the embedding table `table`; `head`: its own.
+
+    `pieces`: the tokenizer is SentencePiece's.
+    """
 
     layers: int = 2
     hidden: int = 64
@@ -86,6 +106,8 @@ class SmallLlama:
     epsilon: float = 1e-5
     factors: bool = False
     fields: dict[str, Any] = field(default_factory=dict)
+    pieces: bool = False
+    template: str = TEMPLATE
 
     @property
     def size(self) -> int:
@@ -94,7 +116,7 @@ class SmallLlama:
 
     def arrays(self) -> dict[str, tuple[str, Array]]:
         """The format and the float weights of each tensor."""
-        random, tokens = np.random.default_rng(3), len(vocabulary()[0])
+        random, tokens = np.random.default_rng(3), len(sentence_pieces()[0] if self.pieces else vocabulary()[0])
         keys = self.key_heads * self.size
         shapes = {"attn_q": (self.hidden, self.hidden), "attn_k": (keys, self.hidden), "attn_v": (keys, self.hidden)}
         shapes |= {"attn_output": (self.hidden, self.hidden), "ffn_down": (self.hidden, self.inner)}
@@ -120,7 +142,6 @@ class SmallLlama:
 
     def write(self, path: Path) -> Path:
         """Write the GGUF file."""
-        tokens, merges = vocabulary()
         writer = gguf.GGUFWriter(path, "llama")
         writer.add_block_count(self.layers)
         writer.add_context_length(self.context)
@@ -131,13 +152,8 @@ class SmallLlama:
         writer.add_rope_freq_base(self.base)
         writer.add_rope_dimension_count(self.size)
         writer.add_layer_norm_rms_eps(self.epsilon)
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("smollm")
-        writer.add_token_list(tokens)
-        writer.add_token_types([3 if token in CONTROLS else 1 for token in tokens])
-        writer.add_token_merges([" ".join(pair) for pair in merges])
-        writer.add_eos_token_id(tokens.index("<|im_end|>"))
-        writer.add_chat_template(TEMPLATE)
+        self._add_tokenizer(writer)
+        writer.add_chat_template(self.template)
         for name, value in self.fields.items():
             writer.add_string(name, value)
         for name, (kind, data) in self.blocks.items():
@@ -147,6 +163,23 @@ class SmallLlama:
         writer.write_tensors_to_file()
         writer.close()
         return path
+
+    def _add_tokenizer(self, writer: gguf.GGUFWriter) -> None:
+        if self.pieces:
+            tokens, scores, types = sentence_pieces()
+            writer.add_tokenizer_model("llama")
+            writer.add_token_scores(scores)
+            writer.add_bos_token_id(1)
+            writer.add_eos_token_id(2)
+        else:
+            tokens, merges = vocabulary()
+            types = [3 if token in CONTROLS else 1 for token in tokens]
+            writer.add_tokenizer_model("gpt2")
+            writer.add_tokenizer_pre("smollm")
+            writer.add_token_merges([" ".join(pair) for pair in merges])
+            writer.add_eos_token_id(tokens.index("<|im_end|>"))
+        writer.add_token_list(tokens)
+        writer.add_token_types(types)
 
     @cached_property
     def blocks(self) -> dict[str, tuple[str, Array]]:
@@ -202,12 +235,12 @@ class SmallLlama:
         return last
 
     def greedy(self, tokens: list[int], count: int, margin: float) -> list[int]:
-        """The likeliest tokens after `tokens`, up to one whose lead over the second is less than `margin` of the range."""
+        """The likeliest tokens after `tokens`, up to one that ends the text, or leads by less than `margin` of the range."""
         found: list[int] = []
         while len(found) < count:
             logits = self.logits([*tokens, *found])[-1]
             second, first = np.argsort(logits)[-2:]
-            if logits[first] - logits[second] < margin * np.ptp(logits):
+            if logits[first] - logits[second] < margin * np.ptp(logits) or vocabulary()[0][first] in CONTROLS:
                 break
             found.append(int(first))
         return found

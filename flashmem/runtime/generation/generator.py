@@ -150,21 +150,25 @@ class Generator:
         chat = self.language.chat
         if chat is None:
             raise UserError("the model has no chat template that flashmem understands; give a text to continue")
-        tokens: list[int] = []
+        parts: list[tuple[str, bool]] = []
         before = ""
         for message in messages:
             role, content = message.get("role", ""), message.get("content")
             piece = chat.get(f"{before} {role}".strip())
+            if piece is None and role == "system" and not before:
+                raise UserError("the model's chat template has no message of the system; put it into the user's first one")
             if piece is None or not isinstance(content, str):
                 raise UserError(
                     "a conversation is an optional message of the system, then messages of user and assistant in turn, each "
                     f"with a role and a content; one has the role {role!r} after {before or 'nothing'!r}"
                 )
-            tokens += [*self.tokenizer.encode(piece, control=True), *self.tokenizer.encode(content)]
+            parts += [(piece, True), (content, False)]
             before = role
         if before != "user":
             raise UserError("the last message of a conversation must be the user's")
-        return [*tokens, *self.tokenizer.encode(chat["user assistant"], control=True)]
+        tokens = self.tokenizer.encode_parts([*parts, (chat["user assistant"], True)])
+        begin = self.language.begin
+        return tokens if begin is None or tokens[:1] == [begin] else [begin, *tokens]
 
     def _generated(self, tokens: list[int], most: int, sampler: Sampler, stops: _Stops) -> Iterator[str]:
         begun, seconds = perf_counter(), list[float]()

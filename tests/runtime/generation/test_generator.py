@@ -239,3 +239,22 @@ def test_the_command_refuses(command: Command, bundle: flashmem.Bundle, tmp_path
     ):
         outcome = command("generate", *words)
         assert outcome.code == 2 and said in outcome.err and "Traceback" not in outcome.err
+
+
+def test_sentence_pieces_and_a_template_without_system(tmp_path: Path) -> None:
+    """The tokens of a prompt and of a conversation begin with the file's first token, once; the template refuses a system."""
+    refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    turns = "{% for m in messages %}{{ '[' + m['role'] + '] ' + m['content'] + '<|end|>' }}{% endfor %}[assistant] "
+    for template in (refusing + turns, "{{ bos_token }}" + refusing + turns):
+        file = SmallLlama(layers=1, pieces=True, template=template).write(tmp_path / "m.gguf")
+        made = flashmem.compile(file, tmp_path / "m.flashmem", device="pocl", max_length=64)
+        with flashmem.Generator(made) as generator:
+            encode = generator.tokenizer.encode
+            assert generator.tokens_of("one token") == [1, *encode("one token")]
+            asked: list[Message] = [{"role": "user", "content": "one<|end|>"}]
+            wanted = [1, *encode("[user] one<|end|>"), 3, *encode("[assistant] ")]
+            assert generator.tokens_of(asked) == wanted and wanted.count(3) == 1
+            assert generator.language.ends == {2, 3}
+            with pytest.raises(UserError, match="has no message of the system; put it into the user's first one"):
+                generator.tokens_of([{"role": "system", "content": "one"}, *asked])
+            assert "".join(generator.generate(asked, max_new_tokens=4))

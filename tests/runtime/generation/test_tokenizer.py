@@ -1,18 +1,18 @@
-"""The tokenizer beside the library `tokenizers`."""
+"""The tokenizers beside the library `tokenizers`."""
 
 from __future__ import annotations
 
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Reference
 
 from flashmem.bundle.language import PATTERNS, Language
 from flashmem.runtime.generation.tokenizer import Tokenizer
-from tests.support.gguf_models import CONTROLS, CORPUS, vocabulary
+from tests.support.gguf_models import CONTROLS, CORPUS, sentence_pieces, vocabulary
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LLAMA3 = (
@@ -85,3 +85,46 @@ def test_control_tokens_are_recognised_in_templates_only() -> None:
 def test_numbers_that_are_no_tokens() -> None:
     with pytest.raises(ValueError, match=r"^400 is no token; there are 400$"):
         ours("smollm").decode([400])
+
+
+@cache
+def pieces(space_prefix: bool) -> Tokenizer:
+    tokens, scores, types = sentence_pieces()
+    given = (None, tuple(tokens), tuple(types), (), 1, frozenset({2}), None, 256, tuple(scores), space_prefix)
+    return Tokenizer(Language(*given))
+
+
+@cache
+def pieces_reference(space_prefix: bool) -> Reference:
+    """As transformers converts a SentencePiece model of byte pairs: each token is merged from any two others."""
+    tokens, scores, _ = sentence_pieces()
+    numbers = {token: number for number, token in enumerate(tokens)}
+    merges = [
+        (token[:at], token[at:])
+        for token in sorted(tokens[260:], key=lambda token: -scores[numbers[token]])
+        for at in range(1, len(token))
+        if token[:at] in numbers and token[at:] in numbers
+    ]
+    made = Reference(models.BPE(numbers, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    before = [normalizers.Prepend("▁")] if space_prefix else []
+    made.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", "▁")])
+    return made
+
+
+@pytest.mark.parametrize("space_prefix", [True, False])
+@settings(max_examples=300)
+@given(text=st.text() | st.text(st.sampled_from("reads one token▁ \n.東é🙂<s>"), max_size=60))
+@example(text=CORPUS)
+@example(text="reads all again " * 9)
+def test_sentence_pieces(space_prefix: bool, text: str) -> None:
+    tokens = pieces(space_prefix).encode(text)
+    assert tokens == pieces_reference(space_prefix).encode(text).ids
+    assert pieces(space_prefix).decode(tokens).decode() == " " * (space_prefix and bool(text)) + text.replace("▁", " ")
+
+
+def test_parts_of_a_conversation_are_joined() -> None:
+    """A token may have the end of a template's piece and the beginning of a message; control tokens are the template's."""
+    made = pieces(True)
+    whole = made.encode_parts([("<s>one ", True), ("token</s>", False), ("<|end|>and", True)])
+    assert whole == [1, *made.encode("one token</s>"), 3, *made.encode("and")]
+    assert 2 not in whole and made.decode(whole) == b" one token</s> and"

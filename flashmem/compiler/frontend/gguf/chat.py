@@ -12,12 +12,12 @@ def chat_pieces(template: str, marks: Mapping[str, str]) -> dict[str, str] | Non
     """The text before and between the messages of a conversation; None if the template cannot be cut into such pieces.
 
     `marks`: names that the template uses, such as `bos_token`. Keys of the result: "user" and "system", what comes before a
-    first message of that role; "system user", between these; "user assistant" and "assistant user", between turns. Messages
-    end with one of the user, after which the assistant speaks.
+    first message of that role; "system user", between these; "user assistant" and "assistant user", between turns. Those of the
+    system are missing if the template refuses it. Messages end with one of the user, after which the assistant speaks.
     """
 
     def rendered(*roles: str) -> list[str]:
-        """The pieces around the texts of a conversation of these roles."""
+        """The pieces around the texts of a conversation of these roles. Raises what the template raises."""
         messages = [{"role": role, "content": text} for role, text in zip(roles, _TEXTS, strict=False)]
         whole, pieces = _render(template, messages, marks), []
         for text in _TEXTS[: len(roles)]:
@@ -29,13 +29,17 @@ def chat_pieces(template: str, marks: Mapping[str, str]) -> dict[str, str] | Non
 
     try:
         user, answers = rendered("user")
-        _, between, again, _ = rendered("user", "assistant", "user")
-        system, asks, _ = rendered("system", "user")
-        pieces = {"user": user, "system": system, "system user": asks, "user assistant": between, "assistant user": again}
-        whole = rendered("system", "user", "assistant", "user")
-    except Exception:  # a template may raise anything, and refuse a role
+        first, between, again, last = rendered("user", "assistant", "user")
+    except Exception:  # a template may raise anything
         return None
-    return pieces if whole == [system, asks, between, again, answers] and answers == between else None
+    pieces = {"user": user, "user assistant": between, "assistant user": again}
+    if (first, last) != (user, answers) or answers != between:
+        return None
+    try:
+        system, asks, *rest = rendered("system", "user", "assistant", "user")
+    except Exception:
+        return pieces
+    return pieces | {"system": system, "system user": asks} if rest == [between, again, answers] else None
 
 
 def _render(template: str, messages: Sequence[Mapping[str, str]], marks: Mapping[str, str]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from flashmem.base.errors import UserError
 from flashmem.base.extras import need
-from flashmem.bundle.language import PATTERNS
+from flashmem.bundle.language import CONTROL, PATTERNS
 from flashmem.compiler.frontend.gguf.chat import chat_pieces
 from flashmem.compiler.frontend.gguf.decoder import IDS, Read, write_decoder
 from flashmem.compiler.frontend.gguf.kinds import decoder_of
@@ -26,6 +26,10 @@ PROMPT_TOKENS = 32
 
 MAX_LENGTH = 2048
 """Room for so many tokens, unless the model has less or the user asks for another number."""
+
+
+_ENDS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"}
+"""Control tokens that end an answer; older files name only one of them."""
 
 
 @dataclass(frozen=True)
@@ -112,24 +116,33 @@ class GGUFFile:
         return asked
 
     def language(self) -> dict[str, Any]:
-        """The tokenizer, the words that begin and end a text, and the chat template in pieces."""
+        """The tokenizer, the tokens that begin and end a text, and the chat template in pieces (`flashmem.bundle.language`)."""
         kind, pattern = self.field("tokenizer.ggml.model"), self.field("tokenizer.ggml.pre", "gpt-2")
-        if kind != "gpt2" or pattern not in PATTERNS:
+        pieces = kind == "llama"
+        if not pieces and (kind != "gpt2" or pattern not in PATTERNS):
             known = ", ".join(PATTERNS)
             raise UserError(
-                f"{self.path} has the tokenizer {kind!r} with the pattern {pattern!r}; supported are 'gpt2' and: {known}"
+                f"{self.path} has the tokenizer {kind!r} with the pattern {pattern!r}; supported are 'llama', and 'gpt2' with "
+                f"the patterns {known}"
             )
+        tokens = self.field("tokenizer.ggml.tokens")
+        types = [int(each) for each in self.field("tokenizer.ggml.token_type")]
         end = int(self.field("tokenizer.ggml.eos_token_id"))
         ends = [end, int(self.field("tokenizer.ggml.eot_token_id", end))]
-        tokens = self.field("tokenizer.ggml.tokens")
-        begin = int(self.field("tokenizer.ggml.bos_token_id")) if self.field("tokenizer.ggml.add_bos_token", False) else None
+        ends += [
+            number for number, (token, its) in enumerate(zip(tokens, types, strict=True)) if its == CONTROL and token in _ENDS
+        ]
+        first = int(self.field("tokenizer.ggml.bos_token_id", -1))
+        begin = first if first >= 0 and self.field("tokenizer.ggml.add_bos_token", pieces) else None
         template = self.field("tokenizer.chat_template", "")
-        marks = {"bos_token": "" if begin is None else tokens[begin], "eos_token": tokens[end]}
+        marks = {"bos_token": tokens[first] if first >= 0 else "", "eos_token": tokens[end]}
         return {
-            "pattern": pattern,
+            "pattern": None if pieces else pattern,
             "tokens": tokens,
-            "types": [int(each) for each in self.field("tokenizer.ggml.token_type")],
-            "merges": self.field("tokenizer.ggml.merges"),
+            "types": types,
+            "merges": [] if pieces else self.field("tokenizer.ggml.merges"),
+            "scores": [float(each) for each in self.field("tokenizer.ggml.scores")] if pieces else [],
+            "space_prefix": pieces and bool(self.field("tokenizer.ggml.add_space_prefix", True)),
             "begin": begin,
             "ends": list(dict.fromkeys(ends)),
             "chat": chat_pieces(template, marks) if template else None,
