@@ -191,6 +191,18 @@ def images(m: Model) -> None:
     m.answer(m.op("Reshape", answer, m.shape(1, 16, 5, 6)))
 
 
+def filled(m: Model, ends: Array, keys: int = 150, *, window: int = 0) -> None:
+    """A cache that is filled so far: each query of each batch sees the keys up to an end, or the last few of them."""
+    batch, _, rows, _ = ends.shape
+    q, k, v = m.heads(batch, rows, 4, 16), m.heads(batch, keys, 4, 16), m.heads(batch, keys, 4, 16)
+    numbers, end = m.constant(np.arange(keys)[None], ends.dtype.type), m.given(ends)
+    seen = m.op("Less", numbers, end)
+    if window:
+        seen = m.op("And", m.op("Less", m.op("Sub", end, m.constant(window, ends.dtype.type)), numbers), seen)
+    scores = m.op("Where", seen, m.op("MatMul", q, m.turned(k)), m.constant(LOWEST))
+    m.answer(m.merged(m.op("MatMul", m.op("Softmax", scores, axis=-1), v), batch, rows, 64))
+
+
 def standard(m: Model) -> None:
     """ONNX's own operator: grouped heads, causal, with a soft cap."""
     q, k, v = m.input(2, 4, 9, 8), m.input(2, 2, 9, 8), m.input(2, 2, 9, 8)
@@ -242,6 +254,11 @@ FORMS: dict[str, Callable[[Model], None]] = {
     "standard, masked": standard_masked,
     "few, masked": few_masked,
     "contributed": contributed,
+    "filled": lambda m: filled(m, np.array([[[[3], [4], [5]]], [[[70], [71], [72]]]], np.int32)),
+    "filled, one query": lambda m: filled(m, np.array([[[[37]]]], np.int64), 1024),
+    "filled, all": lambda m: filled(m, np.array([[[[140], [150], [999]]]], np.int32)),
+    "filled, one sees none": lambda m: filled(m, np.array([[[[-2], [9]]]], np.int64)),
+    "filled, windows": lambda m: filled(m, 60 + np.arange(24, dtype=np.int32).reshape(1, 1, 24, 1), window=20),
 }
 """Every form by name; each adds one answer to a model."""
 

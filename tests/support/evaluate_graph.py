@@ -91,7 +91,7 @@ def _computed(node: Node, x: list[Array]) -> Array:
 def _attention(node: Node, x: list[Array]) -> Array:
     """softmax(steps(Q K^T)) V, with each element read through its access."""
     given, scores = node.attributes, node.attributes["scores"]
-    assert not given["dropped"] and not scores.guarded
+    assert not given["dropped"] and not given["filled"] and not scores.guarded
     query, key, value = (each.reshape(-1)[_places(given[n])] for each, n in zip(x, ("query", "key", "value"), strict=False))
     values = [each for each in node.inputs[3:] if each is not None]
     score, steps = scores.nodes(values)

@@ -9,7 +9,7 @@ from flashmem.compiler.ir.strided import Dimension
 from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
 from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.operators.attention import Access, Scores
-from flashmem.compiler.operators.vector import scalar_literal
+from flashmem.compiler.operators.vector import STORED, scalar_literal
 from flashmem.compiler.selection.attention_form import QueryRows, form_of
 from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.kernel_configs.attention import AttentionConfig
@@ -26,6 +26,7 @@ def lower_attention(context: LoweringContext, group: FusionGroup) -> None:
     wide = min(context.descriptor.tile.vector, 1 << (least.bit_length() - 1)) if side_by_side else 1
     scores: Scores = given["scores"]
     operands = [node.input(i) for i in range(3, len(node.inputs))]
+    filled = operands.pop() if given["filled"] else None
     dropped = place(operands.pop(), scores.shape, len(scores.shape) - 1) if given["dropped"] else None
     seed, nodes = scores.nodes(operands)
     workload = Workload("attention", "buffer", rows, query.channels, keys, batches)
@@ -53,18 +54,22 @@ def lower_attention(context: LoweringContext, group: FusionGroup) -> None:
         value_scale=scalar_literal("float32", given["value_scale"]),
         guarded=scores.guarded,
         dropped=dropped.index if dropped else "",
+        filled=STORED[filled.dtype] if filled else "",
         attributes=context.attributes(form.local),
         **{**context.vectors(form.vector), **context.epilogue_values(epilogue)},
     )
     pointers = [*(context.operand(node.input(i)) for i in range(3)), context.tensor(group.output)]
     if dropped:
         pointers.append(context.operand(dropped.value))
+    if filled:
+        pointers.append(context.operand(filled))
     blocks = -(-rows // form.rows)
     items = (form.lanes * blocks, batches) if isinstance(form, QueryRows) else (form.across, form.local[1] * blocks, batches)
     sizes = [ITEMSIZE[context.storage(each)] for each in tensors]
     counts = [rows * query.channels, keys * query.channels, keys * value.channels, rows * value.channels]
     nbytes = batches * sum(size * count for size, count in zip(sizes, counts, strict=True))
-    numbers = [batches, rows, keys, batches * rows, query.start, key.start, value.start, *strides]
+    numbers = [batches, rows, keys, batches * rows, query.start, key.start, value.start]
+    numbers += [*([filled.size] if filled else []), *strides]
     args: list[Arg | int] = [*pointers, *context.operand_args(epilogue), *numbers]
     context.launch(
         group,

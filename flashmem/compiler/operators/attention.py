@@ -1,7 +1,8 @@
 """Attention in one kernel: softmax(f(Q K^T)) V, matched by `compiler.passes.attention`; no score is written to memory.
 
 Inputs of `FusedAttention` are the tensors with queries, keys and values, then the operands of `scores`. With attribute
-`dropped` the last input is a boolean for each query, whose answer is 0 where it is true.
+`dropped` the next input is a boolean for each query, whose answer is 0 where it is true. With attribute `filled` the last input
+has integers, such that no query sees a key from their maximum on, unless one of them is less than 1: a cache is filled so far.
 
 Attributes are `query`, `key`, `value` and `answer` (each an `Access`), `batches`, `rows` (queries of a batch), `keys`, and
 `scores`. `scale` multiplies each product of a query and a key, `value_scale` each value. `stacks` are the shapes of the stacks
@@ -115,6 +116,8 @@ def attention_tile(node: Node, span: AxisRange) -> TiledNode | None:
     answer = None if chosen is None else _restricted(given["answer"], chosen)
     if chosen is None or answer is None:
         return None
+    operands = [value for value in node.inputs[3:] if value is not None]
+    filled = [None] if given["filled"] and operands.pop() else []
     needs: list[AxisRange | None] = []
     accesses: list[Access] = []
     for name, value in zip(("query", "key", "value"), node.inputs, strict=False):
@@ -131,13 +134,13 @@ def attention_tile(node: Node, span: AxisRange) -> TiledNode | None:
         needs.append(span_of)
         accesses.append(made if span_of is None else replace(made, start=access.start))
     query, key, stored = accesses
-    scores = _scores(given["scores"], chosen, given["rows"], [v for v in node.inputs[3:] if v is not None])
+    scores = _scores(given["scores"], chosen, given["rows"], operands)
     if scores is None:
         return None
     count = chosen.stop - chosen.start
     counts = {"batches": count} if chosen.kind == "batch" else {"rows": count}
     changed = {"query": query, "key": key, "value": stored, "answer": replace(answer, start=0), "scores": scores[0], **counts}
-    return TiledNode((*needs, *scores[1]), {**given, **changed})
+    return TiledNode((*needs, *scores[1], *filled), {**given, **changed})
 
 
 def _chosen(answer: Access, size: int, first: int, last: int) -> _Range | None:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from flashmem.compiler.ir.builder import Rewriter, replaced
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.ir.strided import StridedView
@@ -22,6 +24,12 @@ from flashmem.compiler.operators import is_elementwise
 from flashmem.compiler.operators.attention import Scores, ScoreStep, access, stack
 from flashmem.compiler.operators.rewriting import reshaped
 from flashmem.compiler.passes.fusion import MAX_EPILOGUE, MAX_OPERANDS
+
+MOST_ENDS = 256
+"""The most ends of masks by position that every work-item looks at."""
+
+LOWEST = -1e30
+"""A score of this or less has no weight beside others."""
 
 LARGEST_HEAD = 512
 """The most channels of a head for which a kernel keeps its sums in registers."""
@@ -37,7 +45,10 @@ class _Operand:
 
 @dataclass(frozen=True)
 class _Match:
-    """A match of attention: its two products, the operators on its scores, and their operands; `scale`: of each score."""
+    """A match of attention: its two products, the operators on its scores, and their operands; `scale`: of each score.
+
+    `filled`: see `compiler.operators.attention`.
+    """
 
     first: Node
     second: Node
@@ -45,6 +56,7 @@ class _Match:
     scores: Scores
     operands: list[_Operand]
     dropped: bool
+    filled: Value | None
 
 
 def match_attention(graph: Graph) -> Graph:
@@ -75,7 +87,7 @@ def _attention(softmax: Node, readers: Readers) -> _Match | None:
     steps = _scores(score, softmax, chain, behind)
     if steps is None:
         return None
-    return _Match(first, second, scale, *steps, behind.dropped is not None)
+    return _Match(first, second, scale, *steps, behind.dropped is not None, _filled(chain, keys))
 
 
 @dataclass(frozen=True)
@@ -229,6 +241,40 @@ def _scores(product: Value, softmax: Node, chain: Sequence[Node], behind: _Behin
     return Scores(shape, tuple(made), behind.guarded), read
 
 
+def _filled(chain: Sequence[Node], keys: int) -> Value | None:
+    """The ends of the keys that queries see, if one of `chain` replaces all scores from there on by the lowest number."""
+    for node in chain:
+        if node.op == "Where" and node.input(0) is not None and _is_lowest(node.input(2)):
+            ends = _ends(node.input(0), keys)
+            if ends is not None and ends.size <= MOST_ENDS:
+                return ends
+    return None
+
+
+def _is_lowest(value: Value) -> bool:
+    return value.constant is not None and value.size == 1 and bool(value.constant.array().max() <= LOWEST)
+
+
+def _ends(seen: Value, keys: int) -> Value | None:
+    """x, if `seen` is, or implies, that the number of a key is less than x, which is the same for all keys."""
+    node = seen.producer
+    if node is None or node.op not in ("And", "Less", "Expand", "Reshape"):
+        return None
+    if node.op == "And":
+        return next((found for value in node.inputs if value is not None and (found := _ends(value, keys)) is not None), None)
+    if node.op != "Less":
+        return _ends(node.input(0), keys)
+    numbers, ends = node.input(0), node.input(1)
+    if (
+        numbers.constant is None
+        or numbers.size != keys
+        or ends.shape[-1:] not in ((), (1,))
+        or ends.dtype not in ("int32", "int64")
+    ):
+        return None
+    return ends if np.array_equal(numbers.constant.array().reshape(-1), np.arange(keys)) else None
+
+
 def _refined(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
     """The coarsest shape of scores from which each of `shapes` results by merging neighbours; None if none exists."""
     if len(set(shapes)) == 1:
@@ -259,11 +305,12 @@ def _operand(value: Value, domain: tuple[int, ...], refined: tuple[int, ...]) ->
 def _replace(rewriter: Rewriter, match: _Match) -> None:
     """Append a FusedAttention in place of the second product."""
     operands = [reshaped(rewriter, operand.value, operand.shape) for operand in match.operands]
+    filled = [] if match.filled is None else [match.filled]
     query, key, value, answer = match.first.input(0), match.first.input(1), match.second.input(1), match.second.outputs[0]
     stacks = match.first.outputs[0].shape[:-2], answer.shape[:-2]
     rewriter.add(
         "FusedAttention",
-        [query, key, value, *operands],
+        [query, key, value, *operands, *filled],
         answer,
         match.second.name,
         query=access(stack(StridedView.of(query), stacks[0])),
@@ -278,4 +325,5 @@ def _replace(rewriter: Rewriter, match: _Match) -> None:
         value_scale=1.0,
         scores=match.scores,
         dropped=match.dropped,
+        filled=match.filled is not None,
     )
