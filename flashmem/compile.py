@@ -106,7 +106,7 @@ def compile(
         preload: weights that must be resident from the start.
         memory_path: the memory objects that kernels read weights from; "auto" selects the device's first path.
         mode: the transfer mode of weights; "auto" selects the device's first mode on that path.
-        objective: "first" answer (the default), "steady" (later runs), or "paper".
+        objective: "first" answer (the default), "steady" (later runs; the default with states), or "paper".
         strategy: "stream" plans; the others are the simpler ones of `planning.baselines`, for comparison.
         unfusion: split fusion groups where that improves the plan (FlashMem §4.3).
         mu: weight of loading distance in the ranking of fusion groups for a split.
@@ -136,6 +136,8 @@ def compile(
         shapes, states = shapes_of_runs(), "auto"
     elif max_length is not None:
         raise UserError(f"--max-length is for a GGUF file, which {model} is not; give the sizes of its inputs with --shape")
+    if states is not None and objective == "auto":
+        objective = "steady"  # a model is run many times for one answer
     limits = read_limits(
         budget=budget,
         m_peak=m_peak,

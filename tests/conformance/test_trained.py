@@ -25,6 +25,7 @@ from examples import file_type, notes, romanise_name, similar_sentences, speech_
 from examples.trained import Run, Trained
 from flashmem.cli.demo.run import PAGE
 from flashmem.compiler.frontend.gguf.reader import converted
+from flashmem.compiler.frontend.gguf.weights import dequantised
 from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
@@ -323,7 +324,7 @@ def test_a_language_model_says_what_onnx_runtime_says(place: tuple[Any, Any], tm
         answer = "".join(generator.generate(question, max_new_tokens=16))
         assert answer == "The capital of Japan is Tokyo." and generator.last is not None
         tokens = [*generator.tokens_of(question), *generator.tokenizer.encode(answer)]
-        with converted(file, 64) as source:
+        with converted(file, 64, dequantised) as source:
             session = onnxruntime.InferenceSession(source.path)
             past = [each for each in session.get_inputs() if each.name.startswith("past")]
             cache = {each.name: np.zeros(each.shape, np.float32) for each in past}

@@ -148,7 +148,9 @@ BUNDLE_OPTIONS: dict[str, Any] = {
     "mode": Annotated[Mode | None, typer.Option(help="How weights are transferred.", show_default="auto")],
     "objective": Annotated[
         Objective | None,
-        typer.Option(help="The first answer, later runs, or the paper's weighted sum.", show_default="first"),
+        typer.Option(
+            help="The first answer, later runs, or the paper's weighted sum.", show_default="first; steady with states"
+        ),
     ],
     "strategy": Annotated[
         Strategy | None, typer.Option(help="When weights are loaded; all but stream are baselines.", show_default="stream")

@@ -19,8 +19,8 @@ from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.strided import broadcast_strides, row_major
 from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
 from flashmem.compiler.lowering.movement import copy_region
-from flashmem.compiler.lowering.quantisation import WeightBinding, read_both, read_weights
-from flashmem.compiler.lowering.tile import ContractionTile
+from flashmem.compiler.lowering.quantisation import QuantisationParameters, WeightBinding, read_both, read_weights
+from flashmem.compiler.lowering.tile import C_BYTES, ContractionTile
 from flashmem.compiler.operators.vector import REGISTER, scalar_literal
 from flashmem.compiler.weights.packing import PackedSlice, Packing, phases_of, weight_columns, weight_matrix
 from flashmem.program.launches import Arg, KernelShape
@@ -105,6 +105,16 @@ def _with(tile: ContractionTile, binding: WeightBinding) -> ContractionTile:
     )
 
 
+def _with_heads(tile: ContractionTile) -> ContractionTile:
+    """`tile` with zero points, scales and minima in the heads of the weights' blocks, in this order."""
+    found, ahead = list[QuantisationParameters | None](), 0
+    for part in (tile.weight_zero, tile.weight_scale, tile.weight_minimum):
+        found.append(part and replace(part, ahead=ahead))
+        ahead += C_BYTES[part.type] if part else 0
+    zero, scale, minimum = found
+    return replace(tile, weight_zero=zero, weight_scale=scale, weight_minimum=minimum)
+
+
 def lower_matmul(context: LoweringContext, group: FusionGroup) -> None:
     """Lower MatMul: constant weights are packed in slices; other operands are a product of two activations."""
     weight = group.main.input(1)
@@ -175,10 +185,14 @@ def lower_packed(
         tile = replace(tile, words=words, strands=1 if words else max(1, min(_MOST_STRANDS, _SUMMED_COLUMNS // tile.columns)))
     # Zero points and scales of a block are loaded between steps of the loop, so no step may span two blocks.
     step = max(n for n in range(1, DEPTH_BLOCK + 1) if binding.block % n == 0) if binding.block else DEPTH_BLOCK
+    in_heads = family == "matmul" and context.memory_path == "buffer" and bool(binding.by_block) and tile.element in C_BYTES
     packing = Packing(
         depth, columns // groups, groups, tile.panel, binding.storage, context.memory_path,
-        _fold_unit(family, tile, run, step), context.descriptor, phases_of(node),
+        _fold_unit(family, tile, run, step), context.descriptor, phases_of(node), block=binding.block,
+        heads=tuple(each.storage for each in binding.by_block) if in_heads else (),
     )  # fmt: skip
+    if in_heads:
+        tile = _with_heads(tile)
     phases = math.prod(packing.phases)
     if binding.codes is None:
         parts = [PackedSlice(0, packing.panels, 4 * packing.panels * depth * tile.panel)]
@@ -213,11 +227,12 @@ def lower_packed(
     if binding.codes is None:
         sliced = [_packed_at_run_time(context, group, groups, tile.panel)]
     else:
-        sliced = [Arg("slice", name) for name in placed(context, node, packing, parts, binding.codes)]
+        heads = [each.array for each in binding.by_block] if in_heads else []
+        sliced = [Arg("slice", name) for name in placed(context, node, packing, parts, binding.codes, heads)]
     blocks = replace(packing, depth=-(-depth // (binding.block or depth)), path="buffer")
     scaling = [
         placed(context, node, each, [each.plain(part.first_panel, part.panels) for part in parts], by_block.array)
-        for by_block in binding.by_block
+        for by_block in ([] if in_heads else binding.by_block)
         for each in (replace(blocks, storage=by_block.storage, of=by_block.of),)
     ]
     operands = [*sampled, *context.operand_args(epilogue)]
@@ -303,13 +318,21 @@ def _packed_at_run_time(context: LoweringContext, group: FusionGroup, groups: in
 
 
 def placed(
-    context: LoweringContext, node: Node, packing: Packing, parts: Sequence[PackedSlice], read: Callable[[], NDArray[Any]]
+    context: LoweringContext,
+    node: Node,
+    packing: Packing,
+    parts: Sequence[PackedSlice],
+    read: Callable[[], NDArray[Any]],
+    heads: Sequence[Callable[[], NDArray[Any]]] = (),
 ) -> list[str]:
-    """The slices of a weight, or of its scales or zero points: the array that `read` returns, placed once for all groups."""
+    """The slices of a weight, or of its scales or zero points: the array that `read` returns, placed once for all groups.
+
+    `heads`: arrays for the heads of its blocks.
+    """
 
     def pieces() -> Iterator[NDArray[Any]]:
-        columns = weight_columns(node, read())
-        return (packing.pack(part, columns) for part in parts)
+        columns, *others = (weight_columns(node, each()) for each in (read, *heads))
+        return (packing.pack(part, columns, others) for part in parts)
 
     return [name for name, _ in context.place_packed(node, packing, parts, pieces)]
 

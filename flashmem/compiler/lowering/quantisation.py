@@ -32,12 +32,14 @@ class QuantisationParameters:
     """Zero points or scales for the templates: elements of `type`; the one for (row, col) of the output is at `index`.
 
     `spread`: one element holds for all columns of a vector. Those of blocks have no index: they are packed like the weights, or
-    in the order of depth if they hold for all columns.
+    in the order of depth if they hold for all columns. `ahead`: they are in the heads of the weights' blocks, after so many
+    bytes of each column; -1: elsewhere.
     """
 
     type: str
     index: str = ""
     spread: bool = False
+    ahead: int = -1
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,9 @@ from flashmem.target.kernel_configs.contraction import Contraction, Winograd
 _ELEMENT = {"float32": "float", "float16": "half", "int4": "uchar", "uint4": "uchar"}
 """OpenCL C types of packed elements that differ from those of tensors; two integers of 4 bits are one element."""
 
+C_BYTES = {"char": 1, "uchar": 1, "half": 2, "float": 4}
+"""Bytes of the types of zero points, scales and minima."""
+
 
 @dataclass(frozen=True)
 class ContractionTile:
@@ -150,6 +153,12 @@ class ContractionTile:
     def panel_elements(self) -> int:
         """Elements of a row of a panel."""
         return self.panel // 2 if self.nibbles else self.panel
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the head of each block of a panel: the zero points, scales and minima that are not operands of their own."""
+        parts = (self.weight_zero, self.weight_scale, self.weight_minimum)
+        return self.panel * sum(C_BYTES[part.type] for part in parts if part is not None and part.ahead >= 0)
 
     @property
     def panel_texels(self) -> int:

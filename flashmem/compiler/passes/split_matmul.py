@@ -9,8 +9,7 @@ One large product is faster than a few small ones, which all read the same rows.
 all are needed at once: queries, keys and values of an attention, which reads views (`compiler.passes.attention_views`). A part
 that other operators read first, such as a query that is pooled, becomes a separate product; its neighbours stay together.
 
-A MatMul of few rows stays whole. Reading its weights takes longer than copying its parts; and a language model reads its prompt
-by the same weights as single tokens, whose parts are contiguous.
+A graph with states stays as it is. It reads the same weights in another variant, for one token, whose parts are contiguous.
 """
 
 from __future__ import annotations
@@ -27,9 +26,6 @@ from flashmem.compiler.ir.users import Readers
 from flashmem.compiler.ir.view_nodes import KEPT, constant_factor, emit_view
 from flashmem.compiler.operators.attention import is_attended
 from flashmem.compiler.passes.patterns import is_by_column
-
-FEW_ROWS = 64
-"""A MatMul of at most so many rows stays whole."""
 
 Columns = tuple[int, int]
 """A range of columns: the first, and one past the last."""
@@ -75,6 +71,8 @@ class _Whole:
 
 def split_matmuls(graph: Graph) -> Graph:
     """`graph` (decomposed, attention matched), in which products compute only the parts that nodes read."""
+    if graph.states:
+        return graph
     readers = Readers(graph)
     found = [whole for node in graph.nodes if (whole := _whole(node, readers)) is not None]
     wanted = Counter(each.nodes[0].input(1) for each in found)
@@ -92,8 +90,7 @@ def split_matmuls(graph: Graph) -> Graph:
 
 def _whole(node: Node, readers: Readers) -> _Whole | None:
     """The product `node` with the Slices of its result; None if it stays whole."""
-    rows = math.prod(node.outputs[0].shape[:-1])
-    if not _is_product(node) or rows <= (FEW_ROWS if node.op == "MatMul" else 1):
+    if not _is_product(node) or node.outputs[0].size == node.outputs[0].shape[-1]:  # parts of one row are contiguous
         return None
     nodes, value = [node], node.outputs[0]
     while (reader := readers.single(value)) is not None and is_by_column(reader, value):

@@ -113,7 +113,8 @@ class PackedSlice:
 class Packing:
     """The packed form of one weight. Folds begin at multiples of `fold_unit` rows. `phases`: see `phases_of`.
 
-    `of`: what is packed: the elements or codes, or the zero points, scales or minima of blocks.
+    `of`: what is packed: the elements or codes, or the zero points, scales or minima of blocks. With `heads`, these come before
+    the codes of each `block` rows of a panel, one for each column, in the types of `heads`.
     """
 
     depth: int
@@ -126,6 +127,8 @@ class Packing:
     descriptor: DeviceDescriptor = field(compare=False)
     phases: tuple[int, int] = (1, 1)
     of: Literal["elements", "zero", "scale", "minimum"] = "elements"
+    block: int = 0
+    heads: tuple[Storage, ...] = ()
 
     @property
     def group_panels(self) -> int:
@@ -167,7 +170,13 @@ class Packing:
     @property
     def panel_bytes(self) -> int:
         """Bytes of a panel, without the padding of an image's rows."""
-        return self.depth * self.row_bytes
+        blocks = -(-self.depth // self.block) if self.heads else 0
+        return self.depth * self.row_bytes + blocks * self.panel * self.head_bytes
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one column of a block's head."""
+        return sum(np.dtype(storage).itemsize for storage in self.heads)
 
     def slices(self, slice_bytes: int) -> list[PackedSlice]:
         """Divide the weight into slices of at most `slice_bytes` and the device's largest allocation, including padding.
@@ -208,15 +217,18 @@ class Packing:
     def _raw(self, first: int, count: int) -> int:
         """Bytes of the elements of `count` panels from panel `first` on, without the zeros beyond a group's last column."""
         columns = self._column(first + count) - self._column(first)
-        return -(-self.depth * columns * self.bits // 8)
+        blocks = -(-self.depth // self.block) if self.heads else 0
+        return -(-self.depth * columns * self.bits // 8) + blocks * columns * self.head_bytes
 
     def _column(self, index: int) -> int:
         """The first column of panel `index`; the number of columns, if it is the number of panels."""
         group, within = divmod(index, self.group_panels)
         return group * self.group_columns + within * self.panel
 
-    def pack(self, part: PackedSlice, columns: Columns) -> NDArray[Any]:
-        """Pack the contents of one of the weight's slices."""
+    def pack(self, part: PackedSlice, columns: Columns, heads: Sequence[Columns] = ()) -> NDArray[Any]:
+        """Pack the contents of one of the weight's slices; `heads`: the columns of each head [blocks, columns]."""
+        if heads:
+            return np.stack([self._with_heads(part.first_panel + i, columns, heads) for i in range(part.panels)])
         made = (self._panel(part.first_panel + i, columns) for i in range(part.panels))
         width = self.row_bytes // self._packed_dtype.itemsize
         if not part.width:
@@ -235,6 +247,19 @@ class Packing:
     @property
     def _packed_dtype(self) -> np.dtype[Any]:
         return np.dtype("uint8") if self.bits == 4 else self.dtype
+
+    def _with_heads(self, index: int, columns: Columns, heads: Sequence[Columns]) -> NDArray[np.uint8]:
+        """Pack one panel in bytes: each block's head, then its rows of codes."""
+        start, stop = self._column(index), self._column(index + 1)
+        codes = self._panel(index, columns).view(np.uint8)
+        parts = []
+        for storage, columns_of in zip(self.heads, heads, strict=True):
+            head = np.zeros((-(-self.depth // self.block), self.panel), storage)
+            head[:, : stop - start] = columns_of(start, stop)
+            parts.append(head.view(np.uint8))
+        rows = range(0, self.depth, self.block)
+        blocks = ([*(part[at] for part in parts), codes[row : row + self.block].reshape(-1)] for at, row in enumerate(rows))
+        return np.concatenate([each for block in blocks for each in block])
 
     def _panel(self, index: int, columns: Columns) -> NDArray[Any]:
         """Pack one panel: [depth, elements of a row]."""

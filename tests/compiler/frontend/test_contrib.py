@@ -17,7 +17,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from onnx import helper
+from onnx import helper, numpy_helper
 
 import flashmem
 from flashmem.base.errors import UnsupportedModelError, UserError
@@ -47,17 +47,48 @@ LEVELS = {
 
 
 def expanded(model: onnx.ModelProto) -> onnx.ModelProto:
-    """`model`, which has static shapes, without operators of ONNX Runtime's domain."""
+    """`model`, which has static shapes, without operators of ONNX Runtime's domain.
+
+    DequantizeLinear with a minimum, which ONNX lacks, is a sum here.
+    """
     proto = onnx.ModelProto()
     proto.CopyFrom(model)
     contrib.mark(proto)
     for output in proto.graph.output:
         output.type.Clear()
     made = ir.to_proto(clean_up(proto, is_native))
+    for at, node in reversed([*enumerate(made.graph.node)]):
+        if node.op_type == "DequantizeLinear" and len(node.input) > 3:
+            add_minimum(made.graph, at)
     assert {node.domain for node in made.graph.node} == {""}, [(node.op_type, node.metadata_props) for node in made.graph.node]
     for entry in made.opset_import:  # nodes may be newer than the file; none of these has changed since its version
         entry.version = max(entry.version, 21) if entry.domain == "" else entry.version
     return made
+
+
+def add_minimum(graph: onnx.GraphProto, at: int) -> None:
+    """Write out the minima of node `at`, a DequantizeLinear of blocks along the last axis, as operators of ONNX."""
+    node = graph.node[at]
+    *_, minimum = node.input
+    [made] = node.output
+    [codes] = [each for each in graph.initializer if each.name == node.input[0]]
+    block = next(each.i for each in node.attribute if each.name == "block_size")
+    rows, columns = codes.dims
+    del node.input[2:]
+    node.output[0] = f"{made}.scaled"
+    shapes = {"wide": [rows, -(-columns // block), 1], "spread": [rows, -(-columns // block), block], "flat": [rows, -1]}
+    shapes |= {"from": [0], "to": [columns], "axis": [1]}
+    names = {name: f"{made}.{name}" for name in shapes}
+    graph.initializer.extend(numpy_helper.from_array(np.array(shape), names[name]) for name, shape in shapes.items())
+    steps = [
+        helper.make_node("Reshape", [minimum, names["wide"]], [f"{made}.1"]),
+        helper.make_node("Expand", [f"{made}.1", names["spread"]], [f"{made}.2"]),
+        helper.make_node("Reshape", [f"{made}.2", names["flat"]], [f"{made}.3"]),
+        helper.make_node("Slice", [f"{made}.3", names["from"], names["to"], names["axis"]], [f"{made}.4"]),
+        helper.make_node("Add", [f"{made}.scaled", f"{made}.4"], [made]),
+    ]
+    for step in reversed(steps):
+        graph.node.insert(at + 1, step)
 
 
 def assert_close(case: Case, answers: Sequence[Array], expected: Sequence[Array]) -> None:
