@@ -26,6 +26,8 @@ EXTRAS: Mapping[str, str] = MappingProxyType(
         "transformers": "zoo",
         "gguf": "gguf",
         "onnxruntime": "bench",
+        "starlette": "serve",
+        "uvicorn": "serve",
     }
 )
 """The extra that installs a module. The extra `desktop` includes all of `compile`."""

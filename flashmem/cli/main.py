@@ -60,6 +60,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "compile": model_commands.compile_,
     "run": model_commands.run,
     "generate": model_commands.generate,
+    "serve": model_commands.serve,
     "plan": model_commands.plan,
     "check": model_commands.check,
     "replan": model_commands.replan,

@@ -122,6 +122,20 @@ def generate(
 
 
 @with_bundle_options
+def serve(
+    options: CompileOptions,
+    model: Annotated[Path, typer.Argument(help="A .gguf language model, or a bundle of one.", show_default=False)],
+    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for other machines too.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 for any free one.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="The model's name for clients.", show_default="that of the file")] = None,
+) -> None:
+    """Serve a language model by HTTP, with the interface of OpenAI's API."""
+    from flashmem.cli.commands.serve import serve_model
+
+    serve_model(model, options, host, port, name)
+
+
+@with_bundle_options
 def plan(
     options: CompileOptions,
     model: PlannedModel,

@@ -39,7 +39,8 @@ class GenerationReport:
 
     `prompt`: tokens of the prompt, of which `reused` were in the cache. `tokens`: generated ones. `first_seconds`: until the
     first token. `token_seconds`: median of the later ones, 0 without any. `token_bytes`: weights loaded for the last one.
-    `peak_bytes`: memory that the budget counts, in the last run.
+    `peak_bytes`: memory that the budget counts, in the last run. `ended`: by the model, or at a text of `stop`; not because of
+    `max_new_tokens` or a full cache.
     """
 
     prompt: int
@@ -49,6 +50,7 @@ class GenerationReport:
     token_seconds: float
     token_bytes: int
     peak_bytes: int
+    ended: bool
 
 
 class Generator:
@@ -173,6 +175,7 @@ class Generator:
     def _generated(self, tokens: list[int], most: int, sampler: Sampler, stops: _Stops) -> Iterator[str]:
         begun, seconds = perf_counter(), list[float]()
         first, reused, decoder = 0.0, self._reusable(tokens), codecs.getincrementaldecoder("utf-8")("replace")
+        ended = False
         try:
             logits = self._read(tokens, reused)
             first = perf_counter() - begun
@@ -180,6 +183,7 @@ class Generator:
                 since = perf_counter()
                 token = sampler.choose(logits, self._cached)
                 if token in self.language.ends:
+                    ended = True
                     break
                 seconds.append(perf_counter() - since)
                 if text := stops.passed(decoder.decode(self.tokenizer.decode([token]))):
@@ -192,7 +196,7 @@ class Generator:
             if text := stops.rest(decoder.decode(b"", final=True)):
                 yield text
         finally:
-            self.last = self._report(len(tokens), reused, seconds, first)
+            self.last = self._report(len(tokens), reused, seconds, first, ended=ended or stops.found)
 
     def _reusable(self, tokens: list[int]) -> int:
         """How many tokens of a prompt are in the cache; the last one is read anyway, for its logits."""
@@ -221,7 +225,7 @@ class Generator:
         self._cached += tokens
         return logits.reshape(-1)
 
-    def _report(self, prompt: int, reused: int, seconds: Sequence[float], first: float) -> GenerationReport:
+    def _report(self, prompt: int, reused: int, seconds: Sequence[float], first: float, *, ended: bool) -> GenerationReport:
         run = self._session.last_run
         loaded = {load.name for load in run.loads} if run is not None and len(seconds) > 1 else set[str]()
         return GenerationReport(
@@ -232,6 +236,7 @@ class Generator:
             median(seconds[:-1]) if len(seconds) > 1 else 0.0,
             sum(self._slice_bytes.get(name, 0) for name in loaded),
             run.memory.peak_bytes if run is not None else 0,
+            ended,
         )
 
     def __enter__(self) -> Self:
