@@ -39,14 +39,19 @@ class Case:
         domain: str = "com.microsoft",
         scores: bool = False,
         rows: Sequence[slice] | None = None,
+        order: Sequence[int] | None = None,
         **attributes: Any,
     ) -> None:
-        """`expected` computes the answer (default: ONNX Runtime); `rows` are the defined parts of the first output."""
+        """`expected` computes the answer (default: ONNX Runtime); `rows` are the defined parts of the first output.
+
+        `order`: of the inputs, among the run-time ones and then the constants.
+        """
         self.op, self.expected, self.opset, self.rows = op, expected, model_opset, rows
         inputs = {f"x{i}": np.asarray(array) for i, array in enumerate(run_time) if array is not None}
         constants_ = {f"c{i}": np.asarray(array) for i, array in enumerate(constants) if array is not None}
         names = [f"x{i}" if array is not None else "" for i, array in enumerate(run_time)]
         names += [f"c{i}" if array is not None else "" for i, array in enumerate(constants)]
+        names = names if order is None else [names[i] for i in order]
         made = [f"y{i}" if i in outputs else "" for i in range(max(outputs) + 1)]
         self.node = helper.make_node(op, names, made, name="n", domain=domain, **attributes)
         self.feeds = inputs

@@ -108,8 +108,21 @@ def nbits(columns: int, inner: int, block: int, bits: int = 4, zeros: str = "", 
     )
 
 
+def rows_of_blocks(columns: int, block: int, bits: int, *, zeros: bool = False) -> Case:
+    """A GatherBlockQuantized of rows, with zero points or without."""
+    rows, blocks = 11, columns // block
+    constants = [scale(rows, blocks), u8(rows, -(-blocks * bits // 8)) if zeros else None]
+    fields = {"block_size": block, "bits": bits, "gather_axis": 0, "quantize_axis": 1}
+    weight, order = u8(rows, columns * bits // 8), (1, 0, 2, 3)
+    return Case("GatherBlockQuantized", [np.array([[3, 0], [10, 3]])], [weight, *constants], order=order, **fields)
+
+
 def _blocks() -> list[Case]:
     return [
+        rows_of_blocks(64, 32, 4),
+        rows_of_blocks(96, 32, 4, zeros=True),
+        rows_of_blocks(48, 16, 8),
+        rows_of_blocks(64, 16, 8, zeros=True),
         nbits(24, 64, 32),
         nbits(24, 64, 32, zeros="packed"),
         nbits(24, 96, 32, zeros="packed"),

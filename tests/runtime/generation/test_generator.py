@@ -89,7 +89,7 @@ def test_the_likeliest_tokens(name: str, place: tuple[str, str], tmp_path: Path)
 
 @pytest.mark.parametrize("device", list_devices(), ids=lambda device: device.descriptor_name)
 def test_two_modes_within_a_small_budget(device: Any, tmp_path: Path) -> None:
-    model, name = SmallLlama(layers=1), device.descriptor_name
+    model, name = SmallLlama(layers=4), device.descriptor_name
     file = model.write(tmp_path / "m.gguf")
     wanted = model.greedy(prompt(40), 6, MARGIN)
     for mode in sorted({"dma", "interleave"} & {*descriptor_for(device).modes["buffer"]}):

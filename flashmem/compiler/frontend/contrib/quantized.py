@@ -242,6 +242,30 @@ def _matmul_nbits(e: Expansion) -> list[ir.Value]:
     return [e.plus(e.op("MatMul", x, e.transpose(dense, 1, 0)), e.optional(5))]
 
 
+def _gather_blocks(e: Expansion) -> list[ir.Value]:
+    """Rows of a matrix of four- or eight-bit weights, which have a scale for each block of a row."""
+    bits, block = e.integer("bits", 4), e.integer("block_size", 128)
+    table, scales, zero = e.input(0), e.input(2), e.optional(3)
+    weight = table.const_value
+    rows, width = e.ranked(0, 2)
+    axes = e.integer("gather_axis", 0), e.integer("quantize_axis", 1) % 2
+    if weight is None or axes != (0, 1) or bits not in (4, 8) or block < 16 or block & (block - 1):
+        raise RefusedError(f"of {bits} bits in blocks of {block}, along axes {axes}")
+    columns, points = width, [] if zero is None else [zero]
+    if weight.dtype == ir.DataType.UINT8:  # zero points have as many bits, and count from the middle if they are omitted
+        columns = width * 8 // bits
+        shape = (rows, -(-columns // block))
+        given = np.full(shape, 1 << (bits - 1), np.uint8) if zero is None else e.known(zero)
+        if given is None:
+            raise RefusedError("with zero points computed at run time")
+        each = given if zero is None else packed_zero_points(given.reshape(rows, -1), shape[1], bits)
+        table = e.tensor(quantised_matrix(weight, (rows, columns), block, bits))
+        points = [e.tensor(quantised_matrix(ir.tensor(each), shape, shape[1], 8, bits))]
+    dense = e.op("DequantizeLinear", table, scales, *points, axis=1, block_size=block)
+    e.shapes[dense] = (rows, columns)
+    return [e.op("Gather", dense, e.input(1), axis=0)]
+
+
 def blocks_dequantised(e: Expansion) -> list[ir.Value]:
     """A matrix of a GGUF file (`flashmem.compiler.frontend.gguf.weights`), each block of a row with a scale and a minimum.
 
@@ -261,6 +285,7 @@ def blocks_dequantised(e: Expansion) -> list[ir.Value]:
 EXPANSIONS: dict[str, Expand] = {
     "DequantizeLinear": _same("DequantizeLinear"),
     "DynamicQuantizeMatMul": _dynamic_matmul,
+    "GatherBlockQuantized": _gather_blocks,
     "MatMulIntegerToFloat": _integer_to_float,
     "MatMulNBits": _matmul_nbits,
     "QAttention": _attention,
