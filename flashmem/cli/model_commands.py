@@ -110,14 +110,18 @@ def generate(
     repetition_penalty: Annotated[float, typer.Option(help="Above 1: avoid tokens that occurred.")] = 1.0,
     seed: Annotated[int | None, typer.Option(min=0, help="Equal seeds sample equally.")] = None,
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before this text; repeatable.")] = None,
+    conversation: Annotated[
+        Path | None, typer.Option(metavar="chat.npz", help="Go on with this conversation if it exists, and save it.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Answer a prompt with a language model, and print the text as it is generated."""
     from flashmem.cli.commands.generate import GenerateOptions, generate_text
 
     chosen = GenerateOptions(
-        plain, system, max_new_tokens, temperature, top_k, top_p, repetition_penalty, seed, tuple(stop or ()), json
-    )
+        plain, system, max_new_tokens, temperature, top_k, top_p, repetition_penalty, seed, tuple(stop or ()), json,
+        conversation,
+    )  # fmt: skip
     generate_text(model, prompt, options, chosen)
 
 

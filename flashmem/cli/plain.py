@@ -74,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1: avoid tokens that occurred")
     generate.add_argument("--seed", type=int, help="equal seeds sample equally")
     generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+    generate.add_argument("--conversation", type=Path, metavar="chat.npz", help="go on with this conversation, and save it")
     bundle(add("check", _check, "Read all of a bundle, weights too, and say whether it is what was written."))
     replan = add("replan", _replan, "Plan a bundle again for another budget.", json=False)
     bundle(replan)

@@ -202,14 +202,15 @@ class Session:
         state = "open" if failure is None else f"closed: {failure}"
         return f"<Session of {self.bundle.path.name} on {self.device.name}, mode {self.mode}, {state}>"
 
-    def states(self) -> dict[str, Array]:
-        """The states of the model by the names of their inputs, each in its own shape and type; copies, for saving them.
+    def states(self, *names: str) -> dict[str, Array]:
+        """The states of the model, or those of `names`, by the names of their inputs, each in its own shape and type; copies.
 
         Raises:
+            KeyError: an unknown name.
             RunError: the session is closed, or the device fails.
         """
         with self._alone("states"):
-            return self._bound_states().read()
+            return self._bound_states().read(names)
 
     def set_states(self, states: Mapping[str, Array]) -> None:
         """Continue from other states: those of `states`, given as `states()` returns them. The others keep their values.

@@ -13,12 +13,16 @@ from flashmem.base.streams import say
 from flashmem.base.units import format_size
 from flashmem.cli.commands.compiling import RUN_TIME, CompileOptions, open_bundle
 from flashmem.cli.output.console import emit_json
-from flashmem.runtime.generation.generator import GenerationReport, Generator, Message
+from flashmem.runtime.generation.conversation import Message
+from flashmem.runtime.generation.generator import GenerationReport, Generator
 
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """The options of `flashmem generate`. `plain`: continue the prompt as a text, without the model's chat template."""
+    """The options of `flashmem generate`. `plain`: continue the prompt as a text, without the model's chat template.
+
+    `conversation`: a file with which a conversation goes on, and to which it is saved after each answer.
+    """
 
     plain: bool = False
     system: str | None = None
@@ -30,6 +34,7 @@ class GenerateOptions:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     json: bool = False
+    conversation: Path | None = None
 
 
 def generate_text(model: Path, prompt: str | None, compiling: CompileOptions, options: GenerateOptions) -> None:
@@ -41,20 +46,33 @@ def generate_text(model: Path, prompt: str | None, compiling: CompileOptions, op
     """
     if options.system is not None and options.plain:
         raise UserError("--system is a message of a conversation; leave out either --system or --plain")
+    if options.conversation is not None and options.plain:
+        raise UserError("--conversation keeps messages, which --plain does not have; leave out one of them")
     if options.plain and prompt is None:
         raise UserError("--plain continues a text; give one after the model")
     bundle = open_bundle(model, compiling, still_open=RUN_TIME, build=True)
     budget = compiling.budget if model.is_dir() else None  # a model compiled now has its budget in the bundle
     mode: Any = compiling.mode or "auto"
     with Generator(bundle, device=compiling.device or "auto", budget=budget, mode=mode) as generator:
-        messages: list[Message] = [] if options.system is None else [{"role": "system", "content": options.system}]
-        if prompt is not None:
-            plain = options.plain or generator.language.chat is None
-            _answer(generator, prompt if plain else [*messages, {"role": "user", "content": prompt}], options)
+        saved = options.conversation
+        if prompt is not None and (options.plain or (generator.language.chat is None and saved is None)):
+            _answer(generator, prompt, options)
             return
-        for line in _lines():
+        messages: list[Message] = [] if options.system is None else [{"role": "system", "content": options.system}]
+        if saved is not None and saved.exists():
+            messages = generator.restore(saved) or messages
+        for line in [prompt] if prompt is not None else _lines():
             messages.append({"role": "user", "content": line})
             messages.append({"role": "assistant", "content": _answer(generator, messages, options)})
+            if saved is not None:
+                _save(generator, saved, messages)
+
+
+def _save(generator: Generator, path: Path, messages: list[Message]) -> None:
+    try:
+        generator.save(path, messages)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}; name another file for --conversation") from error
 
 
 def _lines() -> Iterator[str]:

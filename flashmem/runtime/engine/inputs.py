@@ -176,13 +176,15 @@ def _quoted(name: str) -> str:
 
 def write_outputs(path: Path, names: Sequence[str], arrays: Sequence[NDArray[Any]]) -> None:
     """Writes an .npz file, whole or not at all."""
-    with written_whole(path) as file:
-        _write_npz(file, zip(names, arrays, strict=True))
+    write_npz(path, zip(names, arrays, strict=True))
 
 
-def _write_npz(file: IO[bytes], arrays: Iterable[tuple[str, NDArray[Any]]]) -> None:
-    """Write the format of numpy.savez, which accepts names as keywords and so cannot write an output called `file`."""
-    with zipfile.ZipFile(file, "w") as archive:
+def write_npz(path: Path, arrays: Iterable[tuple[str, NDArray[Any]]]) -> None:
+    """Write arrays one by one to an .npz file, whole or not at all.
+
+    The format is that of numpy.savez, which accepts names as keywords and so cannot write an output called `file`.
+    """
+    with written_whole(path) as file, zipfile.ZipFile(file, "w") as archive:
         for name, array in arrays:
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                 _write_npy(member, np.ascontiguousarray(array).reshape(array.shape))

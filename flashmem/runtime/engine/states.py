@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,9 +47,14 @@ class States:
             for first in range(0, size, _PIECE):
                 self._write(state, first, zeros[: size - first])
 
-    def read(self) -> dict[str, Array]:
-        """The states by the names of their inputs, in the types of the model. Raises RunError if the device fails."""
-        return {name: self._read(state) for name, state in self._states.items()}
+    def read(self, names: Sequence[str] = ()) -> dict[str, Array]:
+        """The states of these names (all, if there are none), the names of their inputs, in the types of the model.
+
+        Raises:
+            KeyError: an unknown name.
+            RunError: the device fails.
+        """
+        return {name: self._read(self._states[name]) for name in names or self._states}
 
     def write(self, arrays: Mapping[str, Array]) -> None:
         """Replace states, given by the names of their inputs.

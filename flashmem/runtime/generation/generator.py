@@ -18,12 +18,10 @@ from flashmem.base.errors import UserError
 from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.program.program import Program
+from flashmem.runtime.generation.conversation import Message, model_key, read_conversation, write_conversation
 from flashmem.runtime.generation.sampling import Sampler, Sampling
 from flashmem.runtime.generation.tokenizer import Tokenizer
 from flashmem.runtime.session import Session
-
-Message = Mapping[str, str]
-"""A message of a conversation: `role` ("system", "user" or "assistant") and `content`."""
 
 Array = NDArray[Any]
 
@@ -83,6 +81,7 @@ class Generator:
         self._cached: list[int] = []  # the tokens in the cache
         self._lengths = sorted((_words(each.program) for each in opened.variants), reverse=True)
         self._slice_bytes = {part.name: part.file_bytes for each in opened.variants for part in each.program.slices}
+        self._model = model_key(opened)
         self._session = Session(opened, device=device, budget=budget, mode=mode)
 
     def generate(
@@ -134,6 +133,26 @@ class Generator:
         if not tokens:
             raise UserError("the prompt is empty; give at least one word")
         return tokens
+
+    def save(self, path: str | Path, messages: Sequence[Message] = ()) -> None:
+        """Save the cache, and the `messages` of its conversation, to a file (.npz), whole or not at all.
+
+        Raises:
+            OSError: the file cannot be written.
+            RunError: the device fails.
+        """
+        write_conversation(Path(path), self._model, self._cached, messages, self._session)
+
+    def restore(self, path: str | Path) -> list[Message]:
+        """Continue with a saved cache; returns the messages that were saved with it.
+
+        Raises:
+            UserError: the file is damaged, or of another model.
+            RunError: the device fails.
+        """
+        self._cached = []
+        self._cached, messages = read_conversation(Path(path), self._model, self.language.max_length, self._session)
+        return messages
 
     def _tokens_of(self, prompt: str | Sequence[Message] | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashmem.base.errors import UserError
-from flashmem.runtime.generation.generator import GenerationReport, Message
+from flashmem.runtime.generation.conversation import Message
+from flashmem.runtime.generation.generator import GenerationReport
 
 _ROLES = {"developer": "system"}
 """Roles with another name in a chat template."""

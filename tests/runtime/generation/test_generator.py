@@ -14,7 +14,8 @@ import pytest
 import flashmem
 from flashmem.base.errors import BudgetError, BundleError, RunError, UserError
 from flashmem.bundle.writer import replace_plan
-from flashmem.runtime.generation.generator import Generator, Message
+from flashmem.runtime.generation.conversation import Message
+from flashmem.runtime.generation.generator import Generator
 from flashmem.runtime.generation.tokenizer import Tokenizer
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
@@ -258,3 +259,57 @@ def test_sentence_pieces_and_a_template_without_system(tmp_path: Path) -> None:
             with pytest.raises(UserError, match="has no message of the system; put it into the user's first one"):
                 generator.tokens_of([{"role": "system", "content": "one"}, *asked])
             assert "".join(generator.generate(asked, max_new_tokens=4))
+
+
+@pytest.mark.parametrize("place", DEVICES, ids="-".join)
+def test_a_saved_conversation_goes_on(place: tuple[str, str], tmp_path: Path) -> None:
+    """In another session, with nothing read again, and with the bits of one that was never interrupted."""
+    device, path = place
+    file = SmallLlama(layers=1).write(tmp_path / "m.gguf")
+    made = flashmem.compile(file, tmp_path / "m.flashmem", device=device, memory_path=path, max_length=160)
+    first, second, saved = prompt(50), prompt(9, 3), tmp_path / "chat.npz"
+    said: list[Message] = [{"role": "user", "content": "naïve"}]
+    with flashmem.Generator(made, device=device) as generator:
+        tokens_of(generator, first, 5)
+        generator.save(saved, said)
+        cached = list(generator._cached)
+        wanted = tokens_of(generator, [*cached, *second], 8)
+    with flashmem.Generator(made, device=device) as generator:
+        assert generator.restore(saved) == said
+        assert tokens_of(generator, [*cached, *second], 8) == wanted
+        assert generator.last is not None and generator.last.reused == len(cached)
+        generator.save(saved)
+        assert generator.restore(saved) == []
+
+
+def test_files_that_are_no_conversation(generator: Generator, tmp_path: Path) -> None:
+    saved, other = tmp_path / "chat.npz", SmallLlama(layers=1, formats=("Q8_0",)).write(tmp_path / "m.gguf")
+    with flashmem.Generator(flashmem.compile(other, tmp_path / "m.flashmem", max_length=160)) as another:
+        tokens_of(another, prompt(5), 2)
+        another.save(saved)
+    with pytest.raises(UserError, match="is a conversation with another model, or with a cache of another length"):
+        generator.restore(saved)
+    tokens_of(generator, prompt(5), 2)
+    generator.save(saved)
+    whole = saved.read_bytes()
+    for content in (b"", b"text", whole[:200], whole[: len(whole) // 2], whole.replace(b"tokens", b"takens")):
+        saved.write_bytes(content)
+        with pytest.raises(UserError, match="is no saved conversation, or a part of one"):
+            generator.restore(saved)
+    with pytest.raises(UserError, match="cannot be read: No such file"):
+        generator.restore(tmp_path / "none.npz")
+    assert tokens_of(generator, prompt(5), 4)  # nothing of the cache is used after a file that was refused
+
+
+def test_the_command_keeps_a_conversation(command: Command, bundle: flashmem.Bundle, tmp_path: Path) -> None:
+    saved = tmp_path / "chat.npz"
+    for words in (("How fast?", "--system", "Be brief."), ("And now?",)):
+        said = command("generate", bundle.path, *words, "--conversation", saved, "--max-new-tokens", "6")
+        assert said.code == 0, said.err
+    with flashmem.Generator(bundle) as generator:
+        messages = generator.restore(saved)
+        assert [each["role"] for each in messages] == ["system", "user", "assistant", "user", "assistant"]
+        assert f"{messages[-1]['content']}\n" == said.out
+    for words, meant in (((tmp_path / "no" / "chat.npz",), "cannot be written"), ((saved, "--plain"), "leave out one of them")):
+        refused = command("generate", bundle.path, "x", "--max-new-tokens", "2", "--conversation", *words)
+        assert refused.code == 2 and meant in refused.err and "Traceback" not in refused.err
