@@ -73,14 +73,15 @@ def wanted(state: PressureState, now: Sample) -> PressureState:
 
 def sample(seconds: float, held: int, root: Path = Path("/")) -> Sample:
     """Read the system's files below `root`."""
-    groups = _groups(root)
-    available = _meminfo(root / "proc/meminfo")
-    for group in groups:
-        left = _left(group)
-        if left is not None:
-            available = left if available is None else min(available, left)
-    waits = [_waited(path) for path in (root / "proc/pressure/memory", *(group / "memory.pressure" for group in groups[:1]))]
-    return Sample(seconds, available, max((waited for waited in waits if waited is not None), default=0.0), held)
+    own = [group / "memory.pressure" for group in _groups(root)[:1]]
+    waits = [_waited(path) for path in (root / "proc/pressure/memory", *own)]
+    return Sample(seconds, available(root), max((waited for waited in waits if waited is not None), default=0.0), held)
+
+
+def available(root: Path = Path("/")) -> int | None:
+    """Bytes of memory that this process could still use; file pages count as free. None if the system reports nothing."""
+    lefts = [_meminfo(root / "proc/meminfo"), *(_left(group) for group in _groups(root))]
+    return min((left for left in lefts if left is not None), default=None)
 
 
 class Follower:

@@ -85,8 +85,11 @@ class LoaderRun:
         self._failure: str | None = None  # not the exception: its traceback would hold the loaded slices, and this object
         self._stopping = False
         self._ahead = threads
-        self._announces = transfer.file.missed  # since the start of the last run
-        transfer.file.missed = False
+        file = transfer.file
+        file.look_at_memory()
+        self._may_announce = file.stays  # else what is read ahead of the loads takes the place of what they read
+        self._announces = file.missed  # since the start of the last run
+        file.missed = False
         self._count = min(threads, len(loads))
         self._threads: list[threading.Thread] = []
         try:
@@ -228,7 +231,8 @@ class LoaderRun:
                     load = self._loads[number]
                     self._taken[number] = True
                     self._loading += 1
-                    ahead = self._announce(number) if self._announces or self._transfer.file.missed else ()
+                    missing = self._may_announce and (self._announces or self._transfer.file.missed)
+                    ahead = self._announce(number) if missing else ()
             if load is not None:
                 for each in ahead:
                     self._transfer.expect(each.part, each.segment)

@@ -21,7 +21,9 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from math import inf
 from pathlib import Path
+from time import monotonic
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -34,11 +36,15 @@ from flashmem.base.pages import SYSTEM_PAGE
 from flashmem.bundle.cache import forget
 from flashmem.bundle.checksums import Checksum, ChecksummedRange, checksum
 from flashmem.bundle.version_directories import hold_shared
+from flashmem.runtime.memory.pressure import available
 
 Bytes = NDArray[np.uint8]
 
 _COMPARED = 64 << 10
 """Bytes of two files compared at a time."""
+
+LOOK_SECONDS = 1.0
+"""How often free memory is looked at."""
 
 _MADV_DONTNEED = 4
 _MADV_POPULATE_READ = 22  # Linux 5.14
@@ -92,9 +98,26 @@ class WeightFile:
         self._can_populate = True
         self._not_waiting = _RWF_NOWAIT
         self.missed = False  # some bytes were not in the page cache when read
+        self.stays = True  # in the page cache after its use, if memory has room
+        self._looked = -inf
         self._announcer: threading.Thread | None = None
         self._closing = False
         self._keepers, self._keeping = 1, threading.Lock()
+
+    def look_at_memory(self) -> None:
+        """Decide whether the file stays in the page cache: not if memory cannot hold all of it.
+
+        Each run reads the same bytes in the same order, so a cache of a part would lose every page before its next use. The
+        kernel would take pages of resident weights for it, too.
+        """
+        now = monotonic()
+        if now - self._looked >= LOOK_SECONDS:
+            self._looked, left = now, available()
+            self.stays = left is None or left >= self.nbytes
+
+    def _let_pages_go(self, offset: int, nbytes: int) -> None:
+        if not self.stays:
+            os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def read_into(self, data: Bytes, offset: int) -> None:
         """Fill `data` with the bytes at `offset`.
@@ -102,7 +125,10 @@ class WeightFile:
         Raises:
             RunError: the file was truncated, or the disk fails.
         """
-        view = data.data
+        self._fill(data.data, offset)
+        self._let_pages_go(offset, data.nbytes)
+
+    def _fill(self, view: memoryview, offset: int) -> None:
         if self._not_waiting:
             got = self._read_cached(view, offset)
             if got == len(view):
@@ -202,10 +228,15 @@ class WeightFile:
         mapped[offset : offset + nbytes : SYSTEM_PAGE].max()
 
     def drop(self, offset: int, nbytes: int) -> None:
-        """Drop pages of the mapping. The page cache may keep them, but they are no longer this process's memory."""
+        """Drop pages of the mapping. The page cache may keep them, but they are no longer this process's memory.
+
+        Raises:
+            RunError: the system refuses.
+        """
         if self._libc.madvise(self._address + offset, nbytes, _MADV_DONTNEED) != 0:
             code = ctypes.get_errno()
             raise RunError(f"dropping {nbytes} bytes at {offset} of {self.path} failed: {os.strerror(code)}")
+        self._let_pages_go(offset, nbytes)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:

@@ -36,7 +36,8 @@ class Noted(Transfer):
     """Records its calls. Loads named in `failing` fail after they may be copied."""
 
     def __init__(self, *, reads_ahead: bool, failing: str = "") -> None:
-        super().__init__(SimpleNamespace(missed=False))  # type: ignore[arg-type]
+        file = SimpleNamespace(missed=False, stays=True, look_at_memory=lambda: None)
+        super().__init__(file)  # type: ignore[arg-type]
         self.reads_ahead, self.failing = reads_ahead, failing
         self.done: list[tuple[str, str]] = []
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flashmem.runtime.streaming.weight_file import WeightFile
@@ -32,4 +34,23 @@ def test_threads_that_map_the_file_at_the_same_time_get_one_mapping(tmp_path: Pa
         thread.join()
     assert len(made) == 1
     assert file.mapped[:256].tolist() == list(range(256))
+    file.close()
+
+
+@pytest.mark.parametrize(("left", "stays"), [(None, True), (1 << 40, True), (16 << 10, False)])
+def test_pages_stay_in_the_page_cache_if_memory_can_hold_the_file(
+    left: int | None, stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advised: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda descriptor, *advice: advised.append(advice))
+    monkeypatch.setattr("flashmem.runtime.streaming.weight_file.available", lambda: left)
+    (tmp_path / "weights.bin").write_bytes(bytes(1 << 16))
+    file = WeightFile(tmp_path / "weights.bin", 1 << 16)
+    file.look_at_memory()
+    file.populate(4096, 8192)
+    advised.clear()
+    file.drop(4096, 8192)
+    file.read_into(np.empty(4096, np.uint8), 16384)
+    gone = os.POSIX_FADV_DONTNEED
+    assert advised == ([] if stays else [(4096, 8192, gone), (16384, 4096, gone)])
     file.close()
