@@ -178,6 +178,31 @@ def test_a_chat_template_in_pieces() -> None:
     assert (chat_pieces(llama3, {"bos_token": "<s>"}) or {})["user"] == "<s><|start|>user\n\n"
 
 
+def test_templates_that_refuse_a_system() -> None:
+    """Those of Gemma and Mistral, whose roles must take turns and begin with the user."""
+    turns = "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}{% endif %}"
+    gemma = (
+        "{{ bos_token }}{% for m in messages %}" + turns + "{% set role = 'model' if m['role'] == 'assistant' else m['role'] %}"
+        "{{ '<start_of_turn>' + role + '\n' + m['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+    )
+    mistral = (
+        "{{ bos_token }}{% for m in messages %}"
+        + turns
+        + "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+        "{% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}"
+    )
+    marks = {"bos_token": "<s>", "eos_token": "</s>"}
+    assert chat_pieces(gemma, marks) == {
+        "user": "<s><start_of_turn>user\n",
+        "user assistant": "<end_of_turn>\n<start_of_turn>model\n",
+        "assistant user": "<end_of_turn>\n<start_of_turn>user\n",
+    }
+    assert chat_pieces(mistral, marks) == {
+        "user": "<s>[INST] ", "user assistant": " [/INST]", "assistant user": "</s>[INST] ",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "template",
     [
