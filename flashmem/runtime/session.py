@@ -206,7 +206,7 @@ class Session:
         """The states of the model, or those of `names`, by the names of their inputs, each in its own shape and type; copies.
 
         Raises:
-            KeyError: an unknown name.
+            ValueError: an unknown name.
             RunError: the session is closed, or the device fails.
         """
         with self._alone("states"):

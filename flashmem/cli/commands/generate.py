@@ -50,10 +50,7 @@ def generate_text(model: Path, prompt: str | None, compiling: CompileOptions, op
         raise UserError("--conversation keeps messages, which --plain does not have; leave out one of them")
     if options.plain and prompt is None:
         raise UserError("--plain continues a text; give one after the model")
-    bundle = open_bundle(model, compiling, still_open=RUN_TIME, build=True)
-    budget = compiling.budget if model.is_dir() else None  # a model compiled now has its budget in the bundle
-    mode: Any = compiling.mode or "auto"
-    with Generator(bundle, device=compiling.device or "auto", budget=budget, mode=mode) as generator:
+    with open_generator(model, compiling) as generator:
         saved = options.conversation
         if prompt is not None and (options.plain or (generator.language.chat is None and saved is None)):
             _answer(generator, prompt, options)
@@ -66,6 +63,14 @@ def generate_text(model: Path, prompt: str | None, compiling: CompileOptions, op
             messages.append({"role": "assistant", "content": _answer(generator, messages, options)})
             if saved is not None:
                 _save(generator, saved, messages)
+
+
+def open_generator(model: Path, compiling: CompileOptions) -> Generator:
+    """A generator of a bundle, or of a GGUF file, which is compiled first. Raises as `generate_text`."""
+    bundle = open_bundle(model, compiling, still_open=RUN_TIME, build=True)
+    budget = compiling.budget if model.is_dir() else None  # a model compiled now has its budget in the bundle
+    mode: Any = compiling.mode or "auto"
+    return Generator(bundle, device=compiling.device or "auto", budget=budget, mode=mode)
 
 
 def _save(generator: Generator, path: Path, messages: list[Message]) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from flashmem.base.extras import need
 from flashmem.base.streams import say
-from flashmem.cli.commands.compiling import RUN_TIME, CompileOptions, open_bundle
-from flashmem.runtime.generation.generator import Generator
+from flashmem.cli.commands.compiling import CompileOptions
+from flashmem.cli.commands.generate import open_generator
 
 
 def serve_model(model: Path, compiling: CompileOptions, host: str, port: int, name: str | None) -> None:
@@ -20,13 +19,9 @@ def serve_model(model: Path, compiling: CompileOptions, host: str, port: int, na
     need("flashmem serve", "starlette", "uvicorn")
     from flashmem.tools.server.app import listening, serve
 
-    with listening(host, port) as at:
-        bundle = open_bundle(model, compiling, still_open=RUN_TIME, build=True)
-        budget = compiling.budget if model.is_dir() else None  # a model compiled now has its budget in the bundle
-        mode: Any = compiling.mode or "auto"
-        with Generator(bundle, device=compiling.device or "auto", budget=budget, mode=mode) as generator:
-            address, number = at.getsockname()[:2]
-            shown = f"[{address}]" if ":" in address else address
-            served = name or model.stem
-            say(f"{served} is served at http://{shown}:{number}/v1")
-            serve(generator, served, at)
+    with listening(host, port) as at, open_generator(model, compiling) as generator:
+        address, number = at.getsockname()[:2]
+        shown = f"[{address}]" if ":" in address else address
+        served = name or model.stem
+        say(f"{served} is served at http://{shown}:{number}/v1")
+        serve(generator, served, at)

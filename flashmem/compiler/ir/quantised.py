@@ -122,6 +122,12 @@ class QuantizedConstant:
         )
 
 
+def wide(part: Constant) -> NDArray[Any]:
+    """The elements of a scale, zero or minimum, floats in float32."""
+    array = part.array()
+    return array.astype(np.float32) if array.dtype == np.float16 else array
+
+
 @dataclass(frozen=True)
 class _Part:
     """Elements `first` to `end` of a constant along an axis, computed when read."""

@@ -19,8 +19,8 @@ from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.strided import broadcast_strides, row_major
 from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
 from flashmem.compiler.lowering.movement import copy_region
-from flashmem.compiler.lowering.quantisation import QuantisationParameters, WeightBinding, read_both, read_weights
-from flashmem.compiler.lowering.tile import C_BYTES, ContractionTile
+from flashmem.compiler.lowering.quantisation import WeightBinding, read_both, read_weights
+from flashmem.compiler.lowering.tile import ContractionTile
 from flashmem.compiler.operators.vector import REGISTER, scalar_literal
 from flashmem.compiler.weights.packing import PackedSlice, Packing, phases_of, weight_columns, weight_matrix
 from flashmem.program.launches import Arg, KernelShape
@@ -34,6 +34,9 @@ _TEMPLATES = {
     "deform_conv": "contraction/deform_conv",
 }
 """Templates of products with packed weights, by kernel family."""
+
+_BYTES = ("char", "uchar")
+"""Types of packed elements, counted in bytes."""
 
 DEPTH_BLOCK = 64
 """The most steps of depth between two steps of the copy stream. A folded texture also ends a step at the end of a fold."""
@@ -103,16 +106,6 @@ def _with(tile: ContractionTile, binding: WeightBinding) -> ContractionTile:
         weight_minimum=binding.weight_minimum,
         block_depth=binding.block,
     )
-
-
-def _with_heads(tile: ContractionTile) -> ContractionTile:
-    """`tile` with zero points, scales and minima in the heads of the weights' blocks, in this order."""
-    found, ahead = list[QuantisationParameters | None](), 0
-    for part in (tile.weight_zero, tile.weight_scale, tile.weight_minimum):
-        found.append(part and replace(part, ahead=ahead))
-        ahead += C_BYTES[part.type] if part else 0
-    zero, scale, minimum = found
-    return replace(tile, weight_zero=zero, weight_scale=scale, weight_minimum=minimum)
 
 
 def lower_matmul(context: LoweringContext, group: FusionGroup) -> None:
@@ -185,14 +178,13 @@ def lower_packed(
         tile = replace(tile, words=words, strands=1 if words else max(1, min(_MOST_STRANDS, _SUMMED_COLUMNS // tile.columns)))
     # Zero points and scales of a block are loaded between steps of the loop, so no step may span two blocks.
     step = max(n for n in range(1, DEPTH_BLOCK + 1) if binding.block % n == 0) if binding.block else DEPTH_BLOCK
-    in_heads = family == "matmul" and context.memory_path == "buffer" and bool(binding.by_block) and tile.element in C_BYTES
+    in_heads = family == "matmul" and context.memory_path == "buffer" and bool(binding.by_block) and tile.element in _BYTES
     packing = Packing(
         depth, columns // groups, groups, tile.panel, binding.storage, context.memory_path,
         _fold_unit(family, tile, run, step), context.descriptor, phases_of(node), block=binding.block,
         heads=tuple(each.storage for each in binding.by_block) if in_heads else (),
     )  # fmt: skip
-    if in_heads:
-        tile = _with_heads(tile)
+    tile = replace(tile, head_bytes=tile.panel * packing.head_bytes)
     phases = math.prod(packing.phases)
     if binding.codes is None:
         parts = [PackedSlice(0, packing.panels, 4 * packing.panels * depth * tile.panel)]

@@ -14,7 +14,7 @@ from flashmem.base.types import DType
 from flashmem.compiler.ir.broadcast import place
 from flashmem.compiler.ir.builder import constant
 from flashmem.compiler.ir.graph import Constant, Node, Value
-from flashmem.compiler.ir.quantised import QuantizedConstant
+from flashmem.compiler.ir.quantised import QuantizedConstant, wide
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.operators.vector import STORED
 from flashmem.compiler.weights.packing import Storage, weight_columns
@@ -32,14 +32,14 @@ class QuantisationParameters:
     """Zero points or scales for the templates: elements of `type`; the one for (row, col) of the output is at `index`.
 
     `spread`: one element holds for all columns of a vector. Those of blocks have no index: they are packed like the weights, or
-    in the order of depth if they hold for all columns. `ahead`: they are in the heads of the weights' blocks, after so many
-    bytes of each column; -1: elsewhere.
+    in the order of depth if they hold for all columns. `ahead`: bytes of each column before them, in the head of a block of
+    weights, if they are in such heads.
     """
 
     type: str
     index: str = ""
     spread: bool = False
-    ahead: int = -1
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -117,13 +117,15 @@ def read_weights(context: LoweringContext, node: Node, *, blocks: bool = True) -
             storage = cast(Storage, part.dtype.name)
             return ByBlock(name, storage, lambda: quantized.spread(_full(quantized, part.array(), taps), [column]))
 
+        ahead = 0
         for name, part in given.items():
-            parameters[name] = QuantisationParameters(STORED[cast(DType, part.dtype.name)])
+            parameters[name] = QuantisationParameters(STORED[cast(DType, part.dtype.name)], ahead=ahead)
+            ahead += part.dtype.itemsize
         packed, args = [by_block(*each) for each in given.items()], activation
     else:
         packed, args = [], list(activation)
         for name, part in given.items():
-            array = _wide(part)
+            array = wide(part)
             if block:
                 array = np.ascontiguousarray(weight_columns(node, _full(quantized, array, taps))(0, 1))
             else:
@@ -194,7 +196,7 @@ def read_both(context: LoweringContext, node: Node) -> tuple[Arg, WeightBinding]
     parameters: dict[str, QuantisationParameters] = {}
     for name, part in (("zero", quantized.zero), ("scale", quantized.scale)):
         if part is not None:
-            array = quantized.spread(_wide(part))
+            array = quantized.spread(wide(part))
             value = constant(f"{right.name}.{name}", array.swapaxes(-1, -2) if column < depth else array)
             placed = place(value, output.shape, len(output.shape) - 1)
             assert placed is not None
@@ -216,12 +218,6 @@ def _axes(node: Node) -> tuple[int, int, list[int]]:
         return (rank - 2, rank - 1, []) if node.attributes["transposed"] else (rank - 1, rank - 2, [])
     taps = list(range(2, rank))
     return (1, 0, taps) if node.op == "ConvTranspose" else (0, 1, taps)
-
-
-def _wide(part: Constant) -> NDArray[Any]:
-    """The elements of scales or zero points, floats in float32."""
-    array = part.array()
-    return array.astype(np.float32) if array.dtype == np.float16 else array
 
 
 def _full(quantized: QuantizedConstant, array: NDArray[Any], taps: Sequence[int]) -> NDArray[Any]:

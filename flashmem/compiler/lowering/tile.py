@@ -14,9 +14,6 @@ from flashmem.target.kernel_configs.contraction import Contraction, Winograd
 _ELEMENT = {"float32": "float", "float16": "half", "int4": "uchar", "uint4": "uchar"}
 """OpenCL C types of packed elements that differ from those of tensors; two integers of 4 bits are one element."""
 
-C_BYTES = {"char": 1, "uchar": 1, "half": 2, "float": 4}
-"""Bytes of the types of zero points, scales and minima."""
-
 
 @dataclass(frozen=True)
 class ContractionTile:
@@ -24,10 +21,12 @@ class ContractionTile:
 
     It also has the places of zero points and scales.
 
-    `block_depth`: steps of depth that share a zero point and a scale; 0 if all of them do. `aligned`: rows of the left operand
-    start at a multiple of 16 bytes; `aligned_columns`: the same for the right one. `looped`: one copy of the epilogue finishes
-    all sums, for slow compilers and processors whose stack is in cache. `whole`: a stage never passes the end of the depth, nor
-    of the channels of a tap. `folded`: the weights' texture is folded. `scattered`: the result is stored with columns first.
+    `block_depth`: steps of depth that share a zero point and a scale; 0 if all of them do. `head_bytes`: bytes of the zero
+    points, scales and minima before the codes of each block of a panel; 0 if they are operands of their own. `aligned`: rows
+    of the left operand start at a multiple of 16 bytes; `aligned_columns`: the same for the right one. `looped`: one copy of
+    the epilogue finishes all sums, for slow compilers and processors whose stack is in cache. `whole`: a stage never passes
+    the end of the depth, nor of the channels of a tap. `folded`: the weights' texture is folded. `scattered`: the result is
+    stored with columns first.
     `depth_vector`: steps of depth of the left operand that a plain config reads by one load; a row has a multiple of them.
     `strands`: products with quantised weights are summed unscaled, in so many sums in turn; 0: weights are dequantised first.
     `words`: such weights of 4 bits are read eight words at a time.
@@ -45,6 +44,7 @@ class ContractionTile:
     weight_scale: QuantisationParameters | None = None
     weight_minimum: QuantisationParameters | None = None
     block_depth: int = 0
+    head_bytes: int = 0
     aligned: bool = False
     aligned_columns: bool = False
     whole: bool = False
@@ -153,12 +153,6 @@ class ContractionTile:
     def panel_elements(self) -> int:
         """Elements of a row of a panel."""
         return self.panel // 2 if self.nibbles else self.panel
-
-    @property
-    def head_bytes(self) -> int:
-        """Bytes of the head of each block of a panel: the zero points, scales and minima that are not operands of their own."""
-        parts = (self.weight_zero, self.weight_scale, self.weight_minimum)
-        return self.panel * sum(C_BYTES[part.type] for part in parts if part is not None and part.ahead >= 0)
 
     @property
     def panel_texels(self) -> int:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from flashmem.base.types import DType
 from flashmem.compiler.ir.builder import DerivedConstant, Rewriter, constant, derived
 from flashmem.compiler.ir.graph import ArrayConstant, Constant, Node, Value
-from flashmem.compiler.ir.quantised import QuantizedConstant
+from flashmem.compiler.ir.quantised import QuantizedConstant, wide
 from flashmem.compiler.operators.registry import FLOAT, REGISTRY, Operator, Types, all_fp32, elementwise, register
 from flashmem.compiler.operators.rewriting import from_front, reshaped
 from flashmem.compiler.operators.vector import Vector
@@ -241,8 +241,7 @@ def gather_codes(rewriter: Rewriter, node: Node, axis: int) -> None:
     varies = quantized.scale.shape[axis] > 1
 
     def of_picked(part: Constant, name: str) -> Value:
-        array = quantized.spread(part.array(), [axis])
-        array = array.astype(np.float32) if array.dtype == np.float16 else array  # no tensor has that type
+        array = quantized.spread(wide(part), [axis])
         before, after = array.shape[:axis], array.shape[axis + 1 :]
         if not varies:
             return constant(f"{table.name}.{name}", array.reshape(*before, *[1] * len(indices.shape), *after))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,9 +51,10 @@ class States:
         """The states of these names (all, if there are none), the names of their inputs, in the types of the model.
 
         Raises:
-            KeyError: an unknown name.
+            ValueError: an unknown name.
             RunError: the device fails.
         """
+        self._check_names(names)
         return {name: self._read(self._states[name]) for name in names or self._states}
 
     def write(self, arrays: Mapping[str, Array]) -> None:
@@ -63,15 +64,18 @@ class States:
             ValueError: an unknown name, or an array of another shape or type; no state has changed.
             RunError: the device fails.
         """
-        unknown = [name for name in arrays if name not in self._states]
-        if unknown:
-            raise ValueError(f"the model has no state {unknown[0]!r}; it has: {', '.join(self._states) or 'none'}")
+        self._check_names(arrays)
         states = [self._states[name] for name in arrays]
         check_inputs([Port(each.name, each.shape, each.dtype, each.tensor) for each in states], arrays)
         for state in states:
             tensor, given = self._tensors[state.tensor], arrays[state.name].reshape(-1)
             for first in range(0, given.size, _PIECE):
                 self._write(state, first, to_device(tensor, given[first : first + _PIECE]))
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        unknown = [name for name in names if name not in self._states]
+        if unknown:
+            raise ValueError(f"the model has no state {unknown[0]!r}; it has: {', '.join(self._states) or 'none'}")
 
     def _write(self, state: State, first: int, data: Array) -> None:
         self._queue.write(self._parts[state.name], np.ascontiguousarray(data), offset=first * data.itemsize)

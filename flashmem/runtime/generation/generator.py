@@ -81,7 +81,7 @@ class Generator:
         self._cached: list[int] = []  # the tokens in the cache
         self._lengths = sorted((_words(each.program) for each in opened.variants), reverse=True)
         self._slice_bytes = {part.name: part.file_bytes for each in opened.variants for part in each.program.slices}
-        self._model = model_key(opened)
+        self._opened = opened
         self._session = Session(opened, device=device, budget=budget, mode=mode)
 
     def generate(
@@ -141,7 +141,7 @@ class Generator:
             OSError: the file cannot be written.
             RunError: the device fails.
         """
-        write_conversation(Path(path), self._model, self._cached, messages, self._session)
+        write_conversation(Path(path), model_key(self._opened), self._cached, messages, self._session)
 
     def restore(self, path: str | Path) -> list[Message]:
         """Continue with a saved cache; returns the messages that were saved with it.
@@ -151,7 +151,8 @@ class Generator:
             RunError: the device fails.
         """
         self._cached = []
-        self._cached, messages = read_conversation(Path(path), self._model, self.language.max_length, self._session)
+        model, length = model_key(self._opened), self.language.max_length
+        self._cached, messages = read_conversation(Path(path), model, length, self._session)
         return messages
 
     def _tokens_of(self, prompt: str | Sequence[Message] | Sequence[int]) -> list[int]:

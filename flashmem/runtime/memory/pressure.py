@@ -15,7 +15,7 @@ So it does not oscillate with the memory that flashmem holds.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,14 +73,19 @@ def wanted(state: PressureState, now: Sample) -> PressureState:
 
 def sample(seconds: float, held: int, root: Path = Path("/")) -> Sample:
     """Read the system's files below `root`."""
-    own = [group / "memory.pressure" for group in _groups(root)[:1]]
-    waits = [_waited(path) for path in (root / "proc/pressure/memory", *own)]
-    return Sample(seconds, available(root), max((waited for waited in waits if waited is not None), default=0.0), held)
+    groups = _groups(root)
+    waits = [_waited(path) for path in (root / "proc/pressure/memory", *(group / "memory.pressure" for group in groups[:1]))]
+    waited = max((waited for waited in waits if waited is not None), default=0.0)
+    return Sample(seconds, _available(root, groups), waited, held)
 
 
 def available(root: Path = Path("/")) -> int | None:
     """Bytes of memory that this process could still use; file pages count as free. None if the system reports nothing."""
-    lefts = [_meminfo(root / "proc/meminfo"), *(_left(group) for group in _groups(root))]
+    return _available(root, _groups(root))
+
+
+def _available(root: Path, groups: Sequence[Path]) -> int | None:
+    lefts = [_meminfo(root / "proc/meminfo"), *(_left(group) for group in groups)]
     return min((left for left in lefts if left is not None), default=None)
 
 

@@ -87,7 +87,6 @@ class LoaderRun:
         self._ahead = threads
         file = transfer.file
         file.look_at_memory()
-        self._may_announce = file.stays  # else what is read ahead of the loads takes the place of what they read
         self._announces = file.missed  # since the start of the last run
         file.missed = False
         self._count = min(threads, len(loads))
@@ -231,8 +230,9 @@ class LoaderRun:
                     load = self._loads[number]
                     self._taken[number] = True
                     self._loading += 1
-                    missing = self._may_announce and (self._announces or self._transfer.file.missed)
-                    ahead = self._announce(number) if missing else ()
+                    file = self._transfer.file
+                    # Where the file does not stay, what is read ahead would take the place of what loads read.
+                    ahead = self._announce(number) if file.stays and (self._announces or file.missed) else ()
             if load is not None:
                 for each in ahead:
                     self._transfer.expect(each.part, each.segment)

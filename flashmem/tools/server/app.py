@@ -85,26 +85,26 @@ class _ModelServer:
     async def _answered(self, http: HttpRequest, *, chat: bool) -> Response:
         try:
             wanted = read_request(await _body(http), chat=chat, model=self._model)
-            self._generator.tokens_of(wanted.prompt)  # refused before the response begins
+            tokens = self._generator.tokens_of(wanted.prompt)  # a prompt is refused before the response begins
         except LookupError as error:
             return _error(str(error.args[0]), 404)
         except UserError as error:
             return _error(str(error), 400)
         responses = Responses(wanted, self._model, uuid4().hex, int(time.time()))
         if wanted.stream:
-            return StreamingResponse(self._events(wanted, responses), media_type="text/event-stream")
+            return StreamingResponse(self._events(wanted, tokens, responses), media_type="text/event-stream")
         try:
-            async with self._pieces(wanted) as pieces:
+            async with self._pieces(wanted, tokens) as pieces:
                 text = "".join([piece async for piece in pieces])
                 assert self._generator.last is not None
                 return JSONResponse(responses.whole(text, self._generator.last))
         except (UserError, RunError) as error:
             return _error(str(error), 400 if isinstance(error, UserError) else 500)
 
-    async def _events(self, wanted: Request, responses: Responses) -> AsyncIterator[str]:
+    async def _events(self, wanted: Request, tokens: list[int], responses: Responses) -> AsyncIterator[str]:
         """A streamed response: server-sent events."""
         try:
-            async with self._pieces(wanted) as pieces:
+            async with self._pieces(wanted, tokens) as pieces:
                 if (first := responses.first()) is not None:
                     yield _event(first)
                 async for piece in pieces:
@@ -119,11 +119,11 @@ class _ModelServer:
             yield _event(_problem(str(error), "invalid_request_error" if isinstance(error, UserError) else "server_error"))
 
     @asynccontextmanager
-    async def _pieces(self, wanted: Request) -> AsyncIterator[AsyncIterator[str]]:
+    async def _pieces(self, wanted: Request, tokens: list[int]) -> AsyncIterator[AsyncIterator[str]]:
         """The pieces of a text, made in a thread when it is this request's turn. A client that leaves ends the generation."""
         async with self._turn:
             made = self._generator.generate(
-                wanted.prompt,
+                tokens,
                 max_new_tokens=wanted.max_new_tokens,
                 temperature=wanted.temperature,
                 top_p=wanted.top_p,

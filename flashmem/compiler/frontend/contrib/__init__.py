@@ -23,10 +23,10 @@ from flashmem.compiler.ir.limits import nodes_of
 DOMAIN, OWN = "com.microsoft", "flashmem"
 """Domains of expanded operators: ONNX Runtime's, and the one of files that flashmem writes for itself."""
 
-_OWN: dict[str, Expand] = {"DequantizeBlocks": quantized.blocks_dequantised}
 _EXPANSIONS: dict[str, Expand] = {}
 for _family in (attention, fused, grouped, normalization, others, quantized):
     _EXPANSIONS |= _family.EXPANSIONS
+_BY_DOMAIN: dict[str, dict[str, Expand]] = {DOMAIN: _EXPANSIONS, OWN: {"DequantizeBlocks": quantized.blocks_dequantised}}
 
 _REASON = "flashmem.reason"
 WITHOUT_SHAPES = "of inputs without static shapes is not implemented"
@@ -70,7 +70,7 @@ def expand(node: ir.Node, opset: int) -> tuple[Sequence[ir.Value], Sequence[ir.N
 
     None for an operator that is not ONNX Runtime's or not supported, and as long as a required shape is unknown.
     """
-    rule = {DOMAIN: _EXPANSIONS, OWN: _OWN}.get(node.domain, {}).get(node.op_type)
+    rule = _BY_DOMAIN.get(node.domain, {}).get(node.op_type)
     if rule is None or not any(value.name for value in node.outputs):
         return None
     expansion = Expansion(node, opset)

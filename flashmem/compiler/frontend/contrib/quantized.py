@@ -219,27 +219,31 @@ def _matmul_nbits(e: Expansion) -> list[ir.Value]:
         raise RefusedError(f"with K {inner} over an input of shape {shape}")
     matrix = e.tensor(quantised_matrix(weight, (columns, inner), block, bits))
     scale = e.tensor(reinterpreted(scales, scales.dtype, (columns, blocks)))
-    points, minimum = np.full((columns, blocks), 1 << (bits - 1), np.uint8), None
-    if (zero := e.optional(3)) is not None:
-        given = e.known(zero)
+    zero, how = e.optional(3), {"axis": 1, "block_size": block}
+    given = None if zero is None else e.known(zero)
+    if given is None or given.dtype == np.uint8:
+        dense = e.op("DequantizeLinear", matrix, scale, _zero_points(e, zero, columns, blocks, bits), **how)
+    else:  # of any value
+        if given.size != columns * blocks:
+            raise RefusedError(f"of {columns} x {blocks} blocks with {given.size} zero points")
+        minimum = -given.reshape(columns, blocks).astype(np.float32) * scales.numpy().reshape(columns, blocks).astype(
+            np.float32
+        )
+        dense = e.op("DequantizeLinear", matrix, scale, None, e.constant(minimum, scale), **how)
+    return [e.plus(e.op("MatMul", x, e.transpose(dense, 1, 0)), e.optional(5))]
+
+
+def _zero_points(e: Expansion, zero: ir.Value | None, rows: int, blocks: int, bits: int) -> ir.Value:
+    """Packed zero points of `bits` bits as a matrix [rows, blocks]; the middle of the codes, if they are omitted."""
+    points = np.full((rows, blocks), 1 << (bits - 1), np.uint8)
+    if zero is not None:
+        given, width = e.known(zero), blocks if bits == 8 else -(-blocks // 2)
         if given is None:
             raise RefusedError("with zero points computed at run time")
-        if given.dtype == np.uint8:
-            row = blocks if bits == 8 else -(-blocks // 2)
-            if given.size != columns * row:
-                raise RefusedError(f"of {columns} x {blocks} blocks with {given.size} bytes of zero points")
-            points = packed_zero_points(given.reshape(columns, row), blocks, bits)
-        else:  # of any value
-            if given.size != columns * blocks:
-                raise RefusedError(f"of {columns} x {blocks} blocks with {given.size} zero points")
-            floats = scales.numpy().reshape(columns, blocks).astype(np.float32)
-            minimum = -given.reshape(columns, blocks).astype(np.float32) * floats
-    if minimum is None:
-        zeros = e.tensor(quantised_matrix(ir.tensor(points), (columns, blocks), blocks, 8, bits))
-        dense = e.op("DequantizeLinear", matrix, scale, zeros, axis=1, block_size=block)
-    else:
-        dense = e.op("DequantizeLinear", matrix, scale, None, e.constant(minimum, scale), axis=1, block_size=block)
-    return [e.plus(e.op("MatMul", x, e.transpose(dense, 1, 0)), e.optional(5))]
+        if given.size != rows * width:
+            raise RefusedError(f"of {rows} x {blocks} blocks with {given.size} bytes of zero points")
+        points = packed_zero_points(given.reshape(rows, width), blocks, bits)
+    return e.tensor(quantised_matrix(ir.tensor(points), (rows, blocks), blocks, 8, bits))
 
 
 def _gather_blocks(e: Expansion) -> list[ir.Value]:
@@ -251,18 +255,12 @@ def _gather_blocks(e: Expansion) -> list[ir.Value]:
     axes = e.integer("gather_axis", 0), e.integer("quantize_axis", 1) % 2
     if weight is None or axes != (0, 1) or bits not in (4, 8) or block < 16 or block & (block - 1):
         raise RefusedError(f"of {bits} bits in blocks of {block}, along axes {axes}")
-    columns, points = width, [] if zero is None else [zero]
-    if weight.dtype == ir.DataType.UINT8:  # zero points have as many bits, and count from the middle if they are omitted
+    points = [] if zero is None else [zero]
+    if weight.dtype == ir.DataType.UINT8:  # two codes of four bits in a byte, and zero points likewise
         columns = width * 8 // bits
-        shape = (rows, -(-columns // block))
-        given = np.full(shape, 1 << (bits - 1), np.uint8) if zero is None else e.known(zero)
-        if given is None:
-            raise RefusedError("with zero points computed at run time")
-        each = given if zero is None else packed_zero_points(given.reshape(rows, -1), shape[1], bits)
         table = e.tensor(quantised_matrix(weight, (rows, columns), block, bits))
-        points = [e.tensor(quantised_matrix(ir.tensor(each), shape, shape[1], 8, bits))]
+        points = [_zero_points(e, zero, rows, -(-columns // block), bits)]
     dense = e.op("DequantizeLinear", table, scales, *points, axis=1, block_size=block)
-    e.shapes[dense] = (rows, columns)
     return [e.op("Gather", dense, e.input(1), axis=0)]
 
 
