@@ -5,27 +5,25 @@ docs/architecture.md shows the pipeline.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from flashmem.base.errors import BudgetError, MissingFileError, UserError
+from flashmem.base.errors import BudgetError, UserError
 from flashmem.base.types import MemoryPath, Optimize, States, TransferMode
-from flashmem.base.version import __version__
 from flashmem.bundle.bundle import Bundle, ShapeVariant
 from flashmem.bundle.cache import find_or_make
-from flashmem.bundle.shape_variants import Shapes, checked_variants, shapes_text
+from flashmem.bundle.shape_variants import Shapes, shapes_text
 from flashmem.bundle.writer import BundleWriter
+from flashmem.compilation import DATA_FILES, Compilation, read_compilation, states_of
 from flashmem.compiler.adaptive.granularity import first_attempt
 from flashmem.compiler.adaptive.pipeline import Pipeline, Watch
 from flashmem.compiler.adaptive.tiling import fitting_patches
 from flashmem.compiler.adaptive.unfusion import may_refine, refine
 from flashmem.compiler.frontend.external_data import model_files
-from flashmem.compiler.frontend.gguf.reader import LanguageModel, converted, is_gguf, shapes_of_runs
+from flashmem.compiler.frontend.gguf.reader import LanguageModel, converted
 from flashmem.compiler.frontend.importer import collect_unsupported, import_model
 from flashmem.compiler.frontend.mapped_file import load_mapped
 from flashmem.compiler.ir.graph import Graph
@@ -36,13 +34,10 @@ from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.pipeline import check_dump_folder, dump_graph, prepare
 from flashmem.compiler.selection.selector import KernelSelector
-from flashmem.compiler.selection.tuning_database import content_hash
 from flashmem.compiler.weights.sharing import NOTHING_STORED, StoredWeights
 from flashmem.compiler.weights.slicing import FINEST
-from flashmem.options import resolve
 from flashmem.planning.carried_instance import KEY as CARRIED
 from flashmem.planning.carried_instance import carried
-from flashmem.planning.limits import read_limits
 from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.planner import completed, make_plan, planning_instance
 from flashmem.program.program import Program
@@ -64,6 +59,7 @@ def compile(
     lambda_: float | None = None,
     chunk: int | str | None = None,
     precision: Literal["fp32", "fp16"] = "fp32",
+    state_precision: Literal["fp32", "fp16"] | None = None,
     shapes: Shapes | Sequence[Shapes] | None = None,
     states: States | None = None,
     constants: Mapping[str, Any] | None = None,
@@ -96,6 +92,7 @@ def compile(
             or the paper's 0.9 for objective "paper".
         chunk: S, the unit of transfer; by default at most a quarter of what the median launch can carry.
         precision: the stored type of weights and activations; sums are fp32.
+        state_precision: the stored type of states, by default fp16 for a GGUF file, and `precision` for others.
         shapes: sizes for open dimensions, by input. Or several of these, for a bundle with one shape variant each and common
             weights. A session then runs the variant whose shapes its inputs have.
         states: inputs that the next run reads as outputs of this one, input name to output name; "auto": all pairs that are
@@ -126,59 +123,51 @@ def compile(
     if with_binaries and not build:
         raise UserError("a bundle cannot carry kernels that are not built; leave out either --no-build or --with-binaries")
     progress = progress or (lambda stage, fraction: None)
-    model = Path(model)
-    if not model.is_file():
-        what = "is a folder" if model.is_dir() else "does not exist"
-        raise MissingFileError(f"model {model} {what}; name an ONNX file")
-    if is_gguf(model):
-        if any(checked_variants(shapes)) or states is not None or constants:
-            raise UserError(f"the shapes, states and inputs of {model} are known; leave out --shape, --state and --constant")
-        shapes, states = shapes_of_runs(), "auto"
-    elif max_length is not None:
-        raise UserError(f"--max-length is for a GGUF file, which {model} is not; give the sizes of its inputs with --shape")
-    if states is not None and objective == "auto":
-        objective = "steady"  # a model is run many times for one answer
-    limits = read_limits(
+    compilation = read_compilation(
+        model,
+        device=device,
         budget=budget,
         m_peak=m_peak,
-        chunk=chunk,
         lambda_=lambda_,
-        objective=objective,
+        chunk=chunk,
+        precision=precision,
+        state_precision=state_precision,
+        shapes=shapes,
+        states=states,
+        constants=constants,
+        max_length=max_length,
         preload=preload,
+        memory_path=memory_path,
+        mode=mode,
+        objective=objective,
         strategy=strategy,
         unfusion=unfusion,
         mu=mu,
         alpha=alpha,
         units=units,
+        optimize=optimize,
     )
-    resolved = resolve(
-        limits, device=device, memory_path=memory_path, mode=mode, precision=precision, optimize=optimize, states=states,
-        constants=constants,
-    )  # fmt: skip
-    variants = [replace(resolved, shapes=each) for each in checked_variants(shapes)]
     if dump_passes is not None:
-        with _as_onnx(model, max_length) as source:
-            _dump_passes(source.path, Path(dump_passes), variants)
+        with _as_onnx(compilation) as source:
+            _dump_passes(source.path, Path(dump_passes), compilation.variants)
     with KernelBuilder(device, lambda fraction: progress("build kernels", fraction)) as kernels:
 
         def make(place: Path) -> Bundle:
-            hint = "; a cache of fewer tokens (--max-length) needs less" if is_gguf(model) else ""
-            with _as_onnx(model, max_length) as source, _adding(after=hint):
-                return _compile(model, source, place, variants, progress, kernels if build else None)
+            hint = "; a cache of fewer tokens (--max-length) needs less" if compilation.is_gguf else ""
+            with _as_onnx(compilation) as source, _adding(after=hint):
+                return _compile(compilation, source, place, progress, kernels if build else None)
 
-        if output is not None:
-            bundle = make(Path(output))
-        else:
-            bundle = find_or_make(f"{model.stem}-{_key(model, variants, max_length)}", make)
+        bundle = make(Path(output)) if output is not None else find_or_make(compilation.name, make, compilation.describes)
         if not build:
             return bundle
         built = kernels.finish(bundle)
         return carrying(bundle, built) if with_binaries else bundle
 
 
-def _as_onnx(model: Path, max_length: int | None) -> AbstractContextManager[LanguageModel]:
-    """`model` as an ONNX file, as long as the body runs."""
-    return converted(model, max_length) if is_gguf(model) else nullcontext(LanguageModel(model, b""))
+def _as_onnx(compilation: Compilation) -> AbstractContextManager[LanguageModel]:
+    """The model as an ONNX file, as long as the body runs."""
+    model = compilation.model
+    return converted(model, compilation.max_length) if compilation.is_gguf else nullcontext(LanguageModel(model, b""))
 
 
 def _dump_passes(model: Path, folder: Path, variants: Sequence[Options]) -> None:
@@ -194,18 +183,16 @@ def _dump_passes(model: Path, folder: Path, variants: Sequence[Options]) -> None
 
 
 def _compile(
-    model: Path,
-    source: LanguageModel,
-    output: Path,
-    variants: Sequence[Options],
-    progress: Progress,
-    kernels: KernelBuilder | None,
+    compilation: Compilation, source: LanguageModel, output: Path, progress: Progress, kernels: KernelBuilder | None
 ) -> Bundle:
-    """Compile all `variants`, which differ in shapes, into one bundle. `source` has the ONNX file of `model`.
+    """Compile all shape variants into one bundle. `source` has the ONNX file of the model.
 
     `kernels` are built while plans are made, and weights are packed and written.
     """
+    model, variants = compilation.model, compilation.variants
     [options, *_] = variants
+    files = [] if compilation.is_gguf else model_files(load_mapped(model), model)
+    data = states_of(file for file in files if file != model.resolve())
 
     def begin(generated: Generated, plan: OverlapPlan | None = None) -> None:
         if kernels is not None:
@@ -242,7 +229,7 @@ def _compile(
         bundle.commit_all(
             [_variant(joined[index], made[index][1], each) for index, each in enumerate(variants)],
             options.descriptor.portable,
-            _about(model, options),
+            {**_about(model, options), DATA_FILES: data},
             source.language,
         )
     return Bundle.open(output)
@@ -321,7 +308,7 @@ def import_graph(model: Path, options: Options) -> Graph:
     """
     graph = import_model(model, options.shapes, why_unsupported, options.states, options.constants)
     collect_unsupported(graph, why_unsupported)
-    return graph
+    return replace(graph, states_in_half=options.state_precision == "fp16")
 
 
 def _ignore(generated: Generated) -> None:
@@ -422,17 +409,3 @@ def _about(model: Path, options: Options) -> dict[str, object]:
         "limits": asdict(options.limits),
         "constants": dict(options.constants),
     }
-
-
-def _key(model: Path, variants: Sequence[Options], max_length: int | None = None) -> str:
-    """The key of a bundle in the cache: a hash of the arguments, and of paths, sizes and times of the model's files."""
-    files = []
-    for path in [model.resolve()] if is_gguf(model) else model_files(load_mapped(model), model):
-        state = path.stat()
-        files.append((str(path), state.st_size, state.st_mtime_ns))
-    content = json.dumps(
-        [__version__, files, max_length, [asdict(each) for each in variants], content_hash(variants[0].descriptor)],
-        sort_keys=True,
-        default=str,
-    )
-    return hashlib.sha256(content.encode()).hexdigest()[:16]

@@ -25,24 +25,29 @@ def resolve(
     memory_path: str = "auto",
     mode: str = "auto",
     precision: Precision = "fp32",
+    state_precision: Precision | None = None,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     optimize: Optimize = "cold",
     states: States | None = None,
     constants: Mapping[str, Any] | None = None,
 ) -> Options:
-    """Resolve the target and the limits for which a model is compiled or planned.
+    """Resolve the target and the limits for which a model is compiled or planned. States are stored in `precision` by default.
 
     Raises:
         UserError: no such device, or it lacks the memory path or the mode; or an unknown precision or optimization.
     """
     if optimize not in get_args(Optimize):
         raise UserError(f"optimize {optimize!r} is unknown; name one of: {', '.join(get_args(Optimize))}")
-    if precision not in get_args(Precision):
-        raise UserError(f"precision {precision!r} is unknown; name one of: {', '.join(get_args(Precision))}")
+    for name, given in (("precision", precision), ("state precision", state_precision or precision)):
+        if given not in get_args(Precision):
+            raise UserError(f"{name} {given!r} is unknown; name one of: {', '.join(get_args(Precision))}")
     descriptor = find_descriptor(device, memory_path)
     pairs = dict(states) if isinstance(states, Mapping) else states
     try:
         fixed = {name: np.asarray(value).tolist() for name, value in (constants or {}).items()}
     except ValueError:
         raise UserError("a constant has rows of different lengths; give an array, or numbers in its shape") from None
-    return Options(descriptor, choose_mode(descriptor, mode), limits, precision, dict(shapes or {}), optimize, pairs, fixed)
+    return Options(
+        descriptor, choose_mode(descriptor, mode), limits, precision, dict(shapes or {}), optimize, pairs, fixed,
+        state_precision or precision,
+    )  # fmt: skip

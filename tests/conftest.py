@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import hypothesis
 import pytest
 
-import flashmem
-from flashmem.runtime.serving.runtime import Runtime
-from flashmem.runtime.session import Session
+from tests.support.caches import kernels_built_as_for_users, kernels_built_by_runs
 
 # How long an example takes says how busy the machine is, not whether the code is right.
 hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("any machine")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _kernels_built_by_runs() -> Iterator[None]:
+    """Build kernels in the test's process when a session needs them, in fixtures too."""
+    with pytest.MonkeyPatch.context() as patch:
+        kernels_built_by_runs(patch)
+        yield
+
+
 @pytest.fixture(autouse=True)
-def _kernels_built_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Build kernels in the test's process when a session needs them: child processes take a second for each session."""
-    if not request.node.get_closest_marker("build_apart"):
-        monkeypatch.setitem(flashmem.compile.__kwdefaults__, "build", False)
-        for kind in (Session, Runtime):
-            monkeypatch.setitem(kind.__init__.__kwdefaults__, "build_apart", False)
+def _kernels_built_apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("build_apart"):
+        kernels_built_as_for_users(monkeypatch)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

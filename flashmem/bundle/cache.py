@@ -64,29 +64,39 @@ def place(name: str) -> Path:
     return folder_until_exit("flashmem-bundles-") / (name + _SUFFIX)
 
 
-def find_or_make(name: str, make: Callable[[Path], Bundle]) -> Bundle:
-    """Open the bundle `name` of the cache. If it is missing, damaged or of another format, `make` writes it first.
+def find(name: str, is_right: Callable[[Bundle], bool]) -> Bundle | None:
+    """The bundle `name` of the cache; None if it is missing, damaged, of another format, or not right."""
+    path = folder() / (name + _SUFFIX)
+    try:
+        bundle = Bundle.open(path)
+    except UserError:
+        return None
+    if not is_right(bundle):
+        return None
+    with suppress(OSError):
+        os.utime(path / MANIFEST)
+    return bundle
+
+
+def find_or_make(name: str, make: Callable[[Path], Bundle], is_right: Callable[[Bundle], bool] = lambda bundle: True) -> Bundle:
+    """The bundle `name` of the cache, as `find` returns it, or else one that `make` writes.
 
     Raises:
         UserError: FLASHMEM_CACHE_LIMIT is not a size; and the errors of `make`.
     """
     if os.environ.get(LIMIT_VARIABLE):
         limit()  # refuse a bad limit before the work
+    if (found := find(name, is_right)) is not None:
+        return found
     path = place(name)
-    try:
-        bundle = Bundle.open(path)
-    except UserError:
-        if path.exists() and not (path / MANIFEST).is_file():
-            shutil.rmtree(path, ignore_errors=True)  # a folder that is no bundle cannot be replaced by one
-        if _is_kept(path):
-            make_private(folder())
-        bundle = make(path)
-        if _is_kept(path):
-            _make_private(path)
-            trim(keep=path)
-        return bundle
-    with suppress(OSError):
-        os.utime(path / MANIFEST)
+    if path.exists() and not (path / MANIFEST).is_file():
+        shutil.rmtree(path, ignore_errors=True)  # a folder that is no bundle cannot be replaced by one
+    if _is_kept(path):
+        make_private(folder())
+    bundle = make(path)
+    if _is_kept(path):
+        _make_private(path)
+        trim(keep=path)
     return bundle
 
 

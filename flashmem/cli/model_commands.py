@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from flashmem.base.errors import UserError
 from flashmem.cli.commands.compiling import CompileOptions
 from flashmem.cli.commands.options import (
     Build,
@@ -229,11 +230,21 @@ def simulate(
 
 
 def demo(
-    image: Annotated[Path | None, typer.Argument(help="An image to read; default: a generated page.")] = None,
-    budget: Annotated[str, typer.Option(metavar="SIZE", help="Memory limit for each of the two networks.")] = "50MB",
+    image: Annotated[
+        Path | None, typer.Argument(metavar="[IMAGE|generate]", help="An image to read; default: a generated page.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Argument(help="What the language model of `demo generate` answers.")] = None,
+    budget: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory limit of a network.", show_default="50MB; generate: 60MB")
+    ] = None,
     device: Device = None,
 ) -> None:
-    """Read the text in an image with two trained networks, inside a memory budget."""
-    from flashmem.cli.demo.run import run_demo
+    """Read the text in an image with two trained networks, or answer a prompt with a language model, in a memory budget."""
+    from flashmem.cli.demo import chat, run
 
-    run_demo(image, budget=budget, device=device or "auto")
+    if image == Path("generate"):
+        chat.run_demo(prompt, budget=budget, device=device)
+    elif prompt is not None:
+        raise UserError(f"{prompt!r} follows an image; only `flashmem demo generate` takes a prompt")
+    else:
+        run.run_demo(image, budget=budget or "50MB", device=device or "auto")

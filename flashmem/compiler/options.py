@@ -25,3 +25,4 @@ class Options:
     optimize: Optimize = "cold"  # kernels for the first answer, or for later ones
     states: States | None = None
     constants: Mapping[str, Any] = field(default_factory=dict)  # numbers and nested lists of numbers
+    state_precision: Precision = "fp32"

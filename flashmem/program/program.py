@@ -43,6 +43,13 @@ class Program:
     states: tuple[State, ...] = ()  # neither inputs nor outputs
     states_bytes: int = 0
 
+    @property
+    def lowest_precision(self) -> Literal["fp32", "fp16"]:
+        """The lowest of the precisions in which weights, activations and states are stored."""
+        kept = {state.tensor for state in self.states if state.dtype == "float32"}
+        halves = any(tensor.dtype == "float16" for tensor in self.tensors if tensor.name in kept)
+        return "fp16" if halves else self.precision
+
     def uses(self) -> dict[str, tuple[int, int]]:
         """First and last layer (1-based) that reads each slice."""
         return first_and_last(self.launches, "slice")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from flashmem.base.errors import UserError
-from flashmem.compile import _key
+from flashmem.compilation import Compilation
 from flashmem.compiler.options import Options
 from flashmem.compiler.selection.configs import choose, seconds
 from flashmem.compiler.selection.selector import KernelSelector, fewest, packed_bytes
@@ -124,7 +124,7 @@ def test_the_key_of_a_bundle_changes_with_the_table(tmp_path: Path) -> None:
     for took in (1e-3, 2e-3):
         descriptor = tuned(tmp_path, [timing(workload, tile, took), timing(workload, wide, 1234.0)])
         assert content_hash(descriptor) and "1234" not in str(descriptor.to_dict())
-        keys.add(_key(model, [Options(descriptor, "map", Limits())]))
+        keys.add(Compilation(model, (Options(descriptor, "map", Limits()),)).name)
     assert len(keys) == 2
 
 

@@ -41,6 +41,7 @@ class CompileOptions:
     lambda_: float | None = None
     chunk: str | None = None
     precision: str | None = None
+    state_precision: str | None = None
     shape: tuple[str, ...] = ()
     constant: tuple[str, ...] = ()
     state: tuple[str, ...] = ()
@@ -131,19 +132,24 @@ def compile_here(
         )
 
 
-def compile_apart(model: Path, options: CompileOptions, *, build: bool = True) -> Path:
-    """Compile in a child process into the user's cache, or find the bundle there; returns its path. `build`: kernels too.
+def compile_apart(model: Path, options: CompileOptions, *, build: bool = True) -> Bundle:
+    """The bundle in the user's cache; it is compiled in a child process unless it is there. `build`: kernels too.
 
-    The child prints its progress and its errors to the same stderr.
+    This process does not import the compiler. The child prints its progress and its errors to the same stderr.
 
     Raises:
         SystemExit: the child failed and has printed the reason; with its exit code.
         KeyboardInterrupt: this process or the child was interrupted.
     """
+    from flashmem.bundle.bundle import Bundle
+    from flashmem.compilation import read_compilation
+
     options.check()
     if not model.is_file():
         raise MissingFileError(f"{model}: no such file; name an .onnx model or a bundle")
     have_cache()
+    if (found := read_compilation(model, shapes=read_variants(options.shape), **options.keywords()).find()) is not None:
+        return found
     command = python_module("flashmem", "compile", str(model), *options.arguments(), f"--{'' if build else 'no-'}build")
     quiet = module_environment(child_environment())
     with blocked() as unblock, subprocess.Popen(command, env=quiet, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as child:
@@ -157,7 +163,7 @@ def compile_apart(model: Path, options: CompileOptions, *, build: bool = True) -
         raise KeyboardInterrupt
     if child.returncode:
         sys.exit(child.returncode if child.returncode > 0 else 1)  # negative: ended by a signal
-    return Path(os.fsdecode(printed.strip()))
+    return Bundle.open(Path(os.fsdecode(printed.strip())))
 
 
 def _interrupt(child: subprocess.Popen[bytes]) -> None:
@@ -171,7 +177,7 @@ def _interrupt(child: subprocess.Popen[bytes]) -> None:
         child.wait()
 
 
-def bundle_of(model: Path, options: CompileOptions, *, still_open: Collection[str] = (), build: bool = False) -> Path:
+def bundle_of(model: Path, options: CompileOptions, *, still_open: Collection[str] = (), build: bool = False) -> Bundle:
     """The bundle for `model`: `model` itself if it is a folder, else the compiled one, with its kernels if `build`.
 
     `still_open` has the flags that the command accepts for a bundle too, for instance `RUN_TIME`.
@@ -179,6 +185,8 @@ def bundle_of(model: Path, options: CompileOptions, *, still_open: Collection[st
     Raises:
         UserError: an option was given that was fixed when the bundle was compiled.
     """
+    from flashmem.bundle.bundle import Bundle
+
     if not model.is_dir():
         if (
             model.is_file() and importlib.util.find_spec("flashmem.compile") is None
@@ -190,7 +198,7 @@ def bundle_of(model: Path, options: CompileOptions, *, still_open: Collection[st
     fixed = [flag for flag in options.given() if flag not in still_open]
     if fixed:
         raise UserError(f"{fixed[0]} was fixed when {model} was compiled; compile the model anew, or leave {fixed[0]} out")
-    return model
+    return Bundle.open(model)
 
 
 def open_bundle(model: Path, options: CompileOptions, *, still_open: Collection[str] = (), build: bool = False) -> Bundle:
@@ -199,9 +207,7 @@ def open_bundle(model: Path, options: CompileOptions, *, still_open: Collection[
     Raises:
         UserError: the bundle has no such variant.
     """
-    from flashmem.bundle.bundle import Bundle
-
-    bundle = Bundle.open(bundle_of(model, options, still_open=(*still_open, "--shape"), build=build))
+    bundle = bundle_of(model, options, still_open=(*still_open, "--shape"), build=build)
     asked = read_variants(options.shape)
     if not model.is_dir():
         return bundle
@@ -214,7 +220,7 @@ def open_bundle(model: Path, options: CompileOptions, *, still_open: Collection[
     return bundle.variant(index)
 
 
-_TARGET = ("device", "memory_path", "mode", "precision", "optimize")
+_TARGET = ("device", "memory_path", "mode", "precision", "state_precision", "optimize")
 _LIMITS = ("budget", "m_peak", "chunk", "lambda_", "objective", "preload", "strategy", "unfusion", "mu", "alpha", "units")
 _LAST_SECONDS = 10
 RUN_TIME = ("--device", "--budget", "--mode")

@@ -127,6 +127,10 @@ BUNDLE_OPTIONS: dict[str, Any] = {
     "precision": Annotated[
         Precision | None, typer.Option(help="fp16: weights and activations stored in half; sums in fp32.", show_default="fp32")
     ],
+    "state_precision": Annotated[
+        Precision | None,
+        typer.Option("--state-precision", "--kv", help="Stored type of states.", show_default="fp16 for GGUF; --precision"),
+    ],
     "shape": Shape,
     "constant": Annotated[
         list[str] | None,

@@ -116,7 +116,7 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
             original, make_inputs(), names, constants=bundle.meta.get("constants", {}), states=bundle.program.states,
             runs=options.repeat,
         )  # fmt: skip
-        verification = compare(outcome.outputs, wanted, bundle.program.precision)
+        verification = compare(outcome.outputs, wanted, bundle.program.lowest_precision)
     if options.json:
         emit_json(report_json(outcome, options, verification))
     else:
@@ -124,7 +124,7 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
     if verification is not None and not verification.ok:
         from flashmem.tools.verify import complaint
 
-        raise RunError(complaint(verification, bundle.program.precision))
+        raise RunError(complaint(verification, bundle.program.lowest_precision))
 
 
 def _fitting(bundle: Bundle, path: Path) -> Bundle:

@@ -140,7 +140,7 @@ def _too_small(budget: int, without: BudgetError, smallest: BudgetError) -> Budg
 
 
 def _memory(graph: Graph, groups: Sequence[FusionGroup], aliases: AliasAnalysis, half: bool, least: int) -> Memory:
-    halves = stored_in_half(graph, aliases) if half else frozenset()
+    halves = stored_in_half(graph, aliases, activations=half)
 
     def storage(value: Value) -> StoredType:
         return "float16" if aliases.base(value) in halves else value.dtype

@@ -75,8 +75,7 @@ def clean_up(proto: onnx.ModelProto, is_native: Callable[[str], bool]) -> ir.Mod
                 break  # no definition for this operator set
             model = ir.from_proto(proto)
             _simplify(model, is_native)
-        passes.DeduplicateInitializersPass(size_limit=_COMMON)(model)  # first: nodes are common if they read the same constants
-        passes.CommonSubexpressionEliminationPass()(model)
+        _merge_copies(model)
         _separate_outputs(model.graph)
         passes.RemoveUnusedNodesPass()(model)
         _name_outputs(model.graph, names)
@@ -89,6 +88,7 @@ def clean_up(proto: onnx.ModelProto, is_native: Callable[[str], bool]) -> ir.Mod
 def _simplify(model: ir.Model, is_native: Callable[[str], bool]) -> None:
     """Fold, rewrite and resolve control flow until nothing changes. The limit on unrolled nodes bounds the rounds of a loop."""
     control, sequences, rounds = ControlFlowPass(), SequencePass(), 0
+    _merge_copies(model)
     while rounds < _ROUNDS:
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
         if is_native("DequantizeLinear"):
@@ -106,6 +106,13 @@ def _simplify(model: ir.Model, is_native: Callable[[str], bool]) -> None:
         if not changed and (control.choose or not nested):
             return
         control.choose = not changed  # last, because folding may still make the condition constant
+
+
+def _merge_copies(model: ir.Model) -> None:
+    """Merge equal small constants, and nodes that compute the same: a decoder's layers repeat masks and positions."""
+    passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    passes.DeduplicateInitializersPass(size_limit=_COMMON)(model)  # first: nodes are common if they read the same constants
+    passes.CommonSubexpressionEliminationPass()(model)
 
 
 def _separate_outputs(graph: ir.Graph) -> None:

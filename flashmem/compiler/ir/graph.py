@@ -167,6 +167,7 @@ class Graph:
     Attributes:
         widened: its floating point types that the device computes as float32.
         states: an input and an output of each state, by name (`flashmem.compiler.frontend.states`).
+        states_in_half: float32 states are stored in half, whatever the precision of weights and activations.
     """
 
     name: str
@@ -176,6 +177,7 @@ class Graph:
     opset: int = 23
     widened: tuple[str, ...] = ()
     states: tuple[tuple[str, str], ...] = ()
+    states_in_half: bool = False
 
     def consumers(self) -> dict[Value, list[Node]]:
         """The nodes that read each value, in execution order, without duplicates."""

@@ -101,7 +101,7 @@ def generate(
     path = descriptor.memory_paths[0]
     half = precision == "fp16"
     aliases = AliasAnalysis(graph, half=half)
-    halves = stored_in_half(graph, aliases) if half else frozenset()
+    halves = stored_in_half(graph, aliases, activations=half)
 
     stored_as: dict[Value, Value] = {}  # the next values of states, which are stored as the present ones
 

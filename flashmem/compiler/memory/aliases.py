@@ -26,12 +26,12 @@ class Alias:
 class AliasAnalysis:
     """Alias analysis: maps each value to the value (computed, copied, an input or a constant) whose memory contains it.
 
-    `half`: `--precision fp16` may store float32 in half, so a Slice must start at a multiple of the alignment in both. Results
-    of the model have separate memory: a Slice that is a result, possibly reshaped, is copied.
+    `half`: `--precision fp16` may store float32 in half, so a Slice must start at a multiple of the alignment in both. So may
+    states. Results of the model have separate memory: a Slice that is a result, possibly reshaped, is copied.
     """
 
     def __init__(self, graph: Graph, *, half: bool) -> None:
-        self._half = half
+        self._half = half or graph.states_in_half
         self._found: dict[Value, Alias] = {}
         self._results = {unreshaped(port.value) for port in graph.outputs}
         for node in graph.nodes:

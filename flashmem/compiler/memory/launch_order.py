@@ -37,7 +37,7 @@ def in_lowest_order(
 def _problem(
     graph: Graph, launched: Sequence[FusionGroup], picked: Sequence[FusionGroup], aliases: AliasAnalysis, *, half: bool
 ) -> OrderProblem:
-    halves = stored_in_half(graph, aliases) if half else frozenset()
+    halves = stored_in_half(graph, aliases, activations=half)
 
     def storage(value: Value) -> StoredType:
         return "float16" if aliases.base(value) in halves else value.dtype

@@ -1,4 +1,4 @@
-"""Mixed precision: the activations that `--precision fp16` stores in half.
+"""Mixed precision: the activations that `--precision fp16` stores in half, and the states that `--state-precision fp16` does.
 
 Arithmetic is in float32, for any stored type. Only a kernel config with `half` sums the products of a few steps of depth in
 half.
@@ -31,15 +31,20 @@ SMALL = (TENSOR_ALIGNMENT - SLACK) // 4
 """Number of elements that need the same memory in float32 and in half, because of the alignment of tensors."""
 
 
-def stored_in_half(graph: Graph, aliases: AliasAnalysis) -> frozenset[Value]:
-    """The activations of `graph` that are stored in half: those with separate memory, or that share it (`aliases`)."""
-    groups, states = fuse(graph), {name for pair in graph.states for name in pair}
-    inputs = [port for port in graph.inputs if port.dtype == "float16" or port.name in states]
+def stored_in_half(graph: Graph, aliases: AliasAnalysis, *, activations: bool) -> frozenset[Value]:
+    """The states of `graph` that are stored in half, and its `activations`: those with separate memory, or that share it."""
+    if not activations and not graph.states_in_half:
+        return frozenset()
+    groups, names = fuse(graph), {name for pair in graph.states for name in pair}
+    states = {aliases.base(port.value) for port in (*graph.inputs, *graph.outputs) if port.name in names}
+    inputs = [port for port in graph.inputs if port.dtype == "float16" or port.name in names]
     written = [value for group in groups for value in group.written]
     found = {aliases.base(value) for value in (*(port.value for port in inputs), *written)}
-    ports = [port for port in (*graph.inputs, *graph.outputs) if port.dtype != "float16" and port.name not in states]
+    ports = [port for port in (*graph.inputs, *graph.outputs) if port.dtype != "float16" and port.name not in names]
     kept = {aliases.base(port.value) for port in ports}
     kept |= {aliases.base(value) for group in groups for value in _keep_fp32(group)}
+    kept |= set() if graph.states_in_half else states
+    found = found if activations else found & states
     return frozenset(value for value in found - kept if value.dtype == "float32" and value.size > SMALL)
 
 

@@ -120,10 +120,12 @@ class _Rows:
             return None
         if node.op == "Mul":
             return self._product(node)
-        parts = [None if each is None else self.of(each) for each in node.inputs]
-        given = [part for part in parts if part is not None]
-        if len(given) < len(parts):
-            return None
+        given: list[_Columns] = []
+        for each in node.inputs:
+            part = None if each is None else self.of(each)
+            if part is None:
+                return None
+            given.append(part)
         if node.op == "Reshape":
             return given[0].reshape(shape) if given[0].size == np.prod(shape, dtype=int) else None
         if node.op == "Slice":

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from flashmem.base.errors import UserError
 from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
+from flashmem.bundle.language import IDS, TOTAL
 from flashmem.program.program import Program
 from flashmem.runtime.generation.conversation import Message, model_key, read_conversation, write_conversation
 from flashmem.runtime.generation.sampling import Sampler, Sampling
@@ -24,8 +25,6 @@ from flashmem.runtime.generation.tokenizer import Tokenizer
 from flashmem.runtime.session import Session
 
 Array = NDArray[Any]
-
-_IDS, _TOTAL = "input_ids", "total_sequence_length"
 
 _FEW = 4
 """So many last tokens of a prompt are read one by one, and more in a run that reads others again."""
@@ -241,7 +240,7 @@ class Generator:
         """Run the model on tokens at positions from `start` on; returns the logits of the last one [vocabulary]."""
         del self._cached[start:]
         total = np.array(start + len(tokens), np.int32)
-        [logits] = self._session.run(None, {_IDS: np.array([tokens], np.int64), _TOTAL: total})
+        [logits] = self._session.run(None, {IDS: np.array([tokens], np.int64), TOTAL: total})
         self._cached += tokens
         return logits.reshape(-1)
 
@@ -294,5 +293,5 @@ class _Stops:
 
 def _words(program: Program) -> int:
     """The tokens that a run of `program` reads."""
-    [ids] = [port for port in program.inputs if port.name == _IDS]
+    [ids] = [port for port in program.inputs if port.name == IDS]
     return int(ids.shape[1])

@@ -66,8 +66,7 @@ def _answers(drawn: Drawn, device: str, path: str, precision: Precision) -> list
         file = Path(folder) / "model.onnx"
         file.write_bytes(drawn.model.SerializeToString())
         place: Any = {"device": device, "memory_path": path}
-        # Separate processes build PoCL's kernels faster, because fetching their binaries compiles nothing more.
-        bundle = flashmem.compile(file, file.with_suffix(".flashmem"), precision=precision, build=device == "pocl", **place)
+        bundle = flashmem.compile(file, file.with_suffix(".flashmem"), precision=precision, build=False, **place)
         with flashmem.Session(bundle, device=device, build_apart=False) as session:
             return session.run(None, drawn.feeds)
 

@@ -86,20 +86,31 @@ def test_every_mode_leaves_the_same_states(device: Any, tmp_path: Path) -> None:
     assert all(np.array_equal(found[0], other) for other in found)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(("precision", "of_states"), [("fp32", None), ("fp16", None), ("fp32", "fp16"), ("fp16", "fp32")])
 @pytest.mark.parametrize("place", DEVICES, ids="-".join)
-def test_a_decoder_reads_words_after_a_prompt(place: tuple[str, str], precision: str, tmp_path: Path) -> None:
+def test_a_decoder_reads_words_after_a_prompt(
+    place: tuple[str, str], precision: str, of_states: str | None, tmp_path: Path
+) -> None:
     """Two shape variants, for the prompt and for each word after it, share the cache; ONNX Runtime gets it as an input."""
     model, (device, path) = decoder(LENGTHS), place
     reference = onnxruntime.InferenceSession(model.proto.SerializeToString())
     wanted, at_the_end = model.through_the_host(lambda inputs: reference.run(None, inputs), len(LENGTHS))
     shapes = [{"x": (1, 5, HIDDEN)}, {"x": (1, 1, HIDDEN)}]
-    bundle = _bundle(model, tmp_path, device=device, memory_path=path, states="auto", shapes=shapes, precision=precision)
+    bundle = _bundle(
+        model,
+        tmp_path,
+        device=device,
+        memory_path=path,
+        states="auto",
+        shapes=shapes,
+        precision=precision,
+        state_precision=of_states,
+    )
     assert {state.name: state.output for state in bundle.program.states} == model.states
     for variant in bundle.variants:
         names = [launch.name for launch in variant.program.launches]
         assert not any("[copy]" in name or ".next" in name for name in names), names  # only new rows are written
-    close = {"fp32": 1e-5, "fp16": 2e-2}[precision]
+    close = 1e-5 if precision == (of_states or precision) == "fp32" else 2e-2
     peaks = []
     with flashmem.Session(bundle, device=device) as session:
         for number in range(len(LENGTHS)):
@@ -111,7 +122,7 @@ def test_a_decoder_reads_words_after_a_prompt(place: tuple[str, str], precision:
             np.testing.assert_allclose(array, at_the_end[past], rtol=0, atol=close)
     assert len(set(peaks[2:])) == 1
     [whole] = {state.shape for state in bundle.program.states}
-    itemsize = {"fp32": 4, "fp16": 2}[precision]
+    itemsize = {"fp32": 4, "fp16": 2}[of_states or precision]
     assert {tensor.nbytes - 128 for tensor in bundle.program.tensors if tensor.memory == "states"} == {
         itemsize * np.prod(whole)
     }

@@ -21,11 +21,12 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
+from flashmem.bundle.language import IDS, TOTAL
 from flashmem.compiler.frontend.contrib import DOMAIN, OWN
 from flashmem.compiler.frontend.gguf.weights import BlockedMatrix, Floats, floats, matrix, stacked
 
-IDS, TOTAL, LOGITS, TOKENS = "input_ids", "total_sequence_length", "logits", "tokens"
-"""Names of the inputs (tokens; the number of all tokens up to the last one), of the output, and of the open dimension."""
+LOGITS, TOKENS = "logits", "tokens"
+"""Names of the output, and of the open dimension."""
 
 
 @dataclass(frozen=True)

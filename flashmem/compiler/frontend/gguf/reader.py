@@ -13,16 +13,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+
 from flashmem.base.errors import UserError
 from flashmem.base.extras import need
-from flashmem.bundle.language import CONTROL, PATTERNS
+from flashmem.bundle.language import CONTROL, PATTERNS, PROMPT_TOKENS
 from flashmem.compiler.frontend.gguf.chat import chat_pieces
-from flashmem.compiler.frontend.gguf.decoder import IDS, Read, write_decoder
+from flashmem.compiler.frontend.gguf.decoder import Read, write_decoder
 from flashmem.compiler.frontend.gguf.kinds import decoder_of
 from flashmem.compiler.frontend.gguf.weights import matrix
-
-PROMPT_TOKENS = 32
-"""Tokens of a prompt that one run reads; afterwards a run reads one."""
 
 MAX_LENGTH = 2048
 """Room for so many tokens, unless the model has less or the user asks for another number."""
@@ -38,16 +37,6 @@ class LanguageModel:
 
     path: Path
     language: bytes
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether a file is one by its name."""
-    return path.suffix == ".gguf"
-
-
-def shapes_of_runs() -> tuple[dict[str, tuple[int, ...]], ...]:
-    """The shapes of the variants: one token, and a part of a prompt."""
-    return {IDS: (1, 1)}, {IDS: (1, PROMPT_TOKENS)}
 
 
 @contextmanager
@@ -84,7 +73,18 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         from gguf import GGUFReader
 
-        reader: Any = GGUFReader(path)
+        class Reader(GGUFReader):
+            """Reads through a plain array: a `numpy.memmap` takes twice as long for each of 150,000 fields."""
+
+            @property
+            def data(self) -> Any:
+                return self._data
+
+            @data.setter
+            def data(self, mapped: Any) -> None:
+                self._data = np.asarray(mapped)
+
+        reader: Any = Reader(path)
         self.path, self.fields = path, reader.fields
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
 

@@ -1,0 +1,130 @@
+"""A call of `flashmem.compile`, resolved: the model, and the options of each shape variant.
+
+It has the name of its bundle in the cache, so that a command finds a compiled model without importing the compiler.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from flashmem.base.errors import MissingFileError, UserError
+from flashmem.base.types import MemoryPath, Optimize, States, TransferMode
+from flashmem.base.version import __version__
+from flashmem.bundle import cache
+from flashmem.bundle.bundle import Bundle
+from flashmem.bundle.language import IDS, PROMPT_TOKENS
+from flashmem.bundle.shape_variants import Shapes, checked_variants
+from flashmem.compiler.options import Options, Precision
+from flashmem.compiler.selection.tuning_database import content_hash
+from flashmem.options import resolve
+from flashmem.planning.limits import read_limits
+from flashmem.schedule.plan import Objective, Strategy, Units
+
+DATA_FILES = "data_files"
+"""The key in a bundle's metadata for the states of the model's other files, as `states_of` gives them."""
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """What to compile. `max_length`: tokens that the cache of a language model holds; None for the default."""
+
+    model: Path
+    variants: tuple[Options, ...]
+    max_length: int | None = None
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether the model is a GGUF file, by its name."""
+        return _is_gguf(self.model)
+
+    @property
+    def name(self) -> str:
+        """The name of its bundle in the cache: with a hash of all options, and of the model's path, size and time."""
+        descriptor = self.variants[0].descriptor
+        options = [asdict(each) for each in self.variants]
+        content = [__version__, states_of([self.model]), self.max_length, options, content_hash(descriptor)]
+        key = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+        return f"{self.model.stem}-{key[:16]}"
+
+    def describes(self, bundle: Bundle) -> bool:
+        """Whether the model's other files are what they were when `bundle`, of this name, was compiled."""
+        known: Any = bundle.common.get(DATA_FILES, [])
+        try:
+            return [*known] == states_of(Path(path) for path, *_ in known)
+        except (OSError, TypeError, ValueError):
+            return False
+
+    def find(self) -> Bundle | None:
+        """Its bundle in the cache."""
+        return cache.find(self.name, self.describes)
+
+
+def read_compilation(
+    model: str | Path,
+    *,
+    device: str = "auto",
+    budget: int | str | None = None,
+    m_peak: int | str | None = None,
+    lambda_: float | None = None,
+    chunk: int | str | None = None,
+    precision: Precision = "fp32",
+    state_precision: Precision | None = None,
+    shapes: Shapes | Sequence[Shapes] | None = None,
+    states: States | None = None,
+    constants: Mapping[str, Any] | None = None,
+    max_length: int | None = None,
+    preload: Sequence[str] = (),
+    memory_path: MemoryPath | Literal["auto"] = "auto",
+    mode: TransferMode | Literal["auto"] = "auto",
+    objective: Objective | Literal["auto"] = "auto",
+    strategy: Strategy = "stream",
+    unfusion: bool = True,
+    mu: float = 0.1,
+    alpha: float = 0.1,
+    units: Units = "share",
+    optimize: Optimize = "cold",
+) -> Compilation:
+    """Resolve the arguments of `flashmem.compile`, which documents them.
+
+    Raises:
+        UserError: no such model, or an argument must change.
+    """
+    model = Path(model)
+    if not model.is_file():
+        what = "is a folder" if model.is_dir() else "does not exist"
+        raise MissingFileError(f"model {model} {what}; name an ONNX file")
+    if _is_gguf(model):
+        if any(checked_variants(shapes)) or states is not None or constants:
+            raise UserError(f"the shapes, states and inputs of {model} are known; leave out --shape, --state and --constant")
+        shapes, states, state_precision = ({IDS: (1, 1)}, {IDS: (1, PROMPT_TOKENS)}), "auto", state_precision or "fp16"
+    elif max_length is not None:
+        raise UserError(f"--max-length is for a GGUF file, which {model} is not; give the sizes of its inputs with --shape")
+    if state_precision is not None and states is None:
+        raise UserError("--state-precision is for states, and none is named; name them with --state")
+    if states is not None and objective == "auto":
+        objective = "steady"  # a model is run many times for one answer
+    limits = read_limits(
+        budget=budget, m_peak=m_peak, chunk=chunk, lambda_=lambda_, objective=objective, preload=preload, strategy=strategy,
+        unfusion=unfusion, mu=mu, alpha=alpha, units=units,
+    )  # fmt: skip
+    options = resolve(
+        limits, device=device, memory_path=memory_path, mode=mode, precision=precision,
+        state_precision=state_precision, optimize=optimize, states=states, constants=constants,
+    )  # fmt: skip
+    variants = tuple(replace(options, shapes=each) for each in checked_variants(shapes))
+    return Compilation(model, variants, max_length)
+
+
+def states_of(paths: Iterable[Path]) -> list[list[str | int]]:
+    """The path, size and time of each file, by which a changed one is known. Raises OSError."""
+    files = [path.resolve() for path in paths]
+    return [[str(file), (found := file.stat()).st_size, found.st_mtime_ns] for file in files]
+
+
+def _is_gguf(model: Path) -> bool:
+    return model.suffix == ".gguf"
