@@ -32,6 +32,7 @@ from flashmem.runtime.kernels import build_processes as kernel_processes
 from flashmem.runtime.kernels.required import SMALL_GRID
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.request.options import find_device
+from tests.support.caches import kernels_built_as_for_users
 from tests.support.compared import PLACES
 from tests.support.paths import DATA
 
@@ -227,6 +228,7 @@ def carrying(request: pytest.FixtureRequest, kept: Path, tmp_path_factory: pytes
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLASHMEM_CACHE_DIR", str(kept))
         inputs = write_model(folder / "m.onnx", 40, 32)
+        kernels_built_as_for_users(patch)
         bundle = flashmem.compile(folder / "m.onnx", folder / "m.flashmem", device=request.param, with_binaries=True)
         with Session(bundle, device=request.param) as session:
             yield bundle, request.param, inputs, session.run(None, inputs)
