@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flashmem.base.errors import MissingFileError, UserError
-from flashmem.base.types import MemoryPath, Optimize, States, TransferMode
+from flashmem.base.types import MemoryPath, Optimize, Quantize, States, TransferMode
 from flashmem.base.version import __version__
 from flashmem.bundle import cache
 from flashmem.bundle.bundle import Bundle
@@ -31,11 +31,14 @@ DATA_FILES = "data_files"
 
 @dataclass(frozen=True)
 class Compilation:
-    """What to compile. `max_length`: tokens that the cache of a language model holds; None for the default."""
+    """What to compile. `max_length`: tokens that the cache of a language model holds; None for the default. `quantize`: the
+    type that float32 weights become first.
+    """
 
     model: Path
     variants: tuple[Options, ...]
     max_length: int | None = None
+    quantize: Quantize | None = None
 
     @property
     def is_gguf(self) -> bool:
@@ -47,7 +50,7 @@ class Compilation:
         """The name of its bundle in the cache: with a hash of all options, and of the model's path, size and time."""
         descriptor = self.variants[0].descriptor
         options = [asdict(each) for each in self.variants]
-        content = [__version__, states_of([self.model]), self.max_length, options, content_hash(descriptor)]
+        content = [__version__, states_of([self.model]), self.max_length, self.quantize, options, content_hash(descriptor)]
         key = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
         return f"{self.model.stem}-{key[:16]}"
 
@@ -78,6 +81,7 @@ def read_compilation(
     states: States | None = None,
     constants: Mapping[str, Any] | None = None,
     max_length: int | None = None,
+    quantize: Quantize | None = None,
     preload: Sequence[str] = (),
     memory_path: MemoryPath | Literal["auto"] = "auto",
     mode: TransferMode | Literal["auto"] = "auto",
@@ -101,6 +105,8 @@ def read_compilation(
     if _is_gguf(model):
         if any(checked_variants(shapes)) or states is not None or constants:
             raise UserError(f"the shapes, states and inputs of {model} are known; leave out --shape, --state and --constant")
+        if quantize is not None:
+            raise UserError(f"the weights of {model} keep the types that they have there; leave out --quantize")
         shapes, states, state_precision = ({IDS: (1, 1)}, {IDS: (1, PROMPT_TOKENS)}), "auto", state_precision or "fp16"
     elif max_length is not None:
         raise UserError(f"--max-length is for a GGUF file, which {model} is not; give the sizes of its inputs with --shape")
@@ -117,7 +123,7 @@ def read_compilation(
         state_precision=state_precision, optimize=optimize, states=states, constants=constants,
     )  # fmt: skip
     variants = tuple(replace(options, shapes=each) for each in checked_variants(shapes))
-    return Compilation(model, variants, max_length)
+    return Compilation(model, variants, max_length, quantize)
 
 
 def states_of(paths: Iterable[Path]) -> list[list[str | int]]:

@@ -6,13 +6,13 @@ docs/architecture.md shows the pipeline.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from flashmem.base.errors import BudgetError, UserError
-from flashmem.base.types import MemoryPath, Optimize, States, TransferMode
+from flashmem.base.types import MemoryPath, Optimize, Quantize, States, TransferMode
 from flashmem.bundle.bundle import Bundle, ShapeVariant
 from flashmem.bundle.cache import find_or_make
 from flashmem.bundle.shape_variants import Shapes, shapes_text
@@ -23,9 +23,10 @@ from flashmem.compiler.adaptive.pipeline import Pipeline, Watch
 from flashmem.compiler.adaptive.tiling import fitting_patches
 from flashmem.compiler.adaptive.unfusion import may_refine, refine
 from flashmem.compiler.frontend.external_data import model_files
-from flashmem.compiler.frontend.gguf.reader import LanguageModel, converted
+from flashmem.compiler.frontend.gguf.reader import converted
 from flashmem.compiler.frontend.importer import collect_unsupported, import_model
 from flashmem.compiler.frontend.mapped_file import load_mapped
+from flashmem.compiler.frontend.quantize import quantised
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.lowering.program import Generated, sharing_weights, stored_by, write_weights
 from flashmem.compiler.lowering.steady import with_steady
@@ -64,6 +65,7 @@ def compile(
     states: States | None = None,
     constants: Mapping[str, Any] | None = None,
     max_length: int | None = None,
+    quantize: Quantize | None = None,
     preload: Sequence[str] = (),
     memory_path: MemoryPath | Literal["auto"] = "auto",
     mode: TransferMode | Literal["auto"] = "auto",
@@ -100,6 +102,8 @@ def compile(
         constants: values of inputs that never change, numbers or arrays by name. The bundle has no such inputs, and branches on
             them are folded.
         max_length: of a GGUF file: words that the cache of keys and values holds, by default 2,048 or the model's context.
+        quantize: store float32 weights of products and tables as integers with scales: "int4" or "int8". `Bundle.meta` has the
+            error of each as `quantised` (`flashmem.compiler.frontend.quantize`).
         preload: weights that must be resident from the start.
         memory_path: the memory objects that kernels read weights from; "auto" selects the device's first path.
         mode: the transfer mode of weights; "auto" selects the device's first mode on that path.
@@ -136,6 +140,7 @@ def compile(
         states=states,
         constants=constants,
         max_length=max_length,
+        quantize=quantize,
         preload=preload,
         memory_path=memory_path,
         mode=mode,
@@ -164,10 +169,29 @@ def compile(
         return carrying(bundle, built) if with_binaries else bundle
 
 
-def _as_onnx(compilation: Compilation) -> AbstractContextManager[LanguageModel]:
+@dataclass(frozen=True)
+class _Source:
+    """The model as an ONNX file, and what else its bundle needs. `meta` goes to the bundle's metadata."""
+
+    path: Path
+    language: bytes = b""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def _as_onnx(compilation: Compilation) -> Iterator[_Source]:
     """The model as an ONNX file, as long as the body runs."""
     model = compilation.model
-    return converted(model, compilation.max_length) if compilation.is_gguf else nullcontext(LanguageModel(model, b""))
+    if compilation.is_gguf:
+        with converted(model, compilation.max_length) as language:
+            yield _Source(language.path, language.language)
+    elif compilation.quantize is not None:
+        with quantised(model, compilation.quantize) as made:
+            yield _Source(
+                made.path, meta={"quantize": compilation.quantize, "quantised": [asdict(each) for each in made.weights]}
+            )
+    else:
+        yield _Source(model)
 
 
 def _dump_passes(model: Path, folder: Path, variants: Sequence[Options]) -> None:
@@ -183,7 +207,7 @@ def _dump_passes(model: Path, folder: Path, variants: Sequence[Options]) -> None
 
 
 def _compile(
-    compilation: Compilation, source: LanguageModel, output: Path, progress: Progress, kernels: KernelBuilder | None
+    compilation: Compilation, source: _Source, output: Path, progress: Progress, kernels: KernelBuilder | None
 ) -> Bundle:
     """Compile all shape variants into one bundle. `source` has the ONNX file of the model.
 
@@ -229,7 +253,7 @@ def _compile(
         bundle.commit_all(
             [_variant(joined[index], made[index][1], each) for index, each in enumerate(variants)],
             options.descriptor.portable,
-            {**_about(model, options), DATA_FILES: data},
+            {**_about(model, options), **source.meta, DATA_FILES: data},
             source.language,
         )
     return Bundle.open(output)

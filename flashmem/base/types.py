@@ -24,6 +24,7 @@ OperatorClass = Literal["elemental", "reusable", "hierarchical"]
 
 
 Optimize = Literal["cold", "steady"]
+Quantize = Literal["int4", "int8"]
 """Whether kernels are chosen for the first answer, including their build and load times, or for later answers."""
 
 

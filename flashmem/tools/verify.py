@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.errors import MissingFileError, UserError
+from flashmem.base.types import Quantize
 from flashmem.program.tensors import State
 from flashmem.runtime.engine.ports import ONNX_NAMES, numpy_dtype
 
@@ -53,10 +54,12 @@ def reference(
     constants: Mapping[str, Any] = MappingProxyType({}),
     states: Sequence[State] = (),
     runs: int = 1,
+    quantize: Quantize | None = None,
 ) -> list[NDArray[Any]]:
     """The outputs of ONNX Runtime on the CPU, those of the last of `runs` runs that begin with `states` of zeros.
 
-    `constants`: the inputs that the bundle has fixed.
+    `constants`: the inputs that the bundle has fixed. `quantize`: how its weights were quantised; ONNX Runtime computes with
+    what they became.
 
     Raises:
         MissingFileError: the model is no longer at the path recorded in the bundle.
@@ -64,6 +67,11 @@ def reference(
     """
     if not model.is_file():
         raise MissingFileError(f"{model}: the original model is needed to verify, and is not there; name it with --model")
+    if quantize is not None:
+        from flashmem.compiler.frontend.quantize import quantised
+
+        with quantised(model, quantize, as_floats=True) as made:
+            return reference(made.path, inputs, outputs, constants=constants, states=states, runs=runs)
     import onnxruntime
 
     onnxruntime.set_default_logger_severity(4)  # the errors that it logs are raised too

@@ -14,6 +14,7 @@ import flashmem
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.cli.demo import ocr
 from flashmem.cli.demo.run import PAGE, draw_page, open_image
+from flashmem.compiler.frontend.quantize import quantised
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.tools.verify import compare
 
@@ -57,6 +58,16 @@ def text_on(image: ocr.Image, networks: dict[str, Any], models: ocr.Models) -> l
 
 def test_the_page_is_read_by_the_reference(page: ocr.Image, models: ocr.Models, references: dict[str, Reference]) -> None:
     assert text_on(page, references, models) == [text for _, text in PAGE]
+
+
+def test_the_page_is_read_with_quantised_weights(page: ocr.Image, models: ocr.Models) -> None:
+    """Trained networks: all filters in 8 bits, all matrices but the last in 4."""
+    networks = {}
+    for name, model in (("detector", models.detector), ("recogniser", models.recogniser)):
+        with quantised(model, "int4", as_floats=True) as made:
+            networks[name] = Reference(made.path)
+            assert made.weights and all(weight.error < 0.15 for weight in made.weights)
+    assert text_on(page, networks, models) == [text for _, text in PAGE]
 
 
 def test_a_page_of_another_size_lying_askew(models: ocr.Models, references: dict[str, Reference]) -> None:

@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.extras import offline_half
 from flashmem.base.interrupts import EXIT_CODE, blocked, child_environment
 from flashmem.base.paths import VARIABLE, why_unusable
+from flashmem.base.streams import say
 from flashmem.base.units import read_constants, read_states
 from flashmem.bundle import cache as bundle_cache
 from flashmem.bundle.shape_variants import asked_for, list_text, read_variants, shapes_text
@@ -42,6 +43,7 @@ class CompileOptions:
     chunk: str | None = None
     precision: str | None = None
     state_precision: str | None = None
+    quantize: str | None = None
     shape: tuple[str, ...] = ()
     constant: tuple[str, ...] = ()
     state: tuple[str, ...] = ()
@@ -76,7 +78,7 @@ class CompileOptions:
 
     def keywords(self) -> dict[str, Any]:
         """All options except shapes, as arguments of `flashmem.compile`."""
-        return {**self.target(), **self._given(("max_length", *_LIMITS))}
+        return {**self.target(), **self._given(("max_length", "quantize", *_LIMITS))}
 
     def _given(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
@@ -120,7 +122,7 @@ def compile_here(
     with offline_half("compiling"):
         from flashmem.compile import compile as compile_model
     with progress(f"compiling {model.name}") as report:
-        return compile_model(
+        bundle = compile_model(
             model,
             output,
             shapes=read_variants(options.shape),
@@ -130,6 +132,20 @@ def compile_here(
             progress=report,
             **options.keywords(),
         )
+    if options.quantize is not None:
+        say(_quantised(bundle.meta["quantised"]))
+    return bundle
+
+
+def _quantised(weights: Sequence[Mapping[str, Any]]) -> str:
+    """One sentence about the quantised weights of a bundle and their errors."""
+    parts = []
+    for bits in sorted({weight["bits"] for weight in weights}):
+        alike = [weight for weight in weights if weight["bits"] == bits]
+        errors = [weight["error"] for weight in alike]
+        worst = max(alike, key=lambda weight: float(weight["error"]))["name"]
+        parts.append(f"{len(alike)} to {bits} bits with errors of {min(errors):.1%} to {max(errors):.1%} (most: {worst})")
+    return f"weights quantised, relative to their root mean squares: {'; '.join(parts)}"
 
 
 def compile_apart(model: Path, options: CompileOptions, *, build: bool = True) -> Bundle:

@@ -14,6 +14,13 @@ import typer
 from flashmem.cli.commands.compiling import CompileOptions
 
 
+class Quantize(StrEnum):
+    """What float32 weights become."""
+
+    INT4 = "int4"
+    INT8 = "int8"
+
+
 class Precision(StrEnum):
     """How weights are stored."""
 
@@ -126,6 +133,10 @@ BUNDLE_OPTIONS: dict[str, Any] = {
     "chunk": Annotated[str | None, typer.Option(metavar="SIZE", help="Unit of transfer (S).", show_default="auto")],
     "precision": Annotated[
         Precision | None, typer.Option(help="fp16: weights and activations stored in half; sums in fp32.", show_default="fp32")
+    ],
+    "quantize": Annotated[
+        Quantize | None,
+        typer.Option(help="Store float32 weights as integers with scales; int4: those of matrices, and 8 bits for others."),
     ],
     "state_precision": Annotated[
         Precision | None,

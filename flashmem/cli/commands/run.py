@@ -114,7 +114,7 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
         original = options.reference or Path(str(bundle.meta.get("model_path", "")))
         wanted = reference(
             original, make_inputs(), names, constants=bundle.meta.get("constants", {}), states=bundle.program.states,
-            runs=options.repeat,
+            runs=options.repeat, quantize=bundle.meta.get("quantize"),
         )  # fmt: skip
         verification = compare(outcome.outputs, wanted, bundle.program.lowest_precision)
     if options.json:

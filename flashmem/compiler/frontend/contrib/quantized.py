@@ -265,16 +265,20 @@ def _gather_blocks(e: Expansion) -> list[ir.Value]:
 
 
 def blocks_dequantised(e: Expansion) -> list[ir.Value]:
-    """A matrix of a GGUF file (`flashmem.compiler.frontend.gguf.weights`), each block of a row with a scale and a minimum.
+    """A weight of a GGUF file, or one that `flashmem.compiler.frontend.quantize` made: each block of a row has a scale.
 
     Inputs: codes uint8 [rows, columns * bits / 8], scales and, optionally, minima [rows, columns / block_size]. Codes of `bits`
-    bits are `signed`, or not.
+    bits are `signed`, or not. Rows of one block may have a `shape` of more dimensions.
     """
     bits, given = e.integer("bits"), e.input(0).const_value
     if given is None:
         raise RefusedError("with codes computed at run time")
     rows, width = e.ranked(0, 2)
+    shape = [int(size) for size in e.numbers("shape")]
     kind = ir.DataType[f"{'' if e.integer('signed', 0) else 'U'}INT{bits}"]
+    if shape:
+        codes = e.tensor(reinterpreted(given, kind, tuple(shape)))
+        return [e.op("DequantizeLinear", codes, e.reshape(e.input(1), rows), axis=0)]
     codes = e.tensor(reinterpreted(given, kind, (rows, width * 8 // bits)))
     block = {"axis": 1, "block_size": e.integer("block_size")}
     return [e.op("DequantizeLinear", codes, e.input(1), *([None, e.input(2)] if e.optional(2) else []), **block)]
