@@ -17,7 +17,7 @@ from flashmem.base.types import MemoryPath, Optimize, Quantize, States, Transfer
 from flashmem.base.version import __version__
 from flashmem.bundle import cache
 from flashmem.bundle.bundle import Bundle
-from flashmem.bundle.language import IDS, PROMPT_TOKENS
+from flashmem.bundle.language import CHECKED_TOKENS, IDS, PROMPT_TOKENS
 from flashmem.bundle.shape_variants import Shapes, checked_variants
 from flashmem.compiler.options import Options, Precision
 from flashmem.compiler.selection.tuning_database import content_hash
@@ -107,7 +107,11 @@ def read_compilation(
             raise UserError(f"the shapes, states and inputs of {model} are known; leave out --shape, --state and --constant")
         if quantize is not None:
             raise UserError(f"the weights of {model} keep the types that they have there; leave out --quantize")
-        shapes, states, state_precision = ({IDS: (1, 1)}, {IDS: (1, PROMPT_TOKENS)}), "auto", state_precision or "fp16"
+        shapes, states, state_precision = (
+            tuple({IDS: (1, count)} for count in (1, CHECKED_TOKENS, PROMPT_TOKENS)),
+            "auto",
+            state_precision or "fp16",
+        )
     elif max_length is not None:
         raise UserError(f"--max-length is for a GGUF file, which {model} is not; give the sizes of its inputs with --shape")
     if state_precision is not None and states is None:

@@ -28,7 +28,14 @@ from flashmem.compiler.frontend.importer import collect_unsupported, import_mode
 from flashmem.compiler.frontend.mapped_file import load_mapped
 from flashmem.compiler.frontend.quantize import quantised
 from flashmem.compiler.ir.graph import Graph
-from flashmem.compiler.lowering.program import Generated, sharing_weights, stored_by, write_weights
+from flashmem.compiler.lowering.program import (
+    NOTHING_RESERVED,
+    Generated,
+    Reserved,
+    sharing_weights,
+    stored_by,
+    write_weights,
+)
 from flashmem.compiler.lowering.steady import with_steady
 from flashmem.compiler.memory.allocations import within_allocations
 from flashmem.compiler.operators import why_unsupported
@@ -228,12 +235,12 @@ def _compile(
     progress("import", 0.0)
     graphs = _read_graphs(source.path, variants)
     made: dict[int, tuple[Generated, OverlapPlan]] = {}
-    earlier = NOTHING_STORED
+    earlier, least = NOTHING_STORED, _reserved(graphs, variants)
     for index in largest_first(graphs):
         progress("plan", len(made) / len(graphs))
         among = f"for the shapes {shapes_text(variants[index].shapes)}: " if len(graphs) > 1 else ""
         with _adding(before=among):
-            generated, plan = plan_graph(graphs[index], variants[index], final=begin, earlier=earlier)
+            generated, plan = plan_graph(graphs[index], variants[index], final=begin, earlier=earlier, least=least)
         generated = with_steady(generated)
         begin(generated, plan)
         plan = with_layouts(generated.program, plan, options.descriptor.modes[generated.program.memory_path])
@@ -292,6 +299,21 @@ def _read_graphs(model: Path, variants: Sequence[Options]) -> list[Graph]:
     return graphs
 
 
+def _reserved(graphs: Sequence[Graph], variants: Sequence[Options]) -> Reserved:
+    """What all variants of a model with states reserve: the most of each. So a session alternates in the same memory."""
+    if len(graphs) == 1 or not graphs[0].states:
+        return NOTHING_RESERVED
+    earlier, arenas, constants = NOTHING_STORED, list[int](), list[int]()
+    for index in largest_first(graphs):
+        options = variants[index]
+        selector = KernelSelector(options.descriptor, options.optimize, limited=options.limits.budget is not None)
+        made = Pipeline(graphs[index], options, selector, earlier=earlier).generate(frozenset())
+        arenas.append(made.program.arena_bytes)
+        constants.append(made.constants.nbytes)
+        earlier = stored_by(made, earlier)
+    return Reserved(max(arenas), max(constants))
+
+
 def largest_first(graphs: Sequence[Graph]) -> list[int]:
     """The indices of a model's variants, the largest inputs first: that variant determines the layout of the weights."""
 
@@ -348,6 +370,7 @@ def plan_graph(
     lowest_order: bool = True,
     patches: bool = True,
     earlier: StoredWeights = NOTHING_STORED,
+    least: Reserved = NOTHING_RESERVED,
 ) -> tuple[Generated, OverlapPlan]:
     """The middle of the pipeline: fuse operators, generate the program, and make its checked plan, without layouts.
 
@@ -357,22 +380,22 @@ def plan_graph(
     `watch(step)` is entered for each "fuse", "generate" and "plan_and_check", however often they repeat, and for "patches".
     `final` is called with the program before planning if the plan cannot change it: without limits on memory, and without
     unfusion. `lowest_order`: order launches for the lowest peak memory. `patches`: permit patch-based tiling. `earlier`:
-    weights that a program for other shapes has placed.
+    weights that a program for other shapes has placed. `least`: memory that the program reserves at least.
 
     Raises:
         UserError: the limits must change; a BudgetError names the smallest that work.
     """
     try:
-        return _plan(graph, options, watch, final, lowest_order=lowest_order, earlier=earlier)
+        return _plan(graph, options, watch, final, lowest_order=lowest_order, earlier=earlier, least=least)
     except BudgetError as refused:
         if options.limits.budget is None or not patches:
             raise
 
         def finest(tiled: Graph) -> tuple[Generated, OverlapPlan]:
-            return _plan(tiled, options, watch, finest=True, earlier=earlier)
+            return _plan(tiled, options, watch, finest=True, earlier=earlier, least=least)
 
         tiled, note = fitting_patches(graph, options, refused, finest, watch)
-    generated, plan = _plan(tiled, options, watch, earlier=earlier)
+    generated, plan = _plan(tiled, options, watch, earlier=earlier, least=least)
     return generated, replace(plan, notes=(*plan.notes, note))
 
 
@@ -385,10 +408,11 @@ def _plan(
     finest: bool = False,
     lowest_order: bool = True,
     earlier: StoredWeights = NOTHING_STORED,
+    least: Reserved = NOTHING_RESERVED,
 ) -> tuple[Generated, OverlapPlan]:
     """Generate and plan `graph`, with the slices that are best under the limits.
 
-    `finest`: use the smallest slices, and split no fusion group. `lowest_order`, `earlier`: see `plan_graph`.
+    `finest`: use the smallest slices, and split no fusion group. `lowest_order`, `earlier`, `least`: see `plan_graph`.
     """
     limits, mode = options.limits, options.mode
     limited = limits.budget is not None or limits.m_peak is not None
@@ -400,6 +424,7 @@ def _plan(
         final=_ignore if limited or may_refine(limits, mode) else final,  # else another program may be planned
         lowest_order=lowest_order,
         earlier=earlier,
+        least=least,
     )
     if finest:
         attempt = replace(pipeline, slicing=FINEST).attempt(frozenset())

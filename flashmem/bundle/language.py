@@ -20,8 +20,10 @@ from flashmem.base.errors import BundleError
 IDS, TOTAL = "input_ids", "total_sequence_length"
 """The inputs of a language model: the tokens to read [1, tokens], and the number of all tokens up to the last of them."""
 
-PROMPT_TOKENS = 32
-"""Tokens of a prompt that one run reads; afterwards a run reads one."""
+PROMPT_TOKENS, CHECKED_TOKENS = 32, 8
+"""Tokens that a run reads: of a prompt; to check drafted ones, with logits after each (`runtime.generation.speculation`). Other
+runs read one.
+"""
 
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
 """Types of tokens: for what is not in the vocabulary; those that only a template writes; those that are found in a text before

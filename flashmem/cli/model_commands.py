@@ -114,6 +114,9 @@ def generate(
     conversation: Annotated[
         Path | None, typer.Option(metavar="chat.npz", help="Go on with this conversation if it exists, and save it.")
     ] = None,
+    speculate: Annotated[
+        bool, typer.Option("--speculate/--no-speculate", help="Check drafts from the text so far, where that is faster.")
+    ] = True,
     json: Json = False,
 ) -> None:
     """Answer a prompt with a language model, and print the text as it is generated."""
@@ -121,7 +124,7 @@ def generate(
 
     chosen = GenerateOptions(
         plain, system, max_new_tokens, temperature, top_k, top_p, repetition_penalty, seed, tuple(stop or ()), json,
-        conversation,
+        conversation, speculate,
     )  # fmt: skip
     generate_text(model, prompt, options, chosen)
 

@@ -35,6 +35,7 @@ class GenerateOptions:
     stop: tuple[str, ...] = ()
     json: bool = False
     conversation: Path | None = None
+    speculate: bool = True
 
 
 def generate_text(model: Path, prompt: str | None, compiling: CompileOptions, options: GenerateOptions) -> None:
@@ -105,6 +106,7 @@ def _answer(generator: Generator, prompt: str | list[Message], options: Generate
             repetition_penalty=options.repetition_penalty,
             seed=options.seed,
             stop=options.stop,
+            speculate=options.speculate,
         ):
             pieces.append(piece)
             if not options.json:
@@ -126,5 +128,6 @@ def _summary(report: GenerationReport) -> str:
     read = f"{report.prompt - report.reused} tokens read, {report.tokens} generated"
     first = f"the first after {report.first_seconds:.2f} s"
     rate = f", then {1 / report.token_seconds:.1f} a second" if report.token_seconds else ""
+    drafts = f", {report.accepted} of {report.drafted} drafted tokens right" if report.drafted else ""
     loaded = f", {format_size(report.token_bytes)} of weights loaded for each" if report.token_bytes else ""
-    return f"{read}: {first}{rate}{loaded}; {format_size(report.peak_bytes)} of memory at most"
+    return f"{read}: {first}{rate}{drafts}{loaded}; {format_size(report.peak_bytes)} of memory at most"

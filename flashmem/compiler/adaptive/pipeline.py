@@ -10,7 +10,7 @@ from functools import partial
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, Node
 from flashmem.compiler.lowering.context import Cuts as SlicesOfWeights
-from flashmem.compiler.lowering.program import Generated, generate
+from flashmem.compiler.lowering.program import NOTHING_RESERVED, Generated, Reserved, generate
 from flashmem.compiler.memory.launch_order import in_lowest_order
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import fuse
@@ -50,6 +50,7 @@ class Pipeline:
         final: called with each program before it is planned.
         lowest_order: whether launches are put into the order with the lowest peak of activations.
         earlier: weights that a program for other shapes has placed.
+        least: memory that programs reserve at least.
     """
 
     graph: Graph
@@ -60,6 +61,7 @@ class Pipeline:
     final: Callable[[Generated], None] = lambda generated: None
     lowest_order: bool = True
     earlier: StoredWeights = NOTHING_STORED
+    least: Reserved = NOTHING_RESERVED
 
     def attempt(self, cuts: Cuts, generated: Generated | None = None) -> Attempt:
         """The program with `cuts` (or `generated`, which was made with them), and its plan.
@@ -119,5 +121,5 @@ class Pipeline:
         slicing = replace(self.slicing, later=self.options.optimize == "steady")
         return generate(
             self.graph, groups, self.options.descriptor, precision=self.options.precision, slicing=slicing, selector=selector,
-            earlier=self.earlier, cuts=packed,
+            earlier=self.earlier, cuts=packed, least=self.least,
         )  # fmt: skip

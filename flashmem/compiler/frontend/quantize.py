@@ -305,7 +305,7 @@ def _coded(blocks: Floats, scales: Floats, bits: int) -> NDArray[np.int8]:
 
 
 def _half(scales: NDArray[np.floating]) -> Floats:
-    """Scales as float16 has them, where they are neither too large nor too small for it, or as small as to be rounding errors."""
+    """Scales as float16 has them, unless they are too large or too small for it. Small ones among larger ones do not matter."""
     with np.errstate(over="ignore"):
         halves = scales.astype(np.float16).astype(np.float32)
     sizes = np.abs(scales)

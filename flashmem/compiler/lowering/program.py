@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,9 +65,15 @@ def write_weights(programs: Sequence[Generated], sink: WeightSink, on_piece: OnP
 
 
 def sharing_weights(programs: Sequence[Generated]) -> list[Generated]:
-    """The programs with their final offsets in the weight file: constants follow the weights of all programs."""
+    """The programs with their final offsets in the weight file: constants follow the weights of all programs.
+
+    Each begins its constants with those of the program before. Those that share states use the same, which are all.
+    """
     offset, end = _constants_place(programs[-1].weights, programs[-1].constants.nbytes)
-    return [replace(made, program=replace(made.program, constants_offset=offset, weights_bytes=end)) for made in programs]
+    made = [replace(each, program=replace(each.program, constants_offset=offset, weights_bytes=end)) for each in programs]
+    if not programs[0].program.states:
+        return made
+    return [replace(each, program=replace(each.program, constants_bytes=end - offset)) for each in made]
 
 
 def stored_by(made: Generated, before: StoredWeights) -> StoredWeights:
@@ -81,6 +87,16 @@ def _constants_place(weights: PackingList, nbytes: int) -> tuple[int, int]:
     return offset, offset + nbytes
 
 
+class Reserved(NamedTuple):
+    """Memory of a program's activations and constants."""
+
+    arena_bytes: int = 0
+    constants_bytes: int = 0
+
+
+NOTHING_RESERVED = Reserved()
+
+
 def generate(
     graph: Graph,
     groups: Sequence[FusionGroup],
@@ -91,12 +107,13 @@ def generate(
     selector: KernelSelector | None = None,
     earlier: StoredWeights = NOTHING_STORED,
     cuts: Cuts | None = None,
+    least: Reserved = NOTHING_RESERVED,
 ) -> Generated:
     """Generate the program of `groups` for the default memory path of `descriptor`. `Generated.write` reads the weights later.
 
     `selector` selects the config of each contraction; by default it is the fastest config. `earlier`: weights already in the
     file, of programs for other shapes; they are read for comparison. `cuts`: existing slices of its own weights; contiguous
-    ones are joined.
+    ones are joined. `least`: memory that is reserved at least.
     """
     path = descriptor.memory_paths[0]
     half = precision == "fp16"
@@ -172,12 +189,12 @@ def generate(
         slices=tuple(context.slices),
         launches=tuple(context.launches),
         host_embeddings=tuple(gathers),
-        arena_bytes=arena_bytes,
+        arena_bytes=max(arena_bytes, least.arena_bytes),
         live_bytes=live_bytes,
         page_bytes=descriptor.page_bytes,
         hands_over=hands_over,
         constants_offset=constants_offset,
-        constants_bytes=constants.nbytes,
+        constants_bytes=max(constants.nbytes, least.constants_bytes),
         weights_bytes=end,
         status=None if context.status_value is None else str(context.status().value),
         states=tuple(kept),

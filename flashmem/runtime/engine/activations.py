@@ -24,8 +24,12 @@ Array = NDArray[Any]
 class Activations:
     """The arena and the constants of one shape variant. They do not depend on the plan."""
 
-    def __init__(self, device: DeviceInUse, opened: OpenedBundle, ledger: Ledger, queue: Queue) -> None:
+    def __init__(
+        self, device: DeviceInUse, opened: OpenedBundle, ledger: Ledger, queue: Queue, beside: Activations | None = None
+    ) -> None:
         """Allocate memory, and read the constants through `queue`. After a failure, the ledger holds what was allocated.
+
+        `beside`: the activations of another shape variant, in whose memory these are, after its `leave`.
 
         Raises:
             RunError: the device or the budget refuses.
@@ -40,10 +44,14 @@ class Activations:
             if port.tensor is not None
         }
         self._host: Bytes | None = None  # the arena in host memory, if the device uses host memory
-        self.arena: Memory | None = self._make_arena()
-        self.constants = self._load_constants(queue)
-        ledger.reserve("outputs", self._output_bytes, "the arrays that outputs are copied to")
-        ledger.reserve("staging", self._scratch_bytes, "conversion of inputs and outputs")
+        self.arena: Memory | None
+        self.constants: Memory | None
+        if beside is None:
+            self.arena, self.constants = self._make_arena(), self._make_constants()
+        else:
+            self._host, self.arena, self.constants = beside._host, beside.arena, beside.constants
+        assert self.arena is not None
+        self.enter(queue)
         names = {port.tensor for port in (*program.inputs, *program.outputs)}
         names |= {gather.tensor for gather in program.host_embeddings} | {program.status}
         self._ports = {
@@ -59,11 +67,25 @@ class Activations:
         self._host = new_pages(program.arena_bytes)[: program.arena_bytes]
         return self._ledger.wrapped("arena", self._host, what)
 
-    def _load_constants(self, queue: Queue) -> Memory | None:
-        program, file = self._opened.program, self._opened.file
-        if not program.constants_bytes:
-            return None
-        constants = self._ledger.buffer("constants", program.constants_bytes, "the constants", host_visible=True)
+    def _make_constants(self) -> Memory | None:
+        nbytes = self._opened.program.constants_bytes
+        return self._ledger.buffer("constants", nbytes, "the constants", host_visible=True) if nbytes else None
+
+    def enter(self, queue: Queue) -> None:
+        """Read the constants through `queue`, and count the memory that only runs of this variant need. Raises RunError."""
+        self._load_constants(queue)
+        self._ledger.reserve("outputs", self._output_bytes, "the arrays that outputs are copied to")
+        self._ledger.reserve("staging", self._scratch_bytes, "conversion of inputs and outputs")
+
+    def leave(self) -> None:
+        """Another shape variant uses the memory, until `enter`."""
+        self._ledger.release("outputs", self._output_bytes)
+        self._ledger.release("staging", self._scratch_bytes)
+
+    def _load_constants(self, queue: Queue) -> None:
+        program, file, constants = self._opened.program, self._opened.file, self.constants
+        if constants is None:
+            return
         view = queue.map(constants, program.constants_bytes, invalidate=True)
         try:
             file.read_into(view, program.constants_offset)
@@ -72,7 +94,6 @@ class Activations:
             written = queue.unmap(view)
         if queue is not self._queue:
             self._queue.follow([written])  # kernels read the constants on that queue
-        return constants
 
     def write_inputs(self, inputs: Mapping[str, Array]) -> None:
         """Write inputs, which are already checked, and the table rows that they select.
@@ -166,5 +187,4 @@ class Activations:
         """Return all memory to the device."""
         self.forget()
         self._ledger.give_back("arena", "constants")
-        self._ledger.release("outputs", self._output_bytes)
-        self._ledger.release("staging", self._scratch_bytes)
+        self.leave()

@@ -39,12 +39,14 @@ class WeightStore:
         layout: PoolLayout,
         *,
         after: Transfer | None = None,
+        beside: Transfer | None = None,
         resident: frozenset[str] = frozenset(),
     ) -> None:
         """Allocate places for the weights as `layout` says.
 
         Args:
             after: the transfer of another shape variant, whose places this one reuses (`places_for`).
+            beside: the transfer of another shape variant, which this one uses too (`serves`).
             resident: the slices that are already loaded there.
 
         Raises:
@@ -53,7 +55,7 @@ class WeightStore:
         self._opened, self.ledger = opened, ledger
         self.plan, self.layout, self.resident = plan, layout, resident
         self._last_schedule: tuple[object, Schedule] | None = None
-        self._transfer: Transfer | None = make_transfer(
+        self._transfer: Transfer | None = beside or make_transfer(
             opened.mode, device.context, ledger, opened.file, opened.program.slices, layout,
             device.shared_slices, opened.bundle.checksums.content_hashes, opened.checksums, opened.together, after,
         )  # fmt: skip
@@ -127,6 +129,16 @@ class WeightStore:
         if mode == "map":
             self.drop(self._opened.slices.keys() - stays)
         return stays
+
+    def serves(self, opened: OpenedBundle, layout: PoolLayout) -> bool:
+        """Whether the transfer is that of another shape variant too, without a change."""
+        before, transfer = self._opened, self.transfer
+        if transfer.binds_late or opened.mode == "interleave" or opened.program.slices != before.program.slices:
+            return False
+        same = ("threads", "staging_bytes", "ring_bytes", "staging", "staging_slots", "staging_slot_of")
+        return share_places(self.layout, layout, opened.mode, slices=(before.slices, opened.slices)) and all(
+            getattr(self.layout, name) == getattr(layout, name) for name in same
+        )
 
     def places_for(self, opened: OpenedBundle, layout: PoolLayout) -> Transfer | None:
         """The transfer whose places another shape variant can reuse; None, after releasing them, if `layout` differs."""
@@ -296,8 +308,11 @@ class BoundProgram:
         layout: PoolLayout,
         ledger: Ledger,
         queue: Queue,
+        beside: BoundProgram | None = None,
     ) -> None:
         """Allocate memory, and set the kernels' arguments. Reads the constants through `queue`, but no weights.
+
+        `beside`: another shape variant, in whose memory this one is bound (`has_room_for`).
 
         Raises:
             RunError: the device or the budget refuses; nothing is allocated then.
@@ -305,9 +320,17 @@ class BoundProgram:
         self.opened, self.ledger, self._device, self._compiled = opened, ledger, device, kernels
         self.has_run = False
         try:
-            self.states = States(opened.program, ledger, device.queue)
-            self.activations = Activations(device, opened, ledger, queue)
-            self.weights = WeightStore(device, opened, ledger, plan, layout)
+            if beside is None:
+                self.states = States(opened.program, ledger, device.queue)
+                self.activations = Activations(device, opened, ledger, queue)
+                self.weights = WeightStore(device, opened, ledger, plan, layout)
+            else:
+                before = beside.weights
+                resident = before.keep_for(plan)
+                beside.activations.leave()
+                self.states = beside.states
+                self.activations = Activations(device, opened, ledger, queue, beside.activations)
+                self.weights = WeightStore(device, opened, ledger, plan, layout, beside=before.transfer, resident=resident)
             try:
                 self.kernels = BoundKernels(device, opened, kernels, self.activations, self.states, self.weights)
             except BaseException:
@@ -317,6 +340,24 @@ class BoundProgram:
             kernels.close()
             ledger.close()
             raise
+
+    def has_room_for(self, opened: OpenedBundle, layout: PoolLayout) -> bool:
+        """Whether another shape variant can be bound in the same memory, so that a session alternates without binding again.
+
+        Those of a model with states can: they have as much memory as the largest (`compile`).
+        """
+        here, there = self.opened.program, opened.program
+        same = (here.arena_bytes, here.constants_bytes, here.hands_over) == (
+            there.arena_bytes, there.constants_bytes, there.hands_over,
+        )  # fmt: skip
+        return bool(there.states) and same and self.weights.serves(opened, layout)
+
+    def take_turn(self, before: BoundProgram) -> None:
+        """Continue in the memory that `before` has used since: another shape variant. Raises RunError."""
+        resident = before.weights.keep_for(self.weights.plan)
+        before.activations.leave()
+        self.activations.enter(self._device.queue)
+        self.weights.resident = resident
 
     def change_variant(self, opened: OpenedBundle, kernels: Kernels, plan: OverlapPlan, layout: PoolLayout) -> None:
         """Change to another shape variant of the bundle: its activations and constants replace the current ones.
@@ -356,6 +397,12 @@ class BoundProgram:
     def ran(self, resident: frozenset[str]) -> None:
         """Record that a run is over and leaves these slices resident."""
         self.has_run, self.weights.resident = True, resident
+
+    def forget(self) -> None:
+        """Drop all references to memory that another bound program owns, and save the kernels compiled in this process."""
+        self._save_kernels()
+        self.kernels.forget()
+        self.activations.forget()
 
     def _save_kernels(self) -> None:
         """Save kernels compiled in this process to the cache, if all of them have run."""

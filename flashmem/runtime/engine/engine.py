@@ -157,6 +157,7 @@ class Engine:
         self._apart, self._warms_up = apart, warm_up
         self._warm_up = self._new_warm_up()
         self._kernels: dict[int, tuple[OverlapPlan, Kernels]] = {}  # by shape variant
+        self._waiting: dict[int, tuple[BoundProgram, WarmUp | None]] = {}  # other shape variants bound in the same memory
         self._process = os.getpid()
 
     def _new_warm_up(self) -> WarmUp | None:
@@ -192,14 +193,43 @@ class Engine:
     def change_variant(self, opened: OpenedBundle, plan: OverlapPlan, layout: PoolLayout) -> None:
         """Change to another shape variant of the bundle, in the memory of this one; weights of both stay resident.
 
+        Where their memory is alike, both stay bound.
+
         Raises:
             RunError: the device or the budget refuses; the engine can only be closed then.
         """
         assert self.bound is not None
+        if self.bound.has_room_for(opened, layout):
+            self._alternate(opened, plan, layout)
+            return
         self.stop_ahead()
+        self._end_waiting()
         self.opened = opened
         self._warm_up = self._new_warm_up()
         self.bound.change_variant(opened, self.kernels_for(plan), plan, layout)
+
+    def _alternate(self, opened: OpenedBundle, plan: OverlapPlan, layout: PoolLayout) -> None:
+        """Change to another shape variant that is, or will be, bound in the same memory."""
+        before = self.bound
+        assert before is not None
+        self._stop_current()
+        self._waiting[self.opened.bundle.index] = before, self._warm_up
+        self.opened = opened
+        after, warm_up = self._waiting.pop(opened.bundle.index, (None, None))
+        if after is None:
+            warm_up, kernels = self._new_warm_up(), self.kernels_for(plan)
+            after = BoundProgram(self.device, opened, kernels, plan, layout, before.ledger, self.device.queue, before)
+        else:
+            after.take_turn(before)
+        self.bound, self._warm_up = after, warm_up
+
+    def _end_waiting(self) -> None:
+        """Drop the other shape variants that are bound."""
+        while self._waiting:
+            _, (bound, warm_up) = self._waiting.popitem()
+            if warm_up is not None:
+                warm_up.close()
+            bound.forget()
 
     def preload(self) -> None:
         """Load the preload set W. Raises RunError when a load fails."""
@@ -319,9 +349,11 @@ class Engine:
         if os.getpid() != self._process:
             return
         self._stop_current()
-        warm_up, self._warm_up = self._warm_up, None
-        if warm_up is not None:
-            warm_up.close()
+        warm_ups = [self._warm_up, *(warm_up for _, warm_up in self._waiting.values())]
+        self._warm_up = None
+        for warm_up in warm_ups:
+            if warm_up is not None:
+                warm_up.close()
 
     def stop_with(self, owner: object) -> None:
         """Call `stop_ahead` when `owner` is garbage-collected without having closed the engine."""
@@ -349,6 +381,7 @@ class Engine:
     def unbind(self) -> None:
         """Free all memory, and stop the loads of the next run. The model can be bound again."""
         self._stop_current()
+        self._end_waiting()
         bound, self.bound = self.bound, None
         if bound is not None:
             if self._warm_up is not None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -17,10 +16,11 @@ from numpy.typing import NDArray
 from flashmem.base.errors import UserError
 from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
-from flashmem.bundle.language import IDS, TOTAL
+from flashmem.bundle.language import CHECKED_TOKENS, IDS, TOTAL
 from flashmem.program.program import Program
 from flashmem.runtime.generation.conversation import Message, model_key, read_conversation, write_conversation
 from flashmem.runtime.generation.sampling import Sampler, Sampling
+from flashmem.runtime.generation.speculation import Lookup, Pace
 from flashmem.runtime.generation.tokenizer import Tokenizer
 from flashmem.runtime.session import Session
 
@@ -35,9 +35,9 @@ class GenerationReport:
     """What a generation took.
 
     `prompt`: tokens of the prompt, of which `reused` were in the cache. `tokens`: generated ones. `first_seconds`: until the
-    first token. `token_seconds`: median of the later ones, 0 without any. `token_bytes`: weights loaded for the last one.
-    `peak_bytes`: memory that the budget counts, in the last run. `ended`: by the model, or at a text of `stop`; not because of
-    `max_new_tokens` or a full cache.
+    first token. `token_seconds` and `token_bytes`: time, and weights loaded, for each later one; 0 without any. `drafted`:
+    tokens that `runtime.generation.speculation` proposed, of which `accepted` were right. `peak_bytes`: memory that the budget
+    counts, in the last run. `ended`: by the model, or at a text of `stop`; not because of `max_new_tokens` or a full cache.
     """
 
     prompt: int
@@ -46,6 +46,8 @@ class GenerationReport:
     first_seconds: float
     token_seconds: float
     token_bytes: int
+    drafted: int
+    accepted: int
     peak_bytes: int
     ended: bool
 
@@ -94,6 +96,7 @@ class Generator:
         repetition_penalty: float = 1.0,
         seed: int | None = None,
         stop: str | Sequence[str] = (),
+        speculate: bool = True,
     ) -> Iterator[str]:
         """Continue a text, or answer a conversation; yields the new text in pieces, as it is generated.
 
@@ -105,6 +108,7 @@ class Generator:
             max_new_tokens: the most tokens to generate.
             temperature, top_k, top_p, repetition_penalty, seed: see `Sampling`. The default takes the likeliest token.
             stop: texts that end the generation.
+            speculate: check drafts of several tokens in one run where the text repeats itself and that saves time.
 
         Raises:
             UserError: a number out of range; a prompt without tokens, with unknown ones, or longer than the cache; messages
@@ -121,7 +125,7 @@ class Generator:
             raise UserError(f"max_new_tokens {max_new_tokens} is not possible; give a number that is 1 or more")
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
-        return self._generated(tokens, max_new_tokens, Sampler(sampling), _Stops(stops))
+        return self._generated(tokens, max_new_tokens, Sampler(sampling), _Stops(stops), speculate)
 
     def tokens_of(self, prompt: str | Sequence[Message] | Sequence[int]) -> list[int]:
         """The tokens of a prompt, as `generate` reads them. Raises UserError."""
@@ -191,31 +195,46 @@ class Generator:
         begin = self.language.begin
         return tokens if begin is None or tokens[:1] == [begin] else [begin, *tokens]
 
-    def _generated(self, tokens: list[int], most: int, sampler: Sampler, stops: _Stops) -> Iterator[str]:
-        begun, seconds = perf_counter(), list[float]()
+    def _generated(self, tokens: list[int], most: int, sampler: Sampler, stops: _Stops, speculate: bool) -> Iterator[str]:
+        begun, count, seconds = perf_counter(), 0, 0.0
         first, reused, decoder = 0.0, self._reusable(tokens), codecs.getincrementaldecoder("utf-8")("replace")
-        ended = False
+        room = self.language.max_length if speculate and CHECKED_TOKENS in self._lengths else 0
+        ended, steps = False, _Steps(self._run, self._loaded, self._cached, room)
         try:
             logits = self._read(tokens, reused)
             first = perf_counter() - begun
-            while len(seconds) < most:
+            while count < most:
                 since = perf_counter()
                 token = sampler.choose(logits, self._cached)
                 if token in self.language.ends:
                     ended = True
                     break
-                seconds.append(perf_counter() - since)
+                count += 1
+                seconds += perf_counter() - since
                 if text := stops.passed(decoder.decode(self.tokenizer.decode([token]))):
                     yield text
-                if stops.found or len(self._cached) == self.language.max_length or len(seconds) == most:
+                if stops.found or len(self._cached) == self.language.max_length or count == most:
                     break
                 since = perf_counter()
-                logits = self._run([token], len(self._cached))
-                seconds[-1] += perf_counter() - since
+                logits = steps.after(token)
+                seconds += perf_counter() - since
             if text := stops.rest(decoder.decode(b"", final=True)):
                 yield text
         finally:
-            self.last = self._report(len(tokens), reused, seconds, first, ended=ended or stops.found)
+            steps.finish()
+            run, later = self._session.last_run, max(1, count - 1)
+            self.last = GenerationReport(
+                prompt=len(tokens),
+                reused=reused,
+                tokens=count,
+                first_seconds=first,
+                token_seconds=seconds / later if count > 1 else 0.0,
+                token_bytes=steps.nbytes // later,
+                drafted=steps.drafted,
+                accepted=steps.accepted,
+                peak_bytes=run.memory.peak_bytes if run is not None else 0,
+                ended=ended or stops.found,
+            )
 
     def _reusable(self, tokens: list[int]) -> int:
         """How many tokens of a prompt are in the cache; the last one is read anyway, for its logits."""
@@ -234,29 +253,23 @@ class Generator:
             logits = self._run(tokens[start : start + length], start)
             at = start + length
             if at == len(tokens):
-                return logits
+                last: Array = logits[-1]
+                return last
 
     def _run(self, tokens: list[int], start: int) -> Array:
-        """Run the model on tokens at positions from `start` on; returns the logits of the last one [vocabulary]."""
+        """Run the model on tokens at positions from `start` on; returns the logits of the last ones [rows, vocabulary]."""
         del self._cached[start:]
         total = np.array(start + len(tokens), np.int32)
         [logits] = self._session.run(None, {IDS: np.array([tokens], np.int64), TOTAL: total})
         self._cached += tokens
-        return logits.reshape(-1)
+        rows: Array = logits[0]
+        return rows
 
-    def _report(self, prompt: int, reused: int, seconds: Sequence[float], first: float, *, ended: bool) -> GenerationReport:
+    def _loaded(self) -> int:
+        """Bytes of weights that the last run loaded."""
         run = self._session.last_run
-        loaded = {load.name for load in run.loads} if run is not None and len(seconds) > 1 else set[str]()
-        return GenerationReport(
-            prompt,
-            reused,
-            len(seconds),
-            first,
-            median(seconds[:-1]) if len(seconds) > 1 else 0.0,
-            sum(self._slice_bytes.get(name, 0) for name in loaded),
-            run.memory.peak_bytes if run is not None else 0,
-            ended,
-        )
+        names = {load.name for load in run.loads} if run is not None else set[str]()
+        return sum(self._slice_bytes.get(name, 0) for name in names)
 
     def __enter__(self) -> Self:
         return self
@@ -267,6 +280,58 @@ class Generator:
     def close(self) -> None:
         """Close the session."""
         self._session.close()
+
+
+class _Steps:
+    """The runs after each token of a generation, some with drafts. `nbytes`: weights that they loaded."""
+
+    def __init__(self, run: Callable[[list[int], int], Array], loaded: Callable[[], int], cached: list[int], room: int) -> None:
+        """`run` and `loaded` are the generator's; `cached` is its list of tokens. Drafts end at `room` tokens."""
+        self._run, self._loaded, self._cached, self._room = run, loaded, cached, room
+        self._lookup, self._pace = Lookup(), Pace()
+        self._known = 0  # tokens that `_lookup` has
+        self._waiting: list[tuple[int, Array]] = []  # drafted tokens that a run has read, and the logits after each
+        self._check: tuple[float, int] | None = None  # seconds of that run, and tokens that it has given
+        self.nbytes = self.drafted = self.accepted = 0
+
+    def after(self, token: int) -> Array:
+        """The logits after a chosen token [vocabulary]."""
+        if self._waiting and self._waiting[0][0] == token:
+            assert self._check is not None
+            self._check = self._check[0], self._check[1] + 1
+            self.accepted += 1
+            self._cached.append(token)
+            return self._waiting.pop(0)[1]
+        self.finish()
+        draft = self._draft(token)
+        since, start = perf_counter(), len(self._cached)
+        rows = self._run([token, *draft], start)
+        seconds = perf_counter() - since
+        self.nbytes += self._loaded()
+        if not draft:
+            self._pace.single(seconds)
+            return rows[-1]  # type: ignore[no-any-return]
+        del self._cached[start + 1 :]
+        self._check, self.drafted = (seconds, 1), self.drafted + len(draft)
+        self._waiting = list(zip(draft, rows[1:], strict=False))
+        return rows[0]  # type: ignore[no-any-return]
+
+    def finish(self) -> None:
+        """Drop what is left of a draft, and learn from it."""
+        if self._check is not None:
+            self._pace.checked(*self._check)
+        self._check, self._waiting = None, []
+
+    def _draft(self, token: int) -> list[int]:
+        """Tokens that may follow, as many as a run checks; none if that is not worth it."""
+        if len(self._cached) + CHECKED_TOKENS > self._room:
+            return []
+        self._lookup.add([*self._cached[self._known :], token])
+        self._known = len(self._cached) + 1
+        if not self._pace.allows():
+            return []
+        draft = self._lookup.draft(CHECKED_TOKENS - 1)
+        return draft + draft[-1:] * (CHECKED_TOKENS - 1 - len(draft))  # a run reads as many in any case
 
 
 class _Stops:

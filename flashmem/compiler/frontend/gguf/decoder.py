@@ -3,7 +3,7 @@
 Each layer is RMS normalisation, grouped-query attention with rotary positions, and a gated MLP; kinds of models differ in what
 `Decoder` holds, and in tensors that a file has or lacks. The model has the form of onnxruntime-genai's with
 `past_present_share_buffer`: `past_key_values.*` and `present.*` have room for `max_length` tokens. A run reads the next tokens
-[1, tokens], and returns the logits [1, 1, vocabulary] after the last one.
+[1, tokens], and returns the logits [1, rows, vocabulary] after the last one, or after each of `CHECKED_TOKENS` or fewer.
 
 Projections of the same input are one product if their weights have the same format. Weights in blocks are nodes
 `flashmem.DequantizeBlocks` (`flashmem.compiler.frontend.contrib.quantized`).
@@ -21,7 +21,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from flashmem.bundle.language import IDS, TOTAL
+from flashmem.bundle.language import CHECKED_TOKENS, IDS, TOTAL
 from flashmem.compiler.frontend.contrib import DOMAIN, OWN
 from flashmem.compiler.frontend.gguf.weights import BlockedMatrix, Floats, floats, matrix, stacked
 
@@ -114,7 +114,7 @@ class _Writer:
         pairs: dict[str, str] = {}
         for layer in range(decoder.layers):
             x = self.layer(layer, x, pairs)
-        last = self.norm(self.node("Gather", x, self.array("last", np.array([-1])), axis=1), "output_norm.weight")
+        last = self.norm(self.last(x), "output_norm.weight")
         head = "output.weight" if self.tensors.has("output.weight") else "token_embd.weight"
         product = self.product(last, head, outputs=() if decoder.logit_cap else (LOGITS,))
         if decoder.logit_cap:
@@ -122,13 +122,21 @@ class _Writer:
             self.node("Mul", self.node("Tanh", self.node("Div", product, cap)), cap, outputs=(LOGITS,))
         cache: list[int | str] = [1, decoder.key_heads, self.max_length, decoder.size]
         given: list[tuple[str, int, list[int | str]]] = [(IDS, TensorProto.INT64, [1, TOKENS]), (TOTAL, TensorProto.INT32, [])]
-        made: list[tuple[str, int, list[int | str]]] = [(LOGITS, TensorProto.FLOAT, [1, 1, decoder.vocabulary])]
+        made: list[tuple[str, int, list[int | str]]] = [(LOGITS, TensorProto.FLOAT, [1, "rows", decoder.vocabulary])]
         given += [(past, TensorProto.FLOAT, cache) for past in pairs]
         made += [(present, TensorProto.FLOAT, cache) for present in pairs.values()]
         inputs, outputs = ([helper.make_tensor_value_info(*each) for each in values] for values in (given, made))
         graph = helper.make_graph(self.nodes, "decoder", inputs, outputs, list(self.kept.values()))
         opsets = [helper.make_opsetid(*each) for each in (("", 21), (DOMAIN, 1), (OWN, 1))]
         return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+    def last(self, x: str) -> str:
+        """The rows of `x` [1, tokens, hidden] that need logits: all of a few tokens, and the last of more."""
+        count = self.node("Gather", self.node("Shape", IDS), self.array("single", np.array([1])), axis=0)
+        few = self.node("LessOrEqual", count, self.array("few", np.array([CHECKED_TOKENS])))
+        zero, end = self.array("zero", np.array([0])), self.array("end", np.array([np.iinfo(np.int64).max]))
+        first = self.node("Where", few, zero, self.node("Sub", count, self.array("single", np.array([1]))))
+        return self.node("Slice", x, first, end, self.array("single", np.array([1])))
 
     def layer(self, number: int, x: str, pairs: dict[str, str]) -> str:
         """A layer; its states are added to `pairs`."""

@@ -1,0 +1,76 @@
+"""Speculation by prompt lookup: what followed the last tokens where they occurred before is drafted, and checked in one run.
+
+A summary, a translation of code or a list repeats parts of what was read. A run that reads a draft gives the logits after each
+of its tokens, and the sampler chooses from these as it would have from a run for each. Where it chooses another token than the
+draft's, the rest of the draft is dropped. So drafts change how long an answer takes, but not how it is chosen.
+
+Prompt lookup: https://github.com/apoorvumang/prompt-lookup-decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_SIZES = (3, 2)
+"""So many last tokens must have occurred before, the more the better."""
+
+_PAUSES = (8, 64)
+"""Tokens without a draft after one that did not pay: at first, and at most."""
+
+_MEMORY = 0.7
+"""The weight of what was measured before the last run."""
+
+
+class Lookup:
+    """Finds what followed the last tokens of a text where they occurred before."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._after: dict[tuple[int, ...], int] = {}  # by last tokens: the position after their last occurrence
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the text."""
+        for token in tokens:
+            for size in _SIZES:
+                if len(self._tokens) >= size:
+                    self._after[tuple(self._tokens[-size:])] = len(self._tokens)
+            self._tokens.append(token)
+
+    def draft(self, most: int) -> list[int]:
+        """At most `most` tokens that may follow the text; none if its last tokens are new."""
+        for size in _SIZES:
+            at = self._after.get(tuple(self._tokens[-size:]))
+            if at is not None and len(self._tokens) >= size:
+                return self._tokens[at : at + most]
+        return []
+
+
+class Pace:
+    """Decides by what was measured whether drafts save time."""
+
+    def __init__(self) -> None:
+        self._single = self._check = 0.0  # seconds of a run for one token, and of one that checks a draft
+        self._tokens = 0.0  # that a run with a draft gives
+        self._pause, self._left = _PAUSES[0], 0
+
+    def allows(self) -> bool:
+        """Whether the next run shall check a draft; the time of a run for one token must be known."""
+        if self._left:
+            self._left -= 1
+        return self._single > 0 and not self._left
+
+    def single(self, seconds: float) -> None:
+        """A run for one token took so long."""
+        self._single = _mixed(self._single, seconds)
+
+    def checked(self, seconds: float, tokens: int) -> None:
+        """A run that checked a draft took so long, and gave so many tokens."""
+        self._check, self._tokens = _mixed(self._check, seconds), _mixed(self._tokens, tokens)
+        if self._tokens * self._single >= self._check:
+            self._pause = _PAUSES[0]
+        else:
+            self._left, self._pause = self._pause, min(2 * self._pause, _PAUSES[1])
+
+
+def _mixed(before: float, now: float) -> float:
+    return _MEMORY * before + (1 - _MEMORY) * now if before else now
