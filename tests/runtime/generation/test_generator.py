@@ -62,9 +62,9 @@ def prompt(count: int, start: int = 0) -> list[int]:
     return [3 + (start + 37 * number) % 390 for number in range(count)]
 
 
-def tokens_of(generator: Generator, tokens: list[int], count: int) -> list[int]:
+def tokens_of(generator: Generator, tokens: list[int], count: int, **options: Any) -> list[int]:
     """What is generated after `tokens`, as tokens: a text in pieces cannot be told apart."""
-    for _ in generator.generate(tokens, max_new_tokens=count):
+    for _ in generator.generate(tokens, max_new_tokens=count, **options):
         pass
     return generator._cached[len(tokens) :]
 
@@ -110,10 +110,10 @@ def test_two_modes_within_a_small_budget(device: Any, tmp_path: Path) -> None:
 def test_memory_stays_the_same_and_the_cache_ends(generator: Generator) -> None:
     peaks = set()
     for count in (20, 60, 100):
-        tokens_of(generator, prompt(count), 5)
+        tokens_of(generator, prompt(count), 5, speculate=False)
         assert generator.last is not None
         peaks.add(generator.last.peak_bytes)
-    found = tokens_of(generator, prompt(150), 100)
+    found = tokens_of(generator, prompt(150), 100, speculate=False)
     assert generator.last is not None
     assert len(found) + 150 == 160 and generator.last.tokens == 11  # the last one needs no place
     assert peaks == {generator.last.peak_bytes}
