@@ -1,4 +1,4 @@
-"""Time for each token with and without drafts (prompt lookup), for answers that repeat what was read and for others.
+"""Time for each token with and without drafts of repeated text (prompt lookup).
 
     python -m benchmarks.serving.drafts model.gguf --device pocl --budget 60MB
 
@@ -39,13 +39,15 @@ PROMPTS = {
 def main() -> None:
     """Compile, then generate each answer with and without drafts."""
     parser = Arguments(__doc__)
-    parser.add_argument("model", type=Path, metavar="model.gguf")
+    parser.add_argument("model", type=Path, nargs="?", default=Path("model.gguf"), metavar="model.gguf")
     parser.add_device()
     parser.add_argument("--budget", help="of flashmem, for instance 60MB")
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     parser.check_device(args.device)
+    if not args.model.is_file():
+        parser.error(f"{args.model}: no such file; name a language model in a .gguf file")
     with tempfile.TemporaryDirectory() as folder:
         given = {"device": args.device, "budget": args.budget, "max_length": 512}
         bundle = flashmem.compile(args.model, Path(folder) / "m.flashmem", **given)

@@ -134,13 +134,13 @@ BUNDLE_OPTIONS: dict[str, Any] = {
     "precision": Annotated[
         Precision | None, typer.Option(help="fp16: weights and activations stored in half; sums in fp32.", show_default="fp32")
     ],
-    "quantize": Annotated[
-        Quantize | None,
-        typer.Option(help="Store float32 weights as integers with scales; int4: those of matrices, and 8 bits for others."),
-    ],
     "state_precision": Annotated[
         Precision | None,
         typer.Option("--state-precision", "--kv", help="Stored type of states.", show_default="fp16 for GGUF; --precision"),
+    ],
+    "quantize": Annotated[
+        Quantize | None,
+        typer.Option(help="Store float32 weights as integers with scales; int4: those of matrices, and 8 bits for others."),
     ],
     "shape": Shape,
     "constant": Annotated[

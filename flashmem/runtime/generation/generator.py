@@ -20,7 +20,7 @@ from flashmem.bundle.language import CHECKED_TOKENS, IDS, TOTAL
 from flashmem.program.program import Program
 from flashmem.runtime.generation.conversation import Message, model_key, read_conversation, write_conversation
 from flashmem.runtime.generation.sampling import Sampler, Sampling
-from flashmem.runtime.generation.speculation import Lookup, Pace
+from flashmem.runtime.generation.speculation import Lookup, Payoff
 from flashmem.runtime.generation.tokenizer import Tokenizer
 from flashmem.runtime.session import Session
 
@@ -288,7 +288,7 @@ class _Steps:
     def __init__(self, run: Callable[[list[int], int], Array], loaded: Callable[[], int], cached: list[int], room: int) -> None:
         """`run` and `loaded` are the generator's; `cached` is its list of tokens. Drafts end at `room` tokens."""
         self._run, self._loaded, self._cached, self._room = run, loaded, cached, room
-        self._lookup, self._pace = Lookup(), Pace()
+        self._lookup, self._payoff = Lookup(), Payoff()
         self._known = 0  # tokens that `_lookup` has
         self._waiting: list[tuple[int, Array]] = []  # drafted tokens that a run has read, and the logits after each
         self._check: tuple[float, int] | None = None  # seconds of that run, and tokens that it has given
@@ -309,7 +309,7 @@ class _Steps:
         seconds = perf_counter() - since
         self.nbytes += self._loaded()
         if not draft:
-            self._pace.single(seconds)
+            self._payoff.single(seconds)
             return rows[-1]  # type: ignore[no-any-return]
         del self._cached[start + 1 :]
         self._check, self.drafted = (seconds, 1), self.drafted + len(draft)
@@ -319,7 +319,7 @@ class _Steps:
     def finish(self) -> None:
         """Drop what is left of a draft, and learn from it."""
         if self._check is not None:
-            self._pace.checked(*self._check)
+            self._payoff.checked(*self._check)
         self._check, self._waiting = None, []
 
     def _draft(self, token: int) -> list[int]:
@@ -328,7 +328,7 @@ class _Steps:
             return []
         self._lookup.add([*self._cached[self._known :], token])
         self._known = len(self._cached) + 1
-        if not self._pace.allows():
+        if not self._payoff.allows():
             return []
         draft = self._lookup.draft(CHECKED_TOKENS - 1)
         return draft + draft[-1:] * (CHECKED_TOKENS - 1 - len(draft))  # a run reads as many in any case

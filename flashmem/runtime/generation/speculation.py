@@ -45,7 +45,7 @@ class Lookup:
         return []
 
 
-class Pace:
+class Payoff:
     """Decides by what was measured whether drafts save time."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ import flashmem
 from flashmem.bundle.language import CHECKED_TOKENS
 from flashmem.runtime.engine.bound_program import BoundProgram
 from flashmem.runtime.generation.generator import Generator
-from flashmem.runtime.generation.speculation import Lookup, Pace
+from flashmem.runtime.generation.speculation import Lookup, Payoff
 from flashmem.runtime.opencl.context import list_devices
 from tests.runtime.generation.test_generator import prompt, tokens_of
 from tests.support.gguf_models import SmallLlama
@@ -43,21 +43,21 @@ def test_what_followed_before(tokens: list[int], cuts: list[int], most: int) -> 
 
 
 def test_drafts_that_do_not_pay_become_rare() -> None:
-    pace, checks = Pace(), 0
-    assert not pace.allows()  # nothing is known yet
-    pace.single(1.0)
+    payoff, checks = Payoff(), 0
+    assert not payoff.allows()  # nothing is known yet
+    payoff.single(1.0)
     for _ in range(1000):
-        if pace.allows():
-            pace.checked(3.0, 1)
+        if payoff.allows():
+            payoff.checked(3.0, 1)
             checks += 1
         else:
-            pace.single(1.0)
+            payoff.single(1.0)
     assert 1000 / 64 - 2 <= checks <= 1000 / 64 + 8
     assert 2 * checks <= 0.05 * 1000  # the seconds that they cost
     for _ in range(100):  # a part that repeats
-        if pace.allows():
-            pace.checked(3.0, 8)
-    assert all(pace.allows() for _ in range(20))
+        if payoff.allows():
+            payoff.checked(3.0, 8)
+    assert all(payoff.allows() for _ in range(20))
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_the_same_tokens_with_and_without_drafts(
     device: str, in_budget: bool, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small models repeat themselves after a while. Other words in between make drafts wrong."""
-    monkeypatch.setattr(Pace, "allows", lambda pace: True)
+    monkeypatch.setattr(Payoff, "allows", lambda payoff: True)
     options: Any = {"device": device, "max_length": 160}
     if in_budget:
         whole = flashmem.compile(file, tmp_path / "whole.flashmem", **options).program
