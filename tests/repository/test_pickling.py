@@ -46,7 +46,7 @@ EXAMPLES: dict[type, Example] = {
     PlanViolation: lambda *_: PlanViolation("C2", "3 chunks in flight"),
     RequestError: lambda *_: RequestError(ValueError("index 8")),
     RunReport: lambda _, report: report,
-    GenerationReport: lambda *_: GenerationReport(37, 12, 8, 0.5, 0.02, 1 << 20, 1 << 26, True),
+    GenerationReport: lambda *_: GenerationReport(37, 12, 8, 0.5, 0.02, 1 << 20, 14, 9, 1 << 26, True),
     OverlapPlan: lambda bundle, _: bundle.plan,
     SrptPlan: lambda *_: SrptPlan({"w": ((1, 2),)}, feasible=True),
     CompilerReport: lambda *_: CompilerReport(GPUS["adreno750"], "26.1", (), {"matmul": "no such type"}),
