@@ -24,8 +24,11 @@ OperatorClass = Literal["elemental", "reusable", "hierarchical"]
 
 
 Optimize = Literal["cold", "steady"]
-Quantize = Literal["int4", "int8"]
 """Whether kernels are chosen for the first answer, including their build and load times, or for later answers."""
+
+
+Quantize = Literal["int4", "int8"]
+"""The integers that the weights of matrices become; other weights become int8."""
 
 
 States = Mapping[str, str] | Literal["auto"]

@@ -7,8 +7,10 @@ resolved), and only bytes that those files have.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import onnx
 import onnx_ir
@@ -74,6 +76,18 @@ def model_files(model: onnx.ModelProto, path: Path) -> list[Path]:
     for tensor in tensors(model):
         found.update({Path(entry.value): None for entry in tensor.external_data if entry.key == "location"})
     return list(found)
+
+
+def place_data(tensor: onnx.TensorProto, content: bytes, file: BinaryIO) -> None:
+    """Write the data of `tensor` to `file`, at a page of its own, and refer to it there by the file's name."""
+    file.seek(-file.tell() % 4096, os.SEEK_CUR)
+    tensor.ClearField("raw_data")
+    del tensor.external_data[:]
+    fields = {"location": Path(file.name).name, "offset": file.tell(), "length": len(content)}
+    for key, value in fields.items():
+        tensor.external_data.add(key=key, value=str(value))
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    file.write(content)
 
 
 def tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:

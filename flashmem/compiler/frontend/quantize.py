@@ -31,7 +31,8 @@ from onnx import helper, numpy_helper
 from flashmem.base.errors import UserError
 from flashmem.base.types import Quantize
 from flashmem.compiler.frontend.contrib import OWN
-from flashmem.compiler.frontend.external_data import resolve_external_data
+from flashmem.compiler.frontend.contrib.packed import packed_codes
+from flashmem.compiler.frontend.external_data import place_data, resolve_external_data
 from flashmem.compiler.frontend.mapped_file import load_mapped
 
 Floats = NDArray[np.float32]
@@ -126,9 +127,7 @@ class _Uses:
         for node in graph.node:
             for index, name in enumerate(node.input):
                 self.readers[name].append((node, index))
-            for attribute in node.attribute:
-                for inner in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])):
-                    self.inside |= _names(inner)
+            self.inside |= _inside(node)
 
     def weights(self) -> dict[str, _Weight]:
         """The weights that can be quantised, by name."""
@@ -237,7 +236,10 @@ class _Writer:
         fields: dict[str, Any] = {"bits": bits, "block_size": block, "signed": 1}
         if weight.is_filter:
             fields["shape"] = array.shape
-        tensors = [self.stored(f"{name}.codes", packed(codes, bits)), self.stored(f"{name}.scales", scales)]
+        tensors = [
+            self.stored(f"{name}.codes", packed_codes(codes.view(np.uint8), bits)),
+            self.stored(f"{name}.scales", scales),
+        ]
         first = name if weight.depth else f"{name}.transposed"
         names = [tensor.name for tensor in tensors]
         nodes = [helper.make_node("DequantizeBlocks", names, [first], name=first, domain=OWN, **fields)]
@@ -254,24 +256,14 @@ class _Writer:
         entries = {entry.key: entry.value for entry in tensor.external_data}
         with Path(entries["location"]).open("rb") as file:
             file.seek(int(entries["offset"]))
-            self._place(made, file.read(int(entries["length"])))
+            place_data(made, file.read(int(entries["length"])), self.data)
         return made
 
     def stored(self, name: str, array: NDArray[np.generic]) -> onnx.TensorProto:
         """An array as a tensor."""
         tensor = numpy_helper.from_array(np.ascontiguousarray(array), name)
-        self._place(tensor, tensor.raw_data)
-        tensor.ClearField("raw_data")
+        place_data(tensor, tensor.raw_data, self.data)
         return tensor
-
-    def _place(self, tensor: onnx.TensorProto, data: bytes) -> None:
-        self.data.write(bytes(-self.data.tell() % 4096))
-        del tensor.external_data[:]
-        fields = {"location": Path(self.data.name).name, "offset": self.data.tell(), "length": len(data)}
-        for key, value in fields.items():
-            tensor.external_data.add(key=key, value=str(value))
-        tensor.data_location = onnx.TensorProto.EXTERNAL
-        self.data.write(data)
 
 
 def quantise(rows: Floats, block: int, bits: int) -> Codes:
@@ -290,12 +282,6 @@ def quantise(rows: Floats, block: int, bits: int) -> Codes:
         better = wrong < least
         best, least = np.where(better, scales, best), np.where(better, wrong, least)
     return Codes(_coded(blocks, best, bits).reshape(rows.shape), best)
-
-
-def packed(codes: NDArray[np.int8], bits: int) -> NDArray[np.uint8]:
-    """Codes as bytes; of four bits, two are in a byte, the first in its lower half."""
-    whole = codes.view(np.uint8)
-    return whole if bits == 8 else whole[:, 0::2] & np.uint8(15) | whole[:, 1::2] << np.uint8(4)
 
 
 def _coded(blocks: Floats, scales: Floats, bits: int) -> NDArray[np.int8]:
@@ -324,14 +310,14 @@ def _mapped(tensor: onnx.TensorProto) -> Floats:
     return np.memmap(entries["location"], "<f4", "r", int(entries["offset"]), tuple(tensor.dims))
 
 
-def _names(graph: onnx.GraphProto) -> set[str]:
-    """The names that the nodes of a graph and of its subgraphs read, and its outputs."""
-    found = {output.name for output in graph.output}
-    for node in graph.node:
-        found |= {*node.input}
-        for attribute in node.attribute:
-            for inner in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])):
-                found |= _names(inner)
+def _inside(node: onnx.NodeProto) -> set[str]:
+    """The names that the subgraphs of a node read or return."""
+    found = set[str]()
+    for attribute in node.attribute:
+        for graph in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])):
+            found |= {output.name for output in graph.output}
+            for inner in graph.node:
+                found |= {*inner.input} | _inside(inner)
     return found
 
 

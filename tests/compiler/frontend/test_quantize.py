@@ -18,7 +18,8 @@ from onnx import TensorProto, helper, numpy_helper
 import flashmem
 from flashmem.base.errors import UserError
 from flashmem.base.types import Quantize
-from flashmem.compiler.frontend.quantize import BLOCKS, packed, quantise, quantised
+from flashmem.compiler.frontend.contrib.packed import packed_codes
+from flashmem.compiler.frontend.quantize import BLOCKS, quantise, quantised
 from tests.support.caches import empty_bundle_cache
 from tests.support.command_line import Command, command_line
 from tests.support.compared import PLACES
@@ -67,9 +68,9 @@ def test_zeros_and_weights_beyond_half() -> None:
 @given(st.integers(1, 5), st.sampled_from([16, 48]), st.integers(0, 2**32 - 1))
 def test_two_codes_share_a_byte(rows: int, depth: int, seed: int) -> None:
     codes = np.random.default_rng(seed).integers(-8, 8, (rows, depth)).astype(np.int8)
-    low, high = (packed(codes, 4).astype(np.int8) << shift >> 4 for shift in (4, 0))
+    low, high = (packed_codes(codes.view(np.uint8), 4).astype(np.int8) << shift >> 4 for shift in (4, 0))
     assert np.array_equal(np.stack([low, high], -1).reshape(codes.shape), codes)
-    assert np.array_equal(packed(codes, 8).view(np.int8), codes)
+    assert np.array_equal(packed_codes(codes.view(np.uint8), 8).view(np.int8), codes)
 
 
 WITH_INT4 = {

@@ -45,6 +45,11 @@ def quantised_matrix(
     return ir.PackedTensor(numbers[::2] | numbers[1::2] << 4, kind, shape=ir.Shape(shape), name=tensor.name)
 
 
+def packed_codes(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    """Rows of codes as bytes; of four bits, two are in a byte, the first in its lower half."""
+    return codes if bits == 8 else codes[:, 0::2] & np.uint8(15) | codes[:, 1::2] << np.uint8(4)
+
+
 def packed_zero_points(data: NDArray[np.uint8], blocks: int, bits: int) -> NDArray[np.uint8]:
     """Zero points of `bits` bits, each row packed separately, as one byte each: [rows, `blocks`]."""
     return data if bits == 8 else _nibbles(data)[:, :blocks]

@@ -23,6 +23,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from flashmem.bundle.language import CHECKED_TOKENS, IDS, TOTAL
 from flashmem.compiler.frontend.contrib import DOMAIN, OWN
+from flashmem.compiler.frontend.external_data import place_data
 from flashmem.compiler.frontend.gguf.weights import BlockedMatrix, Floats, floats, matrix, stacked
 
 LOGITS, TOKENS = "logits", "tokens"
@@ -259,13 +260,7 @@ class _Writer:
         if name not in self.kept:
             proto = numpy_helper.from_array(array, name)
             if array.nbytes > 1024:
-                self.data.seek(-self.data.tell() % 4096, 1)
-                onnx.external_data_helper.set_external_data(
-                    proto, Path(self.data.name).name, offset=self.data.tell(), length=array.nbytes
-                )
-                self.data.write(proto.raw_data)
-                proto.ClearField("raw_data")
-                proto.data_location = TensorProto.EXTERNAL
+                place_data(proto, proto.raw_data, self.data)
             self.kept[name] = proto
         return name
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.errors import UserError
+from flashmem.compiler.frontend.contrib.packed import packed_codes
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -79,10 +80,8 @@ def matrix(tensor: Any) -> BlockedMatrix | Floats:
     data = np.ascontiguousarray(tensor.data).reshape(-1, sum(fields))
     blocks = read(*np.split(data, np.cumsum(fields)[:-1], axis=1))
     codes: Bytes = blocks.codes.astype(np.uint8).reshape(rows, depth)
-    if bits == 4:
-        codes = codes[:, 0::2] & np.uint8(15) | codes[:, 1::2] << np.uint8(4)
     minima = None if blocks.minima is None else blocks.minima.reshape(rows, -1)
-    return BlockedMatrix(codes, blocks.scales.reshape(rows, -1), minima, bits, signed)
+    return BlockedMatrix(packed_codes(codes, bits), blocks.scales.reshape(rows, -1), minima, bits, signed)
 
 
 def floats(tensor: Any) -> Floats:
