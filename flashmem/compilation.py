@@ -17,13 +17,16 @@ from flashmem.base.types import MemoryPath, Optimize, Quantize, States, Transfer
 from flashmem.base.version import __version__
 from flashmem.bundle import cache
 from flashmem.bundle.bundle import Bundle
-from flashmem.bundle.language import CHECKED_TOKENS, IDS, PROMPT_TOKENS
+from flashmem.bundle.language import CHECKED_TOKENS, IDS, PROMPT_TOKENS, is_language_folder
 from flashmem.bundle.shape_variants import Shapes, checked_variants
 from flashmem.compiler.options import Options, Precision
 from flashmem.compiler.selection.tuning_database import content_hash
 from flashmem.options import resolve
 from flashmem.planning.limits import read_limits
 from flashmem.schedule.plan import Objective, Strategy, Units
+
+ModelKind = Literal["onnx", "gguf", "folder"]
+"""An ONNX file, a GGUF file, or a folder with a language model in ONNX."""
 
 DATA_FILES = "data_files"
 """The key in a bundle's metadata for the states of the model's other files, as `states_of` gives them."""
@@ -41,9 +44,14 @@ class Compilation:
     quantize: Quantize | None = None
 
     @property
-    def is_gguf(self) -> bool:
-        """Whether the model is a GGUF file, by its name."""
-        return _is_gguf(self.model)
+    def kind(self) -> ModelKind:
+        """The kind of the model, by its name."""
+        return kind_of(self.model)
+
+    @property
+    def is_language(self) -> bool:
+        """Whether the model has a tokenizer."""
+        return self.kind != "onnx"
 
     @property
     def name(self) -> str:
@@ -99,13 +107,13 @@ def read_compilation(
         UserError: no such model, or an argument must change.
     """
     model = Path(model)
-    if not model.is_file():
-        what = "is a folder" if model.is_dir() else "does not exist"
+    if not model.is_file() and not is_language_folder(model):
+        what = "is a folder without a language model" if model.is_dir() else "does not exist"
         raise MissingFileError(f"model {model} {what}; name an ONNX file")
-    if _is_gguf(model):
+    if (kind := kind_of(model)) != "onnx":
         if any(checked_variants(shapes)) or states is not None or constants:
             raise UserError(f"the shapes, states and inputs of {model} are known; leave out --shape, --state and --constant")
-        if quantize is not None:
+        if quantize is not None and kind == "gguf":
             raise UserError(f"the weights of {model} keep the types that they have there; leave out --quantize")
         shapes, states, state_precision = (
             tuple({IDS: (1, count)} for count in (1, CHECKED_TOKENS, PROMPT_TOKENS)),
@@ -113,7 +121,10 @@ def read_compilation(
             state_precision or "fp16",
         )
     elif max_length is not None:
-        raise UserError(f"--max-length is for a GGUF file, which {model} is not; give the sizes of its inputs with --shape")
+        raise UserError(
+            f"--max-length is for a GGUF file or a folder of a language model, which {model} is not; give the sizes of its "
+            "inputs with --shape"
+        )
     if state_precision is not None and states is None:
         raise UserError("--state-precision is for states, and none is named; name them with --state")
     if states is not None and objective == "auto":
@@ -136,5 +147,8 @@ def states_of(paths: Iterable[Path]) -> list[list[str | int]]:
     return [[str(file), (found := file.stat()).st_size, found.st_mtime_ns] for file in files]
 
 
-def _is_gguf(model: Path) -> bool:
-    return model.suffix == ".gguf"
+def kind_of(model: Path) -> ModelKind:
+    """The kind of a model, by its name and, for a folder, by the files in it."""
+    if model.is_dir():
+        return "folder"
+    return "gguf" if model.suffix == ".gguf" else "onnx"

@@ -25,6 +25,8 @@ from flashmem.compiler.adaptive.unfusion import may_refine, refine
 from flashmem.compiler.frontend.external_data import model_files
 from flashmem.compiler.frontend.gguf.reader import converted
 from flashmem.compiler.frontend.importer import collect_unsupported, import_model
+from flashmem.compiler.frontend.language.folder import read_folder
+from flashmem.compiler.frontend.language.model import Rewrite, unchanged
 from flashmem.compiler.frontend.mapped_file import load_mapped
 from flashmem.compiler.frontend.quantize import quantised
 from flashmem.compiler.ir.graph import Graph
@@ -91,7 +93,8 @@ def compile(
     """Compile `model` into a bundle that runs within `budget` bytes on `device`.
 
     Args:
-        model: an ONNX file; or a language model as a GGUF file, whose shapes and states are known.
+        model: an ONNX file; or a language model, whose shapes and states are known: a GGUF file, or a folder of
+            onnxruntime-genai, optimum or transformers.js.
         output: the bundle's folder (`model.flashmem`). None keeps it in the user's cache, where an equal call finds it again.
             If the cache cannot be written, it is kept until the process ends, with a warning.
         device: "auto", part of the name of a local device, or the name or file of a descriptor.
@@ -161,11 +164,11 @@ def compile(
     )
     if dump_passes is not None:
         with _as_onnx(compilation) as source:
-            _dump_passes(source.path, Path(dump_passes), compilation.variants)
+            _dump_passes(source, Path(dump_passes), compilation.variants)
     with KernelBuilder(device, lambda fraction: progress("build kernels", fraction)) as kernels:
 
         def make(place: Path) -> Bundle:
-            hint = "; a cache of fewer tokens (--max-length) needs less" if compilation.is_gguf else ""
+            hint = "; a cache of fewer tokens (--max-length) needs less" if compilation.is_language else ""
             with _as_onnx(compilation) as source, _adding(after=hint):
                 return _compile(compilation, source, place, progress, kernels if build else None)
 
@@ -178,10 +181,15 @@ def compile(
 
 @dataclass(frozen=True)
 class _Source:
-    """The model as an ONNX file, and what else its bundle needs. `meta` goes to the bundle's metadata."""
+    """The model as an ONNX file, which `rewrite` changes when it is read, and what else its bundle needs.
+
+    `files`: those whose change makes the bundle outdated, besides the model. `meta` goes to the bundle's metadata.
+    """
 
     path: Path
     language: bytes = b""
+    rewrite: Rewrite = unchanged
+    files: tuple[Path, ...] = ()
     meta: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -189,19 +197,24 @@ class _Source:
 def _as_onnx(compilation: Compilation) -> Iterator[_Source]:
     """The model as an ONNX file, as long as the body runs."""
     model = compilation.model
-    if compilation.is_gguf:
+    if compilation.kind == "gguf":
         with converted(model, compilation.max_length) as language:
             yield _Source(language.path, language.language)
-    elif compilation.quantize is not None:
-        with quantised(model, compilation.quantize) as made:
-            yield _Source(
-                made.path, meta={"quantize": compilation.quantize, "quantised": [asdict(each) for each in made.weights]}
-            )
-    else:
-        yield _Source(model)
+        return
+    source = _Source(model)
+    if compilation.kind == "folder":
+        language = read_folder(model, compilation.max_length)
+        source = _Source(language.path, language.language, language.rewrite, language.files)
+    source = replace(source, files=(*source.files, *model_files(load_mapped(source.path), source.path)))
+    if compilation.quantize is None:
+        yield source
+        return
+    with quantised(source.path, compilation.quantize) as made:
+        meta = {"quantize": compilation.quantize, "quantised": [asdict(each) for each in made.weights]}
+        yield replace(source, path=made.path, meta=meta)
 
 
-def _dump_passes(model: Path, folder: Path, variants: Sequence[Options]) -> None:
+def _dump_passes(source: _Source, folder: Path, variants: Sequence[Options]) -> None:
     """Write the graph of each variant before and after each pass.
 
     Imports the model for this alone, so that it works even when the bundle is in the cache.
@@ -210,7 +223,7 @@ def _dump_passes(model: Path, folder: Path, variants: Sequence[Options]) -> None
     for number, options in enumerate(variants, start=1):
         place = folder if len(variants) == 1 else folder / f"variant-{number}"
         check_dump_folder(place)
-        dump_graph(import_graph(model, options), place)
+        dump_graph(import_graph(source.path, options, source.rewrite), place)
 
 
 def _compile(
@@ -222,8 +235,7 @@ def _compile(
     """
     model, variants = compilation.model, compilation.variants
     [options, *_] = variants
-    files = [] if compilation.is_gguf else model_files(load_mapped(model), model)
-    data = states_of(file for file in files if file != model.resolve())
+    data = states_of(file for file in source.files if file.resolve() != model.resolve())
 
     def begin(generated: Generated, plan: OverlapPlan | None = None) -> None:
         if kernels is not None:
@@ -233,7 +245,7 @@ def _compile(
             kernels.begin(request)
 
     progress("import", 0.0)
-    graphs = _read_graphs(source.path, variants)
+    graphs = _read_graphs(source, variants)
     made: dict[int, tuple[Generated, OverlapPlan]] = {}
     earlier, least = NOTHING_STORED, _reserved(graphs, variants)
     for index in largest_first(graphs):
@@ -280,12 +292,12 @@ def _adding(*, before: str = "", after: str = "") -> Iterator[None]:
         ) from error
 
 
-def _read_graphs(model: Path, variants: Sequence[Options]) -> list[Graph]:
+def _read_graphs(source: _Source, variants: Sequence[Options]) -> list[Graph]:
     """The graph of each variant. Raises UserError like `read_graph`, and if two variants have the same shapes."""
     graphs: list[Graph] = []
     seen: list[Shapes] = []
     for options in variants:
-        graphs.append(read_graph(model, options))
+        graphs.append(read_graph(source.path, options, source.rewrite))
         shapes = {port.name: port.value.shape for port in graphs[-1].inputs}
         if shapes in seen:
             raise UserError(f"two of the requested variants are {shapes_text(shapes)}; leave one out")
@@ -337,22 +349,22 @@ def _posed(program: Program, plan: OverlapPlan, options: Options) -> Instance:
     return planning_instance(program, options.descriptor, options.mode, replace(options.limits, chunk=plan.chunk_bytes))
 
 
-def read_graph(model: Path, options: Options) -> Graph:
-    """The graph of `model` after the passes of the compiler, ready for fusion. Reads no weights.
+def read_graph(model: Path, options: Options, rewrite: Rewrite = unchanged) -> Graph:
+    """The graph of `model`, changed by `rewrite`, after the passes of the compiler, ready for fusion. Reads no weights.
 
     Raises:
         UserError: the model cannot be read, or has something that cannot run.
     """
-    return prepare(import_graph(model, options))
+    return prepare(import_graph(model, options, rewrite))
 
 
-def import_graph(model: Path, options: Options) -> Graph:
-    """The graph of `model` as imported, before the passes of the compiler. Reads no weights.
+def import_graph(model: Path, options: Options, rewrite: Rewrite = unchanged) -> Graph:
+    """The graph of `model`, changed by `rewrite`, as imported, before the passes of the compiler. Reads no weights.
 
     Raises:
         UserError: the model cannot be read, or has something that cannot run.
     """
-    graph = import_model(model, options.shapes, why_unsupported, options.states, options.constants)
+    graph = import_model(model, options.shapes, why_unsupported, options.states, options.constants, rewrite)
     collect_unsupported(graph, why_unsupported)
     return replace(graph, states_in_half=options.state_precision == "fp16")
 

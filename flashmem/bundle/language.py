@@ -1,9 +1,9 @@
 """The language part of a bundle, `language.json`: a tokenizer, the tokens that begin and end a text, a chat template.
 
 Keys: `pattern` (of `PATTERNS`, for byte pairs; null for SentencePiece), `tokens`, `types` (of each token, as in GGUF), `merges`
-(byte pairs: "a b", the most frequent first), `scores` (SentencePiece: of each token), `space_prefix` (whether a text
-begins with a space, there), `begin` (a token or null), `ends` (tokens), `chat` (pieces of text or null, as the compiler's
-`frontend/gguf/chat.py` has them), `max_length` (tokens that the cache holds).
+(byte pairs: "a b", the most frequent first), `scores` (SentencePiece: of each token), `space_prefix` (of `SPACE_PREFIXES`),
+`nfc` (whether a text is first brought to Unicode's normal form C), `begin` (a token or null), `ends` (tokens), `chat` (pieces
+of text or null, as the compiler's `frontend/language/chat.py` has them), `max_length` (tokens that the cache holds).
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from flashmem.base.errors import BundleError
+
+SETTINGS = ("genai_config.json", "config.json")
+"""A folder with one of these files has a language model in ONNX; it is no bundle."""
 
 IDS, TOTAL = "input_ids", "total_sequence_length"
 """The inputs of a language model: the tokens to read [1, tokens], and the number of all tokens up to the last of them."""
@@ -25,9 +29,13 @@ PROMPT_TOKENS, CHECKED_TOKENS = 32, 8
 runs read one.
 """
 
-UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
-"""Types of tokens: for what is not in the vocabulary; those that only a template writes; those that are found in a text before
-it is cut; a byte, which SentencePiece writes as "<0x0A>"."""
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+"""Types of tokens: pieces of texts; for what is not in the vocabulary; those that only a template writes; those that are found
+in a text before it is cut; no text has it; a byte, which SentencePiece writes as "<0x0A>"."""
+
+SPACE_PREFIXES = ("never", "first", "always")
+"""Where SentencePiece puts a space: nowhere; before a text that begins with no control token and no space; before each part
+of a text between control tokens."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,8 @@ class Language:
     chat: Mapping[str, str] | None
     max_length: int
     scores: tuple[float, ...] = ()
-    space_prefix: bool = False
+    space_prefix: str = "never"
+    nfc: bool = False
 
     @classmethod
     def from_json(cls, text: bytes) -> Language:
@@ -83,7 +92,7 @@ class Language:
             tokens, types, merges, scores = (tuple(given[name]) for name in ("tokens", "types", "merges", "scores"))
             pattern = None if given["pattern"] is None else PATTERNS[given["pattern"]]
             begin, ends, chat, length = given["begin"], frozenset(given["ends"]), given["chat"], given["max_length"]
-            made = cls(pattern, tokens, types, merges, begin, ends, chat, length, scores, given["space_prefix"])
+            made = cls(pattern, tokens, types, merges, begin, ends, chat, length, scores, given["space_prefix"], given["nfc"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise _damaged() from error
         made._check()
@@ -99,13 +108,24 @@ class Language:
             and all(isinstance(each, int | float) for each in self.scores)
             and len(self.types) == count > 0
             and (self.pattern is not None or len(self.scores) == count)
-            and isinstance(self.space_prefix, bool)
+            and self.space_prefix in SPACE_PREFIXES
+            and isinstance(self.nfc, bool)
             and all(0 <= each < count for each in numbers)
             and self.max_length > 0
             and (self.chat is None or chat.keys() >= CHAT)
         )
         if not right:
             raise _damaged()
+
+
+def is_language_folder(path: Path) -> bool:
+    """Whether `path` is a folder with a language model in ONNX."""
+    return any((path / name).is_file() for name in SETTINGS)
+
+
+def is_bundle(path: Path) -> bool:
+    """Whether `path` is a folder of a bundle, or of nothing that is known."""
+    return path.is_dir() and not is_language_folder(path)
 
 
 CHAT = frozenset({"user", "user assistant", "assistant user"})

@@ -23,6 +23,7 @@ from flashmem.base.paths import VARIABLE, why_unusable
 from flashmem.base.streams import say
 from flashmem.base.units import read_constants, read_states
 from flashmem.bundle import cache as bundle_cache
+from flashmem.bundle.language import is_bundle, is_language_folder
 from flashmem.bundle.shape_variants import asked_for, list_text, read_variants, shapes_text
 from flashmem.cli.commands.temporary_cache import have_cache
 from flashmem.cli.output.console import progress
@@ -161,7 +162,7 @@ def compile_apart(model: Path, options: CompileOptions, *, build: bool = True) -
     from flashmem.compilation import read_compilation
 
     options.check()
-    if not model.is_file():
+    if not model.is_file() and not is_language_folder(model):
         raise MissingFileError(f"{model}: no such file; name an .onnx model or a bundle")
     have_cache()
     if (found := read_compilation(model, shapes=read_variants(options.shape), **options.keywords()).find()) is not None:
@@ -203,10 +204,8 @@ def bundle_of(model: Path, options: CompileOptions, *, still_open: Collection[st
     """
     from flashmem.bundle.bundle import Bundle
 
-    if not model.is_dir():
-        if (
-            model.is_file() and importlib.util.find_spec("flashmem.compile") is None
-        ):  # flashmem-runtime has the online half only
+    if not is_bundle(model):
+        if model.exists() and importlib.util.find_spec("flashmem.compile") is None:  # flashmem-runtime has the online half only
             raise UserError(
                 f"{model} is no bundle, and the compiler is not installed here; compile it elsewhere, and copy the bundle"
             )
@@ -225,7 +224,7 @@ def open_bundle(model: Path, options: CompileOptions, *, still_open: Collection[
     """
     bundle = bundle_of(model, options, still_open=(*still_open, "--shape"), build=build)
     asked = read_variants(options.shape)
-    if not model.is_dir():
+    if not is_bundle(model):
         return bundle
     if len(asked) > 1:
         raise UserError(f"{model} is compiled, and --shape names {len(asked)} variants of it; name one, or leave --shape out")

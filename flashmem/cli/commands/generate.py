@@ -11,6 +11,7 @@ from typing import Any
 from flashmem.base.errors import UserError
 from flashmem.base.streams import say
 from flashmem.base.units import format_size
+from flashmem.bundle.language import is_bundle
 from flashmem.cli.commands.compiling import RUN_TIME, CompileOptions, open_bundle
 from flashmem.cli.output.console import emit_json
 from flashmem.runtime.generation.conversation import Message
@@ -69,7 +70,7 @@ def generate_text(model: Path, prompt: str | None, compiling: CompileOptions, op
 def open_generator(model: Path, compiling: CompileOptions) -> Generator:
     """A generator of a bundle, or of a GGUF file, which is compiled first. Raises as `generate_text`."""
     bundle = open_bundle(model, compiling, still_open=RUN_TIME, build=True)
-    budget = compiling.budget if model.is_dir() else None  # a model compiled now has its budget in the bundle
+    budget = compiling.budget if is_bundle(model) else None  # a model compiled now has its budget in the bundle
     mode: Any = compiling.mode or "auto"
     return Generator(bundle, device=compiling.device or "auto", budget=budget, mode=mode)
 

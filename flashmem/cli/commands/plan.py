@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from flashmem.base.extras import offline_half
 from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
+from flashmem.bundle.language import is_bundle
 from flashmem.bundle.shape_variants import list_text, port_shapes, read_variants, stored_again
 from flashmem.cli.commands.compiling import CompileOptions, open_bundle
 from flashmem.cli.commands.plan_steady import steady_rows, steady_text
@@ -86,8 +87,8 @@ def show_plan(model: Path, options: CompileOptions, *, as_json: bool, show_all: 
         shown = Shown(zoo.name, zoo.descriptor.name, zoo.program, zoo.plan, zoo.seconds)
     else:
         bundle = open_bundle(model, options)
-        smallest = [] if model.is_dir() else _smallest(model, options)
-        which = [bundle.index] if model.is_dir() and options.shape else range(len(bundle.variants))
+        smallest = _smallest(model, options) if model.suffix == ".onnx" else []
+        which = [bundle.index] if is_bundle(model) and options.shape else range(len(bundle.variants))
         if len(bundle.variants) > 1:
             _show_variants([bundle.variant(index) for index in which], smallest, as_json, show_all)
             return

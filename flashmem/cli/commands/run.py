@@ -17,6 +17,7 @@ from flashmem.base.streams import say
 from flashmem.base.types import TransferMode
 from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
+from flashmem.bundle.language import is_bundle
 from flashmem.bundle.shape_variants import list_text, port_shapes, which_fits
 from flashmem.cli.commands.compiling import RUN_TIME, CompileOptions, open_bundle
 from flashmem.cli.commands.plan_summary import summary
@@ -85,11 +86,11 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
         check_input_file(options.input)
     if options.reference is not None and not options.reference.is_file():
         raise MissingFileError(f"--model {options.reference}: no such file")
-    if not model.is_dir() and options.strategy != "preload":
+    if not is_bundle(model) and options.strategy != "preload":
         compiling = replace(compiling, strategy=options.strategy)  # the session checks it for a bundle
     before = process_rss() or 0
     bundle = open_bundle(model, compiling, still_open=RUN_TIME, build=options.build)
-    if options.input is not None and not (model.is_dir() and compiling.shape):
+    if options.input is not None and not (is_bundle(model) and compiling.shape):
         bundle = _fitting(bundle, options.input)
 
     def make_inputs() -> dict[str, NDArray[Any]]:
@@ -99,7 +100,7 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
     inputs = HandedOver(make_inputs)
     opened = (process_rss() or 0) - before
     # A model compiled now has its budget in the bundle; for an existing bundle the session gets the budget.
-    outcome = _run(bundle, inputs, options, compiling, budget=compiling.budget if model.is_dir() else None, opened=opened)
+    outcome = _run(bundle, inputs, options, compiling, budget=compiling.budget if is_bundle(model) else None, opened=opened)
     names = [port.name for port in bundle.program.outputs]
     if options.output is not None:
         write_outputs(options.output, names, outcome.outputs)

@@ -10,6 +10,7 @@ from flashmem.base.files import check_target
 from flashmem.base.types import TransferMode
 from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
+from flashmem.bundle.language import is_bundle
 from flashmem.bundle.shape_variants import port_shapes
 from flashmem.cli.commands.compiling import RUN_TIME, CompileOptions, open_bundle
 from flashmem.cli.commands.plan_summary import summary
@@ -81,7 +82,7 @@ def simulate_model(model: Path, compiling: CompileOptions, options: SimulateOpti
     subject = _subject(model, compiling, options)
     strategy = choose_strategy(subject.plan, options.strategy)
     # A plan made now already has the budget; an existing bundle is simulated with this one.
-    budget = compiling.budget if model.is_dir() else None
+    budget = compiling.budget if is_bundle(model) else None
     simulated = _simulate(subject, compiling.mode or "auto", budget, strategy, options.disk)
     if options.timeline is not None:
         from flashmem.tools.plots.timeline import draw_timeline
@@ -95,7 +96,7 @@ def simulate_model(model: Path, compiling: CompileOptions, options: SimulateOpti
 
 def _subject(model: Path, compiling: CompileOptions, options: SimulateOptions) -> _Subject:
     """The subject of the simulation: a bundle on any device, or a new plan for the requested device and strategy."""
-    if model.is_dir():
+    if is_bundle(model):
         return _Subject.of_bundle(open_bundle(model, compiling, still_open=RUN_TIME), compiling.device)
     if options.strategy not in ("auto", "preload"):
         compiling = replace(compiling, strategy=options.strategy)

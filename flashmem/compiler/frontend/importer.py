@@ -19,6 +19,7 @@ from flashmem.compiler.frontend.cleanup import clean_up
 from flashmem.compiler.frontend.editing import REASON
 from flashmem.compiler.frontend.external_data import check_embedded_data, resolve_external_data
 from flashmem.compiler.frontend.fixed_inputs import fix_inputs
+from flashmem.compiler.frontend.language.model import Rewrite, unchanged
 from flashmem.compiler.frontend.mapped_file import LARGE, load_mapped
 from flashmem.compiler.frontend.shapes import bind_shapes
 from flashmem.compiler.frontend.states import named_states, with_states
@@ -62,12 +63,13 @@ def import_model(
     supported: Supported | None = None,
     states: States | None = None,
     constants: Mapping[str, Any] | None = None,
+    rewrite: Rewrite = unchanged,
 ) -> Graph:
     """Import the model at `path` with every shape static, in execution order; weights stay in their files.
 
     `shapes` gives sizes to open dimensions: input name to shape. If some operators prevent the import, `supported` checks the
     others too, so that one error lists them all. `states` pairs inputs and outputs (`flashmem.compiler.frontend.states`), and
-    `constants` fixes inputs (`flashmem.compiler.frontend.fixed_inputs`).
+    `constants` fixes inputs (`flashmem.compiler.frontend.fixed_inputs`). `rewrite` changes the model before shapes are bound.
 
     Raises MissingFileError for a missing model or data file, UnsupportedModelError for operators, UserError for every other
     problem of the file, the shapes or the states.
@@ -83,6 +85,7 @@ def import_model(
     resolve_external_data(proto, path)
     check_embedded_data(proto, path)
     check_structure(proto, path)
+    rewrite(proto)
     bind_shapes(proto, fix_inputs(proto, constants or {}, shapes or {}, path), path)
     inputs, outputs = ([value.name for value in values] for values in (proto.graph.input, proto.graph.output))
     pairs = () if states is None else named_states(inputs, outputs, states)

@@ -15,12 +15,12 @@ _SPACE = "▁"
 class SentencePieces:
     """The tokens of texts by scores. `ids` has no control tokens; `unknown` is for a byte that the vocabulary lacks."""
 
-    def __init__(self, ids: Mapping[str, int], scores: Sequence[float], unknown: int | None, *, space_prefix: bool) -> None:
-        self._ids, self._scores, self._unknown, self._space_prefix = ids, scores, unknown, space_prefix
+    def __init__(self, ids: Mapping[str, int], scores: Sequence[float], unknown: int | None) -> None:
+        self._ids, self._scores, self._unknown = ids, scores, unknown
 
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`. Raises ValueError if the vocabulary lacks a byte of it, and has no token for that."""
-        parts = self._joined(list((" " * self._space_prefix + text).replace(" ", _SPACE)))
+        parts = self._joined(list(text.replace(" ", _SPACE)))
         return [token for part in parts for token in self._tokens(part)]
 
     @staticmethod

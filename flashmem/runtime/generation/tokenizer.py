@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Sequence
 
-from flashmem.bundle.language import BYTE, CONTROL, UNKNOWN, USER_DEFINED, Language
+from flashmem.bundle.language import BYTE, CONTROL, UNKNOWN, UNUSED, USER_DEFINED, Language
 from flashmem.runtime.generation.byte_pairs import BytePairs
 from flashmem.runtime.generation.sentence_pieces import SentencePieces
 
@@ -20,6 +21,7 @@ class Tokenizer:
 
     def __init__(self, language: Language) -> None:
         self._tokens, self._types = language.tokens, language.types
+        self._space, self._nfc = language.space_prefix, language.nfc
         self._ids = {token: number for number, token in enumerate(language.tokens)}
         silent, own = (
             {token for token, its in zip(language.tokens, language.types, strict=True) if its == kind and token}
@@ -30,9 +32,9 @@ class Tokenizer:
         if language.pattern is not None:
             self._model = BytePairs(self._ids, language.merges, language.pattern)
         else:
-            ids = {token: number for token, number in self._ids.items() if language.types[number] != CONTROL}
+            ids = {token: number for token, number in self._ids.items() if language.types[number] not in (CONTROL, UNUSED)}
             unknown = next((number for number, its in enumerate(language.types) if its == UNKNOWN), None)
-            self._model = SentencePieces(ids, language.scores, unknown, space_prefix=language.space_prefix)
+            self._model = SentencePieces(ids, language.scores, unknown)
 
     def encode(self, text: str, *, control: bool = False) -> list[int]:
         """The tokens of `text`. With `control`, control tokens in it are recognised: for templates, not for a user's text.
@@ -53,11 +55,11 @@ class Tokenizer:
             cut = self._cut[control]
             for index, part in enumerate([text] if cut is None else cut.split(text)):
                 if index % 2:
-                    tokens += [*self._plain(plain), self._ids[part]]
+                    tokens += [*self._plain(plain, not tokens), self._ids[part]]
                     plain = ""
                 else:
                     plain += part
-        return tokens + self._plain(plain)
+        return tokens + self._plain(plain, not tokens)
 
     def decode(self, tokens: Sequence[int]) -> bytes:
         """The bytes of tokens, without control tokens. A character may end in a later token.
@@ -76,5 +78,12 @@ class Tokenizer:
                 texts.append(text.encode() if its == USER_DEFINED else self._model.decode(text))
         return b"".join(texts)
 
-    def _plain(self, text: str) -> list[int]:
-        return self._model.encode(text) if text else []
+    def _plain(self, text: str, is_first: bool) -> list[int]:
+        """The tokens of a part without control tokens; `is_first`: nothing precedes it."""
+        if not text:
+            return []
+        if self._nfc:
+            text = unicodedata.normalize("NFC", text)
+        if self._space == "always" or (self._space == "first" and is_first and not text.startswith((" ", "▁"))):
+            text = " " + text
+        return self._model.encode(text)

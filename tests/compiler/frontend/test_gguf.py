@@ -17,11 +17,11 @@ from gguf import quants
 
 import flashmem
 from flashmem.base.errors import UserError
-from flashmem.compiler.frontend.gguf.chat import chat_pieces
 from flashmem.compiler.frontend.gguf.decoder import write_decoder
 from flashmem.compiler.frontend.gguf.kinds import decoder_of
 from flashmem.compiler.frontend.gguf.reader import GGUFFile, converted
 from flashmem.compiler.frontend.gguf.weights import BlockedMatrix, dequantised, matrix, stacked
+from flashmem.compiler.frontend.language.chat import chat_pieces
 from tests.support.command_line import command_line
 from tests.support.compared import PLACES
 from tests.support.gguf_kinds import KINDS, SHOWN, TOKENS

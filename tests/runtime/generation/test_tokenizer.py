@@ -7,17 +7,13 @@ from functools import cache
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Reference
 
-from flashmem.bundle.language import PATTERNS, Language
+from flashmem.bundle.language import PATTERNS, SPACE_PREFIXES, Language
 from flashmem.runtime.generation.tokenizer import Tokenizer
 from tests.support.gguf_models import CONTROLS, CORPUS, sentence_pieces, vocabulary
-
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_LLAMA3 = (
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,%d}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+from tests.support.reference_tokenizers import byte_pairs, characters
 
 
 def language(pattern: str) -> Language:
@@ -32,29 +28,11 @@ def ours(pattern: str) -> Tokenizer:
     return Tokenizer(language(pattern))
 
 
-@cache
-def reference(pattern: str) -> Reference:
-    """As the configurations of the models' tokenizers say (tokenizer.json of GPT-2, SmolLM2, Llama 3 and Qwen 2)."""
-    tokens, merges = vocabulary()
-    whole = pattern == "llama-bpe"
-    made = Reference(models.BPE({token: number for number, token in enumerate(tokens)}, merges, ignore_merges=whole))
-    cut = {
-        "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
-        "smollm": [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
-    }
-    for name, digits in (("llama-bpe", 3), ("qwen2", 1)):
-        split = pre_tokenizers.Split(Regex(_LLAMA3 % digits), "isolated")
-        cut[name] = [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    made.pre_tokenizer = pre_tokenizers.Sequence(cut[pattern])
-    made.decoder = decoders.ByteLevel()
-    return made
-
-
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_the_corpus(pattern: str) -> None:
     for text in (CORPUS, *CORPUS.split("\n"), CORPUS.upper(), CORPUS[::-1], CORPUS.replace(" ", "  ").replace("e", "'re")):
         tokens = ours(pattern).encode(text)
-        assert tokens == reference(pattern).encode(text).ids
+        assert tokens == byte_pairs(pattern).encode(text).ids
         assert ours(pattern).decode(tokens) == text.encode()
 
 
@@ -66,18 +44,18 @@ def test_the_corpus(pattern: str) -> None:
 )
 def test_any_text(pattern: str, text: str) -> None:
     tokens = ours(pattern).encode(text)
-    assert tokens == reference(pattern).encode(text).ids
+    assert tokens == byte_pairs(pattern).encode(text).ids
     assert ours(pattern).decode(tokens).decode() == text
 
 
 def test_control_tokens_are_recognised_in_templates_only() -> None:
     text, number = "<|im_start|>user\nHi<|im_end|>", vocabulary()[0].index("<|im_start|>")
-    made = Reference.from_str(reference("smollm").to_str())
+    made = Reference.from_str(byte_pairs("smollm").to_str())
     made.add_special_tokens([AddedToken(each, special=True) for each in CONTROLS])
     within = ours("smollm").encode(text, control=True)
     assert within == made.encode(text).ids and within[0] == number
     apart = ours("smollm").encode(text)
-    assert number not in apart and apart == reference("smollm").encode(text).ids
+    assert number not in apart and apart == byte_pairs("smollm").encode(text).ids
     assert ours("smollm").decode(within) == b"user\nHi"
     assert ours("smollm").decode(apart) == text.encode()
 
@@ -88,43 +66,28 @@ def test_numbers_that_are_no_tokens() -> None:
 
 
 @cache
-def pieces(space_prefix: bool) -> Tokenizer:
+def pieces(space_prefix: str) -> Tokenizer:
     tokens, scores, types = sentence_pieces()
     given = (None, tuple(tokens), tuple(types), (), 1, frozenset({2}), None, 256, tuple(scores), space_prefix)
     return Tokenizer(Language(*given))
 
 
-@cache
-def pieces_reference(space_prefix: bool) -> Reference:
-    """As transformers converts a SentencePiece model of byte pairs: each token is merged from any two others."""
-    tokens, scores, _ = sentence_pieces()
-    numbers = {token: number for number, token in enumerate(tokens)}
-    merges = [
-        (token[:at], token[at:])
-        for token in sorted(tokens[260:], key=lambda token: -scores[numbers[token]])
-        for at in range(1, len(token))
-        if token[:at] in numbers and token[at:] in numbers
-    ]
-    made = Reference(models.BPE(numbers, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    before = [normalizers.Prepend("▁")] if space_prefix else []
-    made.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", "▁")])
-    return made
-
-
-@pytest.mark.parametrize("space_prefix", [True, False])
+@pytest.mark.parametrize("space_prefix", SPACE_PREFIXES)
 @settings(max_examples=300)
 @given(text=st.text() | st.text(st.sampled_from("reads one token▁ \n.東é🙂<s>"), max_size=60))
 @example(text=CORPUS)
 @example(text="reads all again " * 9)
-def test_sentence_pieces(space_prefix: bool, text: str) -> None:
+def test_sentence_pieces(space_prefix: str, text: str) -> None:
     tokens = pieces(space_prefix).encode(text)
-    assert tokens == pieces_reference(space_prefix).encode(text).ids
-    assert pieces(space_prefix).decode(tokens).decode() == " " * (space_prefix and bool(text)) + text.replace("▁", " ")
+    assert tokens == characters(space_prefix).encode(text).ids
+    spaces = text.replace("▁", " ")
+    prefixed = text and (space_prefix == "always" or (space_prefix == "first" and not text.startswith((" ", "▁"))))
+    assert pieces(space_prefix).decode(tokens).decode() == f"{' ' if prefixed else ''}{spaces}"
 
 
 def test_parts_of_a_conversation_are_joined() -> None:
     """A token may have the end of a template's piece and the beginning of a message; control tokens are the template's."""
-    made = pieces(True)
+    made = pieces("always")
     whole = made.encode_parts([("<s>one ", True), ("token</s>", False), ("<|end|>and", True)])
     assert whole == [1, *made.encode("one token</s>"), 3, *made.encode("and")]
     assert 2 not in whole and made.decode(whole) == b" one token</s> and"

@@ -16,7 +16,7 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
-from flashmem.compiler.frontend.contrib import attention, fused, grouped, normalization, others, quantized
+from flashmem.compiler.frontend.contrib import attention, cached, fused, grouped, normalization, others, quantized
 from flashmem.compiler.frontend.contrib.expansion import STATE, Expand, Expansion, RefusedError, UnknownShapeError
 from flashmem.compiler.ir.limits import nodes_of
 
@@ -26,7 +26,10 @@ DOMAIN, OWN = "com.microsoft", "flashmem"
 _EXPANSIONS: dict[str, Expand] = {}
 for _family in (attention, fused, grouped, normalization, others, quantized):
     _EXPANSIONS |= _family.EXPANSIONS
-_BY_DOMAIN: dict[str, dict[str, Expand]] = {DOMAIN: _EXPANSIONS, OWN: {"DequantizeBlocks": quantized.blocks_dequantised}}
+_BY_DOMAIN: dict[str, dict[str, Expand]] = {
+    DOMAIN: _EXPANSIONS,
+    OWN: {"DequantizeBlocks": quantized.blocks_dequantised, **cached.OWN_EXPANSIONS},
+}
 
 _REASON = "flashmem.reason"
 WITHOUT_SHAPES = "of inputs without static shapes is not implemented"

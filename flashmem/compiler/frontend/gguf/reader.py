@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,26 +16,12 @@ import numpy as np
 
 from flashmem.base.errors import UserError
 from flashmem.base.extras import need
-from flashmem.bundle.language import CONTROL, PATTERNS, PROMPT_TOKENS
-from flashmem.compiler.frontend.gguf.chat import chat_pieces
+from flashmem.bundle.language import CONTROL, PATTERNS
 from flashmem.compiler.frontend.gguf.decoder import Read, write_decoder
 from flashmem.compiler.frontend.gguf.kinds import decoder_of
 from flashmem.compiler.frontend.gguf.weights import matrix
-
-MAX_LENGTH = 2048
-"""Room for so many tokens, unless the model has less or the user asks for another number."""
-
-
-_ENDS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"}
-"""Control tokens that end an answer; older files name only one of them."""
-
-
-@dataclass(frozen=True)
-class LanguageModel:
-    """A model as an ONNX file, and its tokenizer as JSON (`flashmem.bundle.language`), empty for other models."""
-
-    path: Path
-    language: bytes
+from flashmem.compiler.frontend.language.chat import chat_pieces
+from flashmem.compiler.frontend.language.model import END_TOKENS, LanguageModel, cache_length
 
 
 @contextmanager
@@ -62,7 +47,8 @@ def converted(path: Path, max_length: int | None, read: Read = matrix) -> Iterat
 
 def _convert(file: GGUFFile, target: Path, max_length: int | None, read: Read) -> bytes:
     """Write the decoder, and return the JSON of the language."""
-    language, length = file.language(), file.length(max_length)
+    language = file.language()
+    length = cache_length(max_length, int(file.field(f"{file.field('general.architecture')}.context_length")), file.path)
     write_decoder(target, decoder_of(file), file, length, read)
     return json.dumps({**language, "max_length": length}).encode()
 
@@ -106,15 +92,6 @@ class GGUFFile:
             raise UserError(f"{self.path} lacks the tensor {name}; download or convert it again")
         return self.tensors[name]
 
-    def length(self, asked: int | None) -> int:
-        """The tokens that the cache holds."""
-        most = int(self.field(f"{self.field('general.architecture')}.context_length"))
-        if asked is None:
-            return min(MAX_LENGTH, most)
-        if not PROMPT_TOKENS <= asked <= most:
-            raise UserError(f"max_length {asked} is not between {PROMPT_TOKENS} and {most}, the context of {self.path}")
-        return asked
-
     def language(self) -> dict[str, Any]:
         """The tokenizer, the tokens that begin and end a text, and the chat template in pieces (`flashmem.bundle.language`)."""
         kind, pattern = self.field("tokenizer.ggml.model"), self.field("tokenizer.ggml.pre", "gpt-2")
@@ -130,7 +107,9 @@ class GGUFFile:
         end = int(self.field("tokenizer.ggml.eos_token_id"))
         ends = [end, int(self.field("tokenizer.ggml.eot_token_id", end))]
         ends += [
-            number for number, (token, its) in enumerate(zip(tokens, types, strict=True)) if its == CONTROL and token in _ENDS
+            number
+            for number, (token, its) in enumerate(zip(tokens, types, strict=True))
+            if its == CONTROL and token in END_TOKENS
         ]
         first = int(self.field("tokenizer.ggml.bos_token_id", -1))
         begin = first if first >= 0 and self.field("tokenizer.ggml.add_bos_token", pieces) else None
@@ -142,7 +121,8 @@ class GGUFFile:
             "types": types,
             "merges": [] if pieces else self.field("tokenizer.ggml.merges"),
             "scores": [float(each) for each in self.field("tokenizer.ggml.scores")] if pieces else [],
-            "space_prefix": pieces and bool(self.field("tokenizer.ggml.add_space_prefix", True)),
+            "space_prefix": "always" if pieces and self.field("tokenizer.ggml.add_space_prefix", True) else "never",
+            "nfc": False,
             "begin": begin,
             "ends": list(dict.fromkeys(ends)),
             "chat": chat_pieces(template, marks) if template else None,
