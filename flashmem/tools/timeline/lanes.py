@@ -191,7 +191,7 @@ def _memory(memory: MemoryUse, opened: float, start: float, end: float) -> Itera
     totals = _last_at_each_time((at - opened, nbytes) for at, nbytes in memory.over_time)
     categories = dict[str, int]()
     changes, taken = memory.changes, 0
-    ends = [*(at for at, _ in totals[1:]), end]
+    ends = [*(at for at, _ in totals[1:]), end] if totals else []
     for (at, nbytes), until in zip(totals, ends, strict=True):
         while taken < len(changes) and changes[taken][0] - opened <= at:
             categories[changes[taken][1]] = changes[taken][2]

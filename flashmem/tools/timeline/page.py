@@ -96,20 +96,21 @@ def _document(title: str, rows: Sequence[Sequence[Timeline]]) -> Any:
         ]
         cells += [[lanes for (lanes, _), _ in drawn], [memory for _, memory in drawn]]
         sources += [source for (_, source), _ in drawn]
-    search = TextInput(placeholder="Search layers and weights", width=330, name="search")
-    found = Div(text="", width=200, name="found", styles={"padding-top": "6px", "color": "#444444"})
-    head = row(Div(text=_head(title, kinds), sizing_mode="stretch_width"), search, found, sizing_mode="stretch_width")
+    search = TextInput(placeholder="Search layers and weights", width=260, name="search")
+    found = Div(text="", width=110, name="found", styles={"padding-top": "6px", "color": "#444444"})
+    name = Div(text=f'<div style="font-size: 17px">{escape(title)}</div>', sizing_mode="stretch_width")
+    help_ = row(search, found, Div(text=_help(kinds), sizing_mode="stretch_width"), sizing_mode="stretch_width")
     grid = gridplot(cells, toolbar_location=None, merge_tools=False, sizing_mode="stretch_width")
     document = Document()
-    document.add_root(column(head, grid, sizing_mode="stretch_width", styles={"font-family": "sans-serif"}))
+    document.add_root(column(name, help_, grid, sizing_mode="stretch_width", styles={"font-family": "sans-serif"}))
     script = files("flashmem.tools.timeline").joinpath("page.mjs").read_text(encoding="utf-8")
     arguments = {"time": time, "whole": [time.start, time.end], "sources": sources, "search": search, "found": found}
     document.js_on_event(DocumentReady, CustomJS(code=script, args=arguments, module=True))
     return document
 
 
-def _head(title: str, kinds: set[BarKind]) -> str:
-    """Title, legend and keys as HTML."""
+def _help(kinds: set[BarKind]) -> str:
+    """Legend and keys as HTML."""
     legend = "".join(
         f'<span style="margin-right: 1.2em; white-space: nowrap"><span style="color: {colour}">&#9632;</span> {label}</span>'
         for kind, (colour, label) in _LOOKS.items()
@@ -117,8 +118,7 @@ def _head(title: str, kinds: set[BarKind]) -> str:
     )
     keys = " &nbsp; ".join(f"<b>{escape(key)}</b> {what}" for key, what in _KEYS)
     return (
-        f'<div style="font-size: 17px; margin-bottom: 4px">{escape(title)}</div><div style="font-size: 12px">{legend}</div>'
-        f'<div style="font-size: 12px; color: #444444; margin-top: 4px">{keys}</div>'
+        f'<div style="font-size: 12px">{legend}</div><div style="font-size: 12px; color: #444444; margin-top: 2px">{keys}</div>'
     )
 
 
