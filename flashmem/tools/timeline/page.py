@@ -42,7 +42,7 @@ _KEYS = (
     ("/", "search"),
     ("Enter, n, p", "next and previous match"),
 )
-_LANE, _TITLE, _MEMORY = (34, 24), 34, (330, 190)
+_LANE, _TITLE, _MEMORY = (32, 24), 34, (280, 190)
 """Heights in pixels: of a lane and of a figure of memory, on a page with one row and with more, and of a title."""
 
 _TIP = """<div style="max-width: 34em; white-space: normal; font-size: 12px"><b>@name</b><br>@what<br>@why</div>"""
