@@ -84,9 +84,11 @@ def chromium() -> Iterator[Any]:
         options.add_argument(flag)
     options.add_argument("--host-resolver-rules=MAP * ~NOTFOUND")  # no network
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    opened = Chrome(options=options, service=ChromeService(driver))
-    yield opened
-    opened.quit()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_PROXY", "localhost,127.0.0.1")  # the driver listens here
+        started = Chrome(options=options, service=ChromeService(driver))
+        yield started
+        started.quit()
 
 
 @pytest.fixture(scope="module")
