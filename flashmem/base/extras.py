@@ -17,6 +17,7 @@ EXTRAS: Mapping[str, str] = MappingProxyType(
         "onnxscript": "compile",
         "ortools": "compile",
         "xgboost": "compile",
+        "bokeh": "plots",
         "matplotlib": "plots",
         "PIL": "demo",
         "cv2": "demo",

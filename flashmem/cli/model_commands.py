@@ -77,6 +77,12 @@ def run(
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs not given.")] = 0,
     trace: Annotated[Path | None, typer.Option(metavar="trace.json", help="Where to write layers and loads over time.")] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="out.html", help="A page with the runs over time, measured and predicted (needs the plots extra)."
+        ),
+    ] = None,
     check_weights: Annotated[
         bool,
         typer.Option("--check-weights/--no-check-weights", help="Compare weights with their checksums when read."),
@@ -90,7 +96,7 @@ def run(
     run_model(
         model,
         options,
-        RunOptions(input, output, repeat, verify, reference, json, chosen, seed, trace, learn, check_weights, build),
+        RunOptions(input, output, repeat, verify, reference, json, chosen, seed, trace, learn, check_weights, build, timeline),
     )
 
 
@@ -222,7 +228,8 @@ def simulate(
     disk: Annotated[Disk, typer.Option(help="Whether the weight file is in the page cache.")] = Disk.CACHED,
     strategy: RunStrategyOption = None,
     timeline: Annotated[
-        Path | None, typer.Option(metavar="out.png", help="Where to draw work and memory over time (needs the plots extra).")
+        Path | None,
+        typer.Option(metavar="out.html", help="Work and memory over time: a page, or a .png figure (needs the plots extra)."),
     ] = None,
     json: Json = False,
 ) -> None:

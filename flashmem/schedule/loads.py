@@ -78,7 +78,9 @@ Step = Literal["read", "wait", "copy"]
 class TimedInterval:
     """The time interval of a load or a layer, in seconds of `time.perf_counter()`.
 
-    For a load, `thread` is the loader thread, and `steps` are its consecutive steps, each with its end time.
+    For a load, `thread` is the loader thread, and `steps` are its consecutive steps, each with its end time. It has `nbytes`
+    bytes, and was released when layer `after` was done (0: at once). For a layer, `waited_for` is the slice that its launch
+    last waited for; empty if all were loaded.
     """
 
     name: str
@@ -86,6 +88,9 @@ class TimedInterval:
     end: float
     thread: int = 0
     steps: tuple[tuple[Step, float], ...] = ()
+    nbytes: int = 0
+    after: int = 0
+    waited_for: str = ""
 
 
 LOOKED_AT = 64

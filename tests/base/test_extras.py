@@ -47,6 +47,7 @@ COMMANDS = {
     "jinja2": _COMPILING,
     "ortools": [["profile", "-o", "p"]],
     "xgboost": [["profile", "-o", "p"], ["profile", "--dataset", str(ROOT / "devices/pocl.profile.csv.gz"), "--report"]],
+    "bokeh": [["simulate", MODEL, "--timeline", "t.html"], ["run", MODEL, "--timeline", "t.html"]],
     "matplotlib": [
         ["simulate", MODEL, "--timeline", "t.png"],
         ["sweep", MODEL, "--m-peak", "8MB", "-o", "s.csv", "--plot", "s.png"],

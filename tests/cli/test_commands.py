@@ -164,6 +164,20 @@ def test_a_trace_holds_layers_and_loads(flashmem: Command, bundle: Path, tmp_pat
     assert [event["name"] for event in played] == [layer["name"] for layer in layers]
 
 
+@pytest.mark.parametrize("options", [("--mode", "map"), ("--mode", "interleave"), ("--strategy", "preload")], ids=" ".join)
+def test_a_timeline_shows_runs_beside_their_predictions(
+    options: tuple[str, ...], flashmem: Command, bundle: Path, tmp_path: Path
+) -> None:
+    assert flashmem("run", bundle, *options, "--repeat", "3", "--timeline", tmp_path / "t.html").code == 0
+    page = (tmp_path / "t.html").read_text()
+    for title in ("first run, measured", "first run, predicted", "run 3, measured", "later run, predicted", options[1]):
+        assert title in page
+    layers = flashmem("plan", bundle, "--json").json["layers"]
+    assert layers and all(page.count(f'"{layer["name"]}"') >= 4 for layer in layers)
+    assert flashmem("run", bundle, *options, "--timeline", tmp_path / "t.html").code == 0
+    assert "run 3" not in (tmp_path / "t.html").read_text()
+
+
 def test_plan_is_readable_and_complete(flashmem: Command, bundle: Path) -> None:
     data = flashmem("plan", bundle, "--json").json
     report = flashmem("plan", bundle)
@@ -230,6 +244,8 @@ TEXT, NO_FILE, CUT, BUNDLE = "text.onnx", "gone.onnx", "cut.onnx", "a bundle"
         ("run", BUNDLE, "--input", "wrong-type.npz"),
         ("run", RESNET, "--output", "no/such/folder/y.npz"),
         ("run", RESNET, "--trace", "no/such/folder/trace.json"),
+        ("run", RESNET, "--timeline", "no/such/folder/t.html"),
+        ("run", RESNET, "--timeline", "t.png"),
         ("run", BUNDLE, "--repeat", "0"),
         ("run", BUNDLE, "--mode", "teleport"),
         ("run",),

@@ -68,6 +68,10 @@ def test_simulate_reports_and_draws(flashmem: Command, bundle: Path, tmp_path: P
     for words in ("first answer", "predicted", "memory", "busy", "disk"):
         assert words in report.out
     assert (tmp_path / "t.png").read_bytes().startswith(PNG)
+    assert flashmem("simulate", bundle, "--disk", "cold", "--timeline", tmp_path / "t.html").code == 0
+    page = (tmp_path / "t.html").read_text()
+    for words in ("resnet-tiny", "first run, predicted", "later run, predicted", "read from the disk", "released when layer"):
+        assert words in page
     cold = flashmem("simulate", bundle, "--disk", "cold", "--json").json
     cached = flashmem("simulate", bundle, "--json").json
     assert cold["latency_ms"]["integrated"] >= cached["latency_ms"]["integrated"]
@@ -256,6 +260,8 @@ SWEEP = ("sweep", RESNET, "--m-peak", "1MB")
         ("simulate", RESNET, "--disk", "lukewarm"),
         ("simulate", RESNET, "--budget", "1KB"),
         ("simulate", RESNET, "--timeline", "no/such/folder/t.png"),
+        ("simulate", RESNET, "--timeline", "no/such/folder/t.html"),
+        ("simulate", RESNET, "--timeline", "t.svg"),
         ("simulate", "zoo:"),
         ("simulate", "zoo:no-such-model"),
         ("simulate", "zoo:gptneo-125m.onnx", "--device", "nvidia"),
@@ -354,6 +360,15 @@ def test_a_timeline_that_cannot_be_drawn_is_refused_before_the_model_is_compiled
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     outcome = flashmem("simulate", RESNET, "--timeline", tmp_path / "t.png")
     assert outcome.code == 2 and "matplotlib" in outcome.err and not absent_cache.exists()
+
+
+def test_a_page_that_cannot_be_drawn_is_refused_before_the_model_is_compiled(
+    flashmem: Command, absent_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "bokeh", None)
+    for command in ("simulate", "run"):
+        outcome = flashmem(command, RESNET, "--timeline", tmp_path / "t.html")
+        assert outcome.code == 2 and "bokeh" in outcome.err and not absent_cache.exists()
 
 
 @pytest.mark.parametrize("engine", ["distributed", "ray", "matplotlib"])

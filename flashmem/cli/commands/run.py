@@ -25,6 +25,7 @@ from flashmem.cli.commands.trace import write_trace
 from flashmem.cli.output.console import emit_json, print_facts, waiting
 from flashmem.runtime.engine.inputs import check_input_file, complete_inputs, read_inputs, stored_arrays, write_outputs
 from flashmem.runtime.engine.report import RunReport, process_rss
+from flashmem.runtime.request.options import find_descriptor
 from flashmem.runtime.session import Session, Strategy
 
 if TYPE_CHECKING:
@@ -47,6 +48,12 @@ class RunOptions:
     learn: bool = False
     check_weights: bool = False
     build: bool = True
+    timeline: Path | None = None
+
+    @property
+    def traced(self) -> bool:
+        """Whether the session records when each launch ran."""
+        return self.trace is not None or self.timeline is not None or self.learn
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,10 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
     for path, flag in ((options.output, "--output"), (options.trace, "--trace")):
         if path is not None:
             check_target(path, flag)
+    if options.timeline is not None:
+        from flashmem.tools.timeline.page import check_page  # a phone has no Bokeh; it has --trace
+
+        check_page(options.timeline, "--timeline")
     if options.verify:
         from flashmem.tools.verify import check_installed  # a phone has neither ONNX Runtime nor the model
 
@@ -106,6 +117,8 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
         write_outputs(options.output, names, outcome.outputs)
     if options.trace is not None:
         write_trace(options.trace, outcome.reports[0])
+    if options.timeline is not None:
+        _draw_timeline(options.timeline, outcome, compiling.device)
     if options.learn:
         _learn(outcome)
     verification = None
@@ -175,7 +188,7 @@ def _run(
             mode=cast(TransferMode, compiling.mode or "auto"),  # the session refuses unknown modes
             strategy=cast(Strategy, options.strategy or "auto"),
             budget=budget,
-            trace=options.trace is not None or options.learn,
+            trace=options.traced,
             verify_weights=options.check_weights,
             prepare=options.repeat > 1,
         ) as session,
@@ -192,6 +205,22 @@ def _run(
         start = reports[0].memory.process_start_rss_bytes
         bare = None if start is None else start - opened
         return Outcome(bundle, device, session.mode, session.strategy, outputs, reports, bare)
+
+
+def _draw_timeline(path: Path, outcome: Outcome, device: str | None) -> None:
+    """Write the page of the runs, each beside its prediction for `device` with the file in the page cache."""
+    from flashmem.cli.commands.timeline import write_runs
+    from flashmem.tools.plots.figure import model_name
+    from flashmem.tools.simulation.scenario import describe
+    from flashmem.tools.simulation.simulator import simulate
+
+    bundle, mode, strategy = outcome.bundle, outcome.transfer_mode, cast(Strategy, outcome.strategy)
+    descriptor = find_descriptor(device or "auto", own=bundle.descriptor)
+    predicted = simulate(
+        describe(bundle.program, bundle.plan, descriptor, mode, strategy=strategy), outcome.reports[0].memory.budget_bytes
+    )
+    name = model_name(Path(str(bundle.meta.get("model_path") or bundle.path)))
+    write_runs(path, f"{name} on {outcome.device}, {strategy}, mode {mode}", outcome.reports, predicted)
 
 
 def _learn(outcome: Outcome) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
+from flashmem.base.errors import UserError
 from flashmem.base.files import check_target
 from flashmem.base.types import TransferMode
 from flashmem.base.units import format_size
@@ -15,6 +16,7 @@ from flashmem.bundle.shape_variants import port_shapes
 from flashmem.cli.commands.compiling import RUN_TIME, CompileOptions, open_bundle
 from flashmem.cli.commands.plan_summary import summary
 from flashmem.cli.commands.plan_zoo import ZooPlan, plan_architecture
+from flashmem.cli.commands.timeline import write_prediction
 from flashmem.cli.output.console import emit_json, print_facts
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.runtime.opencl.processor import rates_said
@@ -25,6 +27,7 @@ from flashmem.target.descriptor import DeviceDescriptor
 from flashmem.tools.plots.figure import model_name, require_matplotlib
 from flashmem.tools.simulation.scenario import Disk, describe, layout_for
 from flashmem.tools.simulation.simulator import Prediction, simulate
+from flashmem.tools.timeline.page import check_page
 from flashmem.tools.zoo.names import architecture
 
 
@@ -77,21 +80,38 @@ def simulate_model(model: Path, compiling: CompileOptions, options: SimulateOpti
         UserError: a file or an option is invalid.
     """
     if options.timeline is not None:
-        check_target(options.timeline, "--timeline")
-        require_matplotlib()
+        _check_timeline(options.timeline)
     subject = _subject(model, compiling, options)
     strategy = choose_strategy(subject.plan, options.strategy)
     # A plan made now already has the budget; an existing bundle is simulated with this one.
     budget = compiling.budget if is_bundle(model) else None
     simulated = _simulate(subject, compiling.mode or "auto", budget, strategy, options.disk)
     if options.timeline is not None:
-        from flashmem.tools.plots.timeline import draw_timeline
-
-        draw_timeline(options.timeline, simulated.prediction, title=_title(simulated, options))
+        _draw(options.timeline, simulated.prediction, _title(simulated, options))
     if options.json:
         emit_json(prediction_json(simulated, options))
     else:
         _print(simulated, options)
+
+
+def _check_timeline(path: Path) -> None:
+    """Raise UserError if `path` cannot become a timeline. Called before the model is compiled."""
+    if path.suffix == ".png":
+        check_target(path, "--timeline")
+        require_matplotlib()
+    elif path.suffix == ".html":
+        check_page(path, "--timeline")
+    else:
+        raise UserError(f"--timeline {path}: end its name in .html for a page, or in .png for a figure")
+
+
+def _draw(path: Path, prediction: Prediction, title: str) -> None:
+    if path.suffix == ".png":
+        from flashmem.tools.plots.timeline import draw_timeline
+
+        draw_timeline(path, prediction, title=title)
+    else:
+        write_prediction(path, title, prediction)
 
 
 def _subject(model: Path, compiling: CompileOptions, options: SimulateOptions) -> _Subject:

@@ -293,7 +293,7 @@ class Engine:
         use = MemoryUse.of(bound.ledger, ended, device.budget.limit, device.start_rss)
         latency = Latency(init + ended - since, init, ended - since)
         self.opening_seconds = 0.0
-        return [results[name] for name in names], RunReport(latency, use, tuple(loads), tuple(layers), self.steady)
+        return [results[name] for name in names], RunReport(latency, use, tuple(loads), tuple(layers), self.steady, ended)
 
     def _execute(self, outputs: Sequence[Port], done: int, memory: RunMemory | None) -> Executed:
         """Execute the launches after `done`, until the end or a halt."""

@@ -216,7 +216,7 @@ class Executor:
         queue = self._queue
         waking = loader.wakes if loader is not None else frozenset()
         flying: deque[tuple[int, Event]] = deque()  # launches with events, not known to be complete
-        traced: list[tuple[str, Event, Event]] = []
+        traced: list[tuple[str, str, Event, Event]] = []
         recordings = self._recorded(loader, {*waking, *after}) if self._recorder is not None and trace is None else {}
         first, since = done + 1, perf_counter()  # `done`: the last launch known to be complete, `since` when
         launched, last = done, len(self._steps)  # the last launch with an event; the last of all
@@ -249,6 +249,7 @@ class Executor:
             while loader is not None and flying and has_ended(flying[0][1]):  # start loads at their release times
                 retire()
             needs = step.needs if layer > first else (*again, *step.needs)
+            waited_for = ""
             if loader is not None and needs:
                 for name in needs:
                     if not loaded.get(name, True):
@@ -257,11 +258,12 @@ class Executor:
                         while flying:  # the load may wait for the end of a launch
                             retire()
                         loader.wait(name)
+                        waited_for = name
             self._follow(needs)
             self._bind(needs)
             if trace is not None:
                 events = [queue.launch(each) for each in launches] or [queue.marker()]
-                traced.append((step.name, events[0], events[-1]))
+                traced.append((step.name, waited_for, events[0], events[-1]))
                 flying.append((layer, events[-1]))
             elif layer in recordings:
                 layer, recording = recordings[layer]
@@ -342,13 +344,14 @@ class Executor:
         least, most = LAYERS_APART
         self._apart = max(least, min(most, int(layers * SECONDS_APART / max(seconds, 1e-9))))
 
-    def _intervals(self, traced: Sequence[tuple[str, Event, Event]]) -> list[TimedInterval]:
+    def _intervals(self, traced: Sequence[tuple[str, str, Event, Event]]) -> list[TimedInterval]:
         """Device times on the host's clock: a marker that completes now gives the difference of the two clocks."""
         marker = self._queue.marker()
         wait(marker)
         apart = perf_counter() - event_seconds(marker)[1]
         return [
-            TimedInterval(name, event_seconds(first)[0] + apart, event_seconds(last)[1] + apart) for name, first, last in traced
+            TimedInterval(name, event_seconds(first)[0] + apart, event_seconds(last)[1] + apart, waited_for=waited_for)
+            for name, waited_for, first, last in traced
         ]
 
     def drain(self) -> None:

@@ -61,7 +61,8 @@ class MemoryUse:
 class RunReport:
     """Report of one run. `layers` is filled when the session traces; times are seconds of `time.perf_counter()`.
 
-    `loads` may begin before the run does. `steady`: the run used the kernels of later runs.
+    `loads` may begin before the run does. `steady`: the run used the kernels of later runs. `ended` is when the outputs were in
+    host memory; the run, without the session's creation, began `latency.exec` seconds before.
     """
 
     latency: Latency
@@ -69,6 +70,7 @@ class RunReport:
     loads: tuple[TimedInterval, ...]
     layers: tuple[TimedInterval, ...]
     steady: bool = False
+    ended: float = 0.0
 
 
 def process_peak_rss() -> int | None:

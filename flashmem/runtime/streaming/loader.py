@@ -183,7 +183,8 @@ class LoaderRun:
                     complete = not self._missing[name]
                 if complete:
                     self._transfer.complete(load.part, turn)
-                interval = TimedInterval(name, turn.start, time.perf_counter(), thread, tuple(turn.steps))
+                steps, nbytes = tuple(turn.steps), load.segment.nbytes
+                interval = TimedInterval(name, turn.start, time.perf_counter(), thread, steps, nbytes, load.after)
                 with self._changed:
                     self.intervals.append(interval)
                     self._loading -= 1

@@ -19,11 +19,10 @@ _MB = 1e6
 def draw_timeline(path: Path, prediction: Prediction, *, title: str) -> None:
     """Write the PNG. Raises UserError if matplotlib is not installed."""
     report = prediction.report
-    threads = max(prediction.load_threads, default=-1) + 1
+    threads = max((load.thread for load in report.loads), default=-1) + 1
     tracks: list[tuple[str, str, Sequence[TimedInterval]]] = [("compute", COLOURS[0], report.layers)]
     for number in range(threads):
-        loads = [interval for interval, thread in zip(report.loads, prediction.load_threads, strict=True) if thread == number]
-        tracks.append((f"loader {number + 1}", COLOURS[1], loads))
+        tracks.append((f"loader {number + 1}", COLOURS[1], [load for load in report.loads if load.thread == number]))
     if prediction.disk:
         tracks.append(("disk", COLOURS[6], prediction.disk))
     with figure(path, rows=2, size=(11, 5), sharex=True, height_ratios=(1, 1.4)) as (drawn, (work, memory)):

@@ -20,47 +20,34 @@ from itertools import pairwise
 
 from flashmem.runtime.engine.report import Latency, MemoryUse, RunReport
 from flashmem.runtime.memory.accounts import Category
-from flashmem.schedule.loads import LOOKED_AT, TimedInterval
+from flashmem.schedule.loads import LOOKED_AT, Step, TimedInterval
 from flashmem.tools.simulation.events import Events, Process, Work
 from flashmem.tools.simulation.scenario import Machine, Scenario, SimulatedLoad
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted report of a first run, with times since the session's creation, and the seconds of `later` runs.
+    """The predicted report of a first run, with times since the session's creation, and of a later run, since its begin.
 
     `busy` is the seconds of the first run in which each resource worked: disk, read, copy and compute; "slice" is the fixed
-    cost of loads, "time" is time without a shared resource. `load_threads` has the thread of each of `report.loads`. `disk` has
-    the reads of a cold disk.
+    cost of loads, "time" is time without a shared resource. `disk` has the reads of a cold disk in the first run.
     """
 
     report: RunReport
-    later: float
+    later_report: RunReport
     busy: dict[str, float]
-    load_threads: tuple[int, ...]
     disk: tuple[TimedInterval, ...]
+
+    @property
+    def later(self) -> float:
+        """The seconds of a later run."""
+        return self.later_report.latency.integrated
 
 
 def simulate(scenario: Scenario, budget: int | None = None) -> Prediction:
-    """Simulate the first run of a session, and a later one. `budget` is only written to the report."""
-    first = _SimulatedRun(scenario)
-    integrated = first.simulate_run()
-    later = _SimulatedRun(scenario.later()).simulate_run()
-    memory = first.memory
-    report = RunReport(
-        Latency(integrated, first.opened, integrated - first.opened),
-        MemoryUse(
-            memory.peak,
-            memory.average(integrated),
-            budget,
-            dict(memory.peak_by_category),
-            None,
-            tuple(memory.history),
-        ),
-        tuple(interval for interval, _ in first.loads),
-        tuple(first.layers),
-    )
-    return Prediction(report, later, first.events.busy, tuple(thread for _, thread in first.loads), tuple(first.disk))
+    """Simulate the first run of a session, and a later one. `budget` is only written to the reports."""
+    first, later = _SimulatedRun(scenario), _SimulatedRun(scenario.later())
+    return Prediction(first.simulate_run(budget), later.simulate_run(budget), first.events.busy, tuple(first.disk))
 
 
 def speeds(machine: Machine, busy: Mapping[str, int]) -> dict[str, float]:
@@ -80,6 +67,7 @@ class _Memory:
     """Bytes in use over time, with the ledger's rules."""
 
     history: list[tuple[float, int]] = field(default_factory=list)
+    changes: list[tuple[float, Category, int]] = field(default_factory=list)
     total: int = 0
     peak: int = 0
     by_category: dict[Category, int] = field(default_factory=dict)
@@ -89,6 +77,7 @@ class _Memory:
         self.total += nbytes
         self.by_category[category] = self.by_category.get(category, 0) + nbytes
         self.history.append((now, self.total))
+        self.changes.append((now, category, self.by_category[category]))
         if self.total > self.peak:
             self.peak, self.peak_by_category = self.total, dict(self.by_category)
 
@@ -110,7 +99,7 @@ class _SimulatedRun:
         self.events = Events(lambda busy: speeds(self.machine, busy), in_turn)
         self.memory = _Memory()
         self.opened = 0.0
-        self.loads: list[tuple[TimedInterval, int]] = []
+        self.loads: list[TimedInterval] = []
         self.layers: list[TimedInterval] = []
         self.disk: list[TimedInterval] = []
         self._disk_queue: deque[SimulatedLoad] = deque()
@@ -118,12 +107,18 @@ class _SimulatedRun:
         self._announced: set[tuple[str, int]] = set()  # slice, and first byte of the segment
         self._in_cache: set[tuple[str, int]] = set()
 
-    def simulate_run(self) -> float:
-        """Simulate the run. Returns the seconds until the outputs are in host memory."""
+    def simulate_run(self, budget: int | None) -> RunReport:
+        """Simulate the run, until the outputs are in host memory."""
         if self.machine.disk_bandwidth is not None:
             self.events.start(self._disk())
         self.events.run(self._host())
-        return self.events.now
+        memory, ended = self.memory, self.events.now
+        use = MemoryUse(
+            memory.peak, memory.average(ended), budget, dict(memory.peak_by_category), None, tuple(memory.history),
+            changes=tuple(memory.changes),
+        )  # fmt: skip
+        latency = Latency(ended, self.opened, ended - self.opened)
+        return RunReport(latency, use, tuple(self.loads), tuple(self.layers), ended=ended)
 
     # The actions of the session, in order.
 
@@ -167,11 +162,14 @@ class _SimulatedRun:
     def _execute(self, loader: _Loader) -> Process:
         """Executor and compute queue: launches in order, each after its slices are loaded."""
         for number, layer in enumerate(self.scenario.layers, start=1):
+            waited_for = ""
             for name in layer.needs:
-                yield lambda name=name: not loader.lacks(name)  # type: ignore[misc]
+                if loader.lacks(name):
+                    waited_for = name
+                    yield lambda name=name: not loader.lacks(name)  # type: ignore[misc]
             start = self.events.now
             yield Work("compute", layer.seconds)
-            self.layers.append(TimedInterval(layer.name, start, self.events.now))
+            self.layers.append(TimedInterval(layer.name, start, self.events.now, waited_for=waited_for))
             loader.layer_done(number)
 
     # The processes that run concurrently with the session.
@@ -188,7 +186,7 @@ class _SimulatedRun:
             load = self._disk_queue.popleft()
             start = self.events.now
             yield Work("disk", load.nbytes)
-            self.disk.append(TimedInterval(load.name, start, self.events.now))
+            self.disk.append(TimedInterval(load.name, start, self.events.now, nbytes=load.nbytes))
             self._backlog -= load.nbytes
             self._in_cache.add((load.name, load.first))
 
@@ -201,15 +199,17 @@ class _SimulatedRun:
         self._disk_queue.append(load)
         self._backlog += load.nbytes
 
-    def transfer(self, load: SimulatedLoad, is_released: Callable[[], bool]) -> Process:
-        """The steps of a loader thread for one load. `is_released` returns whether it is released."""
+    def transfer(self, load: SimulatedLoad, is_released: Callable[[], bool], steps: list[tuple[Step, float]]) -> Process:
+        """The steps of a loader thread for one load, which it adds to `steps`. `is_released` returns whether it is released."""
         yield Work("slice", self.machine.load_seconds)
         for index, (resource, nbytes) in enumerate(load.pieces):
-            if resource == "copy":
+            if resource == "copy" and not is_released():
                 yield is_released
+                steps.append(("wait", self.events.now))
             yield Work(resource, nbytes)
             if index == load.last_of_file and self.machine.disk_bandwidth is not None:
                 yield lambda: (load.name, load.first) in self._in_cache
+            steps.append((resource, self.events.now))
 
 
 class _Loader:
@@ -269,8 +269,10 @@ class _Loader:
             start = events.now
             if load.held:
                 simulated.memory.change(start, "weights", load.held)
-            yield from simulated.transfer(load, lambda after=load.after: after <= self._done)  # type: ignore[misc]
-            simulated.loads.append((TimedInterval(load.name, start, events.now), thread))
+            steps: list[tuple[Step, float]] = []
+            yield from simulated.transfer(load, lambda after=load.after: after <= self._done, steps)  # type: ignore[misc]
+            loaded = TimedInterval(load.name, start, events.now, thread, tuple(steps), load.nbytes, load.after)
+            simulated.loads.append(loaded)
             self._missing[load.name] -= 1
             if not self._missing[load.name]:
                 del self._missing[load.name]

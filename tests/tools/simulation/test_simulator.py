@@ -56,7 +56,7 @@ def test_two_threads_share_the_rate_and_overlap_reading_with_copying() -> None:
     both = simulate(Scenario(two, (layer(1.0, "a", "b"),), (load("a", 50), load("b", 50))))
     assert both.report.latency.integrated == pytest.approx(10 + 1)
     assert [span.end for span in both.report.loads] == [pytest.approx(10), pytest.approx(10)]
-    assert sorted(both.load_threads) == [0, 1]
+    assert sorted(span.thread for span in both.report.loads) == [0, 1]
     pieces = (("read", 50), ("copy", 100))
     copied = [SimulatedLoad(name, 50, pieces) for name in "ab"]
     one = simulate(Scenario(PLAIN, (layer(1.0, "a", "b"),), tuple(copied)))
