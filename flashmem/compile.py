@@ -24,6 +24,7 @@ from flashmem.compiler.adaptive.tiling import fitting_patches
 from flashmem.compiler.adaptive.unfusion import may_refine, refine
 from flashmem.compiler.frontend.external_data import model_files
 from flashmem.compiler.frontend.gguf.reader import converted
+from flashmem.compiler.frontend.gguf.weights import matrix, sketched
 from flashmem.compiler.frontend.importer import collect_unsupported, import_model
 from flashmem.compiler.frontend.language.folder import read_folder
 from flashmem.compiler.frontend.language.model import Rewrite, unchanged
@@ -36,6 +37,7 @@ from flashmem.compiler.lowering.program import (
     Reserved,
     sharing_weights,
     stored_by,
+    write_constants,
     write_weights,
 )
 from flashmem.compiler.lowering.steady import with_steady
@@ -194,11 +196,11 @@ class _Source:
 
 
 @contextmanager
-def _as_onnx(compilation: Compilation) -> Iterator[_Source]:
-    """The model as an ONNX file, as long as the body runs."""
+def _as_onnx(compilation: Compilation, *, sketch: bool = False) -> Iterator[_Source]:
+    """The model as an ONNX file, as long as the body runs. `sketch`: with weights of zeros, if it is not one already."""
     model = compilation.model
     if compilation.kind == "gguf":
-        with converted(model, compilation.max_length) as language:
+        with converted(model, compilation.max_length, sketched if sketch else matrix) as language:
             yield _Source(language.path, language.language)
         return
     source = _Source(model)
@@ -226,8 +228,38 @@ def _dump_passes(source: _Source, folder: Path, variants: Sequence[Options]) -> 
         dump_graph(import_graph(source.path, options, source.rewrite), place)
 
 
+def compile_rehearsal(compilation: Compilation, output: Path, progress: Progress) -> tuple[Bundle, int]:
+    """A bundle with weights of zeros, which takes little time and disk space, and the smallest budget of its model in bytes.
+
+    Raises:
+        UserError: as `compile`.
+    """
+    if compilation.quantize is not None:
+        raise UserError("--estimate reads no weights, and --quantize needs them; leave out one of them")
+    with _as_onnx(compilation, sketch=True) as source:
+        made = _compile(compilation, source, output, progress, None, with_weights=False)
+        graphs, variants = _read_graphs(source, compilation.variants), compilation.variants
+        least = _reserved(graphs, variants)
+        return made, max(_smallest(graph, options, least) for graph, options in zip(graphs, variants, strict=True))
+
+
+def _smallest(graph: Graph, options: Options, least: Reserved) -> int:
+    """The smallest budget in bytes, which the refusal of a smaller one names."""
+    try:
+        plan_graph(graph, replace(options, limits=replace(options.limits, budget=1, m_peak=None)), least=least)
+    except BudgetError as refused:
+        return refused.smallest_bytes
+    raise AssertionError("a session holds more than a byte")
+
+
 def _compile(
-    compilation: Compilation, source: _Source, output: Path, progress: Progress, kernels: KernelBuilder | None
+    compilation: Compilation,
+    source: _Source,
+    output: Path,
+    progress: Progress,
+    kernels: KernelBuilder | None,
+    *,
+    with_weights: bool = True,
 ) -> Bundle:
     """Compile all shape variants into one bundle. `source` has the ONNX file of the model.
 
@@ -268,7 +300,11 @@ def _compile(
             kernels.poll()
 
     with BundleWriter(output) as bundle:
-        write_weights(list(joined.values()), bundle, packed)
+        if with_weights:
+            write_weights(list(joined.values()), bundle, packed)
+        else:
+            bundle.leave_empty(joined[0].program.constants_offset)
+            write_constants([*joined.values()][-1], bundle)
         bundle.commit_all(
             [_variant(joined[index], made[index][1], each) for index, each in enumerate(variants)],
             options.descriptor.portable,

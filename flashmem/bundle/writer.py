@@ -58,6 +58,7 @@ class BundleWriter:
         with disk_errors(self.path):
             self._draft = Draft(self.path)
         self._size = 0
+        self._empty = 0  # bytes at the beginning that are not written
         self._sha256 = hashlib.sha256()
         self._appended: dict[tuple[int, int], tuple[int, bytes]] = {}  # checksum, content hash; by (offset, bytes)
         with self._cleaned_up():
@@ -86,6 +87,17 @@ class BundleWriter:
             finally:
                 hashing.join()
             return offset
+
+    def leave_empty(self, nbytes: int) -> None:
+        """Begin weights.bin with so many zeros, which take no disk space, for a rehearsal. Their checksums are not computed.
+
+        Raises:
+            UserError: the disk fails; nothing of the bundle is kept.
+        """
+        with self._cleaned_up():
+            self._weights.truncate(nbytes)
+            self._weights.seek(nbytes)
+        self._size = self._empty = nbytes
 
     def _hash(self, padding: bytes, data: memoryview, offset: int) -> None:
         """Hash appended bytes in a separate thread: hashing takes about as long as writing, and neither holds the GIL."""
@@ -168,11 +180,15 @@ class BundleWriter:
 
     def _checksum(self, part: ChecksummedRange) -> int:
         """The checksum of a range: known if it was appended in one call, else read back from the file."""
+        if part.offset < self._empty:
+            return 0
         known = self._appended.get((part.offset, part.nbytes))
         return checksum_of_file(self._weights.fileno(), part) if known is None else known[0]
 
     def _content_hash(self, part: ChecksummedRange) -> bytes:
         """The content hash of a range, found in the same way."""
+        if part.offset < self._empty:  # as if no two parts were equal: these would share memory
+            return content_hash([str(part.offset).encode()])
         known = self._appended.get((part.offset, part.nbytes))
         return content_hash(blocks_of_file(self._weights.fileno(), part)) if known is None else known[1]
 

@@ -28,7 +28,9 @@ from flashmem.cli.commands.options import (
 @with_bundle_options
 def compile_(
     options: CompileOptions,
-    model: Annotated[Path, typer.Argument(help="An .onnx model, or a language model as .gguf.", show_default=False)],
+    model: Annotated[
+        Path, typer.Argument(help="An .onnx model, or a language model: a .gguf file or a folder.", show_default=False)
+    ],
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="model.flashmem", help="The bundle; default: in the user's cache.")
     ] = None,
@@ -103,7 +105,7 @@ def run(
 @with_bundle_options
 def generate(
     options: CompileOptions,
-    model: Annotated[Path, typer.Argument(help="A .gguf language model, or a bundle of one.", show_default=False)],
+    model: Annotated[Path, typer.Argument(help="A language model: a .gguf file, a folder, or a bundle.", show_default=False)],
     prompt: Annotated[
         str | None,
         typer.Argument(help="What to answer; none: each line of stdin, in one conversation.", show_default=False),
@@ -123,9 +125,17 @@ def generate(
     speculate: Annotated[
         bool, typer.Option("--speculate/--no-speculate", help="Check drafts from the text so far, where that is faster.")
     ] = True,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Say memory, speed and smallest budget, before any weight is read.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Answer a prompt with a language model, and print the text as it is generated."""
+    if estimate:
+        from flashmem.cli.commands.estimate import show_estimate
+
+        show_estimate(model, options, as_json=json)
+        return
     from flashmem.cli.commands.generate import GenerateOptions, generate_text
 
     chosen = GenerateOptions(
@@ -138,7 +148,7 @@ def generate(
 @with_bundle_options
 def serve(
     options: CompileOptions,
-    model: Annotated[Path, typer.Argument(help="A .gguf language model, or a bundle of one.", show_default=False)],
+    model: Annotated[Path, typer.Argument(help="A language model: a .gguf file, a folder, or a bundle.", show_default=False)],
     host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for other machines too.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 for any free one.")] = 8000,
     name: Annotated[str | None, typer.Option(help="The model's name for clients.", show_default="that of the file")] = None,

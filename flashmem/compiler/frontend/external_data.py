@@ -17,6 +17,7 @@ import onnx_ir
 
 from flashmem.base.errors import MissingFileError, UserError
 
+_HOLE_BYTES = 1 << 20
 _ELEMENTS = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
 
 
@@ -79,7 +80,10 @@ def model_files(model: onnx.ModelProto, path: Path) -> list[Path]:
 
 
 def place_data(tensor: onnx.TensorProto, content: bytes, file: BinaryIO) -> None:
-    """Write the data of `tensor` to `file`, at a page of its own, and refer to it there by the file's name."""
+    """Write the data of `tensor` to `file`, at a page of its own, and refer to it there by the file's name.
+
+    Long runs of zeros become holes, which take no disk space.
+    """
     file.seek(-file.tell() % 4096, os.SEEK_CUR)
     tensor.ClearField("raw_data")
     del tensor.external_data[:]
@@ -87,7 +91,14 @@ def place_data(tensor: onnx.TensorProto, content: bytes, file: BinaryIO) -> None
     for key, value in fields.items():
         tensor.external_data.add(key=key, value=str(value))
     tensor.data_location = onnx.TensorProto.EXTERNAL
-    file.write(content)
+    zeros = bytes(_HOLE_BYTES)
+    for at in range(0, len(content), _HOLE_BYTES):
+        piece = content[at : at + _HOLE_BYTES]
+        if piece == zeros:
+            file.seek(_HOLE_BYTES, os.SEEK_CUR)
+        else:
+            file.write(piece)
+    file.truncate(file.tell())
 
 
 def tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:

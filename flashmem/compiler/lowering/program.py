@@ -59,9 +59,13 @@ def write_weights(programs: Sequence[Generated], sink: WeightSink, on_piece: OnP
     """Write the weight file of programs that were generated in sequence, each with those before it as `earlier`."""
     for made in programs:
         made.weights.write(sink, on_piece)
-    last = programs[-1]
+    write_constants(programs[-1], sink)
+    on_piece("constants", programs[-1].constants.nbytes)
+
+
+def write_constants(last: Generated, sink: WeightSink) -> None:
+    """Write what follows the weights of several programs, of which `last` is the last one."""
     sink.append(last.constants, last.weights.page_bytes)
-    on_piece("constants", last.constants.nbytes)
 
 
 def sharing_weights(programs: Sequence[Generated]) -> list[Generated]:

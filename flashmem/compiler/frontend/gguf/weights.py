@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,6 +83,30 @@ def matrix(tensor: Any) -> BlockedMatrix | Floats:
     codes: Bytes = blocks.codes.astype(np.uint8).reshape(rows, depth)
     minima = None if blocks.minima is None else blocks.minima.reshape(rows, -1)
     return BlockedMatrix(packed_codes(codes, bits), blocks.scales.reshape(rows, -1), minima, bits, signed)
+
+
+def sketched(tensor: Any) -> BlockedMatrix | Floats:
+    """A matrix in the form that `matrix` gives it, but of zeros: no data is read.
+
+    The first elements depend on its name, because the compiler stores equal weights once. Raises UserError like `matrix`.
+    """
+    depth, rows = (int(size) for size in tensor.shape)
+    kind, mark = tensor.tensor_type.name, np.frombuffer(crc32(tensor.name.encode()).to_bytes(4, "little"), np.uint8)
+
+    def marked(shape: tuple[int, int], dtype: type) -> NDArray[Any]:
+        array: NDArray[Any] = np.zeros(shape, dtype)
+        array.reshape(-1)[: len(mark)] = mark[: array.size]
+        return array
+
+    if kind not in _FORMATS:
+        return marked((rows, depth), np.float32) if kind in FLOATS else matrix(tensor)
+    fields, bits, signed, read = _FORMATS[kind]
+    one = read(*np.split(np.zeros((1, sum(fields)), np.uint8), np.cumsum(fields)[:-1], axis=1))
+    scales = marked((rows, depth * one.scales.size // one.codes.size), np.float32)
+    if kind.endswith("_K"):
+        scales[-1, -1] = 0.1  # scales of these formats are products, and need float32
+    minima = None if one.minima is None else -scales
+    return BlockedMatrix(marked((rows, depth * bits // 8), np.uint8), scales, minima, bits, signed)
 
 
 def floats(tensor: Any) -> Floats:

@@ -1,0 +1,66 @@
+"""Estimates of language models beside what their bundles take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import flashmem
+from flashmem.base.errors import BudgetError, UserError
+from flashmem.tools.estimate import estimate_generation
+from tests.support.command_line import command_line
+from tests.support.gguf_models import SmallLlama
+from tests.support.language_folders import unpack
+
+MODELS = {
+    "halves": SmallLlama(),
+    "products as scales": SmallLlama(layers=1, formats=("Q4_K", "Q6_K", "Q5_K"), table="Q4_K", hidden=256, inner=256),
+    "floats": SmallLlama(layers=1, formats=("F16", "F32"), table="F32"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_memory_and_loads_are_those_of_the_model(name: str, tmp_path: Path) -> None:
+    file = MODELS[name].write(tmp_path / "m.gguf")
+    free = estimate_generation(file, max_length=64)
+    assert (free.budget, free.token_bytes, free.max_length, free.filled) == (None, 0, 64, 32)
+    assert free.token_seconds > 0 and free.prompt_seconds > 0
+    assert free.smallest < free.peak
+    made = flashmem.compile(file, tmp_path / "free.flashmem", max_length=64)
+    assert made.program.weights_bytes == free.weights
+    budget = (free.smallest + free.peak) // 2
+    tight = estimate_generation(file, max_length=64, budget=budget)
+    with flashmem.Generator(flashmem.compile(file, tmp_path / "m.flashmem", max_length=64, budget=budget)) as generator:
+        list(generator.generate([3 + 7 * n for n in range(33)], max_new_tokens=4, speculate=False))
+        assert generator.last is not None
+        assert generator.last.token_bytes == tight.token_bytes > 0
+        assert generator.last.peak_bytes == tight.peak <= budget
+
+
+def test_the_smallest_budget_is_enough_and_no_smaller_one(tmp_path: Path) -> None:
+    file = MODELS["halves"].write(tmp_path / "m.gguf")
+    smallest = estimate_generation(file, max_length=64).smallest
+    flashmem.compile(file, tmp_path / "m.flashmem", max_length=64, budget=smallest, build=False)
+    with pytest.raises(BudgetError):
+        flashmem.compile(file, tmp_path / "n.flashmem", max_length=64, budget=smallest - 1, build=False)
+
+
+def test_a_folder_on_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = command_line(monkeypatch, capfd)
+    folder = unpack(tmp_path) / "genai"
+    assert run("generate", folder, "--estimate", "--max-length", "64", "--json").json["max_length"] == 64
+    outcome = run("generate", folder, "--estimate", "--max-length", "64", "--budget", "1KB")
+    assert outcome.code == 2 and "raise the budget to" in outcome.err
+    outcome = run("generate", folder, "--estimate", "--quantize", "int8")
+    assert outcome.code == 2 and "--estimate reads no weights, and --quantize needs them" in outcome.err
+    bundle = flashmem.compile(folder, tmp_path / "m.flashmem", max_length=64, build=False)
+    assert "is compiled already" in run("generate", bundle.path, "--estimate").err
+
+
+def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
+    model = unpack(tmp_path) / "llama" / "model.onnx"
+    with pytest.raises(UserError, match="has no tokenizer; an estimate is of a"):
+        estimate_generation(model)
