@@ -125,6 +125,10 @@ def generate(
     speculate: Annotated[
         bool, typer.Option("--speculate/--no-speculate", help="Check drafts from the text so far, where that is faster.")
     ] = True,
+    draft: Annotated[
+        Path | None,
+        typer.Option(metavar="MODEL", help="A small model with the same tokens, whose drafts are checked."),
+    ] = None,
     estimate: Annotated[
         bool, typer.Option("--estimate", help="Say memory, speed and smallest budget, before any weight is read.")
     ] = False,
@@ -140,7 +144,7 @@ def generate(
 
     chosen = GenerateOptions(
         plain, system, max_new_tokens, temperature, top_k, top_p, repetition_penalty, seed, tuple(stop or ()), json,
-        conversation, speculate,
+        conversation, speculate, draft,
     )  # fmt: skip
     generate_text(model, prompt, options, chosen)
 

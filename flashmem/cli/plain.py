@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--conversation", type=Path, metavar="chat.npz", help="go on with this conversation, and save it")
     both = argparse.BooleanOptionalAction
     generate.add_argument("--speculate", action=both, default=True, help="check drafts from the text so far")
+    generate.add_argument("--draft", type=Path, metavar="small.flashmem", help="a small model whose drafts are checked")
     bundle(add("check", _check, "Read all of a bundle, weights too, and say whether it is what was written."))
     replan = add("replan", _replan, "Plan a bundle again for another budget.", json=False)
     bundle(replan)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from flashmem.base.errors import UserError
 from flashmem.base.streams import say
-from flashmem.base.units import format_size
+from flashmem.base.units import format_size, parse_size
+from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import is_bundle
 from flashmem.cli.commands.compiling import RUN_TIME, CompileOptions, open_bundle
 from flashmem.cli.output.console import emit_json
 from flashmem.runtime.generation.conversation import Message
+from flashmem.runtime.generation.draft_model import needed_bytes
 from flashmem.runtime.generation.generator import GenerationReport, Generator
 
 
@@ -22,7 +24,8 @@ from flashmem.runtime.generation.generator import GenerationReport, Generator
 class GenerateOptions:
     """The options of `flashmem generate`. `plain`: continue the prompt as a text, without the model's chat template.
 
-    `conversation`: a file with which a conversation goes on, and to which it is saved after each answer.
+    `conversation`: a file with which a conversation goes on, and to which it is saved after each answer. `draft`: a small model
+    that drafts answers.
     """
 
     plain: bool = False
@@ -37,6 +40,7 @@ class GenerateOptions:
     json: bool = False
     conversation: Path | None = None
     speculate: bool = True
+    draft: Path | None = None
 
 
 def generate_text(model: Path, prompt: str | None, compiling: CompileOptions, options: GenerateOptions) -> None:
@@ -52,7 +56,9 @@ def generate_text(model: Path, prompt: str | None, compiling: CompileOptions, op
         raise UserError("--conversation keeps messages, which --plain does not have; leave out one of them")
     if options.plain and prompt is None:
         raise UserError("--plain continues a text; give one after the model")
-    with open_generator(model, compiling) as generator:
+    if options.draft is not None and not options.speculate:
+        raise UserError("--draft makes drafts, and --no-speculate checks none; leave out one of them")
+    with open_generator(model, compiling, options.draft) as generator:
         saved = options.conversation
         if prompt is not None and (options.plain or (generator.language.chat is None and saved is None)):
             _answer(generator, prompt, options)
@@ -67,12 +73,25 @@ def generate_text(model: Path, prompt: str | None, compiling: CompileOptions, op
                 _save(generator, saved, messages)
 
 
-def open_generator(model: Path, compiling: CompileOptions) -> Generator:
-    """A generator of a bundle, or of a GGUF file, which is compiled first. Raises as `generate_text`."""
+def open_generator(model: Path, compiling: CompileOptions, draft: Path | None = None) -> Generator:
+    """A generator of a bundle, or of a GGUF file or a folder, which is compiled first; with the small model `draft`.
+
+    The budget of `compiling` is for both. Raises as `generate_text`.
+    """
+    device, mode = compiling.device or "auto", cast("Any", compiling.mode or "auto")
+    small, budget = None, compiling.budget
+    if draft is not None:
+        own = CompileOptions(device=compiling.device, max_length=compiling.max_length)
+        small = open_bundle(draft, own, still_open=RUN_TIME, build=True) if not is_bundle(draft) else Bundle.open(draft)
+        if budget is not None:
+            left = parse_size(budget, what="budget") - needed_bytes(small, device)
+            if left <= 0:
+                raise UserError(f"--budget {budget} is less than --draft needs alone; raise it, or leave --draft out")
+            compiling = replace(compiling, budget=str(left))
     bundle = open_bundle(model, compiling, still_open=RUN_TIME, build=True)
-    budget = compiling.budget if is_bundle(model) else None  # a model compiled now has its budget in the bundle
-    mode: Any = compiling.mode or "auto"
-    return Generator(bundle, device=compiling.device or "auto", budget=budget, mode=mode)
+    if not is_bundle(model) and small is None:
+        budget = None  # a model compiled now has its budget in the bundle
+    return Generator(bundle, device=device, budget=budget, mode=mode, draft=small)
 
 
 def _save(generator: Generator, path: Path, messages: list[Message]) -> None:

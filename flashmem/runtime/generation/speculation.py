@@ -1,4 +1,4 @@
-"""Speculation by prompt lookup: what followed the last tokens where they occurred before is drafted, and checked in one run.
+"""Speculation: drafts of several tokens, checked in one run. Prompt lookup drafts what followed where a text repeats itself.
 
 A summary, a translation of code or a list repeats parts of what was read. A run that reads a draft gives the logits after each
 of its tokens, and the sampler chooses from these as it would have from a run for each. Where it chooses another token than the
@@ -10,6 +10,7 @@ Prompt lookup: https://github.com/apoorvumang/prompt-lookup-decoding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 _SIZES = (3, 2)
 """So many last tokens must have occurred before, the more the better."""
@@ -19,6 +20,16 @@ _PAUSES = (8, 64)
 
 _MEMORY = 0.7
 """The weight of what was measured before the last run."""
+
+
+class Drafter(Protocol):
+    """Something that drafts the continuation of a text."""
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the text."""
+
+    def draft(self, most: int) -> list[int]:
+        """At most `most` tokens that may follow the text; none without an idea."""
 
 
 class Lookup:

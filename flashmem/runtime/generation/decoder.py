@@ -1,0 +1,100 @@
+"""A session of a language model, and the tokens in its cache: reads further tokens, and gives the logits after them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashmem.base.errors import UserError
+from flashmem.base.types import TransferMode
+from flashmem.bundle.bundle import Bundle
+from flashmem.bundle.language import IDS, TOTAL
+from flashmem.program.program import Program
+from flashmem.runtime.session import Session
+
+Array = NDArray[Any]
+
+_FEW = 4
+"""So many last tokens of a prompt are read one by one, and more in a run that reads others again."""
+
+
+class Decoder:
+    """A language model on a device. `cached`: the tokens in its cache. A context manager; not for several threads at once."""
+
+    def __init__(
+        self,
+        bundle: Bundle | str | Path,
+        *,
+        device: str = "auto",
+        budget: int | str | None = None,
+        mode: TransferMode | Literal["auto"] = "auto",
+    ) -> None:
+        """Open a session; the arguments are those of `Session`.
+
+        Raises:
+            UserError: no bundle, or one of another model; and the errors of `Session`.
+            RunError: the device refuses.
+        """
+        self.bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+        language = self.bundle.language()
+        if language is None:
+            raise UserError(
+                f"{self.bundle.path} has no tokenizer; compile a language model from a .gguf file, or from a folder with a "
+                "tokenizer.json"
+            )
+        self.language = language
+        self.cached: list[int] = []
+        self.lengths = sorted((_words(each.program) for each in self.bundle.variants), reverse=True)
+        """Tokens that a run can read, the most first."""
+        self.session = Session(self.bundle, device=device, budget=budget, mode=mode)
+
+    def reusable(self, tokens: Sequence[int]) -> int:
+        """How many tokens of a text are in the cache; the last one is read anyway, for its logits."""
+        pairs = zip(tokens[:-1], self.cached, strict=False)
+        return next((at for at, (new, old) in enumerate(pairs) if new != old), min(len(tokens) - 1, len(self.cached)))
+
+    def read(self, tokens: list[int], at: int) -> Array:
+        """Read a text from token `at` on, in runs as long as the variants permit; returns the logits of the last token.
+
+        The last run of several tokens may begin earlier, and read some again.
+        """
+        while True:
+            rest = len(tokens) - at
+            length = next(each for each in self.lengths if each <= rest or (each <= len(tokens) and rest > _FEW))
+            start = min(at, len(tokens) - length)
+            logits = self.run(tokens[start : start + length], start)
+            at = start + length
+            if at == len(tokens):
+                last: Array = logits[-1]
+                return last
+
+    def run(self, tokens: list[int], start: int) -> Array:
+        """Run the model on tokens at positions from `start` on; returns the logits of the last ones [rows, vocabulary]."""
+        del self.cached[start:]
+        total = np.array(start + len(tokens), np.int32)
+        [logits] = self.session.run(None, {IDS: np.array([tokens], np.int64), TOTAL: total})
+        self.cached += tokens
+        rows: Array = logits[0]
+        return rows
+
+    def loaded(self) -> int:
+        """Bytes of weights that the last run loaded."""
+        run = self.session.last_run
+        return sum(load.nbytes for load in run.loads) if run is not None else 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.session.close()
+
+
+def _words(program: Program) -> int:
+    """The tokens that a run of `program` reads."""
+    [ids] = [port for port in program.inputs if port.name == IDS]
+    return int(ids.shape[1])

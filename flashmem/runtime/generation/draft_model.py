@@ -1,0 +1,61 @@
+"""Speculation by a small model: it drafts what a large one checks, which loads its weights once for several tokens.
+
+Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding"; here a draft is the small model's likeliest
+tokens, and the large model's sampler decides (`flashmem.runtime.generation.steps`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from flashmem.base.errors import UserError
+from flashmem.bundle.bundle import Bundle
+from flashmem.bundle.language import UNUSED, Language
+from flashmem.runtime.engine.opened import planned_variant
+from flashmem.runtime.generation.decoder import Decoder
+from flashmem.runtime.request.compatibility import mode_for
+from flashmem.runtime.request.options import choose_strategy, device_here
+
+
+class DraftModel:
+    """A small model with the tokens of a text, of which it continues the end."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._tokens: list[int] = []
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the text."""
+        self._tokens += tokens
+
+    def draft(self, most: int) -> list[int]:
+        """The likeliest `most` tokens after the text, each after those before; none if the cache has no room for them."""
+        decoder, count = self._decoder, len(self._tokens)
+        if count + most > decoder.language.max_length:
+            return []
+        logits = decoder.read(self._tokens, decoder.reusable(self._tokens))
+        found = [int(logits.argmax())]
+        while len(found) < most and found[-1] not in decoder.language.ends:
+            found.append(int(decoder.run(found[-1:], len(decoder.cached))[-1].argmax()))
+        return found
+
+
+def check_same_tokens(model: Language, draft: Language) -> None:
+    """Raise UserError unless both have the same tokens. One may have more of them at the end, which its texts rarely use."""
+    pairs = zip(zip(model.tokens, model.types, strict=True), zip(draft.tokens, draft.types, strict=True), strict=False)
+    for number, ((token, its), (other, others)) in enumerate(pairs):
+        if token != other and UNUSED not in (its, others):
+            raise UserError(
+                f"the draft model has other tokens than the model (number {number} is {other!r}, not {token!r}); name a small "
+                "model of the same family"
+            )
+
+
+def needed_bytes(bundle: Bundle | str | Path, device: str) -> int:
+    """Bytes that a session of `bundle` needs on the device, as its plans are. Raises UserError as `Session`."""
+    opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+    here, strategy = device_here(device, prefer=opened.descriptor.name), choose_strategy(opened.plan, "auto")
+    mode = mode_for(opened, here, "auto", strategy)
+    variants = [opened.variant(index) for index in range(len(opened.variants))]
+    return max(planned_variant(each, here, mode, strategy).needed for each in variants)
