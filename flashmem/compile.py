@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.base.types import MemoryPath, Optimize, Quantize, States, TransferMode
@@ -54,11 +54,14 @@ from flashmem.runtime.kernels.ahead_of_time import with_binaries as carrying
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import Objective, OverlapPlan, Strategy, Units
 
+if TYPE_CHECKING:
+    import onnx
+
 Progress = Callable[[str, float], None]
 
 
 def compile(
-    model: str | Path,
+    model: str | Path | bytes | onnx.ModelProto,
     output: str | Path | None = None,
     *,
     device: str = "auto",
@@ -91,7 +94,8 @@ def compile(
     """Compile `model` into a bundle that runs within `budget` bytes on `device`.
 
     Args:
-        model: an ONNX file; or a language model as a GGUF file, whose shapes and states are known.
+        model: an ONNX file, its bytes or an `onnx.ModelProto` (both with all weights inside); or a language model as a GGUF
+            file, whose shapes and states are known.
         output: the bundle's folder (`model.flashmem`). None keeps it in the user's cache, where an equal call finds it again.
             If the cache cannot be written, it is kept until the process ends, with a warning.
         device: "auto", part of the name of a local device, or the name or file of a descriptor.
@@ -160,14 +164,16 @@ def compile(
         optimize=optimize,
     )
     if dump_passes is not None:
-        with _as_onnx(compilation) as source:
+        with compilation.in_a_file() as filed, _as_onnx(filed) as source:
             _dump_passes(source.path, Path(dump_passes), compilation.variants)
     with KernelBuilder(device, lambda fraction: progress("build kernels", fraction)) as kernels:
 
         def make(place: Path) -> Bundle:
             hint = "; a cache of fewer tokens (--max-length) needs less" if compilation.is_gguf else ""
-            with _as_onnx(compilation) as source, _adding(after=hint):
-                return _compile(compilation, source, place, progress, kernels if build else None)
+            with compilation.in_a_file() as filed, _as_onnx(filed) as source, _adding(after=hint):
+                if filed is not compilation:
+                    source = replace(source, meta={**source.meta, "model_path": ""})
+                return _compile(filed, source, place, progress, kernels if build else None)
 
         bundle = make(Path(output)) if output is not None else find_or_make(compilation.name, make, compilation.describes)
         if not build:

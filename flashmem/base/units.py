@@ -49,6 +49,11 @@ def format_size(size: int | float) -> str:
     return f"{value:.3g}GB" if value < 999.5 else f"{value:.0f}GB"
 
 
+def budget_text(nbytes: int | None) -> str:
+    """A budget in a sentence: `budget 64MB`, or `no budget` for None."""
+    return "no budget" if nbytes is None else f"budget {format_size(nbytes)}"
+
+
 def parse_shape(text: str) -> tuple[str, tuple[int, ...]]:
     """`input_ids=1x128` as `("input_ids", (1, 128))`; `x=` is a scalar.
 

@@ -11,12 +11,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from numpy.typing import NDArray
 
 from flashmem.base.errors import RunError, UserError
 from flashmem.base.types import TransferMode
+from flashmem.base.units import budget_text
 from flashmem.bundle.bundle import Bundle
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.engine import Engine
@@ -25,9 +26,13 @@ from flashmem.runtime.engine.ports import TensorInfo, arrays_by_name, chosen_out
 from flashmem.runtime.engine.report import RunReport
 from flashmem.runtime.engine.states import States
 from flashmem.runtime.request.compatibility import mode_for
+from flashmem.runtime.request.models import ModelOptions, bundle_for, is_model
 from flashmem.runtime.request.options import choose_budget, choose_strategy, device_here
 from flashmem.schedule.loads import planned_loads, read_while_opening
 from flashmem.schedule.residency import Strategy
+
+if TYPE_CHECKING:
+    import onnx
 
 Array = NDArray[Any]
 
@@ -35,7 +40,7 @@ __all__ = ["RunReport", "Session", "Strategy"]
 
 
 class Session:
-    """A bundle on a device. Use it as a context manager, or call `close`.
+    """A model on a device. Use it as a context manager, or call `close`.
 
     It executes one run at a time: threads wait for each other. A failed run closes the session; a refused input does not. A
     forked child must open its own sessions.
@@ -48,7 +53,7 @@ class Session:
 
     def __init__(
         self,
-        bundle: Bundle | str | Path,
+        bundle: Bundle | str | Path | bytes | onnx.ModelProto,
         *,
         device: str = "auto",
         mode: TransferMode | Literal["auto"] = "auto",
@@ -59,16 +64,18 @@ class Session:
         verify_weights: bool = False,
         build_apart: bool = True,
         prepare: bool = True,
+        **compiling: Unpack[ModelOptions],
     ) -> None:
         """Prepare everything but the weights (`strategy` "preload": weights too).
 
         Args:
-            bundle: a bundle or its path.
+            bundle: a bundle or its path. Or a model, which is compiled first unless the user's cache has its bundle: the path
+                of an ONNX or GGUF file, the bytes of an ONNX file, or an `onnx.ModelProto`. `flashmem run` uses the same cache.
             device: "auto", or a name that `flashmem.runtime.request.options.device_here` accepts.
             mode: how weights are transferred; "auto" selects the mode of the bundle's plan, else the device's first.
             strategy: "auto" follows the plan, of any strategy. "preload" makes everything resident first, as other engines do.
                 Any other name must be the strategy that the bundle was compiled with.
-            budget: most bytes to hold; the bundle's by default, and no limit with "preload".
+            budget: most bytes to hold; the bundle's by default, and no limit with "preload". A model is compiled for it.
             lanes: in mode "interleave", whether kernels copy weights while they compute; if not, separate launches between them
                 copy, for comparison.
             trace: record when each launch ran on the device.
@@ -79,18 +86,21 @@ class Session:
                 sessions, or cannot start processes.
             prepare: between two runs, begin the loads of the next one, and prepare the bundle's steady kernels for later runs.
                 A session that traces prepares nothing.
+            compiling: for a model: options of `flashmem.compile`, for instance `precision` or `shapes`.
 
         Raises:
             UserError: a damaged bundle, no such device, a mode it lacks, a budget below the layout's minimum, or an argument
-                of a wrong type.
+                of a wrong type. For a model: the errors of `flashmem.compile`, or no compiler is installed.
             RunError: the device refuses, or (preload) the weights cannot be read.
         """
         begun = perf_counter()
-        if not isinstance(bundle, Bundle | str | Path):
-            raise UserError(f"a session is opened with a bundle or its path, not with {described(bundle)}")
+        if not is_model(bundle) and not isinstance(bundle, Bundle | str | Path):
+            raise UserError(f"a session is opened with a bundle, a model or the path of one, not with {described(bundle)}")
         if not isinstance(device, str):
             raise UserError(f"the device is {described(device)}; give its name as text, or 'auto'")
-        opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+        opened = bundle_for(
+            bundle, device=device, mode=mode, strategy=strategy, budget=budget, build=build_apart, options=compiling
+        )
         self.device = device_here(device, prefer=opened.descriptor.name)
         self.strategy: Strategy = choose_strategy(opened.plan, strategy)
         self.mode = mode_for(opened, self.device, mode, self.strategy)
@@ -200,7 +210,7 @@ class Session:
     def __repr__(self) -> str:
         failure = self._engine.failure
         state = "open" if failure is None else f"closed: {failure}"
-        return f"<Session of {self.bundle.path.name} on {self.device.name}, mode {self.mode}, {state}>"
+        return f"<Session of {self.bundle.model} on {self.device.name}, mode {self.mode}, {budget_text(self.budget)}, {state}>"
 
     def states(self, *names: str) -> dict[str, Array]:
         """The states of the model, or those of `names`, by the names of their inputs, each in its own shape and type; copies.

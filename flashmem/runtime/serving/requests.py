@@ -157,7 +157,7 @@ class Model:
 
     def __repr__(self) -> str:
         state = "open" if self.failure is None else f"closed: {self.failure}"
-        return f"<Model {self.bundle.path.name} in a Runtime, {state}>"
+        return f"<Model {self.bundle.model} in a Runtime, {state}>"
 
     def close(self) -> None:
         """Close the model and free its memory, after its current run. Its waiting requests fail."""
