@@ -21,8 +21,9 @@ from flashmem.base.units import budget_text
 from flashmem.bundle.bundle import Bundle
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.engine import Engine
+from flashmem.runtime.engine.given_arrays import arrays_by_name, described
 from flashmem.runtime.engine.opened import OpenedBundle, planned_variant
-from flashmem.runtime.engine.ports import TensorInfo, arrays_by_name, chosen_outputs, described, fitting_variant, tensor_infos
+from flashmem.runtime.engine.ports import TensorInfo, chosen_outputs, fitting_variant, tensor_infos
 from flashmem.runtime.engine.report import RunReport
 from flashmem.runtime.engine.states import States
 from flashmem.runtime.request.compatibility import mode_for
@@ -141,13 +142,15 @@ class Session:
         constants = (program.constants_offset, program.constants_bytes)
         opened.file.announce([constants, *(load.place for load in first)])
 
-    def run(self, output_names: Sequence[str] | None, inputs: Mapping[str, Array]) -> list[Array]:
+    def run(self, output_names: Sequence[str] | None, inputs: Mapping[str, Any]) -> list[Array]:
         """Run the model once.
 
         Args:
             output_names: which outputs, in this order; None for all, in the model's order.
-            inputs: an array for every input, of exactly its shape and dtype. For a bundle with several shape variants: the
-                shapes of one of them, which then runs.
+            inputs: an array for every input, of exactly its shape and dtype: a numpy array, or a tensor of another library on
+                the CPU (`__dlpack__` or `__array__`). Or numbers and lists of numbers, which become its dtype if that is exact
+                (floats are rounded to another float type). For a bundle with several shape variants: the shapes of one of
+                them, which then runs.
 
         Returns:
             The outputs, in the model's dtypes. `last_run` then holds the report of the run.
@@ -164,7 +167,7 @@ class Session:
                 raise RunError(f"the session is closed ({engine.failure}); open a new one")
             since = perf_counter()
             names = chosen_outputs(self._ready.program.outputs, output_names)
-            inputs = arrays_by_name(inputs)
+            inputs = arrays_by_name(inputs, self._ready.program.inputs)
             fitting = self._variants[fitting_variant([each.program.inputs for each in self._variants], inputs)]
             try:
                 if fitting is not self._ready:
@@ -222,7 +225,7 @@ class Session:
         with self._alone("states"):
             return self._bound_states().read(names)
 
-    def set_states(self, states: Mapping[str, Array]) -> None:
+    def set_states(self, states: Mapping[str, Any]) -> None:
         """Continue from other states: those of `states`, given as `states()` returns them. The others keep their values.
 
         Raises:
@@ -230,7 +233,7 @@ class Session:
             RunError: the session is closed, or the device fails.
         """
         with self._alone("set_states"):
-            self._bound_states().write(arrays_by_name(states))
+            self._bound_states().write(arrays_by_name(states, self._ready.program.states))
 
     def reset(self) -> None:
         """Set all states to zeros, as they are when a session opens. Raises RunError like `states`."""

@@ -12,8 +12,9 @@ from flashmem.bundle.checksums import checksum
 from flashmem.program.program import copied_outputs, output_bytes, scratch_bytes
 from flashmem.program.tensors import Port, array_bytes
 from flashmem.runtime.engine.device_state import DeviceInUse
+from flashmem.runtime.engine.given_arrays import numpy_dtype
 from flashmem.runtime.engine.opened import OpenedBundle
-from flashmem.runtime.engine.ports import from_device, gather_rows, numpy_dtype, to_device
+from flashmem.runtime.engine.ports import from_device, gather_rows, to_device
 from flashmem.runtime.memory.arena import Bytes, move_out, new_pages
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Event, Memory, Queue

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from flashmem.program.program import Program
 from flashmem.program.tensors import Port, State
-from flashmem.runtime.engine.ports import check_inputs, from_device, numpy_dtype, to_device
+from flashmem.runtime.engine.given_arrays import numpy_dtype
+from flashmem.runtime.engine.ports import check_inputs, from_device, to_device
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Memory, Queue
 

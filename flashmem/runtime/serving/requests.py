@@ -103,7 +103,7 @@ class Answer(FencedFuture[list[Array]]):
 class ModelRunner(Protocol):
     """The runtime of a model (`flashmem.Runtime`), as the model needs it."""
 
-    def submit(self, model: Model, inputs: Mapping[str, Array], output_names: Sequence[str] | None = None) -> Answer:
+    def submit(self, model: Model, inputs: Mapping[str, Any], output_names: Sequence[str] | None = None) -> Answer:
         """Queue a run of `model`."""
 
     def close_model(self, model: Model) -> None:
@@ -129,11 +129,11 @@ class Model:
         """The reason why the model was closed; None while it is open."""
         return self.loaded.failure
 
-    def submit(self, inputs: Mapping[str, Array], output_names: Sequence[str] | None = None) -> Answer:
+    def submit(self, inputs: Mapping[str, Any], output_names: Sequence[str] | None = None) -> Answer:
         """See `Runtime.submit`."""
         return self._runtime.submit(self, inputs, output_names)
 
-    def run(self, output_names: Sequence[str] | None, inputs: Mapping[str, Array]) -> list[Array]:
+    def run(self, output_names: Sequence[str] | None, inputs: Mapping[str, Any]) -> list[Array]:
         """Run the model once, after all earlier requests. Returns and raises what `Session.run` does.
 
         Raises:
