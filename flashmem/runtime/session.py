@@ -6,8 +6,10 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from math import inf
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -21,11 +23,15 @@ from flashmem.base.units import budget_text
 from flashmem.bundle.bundle import Bundle
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.engine import Engine
+from flashmem.runtime.engine.futures import BackgroundRuns
 from flashmem.runtime.engine.given_arrays import arrays_by_name, described
+from flashmem.runtime.engine.io_binding import IOBinding
 from flashmem.runtime.engine.opened import OpenedBundle, planned_variant
+from flashmem.runtime.engine.output_values import OutputValue
 from flashmem.runtime.engine.ports import TensorInfo, chosen_outputs, fitting_variant, tensor_infos
 from flashmem.runtime.engine.report import RunReport
 from flashmem.runtime.engine.states import States
+from flashmem.runtime.engine.stopping import RunStoppedError, deadline, held_until, in_time, never
 from flashmem.runtime.request.compatibility import mode_for
 from flashmem.runtime.request.models import ModelOptions, bundle_for, is_model
 from flashmem.runtime.request.options import choose_budget, choose_strategy, device_here
@@ -108,11 +114,12 @@ class Session:
         bundles = map(opened.variant, range(len(opened.variants)))
         self._variants = [planned_variant(each, self.device, self.mode, self.strategy) for each in bundles]
         self._ready = self._variants[opened.index]
-        needed = max(variant.needed for variant in self._variants)
-        self.budget = choose_budget(budget, opened.budget_bytes, needed, mode=self.mode, strategy=self.strategy)
+        self._needed = max(variant.needed for variant in self._variants)
+        self.budget = choose_budget(budget, opened.budget_bytes, self._needed, mode=self.mode, strategy=self.strategy)
         self.last_run: RunReport | None = None
         self._process = os.getpid()
         self._lock = threading.RLock()
+        self._background = BackgroundRuns[list[Array]]()
         self._busy = False  # read and written by the thread that holds the lock
         file = OpenedBundle(self.bundle, self.device, self.mode, verify_weights=verify_weights, lanes=lanes)
         try:
@@ -142,7 +149,9 @@ class Session:
         constants = (program.constants_offset, program.constants_bytes)
         opened.file.announce([constants, *(load.place for load in first)])
 
-    def run(self, output_names: Sequence[str] | None, inputs: Mapping[str, Any]) -> list[Array]:
+    def run(
+        self, output_names: Sequence[str] | None, inputs: Mapping[str, Any], *, timeout: float | None = None
+    ) -> list[Array]:
         """Run the model once.
 
         Args:
@@ -151,29 +160,98 @@ class Session:
                 the CPU (`__dlpack__` or `__array__`). Or numbers and lists of numbers, which become its dtype if that is exact
                 (floats are rounded to another float type). For a bundle with several shape variants: the shapes of one of
                 them, which then runs.
+            timeout: most seconds, from the call on; None for no limit.
 
         Returns:
             The outputs, in the model's dtypes. `last_run` then holds the report of the run.
 
         Raises:
             ValueError: an input or an output name is unknown, missing or of another shape or dtype; the session stays usable.
-                Or an index is out of range; states are then those of the failed run.
+                Or an index is out of range; states are then those of the failed run. Or states are torn.
+            TimeoutError: the time is over. The run has ended at a launch, and the session stays usable. If it had begun, its
+                states are torn: `reset` or `set_states` must set them before the next run.
             RunError: the run failed, and the session is closed. Or the session was closed before, or was opened before a fork
                 of this process. Or this very thread is inside a run, interrupted by a callback or a signal handler.
         """
-        with self._alone("run"):
+        until = deadline(timeout)
+        with in_time(timeout):
+            results, _ = self._run(output_names, (), inputs, until, never)
+        return results
+
+    def run_async(
+        self, output_names: Sequence[str] | None, inputs: Mapping[str, Any], *, timeout: float | None = None
+    ) -> Future[list[Array]]:
+        """Begin a run, and return its future at once: `run`, in a thread of the session, after earlier calls of `run_async`.
+
+        A coroutine awaits it with `asyncio.wrap_future`. `cancel` of either future stops the run at its next launch, and the
+        session stays usable, as after a timeout. The inputs must not change until the run has ended. The future has the
+        exceptions that `run` raises.
+        """
+        until = deadline(timeout)
+
+        def run(cancelled: Callable[[], bool]) -> list[Array]:
+            with in_time(timeout):
+                results, _ = self._run(output_names, (), inputs, until, cancelled)
+            return results
+
+        return self._background.submit(run)
+
+    def io_binding(self) -> IOBinding:
+        """A new binding of inputs and outputs to memory, for `run_with_iobinding`."""
+        return IOBinding()
+
+    def run_with_iobinding(self, binding: IOBinding, *, timeout: float | None = None) -> None:
+        """Run the model once with the inputs and outputs of `binding`, which then has the results.
+
+        Raises:
+            ValueError: as for `run`; or no output is bound, or one to memory of another type or shape.
+            TimeoutError: as for `run`.
+            RunError: as for `run`. Or the budget has no room for an output that stays on the device: the session stays open.
+        """
+        until = deadline(timeout)
+        with in_time(timeout):
+            binding.run(lambda names, kept: self._run(names, kept, binding.inputs, until, never))
+
+    def _run(
+        self,
+        output_names: Sequence[str] | None,
+        kept_names: Sequence[str],
+        inputs: Mapping[str, Any],
+        until: float,
+        cancelled: Callable[[], bool],
+    ) -> tuple[list[Array], list[OutputValue]]:
+        """One run: outputs in host memory, and those that stay on the device.
+
+        `until`: the time of `time.perf_counter()` at which it stops, as it does when `cancelled()`.
+
+        Raises:
+            RunStoppedError: it was stopped.
+        """
+        since = perf_counter()
+
+        def stopped() -> bool:
+            return cancelled() or perf_counter() >= until
+
+        with self._alone("run", until):
             engine = self._engine
             if engine.failure is not None:
                 raise RunError(f"the session is closed ({engine.failure}); open a new one")
-            since = perf_counter()
-            names = chosen_outputs(self._ready.program.outputs, output_names)
-            inputs = arrays_by_name(inputs, self._ready.program.inputs)
-            fitting = self._variants[fitting_variant([each.program.inputs for each in self._variants], inputs)]
+            if stopped():
+                raise RunStoppedError("the run was stopped before it began")
+            program = self._ready.program
+            names = [] if kept_names and output_names == [] else chosen_outputs(program.outputs, output_names)
+            kept_names = chosen_outputs(program.outputs, kept_names) if kept_names else []
+            given = arrays_by_name(inputs, program.inputs)
+            fitting = self._variants[fitting_variant([each.program.inputs for each in self._variants], given)]
+            if program.states:
+                self._bound_states().check_whole(state.name for state in program.states)
             try:
                 if fitting is not self._ready:
                     engine.change_variant(engine.opened.variant(fitting.bundle), fitting.plan, fitting.layout)
                     self._ready = fitting
-                results, self.last_run = engine.run(names, inputs, since=since)
+                on_device = engine.values_on_device(kept_names, self._needed)
+                every = [*names, *(name for name in kept_names if name not in on_device)]
+                results, self.last_run = engine.run(every, given, since=since, kept=on_device, stopped=stopped)
                 if self._prefetches:
                     engine.prefetch()
             except BaseException as error:
@@ -181,7 +259,9 @@ class Session:
                 if failure is error:
                     raise
                 raise failure from failure.__cause__
-            return results
+            in_host = dict(zip(every, results, strict=True))
+            values = [on_device.get(name) or OutputValue.in_host_memory(in_host[name]) for name in kept_names]
+            return results[: len(names)], values
 
     @property
     def bundle(self) -> Bundle:
@@ -189,11 +269,15 @@ class Session:
         return self._ready.bundle
 
     @contextmanager
-    def _alone(self, what: str) -> Iterator[None]:
-        """Exclusive use of the session: one thread at a time, not reentrant."""
+    def _alone(self, what: str, until: float = inf) -> Iterator[None]:
+        """Exclusive use of the session: one thread at a time, not reentrant.
+
+        Raises:
+            RunStoppedError: another thread used it until `until`, a time of `time.perf_counter()`.
+        """
         if os.getpid() != self._process:
             raise RunError("the session was opened before this process was forked; open one in the child")
-        with self._lock:
+        with held_until(self._lock, until):
             if self._busy:
                 raise RunError(f"{what} was called while the same thread is in a run of the session; let the run end first")
             self._busy = True
@@ -255,12 +339,14 @@ class Session:
             self._engine.wait_prepared()
 
     def close(self) -> None:
-        """Free everything. Does nothing if closed, or in a forked child, where everything belongs to the parent.
+        """Free everything after the current run, and cancel those of `run_async` that wait. Does nothing if closed, or in a
+        forked child, where everything belongs to the parent.
 
         Raises:
             RunError: called inside a run of the same thread, by a callback or a signal handler.
         """
         if os.getpid() == self._process:
+            self._background.cancel()
             with self._alone("close"):
                 self._engine.close("close was called")
 
@@ -278,6 +364,7 @@ _open: weakref.WeakSet[Session] = weakref.WeakSet()
 def _close_all() -> None:
     """Close what nobody closed: Python would release memory objects in another order (`flashmem.runtime.memory.ledger`)."""
     for session in list(_open):
+        session._background.cancel(current=True)
         if session._lock.acquire(blocking=False):  # not while another thread is in a run, which may take long
             with suppress(Exception):
                 session.close()

@@ -7,14 +7,18 @@ the model's type where that is exact. Python's floats are also rounded, to the n
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.program.tensors import numpy_dtype
+from flashmem.runtime.engine.output_values import OutputValue
+
 Array = NDArray[Any]
+Input = Array | OutputValue
+"""An input that is ready for a run: in host memory, or an output of an earlier run on a device."""
 
 _KINDS = "give a numpy array, a tensor on the CPU, or a list of numbers"
 
@@ -31,29 +35,16 @@ class Typed(Protocol):
         """The name of the element type, as numpy has it."""
 
 
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The numpy dtype of a port's element type.
-
-    Raises:
-        ValueError: numpy has no such type.
-    """
-    if name == "bfloat16":
-        try:
-            importlib.import_module("ml_dtypes")  # registers the type
-        except ImportError:
-            raise ValueError("arrays of bfloat16 need the package ml_dtypes: pip install ml_dtypes") from None
-    return np.dtype(name)
-
-
 def described(value: object) -> str:
     """The kind of a value, for a message."""
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
-def arrays_by_name(inputs: Any, ports: Iterable[Typed]) -> dict[str, Array]:
-    """The inputs as a dict of numpy arrays. Reads each one once: an .npz file reads an array again at each access.
+def arrays_by_name(inputs: Any, ports: Iterable[Typed]) -> dict[str, Input]:
+    """The inputs as a dict of numpy arrays, and of `OutputValue`s on a device.
 
+    Reads each one once: an .npz file reads an array again at each access.
     Shares memory with arrays and with tensors of the CPU. An input without a port stays unchanged; `check_inputs` refuses it.
 
     Raises:
@@ -69,9 +60,11 @@ def arrays_by_name(inputs: Any, ports: Iterable[Typed]) -> dict[str, Array]:
     return {name: _array(name, inputs[name], dtypes[name]) if name in dtypes else inputs[name] for name in inputs}
 
 
-def _array(name: str, value: Any, dtype: str) -> Array:
+def _array(name: str, value: Any, dtype: str) -> Input:
     if isinstance(value, np.ma.MaskedArray):
         raise ValueError(f"input {name!r} is a masked array; give one without a mask, for instance with filled")
+    if isinstance(value, OutputValue):
+        return value if value.host is None else value.host
     if isinstance(value, np.ndarray):
         return value
     if isinstance(value, np.generic):
@@ -137,3 +130,8 @@ def _equal(array: Array, cast: Array) -> NDArray[np.bool_]:
     back = _cast(cast, array.dtype)
     equal: NDArray[np.bool_] = (array == cast) & (array == back) | (array != array) & (cast != cast)
     return equal
+
+
+def on_host(value: Input) -> Array:
+    """`value` as an array in host memory. Raises RunError if the device fails."""
+    return value.numpy() if isinstance(value, OutputValue) else value

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from flashmem.base.types import StoredType
 from flashmem.bundle.shape_variants import which_fits
-from flashmem.program.tensors import HostEmbeddingLookup, Port, State, Tensor, panel_bytes
-from flashmem.runtime.engine.given_arrays import described, numpy_dtype
+from flashmem.program.tensors import ONNX_NAMES, HostEmbeddingLookup, Port, State, Tensor, numpy_dtype, panel_bytes
+from flashmem.runtime.engine.given_arrays import Input, described
 from flashmem.runtime.streaming.weight_file import Reader
 
 Array = NDArray[Any]
@@ -64,11 +64,7 @@ def tensor_infos(variants: Sequence[Sequence[Port]]) -> list[TensorInfo]:
     return infos
 
 
-ONNX_NAMES = {"float32": "float", "float64": "double"}
-"""ONNX's names of element types, where they are not numpy's."""
-
-
-def check_inputs(ports: Sequence[Port], inputs: Mapping[str, Array]) -> None:
+def check_inputs(ports: Sequence[Port], inputs: Mapping[str, Input]) -> None:
     """Raise ValueError unless `inputs` has exactly the ports' names, shapes and dtypes."""
     names = [port.name for port in ports]
     extra = [name for name in inputs if name not in names]
@@ -85,7 +81,7 @@ def check_inputs(ports: Sequence[Port], inputs: Mapping[str, Array]) -> None:
             raise ValueError(f"input {port.name!r} has shape {array.shape}; the model was compiled for {port.shape}")
 
 
-def fitting_variant(variants: Sequence[Sequence[Port]], inputs: Mapping[str, Array]) -> int:
+def fitting_variant(variants: Sequence[Sequence[Port]], inputs: Mapping[str, Input]) -> int:
     """The index of the shape variant whose ports accept exactly `inputs`. Raises ValueError if none does."""
     index = which_fits(variants, inputs) if len(variants) > 1 else 0
     check_inputs(variants[index], inputs)

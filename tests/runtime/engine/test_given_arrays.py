@@ -16,8 +16,8 @@ from onnx import TensorProto, helper
 
 import flashmem
 from flashmem import Bundle, Runtime, Session
-from flashmem.program.tensors import Port
-from flashmem.runtime.engine.given_arrays import arrays_by_name, numpy_dtype
+from flashmem.program.tensors import Port, numpy_dtype
+from flashmem.runtime.engine.given_arrays import arrays_by_name
 from flashmem.runtime.opencl.context import list_devices
 from tests.support.compared import by_runtime
 

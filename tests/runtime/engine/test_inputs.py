@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 import flashmem
 from flashmem import Bundle, Runtime, Session
 from flashmem.base.types import StoredType
-from flashmem.program.tensors import HostEmbeddingLookup, Port, Tensor, port_dtype
-from flashmem.runtime.engine.given_arrays import numpy_dtype
+from flashmem.program.tensors import HostEmbeddingLookup, Port, Tensor, numpy_dtype, port_dtype
 from flashmem.runtime.engine.ports import from_device, gather_rows, to_device
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.streaming.weight_file import WeightFile
