@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from numpy.typing import NDArray
 
-from flashmem.base.errors import RunError, UserError
+from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.base.types import TransferMode
-from flashmem.base.units import budget_text
+from flashmem.base.units import budget_text, parse_size
 from flashmem.bundle.bundle import Bundle
+from flashmem.runtime.engine.batches import Batch, check_batch, looped
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.engine import Engine
 from flashmem.runtime.engine.futures import BackgroundRuns
@@ -29,6 +30,7 @@ from flashmem.runtime.engine.io_binding import IOBinding
 from flashmem.runtime.engine.opened import OpenedBundle, planned_variant
 from flashmem.runtime.engine.output_values import OutputValue
 from flashmem.runtime.engine.ports import TensorInfo, chosen_outputs, fitting_variant, tensor_infos
+from flashmem.runtime.engine.replanned import within
 from flashmem.runtime.engine.report import RunReport
 from flashmem.runtime.engine.states import States
 from flashmem.runtime.engine.stopping import RunStoppedError, deadline, held_until, in_time, never
@@ -113,6 +115,7 @@ class Session:
         self.mode = mode_for(opened, self.device, mode, self.strategy)
         bundles = map(opened.variant, range(len(opened.variants)))
         self._variants = [planned_variant(each, self.device, self.mode, self.strategy) for each in bundles]
+        self._own = self._variants  # with the plans of the bundle
         self._ready = self._variants[opened.index]
         self._needed = max(variant.needed for variant in self._variants)
         self.budget = choose_budget(budget, opened.budget_bytes, self._needed, mode=self.mode, strategy=self.strategy)
@@ -150,7 +153,12 @@ class Session:
         opened.file.announce([constants, *(load.place for load in first)])
 
     def run(
-        self, output_names: Sequence[str] | None, inputs: Mapping[str, Any], *, timeout: float | None = None
+        self,
+        output_names: Sequence[str] | None,
+        inputs: Mapping[str, Any],
+        *,
+        timeout: float | None = None,
+        batch: Batch | None = None,
     ) -> list[Array]:
         """Run the model once.
 
@@ -161,6 +169,8 @@ class Session:
                 (floats are rounded to another float type). For a bundle with several shape variants: the shapes of one of
                 them, which then runs.
             timeout: most seconds, from the call on; None for no limit.
+            batch: "loop": inputs may have N rows where the model has a first size of 1. It runs once for each row, and the
+                outputs have N rows. `last_run` then describes the last of these runs.
 
         Returns:
             The outputs, in the model's dtypes. `last_run` then holds the report of the run.
@@ -168,18 +178,21 @@ class Session:
         Raises:
             ValueError: an input or an output name is unknown, missing or of another shape or dtype; the session stays usable.
                 Or an index is out of range; states are then those of the failed run. Or states are torn.
+                Or a batch has different numbers of rows, a model with states, or an output that cannot be stacked.
             TimeoutError: the time is over. The run has ended at a launch, and the session stays usable. If it had begun, its
                 states are torn: `reset` or `set_states` must set them before the next run.
             RunError: the run failed, and the session is closed. Or the session was closed before, or was opened before a fork
                 of this process. Or this very thread is inside a run, interrupted by a callback or a signal handler.
         """
-        until = deadline(timeout)
-        with in_time(timeout):
-            results, _ = self._run(output_names, (), inputs, until, never)
-        return results
+        return self._answer(output_names, inputs, timeout, batch)(never)
 
     def run_async(
-        self, output_names: Sequence[str] | None, inputs: Mapping[str, Any], *, timeout: float | None = None
+        self,
+        output_names: Sequence[str] | None,
+        inputs: Mapping[str, Any],
+        *,
+        timeout: float | None = None,
+        batch: Batch | None = None,
     ) -> Future[list[Array]]:
         """Begin a run, and return its future at once: `run`, in a thread of the session, after earlier calls of `run_async`.
 
@@ -187,14 +200,29 @@ class Session:
         session stays usable, as after a timeout. The inputs must not change until the run has ended. The future has the
         exceptions that `run` raises.
         """
+        return self._background.submit(self._answer(output_names, inputs, timeout, batch))
+
+    def _answer(
+        self, names: Sequence[str] | None, inputs: Mapping[str, Any], timeout: float | None, batch: Batch | None
+    ) -> Callable[[Callable[[], bool]], list[Array]]:
+        """A call of `run`, to be made with a function that says whether it is cancelled. Its time begins now."""
         until = deadline(timeout)
+        check_batch(batch)
 
-        def run(cancelled: Callable[[], bool]) -> list[Array]:
+        def answer(cancelled: Callable[[], bool]) -> list[Array]:
+            def run(given: Mapping[str, Any]) -> list[Array]:
+                return self._run(names, (), given, until, cancelled)[0]
+
             with in_time(timeout):
-                results, _ = self._run(output_names, (), inputs, until, cancelled)
-            return results
+                if batch is None:
+                    return run(inputs)
+                program = self._ready.program
+                if program.states:
+                    raise ValueError("the model keeps states from one run to the next; leave batch='loop' out")
+                ports = [(each.program.inputs, each.program.outputs) for each in self._variants]
+                return looped(run, arrays_by_name(inputs, program.inputs), names, ports)
 
-        return self._background.submit(run)
+        return answer
 
     def io_binding(self) -> IOBinding:
         """A new binding of inputs and outputs to memory, for `run_with_iobinding`."""
@@ -328,6 +356,47 @@ class Session:
         if self._engine.failure is not None or self._engine.bound is None:
             raise RunError(f"the session is closed ({self._engine.failure}); open a new one")
         return self._engine.bound.states
+
+    def prefetch(self) -> None:
+        """Begin to load the first weights of the next run now, as a session does after each run (`prepare`). Returns at once.
+
+        Useful before the first run. A failure is a warning: the next run begins from nothing.
+
+        Raises:
+            RunError: the session is closed, or called inside a run of the same thread.
+        """
+        with self._alone("prefetch"):
+            self._bound_states()
+            if self._engine.current is None:
+                self._engine.prefetch()
+
+    def set_budget(self, budget: int | str | None) -> None:
+        """Change the most bytes to hold, between two runs: plans the model again for `budget`; None for no limit.
+
+        The bundle's own plan is used for its own budget. Weights are freed, and the next run loads them again. States stay.
+
+        Raises:
+            UserError: not a size; a BudgetError if no plan fits. The session stays as it was.
+            RunError: the session is closed, or the device refuses, which closes it.
+        """
+        limit = None if budget is None else parse_size(budget, what="budget")
+        with self._alone("set_budget"):
+            self._bound_states()
+            variants = self._variants
+            if self.strategy == "preload":
+                choose_budget(limit, None, self._needed, mode=self.mode, strategy=self.strategy)
+            else:
+                variants = [within(each, self.device, self.mode, limit) for each in self._own]
+            needed = max(each.needed for each in variants)
+            ready = variants[self._ready.bundle.index]
+            try:
+                self._engine.follow(ready, limit, needed)
+            except BudgetError:
+                raise
+            except BaseException as error:
+                self._engine.failed(error)
+                raise
+            self._variants, self._ready, self._needed, self.budget = variants, ready, needed, limit
 
     def prepared(self) -> None:
         """Wait until the steady kernels of the next run are ready, if it has any. For measurements.

@@ -20,13 +20,14 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from flashmem.base.errors import FlashmemWarning, RunError
+from flashmem.base.errors import BudgetError, FlashmemWarning, RunError
+from flashmem.base.units import format_size
 from flashmem.program.tensors import Port
 from flashmem.runtime.engine.bound_program import BoundProgram
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.failures import RequestError, said, why_closed
 from flashmem.runtime.engine.given_arrays import Input
-from flashmem.runtime.engine.opened import Kernels, OpenedBundle
+from flashmem.runtime.engine.opened import Kernels, OpenedBundle, PlannedVariant
 from flashmem.runtime.engine.output_values import OutputValue
 from flashmem.runtime.engine.report import Latency, MemoryUse, RunReport
 from flashmem.runtime.engine.stopping import RunStoppedError, never
@@ -354,11 +355,43 @@ class Engine:
         if done:
             bound.states.tear()
         if self._loads:
-            self._end_waiting()
-            weights = bound.weights
-            plan, layout = weights.plan, weights.layout
-            self.release_weights()
-            bound.rebind_weights(plan, layout, self.kernels_for(plan))
+            self._bind_weights(bound.weights.plan, bound.weights.layout)
+
+    def _bind_weights(self, plan: OverlapPlan, layout: PoolLayout) -> None:
+        """Free the memory of all weights, and bind the program under `plan`; activations and states stay."""
+        assert self.bound is not None
+        self._end_waiting()
+        Engine.release_weights(self)
+        self.bound.rebind_weights(plan, layout, self.kernels_for(plan))
+
+    def follow(self, variant: PlannedVariant, limit: int | None, needed: int) -> None:
+        """Between two runs: change the limit of the device's budget, and bind the program under another plan, if it is one.
+
+        `needed`: bytes of any run, for which the budget must have room.
+
+        Raises:
+            BudgetError: outputs on the device hold too much of the budget; nothing has changed.
+            RunError: the device refuses; the engine can only be closed then.
+        """
+        bound, budget = self.bound, self.device.budget
+        assert bound is not None
+        kept = budget.committed - bound.ledger.commitment
+        if limit is not None and needed + kept > limit:
+            raise BudgetError(
+                f"outputs on the device hold {kept} bytes, which leaves too little of {format_size(limit)}; drop them, or give "
+                f"{needed + kept} bytes",
+                smallest_bytes=needed + kept,
+                binding="outputs on the device",
+            )
+        if variant.plan is bound.weights.plan:
+            budget.limit = limit
+            return
+        self._stop_current()
+        bound.ledger.promise(0)
+        budget.limit = limit
+        self._bind_weights(variant.plan, variant.layout)
+        if kept:
+            bound.ledger.promise(needed)
 
     def _execute(
         self,
