@@ -207,7 +207,8 @@ class Session:
     ) -> Callable[[Callable[[], bool]], list[Array]]:
         """A call of `run`, to be made with a function that says whether it is cancelled. Its time begins now."""
         until = deadline(timeout)
-        check_batch(batch)
+        if batch is not None:
+            check_batch(batch)
 
         def answer(cancelled: Callable[[], bool]) -> list[Array]:
             def run(given: Mapping[str, Any]) -> list[Array]:

@@ -22,7 +22,7 @@ from flashmem import Session
 from flashmem.base import paths
 from flashmem.base.errors import RunError, UserError
 from flashmem.compiler.frontend.mapped_file import load_mapped
-from flashmem.runtime.engine.engine import Run
+from flashmem.runtime.engine.run import Run
 from flashmem.runtime.opencl import icd, pocl
 from flashmem.runtime.opencl.context import list_devices
 from tests.support.mini_bundle import MiniModel, write_mini_bundle

@@ -17,8 +17,8 @@ Batch = Literal["loop"]
 
 
 def check_batch(batch: Any) -> None:
-    """Raise ValueError unless `batch` is None or "loop"."""
-    if batch not in (None, "loop"):
+    """Raise ValueError unless `batch` is "loop"."""
+    if batch != "loop":
         raise ValueError(f"batch {batch!r} is unknown; give 'loop' to run a batch row by row, or None")
 
 

@@ -12,9 +12,10 @@ from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.program.program import fixed_bytes
 from flashmem.runtime.engine.device_state import DeviceInUse
-from flashmem.runtime.engine.engine import Engine, Run
+from flashmem.runtime.engine.engine import Engine
 from flashmem.runtime.engine.opened import OpenedBundle
 from flashmem.runtime.engine.replanned import NO_TIMES, instance_of, refused
+from flashmem.runtime.engine.run import Run
 from flashmem.runtime.opencl.context import Queue
 from flashmem.runtime.request.compatibility import mode_for
 from flashmem.runtime.serving.sharing import Need, Turn
