@@ -4,6 +4,8 @@
     with flashmem.Session(bundle) as session:
         outputs = session.run(None, {"input": x})
 
+`flashmem.Session("model.onnx", budget="256MB")` does both, and finds the bundle in the user's cache the next time.
+
 Names are imported when they are first used, so that running a bundle never imports the offline half (`flashmem.compile`).
 """
 

@@ -1,16 +1,19 @@
 """A call of `flashmem.compile`, resolved: the model, and the options of each shape variant.
 
-It has the name of its bundle in the cache, so that a command finds a compiled model without importing the compiler.
+It has the name of its bundle in the cache, so that a command or a session finds a compiled model without importing the
+compiler.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.types import MemoryPath, Optimize, Quantize, States, TransferMode
@@ -25,6 +28,9 @@ from flashmem.options import resolve
 from flashmem.planning.limits import read_limits
 from flashmem.schedule.plan import Objective, Strategy, Units
 
+if TYPE_CHECKING:
+    import onnx
+
 ModelKind = Literal["onnx", "gguf", "folder"]
 """An ONNX file, a GGUF file, or a folder with a language model in ONNX."""
 
@@ -35,13 +41,14 @@ DATA_FILES = "data_files"
 @dataclass(frozen=True)
 class Compilation:
     """What to compile. `max_length`: tokens that the cache of a language model holds; None for the default. `quantize`: the
-    type that float32 weights become first.
+    type that float32 weights become first. `content`: the bytes of a model that is in no file; `model` is then a name for it.
     """
 
     model: Path
     variants: tuple[Options, ...]
     max_length: int | None = None
     quantize: Quantize | None = None
+    content: bytes | None = field(default=None, repr=False)
 
     @property
     def kind(self) -> ModelKind:
@@ -55,10 +62,11 @@ class Compilation:
 
     @property
     def name(self) -> str:
-        """The name of its bundle in the cache: with a hash of all options, and of the model's path, size and time."""
+        """The name of its bundle in the cache: with a hash of all options, and of the model's path, size and time, or bytes."""
         descriptor = self.variants[0].descriptor
         options = [asdict(each) for each in self.variants]
-        content = [__version__, states_of([self.model]), self.max_length, self.quantize, options, content_hash(descriptor)]
+        model = states_of([self.model]) if self.content is None else hashlib.sha256(self.content).hexdigest()
+        content = [__version__, model, self.max_length, self.quantize, options, content_hash(descriptor)]
         key = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
         return f"{self.model.stem}-{key[:16]}"
 
@@ -74,9 +82,28 @@ class Compilation:
         """Its bundle in the cache."""
         return cache.find(self.name, self.describes)
 
+    @contextmanager
+    def in_a_file(self) -> Iterator[Compilation]:
+        """The same with the model in a file: a temporary one, as long as the body runs, if it is in none.
+
+        A UserError of the body then does not name that file.
+        """
+        if self.content is None:
+            yield self
+            return
+        with tempfile.TemporaryDirectory(prefix="flashmem-model-") as folder:
+            path = Path(folder) / self.model.name
+            path.write_bytes(self.content)
+            try:
+                yield replace(self, model=path, content=None)
+            except UserError as error:
+                hint = "; give the path of its file" if isinstance(error, MissingFileError) else ""
+                error.args = (str(error).replace(str(path), "the given model") + hint, *error.args[1:])
+                raise
+
 
 def read_compilation(
-    model: str | Path,
+    model: str | Path | bytes | onnx.ModelProto,
     *,
     device: str = "auto",
     budget: int | str | None = None,
@@ -106,8 +133,9 @@ def read_compilation(
     Raises:
         UserError: no such model, or an argument must change.
     """
-    model = Path(model)
-    if not model.is_file() and not is_language_folder(model):
+    content = None if isinstance(model, str | Path) else _bytes_of(model)
+    model = Path(_UNNAMED) if content is not None else Path(model)  # type: ignore[arg-type]
+    if content is None and not model.is_file() and not is_language_folder(model):
         what = "is a folder without a language model" if model.is_dir() else "does not exist"
         raise MissingFileError(f"model {model} {what}; name an ONNX file")
     if (kind := kind_of(model)) != "onnx":
@@ -138,7 +166,7 @@ def read_compilation(
         state_precision=state_precision, optimize=optimize, states=states, constants=constants,
     )  # fmt: skip
     variants = tuple(replace(options, shapes=each) for each in checked_variants(shapes))
-    return Compilation(model, variants, max_length, quantize)
+    return Compilation(model, variants, max_length, quantize, content)
 
 
 def states_of(paths: Iterable[Path]) -> list[list[str | int]]:
@@ -152,3 +180,23 @@ def kind_of(model: Path) -> ModelKind:
     if model.is_dir():
         return "folder"
     return "gguf" if model.suffix == ".gguf" else "onnx"
+
+
+_UNNAMED = "model.onnx"
+"""The name of a model that is in no file."""
+
+
+def _bytes_of(model: object) -> bytes:
+    """The bytes of an ONNX file, given as such or as an `onnx.ModelProto`. Raises UserError for anything else."""
+    if isinstance(model, bytes | bytearray | memoryview):
+        content = bytes(model)
+        if content.startswith(b"GGUF"):
+            raise UserError("the given bytes are a GGUF file; give the path of the file")
+        return content
+    if type(model).__name__ != "ModelProto" or not hasattr(model, "SerializeToString"):
+        raise UserError(f"a model is the path of a file, bytes or an onnx.ModelProto, not {type(model).__name__}")
+    try:
+        serialized: bytes = model.SerializeToString(deterministic=True)
+    except Exception as error:  # protobuf's limit of 2 GB, by errors of its own
+        raise UserError(f"the given model cannot be written as one ONNX file ({error}); save it, and give its path") from None
+    return serialized

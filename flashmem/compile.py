@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.base.types import MemoryPath, Optimize, Quantize, States, TransferMode
@@ -58,11 +58,14 @@ from flashmem.runtime.kernels.ahead_of_time import with_binaries as carrying
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import Objective, OverlapPlan, Strategy, Units
 
+if TYPE_CHECKING:
+    import onnx
+
 Progress = Callable[[str, float], None]
 
 
 def compile(
-    model: str | Path,
+    model: str | Path | bytes | onnx.ModelProto,
     output: str | Path | None = None,
     *,
     device: str = "auto",
@@ -95,8 +98,8 @@ def compile(
     """Compile `model` into a bundle that runs within `budget` bytes on `device`.
 
     Args:
-        model: an ONNX file; or a language model, whose shapes and states are known: a GGUF file, or a folder of
-            onnxruntime-genai, optimum or transformers.js.
+        model: an ONNX file, its bytes or an `onnx.ModelProto` (both with all weights inside); or a language model, whose shapes
+            and states are known: a GGUF file, or a folder of onnxruntime-genai, optimum or transformers.js.
         output: the bundle's folder (`model.flashmem`). None keeps it in the user's cache, where an equal call finds it again.
             If the cache cannot be written, it is kept until the process ends, with a warning.
         device: "auto", part of the name of a local device, or the name or file of a descriptor.
@@ -165,14 +168,16 @@ def compile(
         optimize=optimize,
     )
     if dump_passes is not None:
-        with _as_onnx(compilation) as source:
+        with compilation.in_a_file() as filed, _as_onnx(filed) as source:
             _dump_passes(source, Path(dump_passes), compilation.variants)
     with KernelBuilder(device, lambda fraction: progress("build kernels", fraction)) as kernels:
 
         def make(place: Path) -> Bundle:
             hint = "; a cache of fewer tokens (--max-length) needs less" if compilation.is_language else ""
-            with _as_onnx(compilation) as source, _adding(after=hint):
-                return _compile(compilation, source, place, progress, kernels if build else None)
+            with compilation.in_a_file() as filed, _as_onnx(filed) as source, _adding(after=hint):
+                if filed is not compilation:
+                    source = replace(source, meta={**source.meta, "model_path": ""})
+                return _compile(filed, source, place, progress, kernels if build else None)
 
         bundle = make(Path(output)) if output is not None else find_or_make(compilation.name, make, compilation.describes)
         if not build:

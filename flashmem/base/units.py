@@ -15,7 +15,7 @@ _FACTORS = {
 }  # fmt: skip
 _LONGEST = 100
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-_DIMENSION = re.compile(r"0*[1-9][0-9]{0,17}")  # 64 bits
+_DIMENSION = re.compile(r"0*[0-9]{1,18}")  # 64 bits
 
 
 def parse_size(text: str | int, *, what: str = "size") -> int:
@@ -49,16 +49,21 @@ def format_size(size: int | float) -> str:
     return f"{value:.3g}GB" if value < 999.5 else f"{value:.0f}GB"
 
 
+def budget_text(nbytes: int | None) -> str:
+    """A budget in a sentence: `budget 64MB`, or `no budget` for None."""
+    return "no budget" if nbytes is None else f"budget {format_size(nbytes)}"
+
+
 def parse_shape(text: str) -> tuple[str, tuple[int, ...]]:
     """`input_ids=1x128` as `("input_ids", (1, 128))`; `x=` is a scalar.
 
     Raises:
-        UserError: no name, or a dimension that is not a positive integer.
+        UserError: no name, or a dimension that is not a whole number.
     """
     name, equals, dims = text.rpartition("=")
     parts = dims.lower().split("x") if dims else []
     if not equals or not name or not all(_DIMENSION.fullmatch(part) for part in parts):
-        raise UserError(f"shape {text!r} is not understood; write name=1x3x224x224 with positive whole numbers")
+        raise UserError(f"shape {text!r} is not understood; write name=1x3x224x224 with whole numbers")
     return name, tuple(int(part) for part in parts)
 
 

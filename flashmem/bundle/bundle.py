@@ -37,7 +37,7 @@ from typing import Any
 from flashmem.base.errors import BundleError, MissingFileError
 from flashmem.base.files import open_regular
 from flashmem.base.json import parsed
-from flashmem.base.units import format_size
+from flashmem.base.units import budget_text, format_size
 from flashmem.bundle.checksums import ChecksummedRange, Checksums, checksum, checksummed_ranges, unpack_checksums
 from flashmem.bundle.kernel_bounds import check_bounds
 from flashmem.bundle.kernel_source import check_options, check_source
@@ -96,8 +96,8 @@ class Bundle:
 
     def __repr__(self) -> str:
         weights = format_size(self.program.weights_bytes)
-        budget = "no budget" if self.budget_bytes is None else f"budget {format_size(self.budget_bytes)}"
-        return f"<Bundle {self.path} for {self.descriptor.name}: {weights} of weights, {budget}>"
+        budget = budget_text(self.budget_bytes)
+        return f"<Bundle {self.path} of {self.model} for {self.descriptor.name}: {weights} of weights, {budget}>"
 
     @property
     def program(self) -> Program:
@@ -128,6 +128,11 @@ class Bundle:
     def weights_path(self) -> Path:
         """The path of the weight file."""
         return self.files / WEIGHTS
+
+    @property
+    def model(self) -> str:
+        """The model's name; the name of the bundle if it does not record one."""
+        return str(self.common.get("model") or self.path.name)
 
     @property
     def budget_bytes(self) -> int | None:

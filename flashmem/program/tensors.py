@@ -5,9 +5,12 @@ Offsets and sizes are bytes unless a name says otherwise.
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+import numpy as np
 
 from flashmem.base.types import ITEMSIZE, Channel, DType, StoredType, TableType
 
@@ -140,3 +143,21 @@ def array_bytes(port: Port) -> int:
 
 _FLOATS = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 """Bytes of one element of a floating point port on the host."""
+
+
+ONNX_NAMES = {"float32": "float", "float64": "double"}
+"""ONNX's names of element types, where they are not numpy's."""
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The numpy dtype of a port's element type.
+
+    Raises:
+        ValueError: numpy has no such type.
+    """
+    if name == "bfloat16":
+        try:
+            importlib.import_module("ml_dtypes")  # registers the type
+        except ImportError:
+            raise ValueError("arrays of bfloat16 need the package ml_dtypes: pip install ml_dtypes") from None
+    return np.dtype(name)

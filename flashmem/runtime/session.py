@@ -6,28 +6,42 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from math import inf
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from numpy.typing import NDArray
 
-from flashmem.base.errors import RunError, UserError
+from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.base.types import TransferMode
+from flashmem.base.units import budget_text, parse_size
 from flashmem.bundle.bundle import Bundle
+from flashmem.runtime.engine.batches import Batch, check_batch, looped
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.engine import Engine
+from flashmem.runtime.engine.futures import BackgroundRuns
+from flashmem.runtime.engine.given_arrays import arrays_by_name, described
+from flashmem.runtime.engine.io_binding import IOBinding
 from flashmem.runtime.engine.opened import OpenedBundle, planned_variant
-from flashmem.runtime.engine.ports import TensorInfo, arrays_by_name, chosen_outputs, described, fitting_variant, tensor_infos
+from flashmem.runtime.engine.output_values import OutputValue
+from flashmem.runtime.engine.ports import TensorInfo, chosen_outputs, fitting_variant, tensor_infos
+from flashmem.runtime.engine.replanned import within
 from flashmem.runtime.engine.report import RunReport
 from flashmem.runtime.engine.states import States
+from flashmem.runtime.engine.stopping import RunStoppedError, deadline, held_until, in_time, never
 from flashmem.runtime.request.compatibility import mode_for
+from flashmem.runtime.request.models import ModelOptions, bundle_for, is_model
 from flashmem.runtime.request.options import choose_budget, choose_strategy, device_here
 from flashmem.schedule.loads import planned_loads, read_while_opening
 from flashmem.schedule.residency import Strategy
+
+if TYPE_CHECKING:
+    import onnx
 
 Array = NDArray[Any]
 
@@ -35,7 +49,7 @@ __all__ = ["RunReport", "Session", "Strategy"]
 
 
 class Session:
-    """A bundle on a device. Use it as a context manager, or call `close`.
+    """A model on a device. Use it as a context manager, or call `close`.
 
     It executes one run at a time: threads wait for each other. A failed run closes the session; a refused input does not. A
     forked child must open its own sessions.
@@ -48,7 +62,7 @@ class Session:
 
     def __init__(
         self,
-        bundle: Bundle | str | Path,
+        bundle: Bundle | str | Path | bytes | onnx.ModelProto,
         *,
         device: str = "auto",
         mode: TransferMode | Literal["auto"] = "auto",
@@ -59,16 +73,18 @@ class Session:
         verify_weights: bool = False,
         build_apart: bool = True,
         prepare: bool = True,
+        **compiling: Unpack[ModelOptions],
     ) -> None:
         """Prepare everything but the weights (`strategy` "preload": weights too).
 
         Args:
-            bundle: a bundle or its path.
+            bundle: a bundle or its path. Or a model, which is compiled first unless the user's cache has its bundle: the path
+                of an ONNX or GGUF file, the bytes of an ONNX file, or an `onnx.ModelProto`. `flashmem run` uses the same cache.
             device: "auto", or a name that `flashmem.runtime.request.options.device_here` accepts.
             mode: how weights are transferred; "auto" selects the mode of the bundle's plan, else the device's first.
             strategy: "auto" follows the plan, of any strategy. "preload" makes everything resident first, as other engines do.
                 Any other name must be the strategy that the bundle was compiled with.
-            budget: most bytes to hold; the bundle's by default, and no limit with "preload".
+            budget: most bytes to hold; the bundle's by default, and no limit with "preload". A model is compiled for it.
             lanes: in mode "interleave", whether kernels copy weights while they compute; if not, separate launches between them
                 copy, for comparison.
             trace: record when each launch ran on the device.
@@ -79,29 +95,34 @@ class Session:
                 sessions, or cannot start processes.
             prepare: between two runs, begin the loads of the next one, and prepare the bundle's steady kernels for later runs.
                 A session that traces prepares nothing.
+            compiling: for a model: options of `flashmem.compile`, for instance `precision` or `shapes`.
 
         Raises:
             UserError: a damaged bundle, no such device, a mode it lacks, a budget below the layout's minimum, or an argument
-                of a wrong type.
+                of a wrong type. For a model: the errors of `flashmem.compile`, or no compiler is installed.
             RunError: the device refuses, or (preload) the weights cannot be read.
         """
         begun = perf_counter()
-        if not isinstance(bundle, Bundle | str | Path):
-            raise UserError(f"a session is opened with a bundle or its path, not with {described(bundle)}")
+        if not is_model(bundle) and not isinstance(bundle, Bundle | str | Path):
+            raise UserError(f"a session is opened with a bundle, a model or the path of one, not with {described(bundle)}")
         if not isinstance(device, str):
             raise UserError(f"the device is {described(device)}; give its name as text, or 'auto'")
-        opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+        opened = bundle_for(
+            bundle, device=device, mode=mode, strategy=strategy, budget=budget, build=build_apart, options=compiling
+        )
         self.device = device_here(device, prefer=opened.descriptor.name)
         self.strategy: Strategy = choose_strategy(opened.plan, strategy)
         self.mode = mode_for(opened, self.device, mode, self.strategy)
         bundles = map(opened.variant, range(len(opened.variants)))
         self._variants = [planned_variant(each, self.device, self.mode, self.strategy) for each in bundles]
+        self._own = self._variants  # with the plans of the bundle
         self._ready = self._variants[opened.index]
-        needed = max(variant.needed for variant in self._variants)
-        self.budget = choose_budget(budget, opened.budget_bytes, needed, mode=self.mode, strategy=self.strategy)
+        self._needed = max(variant.needed for variant in self._variants)
+        self.budget = choose_budget(budget, opened.budget_bytes, self._needed, mode=self.mode, strategy=self.strategy)
         self.last_run: RunReport | None = None
         self._process = os.getpid()
         self._lock = threading.RLock()
+        self._background = BackgroundRuns[list[Array]]()
         self._busy = False  # read and written by the thread that holds the lock
         file = OpenedBundle(self.bundle, self.device, self.mode, verify_weights=verify_weights, lanes=lanes)
         try:
@@ -131,36 +152,135 @@ class Session:
         constants = (program.constants_offset, program.constants_bytes)
         opened.file.announce([constants, *(load.place for load in first)])
 
-    def run(self, output_names: Sequence[str] | None, inputs: Mapping[str, Array]) -> list[Array]:
+    def run(
+        self,
+        output_names: Sequence[str] | None,
+        inputs: Mapping[str, Any],
+        *,
+        timeout: float | None = None,
+        batch: Batch | None = None,
+    ) -> list[Array]:
         """Run the model once.
 
         Args:
             output_names: which outputs, in this order; None for all, in the model's order.
-            inputs: an array for every input, of exactly its shape and dtype. For a bundle with several shape variants: the
-                shapes of one of them, which then runs.
+            inputs: an array for every input, of exactly its shape and dtype: a numpy array, or a tensor of another library on
+                the CPU (`__dlpack__` or `__array__`). Or numbers and lists of numbers, which become its dtype if that is exact
+                (floats are rounded to another float type). For a bundle with several shape variants: the shapes of one of
+                them, which then runs.
+            timeout: most seconds, from the call on; None for no limit.
+            batch: "loop": inputs may have N rows where the model has a first size of 1. It runs once for each row, and the
+                outputs have N rows. `last_run` then describes the last of these runs.
 
         Returns:
             The outputs, in the model's dtypes. `last_run` then holds the report of the run.
 
         Raises:
             ValueError: an input or an output name is unknown, missing or of another shape or dtype; the session stays usable.
-                Or an index is out of range; states are then those of the failed run.
+                Or an index is out of range; states are then those of the failed run. Or states are torn.
+                Or a batch has different numbers of rows, a model with states, or an output that cannot be stacked.
+            TimeoutError: the time is over. The run has ended at a launch, and the session stays usable. If it had begun, its
+                states are torn: `reset` or `set_states` must set them before the next run.
             RunError: the run failed, and the session is closed. Or the session was closed before, or was opened before a fork
                 of this process. Or this very thread is inside a run, interrupted by a callback or a signal handler.
         """
-        with self._alone("run"):
+        return self._answer(output_names, inputs, timeout, batch)(never)
+
+    def run_async(
+        self,
+        output_names: Sequence[str] | None,
+        inputs: Mapping[str, Any],
+        *,
+        timeout: float | None = None,
+        batch: Batch | None = None,
+    ) -> Future[list[Array]]:
+        """Begin a run, and return its future at once: `run`, in a thread of the session, after earlier calls of `run_async`.
+
+        A coroutine awaits it with `asyncio.wrap_future`. `cancel` of either future stops the run at its next launch, and the
+        session stays usable, as after a timeout. The inputs must not change until the run has ended. The future has the
+        exceptions that `run` raises.
+        """
+        return self._background.submit(self._answer(output_names, inputs, timeout, batch))
+
+    def _answer(
+        self, names: Sequence[str] | None, inputs: Mapping[str, Any], timeout: float | None, batch: Batch | None
+    ) -> Callable[[Callable[[], bool]], list[Array]]:
+        """A call of `run`, to be made with a function that says whether it is cancelled. Its time begins now."""
+        until = deadline(timeout)
+        if batch is not None:
+            check_batch(batch)
+
+        def answer(cancelled: Callable[[], bool]) -> list[Array]:
+            def run(given: Mapping[str, Any]) -> list[Array]:
+                return self._run(names, (), given, until, cancelled)[0]
+
+            with in_time(timeout):
+                if batch is None:
+                    return run(inputs)
+                program = self._ready.program
+                if program.states:
+                    raise ValueError("the model keeps states from one run to the next; leave batch='loop' out")
+                ports = [(each.program.inputs, each.program.outputs) for each in self._variants]
+                return looped(run, arrays_by_name(inputs, program.inputs), names, ports)
+
+        return answer
+
+    def io_binding(self) -> IOBinding:
+        """A new binding of inputs and outputs to memory, for `run_with_iobinding`."""
+        return IOBinding()
+
+    def run_with_iobinding(self, binding: IOBinding, *, timeout: float | None = None) -> None:
+        """Run the model once with the inputs and outputs of `binding`, which then has the results.
+
+        Raises:
+            ValueError: as for `run`; or no output is bound, or one to memory of another type or shape.
+            TimeoutError: as for `run`.
+            RunError: as for `run`. Or the budget has no room for an output that stays on the device: the session stays open.
+        """
+        until = deadline(timeout)
+        with in_time(timeout):
+            binding.run(lambda names, kept: self._run(names, kept, binding.inputs, until, never))
+
+    def _run(
+        self,
+        output_names: Sequence[str] | None,
+        kept_names: Sequence[str],
+        inputs: Mapping[str, Any],
+        until: float,
+        cancelled: Callable[[], bool],
+    ) -> tuple[list[Array], list[OutputValue]]:
+        """One run: outputs in host memory, and those that stay on the device.
+
+        `until`: the time of `time.perf_counter()` at which it stops, as it does when `cancelled()`.
+
+        Raises:
+            RunStoppedError: it was stopped.
+        """
+        since = perf_counter()
+
+        def stopped() -> bool:
+            return cancelled() or perf_counter() >= until
+
+        with self._alone("run", until):
             engine = self._engine
             if engine.failure is not None:
                 raise RunError(f"the session is closed ({engine.failure}); open a new one")
-            since = perf_counter()
-            names = chosen_outputs(self._ready.program.outputs, output_names)
-            inputs = arrays_by_name(inputs)
-            fitting = self._variants[fitting_variant([each.program.inputs for each in self._variants], inputs)]
+            if stopped():
+                raise RunStoppedError("the run was stopped before it began")
+            program = self._ready.program
+            names = [] if kept_names and output_names == [] else chosen_outputs(program.outputs, output_names)
+            kept_names = chosen_outputs(program.outputs, kept_names) if kept_names else []
+            given = arrays_by_name(inputs, program.inputs)
+            fitting = self._variants[fitting_variant([each.program.inputs for each in self._variants], given)]
+            if program.states:
+                self._bound_states().check_whole(state.name for state in program.states)
             try:
                 if fitting is not self._ready:
                     engine.change_variant(engine.opened.variant(fitting.bundle), fitting.plan, fitting.layout)
                     self._ready = fitting
-                results, self.last_run = engine.run(names, inputs, since=since)
+                on_device = engine.values_on_device(kept_names, self._needed)
+                every = [*names, *(name for name in kept_names if name not in on_device)]
+                results, self.last_run = engine.run(every, given, since=since, kept=on_device, stopped=stopped)
                 if self._prefetches:
                     engine.prefetch()
             except BaseException as error:
@@ -168,7 +288,9 @@ class Session:
                 if failure is error:
                     raise
                 raise failure from failure.__cause__
-            return results
+            in_host = dict(zip(every, results, strict=True))
+            values = [on_device.get(name) or OutputValue.in_host_memory(in_host[name]) for name in kept_names]
+            return results[: len(names)], values
 
     @property
     def bundle(self) -> Bundle:
@@ -176,11 +298,15 @@ class Session:
         return self._ready.bundle
 
     @contextmanager
-    def _alone(self, what: str) -> Iterator[None]:
-        """Exclusive use of the session: one thread at a time, not reentrant."""
+    def _alone(self, what: str, until: float = inf) -> Iterator[None]:
+        """Exclusive use of the session: one thread at a time, not reentrant.
+
+        Raises:
+            RunStoppedError: another thread used it until `until`, a time of `time.perf_counter()`.
+        """
         if os.getpid() != self._process:
             raise RunError("the session was opened before this process was forked; open one in the child")
-        with self._lock:
+        with held_until(self._lock, until):
             if self._busy:
                 raise RunError(f"{what} was called while the same thread is in a run of the session; let the run end first")
             self._busy = True
@@ -200,7 +326,7 @@ class Session:
     def __repr__(self) -> str:
         failure = self._engine.failure
         state = "open" if failure is None else f"closed: {failure}"
-        return f"<Session of {self.bundle.path.name} on {self.device.name}, mode {self.mode}, {state}>"
+        return f"<Session of {self.bundle.model} on {self.device.name}, mode {self.mode}, {budget_text(self.budget)}, {state}>"
 
     def states(self, *names: str) -> dict[str, Array]:
         """The states of the model, or those of `names`, by the names of their inputs, each in its own shape and type; copies.
@@ -212,7 +338,7 @@ class Session:
         with self._alone("states"):
             return self._bound_states().read(names)
 
-    def set_states(self, states: Mapping[str, Array]) -> None:
+    def set_states(self, states: Mapping[str, Any]) -> None:
         """Continue from other states: those of `states`, given as `states()` returns them. The others keep their values.
 
         Raises:
@@ -220,7 +346,7 @@ class Session:
             RunError: the session is closed, or the device fails.
         """
         with self._alone("set_states"):
-            self._bound_states().write(arrays_by_name(states))
+            self._bound_states().write(arrays_by_name(states, self._ready.program.states))
 
     def reset(self) -> None:
         """Set all states to zeros, as they are when a session opens. Raises RunError like `states`."""
@@ -232,6 +358,47 @@ class Session:
             raise RunError(f"the session is closed ({self._engine.failure}); open a new one")
         return self._engine.bound.states
 
+    def prefetch(self) -> None:
+        """Begin to load the first weights of the next run now, as a session does after each run (`prepare`). Returns at once.
+
+        Useful before the first run. A failure is a warning: the next run begins from nothing.
+
+        Raises:
+            RunError: the session is closed, or called inside a run of the same thread.
+        """
+        with self._alone("prefetch"):
+            self._bound_states()
+            if self._engine.current is None:
+                self._engine.prefetch()
+
+    def set_budget(self, budget: int | str | None) -> None:
+        """Change the most bytes to hold, between two runs: plans the model again for `budget`; None for no limit.
+
+        The bundle's own plan is used for its own budget. Weights are freed, and the next run loads them again. States stay.
+
+        Raises:
+            UserError: not a size; a BudgetError if no plan fits. The session stays as it was.
+            RunError: the session is closed, or the device refuses, which closes it.
+        """
+        limit = None if budget is None else parse_size(budget, what="budget")
+        with self._alone("set_budget"):
+            self._bound_states()
+            variants = self._variants
+            if self.strategy == "preload":
+                choose_budget(limit, None, self._needed, mode=self.mode, strategy=self.strategy)
+            else:
+                variants = [within(each, self.device, self.mode, limit) for each in self._own]
+            needed = max(each.needed for each in variants)
+            ready = variants[self._ready.bundle.index]
+            try:
+                self._engine.follow(ready, limit, needed)
+            except BudgetError:
+                raise
+            except BaseException as error:
+                self._engine.failed(error)
+                raise
+            self._variants, self._ready, self._needed, self.budget = variants, ready, needed, limit
+
     def prepared(self) -> None:
         """Wait until the steady kernels of the next run are ready, if it has any. For measurements.
 
@@ -242,12 +409,14 @@ class Session:
             self._engine.wait_prepared()
 
     def close(self) -> None:
-        """Free everything. Does nothing if closed, or in a forked child, where everything belongs to the parent.
+        """Free everything after the current run, and cancel those of `run_async` that wait. Does nothing if closed, or in a
+        forked child, where everything belongs to the parent.
 
         Raises:
             RunError: called inside a run of the same thread, by a callback or a signal handler.
         """
         if os.getpid() == self._process:
+            self._background.cancel()
             with self._alone("close"):
                 self._engine.close("close was called")
 
@@ -265,6 +434,7 @@ _open: weakref.WeakSet[Session] = weakref.WeakSet()
 def _close_all() -> None:
     """Close what nobody closed: Python would release memory objects in another order (`flashmem.runtime.memory.ledger`)."""
     for session in list(_open):
+        session._background.cancel(current=True)
         if session._lock.acquire(blocking=False):  # not while another thread is in a run, which may take long
             with suppress(Exception):
                 session.close()

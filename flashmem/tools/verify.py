@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.types import Quantize
-from flashmem.program.tensors import State
-from flashmem.runtime.engine.ports import ONNX_NAMES, numpy_dtype
+from flashmem.program.tensors import ONNX_NAMES, State, numpy_dtype
 
 TOLERANCE = {"fp32": 1e-3, "fp16": 1e-2}
 """The largest accepted error, as a fraction of the range of the reference output."""

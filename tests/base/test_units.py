@@ -68,7 +68,7 @@ def test_shapes_read_back(name: str, shape: list[int]) -> None:
     assert parse_shape(f"{name}={'x'.join(map(str, shape))}") == (name, tuple(shape))
 
 
-@pytest.mark.parametrize("text", ["1x128", "=1x2", "x=1x", "x=1x-2", "x=0x3", "x=ax3", "x=1 x 2", "x=1.5"])
+@pytest.mark.parametrize("text", ["1x128", "=1x2", "x=1x", "x=1x-2", "x=ax3", "x=1 x 2", "x=1.5"])
 def test_what_is_not_a_shape(text: str) -> None:
     with pytest.raises(UserError, match=r"name=1x3x224x224"):
         parse_shape(text)

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.files import check_target
 from flashmem.program.program import Program
-from flashmem.program.tensors import HostEmbeddingLookup, Port
+from flashmem.program.tensors import HostEmbeddingLookup, Port, numpy_dtype
 from flashmem.runtime.engine.inputs import check_input_file, complete_inputs, read_inputs, write_outputs
-from flashmem.runtime.engine.ports import numpy_dtype
 from flashmem.tools.verify import compare, reference
 from tests.fuzz import inputs as fuzz_inputs
 

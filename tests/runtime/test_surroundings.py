@@ -22,7 +22,7 @@ from flashmem import Session
 from flashmem.base import paths
 from flashmem.base.errors import RunError, UserError
 from flashmem.compiler.frontend.mapped_file import load_mapped
-from flashmem.runtime.engine.engine import Run
+from flashmem.runtime.engine.run import Run
 from flashmem.runtime.opencl import icd, pocl
 from flashmem.runtime.opencl.context import list_devices
 from tests.support.mini_bundle import MiniModel, write_mini_bundle
@@ -235,9 +235,9 @@ def test_threads_wait_for_each_other(session: Session, model: MiniModel) -> None
         (None, lambda inputs: list(inputs.values()), "the inputs are a list; give a dict"),
         (None, lambda inputs: inputs["x"], "the inputs are a ndarray; give a dict"),
         (None, lambda inputs: {**inputs, 3: inputs["x"]}, "the inputs are called by an int; call them by their names as text"),
-        (None, lambda inputs: {**inputs, "x": None}, "input 'x' is a NoneType; give a numpy array"),
-        (None, lambda inputs: {**inputs, "x": 1.0}, "input 'x' is a float; give a numpy array"),
-        (None, lambda inputs: {**inputs, "x": np.float32(1)}, "input 'x' is a float32; give a numpy array"),
+        (None, lambda inputs: {**inputs, "x": None}, "input 'x' is None; give a numpy array"),
+        (None, lambda inputs: {**inputs, "x": 1.0}, r"input 'x' has shape \(\)"),
+        (None, lambda inputs: {**inputs, "x": np.float32(1)}, r"input 'x' has shape \(\)"),
         (None, lambda inputs: {**inputs, "x": inputs["x"].astype(object)}, "input 'x' is object; the model takes float32"),
         (None, lambda inputs: {**inputs, "x": inputs["x"].astype(">f4")}, "input 'x' is >f4; the model takes float32"),
         (
@@ -272,7 +272,7 @@ def test_strided_and_read_only_arrays_are_taken_as_they_are(session: Session, mo
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"bundle": None}, "a session is opened with a bundle or its path, not with None"),
+        ({"bundle": None}, "a session is opened with a bundle, a model or the path of one, not with None"),
         ({"device": 0}, "the device is an int; give its name as text"),
         ({"mode": None}, "transfer mode None is unknown"),
         ({"strategy": 3}, "strategy 3 is unknown"),

@@ -6,10 +6,13 @@ If ONNX Runtime has no CPU kernel, the case computes the answer by ONNX Runtime'
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+from onnx import helper
 
 from tests.support.contrib_case import Array, Case, floats, i8, ids, numbers, random, scale, u8
+from tests.support.recurrent import recurrent
 
 
 def _quantized(make: Callable[..., Array]) -> list[Case]:
@@ -135,5 +138,49 @@ def _blocks() -> list[Case]:
     ]
 
 
-QUANTIZED_CASES = [*_quantized(u8), *_quantized(i8), *_integer_products(), *_blocks()]
+def quantized_lstm(
+    make: Callable[..., Array], direction: str = "forward", *, channels: bool = False, full: bool = False, **attributes: Any
+) -> Case:
+    """A DynamicQuantizeLSTM with weights of one type; with a scale for each channel, or one for each direction.
+
+    `full`: with all optional inputs. The answer is that of an LSTM with the weights that the integers mean. ONNX Runtime also
+    rounds inputs and states (tests/compiler/frontend/test_contrib_recurrent.py compares with it).
+    """
+    steps, batch, size, hidden, count = 4, 2, 6, 5, 2 if direction == "bidirectional" else 1
+    attributes |= {"hidden_size": hidden, "direction": direction}
+    shape = (count, 4 * hidden) if channels else (count,)
+    codes = [make(count, size, 4 * hidden), make(count, hidden, 4 * hidden)]
+    scales = [(0.1 * scale(*shape)).astype(np.float32) for _ in codes]
+    zeros = [make(*shape) if not channels else np.zeros(shape, codes[0].dtype) for _ in codes]
+    rest: list[Array | None] = [floats(count, 8 * hidden), None, None, None, None]
+    if full:
+        states = [floats(count, batch, hidden) for _ in range(2)]
+        rest = [rest[0], numbers(3, 4), *states, floats(count, 3 * hidden)]
+    x = floats(steps, batch, size)
+    spread = (slice(None), None) if channels else (slice(None), None, None)
+
+    def expected() -> list[Array]:
+        weights = [
+            ((code.astype(np.float64) - zero[spread]) * factor[spread]).transpose(0, 2, 1)
+            for code, zero, factor in zip(codes, zeros, scales, strict=True)
+        ]
+        node = helper.make_node("LSTM", ["x"], ["y"], **attributes)
+        return list(recurrent(node, *(None if a is None else a.astype(np.float64) for a in (x, *weights)), *rest))
+
+    constants = [*codes, *rest, scales[0], zeros[0], scales[1], zeros[1]]
+    return Case("DynamicQuantizeLSTM", [x], constants, outputs=(0, 1, 2), expected=expected, **attributes)
+
+
+def _recurrent() -> list[Case]:
+    names = ["Sigmoid", "Tanh", "Relu", "HardSigmoid", "Relu", "Tanh"]
+    return [
+        quantized_lstm(i8),
+        quantized_lstm(u8, "reverse", clip=0.7, input_forget=1),
+        quantized_lstm(i8, "bidirectional", full=True),
+        quantized_lstm(u8, "bidirectional", channels=True, activations=names),
+        quantized_lstm(i8, channels=True, full=True),
+    ]
+
+
+QUANTIZED_CASES = [*_quantized(u8), *_quantized(i8), *_integer_products(), *_blocks(), *_recurrent()]
 """Cases whose expansion contains quantised operators."""

@@ -10,10 +10,12 @@ from numpy.typing import NDArray
 
 from flashmem.bundle.checksums import checksum
 from flashmem.program.program import copied_outputs, output_bytes, scratch_bytes
-from flashmem.program.tensors import Port, array_bytes
+from flashmem.program.tensors import Port, Tensor, array_bytes, numpy_dtype
 from flashmem.runtime.engine.device_state import DeviceInUse
+from flashmem.runtime.engine.given_arrays import Input, on_host
 from flashmem.runtime.engine.opened import OpenedBundle
-from flashmem.runtime.engine.ports import from_device, gather_rows, numpy_dtype, to_device
+from flashmem.runtime.engine.output_values import OutputValue
+from flashmem.runtime.engine.ports import from_device, gather_rows, to_device
 from flashmem.runtime.memory.arena import Bytes, move_out, new_pages
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Event, Memory, Queue
@@ -95,7 +97,7 @@ class Activations:
         if queue is not self._queue:
             self._queue.follow([written])  # kernels read the constants on that queue
 
-    def write_inputs(self, inputs: Mapping[str, Array]) -> None:
+    def write_inputs(self, inputs: Mapping[str, Input]) -> None:
         """Write inputs, which are already checked, and the table rows that they select.
 
         Raises:
@@ -106,12 +108,18 @@ class Activations:
         program = opened.program
         for port in program.inputs:
             if port.tensor is not None:
-                self._write(port.tensor, to_device(opened.tensors[port.tensor], inputs[port.name]))
+                self._write_input(opened.tensors[port.tensor], inputs[port.name])
         if program.status is not None:
             self._write(program.status, np.zeros(1, np.int32))
         for gather, table in zip(program.host_embeddings, opened.tables, strict=True):
-            rows = gather_rows(table, gather, inputs[gather.indices], opened.tensors[gather.tensor].dtype)
+            rows = gather_rows(table, gather, on_host(inputs[gather.indices]), opened.tensors[gather.tensor].dtype)
             self._write(gather.tensor, rows)
+
+    def _write_input(self, tensor: Tensor, data: Input) -> None:
+        if isinstance(data, OutputValue) and data.queue is self._queue and data.stored == np.dtype(tensor.dtype):
+            self._queue.copy(data.memory, self._ports[tensor.name], data.nbytes)
+        else:
+            self._write(tensor.name, to_device(tensor, on_host(data)))
 
     def _write(self, tensor: str, data: Array) -> None:
         """Write a tensor from host memory, without a second copy of `data` that the ledger does not count."""
@@ -148,6 +156,10 @@ class Activations:
         """Read an output after the enqueued launches; the event completes when the array is filled."""
         data = np.empty(port.shape, np.dtype(port.dtype))
         return data, self._queue.read_later(data, self._ports[str(port.tensor)])
+
+    def keep(self, port: Port, value: OutputValue) -> Event:
+        """Copy an output after the enqueued launches to `value`, on the device; the event completes with the copy."""
+        return self._queue.copy(self._ports[str(port.tensor)], value.memory, value.nbytes)
 
     def outputs(self, ports: Sequence[Port], read: Mapping[str, Array]) -> dict[str, Array]:
         """The outputs by name: `read` during the run, copied now, or pages of the arena, which gets new pages."""

@@ -11,126 +11,32 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
+from contextlib import contextmanager, suppress
 from time import perf_counter
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
 from numpy.typing import NDArray
 
-from flashmem.base.errors import FlashmemWarning, RunError
+from flashmem.base.errors import BudgetError, FlashmemWarning, RunError
+from flashmem.base.units import format_size
 from flashmem.program.tensors import Port
 from flashmem.runtime.engine.bound_program import BoundProgram
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.failures import RequestError, said, why_closed
-from flashmem.runtime.engine.opened import Kernels, OpenedBundle
+from flashmem.runtime.engine.given_arrays import Input
+from flashmem.runtime.engine.opened import Kernels, OpenedBundle, PlannedVariant
+from flashmem.runtime.engine.output_values import OutputValue
 from flashmem.runtime.engine.report import Latency, MemoryUse, RunReport
+from flashmem.runtime.engine.run import Executed, Run, RunMemory
+from flashmem.runtime.engine.stopping import RunStoppedError, never
 from flashmem.runtime.engine.warm_up import WarmUp
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Event, Queue, wait
-from flashmem.runtime.streaming.loader import LoaderRun
+from flashmem.runtime.opencl.context import Queue
 from flashmem.schedule.loads import Load, Schedule, TimedInterval
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
 
 Array = NDArray[Any]
-
-
-def _never() -> bool:
-    return False
-
-
-@dataclass(frozen=True)
-class Executed:
-    """The launches of a run up to `done`, which is less than the last launch if the run was halted.
-
-    `layers` only if the device traces. `read`: outputs that were read during the run, by name.
-    """
-
-    loads: tuple[TimedInterval, ...]
-    layers: tuple[TimedInterval, ...]
-    read: Mapping[str, Array]
-    done: int
-
-
-class Run:
-    """One run of a bound program after launch `done`. Its loads begin at once, as far as `admit` permits.
-
-    It can be halted between two launches; another `Run` then continues after them.
-    """
-
-    def __init__(
-        self, bound: BoundProgram, schedule: Schedule, *, done: int = 0, admit: Callable[[Load], bool] | None = None
-    ) -> None:
-        self.bound, self.schedule, self._done = bound, schedule, done
-        self.loader: LoaderRun | None = None
-        weights = bound.weights
-        if schedule.loads or (schedule.frees and weights.transfer.frees):
-            self.loader = LoaderRun(
-                weights.transfer, schedule.loads, schedule.frees, threads=weights.layout.threads, done=done, admit=admit
-            )
-
-    def execute(self, outputs: Sequence[Port], *, traced: bool = False, halted: Callable[[], bool] = _never) -> Executed:
-        """Execute the launches. Reads those `outputs` early whose memory in the arena holds another tensor later.
-
-        Raises:
-            RunError: a load or a launch failed; the bound program can only be closed then.
-        """
-        try:
-            with self.bound.weights.guarded():
-                return self._execute(outputs, traced, halted)
-        except BaseException:
-            with suppress(RunError):  # the first failure is the one to report
-                self.stop()
-            raise
-
-    def _execute(self, outputs: Sequence[Port], traced: bool, halted: Callable[[], bool]) -> Executed:
-        bound, loader = self.bound, self.loader
-        layers: list[TimedInterval] = []
-        arrays: dict[str, Array] = {}
-        reading: list[Event] = []
-
-        def read(ports: Sequence[Port]) -> None:
-            for port in ports:
-                arrays[port.name], event = bound.activations.read_later(port)
-                reading.append(event)
-
-        by_layer: dict[int, list[Port]] = {}
-        for port in outputs:
-            if port.tensor is not None and port.ready is not None:
-                by_layer.setdefault(port.ready, []).append(port)
-        after = {layer: partial(read, ports) for layer, ports in by_layer.items()}
-        check = bound.weights.check_files if bound.weights.transfer.in_place else None
-        try:
-            executor = bound.kernels.ready_executor()
-            done = executor.run(loader, layers if traced else None, check, after, done=self._done, halted=halted)
-            for event in reading:
-                wait(event)
-        except BaseException:
-            bound.kernels.executor.drain()  # nothing may be freed while the device reads it
-            raise
-        self.stop()
-        if done == len(bound.opened.program.launches):
-            bound.ran(self.schedule.resident)
-        return Executed(tuple(loader.intervals) if loader else (), tuple(layers), arrays, done)
-
-    def stop(self) -> None:
-        """End the loads. Raises RunError if one failed."""
-        if self.loader is not None:
-            self.loader.stop()
-
-
-class RunMemory(Protocol):
-    """The memory of one run of a model that shares its budget with others."""
-
-    def begin(self, done: int) -> Run | None:
-        """The run after launch `done`, with all its memory granted; None if the budget has changed meanwhile."""
-
-    def executing(self, run: Run) -> AbstractContextManager[Callable[[], bool]]:
-        """Enter while `run` executes its launches. Yields a function: whether the run must halt before the next one."""
-
-    def give_way(self) -> None:
-        """After a halt: free memory, and bind the model again within the rest."""
 
 
 class Engine:
@@ -154,6 +60,7 @@ class Engine:
         self.failure: str | None = None  # why it is closed
         self.steady = False  # whether the last run used steady kernels
         self.opening_seconds = 0.0  # added to the first run's latency
+        self._loads = False  # whether the last run had weights to load or to free
         self._apart, self._warms_up = apart, warm_up
         self._warm_up = self._new_warm_up()
         self._kernels: dict[int, tuple[OverlapPlan, Kernels]] = {}  # by shape variant
@@ -243,7 +150,14 @@ class Engine:
         return self.current
 
     def run(
-        self, names: Sequence[str], inputs: dict[str, Array], memory: RunMemory | None = None, *, since: float
+        self,
+        names: Sequence[str],
+        inputs: dict[str, Input],
+        memory: RunMemory | None = None,
+        *,
+        since: float,
+        kept: Mapping[str, OutputValue] = MappingProxyType({}),
+        stopped: Callable[[], bool] = never,
     ) -> tuple[list[Array], RunReport]:
         """One run.
 
@@ -252,9 +166,12 @@ class Engine:
             inputs: checked arrays by name. They are removed from this dict once the device has its final copy.
             memory: grants the run its memory; None: all of it is bound already.
             since: when the request began, in seconds of `time.perf_counter()`.
+            kept: other outputs, by name, and memory on the device that they are copied to.
+            stopped: whether the run must end at the next launch; only without `memory`.
 
         Raises:
-            RequestError: the request cannot be answered, for instance because of an index outside a table.
+            RequestError: the request cannot be answered, for instance because of an index outside a table. Or `stopped` ended
+                the run (RunStoppedError); its weights are freed then, and its states are torn if a launch has begun.
             BudgetError: the budget is too small for the model.
             RunError: the run failed. After any exception, the caller must call `failed`.
         """
@@ -265,6 +182,7 @@ class Engine:
             bound.ledger.restart_history()
         ports = {port.name: port for port in program.outputs}
         wanted = [ports[name] for name in dict.fromkeys(names)]
+        keeping = [ports[name] for name in kept]
         with _of_the_request():
             bound.activations.write_inputs(inputs)
         if memory is None or mode != "interleave":
@@ -274,14 +192,16 @@ class Engine:
         read: dict[str, Array] = {}
         done = 0
         while True:
-            executed = self._execute(wanted, done, memory)
+            executed = self._execute([*wanted, *keeping], kept, done, memory, stopped)
             loads += executed.loads
             layers += executed.layers
             read |= executed.read
             done = executed.done
             if done == len(program.launches):
                 break
-            assert memory is not None
+            if memory is None:
+                self._clear_stopped(done)
+                raise RequestError(RunStoppedError("the run was stopped"))
             memory.give_way()
             if mode == "interleave":  # the copies that kernels made before are overwritten
                 done, read = 0, {}
@@ -295,7 +215,83 @@ class Engine:
         self.opening_seconds = 0.0
         return [results[name] for name in names], RunReport(latency, use, tuple(loads), tuple(layers), self.steady, ended)
 
-    def _execute(self, outputs: Sequence[Port], done: int, memory: RunMemory | None) -> Executed:
+    def values_on_device(self, names: Sequence[str], needed: int) -> dict[str, OutputValue]:
+        """Memory on the device for these outputs of the next run, by name.
+
+        Not for outputs that a run leaves in host memory anyway: on a device that uses that, and without elements. The budget
+        keeps `needed` bytes free of such memory from then on: those of any run.
+
+        Raises:
+            RequestError: the budget has no room for them.
+        """
+        opened, device, bound = self.opened, self.device, self.bound
+        assert bound is not None
+        ports = [port for port in opened.program.outputs if port.name in names and port.tensor is not None]
+        if opened.uses_host_memory or not ports:
+            return {}
+        bound.ledger.promise(needed)
+        try:
+            return {port.name: OutputValue.on_device(device, port, opened.tensors[str(port.tensor)]) for port in ports}
+        except RunError as error:
+            raise RequestError(error) from None
+
+    def _clear_stopped(self, done: int) -> None:
+        """After a run was stopped behind launch `done`: free the weights that it has loaded, and bind the program as at first.
+
+        Raises:
+            RunError: the device refuses.
+        """
+        bound = self.bound
+        assert bound is not None
+        if done:
+            bound.states.tear()
+        if self._loads:
+            self._bind_weights(bound.weights.plan, bound.weights.layout)
+
+    def _bind_weights(self, plan: OverlapPlan, layout: PoolLayout) -> None:
+        """Free the memory of all weights, and bind the program under `plan`; activations and states stay."""
+        assert self.bound is not None
+        self._end_waiting()
+        Engine.release_weights(self)
+        self.bound.rebind_weights(plan, layout, self.kernels_for(plan))
+
+    def follow(self, variant: PlannedVariant, limit: int | None, needed: int) -> None:
+        """Between two runs: change the limit of the device's budget, and bind the program under another plan, if it is one.
+
+        `needed`: bytes of any run, for which the budget must have room.
+
+        Raises:
+            BudgetError: outputs on the device hold too much of the budget; nothing has changed.
+            RunError: the device refuses; the engine can only be closed then.
+        """
+        bound, budget = self.bound, self.device.budget
+        assert bound is not None
+        kept = budget.committed - bound.ledger.commitment
+        if limit is not None and needed + kept > limit:
+            raise BudgetError(
+                f"outputs on the device hold {kept} bytes, which leaves too little of {format_size(limit)}; drop them, or give "
+                f"{needed + kept} bytes",
+                smallest_bytes=needed + kept,
+                binding="outputs on the device",
+            )
+        if variant.plan is bound.weights.plan:
+            budget.limit = limit
+            return
+        self._stop_current()
+        bound.ledger.promise(0)
+        budget.limit = limit
+        self._bind_weights(variant.plan, variant.layout)
+        if kept:
+            bound.ledger.promise(needed)
+
+    def _execute(
+        self,
+        outputs: Sequence[Port],
+        kept: Mapping[str, OutputValue],
+        done: int,
+        memory: RunMemory | None,
+        stopped: Callable[[], bool],
+    ) -> Executed:
         """Execute the launches after `done`, until the end or a halt."""
         assert self.bound is not None
         if memory is None:
@@ -305,11 +301,12 @@ class Engine:
         else:
             return Executed((), (), {}, done)
         self.steady = done == 0 and self._warm_up is not None and self._warm_up.choose(self.bound)
+        self._loads = run.loader is not None
         try:
             if memory is None:
-                return run.execute(outputs, traced=self.device.traced)
+                return run.execute(outputs, kept, traced=self.device.traced, halted=stopped)
             with memory.executing(run) as halted:
-                return run.execute(outputs, halted=halted)
+                return run.execute(outputs, kept, halted=halted)
         finally:
             self.end()
 

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.files import written_whole
 from flashmem.program.program import Program
-from flashmem.program.tensors import Port, port_dtype
-from flashmem.runtime.engine.ports import check_inputs, numpy_dtype
+from flashmem.program.tensors import Port, numpy_dtype, port_dtype
+from flashmem.runtime.engine.ports import check_inputs
 
 Arrays = dict[str, NDArray[Any]]
 

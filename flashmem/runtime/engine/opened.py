@@ -58,6 +58,7 @@ class OpenedBundle:
         program = program_on(bundle.program, device)
         self.bundle, self.program, self.mode, self.lanes = bundle, program, mode, lanes
         self._device, self._verify_weights = device, verify_weights
+        self.uses_host_memory = uses_host_memory(device)
         self.slices = {part.name: part for part in program.slices}
         self.readable = program.readable()
         self.together = {part: self.readable[joined.name] for joined in program.joined for part in joined.parts}

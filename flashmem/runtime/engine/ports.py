@@ -1,13 +1,12 @@
 """Inputs and outputs of a model: checks, and conversion to and from the types of the device.
 
 The device keeps integers and booleans unchanged. All floats are float32 there, or float16 where the model has float16 and the
-program stores it. No cast is silent: an input must have the dtype that its port names. numpy has bfloat16 through the package
-ml_dtypes, a dependency of onnx.
+program stores it. No cast of an array is silent: an input must have the dtype that its port names. numpy has bfloat16 through
+the package ml_dtypes, a dependency of onnx.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,24 +17,11 @@ from numpy.typing import NDArray
 
 from flashmem.base.types import StoredType
 from flashmem.bundle.shape_variants import which_fits
-from flashmem.program.tensors import HostEmbeddingLookup, Port, State, Tensor, panel_bytes
+from flashmem.program.tensors import ONNX_NAMES, HostEmbeddingLookup, Port, State, Tensor, numpy_dtype, panel_bytes
+from flashmem.runtime.engine.given_arrays import Input, described
 from flashmem.runtime.streaming.weight_file import Reader
 
 Array = NDArray[Any]
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The numpy dtype of a port's element type.
-
-    Raises:
-        ValueError: numpy has no such type.
-    """
-    if name == "bfloat16":
-        try:
-            importlib.import_module("ml_dtypes")  # registers the type
-        except ImportError:
-            raise ValueError("arrays of bfloat16 need the package ml_dtypes: pip install ml_dtypes") from None
-    return np.dtype(name)
 
 
 def chosen_outputs(ports: Sequence[Port], output_names: Any) -> list[str]:
@@ -53,24 +39,6 @@ def chosen_outputs(ports: Sequence[Port], output_names: Any) -> list[str]:
         if name not in outputs:
             raise ValueError(f"the model has no output {name!r}; it gives: {', '.join(outputs)}")
     return list(output_names)
-
-
-def arrays_by_name(inputs: Any) -> dict[str, Array]:
-    """The inputs as a dict. Reads each one once: an .npz file reads an array again at each access.
-
-    Raises:
-        ValueError: not a mapping from names, or a masked array, whose mask the device would ignore.
-    """
-    if not isinstance(inputs, Mapping):
-        raise ValueError(f"the inputs are {described(inputs)}; give a dict of numpy arrays by name")
-    for name in inputs:
-        if not isinstance(name, str):
-            raise ValueError(f"the inputs are called by {described(name)}; call them by their names as text")
-    arrays = {name: inputs[name] for name in inputs}
-    for name, array in arrays.items():
-        if isinstance(array, np.ma.MaskedArray):
-            raise ValueError(f"input {name!r} is a masked array; give one without a mask, for instance with filled")
-    return arrays
 
 
 @dataclass(frozen=True)
@@ -96,17 +64,7 @@ def tensor_infos(variants: Sequence[Sequence[Port]]) -> list[TensorInfo]:
     return infos
 
 
-ONNX_NAMES = {"float32": "float", "float64": "double"}
-"""ONNX's names of element types, where they are not numpy's."""
-
-
-def described(value: object) -> str:
-    """The kind of a value, for a message."""
-    name = type(value).__name__
-    return "None" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
-
-
-def check_inputs(ports: Sequence[Port], inputs: Mapping[str, Array]) -> None:
+def check_inputs(ports: Sequence[Port], inputs: Mapping[str, Input]) -> None:
     """Raise ValueError unless `inputs` has exactly the ports' names, shapes and dtypes."""
     names = [port.name for port in ports]
     extra = [name for name in inputs if name not in names]
@@ -117,15 +75,13 @@ def check_inputs(ports: Sequence[Port], inputs: Mapping[str, Array]) -> None:
         raise ValueError(f"input {missing[0]!r} is missing; the model takes: {', '.join(names)}")
     for port in ports:
         array = inputs[port.name]
-        if not isinstance(array, np.ndarray):
-            raise ValueError(f"input {port.name!r} is a {type(array).__name__}; give a numpy array")
         if array.dtype != numpy_dtype(port.dtype):
             raise ValueError(f"input {port.name!r} is {array.dtype}; the model takes {port.dtype}: convert it with astype")
         if array.shape != port.shape:
             raise ValueError(f"input {port.name!r} has shape {array.shape}; the model was compiled for {port.shape}")
 
 
-def fitting_variant(variants: Sequence[Sequence[Port]], inputs: Mapping[str, Array]) -> int:
+def fitting_variant(variants: Sequence[Sequence[Port]], inputs: Mapping[str, Input]) -> int:
     """The index of the shape variant whose ports accept exactly `inputs`. Raises ValueError if none does."""
     index = which_fits(variants, inputs) if len(variants) > 1 else 0
     check_inputs(variants[index], inputs)

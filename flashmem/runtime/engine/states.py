@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.program.program import Program
-from flashmem.program.tensors import Port, State
-from flashmem.runtime.engine.ports import check_inputs, from_device, numpy_dtype, to_device
+from flashmem.program.tensors import Port, State, numpy_dtype
+from flashmem.runtime.engine.given_arrays import Input, on_host
+from flashmem.runtime.engine.ports import check_inputs, from_device, to_device
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Memory, Queue
 
@@ -31,6 +32,7 @@ class States:
         self._tensors = {tensor.name: tensor for tensor in program.tensors if tensor.memory == "states"}
         self.memory: Memory | None = None
         self._parts: dict[str, Memory] = {}
+        self._torn: set[str] = set()  # from a run that was stopped between two launches
         if program.states_bytes:
             self.memory = ledger.buffer("states", program.states_bytes, "the states")
             for state in program.states:
@@ -40,6 +42,7 @@ class States:
 
     def reset(self) -> None:
         """Fill all states with zeros. Raises RunError if the device fails."""
+        self._torn.clear()
         for state in self._states.values():
             tensor = self._tensors[state.tensor]
             size = math.prod(tensor.shape)
@@ -51,13 +54,14 @@ class States:
         """The states of these names (all, if there are none), the names of their inputs, in the types of the model.
 
         Raises:
-            ValueError: an unknown name.
+            ValueError: an unknown name, or torn states.
             RunError: the device fails.
         """
         self._check_names(names)
+        self.check_whole(names or self._states)
         return {name: self._read(self._states[name]) for name in names or self._states}
 
-    def write(self, arrays: Mapping[str, Array]) -> None:
+    def write(self, arrays: Mapping[str, Input]) -> None:
         """Replace states, given by the names of their inputs.
 
         Raises:
@@ -68,9 +72,22 @@ class States:
         states = [self._states[name] for name in arrays]
         check_inputs([Port(each.name, each.shape, each.dtype, each.tensor) for each in states], arrays)
         for state in states:
-            tensor, given = self._tensors[state.tensor], arrays[state.name].reshape(-1)
+            tensor, given = self._tensors[state.tensor], on_host(arrays[state.name]).reshape(-1)
             for first in range(0, given.size, _PIECE):
                 self._write(state, first, to_device(tensor, given[first : first + _PIECE]))
+            self._torn.discard(state.name)
+
+    def tear(self) -> None:
+        """Record that a run was stopped, which may have left its values in some states and earlier ones in others."""
+        self._torn |= self._states.keys()
+
+    def check_whole(self, names: Iterable[str]) -> None:
+        """Raise ValueError if one of these states is torn."""
+        torn = self._torn.intersection(names)
+        if torn:
+            raise ValueError(
+                f"the state {min(torn)!r} is partly that of a run that was stopped; call reset, or set_states with all states"
+            )
 
     def _check_names(self, names: Iterable[str]) -> None:
         unknown = [name for name in names if name not in self._states]

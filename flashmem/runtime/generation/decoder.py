@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import IDS, TOTAL
 from flashmem.program.program import Program
+from flashmem.runtime.request.models import ModelOptions, bundle_for
 from flashmem.runtime.session import Session
 
 Array = NDArray[Any]
@@ -33,6 +34,7 @@ class Decoder:
         device: str = "auto",
         budget: int | str | None = None,
         mode: TransferMode | Literal["auto"] = "auto",
+        **options: Unpack[ModelOptions],
     ) -> None:
         """Open a session; the arguments are those of `Session`.
 
@@ -40,7 +42,7 @@ class Decoder:
             UserError: no bundle, or one of another model; and the errors of `Session`.
             RunError: the device refuses.
         """
-        self.bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+        self.bundle = bundle_for(bundle, device=device, mode=mode, strategy="auto", budget=budget, build=True, options=options)
         language = self.bundle.language()
         if language is None:
             raise UserError(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Self, Unpack
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from flashmem.runtime.generation.speculation import Drafter, Lookup
 from flashmem.runtime.generation.steps import Steps
 from flashmem.runtime.generation.stops import Stops
 from flashmem.runtime.generation.tokenizer import Tokenizer
+from flashmem.runtime.request.models import ModelOptions
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class GenerationReport:
 
 
 class Generator:
-    """Generates text with a bundle that was compiled from a language model. A context manager; not for several threads at once.
+    """Generates text with a language model. A context manager; not for several threads at once.
 
     The cache keeps what was read and generated. Of a prompt that begins in the same way, only the rest is read.
     """
@@ -63,11 +64,13 @@ class Generator:
         budget: int | str | None = None,
         mode: TransferMode | Literal["auto"] = "auto",
         draft: Bundle | str | Path | None = None,
+        **options: Unpack[ModelOptions],
     ) -> None:
         """Open a session; the other arguments are those of `Session`.
 
         Args:
-            bundle: a bundle of a language model.
+            bundle: a bundle of a language model; or the model, which is compiled through the cache, with these `options` of
+                `flashmem.compile` (`max_length` for instance).
             device, mode: see `Session`.
             budget: most bytes to hold, with those of `draft`.
             draft: a bundle of a small model with the same tokens, whose drafts the model checks. It stays in memory.
@@ -82,7 +85,7 @@ class Generator:
                 self._draft_bytes = needed_bytes(draft, device)
                 self._draft = opened.enter_context(Decoder(draft, device=device, budget=self._draft_bytes))
                 budget = None if budget is None else max(0, parse_size(budget, what="budget") - self._draft_bytes)
-            self._decoder = opened.enter_context(Decoder(bundle, device=device, budget=budget, mode=mode))
+            self._decoder = opened.enter_context(Decoder(bundle, device=device, budget=budget, mode=mode, **options))
             if self._draft is not None:
                 check_same_tokens(self._decoder.language, self._draft.language)
             self._opened = opened.pop_all()

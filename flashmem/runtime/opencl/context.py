@@ -200,6 +200,11 @@ class Queue:
         with _explained("read a buffer"):
             undocumented.enqueue_read_buffer(self.handle, buffer, data, offset, blocking=True)
 
+    def copy(self, source: Memory, target: Memory, nbytes: int) -> Event:
+        """Enqueue a copy of the first `nbytes` bytes, at least one, of a buffer to another one; its event."""
+        with _explained("copy a buffer"):
+            return cl.enqueue_copy(self.handle, target, source, byte_count=nbytes)
+
     def read_later(self, data: NDArray[Any], buffer: Memory) -> Event:
         """Enqueue a copy of a buffer to a contiguous host array; its event."""
         with _explained("read a buffer"):

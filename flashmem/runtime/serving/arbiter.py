@@ -12,7 +12,7 @@ from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.base.pages import whole_pages
 from flashmem.base.units import format_size
 from flashmem.runtime.engine.device_state import DeviceInUse
-from flashmem.runtime.engine.engine import Run
+from flashmem.runtime.engine.run import Run
 from flashmem.runtime.serving.loaded_model import LoadedModel
 from flashmem.runtime.serving.sharing import Need, latest_needed, may_keep, spare
 from flashmem.schedule.loads import Load

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cached_property
 from math import inf
 
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
-from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
-from flashmem.planning.carried_instance import carried_instance
 from flashmem.program.program import fixed_bytes
 from flashmem.runtime.engine.device_state import DeviceInUse
-from flashmem.runtime.engine.engine import Engine, Run
+from flashmem.runtime.engine.engine import Engine
 from flashmem.runtime.engine.opened import OpenedBundle
+from flashmem.runtime.engine.replanned import NO_TIMES, instance_of, refused
+from flashmem.runtime.engine.run import Run
 from flashmem.runtime.opencl.context import Queue
 from flashmem.runtime.request.compatibility import mode_for
 from flashmem.runtime.serving.sharing import Need, Turn
@@ -65,9 +64,7 @@ class LoadedModel(Engine):
         self._last_layout: tuple[OverlapPlan, PoolLayout] | None = None
         try:
             program = opened.program
-            instance = carried_instance(program, bundle.plan, bundle.descriptor, chosen, bundle.meta)
-            shares = device.device.unified_memory
-            self._instance = instance if instance is None else replace(instance, shares_memory=shares)
+            self._instance = instance_of(bundle, program, device.device, chosen)
             self.kernels_for(bundle.plan)
         except BaseException:
             opened.close()
@@ -153,12 +150,7 @@ class LoadedModel(Engine):
         plan = opened.bundle.plan
         needed = self.fixed + self._layout(plan).total_bytes
         if limit is not None and needed > limit:
-            raise BudgetError(
-                f"{opened.bundle.path.name} needs {needed} bytes with its plan, the budget is {format_size(limit)}, and it "
-                "has no launch times for planning again: compile the model again, or raise the budget",
-                smallest_bytes=needed,
-                binding=f"the layout for transfer mode {opened.mode}",
-            )
+            raise refused(opened.bundle.path.name, needed, limit, opened.mode, NO_TIMES)
         return plan
 
     def _layout(self, plan: OverlapPlan) -> PoolLayout:

@@ -1,87 +1,22 @@
-"""Open models and answers to requests, as users see them.
-
-An answer calls all its callbacks, even if one of them raises. `concurrent.futures` logs an Exception of a callback, and calls
-the next one. A KeyboardInterrupt or a SystemExit ends its loop, and leaves the method that completed the future: waiting
-threads would wait for ever. Here such an exception waits until all callbacks have run. A user's thread then receives it from
-the method that it called. The thread of a runtime, which other models depend on, logs it.
-"""
+"""Open models and answers to requests, as users see them."""
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from functools import partial
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self
 
 from numpy.typing import NDArray
 
 from flashmem.bundle.bundle import Bundle
+from flashmem.runtime.engine.futures import FencedFuture
+from flashmem.runtime.engine.given_arrays import Input
 from flashmem.runtime.engine.ports import TensorInfo, tensor_infos
 from flashmem.runtime.engine.report import RunReport
 from flashmem.runtime.serving.loaded_model import LoadedModel
 
 Array = NDArray[Any]
-Result = TypeVar("Result")
-_LOGGER = logging.getLogger("flashmem")
-
-
-class FencedFuture(Future[Result]):
-    """A future that calls all its callbacks, even after one raises KeyboardInterrupt or SystemExit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._raised: dict[int, BaseException] = {}  # by the thread that called the callback
-
-    def add_done_callback(self, fn: Callable[[Any], object]) -> None:
-        """Call `fn` with the future when it is done, or now if it is. In the second case, raises what `fn` raises but
-        Exception.
-        """
-        super().add_done_callback(partial(_call, fn))
-        self._raise()
-
-    def cancel(self) -> bool:
-        """Cancel a request that has not begun; returns whether it is cancelled. After all callbacks, raises what one of them
-        raised, except an Exception.
-        """
-        cancelled = super().cancel()
-        self._raise()
-        return cancelled
-
-    def raised(self) -> BaseException | None:
-        """The first non-Exception that callbacks called by this thread raised; None at the next call."""
-        return self._raised.pop(threading.get_ident(), None)
-
-    def _raise(self) -> None:
-        error = self.raised()
-        if error is not None:
-            raise error
-
-
-def _call(fn: Callable[[Any], object], future: FencedFuture[Any]) -> None:
-    try:
-        fn(future)
-    except Exception:
-        raise  # the future logs it
-    except BaseException as error:
-        future._raised.setdefault(threading.get_ident(), error)
-
-
-def complete(future: FencedFuture[Any], act: Callable[[], object]) -> None:
-    """Complete `future` by `act`, in a thread that others depend on: exceptions of callbacks are logged."""
-    act()
-    error = future.raised()
-    if error is not None:
-        _LOGGER.error("a callback of a future raised %s", type(error).__name__, exc_info=error)
-
-
-def complete_cancelled(future: FencedFuture[Any]) -> None:
-    """Cancel a request in a thread that others depend on, and notify waiting threads."""
-    complete(future, partial(Future.cancel, future))
-    future.set_running_or_notify_cancel()
 
 
 class Answer(FencedFuture[list[Array]]):
@@ -91,19 +26,19 @@ class Answer(FencedFuture[list[Array]]):
     `inputs` while the run may need them.
     """
 
-    def __init__(self, model: Model, loaded: LoadedModel, inputs: Mapping[str, Array], names: Sequence[str]) -> None:
+    def __init__(self, model: Model, loaded: LoadedModel, inputs: Mapping[str, Input], names: Sequence[str]) -> None:
         super().__init__()
         self.model, self.loaded, self.names = model, loaded, names  # loaded: the variant with these input shapes
         self.submitted = perf_counter()
         self.started = self.finished = 0.0
         self.report: RunReport | None = None
-        self.inputs: dict[str, Array] = dict(inputs)
+        self.inputs: dict[str, Input] = dict(inputs)
 
 
 class ModelRunner(Protocol):
     """The runtime of a model (`flashmem.Runtime`), as the model needs it."""
 
-    def submit(self, model: Model, inputs: Mapping[str, Array], output_names: Sequence[str] | None = None) -> Answer:
+    def submit(self, model: Model, inputs: Mapping[str, Any], output_names: Sequence[str] | None = None) -> Answer:
         """Queue a run of `model`."""
 
     def close_model(self, model: Model) -> None:
@@ -129,11 +64,11 @@ class Model:
         """The reason why the model was closed; None while it is open."""
         return self.loaded.failure
 
-    def submit(self, inputs: Mapping[str, Array], output_names: Sequence[str] | None = None) -> Answer:
+    def submit(self, inputs: Mapping[str, Any], output_names: Sequence[str] | None = None) -> Answer:
         """See `Runtime.submit`."""
         return self._runtime.submit(self, inputs, output_names)
 
-    def run(self, output_names: Sequence[str] | None, inputs: Mapping[str, Array]) -> list[Array]:
+    def run(self, output_names: Sequence[str] | None, inputs: Mapping[str, Any]) -> list[Array]:
         """Run the model once, after all earlier requests. Returns and raises what `Session.run` does.
 
         Raises:
@@ -157,7 +92,7 @@ class Model:
 
     def __repr__(self) -> str:
         state = "open" if self.failure is None else f"closed: {self.failure}"
-        return f"<Model {self.bundle.path.name} in a Runtime, {state}>"
+        return f"<Model {self.bundle.model} in a Runtime, {state}>"
 
     def close(self) -> None:
         """Close the model and free its memory, after its current run. Its waiting requests fail."""

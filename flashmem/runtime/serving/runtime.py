@@ -22,7 +22,8 @@ from flashmem.base.types import TransferMode
 from flashmem.base.units import parse_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.runtime.engine.device_state import DeviceInUse
-from flashmem.runtime.engine.ports import arrays_by_name, chosen_outputs, fitting_variant
+from flashmem.runtime.engine.given_arrays import arrays_by_name
+from flashmem.runtime.engine.ports import chosen_outputs, fitting_variant
 from flashmem.runtime.memory.pressure import Follower
 from flashmem.runtime.request.options import device_here
 from flashmem.runtime.serving.loaded_model import LoadedModel
@@ -136,14 +137,14 @@ class Runtime:
             raise
         return Model(self, variants, opened)
 
-    def submit(self, model: Model, inputs: Mapping[str, Array], output_names: Sequence[str] | None = None) -> Answer:
+    def submit(self, model: Model, inputs: Mapping[str, Any], output_names: Sequence[str] | None = None) -> Answer:
         """Queue one run of `model`, after all earlier requests. The inputs must not change until the run has ended.
 
         Raises:
             ValueError: an unknown or missing input, or an unknown output name.
             RunError: the model or the runtime is closed.
         """
-        names, arrays = chosen_outputs(model.output_ports, output_names), arrays_by_name(inputs)
+        names, arrays = chosen_outputs(model.output_ports, output_names), arrays_by_name(inputs, model.ports[0])
         index = fitting_variant(model.ports, arrays)
         answer = Answer(model, model.variants[index], arrays, names)
         self._refuse_forked()

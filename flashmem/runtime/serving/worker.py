@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import BudgetError, RunError
 from flashmem.runtime.engine.device_state import DeviceInUse
-from flashmem.runtime.engine.engine import Run
 from flashmem.runtime.engine.failures import RequestError, forget_locals
+from flashmem.runtime.engine.futures import FencedFuture, complete, complete_cancelled
+from flashmem.runtime.engine.run import Run
 from flashmem.runtime.serving.arbiter import MemoryArbiter
 from flashmem.runtime.serving.first_plans import Planner
 from flashmem.runtime.serving.loaded_model import LoadedModel
-from flashmem.runtime.serving.requests import Answer, FencedFuture, Model, complete, complete_cancelled
+from flashmem.runtime.serving.requests import Answer, Model
 
 Array = NDArray[Any]
 

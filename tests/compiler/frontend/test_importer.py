@@ -359,7 +359,7 @@ def test_names_that_are_none_bind_nothing(name: str, path: Path) -> None:
         (None, {}, r"input 'x' has no declared shape"),
         (["n", 3], {"x": (2, 3, 4)}, r"2x3x4 given for input 'x' has rank 3, but .* wants <n>x3"),
         (["n", 3], {"x": (2, 4)}, r"2x4 given for input 'x' contradicts .*, which wants <n>x3"),
-        (["n", 3], {"x": (0, 3)}, r"0x3 given for input 'x' has a size below 1"),
+        (["n", 3], {"x": (-1, 3)}, r"-1x3 given for input 'x' has a negative size"),
         (["n", 3], {"z": (2, 3)}, r"has no input 'z' to give a shape to: its inputs are x"),
         (["n", "n"], {"x": (2, 3)}, r"dimension 'n' cannot be 2 in input 'x' and 3"),
     ],

@@ -40,16 +40,22 @@ def test_a_size_that_differs_between_variants_is_open(tmp_path: Path) -> None:
 def test_each_says_what_it_is_in_one_line(tmp_path: Path) -> None:
     bundle = flashmem.compile(DATA / "gptneo-tiny.onnx", tmp_path / "m.flashmem", build=False, budget="64MB")
     name = bundle.descriptor.name
-    assert repr(bundle) == f"<Bundle {tmp_path / 'm.flashmem'} for {name}: {_weights(bundle)} of weights, budget 64MB>"
+    assert (
+        repr(bundle)
+        == f"<Bundle {tmp_path / 'm.flashmem'} of gptneo-tiny for {name}: {_weights(bundle)} of weights, budget 64MB>"
+    )
     session = flashmem.Session(bundle)
-    assert repr(session) == f"<Session of m.flashmem on {session.device.name}, mode {session.mode}, open>"
+    where = f"{session.device.name}, mode {session.mode}"
+    assert repr(session) == f"<Session of gptneo-tiny on {where}, budget 64MB, open>"
+    with flashmem.Session(bundle, strategy="preload") as unlimited:
+        assert "no budget" in repr(unlimited)
     session.close()
     assert repr(session).endswith("closed: close was called>")
     with flashmem.Runtime() as runtime:
         model = runtime.open(bundle)
-        assert repr(model) == "<Model m.flashmem in a Runtime, open>"
+        assert repr(model) == "<Model gptneo-tiny in a Runtime, open>"
         model.close()
-        assert repr(model).startswith("<Model m.flashmem in a Runtime, closed: ")
+        assert repr(model).startswith("<Model gptneo-tiny in a Runtime, closed: ")
 
 
 def _weights(bundle: flashmem.Bundle) -> str:

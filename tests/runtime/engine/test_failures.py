@@ -15,8 +15,8 @@ from flashmem.base.errors import BudgetError, BundleError, FlashmemWarning, NoDe
 from flashmem.program.program import fixed_bytes
 from flashmem.runtime.engine import engine
 from flashmem.runtime.engine.bound_program import WeightStore
-from flashmem.runtime.engine.engine import Run
 from flashmem.runtime.engine.executor import Executor
+from flashmem.runtime.engine.run import Run
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context, list_devices
 from flashmem.runtime.opencl.devices import choose, descriptor_for

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import flashmem
 from flashmem import Bundle, Runtime, Session
 from flashmem.base.types import StoredType
-from flashmem.program.tensors import HostEmbeddingLookup, Port, Tensor, port_dtype
-from flashmem.runtime.engine.ports import from_device, gather_rows, numpy_dtype, to_device
+from flashmem.program.tensors import HostEmbeddingLookup, Port, Tensor, numpy_dtype, port_dtype
+from flashmem.runtime.engine.ports import from_device, gather_rows, to_device
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.streaming.weight_file import WeightFile
 from tests.support.compared import Nodes
@@ -50,7 +50,7 @@ def _with(name: str, value: Any) -> Callable[[Inputs], Inputs]:
         (_without("x"), "input 'x' is missing; the model takes: tokens, x"),
         (_with("y", np.zeros(1)), "the model has no input 'y'"),
         (_with("x", np.zeros(WIDTH, np.float64)), "input 'x' is float64; the model takes float32"),
-        (_with("x", [0.0] * WIDTH), "input 'x' is a list; give a numpy array"),
+        (_with("x", {0.0}), "input 'x' is a set; give a numpy array, a tensor on the CPU, or a list of numbers"),
         (_with("x", np.zeros((1, WIDTH), np.float32)), r"input 'x' has shape \(1, 200\); the model was compiled for \(200,\)"),
         (_with("tokens", np.full((1, TOKENS), VOCABULARY)), "input 'tokens' holds index 70; its table has 70 rows"),
         (_with("tokens", np.full((1, TOKENS), -VOCABULARY - 1)), "input 'tokens' holds index -71"),

@@ -20,7 +20,7 @@ from flashmem import Bundle, Runtime
 from flashmem.base.errors import FlashmemWarning, UserError
 from flashmem.runtime.engine import cores, warm_up
 from flashmem.runtime.engine.bound_program import BoundKernels
-from flashmem.runtime.engine.engine import Run
+from flashmem.runtime.engine.run import Run
 from flashmem.runtime.kernels import build_processes as kernel_processes
 from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.kernels.required import RequiredKernel

@@ -24,7 +24,7 @@ from flashmem import Bundle, Runtime, Session
 from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.planning import replanning as again
 from flashmem.program.program import fixed_bytes
-from flashmem.runtime.engine.engine import Run
+from flashmem.runtime.engine.run import Run
 from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.serving.first_plans import ShortTurns

@@ -16,7 +16,7 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
-from flashmem.compiler.frontend.contrib import attention, cached, fused, grouped, normalization, others, quantized
+from flashmem.compiler.frontend.contrib import attention, cached, fused, grouped, normalization, others, quantized, recurrent
 from flashmem.compiler.frontend.contrib.expansion import STATE, Expand, Expansion, RefusedError, UnknownShapeError
 from flashmem.compiler.ir.limits import nodes_of
 
@@ -24,7 +24,7 @@ DOMAIN, OWN = "com.microsoft", "flashmem"
 """Domains of expanded operators: ONNX Runtime's, and the one of files that flashmem writes for itself."""
 
 _EXPANSIONS: dict[str, Expand] = {}
-for _family in (attention, fused, grouped, normalization, others, quantized):
+for _family in (attention, fused, grouped, normalization, others, quantized, recurrent):
     _EXPANSIONS |= _family.EXPANSIONS
 _BY_DOMAIN: dict[str, dict[str, Expand]] = {
     DOMAIN: _EXPANSIONS,

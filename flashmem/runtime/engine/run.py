@@ -1,0 +1,130 @@
+"""One run of a bound program: its loads and its launches, and where its memory comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from flashmem.base.errors import RunError
+from flashmem.program.tensors import Port
+from flashmem.runtime.engine.bound_program import BoundProgram
+from flashmem.runtime.engine.output_values import OutputValue
+from flashmem.runtime.engine.stopping import never
+from flashmem.runtime.opencl.context import Event, wait
+from flashmem.runtime.streaming.loader import LoaderRun
+from flashmem.schedule.loads import Load, Schedule, TimedInterval
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Executed:
+    """The launches of a run up to `done`, which is less than the last launch if the run was halted.
+
+    `layers` only if the device traces. `read`: outputs that were read during the run, by name.
+    """
+
+    loads: tuple[TimedInterval, ...]
+    layers: tuple[TimedInterval, ...]
+    read: Mapping[str, Array]
+    done: int
+
+
+class Run:
+    """One run of a bound program after launch `done`. Its loads begin at once, as far as `admit` permits.
+
+    It can be halted between two launches; another `Run` then continues after them.
+    """
+
+    def __init__(
+        self, bound: BoundProgram, schedule: Schedule, *, done: int = 0, admit: Callable[[Load], bool] | None = None
+    ) -> None:
+        self.bound, self.schedule, self._done = bound, schedule, done
+        self.loader: LoaderRun | None = None
+        weights = bound.weights
+        if schedule.loads or (schedule.frees and weights.transfer.frees):
+            self.loader = LoaderRun(
+                weights.transfer, schedule.loads, schedule.frees, threads=weights.layout.threads, done=done, admit=admit
+            )
+
+    def execute(
+        self,
+        outputs: Sequence[Port],
+        kept: Mapping[str, OutputValue] = MappingProxyType({}),
+        *,
+        traced: bool = False,
+        halted: Callable[[], bool] = never,
+    ) -> Executed:
+        """Execute the launches. Reads those `outputs` early whose memory in the arena holds another tensor later.
+
+        Copies those that `kept` names to its values on the device instead, all of them.
+
+        Raises:
+            RunError: a load or a launch failed; the bound program can only be closed then.
+        """
+        try:
+            with self.bound.weights.guarded():
+                return self._execute(outputs, kept, traced, halted)
+        except BaseException:
+            with suppress(RunError):  # the first failure is the one to report
+                self.stop()
+            raise
+
+    def _execute(
+        self, outputs: Sequence[Port], kept: Mapping[str, OutputValue], traced: bool, halted: Callable[[], bool]
+    ) -> Executed:
+        bound, loader = self.bound, self.loader
+        layers: list[TimedInterval] = []
+        arrays: dict[str, Array] = {}
+        reading: list[Event] = []
+
+        def read(ports: Sequence[Port]) -> None:
+            for port in ports:
+                if port.name in kept:
+                    event = bound.activations.keep(port, kept[port.name])
+                else:
+                    arrays[port.name], event = bound.activations.read_later(port)
+                reading.append(event)
+
+        by_layer: dict[int, list[Port]] = {}
+        for port in outputs:
+            if port.tensor is not None and (port.ready is not None or port.name in kept):
+                by_layer.setdefault(port.ready or len(bound.opened.program.launches), []).append(port)
+        after = {layer: partial(read, ports) for layer, ports in by_layer.items()}
+        check = bound.weights.check_files if bound.weights.transfer.in_place else None
+        try:
+            executor = bound.kernels.ready_executor()
+            done = executor.run(loader, layers if traced else None, check, after, done=self._done, halted=halted)
+            for event in reading:
+                wait(event)
+        except BaseException:
+            bound.kernels.executor.drain()  # nothing may be freed while the device reads it
+            raise
+        self.stop()
+        if done == len(bound.opened.program.launches):
+            bound.ran(self.schedule.resident)
+        return Executed(tuple(loader.intervals) if loader else (), tuple(layers), arrays, done)
+
+    def stop(self) -> None:
+        """End the loads. Raises RunError if one failed."""
+        if self.loader is not None:
+            self.loader.stop()
+
+
+class RunMemory(Protocol):
+    """The memory of one run of a model that shares its budget with others."""
+
+    def begin(self, done: int) -> Run | None:
+        """The run after launch `done`, with all its memory granted; None if the budget has changed meanwhile."""
+
+    def executing(self, run: Run) -> AbstractContextManager[Callable[[], bool]]:
+        """Enter while `run` executes its launches. Yields a function: whether the run must halt before the next one."""
+
+    def give_way(self) -> None:
+        """After a halt: free memory, and bind the model again within the rest."""
