@@ -234,7 +234,7 @@ def simulate(
 
 def demo(
     image: Annotated[
-        Path | None, typer.Argument(metavar="IMAGE|generate", help="An image to read; default: a generated page.")
+        Path | None, typer.Argument(metavar="[IMAGE|generate]", help="An image to read; default: a generated page.")
     ] = None,
     prompt: Annotated[str | None, typer.Argument(help="What the language model of `demo generate` answers.")] = None,
     budget: Annotated[
