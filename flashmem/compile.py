@@ -1,6 +1,6 @@
 """`flashmem.compile`: compiles an ONNX model to a bundle, for one device and one memory budget.
 
-docs/architecture.md shows the pipeline.
+docs/reference/internals/architecture.md shows the pipeline.
 """
 
 from __future__ import annotations

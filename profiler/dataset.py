@@ -72,7 +72,7 @@ def _parsed(kind: Any, text: str) -> Any:
 
 
 _BY_ARITHMETIC, _BY_TRAFFIC = (0.4, 0.5), (0.0, 0.65)
-"""Exponents with which latencies follow the two references: least squares over 1,700 launches (docs/capacity.md)."""
+"""Exponents with which latencies follow the two references: see docs/reference/internals/profile.md."""
 
 
 def at_usual_pace(rows: Sequence[Row], basis: Basis) -> list[Row]:

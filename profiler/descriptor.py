@@ -25,7 +25,7 @@ _NAME = re.compile(r"^name *=.*$", re.MULTILINE)
 def write_descriptor(folder: Path, descriptor: DeviceDescriptor, source: str, what: str) -> Path:
     """Write NAME.toml atomically, and return its path. Every rate, and the key `measured_on`, gets `source`."""
     sources = {name: source for name in (*(field.name for field in fields(Rates)), "measured_on")}
-    sources["tile"] = descriptor.sources.get("tile", "chosen by hand; see docs/opencl-notes.md")
+    sources["tile"] = descriptor.sources.get("tile", "chosen by hand; see docs/research/opencl-notes.md")
     kept = {key: said for key, said in descriptor.sources.items() if key not in sources}
     tuned = _beside(folder, descriptor.tuned, (SUFFIX,))
     head = f"# Written by flashmem profile: a {what} that is measured. Profile again rather than edit."

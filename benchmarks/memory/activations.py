@@ -3,9 +3,9 @@
     python -m benchmarks.memory.activations --zoo DIR --device pocl [--models NAME...] [--precisions fp32 fp16] [--runs 3]
 
 DIR contains models that `flashmem zoo export` wrote, each in a folder of its name, with its inputs.npz. Each measured row is
-written to `--rows` (docs/activations.json) at once, and the page `--page` (docs/activations.md) is written from all rows. Rows
-of this device that exist are not measured again, so that an interrupted run can continue (`--again` measures all). A model that
-fails gets a row with the error, and the next call tries it again. For each model and precision:
+written to `--rows` (docs/research/activations.json) at once, and the page `--page` (docs/research/activations.md) is written
+from all rows. Rows of this device that exist are not measured again, so that an interrupted run can continue (`--again`
+measures all). A model that fails gets a row with the error, and the next call tries it again. For each model and precision:
 
 - the smallest budget that the planner names, and the bytes of activations in the arena at that budget;
 - the peak bytes needed at once, a lower bound of every arena;
@@ -150,7 +150,7 @@ class Measured:
 
 def main() -> None:
     """Measure every named model that exists."""
-    docs = Path(__file__).parents[2] / "docs"
+    docs = Path(__file__).parents[2] / "docs" / "research"
     parser = Arguments(__doc__)
     parser.add_zoo()
     parser.add_device()

@@ -2,7 +2,7 @@
 
 It times the profiler's two reference launches, a product and a sum, and compares with the dataset of the device's profile. In a
 comparison of 646 launches profiled twice, latencies were 0.80 of the earlier ones, and the references 0.85 and 0.75
-(docs/capacity.md).
+(docs/reference/internals/profile.md).
 """
 
 from __future__ import annotations

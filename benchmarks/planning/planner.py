@@ -1,4 +1,4 @@
-"""Quality, proofs and solver time of plans: tables for docs/planner.md. Needs no device.
+"""Quality, proofs and solver time of plans: tables for docs/reference/internals/planner.md. Needs no device.
 
     python -m benchmarks.planning.planner solve [--zoo DIR] [--models ...] [--devices ...] [--objectives ...]
     python -m benchmarks.planning.planner serial | front | quality | chunks

@@ -1,6 +1,7 @@
 """Optimal designs by exhaustive search in plain arithmetic, and designs that simpler methods choose.
 
-It uses nothing from `flashmem.tools.design.metrics` or `rass.py`: it implements the formulas of docs/design.md a second time.
+It uses nothing from `flashmem.tools.design.metrics` or `rass.py`: it implements the formulas of docs/how-to/applications.md a
+second time.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Measure every model of the zoo on one device, and write docs/models.md.
+"""Measure every model of the zoo on one device, and write docs/research/models.md.
 
     python -m benchmarks.streaming.models --zoo DIR --device pocl [--models NAME...] [--missing] [--export PYTHON]
 
 DIR contains models that `flashmem zoo export` wrote, each in a folder of its name, with its inputs.npz and export.json. With
 `--export PYTHON` missing models are exported first, one at a time, by the interpreter PYTHON, which has the `zoo` extra. A
-model's row is written to `--rows` (docs/models.json) after its measurement, and the page `--page` (docs/models.md) is written
-from all rows. Rows of other models and other devices stay. So a run can be interrupted; `--missing` continues with the models
-that have no row for this device.
+model's row is written to `--rows` (docs/research/models.json) after its measurement, and the page `--page`
+(docs/research/models.md) is written from all rows. Rows of other models and other devices stay. So a run can be interrupted;
+`--missing` continues with the models that have no row for this device.
 
 For each model:
 
@@ -207,7 +207,7 @@ def show(rows: list[Row], path: Path) -> None:
 
 def main() -> None:
     """Measure every named model that exists or can be exported."""
-    docs = Path(__file__).parents[2] / "docs"
+    docs = Path(__file__).parents[2] / "docs" / "research"
     parser = Arguments(__doc__)
     parser.add_zoo()
     parser.add_device()

@@ -1,4 +1,4 @@
-"""The text of docs/models.md, generated from the rows in docs/models.json."""
+"""The text of docs/research/models.md, generated from the rows in docs/research/models.json."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ _DEVICES = {"pocl": "PoCL", "intel-cpu": "Intel's OpenCL on a CPU", "nvidia": "N
 
 _INTRODUCTION = """# The models, measured
 
-Written by `python -m benchmarks.streaming.models` from docs/models.json; see there (`--help`) how each number is found, and how
-rows are added. Weights are seeded, fp32 and streamed in the device's own transfer mode within the budget beside the times.
+Written by `python -m benchmarks.streaming.models` from docs/research/models.json; see there (`--help`) how each number is
+found, and how rows are added. Weights are seeded, fp32 and streamed in the device's own transfer mode within the budget beside
+the times.
 
 - *parameters*: floating point numbers in the file, in millions; *multiply-adds* of one answer, in 10⁹; *layers*: kernel
   launches, and the distinct kernels among them; *weights*: what a plan streams or preloads.

@@ -9,7 +9,7 @@ MemoryPath = Literal["buffer", "texture"]
 
 
 TransferMode = Literal["map", "alias", "dma", "interleave"]
-"""How weights get into the memory that kernels read (docs/streaming.md)."""
+"""How weights get into the memory that kernels read (docs/explanation/streaming.md)."""
 
 TRANSFER_MODES: tuple[TransferMode, ...] = ("map", "alias", "dma", "interleave")
 

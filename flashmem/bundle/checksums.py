@@ -1,11 +1,11 @@
 """Checksums of the weight file: one for every slice, one for the constants, one for every block of an embedding table.
 
 They are CRC-32: an accidental change is missed once in 2^32. They are computed faster than any disk reads, so that a session
-can check streamed weights (docs/bundles.md has the measurement). The manifest has a SHA-256 of the whole file.
+can check streamed weights (docs/reference/bundles.md has the measurement). The manifest has a SHA-256 of the whole file.
 
 `checksums.bin` holds four bytes for each, little endian: the constants, the slices in the program's order, the blocks of each
 host embedding table. The *content hashes* of the slices follow, 16 bytes of BLAKE2b each. Where two slices have the same
-content hash, in one bundle or in two, a runtime compares their bytes and keeps one copy (docs/many-models.md).
+content hash, in one bundle or in two, a runtime compares their bytes and keeps one copy (docs/how-to/many-models.md).
 """
 
 from __future__ import annotations

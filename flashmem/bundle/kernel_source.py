@@ -5,7 +5,7 @@ A bundle can have an untrusted origin, and a compiler with the user's rights rea
 flashmem's own kernels are allowed. Text that a compiler could take for the beginning of another construct is refused too:
 quotes, trigraphs, digraphs, and names joined by `##`.
 
-What a kernel does when it runs is checked elsewhere (docs/security.md).
+What a kernel does when it runs is checked elsewhere (docs/reference/security.md).
 """
 
 from __future__ import annotations

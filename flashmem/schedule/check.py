@@ -23,7 +23,7 @@ from flashmem.schedule.plan import (
 
 
 def check(plan: OverlapPlan, instance: Instance, slices: Sequence[Slice] = ()) -> None:
-    """Verify `plan` against `instance`: C0-C3 (docs/planner.md; FlashMem section 3), the objective and the layouts.
+    """Verify `plan` against `instance`: C0-C3 (docs/reference/internals/planner.md; FlashMem §3), objective and layouts.
 
     With `slices` (those of the program), texture slots are also checked to be large enough for their contents.
     Only the strategy "on-demand" may load and move a weight at layer i_w itself, which then waits for it.

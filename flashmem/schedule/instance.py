@@ -1,4 +1,4 @@
-"""An instance of overlap-plan generation: the input of the planners (docs/planner.md; FlashMem §3.1)."""
+"""An instance of overlap-plan generation: the input of the planners (docs/reference/internals/planner.md; FlashMem §3.1)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """The overlap plan as data: the planner writes it, the bundle stores it, and the runtime executes it.
 
-Layers are 1..N, one kernel launch each. A weight here is a slice of the program. The formulation is in docs/planner.md: release
-times g_w, moves x_{w,l} with first mover z_w, load capacities C_l, and the memory that each transfer mode holds (C2). With its
-checker (`schedule.check`) this is all that the runtime imports of planning, so it needs the standard library only.
+Layers are 1..N, one kernel launch each. A weight here is a slice of the program. The formulation is in
+docs/reference/internals/planner.md: release times g_w, moves x_{w,l} with first mover z_w, load capacities C_l, and the memory
+that each transfer mode holds (C2). With its checker (`schedule.check`) this is all that the runtime imports of planning, so it
+needs the standard library only.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from flashmem.base.errors import UserError
 from flashmem.base.paths import cache_folder, make_private
 
 MESA = "26.1"
-"""The series of Mesa that made the numbers in docs/phone-compilers.md. The next one does not link `fma` on Adreno."""
+"""The series of Mesa that made the numbers in docs/research/phone-compilers.md. The next one does not link `fma` on Adreno."""
 
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 """The keys that sign Debian's archive."""

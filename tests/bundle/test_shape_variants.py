@@ -406,7 +406,7 @@ def test_runs_of_one_variant_teach_that_one(bundles: dict[str, Bundle], tmp_path
 
 
 def test_the_example_of_the_page(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (ROOT / "docs/shapes.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/how-to/shapes.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     proto = onnx.load(model)
     del proto.graph.input[1]

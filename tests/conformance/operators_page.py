@@ -1,4 +1,4 @@
-"""Writes docs/operators.md from the operators' declarations and the list of ONNX's node tests.
+"""Writes docs/reference/operators.md from the operators' declarations and the list of ONNX's node tests.
 
 python -m tests.conformance.operators_page            writes it
 """
@@ -12,7 +12,7 @@ from flashmem.compiler.operators.registry import ANY, BOOL, FLOAT, INDEX, INTEGE
 from tests.conformance.onnx_nodes import counts
 from tests.support.paths import ROOT
 
-PAGE = ROOT / "docs" / "operators.md"
+PAGE = ROOT / "docs" / "reference" / "operators.md"
 
 _NAMES: dict[Types, str] = {
     ANY: "any", BOOL: "bool", FLOAT: "float", INDEX: "int32, int64", INTEGERS: "integers", NUMBERS: "numbers",
@@ -50,7 +50,7 @@ def _how(operator: Operator) -> str:
 
 
 def page() -> str:
-    """The text of docs/operators.md."""
+    """The text of docs/reference/operators.md."""
     tests = counts()
     passed, total = (sum(count[i] for count in tests.values()) for i in (0, 1))
     parts = [_HEAD, f"\nOf all {total} node tests {passed} pass.\n"]

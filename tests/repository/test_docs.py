@@ -15,11 +15,19 @@ import flashmem
 
 ROOT = Path(flashmem.__file__).parents[1]
 CHANGELOG = ROOT / "CHANGELOG.md"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+MOST_WORDS = 25_000
+"""Of all pages but those of reference and research, which are not read from beginning to end."""
 _BASES = (ROOT, ROOT / "flashmem", ROOT / "docs", ROOT / "kernels" / "templates")
 _ENDINGS = (".py", ".j2", ".toml", ".md", ".txt", ".yml", ".yaml")
 
-by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+by_page = pytest.mark.parametrize("page", PAGES, ids=_name)
 
 
 @cache
@@ -91,12 +99,12 @@ def missing_commands(text: str) -> list[str]:
     return sorted(name for name in named if importlib.util.find_spec(name) is None)
 
 
-@pytest.mark.parametrize("page", [CHANGELOG, *PAGES], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [CHANGELOG, *PAGES], ids=_name)
 def test_files_that_a_page_names_exist(page: Path) -> None:
     assert missing_files(page.read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize("page", [CHANGELOG, *PAGES], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [CHANGELOG, *PAGES], ids=_name)
 def test_names_and_modules_on_a_page_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert missing_names(text) == []
@@ -129,7 +137,7 @@ def test_pages_that_the_code_names_exist() -> None:
     named = {
         (source, target)
         for source in sources
-        for target in re.findall(r"docs/[a-z-]+\.md(?:#[a-z0-9-]+)?", source.read_text(encoding="utf-8"))
+        for target in re.findall(r"docs/[a-z/-]+\.md(?:#[a-z0-9-]+)?", source.read_text(encoding="utf-8"))
     }
     assert named
     broken = {f"{source.relative_to(ROOT)}: {target}" for source, target in named if _is_broken(target, ROOT / "README.md")}
@@ -137,8 +145,20 @@ def test_pages_that_the_code_names_exist() -> None:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    listed = set(re.findall(r"[\w-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
-    assert listed == {page.name for page in PAGES if page.parent == ROOT / "docs"}
+    listed = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in PAGES if page.is_relative_to(DOCS))
+
+
+def test_what_is_to_be_read_is_short() -> None:
+    aside = (DOCS / "reference", DOCS / "research")
+    read = [page for page in PAGES if page.is_relative_to(DOCS) and not any(page.is_relative_to(folder) for folder in aside)]
+    words = {_name(page): len(page.read_text(encoding="utf-8").split()) for page in read}
+    assert sum(words.values()) <= MOST_WORDS, words
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent == DOCS / "research"], ids=_name)
+def test_a_page_of_research_has_a_date(page: Path) -> None:
+    assert re.search(r"\b20\d\d-\d\d-\d\d\b", page.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(

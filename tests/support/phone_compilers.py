@@ -1,4 +1,4 @@
-"""Whether the compilers of phones' GPUs are here (docs/phone-compilers.md)."""
+"""Whether the compilers of phones' GPUs are here (docs/research/phone-compilers.md)."""
 
 import os
 

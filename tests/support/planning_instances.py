@@ -98,7 +98,7 @@ def in_flight(instance: Instance, moves: Mapping[str, Sequence[tuple[int, int]]]
 
 
 def keeps_the_rules(plan: OverlapPlan, instance: Instance) -> bool:
-    """C0-C3 of a plan for the problem's own weights and capacities, layer by layer, as docs/planner.md defines them.
+    """C0-C3 of a plan for the problem's own weights and capacities, layer by layer (docs/reference/internals/planner.md).
 
     C3 applies to the paper's objective only.
     """

@@ -57,7 +57,7 @@ def files() -> dict[str, bytes]:
         "gzip": gzip.compress(b"hello " * 50, mtime=0),
         "python": Path(__file__).read_bytes(),
         "json": json.dumps({"name": "flashmem", "sizes": list(range(40)), "nested": {"a": None, "b": True}}, indent=2).encode(),
-        "png": (ROOT / "docs/overlap.png").read_bytes(),
+        "png": (ROOT / "docs/images/overlap.png").read_bytes(),
         "toml": (ROOT / "pyproject.toml").read_bytes(),
         "shell": b'#!/usr/bin/env bash\nset -eu\nfor f in *.txt; do\n  echo "$f"\ndone\n',
         "sql": b"SELECT name, sum(size) FROM files\nWHERE kind = 'png'\nGROUP BY name ORDER BY 2 DESC;\nDROP TABLE files;\n",

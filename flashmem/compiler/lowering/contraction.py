@@ -396,7 +396,7 @@ def _row_pixels(descriptor: DeviceDescriptor, taps: int, stride: int, dilation: 
     """Outputs of a row for each work-item of a depthwise convolution: as many as fit in registers, at least one.
 
     A work-item has the place of each pixel that it reads and whether that is inside the image; vectors of four floats for each
-    sum, each tap and one pixel; and 20 registers more (as Mali's compiler reports: docs/phone-compilers.md).
+    sum, each tap and one pixel; and 20 registers more (as Mali's compiler reports: docs/research/phone-compilers.md).
     """
     pixels, most = ROW_PIXELS, descriptor.registers.most if descriptor.registers else math.inf
     while pixels > 1 and 2 * len(_reads(pixels, taps, stride, dilation)) + 4 * (pixels + taps + 1) + 20 > most:

@@ -50,6 +50,6 @@ FAMILIES = (
     indexing,
     selection,
 )
-"""The modules that declare operators, in the order of docs/operators.md."""
+"""The modules that declare operators, in the order of docs/reference/operators.md."""
 
 __all__ = ["FAMILIES", "REGISTRY", "Operator", "is_elementwise", "is_native", "why_unsupported"]

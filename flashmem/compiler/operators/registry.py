@@ -6,8 +6,8 @@ found by name) runs it. A rewrite may also bring a node into the form that its k
 attributes, axes are counted from the front, and shapes are lifted to two dimensions. Forms that only rewrites produce, and no
 ONNX file contains, are declared with `onnx=False`.
 
-The importer, decomposition, layout assignment, fusion, code generation, the capacity model and docs/operators.md read these
-declarations.
+The importer, decomposition, layout assignment, fusion, code generation, the capacity model and docs/reference/operators.md read
+these declarations.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Layout = Literal["logical", "channels_last", "either"]
 
 @dataclass(frozen=True)
 class Operator:
-    """Declaration of an operator. `docs/operators.md` is generated from these fields.
+    """Declaration of an operator. `docs/reference/operators.md` is generated from these fields.
 
     Attributes:
         name: ONNX's name.

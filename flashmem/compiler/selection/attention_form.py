@@ -1,4 +1,7 @@
-"""Attention form: a kernel config fitted to the sizes of one attention; templates name it `f` (docs/kernels.md)."""
+"""Attention form: a kernel config fitted to the sizes of one attention; templates name it `f`.
+
+docs/reference/internals/kernels.md explains the configs.
+"""
 
 from __future__ import annotations
 

@@ -22,14 +22,14 @@ MARGIN = 1.25
 """How much longer than predicted (a factor) a read may take before a late release time delays a layer."""
 
 LEAD_BYTES = 16 << 20
-"""Bytes that should be queued at the disk ahead of a weight: as much as Linux queues (docs/simulation.md)."""
+"""Bytes that should be queued at the disk ahead of a weight: as much as Linux queues (docs/explanation/simulation.md)."""
 
 _SCAN = 256
 """Layers examined in one step when a release time is moved earlier."""
 
 
 def held_bytes(instance: Instance, releases: Mapping[str, int], moves: Moves, keep: Collection[str] = ()) -> NDArray[np.int64]:
-    """Bytes that C2 counts at each layer, index l (0 and N + 1 are unused): see docs/planner.md.
+    """Bytes that C2 counts at each layer, index l (0 and N + 1 are unused): see docs/reference/internals/planner.md.
 
     Weights without moves are in W and do not count.
     """

@@ -1,4 +1,4 @@
-"""Backfilling: while the next read waits for memory, read a later slice that fits (docs/planner.md).
+"""Backfilling: while the next read waits for memory, read a later slice that fits (docs/reference/internals/planner.md).
 
 In order of use, the disk is idle until the next slice fits as a whole. Until then, the rest of M_peak often has room for a
 smaller slice that is needed later. Such slices are released earlier, one at a time, if the clock predicts an earlier answer.

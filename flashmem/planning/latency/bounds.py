@@ -1,4 +1,7 @@
-"""Proven lower bounds on the integrated latency of every plan with a given W inside M_peak (docs/planner.md)."""
+"""Proven lower bounds on the integrated latency of every plan with a given W inside M_peak.
+
+docs/reference/internals/planner.md explains them.
+"""
 
 from __future__ import annotations
 

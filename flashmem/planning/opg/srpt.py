@@ -1,4 +1,6 @@
-"""The exact moves for a given W: shortest remaining processing time, walking the layers backwards (docs/planner.md).
+"""The exact moves for a given W: shortest remaining processing time, walking the layers backwards.
+
+docs/reference/internals/planner.md has the problem.
 
 Seen from the last layer, weight w is released at i_w and needs T(w) chunks. Layer l serves C_l of them, and i_w - z_w is the
 weight's flow time. Serving the weight with the fewest remaining chunks first never idles and leaves the fewest weights

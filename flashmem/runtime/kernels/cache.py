@@ -5,8 +5,8 @@ Place    FLASHMEM_CACHE_DIR, else XDG_CACHE_HOME/flashmem, else ~/.cache/flashme
 Key      SHA-256 (hex) over: the format version; the device key (platform, its version, vendor, device, its version, driver
          version, and the compile target: instruction set and variables, `compile_target`); the build options; and the kernel's
          complete text (`program.kernel_text`). If the driver compiles a kernel separately for launches of different sizes, its
-         variants count too (`variant`; docs/opencl-notes.md). Nothing of the model: kernels of the same text are one entry.
-         Kernels that a session compiled in one program (below) are one entry; its key is the SHA-256 over theirs.
+         variants count too (`variant`; docs/research/opencl-notes.md). Nothing of the model: kernels of the same text are one
+         entry. Kernels that a session compiled in one program (below) are one entry; its key is the SHA-256 over theirs.
 Content  The magic line, the key, the length of the binary (8 bytes, little endian), the SHA-256 of the binary, the binary.
 Writing  By child processes of `flashmem compile`, or of a session that lacks kernels (`build_processes`). A session that builds
          them itself (`build_apart=False`) compiles them in one program, because a driver reads its own declarations for each
@@ -167,8 +167,9 @@ class CachedKernels:
     def _distrust(self, build: Build) -> None:
         """After a driver refused a new binary: delete the cache entries of this process's binaries, and build again.
 
-        Intel's runtime refuses binaries in a process that has loaded one for another instruction set (docs/opencl-notes.md).
-        The binaries of this process then do not match their keys, and the next process must not find them.
+        Intel's runtime refuses binaries in a process that has loaded one for another instruction set
+        (docs/research/opencl-notes.md). The binaries of this process then do not match their keys, and the next process must
+        not find them.
         """
         for key in list(self._shared):
             self._cache.delete(key[:_KEY_DIGITS])

@@ -4,7 +4,7 @@ It counts every byte on the device and in host staging by category, refuses allo
 (`flashmem.runtime.memory.accounts`). It counts host arrays, buffers, textures and resident pages of the mapped weight file.
 
 Memory objects are released the latest first, sub-buffers too. NVIDIA's driver crashes when overlapping sub-buffers are released
-in another order (docs/opencl-notes.md).
+in another order (docs/research/opencl-notes.md).
 """
 
 from __future__ import annotations

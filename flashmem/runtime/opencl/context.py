@@ -388,7 +388,7 @@ class CompiledProgram:
             cl.Kernel(self._handle, name)
 
     def binary(self) -> bytes:
-        """The compiled binary. Some drivers complete it only after the kernels have run (docs/opencl-notes.md)."""
+        """The compiled binary. Some drivers complete it only after the kernels have run (docs/research/opencl-notes.md)."""
         with _explained("fetch compiled kernels"):
             binaries: list[bytes] = self._handle.get_info(cl.program_info.BINARIES)
             return binaries[0]

@@ -1,12 +1,13 @@
 """Copies of weights from host to device memory, on one queue that all loader threads share.
 
 OpenCL defines the content of a memory object only under two conditions. One queue at a time modifies it, and commands on other
-queues wait for the events of those modifications (OpenCL 3.0, appendix A, "Shared OpenCL objects"; docs/opencl-notes.md). So
-every copy has an event, for its thread and for the queue of the launches.
+queues wait for the events of those modifications (OpenCL 3.0, appendix A, "Shared OpenCL objects";
+docs/research/opencl-notes.md). So every copy has an event, for its thread and for the queue of the launches.
 
 The calls go to the OpenCL library through ctypes. The reason is that pyopencl waits for its events a second time, and releases
 them with the interpreter lock held. If the driver has a lock too, all other threads stop during a copy. The calls are not
-blocking ones: Intel's runtime returns from a blocking copy too early if its event is not requested (docs/opencl-notes.md).
+blocking ones: Intel's runtime returns from a blocking copy too early if its event is not requested
+(docs/research/opencl-notes.md).
 """
 
 from __future__ import annotations

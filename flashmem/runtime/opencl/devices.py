@@ -75,12 +75,12 @@ class Device:
 
     @property
     def survives_fork(self) -> bool:
-        """Whether a forked child can use the device after the parent started the driver (docs/opencl-notes.md)."""
+        """Whether a forked child can use the device after the parent started the driver (docs/research/opencl-notes.md)."""
         return self.kind == "cpu" and "intel" in self.platform.lower()
 
     @property
     def compiles_at_launch(self) -> bool:
-        """Whether the driver compiles a kernel at its first launch, and again for other sizes (docs/opencl-notes.md)."""
+        """Whether the driver compiles a kernel at its first launch, and for other sizes (docs/research/opencl-notes.md)."""
         return "portable computing language" in self.platform.lower()
 
     @property
@@ -233,7 +233,7 @@ def why_not(device: Device, probed: Mapping[str, str] = MappingProxyType({})) ->
     if device.kind != "cpu" and not (IMPORT_HOST_MEMORY in device.extensions and device.unified_memory):
         everywhere["map"] = f"only a CPU, or a GPU with {IMPORT_HOST_MEMORY}, reads the mapped file in place"
     elif device.kind != "cpu" and IMPORT_HOST_MEMORY not in passed_probes(device, probed):
-        everywhere["map"] = f"no probe has shown that the driver's {IMPORT_HOST_MEMORY} works (docs/android.md)"
+        everywhere["map"] = f"no probe has shown that the driver's {IMPORT_HOST_MEMORY} works (docs/how-to/phones.md)"
     if not device.unified_memory:
         everywhere["alias"] = "the device has memory of its own, into which the host cannot read a file"
     if not device.has_images:

@@ -61,8 +61,8 @@ def one_thread_a_core() -> None:
     """Make PoCL bind each of its threads to one core, unless the user chose otherwise or bound the process to some cores.
 
     A thread woken for a kernel can be scheduled on the core of the thread that woke it. It waits there until the kernel is
-    done: kernels of a few milliseconds then ran on one core of two (docs/opencl-notes.md). Threads read the variable at their
-    start.
+    done: kernels of a few milliseconds then ran on one core of two (docs/research/opencl-notes.md). Threads read the variable
+    at their start.
     """
     if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == os.cpu_count():
         os.environ.setdefault(_AFFINITY, "1")

@@ -53,7 +53,7 @@ class ModelOptions(TypedDict, total=False):
 
 
 def is_model(given: Any) -> TypeGuard[str | Path | bytes | onnx.ModelProto]:
-    """Whether `given` has to be compiled: a model in memory, a file, or a path that ends like one. Other folders are bundles."""
+    """Whether `given` has to be compiled: a model in memory, a file, a path like one, or a language model's folder."""
     if isinstance(given, str | Path):
         path = Path(given)
         return path.is_file() or is_language_folder(path) or (path.suffix in _MODEL_FILES and not path.exists())

@@ -1,4 +1,4 @@
-"""Runtime: several models on one device, under one budget (docs/many-models.md).
+"""Runtime: several models on one device, under one budget (docs/how-to/many-models.md).
 
 Users call `Runtime`. Its thread (`flashmem.runtime.serving.worker`) answers requests in the order of their submission.
 """

@@ -140,8 +140,8 @@ class InterleaveTransfer(_MovingTransfer):
 
     If host and device share memory, the staging place is a part of one buffer, mapped only while a segment is read. Otherwise
     it is a staging slot, a buffer with one slice at a time, and loads are copied there from a host ring. The reason is that for
-    mapped staging, the driver would keep a second copy on the host (docs/opencl-notes.md). Preloaded slices are always copied
-    from the ring.
+    mapped staging, the driver would keep a second copy on the host (docs/research/opencl-notes.md). Preloaded slices are always
+    copied from the ring.
     """
 
     def __init__(

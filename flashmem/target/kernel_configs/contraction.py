@@ -30,7 +30,7 @@ _FOLD = 2.0
 _VECTOR_OF_DEPTH = 1.0
 """Cost of a step of depth of a row, read four steps at once, in multiplications.
 
-This and the next fit the counted slots of matmul on an Adreno 750 (docs/phone-compilers.md).
+This and the next fit the counted slots of matmul on an Adreno 750 (docs/research/phone-compilers.md).
 """
 
 _VECTOR_OF_COLUMNS = 2.0

@@ -113,7 +113,7 @@ class Application:
 
 
 def read_application(path: Path) -> Application:
-    """Read an application from a TOML file; docs/design.md lists the keys.
+    """Read an application from a TOML file; docs/how-to/applications.md lists the keys.
 
     Raises:
         MissingFileError: no such file.

@@ -1,7 +1,7 @@
 """Facts about OpenCL on this machine, from its files and its dynamic linker. `advice` interprets them.
 
 Android's vendors install their drivers in a few folders, and Termux has packages that use them. The names are from the script
-that installs Termux's `opencl-vendor-driver` (docs/android.md has the links).
+that installs Termux's `opencl-vendor-driver` (docs/how-to/phones.md has the links).
 """
 
 from __future__ import annotations

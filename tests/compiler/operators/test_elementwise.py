@@ -41,7 +41,7 @@ def test_functions_of_numbers_of_every_kind(place: tuple[str, str], tmp_path: Pa
 
 @pytest.mark.parametrize("place", DEVICES, ids="-".join)
 def test_sines_of_small_numbers_beside_huge_ones(place: tuple[str, str], tmp_path: Path) -> None:
-    """PoCL's own functions are wrong there (docs/opencl-notes.md)."""
+    """PoCL's own functions are wrong there (docs/research/opencl-notes.md)."""
     angles = np.random.default_rng(0).normal(0, 0.5, (64, 16)).astype(np.float32)
     angles[:, -1] = np.resize(np.array([1e9, 1e30, -3e7, 2e6, 100.0], np.float32), 64)
     n = Nodes()

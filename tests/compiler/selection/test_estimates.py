@@ -62,7 +62,7 @@ def test_estimated_code_is_near_counted_code(device: str) -> None:
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda each: each.family)
 @pytest.mark.parametrize("device", ["mali-g710", "mali-g720"])
 def test_spilling_configs_are_not_chosen(device: str, workload: Workload) -> None:
-    """By the phones' compilers, 8x4 spills on Mali (docs/phone-compilers.md)."""
+    """By the phones' compilers, 8x4 spills on Mali (docs/research/phone-compilers.md)."""
     tall = PlainContraction("tall", 8, 4, 4, (8, 4))
     descriptor = uncounted(device)
     listed = replace(descriptor, configs=(*descriptor.configs, tall))
@@ -74,7 +74,7 @@ def test_spilling_configs_are_not_chosen(device: str, workload: Workload) -> Non
 
 @pytest.mark.parametrize(("queries", "keys", "spills"), [(2, 4, False), (4, 2, True), (4, 4, True)])
 def test_attention_charges_registers(queries: int, keys: int, spills: bool) -> None:
-    """As Mesa's compiler reports for Mali, with 64 registers (docs/phone-compilers.md)."""
+    """As Mesa's compiler reports for Mali, with 64 registers (docs/research/phone-compilers.md)."""
     config = SharedWeightsConfig("a", queries, keys, (4, 16))
     device, workload = EstimatedDevice(7168, RegisterFile(64, 64, 2)), Workload("attention", "buffer", 128, 64, 128, 12)
     free = replace(device, registers=None)

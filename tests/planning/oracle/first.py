@@ -54,7 +54,7 @@ def first_case(pick: Pick) -> FirstCase:
 
 
 def seconds_of(instance: Instance, resident: Collection[str], releases: dict[str, int], moves: Moves) -> float:
-    """Integrated latency by the definition in docs/planner.md: the end of each load and each layer, by recursion."""
+    """Integrated latency as docs/reference/internals/planner.md defines it: the end of each load and layer, by recursion."""
     beside = [0] * (len(instance.layers) + 1)
     needs = {w.name: w.first_use for w in instance.weights}
     for w in instance.weights:

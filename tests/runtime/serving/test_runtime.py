@@ -473,7 +473,7 @@ def test_the_examples_of_the_page_run(compiled: list[Bundle], tmp_path: Path, mo
     for name, bundle in zip(("gptneo-125m", "resnet50"), compiled, strict=True):
         (tmp_path / f"{name}.flashmem").symlink_to(bundle.path)
     (ids,), (image,) = (drawn(bundle, 0).values() for bundle in compiled)
-    page = (ROOT / "docs/many-models.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/how-to/many-models.md").read_text(encoding="utf-8")
     blocks = [block.partition("```")[0] for block in page.split("```python\n")[1:]]
     names = {"image": next(iter(drawn(compiled[1], 0))), "ids": next(iter(drawn(compiled[0], 0)))}
     space: dict[str, Any] = {"image": image, "ids": ids, "asyncio": asyncio, "flashmem": flashmem}

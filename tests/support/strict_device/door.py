@@ -28,7 +28,7 @@ def base_device() -> Any:
 @contextmanager
 def strict(profile: Profile) -> Iterator[StrictOpenCL]:
     """In the body, the only OpenCL device is a strict one."""
-    instead = StrictOpenCL(profile, base_device(), by_event=True)  # flashmem's own rule (docs/opencl-notes.md)
+    instead = StrictOpenCL(profile, base_device(), by_event=True)  # flashmem's own rule (docs/research/opencl-notes.md)
     library = StrictLibrary(instead)
     with pytest.MonkeyPatch.context() as patch:
         for module in (binding, undocumented, opencl):

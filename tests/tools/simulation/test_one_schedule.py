@@ -1,7 +1,7 @@
 """One schedule, timed by the planner's clock and by the simulator with the runtime's own loads: the same times.
 
 The machine is the one of the clock's model: one thread that never divides a load, a disk that learns of every release, and a
-host without cost. Additional effects of the simulator (docs/simulation.md) are excluded here.
+host without cost. Additional effects of the simulator (docs/explanation/simulation.md) are excluded here.
 """
 
 from __future__ import annotations
