@@ -13,7 +13,7 @@ from flashmem.base.errors import UserError
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import UNUSED, Language
 from flashmem.runtime.engine.opened import planned_variant
-from flashmem.runtime.generation.decoder import Decoder
+from flashmem.runtime.generation.language_session import LanguageSession
 from flashmem.runtime.request.compatibility import mode_for
 from flashmem.runtime.request.options import choose_strategy, device_here
 
@@ -21,8 +21,8 @@ from flashmem.runtime.request.options import choose_strategy, device_here
 class DraftModel:
     """A small model with the tokens of a text, of which it continues the end."""
 
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
+    def __init__(self, model: LanguageSession) -> None:
+        self._model = model
         self._tokens: list[int] = []
 
     def add(self, tokens: Sequence[int]) -> None:
@@ -31,13 +31,13 @@ class DraftModel:
 
     def draft(self, most: int) -> list[int]:
         """The likeliest `most` tokens after the text, each after those before; none if the cache has no room for them."""
-        decoder, count = self._decoder, len(self._tokens)
-        if count + most > decoder.language.max_length:
+        model, count = self._model, len(self._tokens)
+        if count + most > model.language.max_length:
             return []
-        logits = decoder.read(self._tokens, decoder.reusable(self._tokens))
+        logits = model.read(self._tokens, model.reusable(self._tokens))
         found = [int(logits.argmax())]
-        while len(found) < most and found[-1] not in decoder.language.ends:
-            found.append(int(decoder.run(found[-1:], len(decoder.cached))[-1].argmax()))
+        while len(found) < most and found[-1] not in model.language.ends:
+            found.append(int(model.run(found[-1:], len(model.cached))[-1].argmax()))
         return found
 
 

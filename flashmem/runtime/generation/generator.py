@@ -18,8 +18,8 @@ from flashmem.base.types import TransferMode
 from flashmem.base.units import parse_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.runtime.generation.conversation import Message, model_key, read_conversation, write_conversation
-from flashmem.runtime.generation.decoder import Decoder
 from flashmem.runtime.generation.draft_model import DraftModel, check_same_tokens, needed_bytes
+from flashmem.runtime.generation.language_session import LanguageSession
 from flashmem.runtime.generation.sampling import Sampler, Sampling
 from flashmem.runtime.generation.speculation import Drafter, Lookup
 from flashmem.runtime.generation.steps import Steps
@@ -83,13 +83,13 @@ class Generator:
         with ExitStack() as opened:
             if draft is not None:
                 self._draft_bytes = needed_bytes(draft, device)
-                self._draft = opened.enter_context(Decoder(draft, device=device, budget=self._draft_bytes))
+                self._draft = opened.enter_context(LanguageSession(draft, device=device, budget=self._draft_bytes))
                 budget = None if budget is None else max(0, parse_size(budget, what="budget") - self._draft_bytes)
-            self._decoder = opened.enter_context(Decoder(bundle, device=device, budget=budget, mode=mode, **options))
+            self._model = opened.enter_context(LanguageSession(bundle, device=device, budget=budget, mode=mode, **options))
             if self._draft is not None:
-                check_same_tokens(self._decoder.language, self._draft.language)
+                check_same_tokens(self._model.language, self._draft.language)
             self._opened = opened.pop_all()
-        self.language = self._decoder.language
+        self.language = self._model.language
         self.tokenizer = Tokenizer(self.language)
         self.last: GenerationReport | None = None  # of the last generation that ended
 
@@ -152,7 +152,7 @@ class Generator:
             OSError: the file cannot be written.
             RunError: the device fails.
         """
-        write_conversation(Path(path), model_key(self._decoder.bundle), self._cached, messages, self._decoder.session)
+        write_conversation(Path(path), model_key(self._model.bundle), self._cached, messages, self._model.session)
 
     def restore(self, path: str | Path) -> list[Message]:
         """Continue with a saved cache; returns the messages that were saved with it.
@@ -161,9 +161,9 @@ class Generator:
             UserError: the file is damaged, or of another model.
             RunError: the device fails.
         """
-        decoder, length = self._decoder, self.language.max_length
-        decoder.cached = []
-        decoder.cached, messages = read_conversation(Path(path), model_key(decoder.bundle), length, decoder.session)
+        model, length = self._model, self.language.max_length
+        model.cached = []
+        model.cached, messages = read_conversation(Path(path), model_key(model.bundle), length, model.session)
         return messages
 
     def _tokens_of(self, prompt: str | Sequence[Message] | Sequence[int]) -> list[int]:
@@ -205,11 +205,11 @@ class Generator:
 
     def _generated(self, tokens: list[int], most: int, sampler: Sampler, stops: Stops, speculate: bool) -> Iterator[str]:
         begun, count, seconds = perf_counter(), 0, 0.0
-        first, reused, text_of = 0.0, self._decoder.reusable(tokens), codecs.getincrementaldecoder("utf-8")("replace")
+        first, reused, text_of = 0.0, self._model.reusable(tokens), codecs.getincrementaldecoder("utf-8")("replace")
         drafters: list[Drafter] = [Lookup(), *([DraftModel(self._draft)] if self._draft is not None else [])]
-        ended, steps = False, Steps(self._decoder, drafters if speculate else [])
+        ended, steps = False, Steps(self._model, drafters if speculate else [])
         try:
-            logits = self._decoder.read(tokens, reused)
+            logits = self._model.read(tokens, reused)
             first = perf_counter() - begun
             while count < most:
                 since = perf_counter()
@@ -230,7 +230,7 @@ class Generator:
                 yield text
         finally:
             steps.finish()
-            run, later = self._decoder.session.last_run, max(1, count - 1)
+            run, later = self._model.session.last_run, max(1, count - 1)
             self.last = GenerationReport(
                 prompt=len(tokens),
                 reused=reused,
@@ -256,4 +256,4 @@ class Generator:
 
     @property
     def _cached(self) -> list[int]:
-        return self._decoder.cached
+        return self._model.cached

@@ -10,7 +10,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from flashmem.bundle.language import CHECKED_TOKENS
-from flashmem.runtime.generation.decoder import Decoder
+from flashmem.runtime.generation.language_session import LanguageSession
 from flashmem.runtime.generation.speculation import Drafter, Payoff
 
 Array = NDArray[Any]
@@ -22,10 +22,10 @@ class Steps:
     `nbytes`: weights that they loaded. `drafted`: tokens of drafts, of which `accepted` were right.
     """
 
-    def __init__(self, decoder: Decoder, drafters: Sequence[Drafter]) -> None:
+    def __init__(self, model: LanguageSession, drafters: Sequence[Drafter]) -> None:
         """`drafters`: of those that save time, the first that has a draft makes it."""
-        self._decoder = decoder
-        can = CHECKED_TOKENS in decoder.lengths
+        self._model = model
+        can = CHECKED_TOKENS in model.lengths
         self._sources = [(drafter, Payoff()) for drafter in drafters if can]
         self._known = 0  # tokens that the drafters have
         self._waiting: list[tuple[int, Array]] = []  # drafted tokens that a run has read, and the logits after each
@@ -39,21 +39,21 @@ class Steps:
             source, spent, tokens = self._check
             self._check = source, spent, tokens + 1
             self.accepted += 1
-            self._decoder.cached.append(token)
+            self._model.cached.append(token)
             return self._waiting.pop(0)[1]
         self.finish()
-        since, start = perf_counter(), len(self._decoder.cached)
+        since, start = perf_counter(), len(self._model.cached)
         payoff, draft = self._draft(token)
         made = perf_counter()
-        rows = self._decoder.run([token, *draft], start)
+        rows = self._model.run([token, *draft], start)
         seconds = perf_counter() - since
-        self.nbytes += self._decoder.loaded()
+        self.nbytes += self._model.loaded()
         if payoff is None:
             for _, each in self._sources:
                 each.single(perf_counter() - made)
             last: Array = rows[-1]
             return last
-        del self._decoder.cached[start + 1 :]
+        del self._model.cached[start + 1 :]
         self._check, self.drafted = (payoff, seconds, 1), self.drafted + len(draft)
         self._waiting = list(zip(draft, rows[1:], strict=False))
         first: Array = rows[0]
@@ -67,12 +67,12 @@ class Steps:
         self._check, self._waiting = None, []
 
     def _is_token(self, token: int) -> bool:
-        return token < len(self._decoder.language.tokens)
+        return token < len(self._model.language.tokens)
 
     def _draft(self, token: int) -> tuple[Payoff | None, list[int]]:
         """Tokens that may follow, as many as a run checks, and what learns from them; nothing if that is not worth it."""
-        cached = self._decoder.cached
-        if len(cached) + CHECKED_TOKENS > self._decoder.language.max_length:
+        cached = self._model.cached
+        if len(cached) + CHECKED_TOKENS > self._model.language.max_length:
             return None, []
         new, self._known = [*cached[self._known :], token], len(cached) + 1
         for drafter, _ in self._sources:

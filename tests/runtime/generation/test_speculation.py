@@ -111,10 +111,10 @@ def test_shape_variants_of_a_model_with_states_stay_bound(
         with Generator(made, device=device.descriptor_name) as generator:
             bound, peaks = set(), dict[int, int]()
             for number, length in enumerate((32, 1, 8, 1, 8, 8, 1, 32, 8, 1)):
-                found.append(generator._decoder.run(prompt(length, number), number))
-                report = generator._decoder.session.last_run
+                found.append(generator._model.run(prompt(length, number), number))
+                report = generator._model.session.last_run
                 assert report is not None
-                bound.add(id(generator._decoder.session._engine.bound))
+                bound.add(id(generator._model.session._engine.bound))
                 assert peaks.setdefault(length, report.memory.peak_bytes) == report.memory.peak_bytes  # outputs differ
             assert len(bound) == (3 if room else 1)
     for one, other in zip(found[:10], found[10:], strict=True):

@@ -24,7 +24,7 @@ _FEW = 4
 """So many last tokens of a prompt are read one by one, and more in a run that reads others again."""
 
 
-class Decoder:
+class LanguageSession:
     """A language model on a device. `cached`: the tokens in its cache. A context manager; not for several threads at once."""
 
     def __init__(
