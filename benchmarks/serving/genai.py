@@ -3,8 +3,8 @@
     pip install onnxruntime-genai
     python -m benchmarks.serving.genai folder --device pocl [--budget 60MB] [--tokens 64] [--runs 5]
 
-Sides take turns in new processes. Both read the same tokens and generate as many, the likeliest ones. It prints medians, and the peak
-of the process's memory. flashmem makes no drafts.
+Sides take turns in new processes. Both read the same tokens and generate as many, the likeliest ones. It prints medians, and
+the peak of the process's memory. flashmem makes no drafts.
 """
 
 from __future__ import annotations
