@@ -25,7 +25,9 @@ from flashmem.runtime.engine.ports import TensorInfo, arrays_by_name, chosen_out
 from flashmem.runtime.engine.report import RunReport
 from flashmem.runtime.engine.states import States
 from flashmem.runtime.request.compatibility import mode_for
-from flashmem.runtime.request.options import choose_budget, choose_strategy, device_here
+from flashmem.runtime.request.options import choose_budget, choose_host_budget, choose_strategy, device_here
+from flashmem.runtime.streaming.host_tier import HostTier
+from flashmem.schedule.host_tier import reloaded, tier_bytes, tier_slices
 from flashmem.schedule.loads import planned_loads, read_while_opening
 from flashmem.schedule.residency import Strategy
 
@@ -54,6 +56,7 @@ class Session:
         mode: TransferMode | Literal["auto"] = "auto",
         strategy: Strategy | Literal["auto"] = "auto",
         budget: int | str | None = None,
+        host_budget: int | str | None = None,
         lanes: bool = True,
         trace: bool = False,
         verify_weights: bool = False,
@@ -69,6 +72,10 @@ class Session:
             strategy: "auto" follows the plan, of any strategy. "preload" makes everything resident first, as other engines do.
                 Any other name must be the strategy that the bundle was compiled with.
             budget: most bytes to hold; the bundle's by default, and no limit with "preload".
+            host_budget: most bytes of pinned host memory, for a device with memory of its own: for staging, which `budget` then
+                does not count, and for weights that later runs copy from there instead of reading them. "auto": half of the
+                memory that the system has left, at most what the session can use; nothing where host and device share memory.
+                None: `budget` limits host and device together, and no weights are kept on the host.
             lanes: in mode "interleave", whether kernels copy weights while they compute; if not, separate launches between them
                 copy, for comparison.
             trace: record when each launch ran on the device.
@@ -81,8 +88,8 @@ class Session:
                 A session that traces prepares nothing.
 
         Raises:
-            UserError: a damaged bundle, no such device, a mode it lacks, a budget below the layout's minimum, or an argument
-                of a wrong type.
+            UserError: a damaged bundle, no such device, a mode it lacks, a budget below the layout's minimum, a host budget
+                where host and device share memory, or an argument of a wrong type.
             RunError: the device refuses, or (preload) the weights cannot be read.
         """
         begun = perf_counter()
@@ -97,7 +104,13 @@ class Session:
         bundles = map(opened.variant, range(len(opened.variants)))
         self._variants = [planned_variant(each, self.device, self.mode, self.strategy) for each in bundles]
         self._ready = self._variants[opened.index]
-        needed = max(variant.needed for variant in self._variants)
+        own_first = sorted(self._variants, key=lambda variant: variant is not self._ready)
+        again = reloaded((variant.plan, variant.program.slices) for variant in own_first)
+        staging, shares = max(variant.layout.ring_bytes for variant in self._variants), self.device.unified_memory
+        weights = sum(map(tier_bytes, again))
+        self.host_budget = choose_host_budget(host_budget, staging, weights, mode=self.mode, shares_memory=shares)
+        apart = self.host_budget is not None
+        needed = max(variant.needed - apart * variant.layout.ring_bytes for variant in self._variants)
         self.budget = choose_budget(budget, opened.budget_bytes, needed, mode=self.mode, strategy=self.strategy)
         self.last_run: RunReport | None = None
         self._process = os.getpid()
@@ -107,6 +120,9 @@ class Session:
         try:
             self._announce(file)
             in_use = DeviceInUse(self.device, self.budget, profiling=trace)
+            if self.host_budget is not None:
+                kept = tier_slices(again, self.host_budget - staging)
+                file.tier = HostTier(in_use.context, self.host_budget, kept)
             self._engine = Engine(file, in_use, apart=build_apart, warm_up=prepare and not trace)
             self._engine.bind(self._ready.plan, self._ready.layout, in_use.ledger(), in_use.queue)
         except BaseException:

@@ -16,6 +16,7 @@ from flashmem.cli.commands.compiling import RUN_TIME, CompileOptions, open_bundl
 from flashmem.cli.output.console import emit_json
 from flashmem.runtime.generation.conversation import Message
 from flashmem.runtime.generation.generator import GenerationReport, Generator
+from flashmem.runtime.request.options import read_host_budget
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class GenerateOptions:
     json: bool = False
     conversation: Path | None = None
     speculate: bool = True
+    host_budget: str | None = None
 
 
 def generate_text(model: Path, prompt: str | None, compiling: CompileOptions, options: GenerateOptions) -> None:
@@ -52,7 +54,7 @@ def generate_text(model: Path, prompt: str | None, compiling: CompileOptions, op
         raise UserError("--conversation keeps messages, which --plain does not have; leave out one of them")
     if options.plain and prompt is None:
         raise UserError("--plain continues a text; give one after the model")
-    with open_generator(model, compiling) as generator:
+    with open_generator(model, compiling, options.host_budget) as generator:
         saved = options.conversation
         if prompt is not None and (options.plain or (generator.language.chat is None and saved is None)):
             _answer(generator, prompt, options)
@@ -67,12 +69,13 @@ def generate_text(model: Path, prompt: str | None, compiling: CompileOptions, op
                 _save(generator, saved, messages)
 
 
-def open_generator(model: Path, compiling: CompileOptions) -> Generator:
+def open_generator(model: Path, compiling: CompileOptions, host_budget: str | None = None) -> Generator:
     """A generator of a bundle, or of a GGUF file, which is compiled first. Raises as `generate_text`."""
+    read_host_budget(host_budget)
     bundle = open_bundle(model, compiling, still_open=RUN_TIME, build=True)
     budget = compiling.budget if is_bundle(model) else None  # a model compiled now has its budget in the bundle
     mode: Any = compiling.mode or "auto"
-    return Generator(bundle, device=compiling.device or "auto", budget=budget, mode=mode)
+    return Generator(bundle, device=compiling.device or "auto", budget=budget, host_budget=host_budget, mode=mode)
 
 
 def _save(generator: Generator, path: Path, messages: list[Message]) -> None:

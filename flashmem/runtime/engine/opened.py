@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from flashmem.base.errors import RunError
 from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.checksums import Checksum, table_blocks
@@ -16,6 +18,7 @@ from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.kernels.cache_files import ProgramCache
 from flashmem.runtime.kernels.required import RequiredKernel, required_kernels
 from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.streaming.host_tier import HostTier
 from flashmem.runtime.streaming.interleaved import LayerMoves, layer_moves
 from flashmem.runtime.streaming.weight_file import CheckedTable, Reader, WeightFile
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
@@ -33,7 +36,10 @@ def uses_host_memory(device: Device) -> bool:
 
 
 class OpenedBundle:
-    """One shape variant of a bundle, with its weight file open. `close` closes the file, for all variants."""
+    """One shape variant of a bundle, with its weight file open. `close` closes the file, for all variants.
+
+    `tier`: keeps slices of the file in host memory, for all variants; None: nothing does.
+    """
 
     def __init__(
         self,
@@ -44,6 +50,7 @@ class OpenedBundle:
         verify_weights: bool,
         lanes: bool = True,
         file: WeightFile | None = None,
+        tier: HostTier | None = None,
     ) -> None:
         """Open the weight file.
 
@@ -51,12 +58,14 @@ class OpenedBundle:
             verify_weights: compare every slice and table row that is read with its checksum.
             lanes: in mode "interleave", whether kernels copy weights while they compute.
             file: the weight file, if another of the bundle's shape variants has opened it.
+            tier: that variant's host tier.
 
         Raises:
             BundleError: the weight file is missing, or its length has changed.
         """
         program = program_on(bundle.program, device)
         self.bundle, self.program, self.mode, self.lanes = bundle, program, mode, lanes
+        self.tier = tier
         self._device, self._verify_weights = device, verify_weights
         self.slices = {part.name: part for part in program.slices}
         self.readable = program.readable()
@@ -73,8 +82,9 @@ class OpenedBundle:
     def variant(self, bundle: Bundle) -> OpenedBundle:
         """Another shape variant of the bundle, opened with the same file."""
         return OpenedBundle(
-            bundle, self._device, self.mode, verify_weights=self._verify_weights, lanes=self.lanes, file=self.file
-        )
+            bundle, self._device, self.mode, verify_weights=self._verify_weights, lanes=self.lanes, file=self.file,
+            tier=self.tier,
+        )  # fmt: skip
 
     def moves(self, plan: OverlapPlan) -> dict[int, LayerMoves]:
         """The copies that kernels make in a run of `plan`, by launch; only in mode "interleave"."""
@@ -83,8 +93,14 @@ class OpenedBundle:
         return layer_moves(plan, self.slices, lane_kind(self.program), lanes=self.lanes)
 
     def close(self) -> None:
-        """Close the weight file; bound programs must be closed before."""
-        self.file.close()
+        """Close the weight file, and free the host tier; bound programs must be closed before."""
+        tier, self.tier = self.tier, None
+        try:
+            if tier is not None:
+                with suppress(RunError):  # a lost device has nothing to free
+                    tier.close()
+        finally:
+            self.file.close()
 
 
 @dataclass(frozen=True)

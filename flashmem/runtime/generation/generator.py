@@ -64,6 +64,7 @@ class Generator:
         *,
         device: str = "auto",
         budget: int | str | None = None,
+        host_budget: int | str | None = None,
         mode: TransferMode | Literal["auto"] = "auto",
     ) -> None:
         """Open a session; the arguments are those of `Session`.
@@ -83,7 +84,7 @@ class Generator:
         self._lengths = sorted((_words(each.program) for each in opened.variants), reverse=True)
         self._slice_bytes = {part.name: part.file_bytes for each in opened.variants for part in each.program.slices}
         self._opened = opened
-        self._session = Session(opened, device=device, budget=budget, mode=mode)
+        self._session = Session(opened, device=device, budget=budget, host_budget=host_budget, mode=mode)
 
     def generate(
         self,
