@@ -62,12 +62,12 @@ class _Ring:
 
     def __init__(self, queue: Queue, ledger: Ledger, nbytes: int, threads: int) -> None:
         """Map it through `queue`. Raises RunError if it exceeds the budget or the device refuses."""
-        self._queue = queue
+        self._ledger = ledger
         self._part_bytes = nbytes // threads // WORD * WORD
         self._mapped: Bytes | None = None
         if nbytes:
             memory = ledger.buffer("staging", nbytes, "the ring that loads pass through", host_visible=True)
-            self._mapped = queue.map(memory, nbytes)
+            self._mapped = ledger.mapped(queue, memory, nbytes)
 
     def part(self, thread: int) -> Bytes:
         """The part of a thread."""
@@ -77,7 +77,7 @@ class _Ring:
     def close(self) -> None:
         """Unmap it."""
         if self._mapped is not None:
-            self._queue.unmap(self._mapped)
+            self._ledger.unmap(self._mapped)
             self._mapped = None
 
 

@@ -18,7 +18,7 @@ from flashmem.base.units import format_size
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.accounts import Budget
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Bytes, Context
+from flashmem.runtime.opencl.context import Bytes, Context, Queue
 from flashmem.schedule.host_tier import SliceIdentity, identity, tier_bytes
 from flashmem.schedule.loads import Segment
 
@@ -40,23 +40,23 @@ class HostTier:
         """
         self.ledger = Ledger(context, Budget(budget, "host budget"))
         self.complete: set[SliceIdentity] = set()  # slices of which all bytes have been read; it only grows
-        self._queue = context.queue()
         self._lock = threading.Lock()
         self._blocks: list[Bytes] = []
         self._places: dict[SliceIdentity, Bytes] = {}
         self._read: dict[SliceIdentity, set[Segment]] = {}
+        queue = context.queue()
         try:
             for block in _blocks(slices, context.device.max_alloc_bytes):
-                self._allocate(block)
+                self._allocate(queue, block)
         except BaseException:
             self.close()
             raise
 
-    def _allocate(self, slices: Sequence[Slice]) -> None:
+    def _allocate(self, queue: Queue, slices: Sequence[Slice]) -> None:
         nbytes = sum(map(tier_bytes, slices))
         try:
             memory = self.ledger.buffer("weights", nbytes, "the host tier", host_visible=True)
-            view = self._queue.map(memory, nbytes)
+            view = self.ledger.mapped(queue, memory, nbytes)
         except RunError as error:
             raise RunError(
                 f"{format_size(nbytes)} of pinned host memory for weights were refused ({error}); lower the host budget"
@@ -92,7 +92,7 @@ class HostTier:
         self._places.clear()
         try:
             while self._blocks:
-                self._queue.unmap(self._blocks.pop())
+                self.ledger.unmap(self._blocks.pop())
         finally:
             self.ledger.close()
 

@@ -23,12 +23,11 @@ from flashmem.program.tensors import Slice
 from flashmem.runtime.engine.bound_program import BoundKernels
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl import context
-from flashmem.runtime.opencl.context import Bytes, Context, find_device, list_devices
+from flashmem.runtime.opencl.context import Context, find_device, list_devices
 from flashmem.runtime.opencl.devices import Device, descriptor_for
 from flashmem.runtime.request import options
 from flashmem.runtime.request.options import choose_host_budget
 from flashmem.runtime.streaming.host_tier import HostTier
-from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule import loads as schedule
 from flashmem.schedule.host_tier import reloaded, tier_slices
 from flashmem.schedule.loads import Segment
@@ -36,6 +35,7 @@ from flashmem.schedule.plan import PoolLayout, passing_bytes
 from flashmem.schedule.residency import streamed_layout
 from tests.runtime.streaming.test_weight_checks import damage
 from tests.support.mini_bundle import MiniModel, write_mini_bundle
+from tests.support.own_memory import Reads, give_own_memory, reads_of_files
 
 PAGE = 4096
 MODES: tuple[TransferMode, ...] = ("dma", "interleave")
@@ -50,42 +50,12 @@ CASES = [
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sessions find PoCL, or the first device here, as one with memory of its own."""
-    _set_apart(monkeypatch, list_devices()[0])
-
-
-def _set_apart(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
-    monkeypatch.setattr(options, "find_device", lambda *_, **__: replace(device, unified_memory=False))
-
-
-@dataclass
-class Reads:
-    """The reads of weight files, by slice: bytes."""
-
-    slices: dict[str, Slice]
-    nbytes: Counter[str] = field(default_factory=Counter)
-
-    def note(self, offset: int, nbytes: int) -> None:
-        for part in self.slices.values():
-            if part.offset <= offset < part.offset + part.file_bytes:
-                assert offset + nbytes <= part.offset + part.file_bytes
-                self.nbytes[part.name] += nbytes
-
-    def taken(self) -> dict[str, int]:
-        """The reads since the last call."""
-        made, self.nbytes = dict(self.nbytes), Counter()
-        return made
+    give_own_memory(monkeypatch, list_devices()[0])
 
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
-    seen, read_into = Reads({}), WeightFile.read_into
-
-    def spy(file: WeightFile, data: Bytes, offset: int) -> None:
-        seen.note(offset, data.nbytes)
-        read_into(file, data, offset)
-
-    monkeypatch.setattr(WeightFile, "read_into", spy)
-    return seen
+    return reads_of_files(monkeypatch)
 
 
 @dataclass
@@ -160,7 +130,7 @@ def test_later_runs_read_nothing_that_the_tier_keeps_and_give_the_same_bits(
 ) -> None:  # fmt: skip
     model = write_mini_bundle(tmp_path / "m.flashmem", path)
     monkeypatch.setattr(schedule, "passing_bytes", partial(passing_bytes, piece=PAGE))  # slices of several segments
-    _set_apart(monkeypatch, device)
+    give_own_memory(monkeypatch, device)
     inputs, order = model.inputs(seed=3), in_use_order(model)
     staging, sizes = layout_of(model, mode).ring_bytes, [whole_pages(each) for each in order]
     budget = staging + {"all": sum(sizes), "half": sum(sizes) // 2, "staging": 0}[part]
@@ -176,7 +146,7 @@ def test_later_runs_read_nothing_that_the_tier_keeps_and_give_the_same_bits(
         usual = session.last_run.memory.peak_bytes
     np.testing.assert_allclose(expected[0], model.reference(inputs)[0], rtol=0, atol=2e-5)
     constants, pinned.most = model.open().program.constants_bytes, 0
-    reads.slices = {each.name: each for each in model.open().program.slices}
+    reads.watch(model.open().program.slices)
     with Session(model.path, mode=mode, budget=usual - staging, host_budget=budget, prepare=prepare) as session:
         loaded = {each.name: each.file_bytes for each in order}
         for run in range(4):
