@@ -1,4 +1,4 @@
-"""Later runs with weights in pinned host memory: without the host tier, with it, and with all weights resident.
+"""The host tier: later runs without it, with it, and with all weights resident.
 
     python -m benchmarks.streaming.host_tier [gpt2 | model.onnx] --device nvidia [--share 0.4] [--rounds 3] [--runs 20]
 
@@ -30,6 +30,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +89,8 @@ def read_rate(device: str, path: Path, threads: int) -> float:
     """Bytes per second that `threads` threads read from a file in the page cache into pinned memory."""
     context = Context(device_here(device))
     ledger, queue = Ledger(context, None), context.queue()
-    pinned = ledger.mapped(
-        queue, ledger.buffer("staging", threads * PIECE, "pinned memory", host_visible=True), threads * PIECE
-    )
+    buffer = ledger.buffer("staging", threads * PIECE, "pinned memory", host_visible=True)
+    pinned = ledger.mapped(queue, buffer, threads * PIECE)
     nbytes, descriptor = path.stat().st_size, os.open(path, os.O_RDONLY)
 
     def once() -> float:
@@ -278,7 +278,7 @@ def main() -> None:
                 answers = measure(kinds[name], opener(name), inputs, args.runs)
                 if name != "resident":  # compiled without a budget, its kernels may sum in another order
                     first = first or answers
-                    pairs = zip(sum(answers, []), sum(first, []), strict=True)
+                    pairs = zip(chain(*answers), chain(*first), strict=True)
                     equal &= all(np.array_equal(got, wanted) for got, wanted in pairs)
         copies, reads = pinned_rate(args.device), read_rate(args.device, bundle.weights_path, layout.threads)
         hand = by_hand(budget, args.runs) if args.model == "gpt2" else None
