@@ -63,6 +63,11 @@ def test_a_size_that_does_not_work_is_one_sentence(
         assert flashmem("run", bundle, "--mode", "dma", "--host-budget", f"{staging - 1}B").code == 2
 
 
+def test_plans_are_not_learned_from_runs_that_read_nothing(flashmem: Command, bundle: Path) -> None:
+    outcome = flashmem("run", bundle, "--learn", "--host-budget", "auto")
+    assert outcome.code == 2 and outcome.err.count("\n") == 1 and "leave --host-budget out" in outcome.err
+
+
 def test_where_memory_is_shared_a_size_is_refused_and_auto_is_ignored(flashmem: Command, bundle: Path) -> None:
     refused = flashmem("run", bundle, "--device", "pocl", "--host-budget", "1GB")
     assert refused.code == 2 and refused.err.count("\n") == 1 and "leave the host budget out" in refused.err

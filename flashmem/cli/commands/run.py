@@ -94,6 +94,8 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
         check_installed()
     if options.learn and options.strategy == "preload":
         raise UserError("--learn needs runs that stream; leave --strategy preload out")
+    if options.learn and options.host_budget is not None:
+        raise UserError("--learn measures reads, which --host-budget saves; leave --host-budget out")
     if options.input is not None:
         check_input_file(options.input)
     read_host_budget(options.host_budget)

@@ -33,6 +33,8 @@ from flashmem.schedule.host_tier import reloaded, tier_slices
 from flashmem.schedule.loads import Segment
 from flashmem.schedule.plan import PoolLayout, passing_bytes
 from flashmem.schedule.residency import streamed_layout
+from flashmem.tools.simulation.scenario import describe
+from flashmem.tools.simulation.simulator import simulate
 from tests.runtime.streaming.test_weight_checks import damage
 from tests.support.mini_bundle import MiniModel, write_mini_bundle
 from tests.support.own_memory import Reads, give_own_memory, reads_of_files
@@ -175,6 +177,28 @@ def test_later_runs_read_nothing_that_the_tier_keeps_and_give_the_same_bits(
             assert all(once[name] == reads.slices[name].file_bytes for name in reads.slices.keys() - every)
             assert all(4 * loaded[name] <= once[name] <= 5 * loaded[name] for name in every)
     assert pinned.most <= budget + constants and not pinned.live
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_simulator_predicts_the_memory_and_the_loads_of_a_session(
+    mode: TransferMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: None
+) -> None:
+    monkeypatch.setattr(schedule, "passing_bytes", partial(passing_bytes, piece=PAGE))
+    model, layout = write_mini_bundle(tmp_path / "m.flashmem"), layout_of(write_mini_bundle(tmp_path / "n.flashmem"), mode)
+    budget = layout.ring_bytes + sum(map(whole_pages, in_use_order(model))) // 2
+    with Session(model.path, mode=mode, host_budget=budget) as session:
+        first, later = (session.run(None, model.inputs()) and session.last_run for _ in range(2))
+    assert first is not None and later is not None
+    bundle = model.open()
+    plan = replace(bundle.plan, layouts={mode: layout})
+    predicted = simulate(describe(bundle.program, plan, descriptor_for(list_devices()[0]), mode, host_budget=budget))
+    for real, report in ((first, predicted.report), (later, predicted.later_report)):
+        assert report.memory.host == real.memory.host and report.memory.peak_bytes == real.memory.peak_bytes
+        made, expected = (
+            Counter((load.name, load.nbytes, "read" in dict(load.steps)) for load in each.loads) for each in (real, report)
+        )
+        assert made == expected
+    assert predicted.later_report.host_tier_bytes == later.host_tier_bytes > 0
 
 
 @pytest.mark.parametrize("mode", MODES)
