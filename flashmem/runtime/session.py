@@ -20,14 +20,13 @@ from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.engine import Engine
-from flashmem.runtime.engine.opened import OpenedBundle, planned_variant
+from flashmem.runtime.engine.opened import OpenedBundle, planned_host_memory, planned_variant
 from flashmem.runtime.engine.ports import TensorInfo, arrays_by_name, chosen_outputs, described, fitting_variant, tensor_infos
 from flashmem.runtime.engine.report import RunReport
 from flashmem.runtime.engine.states import States
 from flashmem.runtime.request.compatibility import mode_for
-from flashmem.runtime.request.options import choose_budget, choose_host_budget, choose_strategy, device_here
+from flashmem.runtime.request.options import choose_budget, choose_strategy, device_here
 from flashmem.runtime.streaming.host_tier import HostTier
-from flashmem.schedule.host_tier import reloaded, tier_bytes, tier_slices
 from flashmem.schedule.loads import planned_loads, read_while_opening
 from flashmem.schedule.residency import Strategy
 
@@ -105,12 +104,9 @@ class Session:
         self._variants = [planned_variant(each, self.device, self.mode, self.strategy) for each in bundles]
         self._ready = self._variants[opened.index]
         own_first = sorted(self._variants, key=lambda variant: variant is not self._ready)
-        again = reloaded((variant.plan, variant.program.slices) for variant in own_first)
-        staging, shares = max(variant.layout.ring_bytes for variant in self._variants), self.device.unified_memory
-        weights = sum(map(tier_bytes, again))
-        self.host_budget = choose_host_budget(host_budget, staging, weights, mode=self.mode, shares_memory=shares)
-        apart = self.host_budget is not None
-        needed = max(variant.needed - apart * variant.layout.ring_bytes for variant in self._variants)
+        host = planned_host_memory(host_budget, own_first, self.device, self.mode)
+        self.host_budget = None if host is None else host.budget
+        needed = max(variant.needed(host_apart=host is not None) for variant in self._variants)
         self.budget = choose_budget(budget, opened.budget_bytes, needed, mode=self.mode, strategy=self.strategy)
         self.last_run: RunReport | None = None
         self._process = os.getpid()
@@ -120,9 +116,8 @@ class Session:
         try:
             self._announce(file)
             in_use = DeviceInUse(self.device, self.budget, profiling=trace)
-            if self.host_budget is not None:
-                kept = tier_slices(again, self.host_budget - staging)
-                file.tier = HostTier(in_use.context, self.host_budget, kept)
+            if host is not None:
+                file.tier = HostTier(in_use.context, host.budget, host.slices)
             self._engine = Engine(file, in_use, apart=build_apart, warm_up=prepare and not trace)
             self._engine.bind(self._ready.plan, self._ready.layout, in_use.ledger(), in_use.queue)
         except BaseException:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -12,15 +12,18 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.checksums import Checksum, table_blocks
 from flashmem.program.lanes import lane_kind
 from flashmem.program.program import Program, fixed_bytes
+from flashmem.program.tensors import Slice
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.kernels.build_processes import build_apart
 from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.kernels.cache_files import ProgramCache
 from flashmem.runtime.kernels.required import RequiredKernel, required_kernels
 from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.request.options import choose_host_budget
 from flashmem.runtime.streaming.host_tier import HostTier
 from flashmem.runtime.streaming.interleaved import LayerMoves, layer_moves
 from flashmem.runtime.streaming.weight_file import CheckedTable, Reader, WeightFile
+from flashmem.schedule.host_tier import reloaded, tier_bytes, tier_slices
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
 from flashmem.schedule.residency import Strategy, preloaded, preloaded_layout, streamed_layout
 
@@ -112,10 +115,12 @@ class PlannedVariant:
     plan: OverlapPlan
     layout: PoolLayout
 
-    @property
-    def needed(self) -> int:
-        """Bytes of memory that a session of this variant requires."""
-        return fixed_bytes(self.program) + self.layout.total_bytes
+    def needed(self, *, host_apart: bool = False) -> int:
+        """Bytes that the budget of a session of this variant requires. `host_apart`: a host budget counts what loads pass
+        through.
+        """
+        passing = self.layout.ring_bytes if host_apart else 0
+        return fixed_bytes(self.program) + self.layout.total_bytes - passing
 
 
 def planned_variant(bundle: Bundle, device: Device, mode: TransferMode, strategy: Strategy) -> PlannedVariant:
@@ -129,6 +134,33 @@ def planned_variant(bundle: Bundle, device: Device, mode: TransferMode, strategy
         layout = preloaded_layout(program, mode, plan.loader_threads)
         return PlannedVariant(bundle, program, preloaded(plan), layout)
     return PlannedVariant(bundle, program, plan, streamed_layout(program, plan, mode, shares_memory=shares))
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """The host memory of a session with a host budget: its limit in bytes, and the slices to keep there beside staging."""
+
+    budget: int
+    slices: tuple[Slice, ...]
+
+
+def planned_host_memory(
+    asked: int | str | None, variants: Sequence[PlannedVariant], device: Device, mode: TransferMode
+) -> HostMemory | None:
+    """The host memory of a session for the host budget that a user asked for (`choose_host_budget`); None without one.
+
+    Slices of the first of `variants` are kept first.
+
+    Raises:
+        UserError: as `choose_host_budget`.
+    """
+    if asked is None:
+        return None
+    staging = max(variant.layout.ring_bytes for variant in variants)
+    again = reloaded((variant.plan, variant.program.slices) for variant in variants)
+    weights = sum(map(tier_bytes, again))
+    budget = choose_host_budget(asked, staging, weights, mode=mode, shares_memory=device.unified_memory)
+    return None if budget is None else HostMemory(budget, tier_slices(again, budget - staging))
 
 
 class Kernels:
