@@ -119,12 +119,12 @@ def drawn(program: Program, seed: int) -> dict[str, Array]:
     return inputs
 
 
-def open_session(bundle: Bundle, device: str, mode: TransferMode) -> flashmem.Session:
+def open_session(bundle: Bundle, device: str, mode: TransferMode, host_budget: str | None) -> flashmem.Session:
     """A session within the bundle's budget, or within the smallest that this mode needs."""
     try:
-        return flashmem.Session(bundle, device=device, mode=mode)
+        return flashmem.Session(bundle, device=device, mode=mode, host_budget=host_budget)
     except BudgetError as error:
-        return flashmem.Session(bundle, device=device, mode=mode, budget=error.smallest_bytes)
+        return flashmem.Session(bundle, device=device, mode=mode, budget=error.smallest_bytes, host_budget=host_budget)
 
 
 def without_steady(bundle: Bundle) -> Bundle:
@@ -174,7 +174,7 @@ def compile_all(source: Path, path: MemoryPath, device: str, folder: Path) -> di
         bundle, here = compiled("none", None), device_here(device)
         mode = usable_modes(bundle, here, "auto").modes[path][0]
         try:
-            compiled("half", planned_variant(bundle, here, mode, "preload").needed // 2)
+            compiled("half", planned_variant(bundle, here, mode, "preload").needed() // 2)
         except BudgetError as error:
             compiled("half", error.smallest_bytes)
         try:
@@ -208,7 +208,7 @@ def cases(args: argparse.Namespace, folder: Path) -> list[Case]:
 def play(case: Case, reference: Reference, args: argparse.Namespace, first: int) -> Mapping[str, int]:
     """Run one fresh session; returns the numbers of right and wrong answers."""
     counts = Counter[str]()
-    with open_session(reference.bundle, args.device, case.mode) as session:
+    with open_session(reference.bundle, args.device, case.mode, args.host_budget) as session:
         for number in range(first, first + args.each):
             answer = session.run(None, reference.inputs[number % 2])
             counts["right" if same(answer, reference.answers[number % 2]) else "wrong"] += 1
@@ -229,6 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--budgets", nargs="+", choices=BUDGETS, default=BUDGETS, help="default: all; the smallest is the slowest"
     )
+    parser.add_argument("--host-budget", help="of the sessions: a size, or auto (docs/streaming.md, the host tier)")
     parser.add_argument("--bundles", type=Path, help="a folder to keep models and bundles in")
     parser.add_argument("--jobs", type=int, default=2, help="processes that compile")
     parser.add_argument("--patience", type=float, default=300, help="seconds until a session that does not end stops it all")

@@ -17,6 +17,7 @@ from flashmem.cli.commands.options import (
     Build,
     Device,
     Disk,
+    HostBudget,
     Json,
     ModelArgument,
     PlannedModel,
@@ -89,6 +90,7 @@ def run(
         bool,
         typer.Option("--check-weights/--no-check-weights", help="Compare weights with their checksums when read."),
     ] = False,
+    host_budget: HostBudget = None,
     build: Build = True,
 ) -> None:
     """Run a model once (or --repeat times) and report latency and memory."""
@@ -98,8 +100,11 @@ def run(
     run_model(
         model,
         options,
-        RunOptions(input, output, repeat, verify, reference, json, chosen, seed, trace, learn, check_weights, build, timeline),
-    )
+        RunOptions(
+            input, output, repeat, verify, reference, json, chosen, seed, trace, learn, check_weights, build, timeline,
+            host_budget,
+        ),
+    )  # fmt: skip
 
 
 @with_bundle_options
@@ -125,6 +130,7 @@ def generate(
     speculate: Annotated[
         bool, typer.Option("--speculate/--no-speculate", help="Check drafts from the text so far, where that is faster.")
     ] = True,
+    host_budget: HostBudget = None,
     draft: Annotated[
         Path | None,
         typer.Option(metavar="MODEL", help="A small model with the same tokens, whose drafts are checked."),
@@ -144,7 +150,7 @@ def generate(
 
     chosen = GenerateOptions(
         plain, system, max_new_tokens, temperature, top_k, top_p, repetition_penalty, seed, tuple(stop or ()), json,
-        conversation, speculate, draft,
+        conversation, speculate, host_budget, draft,
     )  # fmt: skip
     generate_text(model, prompt, options, chosen)
 
@@ -156,11 +162,12 @@ def serve(
     host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for other machines too.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 for any free one.")] = 8000,
     name: Annotated[str | None, typer.Option(help="The model's name for clients.", show_default="that of the file")] = None,
+    host_budget: HostBudget = None,
 ) -> None:
     """Serve a language model by HTTP, with the interface of OpenAI's API."""
     from flashmem.cli.commands.serve import serve_model
 
-    serve_model(model, options, host, port, name)
+    serve_model(model, options, host, port, name, host_budget)
 
 
 @with_bundle_options
@@ -245,12 +252,13 @@ def simulate(
         Path | None,
         typer.Option(metavar="out.html", help="Work and memory over time: a page, or a .png figure (needs the plots extra)."),
     ] = None,
+    host_budget: HostBudget = None,
     json: Json = False,
 ) -> None:
     """Predict latency and memory of a plan on a device from its descriptor; the device need not be present."""
     from flashmem.cli.commands.simulate import options_of, simulate_model
 
-    simulate_model(model, options, options_of(disk.value, strategy and strategy.value, json, timeline))
+    simulate_model(model, options, options_of(disk.value, strategy and strategy.value, json, timeline, host_budget))
 
 
 def demo(

@@ -18,6 +18,8 @@ from flashmem.cli.commands.compiling import CompileOptions
 
 Command = Callable[[argparse.Namespace], int | None]
 
+HOST_BUDGET = "limit on host memory for staging and weights, on a device with memory of its own"
+
 
 def main() -> None:
     """Run the command line in `sys.argv`; always raises SystemExit."""
@@ -54,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--device", metavar="NAME", help="a device, or 'auto'")
     run.add_argument("--mode", metavar="NAME", help="how weights are transferred")
     run.add_argument("--budget", metavar="SIZE", help="limit on all memory, for instance 256MB")
+    run.add_argument("--host-budget", metavar="SIZE|auto", help=HOST_BUDGET)
     run.add_argument("--strategy", metavar="NAME", help="when weights are loaded")
     run.add_argument("--learn", action="store_true", help="plan again with the times of these runs, and keep the plan")
     run.add_argument("--seed", type=int, default=0, help="seed of the inputs not given")
@@ -67,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--device", metavar="NAME", help="a device, or 'auto'")
     generate.add_argument("--mode", metavar="NAME", help="how weights are transferred")
     generate.add_argument("--budget", metavar="SIZE", help="limit on all memory, for instance 256MB")
+    generate.add_argument("--host-budget", metavar="SIZE|auto", help=HOST_BUDGET)
     generate.add_argument("--max-new-tokens", type=int, default=256, help="the most tokens of an answer")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
     generate.add_argument("--top-k", type=int, default=0, help="sample among so many likeliest tokens; 0: all")
@@ -124,6 +128,7 @@ def _run(arguments: argparse.Namespace) -> None:
         trace=arguments.trace,
         learn=arguments.learn,
         check_weights=arguments.check_weights,
+        host_budget=arguments.host_budget,
     )
     run_model(arguments.bundle, compiling, options)
 

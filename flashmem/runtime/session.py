@@ -27,7 +27,7 @@ from flashmem.runtime.engine.engine import Engine
 from flashmem.runtime.engine.futures import BackgroundRuns
 from flashmem.runtime.engine.given_arrays import arrays_by_name, described
 from flashmem.runtime.engine.io_binding import IOBinding
-from flashmem.runtime.engine.opened import OpenedBundle, planned_variant
+from flashmem.runtime.engine.opened import OpenedBundle, planned_host_memory, planned_variant
 from flashmem.runtime.engine.output_values import OutputValue
 from flashmem.runtime.engine.ports import TensorInfo, chosen_outputs, fitting_variant, tensor_infos
 from flashmem.runtime.engine.replanned import within
@@ -37,6 +37,7 @@ from flashmem.runtime.engine.stopping import RunStoppedError, deadline, held_unt
 from flashmem.runtime.request.compatibility import mode_for
 from flashmem.runtime.request.models import ModelOptions, bundle_for, is_model
 from flashmem.runtime.request.options import choose_budget, choose_strategy, device_here
+from flashmem.runtime.streaming.host_tier import HostTier
 from flashmem.schedule.loads import planned_loads, read_while_opening
 from flashmem.schedule.residency import Strategy
 
@@ -69,6 +70,7 @@ class Session:
         mode: TransferMode | Literal["auto"] = "auto",
         strategy: Strategy | Literal["auto"] = "auto",
         budget: int | str | None = None,
+        host_budget: int | str | None = None,
         lanes: bool = True,
         trace: bool = False,
         verify_weights: bool = False,
@@ -86,6 +88,10 @@ class Session:
             strategy: "auto" follows the plan, of any strategy. "preload" makes everything resident first, as other engines do.
                 Any other name must be the strategy that the bundle was compiled with.
             budget: most bytes to hold; the bundle's by default, and no limit with "preload". A model is compiled for it.
+            host_budget: most bytes of pinned host memory, for a device with memory of its own: for staging, which `budget` then
+                does not count, and for weights that later runs copy from there instead of reading them. "auto": half of the
+                memory that the system has left, at most what the session can use; nothing where host and device share memory.
+                None: `budget` limits host and device together, and no weights are kept on the host.
             lanes: in mode "interleave", whether kernels copy weights while they compute; if not, separate launches between them
                 copy, for comparison.
             trace: record when each launch ran on the device.
@@ -99,8 +105,9 @@ class Session:
             compiling: for a model: options of `flashmem.compile`, for instance `precision` or `shapes`.
 
         Raises:
-            UserError: a damaged bundle, no such device, a mode it lacks, a budget below the layout's minimum, or an argument
-                of a wrong type. For a model: the errors of `flashmem.compile`, or no compiler is installed.
+            UserError: a damaged bundle, no such device, a mode it lacks, a budget below the layout's minimum, a host budget
+                where host and device share memory, or an argument of a wrong type. For a model: the errors of
+                `flashmem.compile`, or no compiler is installed.
             RunError: the device refuses, or (preload) the weights cannot be read.
         """
         begun = perf_counter()
@@ -118,7 +125,10 @@ class Session:
         self._variants = [planned_variant(each, self.device, self.mode, self.strategy) for each in bundles]
         self._own = self._variants  # with the plans of the bundle
         self._ready = self._variants[opened.index]
-        self._needed = max(variant.needed for variant in self._variants)
+        own_first = sorted(self._variants, key=lambda variant: variant is not self._ready)
+        host = planned_host_memory(host_budget, own_first, self.device, self.mode)
+        self.host_budget = None if host is None else host.budget
+        self._needed = max(variant.needed(host_apart=host is not None) for variant in self._variants)
         self.budget = choose_budget(budget, opened.budget_bytes, self._needed, mode=self.mode, strategy=self.strategy)
         self.last_run: RunReport | None = None
         self._process = os.getpid()
@@ -129,6 +139,8 @@ class Session:
         try:
             self._announce(file)
             in_use = DeviceInUse(self.device, self.budget, profiling=trace)
+            if host is not None:
+                file.tier = HostTier(in_use.context, host.budget, host.slices)
             self._engine = Engine(file, in_use, apart=build_apart, warm_up=prepare and not trace)
             self._engine.bind(self._ready.plan, self._ready.layout, in_use.ledger(), in_use.queue)
         except BaseException:
@@ -378,10 +390,12 @@ class Session:
         The bundle's own plan is used for its own budget. Weights are freed, and the next run loads them again. States stay.
 
         Raises:
-            UserError: not a size; a BudgetError if no plan fits. The session stays as it was.
+            UserError: not a size, or the session has a host budget; a BudgetError if no plan fits. The session stays as it was.
             RunError: the session is closed, or the device refuses, which closes it.
         """
         limit = None if budget is None else parse_size(budget, what="budget")
+        if self.host_budget is not None:
+            raise UserError("the session has a host budget too, and keeps both; open another session for another budget")
         with self._alone("set_budget"):
             self._bound_states()
             variants = self._variants
@@ -389,7 +403,7 @@ class Session:
                 choose_budget(limit, None, self._needed, mode=self.mode, strategy=self.strategy)
             else:
                 variants = [within(each, self.device, self.mode, limit) for each in self._own]
-            needed = max(each.needed for each in variants)
+            needed = max(each.needed() for each in variants)
             ready = variants[self._ready.bundle.index]
             try:
                 self._engine.follow(ready, limit, needed)

@@ -105,10 +105,11 @@ def planned_loads(
     *,
     preload: bool,
     segmented: bool = True,
+    undivided: Collection[str] = (),
 ) -> tuple[Load, ...]:
     """The loads of a run, sorted by the first layer that needs each. With `preload` also those of W, as for layer 1.
 
-    With `segmented`, each slice is divided into the segments of `mode`.
+    With `segmented`, each slice but those `undivided` is divided into the segments of `mode`.
     """
     free = free_from(plan, slices, layout, mode)
 
@@ -119,7 +120,8 @@ def planned_loads(
     loads: list[Load] = []
     for w in sorted((w for w in plan.weights if preload or not w.preload), key=order):
         part, after = slices[w.name], free.get(w.name, 0)
-        loads += [Load(part, segment, after, w.preload) for segment in (segments(part, mode) if segmented else (whole(part),))]
+        divided = segmented and w.name not in undivided
+        loads += [Load(part, segment, after, w.preload) for segment in (segments(part, mode) if divided else (whole(part),))]
     return tuple(loads)
 
 
@@ -184,15 +186,16 @@ def scheduled(
     kept: Collection[str] | None = None,
     done: int = 0,
     segmented: bool = True,
+    undivided: Collection[str] = (),
 ) -> Schedule:
     """The schedule of a run that starts with the slices `resident`, continues after layer `done`, and leaves `kept` resident.
 
-    `kept` is `staying(plan)` by default. `layout`, `mode` and `segmented` are those of `planned_loads`.
+    `kept` is `staying(plan)` by default. `layout`, `mode`, `segmented` and `undivided` are those of `planned_loads`.
     """
     kept = staying(plan) if kept is None else kept
     running = plan.later() if all(w.name in resident for w in plan.weights if w.keep) else plan
     wanted = {w.name for w in plan.weights if w.name not in resident and w.last_use > done}
-    planned = planned_loads(running, slices, layout, mode, preload=True, segmented=segmented)
+    planned = planned_loads(running, slices, layout, mode, preload=True, segmented=segmented, undivided=undivided)
     loads = tuple(load for load in planned if load.part.name in wanted)
     there = frozenset(w.name for w in plan.weights if w.name in wanted or w.name in resident)
     frees = {

@@ -157,6 +157,49 @@ def test_a_kernel_that_writes_over_an_operand_takes_one_memory_object_twice() ->
     assert operand is output
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("mode", ["dma", "interleave"])
+def test_a_host_tier_breaks_no_rule(
+    path: str, mode: str, bundles: dict[tuple[str, str], Bundle], expected: dict[str, list[NDArray[Any]]]
+) -> None:
+    """Copies from it are in defined order, its bytes do not change meanwhile, and it is unmapped before it is freed."""
+    profile = next(profile for profile in PROFILES if not profile.unified_memory)
+    with strict(profile) as device:
+        for model in MODELS:
+            for host_budget in ("auto", None):
+                with flashmem.Session(bundles[model, path], mode=mode, host_budget=host_budget) as session:  # type: ignore[arg-type]
+                    first = session.run(None, examples(model))
+                    for _ in range(2):
+                        again = session.run(None, examples(model))
+                        assert all(np.array_equal(got, same) for got, same in zip(first, again, strict=True))
+                    report = session.last_run
+                assert report is not None and bool(report.host_tier_bytes) == (host_budget is not None and bool(report.loads))
+                for got, wanted in zip(first, expected[model], strict=True):
+                    assert np.abs(got - wanted).max() <= 1e-3 * (np.ptp(wanted) or np.abs(wanted).max())
+                assert device.rules.mapped == []
+        assert device.rules.broken == []
+
+
+@pytest.mark.parametrize("host_budget", [None, "auto"])
+@pytest.mark.parametrize("mode", ["dma", "interleave"])
+def test_pinned_memory_that_nobody_frees_is_unmapped_and_released(
+    mode: str, host_budget: str | None, bundles: dict[tuple[str, str], Bundle]
+) -> None:
+    profile = next(profile for profile in PROFILES if not profile.unified_memory)
+    with strict(profile) as device:
+        session = flashmem.Session(bundles["gptneo-tiny", "buffer"], mode=mode, host_budget=host_budget)  # type: ignore[arg-type]
+        session.run(None, examples("gptneo-tiny"))
+        tier, bound = session._engine.opened.tier, session._engine.bound
+        assert bound is not None and (tier is None) == (host_budget is None) and device.rules.mapped
+        ledger = weakref.ref(bound.ledger if tier is None else tier.ledger)
+        del session, tier, bound
+        until = monotonic() + 60
+        while ledger() is not None and monotonic() < until:
+            gc.collect()
+            sleep(0.01)
+        assert ledger() is None and device.rules.broken == [] == device.rules.mapped
+
+
 def test_a_session_that_nobody_closes_releases_its_memory_in_order(bundles: dict[tuple[str, str], Bundle]) -> None:
     with strict(PROFILES[1]) as device:
         session = flashmem.Session(bundles["gptneo-tiny", "buffer"])

@@ -11,6 +11,7 @@ import pickle
 import pkgutil
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from flashmem.profiler.phone_compilers.gpus import GPUS
 from flashmem.profiler.phone_compilers.models import ModelReport
 from flashmem.profiler.phone_compilers.report import CompilerReport
 from flashmem.runtime.engine.failures import RequestError
+from flashmem.runtime.engine.report import HostMemoryUse
 from flashmem.runtime.generation.generator import GenerationReport
 from flashmem.schedule.plan import OverlapPlan, PlanViolation
 from tests.support.mini_bundle import write_mini_bundle
@@ -84,7 +86,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, RunReport]:
     with Session(model.path, trace=True) as session:
         session.run(None, model.inputs())
         assert session.last_run is not None and session.last_run.loads and session.last_run.layers
-        return model.open(), session.last_run
+        report = session.last_run
+        host = HostMemoryUse(1 << 20, 1 << 21, {"weights": 1 << 19, "staging": 1 << 19})  # as with a host budget
+        return model.open(), replace(report, memory=replace(report.memory, host=host))
 
 
 def example(kind: type, made: tuple[Bundle, RunReport]) -> Any:

@@ -18,6 +18,7 @@ from flashmem.cli.output.console import emit_json
 from flashmem.runtime.generation.conversation import Message
 from flashmem.runtime.generation.draft_model import needed_bytes
 from flashmem.runtime.generation.generator import GenerationReport, Generator
+from flashmem.runtime.request.options import read_host_budget
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class GenerateOptions:
     json: bool = False
     conversation: Path | None = None
     speculate: bool = True
+    host_budget: str | None = None
     draft: Path | None = None
 
 
@@ -58,7 +60,7 @@ def generate_text(model: Path, prompt: str | None, compiling: CompileOptions, op
         raise UserError("--plain continues a text; give one after the model")
     if options.draft is not None and not options.speculate:
         raise UserError("--draft makes drafts, and --no-speculate checks none; leave out one of them")
-    with open_generator(model, compiling, options.draft) as generator:
+    with open_generator(model, compiling, options.draft, options.host_budget) as generator:
         saved = options.conversation
         if prompt is not None and (options.plain or (generator.language.chat is None and saved is None)):
             _answer(generator, prompt, options)
@@ -73,11 +75,14 @@ def generate_text(model: Path, prompt: str | None, compiling: CompileOptions, op
                 _save(generator, saved, messages)
 
 
-def open_generator(model: Path, compiling: CompileOptions, draft: Path | None = None) -> Generator:
+def open_generator(
+    model: Path, compiling: CompileOptions, draft: Path | None = None, host_budget: str | None = None
+) -> Generator:
     """A generator of a bundle, or of a GGUF file or a folder, which is compiled first; with the small model `draft`.
 
     The budget of `compiling` is for both. Raises as `generate_text`.
     """
+    read_host_budget(host_budget)
     device, mode = compiling.device or "auto", cast("Any", compiling.mode or "auto")
     small, budget = None, compiling.budget
     if draft is not None:
@@ -91,7 +96,7 @@ def open_generator(model: Path, compiling: CompileOptions, draft: Path | None = 
     bundle = open_bundle(model, compiling, still_open=RUN_TIME, build=True)
     if not is_bundle(model) and small is None:
         budget = None  # a model compiled now has its budget in the bundle
-    return Generator(bundle, device=device, budget=budget, mode=mode, draft=small)
+    return Generator(bundle, device=device, budget=budget, host_budget=host_budget, mode=mode, draft=small)
 
 
 def _save(generator: Generator, path: Path, messages: list[Message]) -> None:

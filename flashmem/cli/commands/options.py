@@ -117,6 +117,15 @@ Build = Annotated[
     bool,
     typer.Option("--build/--no-build", help="Compile kernels now, if the device is local; if not, in the first run."),
 ]
+HostBudget = Annotated[
+    str | None,
+    typer.Option(
+        "--host-budget",
+        metavar="SIZE|auto",
+        help="On a device with memory of its own: limit on host memory, for staging and for weights that later runs copy.",
+        show_default="staging, in --budget",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of a report.")]
 
 BUNDLE_OPTIONS: dict[str, Any] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
@@ -24,8 +24,8 @@ from flashmem.cli.commands.plan_summary import summary
 from flashmem.cli.commands.trace import write_trace
 from flashmem.cli.output.console import emit_json, print_facts, waiting
 from flashmem.runtime.engine.inputs import check_input_file, complete_inputs, read_inputs, stored_arrays, write_outputs
-from flashmem.runtime.engine.report import RunReport, process_rss
-from flashmem.runtime.request.options import find_descriptor
+from flashmem.runtime.engine.report import HostMemoryUse, RunReport, process_rss
+from flashmem.runtime.request.options import find_descriptor, read_host_budget
 from flashmem.runtime.session import Session, Strategy
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class RunOptions:
     check_weights: bool = False
     build: bool = True
     timeline: Path | None = None
+    host_budget: str | None = None
 
     @property
     def traced(self) -> bool:
@@ -93,8 +94,11 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
         check_installed()
     if options.learn and options.strategy == "preload":
         raise UserError("--learn needs runs that stream; leave --strategy preload out")
+    if options.learn and options.host_budget is not None:
+        raise UserError("--learn measures reads, which --host-budget saves; leave --host-budget out")
     if options.input is not None:
         check_input_file(options.input)
+    read_host_budget(options.host_budget)
     if options.reference is not None and not options.reference.is_file():
         raise MissingFileError(f"--model {options.reference}: no such file")
     if not is_bundle(model) and options.strategy != "preload":
@@ -188,6 +192,7 @@ def _run(
             mode=cast(TransferMode, compiling.mode or "auto"),  # the session refuses unknown modes
             strategy=cast(Strategy, options.strategy or "auto"),
             budget=budget,
+            host_budget=options.host_budget,
             trace=options.traced,
             verify_weights=options.check_weights,
             prepare=options.repeat > 1,
@@ -216,9 +221,10 @@ def _draw_timeline(path: Path, outcome: Outcome, device: str | None) -> None:
 
     bundle, mode, strategy = outcome.bundle, outcome.transfer_mode, cast(Strategy, outcome.strategy)
     descriptor = find_descriptor(device or "auto", own=bundle.descriptor)
-    predicted = simulate(
-        describe(bundle.program, bundle.plan, descriptor, mode, strategy=strategy), outcome.reports[0].memory.budget_bytes
-    )
+    memory = outcome.reports[0].memory
+    host = None if memory.host is None else memory.host.budget_bytes
+    scenario = describe(bundle.program, bundle.plan, descriptor, mode, strategy=strategy, host_budget=host)
+    predicted = simulate(scenario, memory.budget_bytes)
     name = model_name(Path(str(bundle.meta.get("model_path") or bundle.path)))
     write_runs(path, f"{name} on {outcome.device}, {strategy}, mode {mode}", outcome.reports, predicted)
 
@@ -244,7 +250,7 @@ def report_json(outcome: Outcome, options: RunOptions, verification: Verificatio
     latency = {"integrated": first.latency.integrated, "init": first.latency.init, "exec": first.latency.exec}
     if later:
         latency["warm"] = _warm(later)
-    report = {
+    report: dict[str, Any] = {
         "device": outcome.device,
         "memory_path": outcome.bundle.program.memory_path,
         "transfer_mode": outcome.transfer_mode,
@@ -262,6 +268,9 @@ def report_json(outcome: Outcome, options: RunOptions, verification: Verificatio
         },
         "plan": summary(outcome.bundle.plan, outcome.bundle.program),
     }
+    if memory.host is not None:
+        copied = later[-1].host_tier_bytes if later else 0
+        report["memory"]["host"] = {**asdict(memory.host), "copied_by_later_runs_bytes": copied}
     if verification is not None:
         report["verify"] = verification.to_json()
     return report
@@ -288,6 +297,8 @@ def _print(outcome: Outcome, options: RunOptions, verification: Verification | N
         "memory": f"{format_size(peak)} at most, {format_size(memory.average_bytes)} on average, {budget}{process}",
         "plan": f"{plan.proof}, by {plan.tier}, {plan.preload_ratio:.0%} of the weights preloaded",
     }
+    if memory.host is not None:
+        facts["host memory"] = _host_memory(memory.host, later)
     if len(outcome.bundle.variants) > 1:
         facts["shapes"] = f"{list_text([outcome.bundle.program.inputs])}, one of {len(outcome.bundle.variants)} variants"
     for port, array in zip(outcome.bundle.program.outputs, outcome.outputs, strict=True):
@@ -296,6 +307,15 @@ def _print(outcome: Outcome, options: RunOptions, verification: Verification | N
         verdict = "equal to ONNX Runtime's" if verification.ok else "NOT equal to ONNX Runtime's"
         facts["verify"] = f"{verdict}, error {verification.relative_error:.2g} of the range"
     print_facts(facts)
+
+
+def _host_memory(host: HostMemoryUse, later: Sequence[RunReport]) -> str:
+    """Host memory of the runs, and how much of the weights that a later run loads was there."""
+    text = f"{format_size(host.peak_bytes)} of {format_size(host.budget_bytes)}"
+    if not later:
+        return text
+    loaded, copied = sum(load.nbytes for load in later[-1].loads), later[-1].host_tier_bytes
+    return f"{text}; a later run loads {format_size(loaded)} of weights, {format_size(copied)} of them from there"
 
 
 def _range(array: NDArray[Any]) -> str:

@@ -10,7 +10,9 @@ from flashmem.cli.commands.compiling import CompileOptions
 from flashmem.cli.commands.generate import open_generator
 
 
-def serve_model(model: Path, compiling: CompileOptions, host: str, port: int, name: str | None) -> None:
+def serve_model(
+    model: Path, compiling: CompileOptions, host: str, port: int, name: str | None, host_budget: str | None = None
+) -> None:
     """Serve a bundle or a GGUF file until the process is interrupted.
 
     Raises:
@@ -19,7 +21,7 @@ def serve_model(model: Path, compiling: CompileOptions, host: str, port: int, na
     need("flashmem serve", "starlette", "uvicorn")
     from flashmem.tools.server.app import listening, serve
 
-    with listening(host, port) as at, open_generator(model, compiling) as generator:
+    with listening(host, port) as at, open_generator(model, compiling, host_budget=host_budget) as generator:
         address, number = at.getsockname()[:2]
         shown = f"[{address}]" if ":" in address else address
         served = name or model.stem

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
@@ -20,9 +20,17 @@ from flashmem.cli.commands.timeline import write_prediction
 from flashmem.cli.output.console import emit_json, print_facts
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.runtime.opencl.processor import rates_said
-from flashmem.runtime.request.options import choose_budget, choose_mode, choose_strategy, find_descriptor
+from flashmem.runtime.request.options import (
+    choose_budget,
+    choose_host_budget,
+    choose_mode,
+    choose_strategy,
+    find_descriptor,
+    read_host_budget,
+)
+from flashmem.schedule.host_tier import reloaded, tier_bytes
 from flashmem.schedule.plan import OverlapPlan
-from flashmem.schedule.residency import Strategy
+from flashmem.schedule.residency import Strategy, preloaded
 from flashmem.target.descriptor import DeviceDescriptor
 from flashmem.tools.plots.figure import model_name, require_matplotlib
 from flashmem.tools.simulation.scenario import Disk, describe, layout_for
@@ -39,6 +47,7 @@ class SimulateOptions:
     strategy: Strategy | Literal["auto"] = "auto"
     json: bool = False
     timeline: Path | None = None
+    host_budget: str | None = None
 
 
 @dataclass(frozen=True)
@@ -81,11 +90,12 @@ def simulate_model(model: Path, compiling: CompileOptions, options: SimulateOpti
     """
     if options.timeline is not None:
         _check_timeline(options.timeline)
+    read_host_budget(options.host_budget)
     subject = _subject(model, compiling, options)
     strategy = choose_strategy(subject.plan, options.strategy)
     # A plan made now already has the budget; an existing bundle is simulated with this one.
     budget = compiling.budget if is_bundle(model) else None
-    simulated = _simulate(subject, compiling.mode or "auto", budget, strategy, options.disk)
+    simulated = _simulate(subject, compiling.mode or "auto", budget, strategy, options)
     if options.timeline is not None:
         _draw(options.timeline, simulated.prediction, _title(simulated, options))
     if options.json:
@@ -126,15 +136,19 @@ def _subject(model: Path, compiling: CompileOptions, options: SimulateOptions) -
     return _Subject.of_bundle(open_bundle(model, compiling))
 
 
-def _simulate(subject: _Subject, mode: str, budget: str | None, strategy: Strategy, disk: Disk) -> _Simulated:
+def _simulate(subject: _Subject, mode: str, budget: str | None, strategy: Strategy, options: SimulateOptions) -> _Simulated:
     program, plan, descriptor = subject.program, subject.plan, subject.descriptor
     chosen = choose_mode(descriptor, mode, path=program.memory_path, planned=subject.mode, strategy=strategy)
     layout = layout_for(program, plan, chosen, strategy)
-    needed = fixed_bytes(program) + layout.total_bytes
+    again = sum(map(tier_bytes, reloaded([(preloaded(plan) if strategy == "preload" else plan, program.slices)])))
+    host = choose_host_budget(
+        options.host_budget, layout.ring_bytes, again, mode=chosen, shares_memory=descriptor.shares_memory, here=False
+    )
+    needed = fixed_bytes(program) + layout.total_bytes - (host is not None) * layout.ring_bytes
     limit = choose_budget(budget, subject.budget_bytes, needed, mode=chosen, strategy=strategy)
     if strategy != "preload":
         plan = replace(plan, layouts={chosen: layout})
-    scenario = describe(program, plan, descriptor, chosen, disk=disk, strategy=strategy)
+    scenario = describe(program, plan, descriptor, chosen, disk=options.disk, strategy=strategy, host_budget=host)
     return _Simulated(subject, chosen, strategy, simulate(scenario, limit))
 
 
@@ -161,6 +175,7 @@ def prediction_json(simulated: _Simulated, options: SimulateOptions) -> dict[str
             "average_bytes": memory.average_bytes,
             "budget_bytes": memory.budget_bytes,
             "by_category": dict(memory.by_category),
+            **({} if memory.host is None else {"host": asdict(memory.host)}),
         },
         "plan": summary(simulated.subject.plan, simulated.subject.program),
     }
@@ -175,6 +190,8 @@ def _print(simulated: _Simulated, options: SimulateOptions) -> None:
     prediction, descriptor = simulated.prediction, simulated.subject.descriptor
     latency, memory = prediction.report.latency, prediction.report.memory
     budget = "no budget" if memory.budget_bytes is None else f"budget {format_size(memory.budget_bytes)}"
+    if (host := memory.host) is not None:
+        budget += f"; on the host {format_size(host.peak_bytes)} of {format_size(host.budget_bytes)}"
     answer = f"{1e3 * latency.integrated:.1f} ms ({1e3 * latency.init:.1f} to prepare, {1e3 * latency.exec:.1f} to run)"
     busy = {"disk": "disk", "read": "reading the page cache", "copy": "copying", "compute": "compute"}
     print_facts(
@@ -190,6 +207,6 @@ def _print(simulated: _Simulated, options: SimulateOptions) -> None:
     )
 
 
-def options_of(disk: str, strategy: str | None, json: bool, timeline: Path | None) -> SimulateOptions:
+def options_of(disk: str, strategy: str | None, json: bool, timeline: Path | None, host_budget: str | None) -> SimulateOptions:
     """The options from the text of the command line, which has been checked there."""
-    return SimulateOptions(cast(Disk, disk), cast(Strategy | Literal["auto"], strategy or "auto"), json, timeline)
+    return SimulateOptions(cast(Disk, disk), cast(Strategy | Literal["auto"], strategy or "auto"), json, timeline, host_budget)

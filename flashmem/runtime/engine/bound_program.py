@@ -15,6 +15,7 @@ from flashmem.runtime.engine.executor import Executor, KernelSource, Resources, 
 from flashmem.runtime.engine.opened import Kernels, OpenedBundle
 from flashmem.runtime.engine.states import States
 from flashmem.runtime.kernels.steady import needed_residents, usable_launches
+from flashmem.runtime.memory.accounts import Category
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Kernel, Memory, Queue
 from flashmem.runtime.streaming.copied import InterleaveTransfer
@@ -22,6 +23,7 @@ from flashmem.runtime.streaming.interleaved import needed_slices
 from flashmem.runtime.streaming.loader import LoaderRun
 from flashmem.runtime.streaming.transfer import Transfer
 from flashmem.runtime.streaming.transfer_modes import make_transfer
+from flashmem.schedule.host_tier import identity
 from flashmem.schedule.loads import Schedule, scheduled, staying
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
 from flashmem.schedule.residency import share_places
@@ -57,7 +59,7 @@ class WeightStore:
         self._last_schedule: tuple[object, Schedule] | None = None
         self._transfer: Transfer | None = beside or make_transfer(
             opened.mode, device.context, ledger, opened.file, opened.program.slices, layout,
-            device.shared_slices, opened.bundle.checksums.content_hashes, opened.checksums, opened.together, after,
+            device.shared_slices, opened.bundle.checksums.content_hashes, opened.checksums, opened.together, after, opened.tier,
         )  # fmt: skip
 
     @property
@@ -78,11 +80,13 @@ class WeightStore:
     def schedule(self, *, kept: Collection[str] | None = None, done: int = 0) -> Schedule:
         """The loads and frees of the next run after launch `done`; it leaves `kept` resident (None: as the plan says)."""
         opened, resident = self._opened, self.resident
-        key = (resident, None if kept is None else frozenset(kept), done)
+        held = opened.tier.complete if opened.tier is not None else ()
+        key = (resident, None if kept is None else frozenset(kept), done, len(held))
         if self._last_schedule is None or self._last_schedule[0] != key:
             made = scheduled(
                 self.plan, opened.slices, self.layout, opened.mode,
                 resident=resident, kept=kept, done=done, segmented=opened.segmented,
+                undivided={part.name for part in opened.program.slices if identity(part) in held} if held else (),
             )  # fmt: skip
             self._last_schedule = key, made
         return self._last_schedule[1]
@@ -146,13 +150,18 @@ class WeightStore:
             self.release()
             return None
         self.transfer.leave()
-        self.ledger.give_back("staging")
+        self._give_back("staging")
         return self.transfer
 
     def release(self) -> None:
         """Return all places to the device. No run may be loading, and none can begin afterwards."""
         self.close()
-        self.ledger.give_back("weights", "staging")
+        self._give_back("weights", "staging")
+
+    def _give_back(self, *categories: Category) -> None:
+        self.ledger.give_back(*categories)
+        if self._opened.tier is not None:  # it counts the ring; its own places stay
+            self._opened.tier.ledger.give_back("staging")
 
     def close(self) -> None:
         """End the transfer. The ledger still counts the memory."""

@@ -178,8 +178,11 @@ class Engine:
         bound = self.bound
         assert bound is not None
         program, mode = bound.opened.program, bound.opened.mode
+        host = None if bound.opened.tier is None else bound.opened.tier.ledger
         if not self.opening_seconds:
-            bound.ledger.restart_history()
+            for ledger in (bound.ledger, host):
+                if ledger is not None:
+                    ledger.restart_history()
         ports = {port.name: port for port in program.outputs}
         wanted = [ports[name] for name in dict.fromkeys(names)]
         keeping = [ports[name] for name in kept]
@@ -210,7 +213,7 @@ class Engine:
             bound.activations.check_status()
         results = bound.activations.outputs(wanted, read)
         ended, init, device = perf_counter(), self.opening_seconds, self.device
-        use = MemoryUse.of(bound.ledger, ended, device.budget.limit, device.start_rss)
+        use = MemoryUse.of(bound.ledger, ended, device.budget.limit, device.start_rss, host)
         latency = Latency(init + ended - since, init, ended - since)
         self.opening_seconds = 0.0
         return [results[name] for name in names], RunReport(latency, use, tuple(loads), tuple(layers), self.steady, ended)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from flashmem.base.errors import RunError
 from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.checksums import Checksum, table_blocks
 from flashmem.program.lanes import lane_kind
 from flashmem.program.program import Program, fixed_bytes
+from flashmem.program.tensors import Slice
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.kernels.build_processes import build_apart
 from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.kernels.cache_files import ProgramCache
 from flashmem.runtime.kernels.required import RequiredKernel, required_kernels
 from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.request.options import choose_host_budget
+from flashmem.runtime.streaming.host_tier import HostTier
 from flashmem.runtime.streaming.interleaved import LayerMoves, layer_moves
 from flashmem.runtime.streaming.weight_file import CheckedTable, Reader, WeightFile
+from flashmem.schedule.host_tier import reloaded, tier_bytes, tier_slices
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
 from flashmem.schedule.residency import Strategy, preloaded, preloaded_layout, streamed_layout
 
@@ -33,7 +39,10 @@ def uses_host_memory(device: Device) -> bool:
 
 
 class OpenedBundle:
-    """One shape variant of a bundle, with its weight file open. `close` closes the file, for all variants."""
+    """One shape variant of a bundle, with its weight file open. `close` closes the file, for all variants.
+
+    `tier`: keeps slices of the file in host memory, for all variants; None: nothing does.
+    """
 
     def __init__(
         self,
@@ -44,6 +53,7 @@ class OpenedBundle:
         verify_weights: bool,
         lanes: bool = True,
         file: WeightFile | None = None,
+        tier: HostTier | None = None,
     ) -> None:
         """Open the weight file.
 
@@ -51,12 +61,14 @@ class OpenedBundle:
             verify_weights: compare every slice and table row that is read with its checksum.
             lanes: in mode "interleave", whether kernels copy weights while they compute.
             file: the weight file, if another of the bundle's shape variants has opened it.
+            tier: that variant's host tier.
 
         Raises:
             BundleError: the weight file is missing, or its length has changed.
         """
         program = program_on(bundle.program, device)
         self.bundle, self.program, self.mode, self.lanes = bundle, program, mode, lanes
+        self.tier = tier
         self._device, self._verify_weights = device, verify_weights
         self.uses_host_memory = uses_host_memory(device)
         self.slices = {part.name: part for part in program.slices}
@@ -74,8 +86,9 @@ class OpenedBundle:
     def variant(self, bundle: Bundle) -> OpenedBundle:
         """Another shape variant of the bundle, opened with the same file."""
         return OpenedBundle(
-            bundle, self._device, self.mode, verify_weights=self._verify_weights, lanes=self.lanes, file=self.file
-        )
+            bundle, self._device, self.mode, verify_weights=self._verify_weights, lanes=self.lanes, file=self.file,
+            tier=self.tier,
+        )  # fmt: skip
 
     def moves(self, plan: OverlapPlan) -> dict[int, LayerMoves]:
         """The copies that kernels make in a run of `plan`, by launch; only in mode "interleave"."""
@@ -84,8 +97,14 @@ class OpenedBundle:
         return layer_moves(plan, self.slices, lane_kind(self.program), lanes=self.lanes)
 
     def close(self) -> None:
-        """Close the weight file; bound programs must be closed before."""
-        self.file.close()
+        """Close the weight file, and free the host tier; bound programs must be closed before."""
+        tier, self.tier = self.tier, None
+        try:
+            if tier is not None:
+                with suppress(RunError):  # a lost device has nothing to free
+                    tier.close()
+        finally:
+            self.file.close()
 
 
 @dataclass(frozen=True)
@@ -97,10 +116,12 @@ class PlannedVariant:
     plan: OverlapPlan
     layout: PoolLayout
 
-    @property
-    def needed(self) -> int:
-        """Bytes of memory that a session of this variant requires."""
-        return fixed_bytes(self.program) + self.layout.total_bytes
+    def needed(self, *, host_apart: bool = False) -> int:
+        """Bytes that the budget of a session of this variant requires. `host_apart`: a host budget counts what loads pass
+        through.
+        """
+        passing = self.layout.ring_bytes if host_apart else 0
+        return fixed_bytes(self.program) + self.layout.total_bytes - passing
 
 
 def planned_variant(bundle: Bundle, device: Device, mode: TransferMode, strategy: Strategy) -> PlannedVariant:
@@ -114,6 +135,33 @@ def planned_variant(bundle: Bundle, device: Device, mode: TransferMode, strategy
         layout = preloaded_layout(program, mode, plan.loader_threads)
         return PlannedVariant(bundle, program, preloaded(plan), layout)
     return PlannedVariant(bundle, program, plan, streamed_layout(program, plan, mode, shares_memory=shares))
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """The host memory of a session with a host budget: its limit in bytes, and the slices to keep there beside staging."""
+
+    budget: int
+    slices: tuple[Slice, ...]
+
+
+def planned_host_memory(
+    asked: int | str | None, variants: Sequence[PlannedVariant], device: Device, mode: TransferMode
+) -> HostMemory | None:
+    """The host memory of a session for the host budget that a user asked for (`choose_host_budget`); None without one.
+
+    Slices of the first of `variants` are kept first.
+
+    Raises:
+        UserError: as `choose_host_budget`.
+    """
+    if asked is None:
+        return None
+    staging = max(variant.layout.ring_bytes for variant in variants)
+    again = reloaded((variant.plan, variant.program.slices) for variant in variants)
+    weights = sum(map(tier_bytes, again))
+    budget = choose_host_budget(asked, staging, weights, mode=mode, shares_memory=device.unified_memory)
+    return None if budget is None else HostMemory(budget, tier_slices(again, budget - staging))
 
 
 class Kernels:

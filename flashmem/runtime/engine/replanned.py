@@ -57,9 +57,9 @@ def within(own: PlannedVariant, device: Device, mode: TransferMode, limit: int |
         return own
     instance = instance_of(bundle, program, device, mode)
     if instance is None or own.plan.strategy != "stream":
-        if limit is not None and own.needed > limit:
+        if limit is not None and own.needed() > limit:
             why = NO_TIMES if instance is None else f"strategy {own.plan.strategy!r} is not planned again"
-            raise refused(bundle.path.name, own.needed, limit, mode, why)
+            raise refused(bundle.path.name, own.needed(), limit, mode, why)
         return own
     from flashmem.planning.replanning import plan_again
 

@@ -23,6 +23,25 @@ class Latency:
 
 
 @dataclass(frozen=True)
+class HostMemoryUse:
+    """Pinned host memory of a session with a host budget, in bytes: weights of the host tier, and staging.
+
+    `by_category` splits the peak of the run.
+    """
+
+    peak_bytes: int
+    budget_bytes: int
+    by_category: dict[Category, int]
+
+    @classmethod
+    def of(cls, account: Account) -> Self:
+        """The use that `account`, which has a limit, counted since the begin of its history."""
+        limit = account.shared.limit
+        assert limit is not None
+        return cls(account.peak, limit, dict(account.peak_by_category))
+
+
+@dataclass(frozen=True)
 class MemoryUse:
     """Memory of a session in bytes, as its ledger counts it, without the rest of the process and the page cache.
 
@@ -30,7 +49,7 @@ class MemoryUse:
     splits the peak. `process_peak_rss_bytes` is the peak of the whole process since its start, drivers included.
     `process_start_rss_bytes` is its resident memory after the creation of the device's context, before the rest of the session.
     Both are None if the system does not report them. `over_time`: (seconds, bytes from then on); `changes`: (seconds, category,
-    its bytes from then on).
+    its bytes from then on). `host`: memory that the host budget counts, and the other fields do not; None without one.
     """
 
     peak_bytes: int
@@ -41,10 +60,14 @@ class MemoryUse:
     over_time: tuple[tuple[float, int], ...]
     process_start_rss_bytes: int | None = None
     changes: tuple[tuple[float, Category, int], ...] = ()
+    host: HostMemoryUse | None = None
 
     @classmethod
-    def of(cls, account: Account, until: float, budget: int | None, start_rss: int | None) -> Self:
-        """The use that `account` counted from the begin of its history to `until`, a time of `time.perf_counter()`."""
+    def of(cls, account: Account, until: float, budget: int | None, start_rss: int | None, host: Account | None = None) -> Self:
+        """The use that `account` counted from the begin of its history to `until`, a time of `time.perf_counter()`.
+
+        `host`: the account of the host budget.
+        """
         return cls(
             account.peak,
             account.average(until),
@@ -54,6 +77,7 @@ class MemoryUse:
             tuple(account.history),
             start_rss,
             tuple(account.changes),
+            None if host is None else HostMemoryUse.of(host),
         )
 
 
@@ -61,7 +85,8 @@ class MemoryUse:
 class RunReport:
     """Report of one run. `layers` is filled when the session traces; times are seconds of `time.perf_counter()`.
 
-    `loads` may begin before the run does. `steady`: the run used the kernels of later runs. `ended` is when the outputs were in
+    `loads` may begin before the run does. A load without a step "read" in mode "dma" or "interleave" is a copy from the host
+    tier. `steady`: the run used the kernels of later runs. `ended` is when the outputs were in
     host memory; the run, without the session's creation, began `latency.exec` seconds before.
     """
 
@@ -71,6 +96,13 @@ class RunReport:
     layers: tuple[TimedInterval, ...]
     steady: bool = False
     ended: float = 0.0
+
+    @property
+    def host_tier_bytes(self) -> int:
+        """Bytes of weights that this run copied from the host tier, without a read."""
+        if self.memory.host is None:
+            return 0
+        return sum(load.nbytes for load in self.loads if all(step != "read" for step, _ in load.steps))
 
 
 def process_peak_rss() -> int | None:

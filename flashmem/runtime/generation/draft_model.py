@@ -58,4 +58,4 @@ def needed_bytes(bundle: Bundle | str | Path, device: str) -> int:
     here, strategy = device_here(device, prefer=opened.descriptor.name), choose_strategy(opened.plan, "auto")
     mode = mode_for(opened, here, "auto", strategy)
     variants = [opened.variant(index) for index in range(len(opened.variants))]
-    return max(planned_variant(each, here, mode, strategy).needed for each in variants)
+    return max(planned_variant(each, here, mode, strategy).needed(host_apart=False) for each in variants)

@@ -62,6 +62,7 @@ class Generator:
         *,
         device: str = "auto",
         budget: int | str | None = None,
+        host_budget: int | str | None = None,
         mode: TransferMode | Literal["auto"] = "auto",
         draft: Bundle | str | Path | None = None,
         **options: Unpack[ModelOptions],
@@ -71,7 +72,7 @@ class Generator:
         Args:
             bundle: a bundle of a language model; or the model, which is compiled through the cache, with these `options` of
                 `flashmem.compile` (`max_length` for instance).
-            device, mode: see `Session`.
+            device, host_budget, mode: see `Session`.
             budget: most bytes to hold, with those of `draft`.
             draft: a bundle of a small model with the same tokens, whose drafts the model checks. It stays in memory.
 
@@ -85,7 +86,9 @@ class Generator:
                 self._draft_bytes = needed_bytes(draft, device)
                 self._draft = opened.enter_context(LanguageSession(draft, device=device, budget=self._draft_bytes))
                 budget = None if budget is None else max(0, parse_size(budget, what="budget") - self._draft_bytes)
-            self._model = opened.enter_context(LanguageSession(bundle, device=device, budget=budget, mode=mode, **options))
+            self._model = opened.enter_context(
+                LanguageSession(bundle, device=device, budget=budget, host_budget=host_budget, mode=mode, **options)
+            )
             if self._draft is not None:
                 check_same_tokens(self._model.language, self._draft.language)
             self._opened = opened.pop_all()

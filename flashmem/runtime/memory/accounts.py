@@ -53,7 +53,9 @@ class Budget:
     `changed` is notified whenever there may be more room.
     """
 
-    def __init__(self, limit: int | None) -> None:
+    def __init__(self, limit: int | None, name: str = "budget") -> None:
+        """`name`: what messages call it."""
+        self.name = name
         self.changed = threading.Condition()
         self.total = 0  # bytes held
         self.peak = 0
@@ -110,8 +112,8 @@ class Account:
         more = max(self._promised, self.total + self._borrowed + nbytes) - self.commitment
         if more and budget.limit is not None and budget.committed + more > budget.limit:
             raise RunError(
-                f"{what} needs {format_size(nbytes)}, but {format_size(budget.committed)} of the budget of "
-                f"{format_size(budget.limit)} are in use; raise the budget or compile for it"
+                f"{what} needs {format_size(nbytes)}, but {format_size(budget.committed)} of the {budget.name} of "
+                f"{format_size(budget.limit)} are in use; raise the {budget.name} or compile for it"
             )
 
     def borrow(self, nbytes: int, what: str) -> None:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from flashmem.base.errors import RunError
 from flashmem.base.types import TEXEL_BYTES, Channel
 from flashmem.runtime.memory.accounts import Account, Budget, Category
-from flashmem.runtime.opencl.context import Bytes, Context, Memory, release
+from flashmem.runtime.opencl.context import Bytes, Context, Memory, Queue, release
 
 
 class Ledger(Account):
@@ -28,7 +28,8 @@ class Ledger(Account):
         self._context = context
         self._objects: list[tuple[Memory, Category, int]] = []
         self._parts: dict[tuple[int, int, int], Memory] = {}  # sub-buffers by buffer, offset and bytes
-        weakref.finalize(self, _release, self._objects).atexit = False  # if nobody closes it
+        self._maps: list[tuple[Queue, Bytes]] = []  # memory that stays mapped
+        weakref.finalize(self, _release, self._objects, self._maps).atexit = False  # if nobody closes it
 
     def buffer(self, category: Category, nbytes: int, what: str, *, host_visible: bool = False) -> Memory:
         """Allocate a device buffer, until `give_back`. Raises RunError beyond the budget or if the device refuses."""
@@ -57,6 +58,18 @@ class Ledger(Account):
             self._parts[key] = self._context.sub_buffer(whole, offset, nbytes)
             self._objects.append((self._parts[key], category, 0))
         return self._parts[key]
+
+    def mapped(self, queue: Queue, buffer: Memory, nbytes: int) -> Bytes:
+        """Map a host-visible buffer of this ledger through `queue`, until `unmap`; the host view. Raises RunError."""
+        view = queue.map(buffer, nbytes)
+        self._maps.append((queue, view))
+        return view
+
+    def unmap(self, view: Bytes) -> None:
+        """Unmap a view from `mapped`, before its buffer is released. Raises RunError."""
+        number = next(number for number, (_, each) in enumerate(self._maps) if each is view)
+        queue, _ = self._maps.pop(number)
+        queue.unmap(view)
 
     def _allocate(self, category: Category, nbytes: int, what: str, make: Callable[[], Memory]) -> Memory:
         self.reserve(category, nbytes, what)
@@ -87,8 +100,12 @@ class Ledger(Account):
             self.clear()
 
 
-def _release(objects: list[tuple[Memory, Category, int]]) -> None:
-    """Release the objects of a ledger that was garbage-collected."""
+def _release(objects: list[tuple[Memory, Category, int]], maps: list[tuple[Queue, Bytes]]) -> None:
+    """Unmap and release the objects of a ledger that was garbage-collected."""
+    while maps:
+        queue, view = maps.pop()
+        with suppress(RunError):
+            queue.unmap(view)
     while objects:
         with suppress(RunError):
             release(objects.pop()[0])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import get_args
+from typing import Literal, get_args
 
 from flashmem.base.errors import BudgetError, NoDeviceError, UserError
 from flashmem.base.types import TRANSFER_MODES, MemoryPath, TransferMode
 from flashmem.base.units import format_size, parse_size
+from flashmem.runtime.memory.pressure import available
 from flashmem.runtime.opencl.context import find_device
 from flashmem.runtime.opencl.devices import Device, descriptor_for
 from flashmem.schedule.plan import OverlapPlan
@@ -153,3 +154,46 @@ def choose_budget(
             binding=f"the layout for transfer mode {mode}",
         )
     return limit
+
+
+def choose_host_budget(
+    asked: int | str | None, staging: int, weights: int, *, mode: TransferMode, shares_memory: bool, here: bool = True
+) -> int | None:
+    """The host budget of a session in bytes; None if `budget` limits host and device together.
+
+    Args:
+        asked: a size; "auto": half of the memory that the system has left, at most what the session can use; None: no budget.
+        staging: bytes of staging that loads pass through.
+        weights: bytes of the weights that later runs load again.
+        mode: the transfer mode.
+        shares_memory: whether host and device share one memory. "auto" then means None.
+        here: whether the session is on this machine; if not, "auto" is all that the session can use.
+
+    Raises:
+        BudgetError: the size is below `staging`.
+        UserError: not a size, or there is only one memory.
+    """
+    wanted = read_host_budget(asked)
+    if wanted is None or (wanted == "auto" and (shares_memory or mode not in ("dma", "interleave"))):
+        return None
+    if shares_memory:
+        raise UserError("the device shares its memory with the host, and the budget limits both; leave the host budget out")
+    if mode not in ("dma", "interleave"):
+        raise UserError(f"transfer mode {mode} has no copies of weights in host memory; leave the host budget out")
+    if wanted == "auto":
+        left = available() if here else None
+        spare = staging + weights if left is None else left // 2
+        return max(staging, min(spare, staging + weights))
+    if wanted < staging:
+        raise BudgetError(
+            f"host budget {format_size(wanted)} is too small: staging of transfer mode {mode} needs {staging} bytes of host "
+            f"memory; raise the host budget to {staging} bytes, or leave it out",
+            smallest_bytes=staging,
+            binding=f"staging of transfer mode {mode}",
+        )
+    return wanted
+
+
+def read_host_budget(asked: int | str | None) -> int | Literal["auto"] | None:
+    """A host budget as a user writes it: bytes, "auto", or None. Raises UserError."""
+    return "auto" if asked == "auto" else None if asked is None else parse_size(asked, what="host budget")

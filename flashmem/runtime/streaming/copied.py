@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Bytes, Context, Memory, Queue
 from flashmem.runtime.opencl.copier import Copier, CopyEvent
+from flashmem.runtime.streaming.host_tier import HostTier
 from flashmem.runtime.streaming.transfer import Transfer, TransferLoad, in_pool
 from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.loads import WORD, Segment, whole_words
@@ -61,12 +62,12 @@ class _Ring:
 
     def __init__(self, queue: Queue, ledger: Ledger, nbytes: int, threads: int) -> None:
         """Map it through `queue`. Raises RunError if it exceeds the budget or the device refuses."""
-        self._queue = queue
+        self._ledger = ledger
         self._part_bytes = nbytes // threads // WORD * WORD
         self._mapped: Bytes | None = None
         if nbytes:
             memory = ledger.buffer("staging", nbytes, "the ring that loads pass through", host_visible=True)
-            self._mapped = queue.map(memory, nbytes)
+            self._mapped = ledger.mapped(queue, memory, nbytes)
 
     def part(self, thread: int) -> Bytes:
         """The part of a thread."""
@@ -76,12 +77,17 @@ class _Ring:
     def close(self) -> None:
         """Unmap it."""
         if self._mapped is not None:
-            self._queue.unmap(self._mapped)
+            self._ledger.unmap(self._mapped)
             self._mapped = None
 
 
 class _MovingTransfer(Transfer):
-    """Base of transfers that copy slices to permanent places; a transfer made `after` another one reuses its places."""
+    """Base of transfers that copy slices to permanent places; a transfer made `after` another one reuses its places.
+
+    Loads of slices that the host tier keeps pass through their places there, all others through the ring.
+    """
+
+    _ring: _Ring
 
     def __init__(
         self,
@@ -91,8 +97,11 @@ class _MovingTransfer(Transfer):
         slices: Sequence[Slice],
         layout: PoolLayout,
         after: _MovingTransfer | None,
+        tier: HostTier | None,
     ) -> None:
         super().__init__(file)
+        self._tier = tier
+        self._staging_ledger = ledger if tier is None else tier.ledger  # counts host memory
         self._copier: Copier = after._copier if after else Copier(context)
         self._homes: _Homes = after._homes if after else _Homes(ledger, slices, layout)
         self.memories = self._homes.memories
@@ -103,13 +112,32 @@ class _MovingTransfer(Transfer):
         """A sub-buffer of the pool, if the slices have the same order there as in the file."""
         return self._homes.joined(whole, parts)
 
-    def _copy_home(self, part: Slice, segment: Segment, through: Bytes, turn: TransferLoad) -> None:
-        """Read a segment into `through`, and copy it to the slice's place."""
-        self._copy(part, segment, through, turn, partial(self._homes.write, self._copier, part))
+    def expect(self, part: Slice, segment: Segment) -> None:
+        """Announce that a segment of `part` will be read soon; nothing if the host tier holds it."""
+        if self._tier is None or not self._tier.holds(part, segment):
+            super().expect(part, segment)
+
+    def _copy_home(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
+        """Load a segment to the slice's place."""
+        self._pass(part, segment, thread, turn, partial(self._homes.write, self._copier, part))
+
+    def _pass(
+        self, part: Slice, segment: Segment, thread: int, turn: TransferLoad, begin: Callable[[Bytes, int], CopyEvent]
+    ) -> None:
+        """Read a segment, unless the host tier holds it, and copy it on with `begin` (see `_copy`)."""
+        tier = self._tier
+        place = None if tier is None else tier.place(part, segment)
+        if tier is None or place is None:
+            self._copy(part, segment, self._ring.part(thread), turn, begin)
+            return
+        if not tier.holds(part, segment):
+            self._read(part, segment, place, turn)
+            tier.keep(part, segment)
+        self._copy_on(part, place, segment.first, turn, begin)
 
 
 class DmaTransfer(_MovingTransfer):
-    """`dma`: reads into the thread's part of the ring, and copies from there to the slice's place."""
+    """`dma`: reads into the thread's part of the ring, or the host tier, and copies from there to the slice's place."""
 
     reads_ahead = True
 
@@ -121,13 +149,14 @@ class DmaTransfer(_MovingTransfer):
         slices: Sequence[Slice],
         layout: PoolLayout,
         after: DmaTransfer | None = None,
+        tier: HostTier | None = None,
     ) -> None:
-        super().__init__(context, ledger, file, slices, layout, after)
-        self._ring = _Ring(self._copier.queue, ledger, layout.ring_bytes, layout.threads)
+        super().__init__(context, ledger, file, slices, layout, after, tier)
+        self._ring = _Ring(self._copier.queue, self._staging_ledger, layout.ring_bytes, layout.threads)
 
     def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
-        """Read and copy, in pieces of the size of a ring part."""
-        self._copy_home(part, segment, self._ring.part(thread), turn)
+        """Read and copy, in pieces of the size of a ring part; from the host tier at once."""
+        self._copy_home(part, segment, thread, turn)
 
     def leave(self) -> None:
         """Unmap the ring."""
@@ -152,26 +181,27 @@ class InterleaveTransfer(_MovingTransfer):
         slices: Sequence[Slice],
         layout: PoolLayout,
         after: InterleaveTransfer | None = None,
+        tier: HostTier | None = None,
     ) -> None:
-        super().__init__(context, ledger, file, slices, layout, after)
+        super().__init__(context, ledger, file, slices, layout, after, tier)
         self.reads_ahead = bool(layout.staging_slots)
         self._maps = context.queue() if layout.staging else None
         self.staged: dict[str, Memory] = _staging(ledger, slices, layout)  # the source of the kernels' copies
         # Allocated last: it is mapped, and mapped memory must not be released after a later failure.
-        self._ring = _Ring(self._copier.queue, ledger, layout.ring_bytes, layout.threads)
+        self._ring = _Ring(self._copier.queue, self._staging_ledger, layout.ring_bytes, layout.threads)
 
     def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
         """Read into staging."""
         place = self.staged[part.name]
         if self._maps is None:
-            self._copy(part, segment, self._ring.part(thread), turn, partial(_write_to, self._copier, place))
+            self._pass(part, segment, thread, turn, partial(_write_to, self._copier, place))
             return
         with self._maps.mapped(place, segment.nbytes, offset=segment.first, unmapped=partial(self._arrives, part)) as view:
             self._read(part, segment, view, turn)
 
     def preload(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
         """Read, and copy to the permanent place."""
-        self._copy_home(part, segment, self._ring.part(thread), turn)
+        self._copy_home(part, segment, thread, turn)
 
     def leave(self) -> None:
         """Free staging, and unmap the ring."""

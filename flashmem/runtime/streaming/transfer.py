@@ -117,11 +117,17 @@ class Transfer(ABC):
                 if first + step >= end:
                     self.file.compare_checksum(f"slice {part.name!r}", value, self.checksums[part.name])
             turn.did("read")
-            turn.wait_for_release()
-            copy = begin(piece, first)
-            self._arrives(part, copy)
-            copy.wait()
-            turn.did("copy")
+            self._copy_on(part, piece, first, turn, begin)
+
+    def _copy_on(
+        self, part: Slice, piece: Bytes, first: int, turn: TransferLoad, begin: Callable[[Bytes, int], CopyEvent]
+    ) -> None:
+        """Copy a piece from byte `first` of the slice on, after the release, and wait until it is copied."""
+        turn.wait_for_release()
+        copy = begin(piece, first)
+        self._arrives(part, copy)
+        copy.wait()
+        turn.did("copy")
 
     def leave(self) -> None:  # noqa: B027 - some have places of weights only
         """Free everything but the places of weights, which the transfer made `after` this one reuses."""

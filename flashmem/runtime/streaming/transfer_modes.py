@@ -12,6 +12,7 @@ from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.streaming.copied import DmaTransfer, InterleaveTransfer
+from flashmem.runtime.streaming.host_tier import HostTier
 from flashmem.runtime.streaming.imported import ImportTransfer
 from flashmem.runtime.streaming.in_place import AliasTransfer, MapTransfer
 from flashmem.runtime.streaming.shared_pages import SharedSlices
@@ -32,6 +33,7 @@ def make_transfer(
     checksums: Mapping[str, Checksum] | None = None,
     together: Mapping[str, Slice] = MappingProxyType({}),
     after: Transfer | None = None,
+    tier: HostTier | None = None,
 ) -> Transfer:
     """The transfer of `mode`, which compares slices with `checksums`.
 
@@ -39,6 +41,7 @@ def make_transfer(
         together: by slice, the whole slice, for requests to `joined`.
         after: a transfer of the same mode for another shape variant of the bundle, after its `leave`. The new one reuses its
             places of weights, which are those of `layout` (`residence.share_places`).
+        tier: keeps slices in host memory in modes "dma" and "interleave", and counts the memory that loads pass through.
 
     Raises:
         RunError: the device or the budget refuses.
@@ -50,8 +53,8 @@ def make_transfer(
     elif mode == "alias":
         made = AliasTransfer(context, ledger, file, slices, layout, cast(AliasTransfer | None, after))
     elif mode == "dma":
-        made = DmaTransfer(context, ledger, file, slices, layout, cast(DmaTransfer | None, after))
+        made = DmaTransfer(context, ledger, file, slices, layout, cast(DmaTransfer | None, after), tier)
     else:
-        made = InterleaveTransfer(context, ledger, file, slices, layout, cast(InterleaveTransfer | None, after))
+        made = InterleaveTransfer(context, ledger, file, slices, layout, cast(InterleaveTransfer | None, after), tier)
     made.checksums = checksums
     return made

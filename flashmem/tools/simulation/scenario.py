@@ -7,7 +7,7 @@ release times, the needs of each launch, the frees and all allocations. So the s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
@@ -19,8 +19,10 @@ from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.program.lanes import lane_kind
 from flashmem.program.program import Program, copied_outputs, output_bytes, scratch_bytes
 from flashmem.program.tensors import Port, Slice, panel_bytes
+from flashmem.runtime.engine.report import HostMemoryUse
 from flashmem.runtime.memory.accounts import Category
 from flashmem.runtime.streaming.interleaved import CopyStream, LayerMoves, layer_moves, needed_slices
+from flashmem.schedule.host_tier import SliceIdentity, identity, reloaded, tier_bytes, tier_slices
 from flashmem.schedule.loads import Load, Segment, planned_frees, planned_loads, read_while_opening
 from flashmem.schedule.plan import LOADER_THREADS, OverlapPlan, PoolLayout
 from flashmem.schedule.residency import Strategy, preloaded, preloaded_layout
@@ -53,7 +55,8 @@ class SimulatedLoad:
     """The load of a segment of slice `name`, from byte `first` of it on, released when launch `after` is complete.
 
     `held` bytes are counted from its start until the slice is freed (mode `map`). Later runs find the slice resident if it is
-    in W or has `keep`. A load with `reads_ahead` waits for its release only before it copies.
+    in W or has `keep`. A load with `reads_ahead` waits for its release only before it copies. With `in_tier`, later
+    runs copy the slice from the host tier, as a whole.
     """
 
     name: str
@@ -65,6 +68,7 @@ class SimulatedLoad:
     first: int = 0
     keep: bool = False
     reads_ahead: bool = False
+    in_tier: bool = False
 
     @property
     def last_of_file(self) -> int:
@@ -97,7 +101,7 @@ class Scenario:
     and allocated after `kernel_seconds`, including the time for launches. `constants_bytes` are read while opening,
     `gathered_bytes` (table rows) and `input_bytes` before launch 1, `output_bytes` of copied outputs after the last launch.
     `later_layers` are the launches of later runs, if they differ. With `resident_first` all loads belong to the opening
-    (strategy preload).
+    (strategy preload). `host`: what a host budget counts.
     """
 
     machine: Machine
@@ -114,6 +118,7 @@ class Scenario:
     output_bytes: int = 0
     resident_first: bool = False
     later_layers: tuple[SimulatedLayer, ...] = ()
+    host: HostMemoryUse | None = None
 
     def later(self) -> Scenario:
         """A later run of the same session: W and kept slices are resident, the file is in the page cache, nothing is opened
@@ -128,7 +133,7 @@ class Scenario:
                 replace(layer, needs=tuple(n for n in layer.needs if n not in kept))
                 for layer in self.later_layers or self.layers
             ),
-            loads=tuple(load for load in self.loads if load.name not in kept),
+            loads=_from_tier([load for load in self.loads if load.name not in kept]),
             allocations=(*self.allocations, Allocation("weights", held)),
             announced=0,
             context_seconds=0.0,
@@ -136,6 +141,18 @@ class Scenario:
             constants_bytes=0,
             resident_first=False,
         )
+
+
+def _from_tier(loads: Sequence[SimulatedLoad]) -> tuple[SimulatedLoad, ...]:
+    """The loads of a later run: one copy for each slice of the host tier."""
+    sizes = Counter[str]()
+    for load in loads:
+        sizes[load.name] += load.nbytes
+    return tuple(
+        replace(load, nbytes=sizes[load.name], pieces=(("copy", sizes[load.name]),)) if load.in_tier else load
+        for load in loads
+        if not (load.in_tier and load.first)
+    )
 
 
 def layout_for(program: Program, plan: OverlapPlan, mode: TransferMode, strategy: Strategy = "stream") -> PoolLayout:
@@ -158,11 +175,12 @@ def describe(
     disk: Disk = "cached",
     strategy: Strategy = "stream",
     lanes: bool = True,
+    host_budget: int | None = None,
 ) -> Scenario:
     """Describe the first run of a session with `plan` on a device, in transfer `mode`.
 
     `disk` "cold": nothing of the weight file is in the page cache. The seconds of launches are those of `schedule.instance`.
-    `lanes` is the argument of `flashmem.Session`.
+    `lanes` is the argument of `flashmem.Session`; `host_budget` is a limit in bytes (`choose_host_budget`).
     """
     rates = descriptor.rates
     slices = {part.name: part for part in program.slices}
@@ -183,7 +201,10 @@ def describe(
         )
 
     loads = planned_loads(plan, slices, layout, mode, preload=True)
-    travel = _Travel(mode, layout, program.page_bytes)
+    apart = host_budget is not None
+    kept_there = () if host_budget is None else tier_slices(reloaded([(plan, program.slices)]), host_budget - layout.ring_bytes)
+    in_tier = {identity(part) for part in kept_there}
+    travel = _Travel(mode, layout, program.page_bytes, in_tier)
     return Scenario(
         Machine(
             read_bandwidth=rates.cached_bandwidth,
@@ -205,11 +226,12 @@ def describe(
                 load.segment.first,
                 load.part.name in kept,
                 travel.reads_ahead,
+                identity(load.part) in in_tier,
             )
             for load in loads
         ),
         frees=_names(planned_frees(plan, slices)) if mode == "map" else {},
-        allocations=_allocations(program, layout),
+        allocations=_allocations(program, layout, layout.all_staging_bytes + (not apart) * layout.ring_bytes),
         announced=len(read_while_opening(loads, program, rates)),
         context_seconds=rates.session_seconds,
         kernel_seconds=rates.kernel_seconds * _kernel_count(program, moves) + rates.layer_seconds * len(program.launches),
@@ -223,7 +245,14 @@ def describe(
             if kept
             else ()
         ),
+        host=_host_memory(host_budget, layout.ring_bytes, kept_there),
     )
+
+
+def _host_memory(budget: int | None, staging: int, kept: Sequence[Slice]) -> HostMemoryUse | None:
+    weights = sum(map(tier_bytes, kept))
+    use: dict[Category, int] = {"weights": weights, "staging": staging}
+    return None if budget is None else HostMemoryUse(weights + staging, budget, use)
 
 
 def _port_bytes(program: Program, ports: Sequence[Port]) -> int:
@@ -239,6 +268,7 @@ class _Travel:
     mode: TransferMode
     layout: PoolLayout
     page: int  # bytes
+    in_tier: Collection[SliceIdentity]
 
     def pieces(self, load: Load) -> tuple[Piece, ...]:
         part, total = load.part, load.segment.nbytes
@@ -246,7 +276,7 @@ class _Travel:
             return (("copy", total),)
         if self.mode == "alias":
             return (("read", total),)
-        through = self._passed_through(load.preload)
+        through = total if identity(part) in self.in_tier else self._passed_through(load.preload)
         if not through:
             return (("read", total),)
         step = through // part.row_pitch * part.row_pitch if part.is_image else through
@@ -311,7 +341,7 @@ def _gathered_bytes(program: Program) -> int:
     return sum(min(prod(shapes[g.indices]), -(-g.rows // g.panel)) * panel_bytes(g) for g in program.host_embeddings)
 
 
-def _allocations(program: Program, layout: PoolLayout) -> tuple[Allocation, ...]:
+def _allocations(program: Program, layout: PoolLayout, staging: int) -> tuple[Allocation, ...]:
     """The allocations in the engine's order, without mapped pages, which change during a run."""
     return (
         Allocation("states", program.states_bytes),
@@ -320,7 +350,7 @@ def _allocations(program: Program, layout: PoolLayout) -> tuple[Allocation, ...]
         Allocation("outputs", output_bytes(program)),
         Allocation("staging", scratch_bytes(program)),
         Allocation("weights", layout.home_bytes),
-        Allocation("staging", layout.all_staging_bytes + layout.ring_bytes),
+        Allocation("staging", staging),
     )
 
 

@@ -115,7 +115,7 @@ class _SimulatedRun:
         memory, ended = self.memory, self.events.now
         use = MemoryUse(
             memory.peak, memory.average(ended), budget, dict(memory.peak_by_category), None, tuple(memory.history),
-            changes=tuple(memory.changes),
+            changes=tuple(memory.changes), host=self.scenario.host,
         )  # fmt: skip
         latency = Latency(ended, self.opened, ended - self.opened)
         return RunReport(latency, use, tuple(self.loads), tuple(self.layers), ended=ended)

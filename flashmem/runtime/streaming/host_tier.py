@@ -1,0 +1,112 @@
+"""The host tier: packed weights in pinned host memory, for a device with memory of its own.
+
+The first run reads each slice of the tier straight into its place there, and copies it to the device from there. Later runs
+only copy. A place is written once, before the first copy from it, and never again. So copies from the tier need no order among
+themselves; those to the device follow the rules of all copies (docs/opencl-notes.md, copies in defined order).
+
+Memory is a few pinned buffers. Each is mapped as a whole while the session lives, and no kernel uses them: NVIDIA's driver
+keeps further host memory for each buffer and sub-buffer that was ever mapped.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+from flashmem.base.errors import RunError
+from flashmem.base.units import format_size
+from flashmem.program.tensors import Slice
+from flashmem.runtime.memory.accounts import Budget
+from flashmem.runtime.memory.ledger import Ledger
+from flashmem.runtime.opencl.context import Bytes, Context, Queue
+from flashmem.schedule.host_tier import SliceIdentity, identity, tier_bytes
+from flashmem.schedule.loads import Segment
+
+_BLOCK_BYTES = 256 << 20
+"""Most bytes of one pinned buffer with several slices."""
+
+
+class HostTier:
+    """Pinned places for a fixed set of slices, and the account of a session's host memory: this tier and staging.
+
+    Loader threads call `place`, `holds` and `keep`. No two threads load the same segment at once.
+    """
+
+    def __init__(self, context: Context, budget: int, slices: Sequence[Slice]) -> None:
+        """Allocate the places of `slices`. `budget`: the limit on pinned host memory in bytes, staging included.
+
+        Raises:
+            RunError: the device refuses, or the budget does.
+        """
+        self.ledger = Ledger(context, Budget(budget, "host budget"))
+        self.complete: set[SliceIdentity] = set()  # slices of which all bytes have been read; it only grows
+        self._lock = threading.Lock()
+        self._blocks: list[Bytes] = []
+        self._places: dict[SliceIdentity, Bytes] = {}
+        self._read: dict[SliceIdentity, set[Segment]] = {}
+        queue = context.queue()
+        try:
+            for block in _blocks(slices, context.device.max_alloc_bytes):
+                self._allocate(queue, block)
+        except BaseException:
+            self.close()
+            raise
+
+    def _allocate(self, queue: Queue, slices: Sequence[Slice]) -> None:
+        nbytes = sum(map(tier_bytes, slices))
+        try:
+            memory = self.ledger.buffer("weights", nbytes, "the host tier", host_visible=True)
+            view = self.ledger.mapped(queue, memory, nbytes)
+        except RunError as error:
+            raise RunError(
+                f"{format_size(nbytes)} of pinned host memory for weights were refused ({error}); lower the host budget"
+            ) from error
+        self._blocks.append(view)
+        first = 0
+        for part in slices:
+            self._places[identity(part)] = view[first : first + part.file_bytes]
+            first += tier_bytes(part)
+
+    def place(self, part: Slice, segment: Segment) -> Bytes | None:
+        """The place of a segment; None if the tier does not keep the slice."""
+        place = self._places.get(identity(part))
+        return None if place is None else place[segment.first : segment.first + segment.nbytes]
+
+    def holds(self, part: Slice, segment: Segment) -> bool:
+        """Whether the bytes of a segment are in their place."""
+        key = identity(part)
+        return key in self.complete or segment in self._read.get(key, ())
+
+    def keep(self, part: Slice, segment: Segment) -> None:
+        """Record that a segment has been read into its place. All loads divide a slice into the same segments until then."""
+        key = identity(part)
+        with self._lock:
+            read = self._read.setdefault(key, set())
+            read.add(segment)
+            if sum(each.nbytes for each in read) == part.file_bytes:
+                self.complete.add(key)
+                del self._read[key]
+
+    def close(self) -> None:
+        """Free everything. No load may be in progress. Closing again does nothing."""
+        self._places.clear()
+        try:
+            while self._blocks:
+                self.ledger.unmap(self._blocks.pop())
+        finally:
+            self.ledger.close()
+
+
+def _blocks(slices: Sequence[Slice], most: int) -> Iterator[list[Slice]]:
+    """Divide slices among buffers of at most `most` bytes each (0: unknown), larger ones with a single slice."""
+    limit = min(_BLOCK_BYTES, most) if most else _BLOCK_BYTES
+    block: list[Slice] = []
+    held = 0
+    for part in slices:
+        if block and held + tier_bytes(part) > limit:
+            yield block
+            block, held = [], 0
+        block.append(part)
+        held += tier_bytes(part)
+    if block:
+        yield block

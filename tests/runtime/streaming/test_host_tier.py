@@ -1,0 +1,353 @@
+"""The host tier: the same bits, no read for what it keeps, and two limits that are never passed.
+
+A device with memory of its own is imitated: a CPU runtime that says it shares none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from flashmem import Session
+from flashmem.base.errors import BudgetError, RunError, UserError
+from flashmem.base.types import TransferMode
+from flashmem.program.program import fixed_bytes
+from flashmem.program.tensors import Slice
+from flashmem.runtime.engine.bound_program import BoundKernels
+from flashmem.runtime.memory.ledger import Ledger
+from flashmem.runtime.opencl import context
+from flashmem.runtime.opencl.context import Context, find_device, list_devices
+from flashmem.runtime.opencl.devices import Device, descriptor_for
+from flashmem.runtime.request import options
+from flashmem.runtime.request.options import choose_host_budget
+from flashmem.runtime.streaming.host_tier import HostTier
+from flashmem.schedule import loads as schedule
+from flashmem.schedule.host_tier import reloaded, tier_slices
+from flashmem.schedule.loads import Segment
+from flashmem.schedule.plan import PoolLayout, passing_bytes
+from flashmem.schedule.residency import streamed_layout
+from flashmem.tools.simulation.scenario import describe
+from flashmem.tools.simulation.simulator import simulate
+from tests.runtime.streaming.test_weight_checks import damage
+from tests.support.mini_bundle import MiniModel, write_mini_bundle
+from tests.support.own_memory import Reads, give_own_memory, reads_of_files
+
+PAGE = 4096
+MODES: tuple[TransferMode, ...] = ("dma", "interleave")
+CASES = [
+    pytest.param(device, path, mode, id=f"{device.descriptor_name}-{path}-{mode}")
+    for device in list_devices()
+    for path in descriptor_for(device).memory_paths
+    for mode in MODES
+]
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions find PoCL, or the first device here, as one with memory of its own."""
+    give_own_memory(monkeypatch, list_devices()[0])
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    return reads_of_files(monkeypatch)
+
+
+@dataclass
+class Pinned:
+    """Host-visible buffers: bytes by handle, and the most at once."""
+
+    live: dict[int, int] = field(default_factory=dict)
+    most: int = 0
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> Pinned:
+    """Checks that each buffer is counted before it is allocated."""
+    seen, buffer, allocate, give = Pinned(), Context.buffer, Ledger._allocate, context.release
+    counted: list[int] = []
+
+    def spy_allocate(ledger: Ledger, category: Any, nbytes: int, what: str, make: Any) -> Any:
+        before = ledger.total
+
+        def made() -> Any:
+            counted[:] = [ledger.total - before]
+            return make()
+
+        return allocate(ledger, category, nbytes, what, made)
+
+    def spy_buffer(self: Context, nbytes: int, *, host_visible: bool = False) -> Any:
+        assert counted == [nbytes]
+        made = buffer(self, nbytes, host_visible=host_visible)
+        if host_visible:
+            seen.live[made.int_ptr] = nbytes
+            seen.most = max(seen.most, sum(seen.live.values()))
+        return made
+
+    def spy_release(*objects: Any) -> None:
+        for each in objects:
+            seen.live.pop(each.int_ptr, None)
+        give(*objects)
+
+    monkeypatch.setattr(Ledger, "_allocate", spy_allocate)
+    monkeypatch.setattr(Context, "buffer", spy_buffer)
+    monkeypatch.setattr("flashmem.runtime.memory.ledger.release", spy_release)
+    return seen
+
+
+def layout_of(model: MiniModel, mode: TransferMode) -> PoolLayout:
+    return streamed_layout(model.open().program, model.open().plan, mode, shares_memory=False)
+
+
+def in_use_order(model: MiniModel) -> list[Slice]:
+    """The slices that each run loads, by first use."""
+    bundle = model.open()
+    parts, uses = {part.name: part for part in bundle.program.slices}, bundle.program.uses()
+    streamed = [w.name for w in bundle.plan.weights if not w.preload and not w.keep]
+    return [parts[name] for name in sorted(streamed, key=lambda name: uses[name][0])]
+
+
+def whole_pages(part: Slice) -> int:
+    return -(-part.file_bytes // PAGE) * PAGE
+
+
+def assert_same(got: list[NDArray[Any]], expected: list[NDArray[Any]]) -> None:
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("prepare", [False, True], ids=["alone", "prefetch"])
+@pytest.mark.parametrize("part", ["all", "half", "staging"])
+@pytest.mark.parametrize(("device", "path", "mode"), CASES)
+def test_later_runs_read_nothing_that_the_tier_keeps_and_give_the_same_bits(
+    device: Device, path: Any, mode: TransferMode, part: str, prepare: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: Reads, pinned: Pinned,
+) -> None:  # fmt: skip
+    model = write_mini_bundle(tmp_path / "m.flashmem", path)
+    monkeypatch.setattr(schedule, "passing_bytes", partial(passing_bytes, piece=PAGE))  # slices of several segments
+    give_own_memory(monkeypatch, device)
+    inputs, order = model.inputs(seed=3), in_use_order(model)
+    staging, sizes = layout_of(model, mode).ring_bytes, [whole_pages(each) for each in order]
+    budget = staging + {"all": sum(sizes), "half": sum(sizes) // 2, "staging": 0}[part]
+    kept, left = set(), budget - staging
+    for each, nbytes in zip(order, sizes, strict=True):
+        if nbytes <= left:
+            kept.add(each.name)
+            left -= nbytes
+    assert len(kept) == {"all": len(order), "half": len(order) // 2, "staging": 0}[part] and staging > 0
+    with Session(model.path, mode=mode) as session:
+        expected = session.run(None, inputs)
+        assert session.host_budget is None and session.last_run is not None and session.last_run.memory.host is None
+        usual = session.last_run.memory.peak_bytes
+    np.testing.assert_allclose(expected[0], model.reference(inputs)[0], rtol=0, atol=2e-5)
+    constants, pinned.most = model.open().program.constants_bytes, 0
+    reads.watch(model.open().program.slices)
+    with Session(model.path, mode=mode, budget=usual - staging, host_budget=budget, prepare=prepare) as session:
+        loaded = {each.name: each.file_bytes for each in order}
+        for run in range(4):
+            if run:
+                session.prepared()
+            assert_same(session.run(None, inputs), expected)
+            report = session.last_run
+            assert report is not None and report.memory.host is not None
+            assert report.memory.peak_bytes == usual - staging == session.budget
+            assert report.memory.host.peak_bytes == staging + sum(sizes[: len(kept)]) <= budget == session.host_budget
+            if run == 0:
+                assert {load.name for load in report.loads} >= loaded.keys() and report.host_tier_bytes == 0
+                if not prepare:
+                    assert reads.taken() == {each.name: each.file_bytes for each in reads.slices.values()}
+                continue
+            unread = {load.name for load in report.loads if "read" not in dict(load.steps)}
+            assert unread == kept and {load.name for load in report.loads} == loaded.keys()
+            assert report.host_tier_bytes == sum(loaded[name] for name in kept)
+            assert sum(load.nbytes for load in report.loads) == sum(loaded.values())
+            assert Counter(load.name for load in report.loads if load.name in kept) == Counter(kept)  # one copy for each slice
+            if not prepare:
+                assert reads.taken() == {name: nbytes for name, nbytes in loaded.items() if name not in kept}
+        if prepare:  # the next run is being read
+            session.close()
+            once, every = dict(reads.nbytes), loaded.keys() - kept
+            assert all(once[name] == reads.slices[name].file_bytes for name in reads.slices.keys() - every)
+            assert all(4 * loaded[name] <= once[name] <= 5 * loaded[name] for name in every)
+    assert pinned.most <= budget + constants and not pinned.live
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_simulator_predicts_the_memory_and_the_loads_of_a_session(
+    mode: TransferMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: None
+) -> None:
+    monkeypatch.setattr(schedule, "passing_bytes", partial(passing_bytes, piece=PAGE))
+    model, layout = write_mini_bundle(tmp_path / "m.flashmem"), layout_of(write_mini_bundle(tmp_path / "n.flashmem"), mode)
+    budget = layout.ring_bytes + sum(map(whole_pages, in_use_order(model))) // 2
+    with Session(model.path, mode=mode, host_budget=budget) as session:
+        first, later = (session.run(None, model.inputs()) and session.last_run for _ in range(2))
+    assert first is not None and later is not None
+    bundle = model.open()
+    plan = replace(bundle.plan, layouts={mode: layout})
+    predicted = simulate(describe(bundle.program, plan, descriptor_for(list_devices()[0]), mode, host_budget=budget))
+    for real, report in ((first, predicted.report), (later, predicted.later_report)):
+        assert report.memory.host == real.memory.host and report.memory.peak_bytes == real.memory.peak_bytes
+        made, expected = (
+            Counter((load.name, load.nbytes, "read" in dict(load.steps)) for load in each.loads) for each in (real, report)
+        )
+        assert made == expected
+    assert predicted.later_report.host_tier_bytes == later.host_tier_bytes > 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_device_does_not_pay_for_staging_that_the_host_budget_counts(
+    mode: TransferMode, tmp_path: Path, apart: None
+) -> None:
+    model = write_mini_bundle(tmp_path / "m.flashmem")
+    layout = layout_of(model, mode)
+    needed = fixed_bytes(model.open().program) + layout.total_bytes
+    with pytest.raises(BudgetError) as refused:
+        Session(model.path, mode=mode, budget=needed - 1)
+    assert refused.value.smallest_bytes == needed
+    with pytest.raises(BudgetError) as refused:
+        Session(model.path, mode=mode, budget=needed - layout.ring_bytes - 1, host_budget=layout.ring_bytes)
+    assert refused.value.smallest_bytes == needed - layout.ring_bytes
+    with Session(model.path, mode=mode, budget=needed - layout.ring_bytes, host_budget=layout.ring_bytes) as session:
+        session.run(None, model.inputs())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_host_budget_below_staging_names_the_smallest_that_works(mode: TransferMode, tmp_path: Path, apart: None) -> None:
+    model = write_mini_bundle(tmp_path / "m.flashmem")
+    staging = layout_of(model, mode).ring_bytes
+    with pytest.raises(BudgetError, match=rf"^host budget .* is too small: staging .* {mode} needs {staging} bytes") as refused:
+        Session(model.path, mode=mode, host_budget=staging - 1)
+    assert "\n" not in str(refused.value)
+    with Session(model.path, mode=mode, host_budget=refused.value.smallest_bytes) as session:
+        np.testing.assert_allclose(session.run(None, model.inputs())[0], model.reference(model.inputs())[0], atol=2e-5)
+        assert session.last_run is not None and session.last_run.memory.host is not None
+        assert session.last_run.memory.host.by_category["staging"] == staging == session.last_run.memory.host.peak_bytes
+
+
+def test_where_memory_is_shared_there_is_one_budget(tmp_path: Path) -> None:
+    model = write_mini_bundle(tmp_path / "m.flashmem")
+    for mode in ("map", "alias", "dma", "interleave"):
+        with pytest.raises(UserError, match="shares its memory with the host") as refused:
+            Session(model.path, device="pocl", mode=mode, host_budget="1GB")
+        assert "\n" not in str(refused.value)
+        with Session(model.path, device="pocl", mode=mode, host_budget="auto") as session:
+            session.run(None, model.inputs())
+            assert session.host_budget is None and session.last_run is not None and session.last_run.memory.host is None
+
+
+def test_modes_without_copies_have_no_host_budget() -> None:
+    choose = partial(choose_host_budget, staging=8, weights=100, shares_memory=False)
+    assert choose("auto", mode="alias") is None and choose(None, mode="dma") is None
+    with pytest.raises(UserError, match="transfer mode alias has no copies"):
+        choose("1MB", mode="alias")
+    with pytest.raises(UserError, match="host budget 'lots' is not a size"):
+        choose("lots", mode="dma")
+
+
+@pytest.mark.parametrize(
+    ("left", "chosen"), [(None, 108), (10**9, 108), (100, 50), (12, 8)], ids=["not known", "much", "little", "next to nothing"]
+)
+def test_auto_is_half_of_what_the_system_has_left(left: int | None, chosen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "available", lambda: left)
+    assert choose_host_budget("auto", 8, 100, mode="dma", shares_memory=False) == chosen
+    assert choose_host_budget("auto", 8, 100, mode="dma", shares_memory=False, here=False) == 108
+
+
+def test_slices_are_chosen_in_order_and_smaller_ones_fill_the_rest(tmp_path: Path) -> None:
+    part = write_mini_bundle(tmp_path / "m.flashmem").open().program.slices[0]
+    sizes = {"a": 3 * PAGE, "b": 5 * PAGE - 1, "c": 4 * PAGE, "d": PAGE}
+    slices = [replace(part, name=name, nbytes=nbytes) for name, nbytes in sizes.items()]
+    chosen = {nbytes: "".join(each.name for each in tier_slices(slices, nbytes * PAGE)) for nbytes in (0, 3, 4, 8, 12, 13)}
+    assert chosen == {0: "", 3: "a", 4: "ad", 8: "ab", 12: "abc", 13: "abcd"}
+
+
+def test_what_stays_on_the_device_is_not_kept_on_the_host(tmp_path: Path, apart: None) -> None:
+    model = write_mini_bundle(tmp_path / "m.flashmem", preload=3)
+    plan = model.open().plan
+    weights = tuple(replace(w, keep=number == 5) for number, w in enumerate(plan.weights))
+    stays = {w.name for w in weights if w.preload or w.keep}
+    again = reloaded([(replace(plan, weights=weights), model.open().program.slices)])
+    assert len(stays) == 4 and {part.name for part in again} == {w.name for w in weights} - stays
+    with Session(model.path, strategy="preload", host_budget="auto") as session:
+        assert session.host_budget == session._variants[0].layout.ring_bytes > 0
+        np.testing.assert_allclose(session.run(None, model.inputs())[0], model.reference(model.inputs())[0], atol=2e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_damage_is_found_when_a_slice_is_read_into_the_tier(mode: TransferMode, tmp_path: Path, apart: None) -> None:
+    model = write_mini_bundle(tmp_path / "m.flashmem")
+    part = in_use_order(model)[4]
+    with Session(model.path, mode=mode, host_budget="auto", verify_weights=True) as session:
+        expected = session.run(None, model.inputs())
+        session._engine.stop_ahead()
+        damage(model, part.offset + part.file_bytes - 1)
+        assert_same(session.run(None, model.inputs()), expected)  # not read again
+    with Session(model.path, mode=mode, host_budget="auto", verify_weights=True) as session:
+        with pytest.raises(RunError, match=rf"weights\.bin is damaged: slice '{part.name}'"):
+            session.run(None, model.inputs())
+        assert session._engine.opened.tier is None
+
+
+def test_a_session_that_cannot_be_bound_frees_its_host_memory(
+    tmp_path: Path, apart: None, pinned: Pinned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_mini_bundle(tmp_path / "m.flashmem")
+
+    def fail(*_: Any) -> None:
+        assert pinned.live
+        raise RunError("the device refuses")
+
+    monkeypatch.setattr(BoundKernels, "__init__", fail)
+    with pytest.raises(RunError, match="the device refuses"):
+        Session(model.path, mode="dma", host_budget="auto")
+    assert not pinned.live
+
+
+def test_host_memory_that_the_device_refuses_names_the_option(
+    tmp_path: Path, apart: None, pinned: Pinned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, allowed, buffer = write_mini_bundle(tmp_path / "m.flashmem"), [True, True, False], Context.buffer
+
+    def refuse(self: Context, nbytes: int, *, host_visible: bool = False) -> Any:
+        made = buffer(self, nbytes, host_visible=host_visible)
+        if not allowed.pop(0):
+            made.release()
+            pinned.live.pop(made.int_ptr, None)
+            raise RunError("out of host memory")
+        return made
+
+    monkeypatch.setattr(Context, "buffer", refuse)
+    monkeypatch.setattr("flashmem.runtime.streaming.host_tier._BLOCK_BYTES", 200_000)
+    with pytest.raises(RunError, match=r"of pinned host memory .* refused \(out of host memory\); lower the host budget"):
+        Session(model.path, mode="dma", host_budget="auto")
+    assert not pinned.live and not allowed
+
+
+def test_buffers_of_the_tier_are_no_larger_than_the_device_allows(tmp_path: Path) -> None:
+    device = replace(find_device(), max_alloc_bytes=3 * PAGE)
+    part = write_mini_bundle(tmp_path / "m.flashmem").open().program.slices[0]
+    slices = [replace(part, offset=10**6 * n, nbytes=PAGE) for n in range(8)]
+    tier = HostTier(Context(device), 8 * PAGE, slices)
+    assert [block.nbytes for block in tier._blocks] == [3 * PAGE, 3 * PAGE, 2 * PAGE] and tier.ledger.total == 8 * PAGE
+    whole = Segment(0, PAGE)
+    places = [place for each in slices if (place := tier.place(each, whole)) is not None]
+    for number, place in enumerate(places):
+        place[:] = number
+    assert [(int(place.max()), place.nbytes) for place in places] == [(number, PAGE) for number in range(8)]
+    with pytest.raises(RunError, match="of the host budget of"):
+        tier.ledger.buffer("staging", 1, "one byte more", host_visible=True)
+    halves = Segment(0, PAGE // 2), Segment(PAGE // 2, PAGE // 2)
+    tier.keep(slices[0], halves[1])
+    assert tier.holds(slices[0], halves[1]) and not tier.holds(slices[0], halves[0]) and not tier.complete
+    tier.keep(slices[0], halves[0])
+    assert tier.holds(slices[0], whole) and len(tier.complete) == 1 and not tier.holds(slices[1], whole)
+    tier.close()
+    tier.close()
+    assert tier.ledger.total == 0 and tier.place(slices[0], whole) is None

@@ -1,0 +1,68 @@
+"""A device with memory of its own, imitated by a CPU runtime, and the reads of weight files."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from flashmem.program.tensors import Slice
+from flashmem.runtime.opencl.context import Bytes
+from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.request import options
+from flashmem.runtime.streaming.weight_file import WeightFile
+
+
+def give_own_memory(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+    """Sessions find `device`, as one that shares no memory with its host."""
+    monkeypatch.setattr(options, "find_device", lambda *_, **__: replace(device, unified_memory=False))
+
+
+def descriptor_with_own_memory(folder: Path) -> str:
+    """A file with PoCL's descriptor, with the modes of a device with memory of its own."""
+    text = (resources.files("flashmem") / "devices" / "pocl.toml").read_text("utf-8")
+    text = re.sub(r"(?m)^(capacity_model|tuned) = .*\n", "", text)
+    path = folder / "apart.toml"
+    path.write_text(re.sub(r"(?m)^buffer = .*$", 'buffer = ["dma", "interleave"]', text))
+    return str(path)
+
+
+@dataclass
+class Reads:
+    """The bytes that were read of each slice in `slices`, by name."""
+
+    slices: dict[str, Slice] = field(default_factory=dict)
+    nbytes: Counter[str] = field(default_factory=Counter)
+
+    def watch(self, slices: Iterable[Slice]) -> None:
+        """Count the reads of these slices from now on."""
+        self.slices, self.nbytes = {part.name: part for part in slices}, Counter()
+
+    def note(self, offset: int, nbytes: int) -> None:
+        """Count a read."""
+        for part in self.slices.values():
+            if part.offset <= offset < part.offset + part.file_bytes:
+                assert offset + nbytes <= part.offset + part.file_bytes
+                self.nbytes[part.name] += nbytes
+
+    def taken(self) -> dict[str, int]:
+        """The reads since the last call."""
+        made, self.nbytes = dict(self.nbytes), Counter()
+        return made
+
+
+def reads_of_files(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    """Counts reads of weight files from now on."""
+    seen, read_into = Reads(), WeightFile.read_into
+
+    def spy(file: WeightFile, data: Bytes, offset: int) -> None:
+        seen.note(offset, data.nbytes)
+        read_into(file, data, offset)
+
+    monkeypatch.setattr(WeightFile, "read_into", spy)
+    return seen
