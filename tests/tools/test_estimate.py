@@ -14,7 +14,7 @@ from tests.support.gguf_models import SmallLlama
 from tests.support.language_folders import unpack
 
 MODELS = {
-    "halves": SmallLlama(),
+    "halves": SmallLlama(layers=1),
     "products as scales": SmallLlama(layers=1, formats=("Q4_K", "Q6_K", "Q5_K"), table="Q4_K", hidden=256, inner=256),
     "floats": SmallLlama(layers=1, formats=("F16", "F32"), table="F32"),
 }

@@ -84,8 +84,8 @@ def tiled(monkeypatch: pytest.MonkeyPatch, change: Callable[[Graph], Graph]) -> 
     """Compile a model's graph as changed by `change`; returns the list of these graphs."""
     made: list[Graph] = []
 
-    def read(model: Path, options: Any) -> Graph:
-        made.append(change(read_graph(model, options)))
+    def read(model: Path, options: Any, *rewrite: Any) -> Graph:
+        made.append(change(read_graph(model, options, *rewrite)))
         return made[-1]
 
     monkeypatch.setattr(compiling, "read_graph", read)
