@@ -122,8 +122,8 @@ HostBudget = Annotated[
     typer.Option(
         "--host-budget",
         metavar="SIZE|auto",
-        help="On a device with memory of its own: limit on host memory, for staging and for weights that later runs copy.",
-        show_default="staging, in --budget",
+        help="Limit on host memory for staging and for weights that later runs copy; for a device with memory of its own.",
+        show_default="none: staging counts in --budget",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of a report.")]
