@@ -2,10 +2,11 @@
 
 The first run reads each slice of the tier straight into its place there, and copies it to the device from there. Later runs
 only copy. A place is written once, before the first copy from it, and never again. So copies from the tier need no order among
-themselves; those to the device follow the rules of all copies (docs/opencl-notes.md, copies in defined order).
+themselves; those to the device follow the rules of all copies (docs/research/opencl-notes.md, copies in defined order).
 
-Memory is a few pinned buffers. Each is mapped as a whole while the session lives, and no kernel uses them: NVIDIA's driver
-keeps further host memory for each buffer and sub-buffer that was ever mapped.
+Memory is a few blocks of pages of the process, each with a buffer over it (CL_MEM_USE_HOST_PTR), which pins it. Only the pages
+are used: commands copy from them, and neither a command nor a map sees the buffers. For a buffer that was ever mapped, NVIDIA's
+driver takes as much memory of the device (docs/research/opencl-notes.md, pinned memory).
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from flashmem.base.errors import RunError
 from flashmem.base.units import format_size
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.accounts import Budget
+from flashmem.runtime.memory.arena import new_pages
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Bytes, Context, Queue
+from flashmem.runtime.opencl.context import Bytes, Context
 from flashmem.schedule.host_tier import SliceIdentity, identity, tier_bytes
 from flashmem.schedule.loads import Segment
 
@@ -41,27 +43,24 @@ class HostTier:
         self.ledger = Ledger(context, Budget(budget, "host budget"))
         self.complete: set[SliceIdentity] = set()  # slices of which all bytes have been read; it only grows
         self._lock = threading.Lock()
-        self._blocks: list[Bytes] = []
         self._places: dict[SliceIdentity, Bytes] = {}
         self._read: dict[SliceIdentity, set[Segment]] = {}
-        queue = context.queue()
         try:
             for block in _blocks(slices, context.device.max_alloc_bytes):
-                self._allocate(queue, block)
+                self._allocate(block)
         except BaseException:
             self.close()
             raise
 
-    def _allocate(self, queue: Queue, slices: Sequence[Slice]) -> None:
+    def _allocate(self, slices: Sequence[Slice]) -> None:
         nbytes = sum(map(tier_bytes, slices))
+        view = new_pages(nbytes)[:nbytes]
         try:
-            memory = self.ledger.buffer("weights", nbytes, "the host tier", host_visible=True)
-            view = self.ledger.mapped(queue, memory, nbytes)
+            self.ledger.wrapped("weights", view, "the host tier")
         except RunError as error:
             raise RunError(
                 f"{format_size(nbytes)} of pinned host memory for weights were refused ({error}); lower the host budget"
             ) from error
-        self._blocks.append(view)
         first = 0
         for part in slices:
             self._places[identity(part)] = view[first : first + part.file_bytes]
@@ -90,11 +89,7 @@ class HostTier:
     def close(self) -> None:
         """Free everything. No load may be in progress. Closing again does nothing."""
         self._places.clear()
-        try:
-            while self._blocks:
-                self.ledger.unmap(self._blocks.pop())
-        finally:
-            self.ledger.close()
+        self.ledger.close()
 
 
 def _blocks(slices: Sequence[Slice], most: int) -> Iterator[list[Slice]]:

@@ -313,17 +313,14 @@ def test_a_session_that_cannot_be_bound_frees_its_host_memory(
 def test_host_memory_that_the_device_refuses_names_the_option(
     tmp_path: Path, apart: None, pinned: Pinned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, allowed, buffer = write_mini_bundle(tmp_path / "m.flashmem"), [True, True, False], Context.buffer
+    model, allowed, scratch = write_mini_bundle(tmp_path / "m.flashmem"), [True, True, False], Context.scratch
 
-    def refuse(self: Context, nbytes: int, *, host_visible: bool = False) -> Any:
-        made = buffer(self, nbytes, host_visible=host_visible)
+    def refuse(self: Context, data: Any) -> Any:
         if not allowed.pop(0):
-            made.release()
-            pinned.live.pop(made.int_ptr, None)
             raise RunError("out of host memory")
-        return made
+        return scratch(self, data)
 
-    monkeypatch.setattr(Context, "buffer", refuse)
+    monkeypatch.setattr(Context, "scratch", refuse)
     monkeypatch.setattr("flashmem.runtime.streaming.host_tier._BLOCK_BYTES", 200_000)
     with pytest.raises(RunError, match=r"of pinned host memory .* refused \(out of host memory\); lower the host budget"):
         Session(model.path, mode="dma", host_budget="auto")
@@ -335,7 +332,8 @@ def test_buffers_of_the_tier_are_no_larger_than_the_device_allows(tmp_path: Path
     part = write_mini_bundle(tmp_path / "m.flashmem").open().program.slices[0]
     slices = [replace(part, offset=10**6 * n, nbytes=PAGE) for n in range(8)]
     tier = HostTier(Context(device), 8 * PAGE, slices)
-    assert [block.nbytes for block in tier._blocks] == [3 * PAGE, 3 * PAGE, 2 * PAGE] and tier.ledger.total == 8 * PAGE
+    assert [nbytes for _, _, nbytes in tier.ledger._objects] == [3 * PAGE, 3 * PAGE, 2 * PAGE]
+    assert tier.ledger.total == 8 * PAGE
     whole = Segment(0, PAGE)
     places = [place for each in slices if (place := tier.place(each, whole)) is not None]
     for number, place in enumerate(places):

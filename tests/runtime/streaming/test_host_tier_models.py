@@ -131,10 +131,10 @@ def test_a_language_model_reads_each_slice_once(
             assert len(wanted) > 2 and tokens
         report = generator.last
         assert report is not None and report.token_bytes > 0  # weights are loaded for each token
-        run = generator._session.last_run
+        run = generator._model.session.last_run
         assert run is not None and run.memory.host is not None and run.memory.peak_bytes <= budget
         assert run.host_tier_bytes == sum(load.nbytes for load in run.loads) > 0
-        generator._session._engine.stop_ahead()
+        generator._model.session._engine.stop_ahead()
         streamed = {w.name for each in variants_of(bundle) for w in each.plan.weights if not (w.preload or w.keep)}
         sizes = {part.name: part.file_bytes for part in every_slice(bundle)}
         counted = reads.taken()
