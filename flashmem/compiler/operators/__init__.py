@@ -17,6 +17,7 @@ from flashmem.compiler.operators import (
     normalization,
     pooling,
     quantization,
+    quantised_rows,
     recurrent,
     reduction,
     resize,
@@ -48,6 +49,7 @@ FAMILIES = (
     determinant,
     movement,
     indexing,
+    quantised_rows,
     selection,
 )
 """The modules that declare operators, in the order of docs/operators.md."""
