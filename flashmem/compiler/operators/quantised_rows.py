@@ -20,8 +20,10 @@ _BYTES: Types = frozenset({"int8"})
 LARGEST_CODE = 127
 """The code of an element that is as large as the largest of its row."""
 
-LEAST = LARGEST_CODE * 2.0**-126
-"""The least largest element of a row whose scale is no denormal number, which devices may take for 0."""
+LEAST = LARGEST_CODE * 2.0**-80
+"""The least largest element of a row that is not stored as zeros, 1.05e-22. Above it no remainder of a division, by which it is
+rounded to the nearest, is a denormal number, which devices may take for 0.
+"""
 
 
 def scale_offset(size: int) -> int:
