@@ -474,11 +474,11 @@ def with_layouts(program: Program, plan: OverlapPlan, modes: Sequence[TransferMo
 
 
 def _states_in_half(graph: Graph) -> dict[str, object]:
-    """With states in int8, the names of those that are stored in half all the same."""
+    """With states in int8: that, and the names of those that are stored in half all the same."""
     if graph.state_precision != "int8":
         return {}
     quantised = quantised_states(graph)
-    return {"states_in_half": [name for name, _ in graph.states if name not in quantised]}
+    return {"state_precision": "int8", "states_in_half": [name for name, _ in graph.states if name not in quantised]}
 
 
 def _about(model: Path, options: Options) -> dict[str, object]:
