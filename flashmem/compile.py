@@ -305,8 +305,8 @@ def _read_graphs(source: _Source, variants: Sequence[Options]) -> list[Graph]:
             raise UserError(f"two of the requested variants are {shapes_text(shapes)}; leave one out")
         if quantised_states(graphs[-1]) != quantised_states(graphs[0]):
             raise UserError(
-                "other states can be stored in int8 for one of the requested variants than for another, and variants share their "
-                "states; use --state-precision fp16"
+                "one of the requested variants can store other states in int8 than another, and variants share their states; "
+                "use --state-precision fp16"
             )
         for state, _ in graphs[0].states:
             if seen and shapes[state] != seen[0][state]:
@@ -365,8 +365,8 @@ def read_graph(model: Path, options: Options, rewrite: Rewrite = unchanged) -> G
     graph = prepare(import_graph(model, options, rewrite))
     if options.state_precision == "int8" and not quantised_states(graph):
         raise UserError(
-            f"no state of {model} is a cache of keys or values that attention alone reads, and others cannot be stored in int8; "
-            f"use --state-precision fp16"
+            f"no state of {model} is a cache of keys or values that attention alone reads, and others cannot be stored in "
+            "int8; use --state-precision fp16"
         )
     return graph
 

@@ -104,7 +104,7 @@ def _zeros(port: Any, state: State) -> NDArray[Any]:
 
 def _dtype_of(port: Any) -> str:
     """The numpy type of an input of ONNX Runtime."""
-    name = port.type.removeprefix("tensor(").removesuffix(")")
+    name = str(port.type).removeprefix("tensor(").removesuffix(")")
     return {onnx: ours for ours, onnx in ONNX_NAMES.items()}.get(name, name)
 
 
@@ -116,9 +116,7 @@ def _fixed(port: Any, value: Any) -> NDArray[Any]:
     return np.resize(array, port.shape)  # as many elements, or one for all
 
 
-def compare(
-    answers: Sequence[NDArray[Any]], references: Sequence[NDArray[Any]], precision: StatePrecision
-) -> Verification:
+def compare(answers: Sequence[NDArray[Any]], references: Sequence[NDArray[Any]], precision: StatePrecision) -> Verification:
     """Compare output by output. NaN or infinity is infinitely wrong unless the other output has the same."""
     errors = [_errors(answer, expected) for answer, expected in zip(answers, references, strict=True)]
     absolute = max((error for error, _ in errors), default=0.0)

@@ -17,7 +17,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class CachedAttention:
-    """Attention of `heads` heads over caches of `key_heads` heads with `length` places, of which `filled` are in use after a run.
+    """Attention of `heads` heads over caches of `key_heads` heads with `length` places; `filled` are in use after a run.
 
     A run writes keys and values of `rows` tokens, by TensorScatter, or by ScatterND (`by_index`).
     """

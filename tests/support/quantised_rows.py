@@ -15,9 +15,10 @@ def quantised(rows: Array) -> NDArray[np.int8]:
     assert rows.dtype == np.float32
     size = rows.shape[-1]
     largest = np.abs(rows).max(-1, keepdims=True)
-    scale = np.where(largest < np.float32(127 * 2.0**-80), np.float32(0), largest / np.float32(127))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        codes = np.where(scale == 0, 0, np.rint(rows / scale)).astype(np.int8)
+    empty = largest < np.float32(127 * 2.0**-80)
+    scale = np.where(empty, np.float32(0), largest * np.float32(1 / 127))
+    inverse = np.float32(127) / np.where(empty, np.float32(np.inf), largest)
+    codes = np.rint(rows * inverse).astype(np.int8)
     padding = np.zeros((*rows.shape[:-1], -size % 4), np.int8)
     return np.concatenate([codes, padding, scale.astype("<f4").view(np.int8)], -1)
 

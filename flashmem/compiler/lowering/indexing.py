@@ -157,6 +157,7 @@ def lower_scatter_quantised(context: LoweringContext, group: FusionGroup) -> Non
         scale_at=scale_offset(size),
         least=scalar_literal("float32", LEAST),
         largest_code=LARGEST_CODE,
+        unit=scalar_literal("float32", 1 / LARGEST_CODE),
         **{name: given[name] for name in ("index_step", "update_step", "stride", "places")},
     )
     args = [context.operand(updates), context.operand(indices), context.tensor(y), context.status()]

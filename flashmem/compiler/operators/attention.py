@@ -22,7 +22,6 @@ from flashmem.compiler.ir.strided import Dimension, StridedView, merged
 from flashmem.compiler.operators.registry import FLOAT, Operator, Types, register
 from flashmem.compiler.operators.tiling_interface import AxisRange, TiledNode, aligned, outermost
 
-
 _STORED: Types = FLOAT | {"int8"}
 """Types of keys and values: floats, or quantised rows."""
 
@@ -216,6 +215,7 @@ def _scores(
 register(
     __name__,
     Operator(
-        "FusedAttention", (FLOAT, _STORED, _STORED, FLOAT), kernel="attention", operator_class="hierarchical", onnx=False, tiling=attention_tile
+        "FusedAttention", (FLOAT, _STORED, _STORED, FLOAT), kernel="attention", operator_class="hierarchical", onnx=False,
+        tiling=attention_tile,
     ),
 )  # fmt: skip

@@ -1,8 +1,9 @@
 """Rows of int8 codes, each with a float32 scale: how a cache of keys and values in 8 bits is stored.
 
 A row of `size` floats x becomes `row_bytes(size)` bytes: the codes, zeros up to a multiple of 4, and the scale, at
-`scale_offset(size)`. The scale is max |x| / 127, and a code is x / scale, both rounded to the nearest, ties to even. A row whose
-largest element is below `LEAST` has scale 0 and codes 0. If an element is NaN or infinite, the scale is so too.
+`scale_offset(size)`. The scale is max |x| * (1 / 127), and a code is x * (127 / max |x|), rounded to the nearest, ties to even;
+each factor is rounded to float32. A row whose largest element is below `LEAST` has scale 0 and codes 0. If an element is NaN or
+infinite, the scale is so too.
 
 `ScatterQuantised` writes quantised rows into a copy of such a tensor, as `ScatterAt` writes floats
 (`compiler.operators.indexing`); only `compiler.passes.quantised_caches` produces it. Row (item, step) of the updates has `size`
@@ -21,8 +22,8 @@ LARGEST_CODE = 127
 """The code of an element that is as large as the largest of its row."""
 
 LEAST = LARGEST_CODE * 2.0**-80
-"""The least largest element of a row that is not stored as zeros, 1.05e-22. Above it no remainder of a division, by which it is
-rounded to the nearest, is a denormal number, which devices may take for 0.
+"""The least largest element of a row that is not stored as zeros, 1.05e-22. Above it, denormal numbers, which devices may take
+for 0, have code 0 all the same.
 """
 
 
