@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashmem.base.errors import MissingFileError, UserError
-from flashmem.base.types import MemoryPath, Optimize, Quantize, States, TransferMode
+from flashmem.base.types import MemoryPath, Optimize, Quantize, StatePrecision, States, TransferMode
 from flashmem.base.version import __version__
 from flashmem.bundle import cache
 from flashmem.bundle.bundle import Bundle
@@ -111,7 +111,7 @@ def read_compilation(
     lambda_: float | None = None,
     chunk: int | str | None = None,
     precision: Precision = "fp32",
-    state_precision: Precision | None = None,
+    state_precision: StatePrecision | None = None,
     shapes: Shapes | Sequence[Shapes] | None = None,
     states: States | None = None,
     constants: Mapping[str, Any] | None = None,

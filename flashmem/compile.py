@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashmem.base.errors import BudgetError, UserError
-from flashmem.base.types import MemoryPath, Optimize, Quantize, States, TransferMode
+from flashmem.base.types import MemoryPath, Optimize, Quantize, StatePrecision, States, TransferMode
 from flashmem.bundle.bundle import Bundle, ShapeVariant
 from flashmem.bundle.cache import find_or_make
 from flashmem.bundle.shape_variants import Shapes, shapes_text
@@ -45,6 +45,7 @@ from flashmem.compiler.memory.allocations import within_allocations
 from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.pipeline import check_dump_folder, dump_graph, prepare
+from flashmem.compiler.passes.quantised_caches import quantised_states
 from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.compiler.weights.sharing import NOTHING_STORED, StoredWeights
 from flashmem.compiler.weights.slicing import FINEST
@@ -74,7 +75,7 @@ def compile(
     lambda_: float | None = None,
     chunk: int | str | None = None,
     precision: Literal["fp32", "fp16"] = "fp32",
-    state_precision: Literal["fp32", "fp16"] | None = None,
+    state_precision: StatePrecision | None = None,
     shapes: Shapes | Sequence[Shapes] | None = None,
     states: States | None = None,
     constants: Mapping[str, Any] | None = None,
@@ -109,7 +110,8 @@ def compile(
             or the paper's 0.9 for objective "paper".
         chunk: S, the unit of transfer; by default at most a quarter of what the median launch can carry.
         precision: the stored type of weights and activations; sums are fp32.
-        state_precision: the stored type of states, by default fp16 for a GGUF file, and `precision` for others.
+        state_precision: the stored type of states, by default fp16 for a GGUF file, and `precision` for others. "int8": caches
+            of keys and values in 8 bits, with a float32 scale for each row of a head, and other states in half.
         shapes: sizes for open dimensions, by input. Or several of these, for a bundle with one shape variant each and common
             weights. A session then runs the variant whose shapes its inputs have.
         states: inputs that the next run reads as outputs of this one, input name to output name; "auto": all pairs that are
@@ -313,7 +315,7 @@ def _compile(
         bundle.commit_all(
             [_variant(joined[index], made[index][1], each) for index, each in enumerate(variants)],
             options.descriptor.portable,
-            {**_about(model, options), **source.meta, DATA_FILES: data},
+            {**_about(model, options), **_states_in_half(graphs[0]), **source.meta, DATA_FILES: data},
             source.language,
         )
     return Bundle.open(output)
@@ -342,6 +344,11 @@ def _read_graphs(source: _Source, variants: Sequence[Options]) -> list[Graph]:
         shapes = {port.name: port.value.shape for port in graphs[-1].inputs}
         if shapes in seen:
             raise UserError(f"two of the requested variants are {shapes_text(shapes)}; leave one out")
+        if quantised_states(graphs[-1]) != quantised_states(graphs[0]):
+            raise UserError(
+                "one of the requested variants can store other states in int8 than another, and variants share their states; "
+                "use --state-precision fp16"
+            )
         for state, _ in graphs[0].states:
             if seen and shapes[state] != seen[0][state]:
                 raise UserError(
@@ -396,7 +403,13 @@ def read_graph(model: Path, options: Options, rewrite: Rewrite = unchanged) -> G
     Raises:
         UserError: the model cannot be read, or has something that cannot run.
     """
-    return prepare(import_graph(model, options, rewrite))
+    graph = prepare(import_graph(model, options, rewrite))
+    if options.state_precision == "int8" and not quantised_states(graph):
+        raise UserError(
+            f"no state of {model} is a cache of keys or values that attention alone reads, and others cannot be stored in "
+            "int8; use --state-precision fp16"
+        )
+    return graph
 
 
 def import_graph(model: Path, options: Options, rewrite: Rewrite = unchanged) -> Graph:
@@ -407,7 +420,7 @@ def import_graph(model: Path, options: Options, rewrite: Rewrite = unchanged) ->
     """
     graph = import_model(model, options.shapes, why_unsupported, options.states, options.constants, rewrite)
     collect_unsupported(graph, why_unsupported)
-    return replace(graph, states_in_half=options.state_precision == "fp16")
+    return replace(graph, state_precision=options.state_precision)
 
 
 def _ignore(generated: Generated) -> None:
@@ -499,6 +512,14 @@ def plan_program(program: Program, options: Options) -> OverlapPlan:
 def with_layouts(program: Program, plan: OverlapPlan, modes: Sequence[TransferMode]) -> OverlapPlan:
     """`plan` with the layouts of `modes`."""
     return replace(plan, layouts=lay_out_pools(program.slices, plan, modes, page_bytes=program.page_bytes))
+
+
+def _states_in_half(graph: Graph) -> dict[str, object]:
+    """With states in int8: that, and the names of those that are stored in half all the same."""
+    if graph.state_precision != "int8":
+        return {}
+    quantised = quantised_states(graph)
+    return {"state_precision": "int8", "states_in_half": [name for name, _ in graph.states if name not in quantised]}
 
 
 def _about(model: Path, options: Options) -> dict[str, object]:

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import numpy as np
 
 from flashmem.base.errors import UserError
-from flashmem.base.types import Optimize, States
+from flashmem.base.types import Optimize, StatePrecision, States
 from flashmem.compiler.options import Options, Precision
 from flashmem.planning.limits import Limits
 from flashmem.runtime.request.options import choose_mode, find_descriptor
@@ -25,7 +25,7 @@ def resolve(
     memory_path: str = "auto",
     mode: str = "auto",
     precision: Precision = "fp32",
-    state_precision: Precision | None = None,
+    state_precision: StatePrecision | None = None,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     optimize: Optimize = "cold",
     states: States | None = None,
@@ -38,9 +38,12 @@ def resolve(
     """
     if optimize not in get_args(Optimize):
         raise UserError(f"optimize {optimize!r} is unknown; name one of: {', '.join(get_args(Optimize))}")
-    for name, given in (("precision", precision), ("state precision", state_precision or precision)):
-        if given not in get_args(Precision):
-            raise UserError(f"{name} {given!r} is unknown; name one of: {', '.join(get_args(Precision))}")
+    for name, given, known in (
+        ("precision", precision, get_args(Precision)),
+        ("state precision", state_precision or precision, get_args(StatePrecision)),
+    ):
+        if given not in known:
+            raise UserError(f"{name} {given!r} is unknown; name one of: {', '.join(known)}")
     descriptor = find_descriptor(device, memory_path)
     pairs = dict(states) if isinstance(states, Mapping) else states
     try:

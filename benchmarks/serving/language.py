@@ -1,6 +1,6 @@
 """A trained language model beside ONNX Runtime: the same tokens, and milliseconds for each.
 
-    python -m benchmarks.serving.language model.gguf --device intel-cpu [--budget 60MB] [--tokens 64] [--prompts 8]
+    python -m benchmarks.serving.language model.gguf --device intel-cpu [--budget 60MB] [--kv int8] [--tokens 64] [--prompts 8]
 
 Both engines run the ONNX model of the file (`flashmem.compiler.frontend.gguf`) and take the likeliest token each time. ONNX
 Runtime has the weights that the package gguf dequantises, in float32, the cache in arrays, and no limit on memory. Where its
@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, nargs="?", default=Path("model.gguf"), metavar="model.gguf")
     parser.add_device()
     parser.add_argument("--budget", help="of flashmem, for instance 60MB")
+    parser.add_argument("--kv", choices=("fp32", "fp16", "int8"), help="stored type of the cache; fp16 without it")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompts", type=int, default=len(PROMPTS))
     args = parser.parse_args()
@@ -89,7 +90,7 @@ def main() -> None:
     wrong, ours, theirs, firsts = 0, list[float](), list[float](), list[tuple[float, float]]()
     with tempfile.TemporaryDirectory() as folder, converted(args.model, MAX_LENGTH, dequantised) as source:
         reference = Reference(source.path)
-        given = {"device": args.device, "budget": args.budget, "max_length": MAX_LENGTH}
+        given = {"device": args.device, "budget": args.budget, "max_length": MAX_LENGTH, "state_precision": args.kv}
         bundle = flashmem.compile(args.model, Path(folder) / "m.flashmem", **given)
         with flashmem.Generator(bundle, device=args.device) as generator:
             for prompt in PROMPTS[: args.prompts]:

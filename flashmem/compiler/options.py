@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from flashmem.base.types import Optimize, States, TransferMode
+from flashmem.base.types import Optimize, StatePrecision, States, TransferMode
 from flashmem.planning.limits import Limits
 from flashmem.target.descriptor import DeviceDescriptor
 
@@ -25,4 +25,4 @@ class Options:
     optimize: Optimize = "cold"  # kernels for the first answer, or for later ones
     states: States | None = None
     constants: Mapping[str, Any] = field(default_factory=dict)  # numbers and nested lists of numbers
-    state_precision: Precision = "fp32"
+    state_precision: StatePrecision = "fp32"

@@ -7,17 +7,20 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.errors import MissingFileError, UserError
-from flashmem.base.types import Quantize
-from flashmem.program.tensors import ONNX_NAMES, State, numpy_dtype
+from flashmem.base.types import Quantize, StatePrecision
+from flashmem.program.tensors import ONNX_NAMES, State
 
-TOLERANCE = {"fp32": 1e-3, "fp16": 1e-2}
-"""The largest accepted error, as a fraction of the range of the reference output."""
+TOLERANCE: dict[StatePrecision, float] = {"fp32": 1e-3, "fp16": 1e-2, "int8": 5e-2}
+"""The largest accepted error, as a fraction of the range of the reference output, by the lowest precision of what is stored.
+
+A code of a cache in int8 is off by up to 1/254 of the largest element of its row, eight times as much as half.
+"""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,9 @@ def reference(
     try:
         session = onnxruntime.InferenceSession(str(model), providers=["CPUExecutionProvider"])
         fixed = {port.name: _fixed(port, constants[port.name]) for port in session.get_inputs() if port.name in constants}
-        kept = {state.name: np.zeros(state.shape, numpy_dtype(state.dtype)) for state in states}
+        # A bundle may store a state in fewer bits than the model, and then in another shape.
+        ports = {port.name: port for port in session.get_inputs()}
+        kept = {state.name: _zeros(ports[state.name], state) for state in states}
         names = [*outputs, *(state.output for state in states)]
         for _ in range(runs if states else 1):
             answers: list[NDArray[Any]] = session.run(names, {**inputs, **fixed, **kept})
@@ -90,18 +95,27 @@ def reference(
     return answers[: len(outputs)]
 
 
+def _zeros(port: Any, state: State) -> NDArray[Any]:
+    """Zeros for an input of ONNX Runtime that is `state`; dimensions that the model leaves open are the state's."""
+    shape = [size if isinstance(size, int) else own for size, own in zip(port.shape, state.shape, strict=True)]
+    return np.zeros(shape, _dtype_of(port))
+
+
+def _dtype_of(port: Any) -> str:
+    """The numpy type of an input of ONNX Runtime."""
+    name = str(port.type).removeprefix("tensor(").removesuffix(")")
+    return {onnx: ours for ours, onnx in ONNX_NAMES.items()}.get(name, name)
+
+
 def _fixed(port: Any, value: Any) -> NDArray[Any]:
     """A constant in the type and shape of an input of ONNX Runtime."""
-    name = port.type.removeprefix("tensor(").removesuffix(")")
-    array = np.asarray(value, {onnx: ours for ours, onnx in ONNX_NAMES.items()}.get(name, name))
+    array = np.asarray(value, _dtype_of(port))
     if not all(isinstance(size, int) for size in port.shape):
         return array
     return np.resize(array, port.shape)  # as many elements, or one for all
 
 
-def compare(
-    answers: Sequence[NDArray[Any]], references: Sequence[NDArray[Any]], precision: Literal["fp32", "fp16"]
-) -> Verification:
+def compare(answers: Sequence[NDArray[Any]], references: Sequence[NDArray[Any]], precision: StatePrecision) -> Verification:
     """Compare output by output. NaN or infinity is infinitely wrong unless the other output has the same."""
     errors = [_errors(answer, expected) for answer, expected in zip(answers, references, strict=True)]
     absolute = max((error for error, _ in errors), default=0.0)
@@ -109,14 +123,15 @@ def compare(
     return Verification(relative <= TOLERANCE[precision], absolute, relative)
 
 
-def complaint(verification: Verification, precision: Literal["fp32", "fp16"]) -> str:
+def complaint(verification: Verification, precision: StatePrecision) -> str:
     """The message for a failed verification."""
     if precision == "fp16" and not np.isfinite(verification.relative_error):
         return (
             "the answer holds infinities or NaN where ONNX Runtime's holds numbers: fp16 stores what passes 65504 as infinity; "
             "use --precision fp32"
         )
-    advice = "; --precision fp32 rounds less" if precision == "fp16" else ""
+    rounding_less = {"fp16": "; --precision fp32 rounds less", "int8": "; --state-precision fp16 rounds less"}
+    advice = rounding_less.get(precision, "")
     return (
         f"the answer differs from ONNX Runtime's by {verification.relative_error:.2g} of the output's range; "
         f"{TOLERANCE[precision]:g} is allowed{advice}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -197,8 +198,11 @@ class SmallLlama:
         """The weights as the file stores them, in float64."""
         return {name: quants.dequantize(data, Format[kind]).astype(np.float64) for name, (kind, data) in self.blocks.items()}
 
-    def logits(self, tokens: list[int]) -> Array:
-        """The logits of each token [tokens, vocabulary] in float64."""
+    def logits(self, tokens: list[int], cache: Callable[[str, Array], Array] = lambda name, rows: rows) -> Array:
+        """The logits of each token [tokens, vocabulary] in float64.
+
+        `cache` maps the name of a state and its rows [tokens, key heads, size] to the rows that attention reads.
+        """
         stored = self.stored
         table, count = stored["token_embd.weight"], len(tokens)
         x = table[tokens]
@@ -223,7 +227,8 @@ class SmallLlama:
                 for each, heads in (("q", self.heads), ("k", self.key_heads), ("v", self.key_heads))
             )
             shared = self.heads // self.key_heads
-            q, k, v = rotated(q), np.repeat(rotated(k), shared, 1), np.repeat(v, shared, 1)
+            k, v = (cache(f"past_key_values.{layer}.{each}", rows) for each, rows in (("key", rotated(k)), ("value", v)))
+            q, k, v = rotated(q), np.repeat(k, shared, 1), np.repeat(v, shared, 1)
             scores = np.einsum("ihd,jhd->hij", q, k) / np.sqrt(self.size) + causal
             scores = np.exp(scores - scores.max(-1, keepdims=True))
             attended = np.einsum("hij,jhd->ihd", scores / scores.sum(-1, keepdims=True), v)
@@ -234,11 +239,20 @@ class SmallLlama:
         last: Array = norm(x, "output_norm.weight") @ stored.get("output.weight", table).T
         return last
 
-    def greedy(self, tokens: list[int], count: int, margin: float) -> list[int]:
-        """The likeliest tokens after `tokens`, up to one that ends the text, or leads by less than `margin` of the range."""
+    def greedy(
+        self,
+        tokens: list[int],
+        count: int,
+        margin: float,
+        cache: Callable[[str, Array], Array] = lambda name, rows: rows,
+    ) -> list[int]:
+        """The likeliest tokens after `tokens`, up to one that ends the text, or leads by less than `margin` of the range.
+
+        `cache` as for `logits`.
+        """
         found: list[int] = []
         while len(found) < count:
-            logits = self.logits([*tokens, *found])[-1]
+            logits = self.logits([*tokens, *found], cache)[-1]
             second, first = np.argsort(logits)[-2:]
             if logits[first] - logits[second] < margin * np.ptp(logits) or vocabulary()[0][first] in CONTROLS:
                 break

@@ -135,6 +135,8 @@ def compile_here(
         )
     if options.quantize is not None:
         say(_quantised(bundle.meta["quantised"]))
+    if others := bundle.meta.get("states_in_half"):
+        say(f"states in half, as they are no caches of keys or values that attention alone reads: {', '.join(others)}")
     return bundle
 
 

@@ -28,6 +28,14 @@ class Precision(StrEnum):
     FP16 = "fp16"
 
 
+class StatePrecision(StrEnum):
+    """How states are stored."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    INT8 = "int8"
+
+
 class MemoryPath(StrEnum):
     """The memory objects that hold weights on the device."""
 
@@ -144,8 +152,13 @@ BUNDLE_OPTIONS: dict[str, Any] = {
         Precision | None, typer.Option(help="fp16: weights and activations stored in half; sums in fp32.", show_default="fp32")
     ],
     "state_precision": Annotated[
-        Precision | None,
-        typer.Option("--state-precision", "--kv", help="Stored type of states.", show_default="fp16 for GGUF; --precision"),
+        StatePrecision | None,
+        typer.Option(
+            "--state-precision",
+            "--kv",
+            help="Stored type of states. int8: caches in 8 bits, a scale for each row; other states in half.",
+            show_default="fp16 for GGUF; --precision",
+        ),
     ],
     "quantize": Annotated[
         Quantize | None,

@@ -14,7 +14,7 @@ from flashmem.base.errors import MissingFileError, RunError, UserError
 from flashmem.base.extras import offline_half
 from flashmem.base.files import check_target
 from flashmem.base.streams import say
-from flashmem.base.types import TransferMode
+from flashmem.base.types import StatePrecision, TransferMode
 from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import is_bundle
@@ -134,7 +134,7 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
             original, make_inputs(), names, constants=bundle.meta.get("constants", {}), states=bundle.program.states,
             runs=options.repeat, quantize=bundle.meta.get("quantize"),
         )  # fmt: skip
-        verification = compare(outcome.outputs, wanted, bundle.program.lowest_precision)
+        verification = compare(outcome.outputs, wanted, _lowest_precision(bundle))
     if options.json:
         emit_json(report_json(outcome, options, verification))
     else:
@@ -142,7 +142,12 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
     if verification is not None and not verification.ok:
         from flashmem.tools.verify import complaint
 
-        raise RunError(complaint(verification, bundle.program.lowest_precision))
+        raise RunError(complaint(verification, _lowest_precision(bundle)))
+
+
+def _lowest_precision(bundle: Bundle) -> StatePrecision:
+    """The lowest precision in which anything of `bundle` is stored, apart from integers of the model."""
+    return "int8" if bundle.meta.get("state_precision") == "int8" else bundle.program.lowest_precision
 
 
 def _fitting(bundle: Bundle, path: Path) -> Bundle:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.base.types import DType
+from flashmem.base.types import DType, StatePrecision
 
 
 class Constant(Protocol):
@@ -167,7 +167,7 @@ class Graph:
     Attributes:
         widened: its floating point types that the device computes as float32.
         states: an input and an output of each state, by name (`flashmem.compiler.frontend.states`).
-        states_in_half: float32 states are stored in half, whatever the precision of weights and activations.
+        state_precision: the stored type of float32 states, whatever the precision of weights and activations.
     """
 
     name: str
@@ -177,7 +177,12 @@ class Graph:
     opset: int = 23
     widened: tuple[str, ...] = ()
     states: tuple[tuple[str, str], ...] = ()
-    states_in_half: bool = False
+    state_precision: StatePrecision = "fp32"
+
+    @property
+    def states_in_half(self) -> bool:
+        """Whether float32 states are stored in half. In int8, this holds for those that are no cache."""
+        return self.state_precision != "fp32"
 
     def consumers(self) -> dict[Value, list[Node]]:
         """The nodes that read each value, in execution order, without duplicates."""

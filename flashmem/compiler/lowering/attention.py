@@ -68,6 +68,7 @@ def lower_attention(context: LoweringContext, group: FusionGroup) -> None:
     sizes = [ITEMSIZE[context.storage(each)] for each in tensors]
     counts = [rows * query.channels, keys * query.channels, keys * value.channels, rows * value.channels]
     nbytes = batches * sum(size * count for size, count in zip(sizes, counts, strict=True))
+    nbytes += batches * keys * ITEMSIZE["float32"] * sum(access.scale is not None for access in (key, value))
     numbers = [batches, rows, keys, batches * rows, query.start, key.start, value.start]
     numbers += [*([filled.size] if filled else []), *strides]
     args: list[Arg | int] = [*pointers, *context.operand_args(epilogue), *numbers]
@@ -88,7 +89,8 @@ def lower_attention(context: LoweringContext, group: FusionGroup) -> None:
 def _template_values(access: Access, row: str, stored: str, strides: list[int], *, vectors: bool) -> dict[str, object]:
     """Template values of a matrix operand: offsets as expressions of `batch` and of `row`, and the stride between channels.
 
-    `step` is the stride between rows; empty if rows have several. `stored` is the element type in memory. `aligned`: rows have
+    `step` is the stride between rows; empty if rows have several. `stored` is the element type in memory. `scale`: bytes from a
+    quantised row to its scale. `aligned`: rows have
     a multiple of four channels and start at a multiple of four elements, and the device reads them by vectors (`vectors`).
     Strides that the expressions name are appended to `strides`. They become kernel arguments, so that models share kernels
     that differ in such sizes only.
@@ -110,5 +112,6 @@ def _template_values(access: Access, row: str, stored: str, strides: list[int], 
         "step": "" if more else rows.removeprefix(f"{row} * ") if rows.startswith(f"{row} * ") else stride,
         "channel": access.channel,
         "stored": stored,
+        "scale": access.scale,
         "aligned": vectors and access.channel == 1 and not any(each % 4 for each in starts),
     }

@@ -12,6 +12,7 @@ from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.movement import copy_region
+from flashmem.compiler.operators.quantised_rows import LARGEST_CODE, LEAST, scale_offset
 from flashmem.compiler.operators.vector import REGISTER, STORED, Vector, scalar_literal
 from flashmem.program.launches import KernelShape
 
@@ -120,4 +121,48 @@ def lower_scatter(context: LoweringContext, group: FusionGroup) -> None:
     numbers = [count, steps, *([spans] if is_ordered else []), len(context.launches) + 1]
     shape = KernelShape(rows=steps, columns=count, depth=steps if is_ordered else 1, stride=given["stride"])
     nbytes = 2 * context.nbytes(updates) + context.nbytes(indices)
+    context.launch(group, kernel, [*args, *numbers], items, local, shape, nbytes=nbytes, part="[scatter]")
+
+
+def lower_scatter_quantised(context: LoweringContext, group: FusionGroup) -> None:
+    """Lower a scatter of rows that it quantises: one launch, after a copy of the data where it is elsewhere.
+
+    A row has one work-item on a CPU. On a GPU several share it, so that a few rows are no long chain of loads.
+    """
+    _copy(context, group)
+    node, y = group.main, group.output
+    given, indices, updates = node.attributes, node.input(1), node.input(2)
+    size, steps, count = given["size"], given["steps"], math.prod(given["items"])
+    vector = math.gcd(size, context.descriptor.tile.vector)
+    lanes = min(context.descriptor.tile.lanes, 1 << (size // vector - 1).bit_length())
+    items, local = (lanes, steps, count), (lanes, 1, 1)
+
+    def at(strides: Sequence[int]) -> str:
+        return affine(given["items"], strides, "item")
+
+    kernel = context.kernels.kernel(
+        "indexing/scatter_quantised",
+        attributes=context.attributes(local),
+        stored=context.stored(updates),
+        index=STORED[indices.dtype],
+        index_at=at(given["index"]),
+        update=at(given["update"]),
+        target=at(given["target"]),
+        parts=_parts(node),
+        ordered=given["ordered"] and steps > 1,
+        lanes=lanes,
+        vector=vector,
+        vec=Vector(vector).named("float"),
+        size=size,
+        scale_at=scale_offset(size),
+        least=scalar_literal("float32", LEAST),
+        largest_code=LARGEST_CODE,
+        unit=scalar_literal("float32", 1 / LARGEST_CODE),
+        **{name: given[name] for name in ("index_step", "update_step", "stride", "places")},
+    )
+    args = [context.operand(updates), context.operand(indices), context.tensor(y), context.status()]
+    rows = steps * count
+    shape = KernelShape(rows=rows, columns=size, depth=size, run=size, stride=given["stride"], vector=vector)
+    nbytes = context.nbytes(updates) + rows * (scale_offset(size) + 4) + context.nbytes(indices)
+    numbers = [count, steps, len(context.launches) + 1]
     context.launch(group, kernel, [*args, *numbers], items, local, shape, nbytes=nbytes, part="[scatter]")

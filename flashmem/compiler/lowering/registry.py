@@ -10,7 +10,7 @@ from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.contraction import lower_deform_convolution, lower_matmul
 from flashmem.compiler.lowering.convolution import lower_convolution
 from flashmem.compiler.lowering.elementwise import lower_elementwise
-from flashmem.compiler.lowering.indexing import lower_gather_at, lower_place, lower_scatter
+from flashmem.compiler.lowering.indexing import lower_gather_at, lower_place, lower_scatter, lower_scatter_quantised
 from flashmem.compiler.lowering.movement import (
     lower_concat,
     lower_expand,
@@ -54,6 +54,7 @@ LOWERINGS: dict[str, Callable[[LoweringContext, FusionGroup], None]] = {
     "rotary": lower_rotary,
     "scan": lower_scan,
     "scatter": lower_scatter,
+    "scatter_quantised": lower_scatter_quantised,
     "slice": lower_slice,
     "tile": lower_tile,
     "top": lower_top,

@@ -2,8 +2,9 @@
 
 Two ways, in this order of preference:
 
-- *in place*: the launches that compute the next value write updates into a copy of the state (`ScatterAt`, `Place`), and
-  nothing reads the state afterwards. The copy is left out. This is the cache of a decoder, where a run writes one row.
+- *in place*: the launches that compute the next value write updates into a copy of the state (`ScatterAt`,
+  `ScatterQuantised`, `Place`), and nothing reads the state afterwards. The copy is left out. This is the cache of a decoder,
+  where a run writes one row.
 - by a copy, after all other launches. The next value is an ordinary tensor until then. If it is another state as the run
   found it, it is copied twice: the first copies are made before any state changes.
 """
@@ -18,7 +19,7 @@ from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, GraphPort, Node, Value
 from flashmem.compiler.memory.aliases import AliasAnalysis
 
-_UPDATES = ("ScatterAt", "Place")
+_UPDATES = ("ScatterAt", "ScatterQuantised", "Place")
 
 
 @dataclass(frozen=True)

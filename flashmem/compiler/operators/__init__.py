@@ -16,6 +16,7 @@ from flashmem.compiler.operators import (
     movement,
     normalization,
     pooling,
+    quantised_rows,
     quantization,
     recurrent,
     reduction,
@@ -48,6 +49,7 @@ FAMILIES = (
     determinant,
     movement,
     indexing,
+    quantised_rows,
     selection,
 )
 """The modules that declare operators, in the order of docs/reference/operators.md."""

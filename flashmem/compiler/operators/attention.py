@@ -19,19 +19,26 @@ from typing import Any, Literal
 from flashmem.base.types import DType
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.strided import Dimension, StridedView, merged
-from flashmem.compiler.operators.registry import FLOAT, Operator, register
+from flashmem.compiler.operators.registry import FLOAT, Operator, Types, register
 from flashmem.compiler.operators.tiling_interface import AxisRange, TiledNode, aligned, outermost
+
+_STORED: Types = FLOAT | {"int8"}
+"""Types of keys and values: floats, or quantised rows."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """Memory access of a stack of matrices: element (batch, row, channel) is at `start` plus an offset of each, in elements."""
+    """Memory access of a stack of matrices: element (batch, row, channel) is at `start` plus an offset of each, in elements.
+
+    `scale`: rows are quantised (`compiler.operators.quantised_rows`); the scale of a row is that many bytes after its start.
+    """
 
     start: int
     batch: Dimension
     row: Dimension
     channel: int
     channels: int
+    scale: int | None = None
 
 
 def access(view: StridedView) -> Access:
@@ -208,6 +215,7 @@ def _scores(
 register(
     __name__,
     Operator(
-        "FusedAttention", (FLOAT,), kernel="attention", operator_class="hierarchical", onnx=False, tiling=attention_tile
+        "FusedAttention", (FLOAT, _STORED, _STORED, FLOAT), kernel="attention", operator_class="hierarchical", onnx=False,
+        tiling=attention_tile,
     ),
 )  # fmt: skip

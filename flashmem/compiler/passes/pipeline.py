@@ -22,6 +22,7 @@ from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.layout import assign_layouts
 from flashmem.compiler.passes.normalization import match_normalizations
 from flashmem.compiler.passes.qdq_fusion import fuse_qdq
+from flashmem.compiler.passes.quantised_caches import quantise_caches
 from flashmem.compiler.passes.rotary import match_rotary
 from flashmem.compiler.passes.split_matmul import split_matmuls
 from flashmem.compiler.passes.transpose_hoisting import hoist_transposes
@@ -63,6 +64,8 @@ PASSES = (
     Pass("split-matmuls", split_matmuls, requires=("decomposed", "attention matched")),
     # Attention reads its operands and writes its answer through views, without data movement.
     Pass("fold-attention-views", fold_attention_views, requires=("attention matched",), ensures=("attention folded",)),
+    # With states in int8: caches that attention alone reads become rows of int8 with a scale each.
+    Pass("quantise-caches", quantise_caches, requires=("decomposed", "attention folded")),
 )
 """All passes, in order. Fusion (`compiler.passes.fusion`) follows: it groups nodes and does not change the graph."""
 

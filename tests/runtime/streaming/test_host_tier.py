@@ -62,7 +62,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
 
 @dataclass
 class Pinned:
-    """Host-visible buffers: bytes by handle, and the most at once."""
+    """Host-visible buffers, and those over pages of the process: bytes by handle, and the most at once."""
 
     live: dict[int, int] = field(default_factory=dict)
     most: int = 0
@@ -71,7 +71,8 @@ class Pinned:
 @pytest.fixture
 def pinned(monkeypatch: pytest.MonkeyPatch) -> Pinned:
     """Checks that each buffer is counted before it is allocated."""
-    seen, buffer, allocate, give = Pinned(), Context.buffer, Ledger._allocate, context.release
+    seen, buffer, scratch = Pinned(), Context.buffer, Context.scratch
+    allocate, give = Ledger._allocate, context.release
     counted: list[int] = []
 
     def spy_allocate(ledger: Ledger, category: Any, nbytes: int, what: str, make: Any) -> Any:
@@ -86,9 +87,16 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> Pinned:
     def spy_buffer(self: Context, nbytes: int, *, host_visible: bool = False) -> Any:
         assert counted == [nbytes]
         made = buffer(self, nbytes, host_visible=host_visible)
-        if host_visible:
-            seen.live[made.int_ptr] = nbytes
-            seen.most = max(seen.most, sum(seen.live.values()))
+        return live(made, nbytes) if host_visible else made
+
+    def spy_scratch(self: Context, data: Any) -> Any:
+        if counted != [data.nbytes]:  # the arena of a CPU, which is no host memory of its own
+            return scratch(self, data)
+        return live(scratch(self, data), data.nbytes)
+
+    def live(made: Any, nbytes: int) -> Any:
+        seen.live[made.int_ptr] = nbytes
+        seen.most = max(seen.most, sum(seen.live.values()))
         return made
 
     def spy_release(*objects: Any) -> None:
@@ -98,6 +106,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> Pinned:
 
     monkeypatch.setattr(Ledger, "_allocate", spy_allocate)
     monkeypatch.setattr(Context, "buffer", spy_buffer)
+    monkeypatch.setattr(Context, "scratch", spy_scratch)
     monkeypatch.setattr("flashmem.runtime.memory.ledger.release", spy_release)
     return seen
 
