@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from flashmem.base.types import DType
 from flashmem.compiler.ir.builder import constant
 from flashmem.compiler.ir.graph import Graph, GraphPort, Node, Value
 
@@ -19,10 +20,10 @@ class Sketch:
     nodes: list[Node] = field(default_factory=list)
     inputs: list[GraphPort] = field(default_factory=list)
 
-    def input(self, *shape: int) -> Value:
+    def input(self, *shape: int, dtype: DType = "float32") -> Value:
         """Add an activation as an input of the graph."""
-        value = Value(f"x{len(self.inputs)}", shape, "float32")
-        self.inputs.append(GraphPort(value.name, "float32", value))
+        value = Value(f"x{len(self.inputs)}", shape, dtype)
+        self.inputs.append(GraphPort(value.name, dtype, value))
         return value
 
     def weight(self, *shape: int) -> Value:
@@ -30,9 +31,9 @@ class Sketch:
         return constant(f"w{len(self.nodes)}.{len(shape)}", np.broadcast_to(np.float32(0.01), shape))
 
     def node(self, op: str, inputs: Sequence[Value | None], shape: Sequence[int], **attributes: Any) -> Value:
-        """Add a node; returns its output."""
+        """Add a node; returns its output, which has the type of the first input."""
         name = f"{op}{len(self.nodes)}"
-        output = Value(f"{name}.out", tuple(shape), "float32")
+        output = Value(f"{name}.out", tuple(shape), "float32" if inputs[0] is None else inputs[0].dtype)
         node = Node(op, name, list(inputs), [output], attributes)
         output.producer = node
         self.nodes.append(node)
@@ -40,4 +41,4 @@ class Sketch:
 
     def finish(self, output: Value) -> Graph:
         """The graph with this output."""
-        return Graph("case", self.inputs, [GraphPort("y", "float32", output)], self.nodes)
+        return Graph("case", self.inputs, [GraphPort("y", output.dtype, output)], self.nodes)

@@ -229,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--budgets", nargs="+", choices=BUDGETS, default=BUDGETS, help="default: all; the smallest is the slowest"
     )
-    parser.add_argument("--host-budget", help="of the sessions: a size, or auto (docs/streaming.md, the host tier)")
+    parser.add_argument("--host-budget", help="of the sessions: a size, or auto (docs/explanation/streaming.md, the host tier)")
     parser.add_argument("--bundles", type=Path, help="a folder to keep models and bundles in")
     parser.add_argument("--jobs", type=int, default=2, help="processes that compile")
     parser.add_argument("--patience", type=float, default=300, help="seconds until a session that does not end stops it all")

@@ -16,6 +16,7 @@ from flashmem.compiler.ir.builder import constant
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.lowering.templates import KernelLibrary
 from flashmem.compiler.operators import why_unsupported
+from flashmem.compiler.operators.quantised_rows import row_bytes
 from flashmem.profiler.cases import Precision, targets_of
 from flashmem.profiler.phone_kit.models import families
 from flashmem.profiler.shapes import Attention, RowSoftmax
@@ -141,7 +142,9 @@ def _others() -> Iterator[tuple[str, Graph]]:
 
 
 def _of_decoders() -> Iterator[tuple[str, Graph]]:
-    """Rotary positions in both forms, and an RMS norm whose kernel also computes and writes the residual sum before it."""
+    """Rotary positions in both forms, an RMS norm whose kernel also computes and writes the residual sum before it, and a write
+    into a cache in int8.
+    """
     heads, rows = (1, ROWS, 12, HEAD), (1, ROWS, COLUMNS)
     for name, interleaved in (("rotary", False), ("rotary-interleaved", True)):
         g = Sketch()
@@ -152,6 +155,13 @@ def _of_decoders() -> Iterator[tuple[str, Graph]]:
     norm = g.node("NormalizeRms", [total], rows, axes=(2,), epsilon=1e-5)
     product = g.node("MatMul", [g.node("Mul", [norm, g.weight(COLUMNS)], rows), g.weight(COLUMNS, COLUMNS)], rows)
     yield "reduce_rows-sum-and-rms-norm", g.finish(g.node("Add", [product, total], rows))
+    g = Sketch()
+    cache, places = (1, 2, ROWS, row_bytes(HEAD)), (2 * ROWS, ROWS, 1)
+    written = [g.input(*cache, dtype="int8"), g.input(2, 3, dtype="int64"), g.input(2, HEAD)]
+    plan = {"items": (), "index": (), "update": (), "target": (), "steps": 2, "index_step": 3, "update_step": HEAD}
+    plan |= {"sizes": cache[:3], "strides": places, "stride": row_bytes(HEAD), "places": 2 * ROWS, "size": HEAD}
+    plan |= {"reduction": "none", "ordered": True, "covered": False, "fill": None}
+    yield "scatter_quantised", g.finish(g.node("ScatterQuantised", written, cache, **plan))
 
 
 def _grouped() -> Graph:

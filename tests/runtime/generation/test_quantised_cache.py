@@ -151,7 +151,7 @@ def test_states_need_half_of_the_memory_of_half(tmp_path: Path) -> None:
         assert read[0] - read[1] == stored["fp16"] - stored["int8"]
     with flashmem.Generator(bundles["int8"], device=DEVICES[0][0]) as generator:
         generated(generator, prompt(40), 5)
-        report = generator._session.last_run
+        report = generator._model.session.last_run
         assert report is not None and generator.last is not None
         assert report.memory.by_category["states"] == stored["int8"]
         assert generator.last.peak_bytes <= smallest["int8"]
