@@ -247,15 +247,27 @@ def compile_rehearsal(compilation: Compilation, output: Path, progress: Progress
         made = _compile(compilation, source, output, progress, None, with_weights=False)
         graphs, variants = _read_graphs(source, compilation.variants), compilation.variants
         least = _reserved(graphs, variants)
-        return made, max(_smallest(graph, options, least) for graph, options in zip(graphs, variants, strict=True))
+        pairs = zip(graphs, variants, strict=True)
+        return made, max(refusal(graph, options, least=least).smallest_bytes for graph, options in pairs)
 
 
-def _smallest(graph: Graph, options: Options, least: Reserved) -> int:
-    """The smallest budget in bytes, which the refusal of a smaller one names."""
+def refusal(
+    graph: Graph,
+    options: Options,
+    *,
+    lowest_order: bool = True,
+    patches: bool = True,
+    least: Reserved = NOTHING_RESERVED,
+) -> BudgetError:
+    """The error of a budget that is too small for `graph`, which names the smallest; arguments as for `plan_graph`.
+
+    Memory limits in `options` are ignored.
+    """
+    asked = replace(options, limits=replace(options.limits, budget=1, m_peak=None))
     try:
-        plan_graph(graph, replace(options, limits=replace(options.limits, budget=1, m_peak=None)), least=least)
+        plan_graph(graph, asked, lowest_order=lowest_order, patches=patches, least=least)
     except BudgetError as refused:
-        return refused.smallest_bytes
+        return refused
     raise AssertionError("a session holds more than a byte")
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from flashmem.base.errors import BudgetError
-from flashmem.compile import plan_graph
+from flashmem.compile import refusal
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.options import Options
 
@@ -28,15 +27,6 @@ def smallest_budget(graph: Graph, options: Options) -> SmallestBudget:
 
     Memory limits in `options` are ignored.
     """
-    asked = replace(options, limits=replace(options.limits, budget=1, m_peak=None))
-    refused = _refused(graph, asked, lowest_order=True)
-    before = _refused(graph, asked, lowest_order=False)
+    refused = refusal(graph, options)
+    before = refusal(graph, options, lowest_order=False, patches=False)
     return SmallestBudget(refused.smallest_bytes, refused.without_patches, before.without_patches)
-
-
-def _refused(graph: Graph, options: Options, *, lowest_order: bool) -> BudgetError:
-    try:
-        plan_graph(graph, options, lowest_order=lowest_order, patches=lowest_order)
-    except BudgetError as refused:
-        return refused
-    raise AssertionError("a session holds more than a byte")

@@ -7,7 +7,6 @@ tokens, and the large model's sampler decides (`flashmem.runtime.generation.step
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from flashmem.base.errors import UserError
 from flashmem.bundle.bundle import Bundle
@@ -52,10 +51,9 @@ def check_same_tokens(model: Language, draft: Language) -> None:
             )
 
 
-def needed_bytes(bundle: Bundle | str | Path, device: str) -> int:
+def needed_bytes(bundle: Bundle, device: str) -> int:
     """Bytes that a session of `bundle` needs on the device, as its plans are. Raises UserError as `Session`."""
-    opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
-    here, strategy = device_here(device, prefer=opened.descriptor.name), choose_strategy(opened.plan, "auto")
-    mode = mode_for(opened, here, "auto", strategy)
-    variants = [opened.variant(index) for index in range(len(opened.variants))]
+    here, strategy = device_here(device, prefer=bundle.descriptor.name), choose_strategy(bundle.plan, "auto")
+    mode = mode_for(bundle, here, "auto", strategy)
+    variants = [bundle.variant(index) for index in range(len(bundle.variants))]
     return max(planned_variant(each, here, mode, strategy).needed(host_apart=False) for each in variants)

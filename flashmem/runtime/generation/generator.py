@@ -83,6 +83,7 @@ class Generator:
         self._draft, self._draft_bytes = None, 0
         with ExitStack() as opened:
             if draft is not None:
+                draft = draft if isinstance(draft, Bundle) else Bundle.open(draft)
                 self._draft_bytes = needed_bytes(draft, device)
                 self._draft = opened.enter_context(LanguageSession(draft, device=device, budget=self._draft_bytes))
                 budget = None if budget is None else max(0, parse_size(budget, what="budget") - self._draft_bytes)
