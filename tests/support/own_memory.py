@@ -18,9 +18,10 @@ from flashmem.runtime.request import options
 from flashmem.runtime.streaming.weight_file import WeightFile
 
 
-def give_own_memory(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
-    """Sessions find `device`, as one that shares no memory with its host."""
-    monkeypatch.setattr(options, "find_device", lambda *_, **__: replace(device, unified_memory=False))
+def give_own_memory(monkeypatch: pytest.MonkeyPatch, device: Device, *, by_address: bool = False) -> None:
+    """Sessions find `device`, as one that shares no memory with its host; `by_address`: see `Device.by_address`."""
+    imitated = replace(device, unified_memory=False, by_address=by_address)
+    monkeypatch.setattr(options, "find_device", lambda *_, **__: imitated)
 
 
 def descriptor_with_own_memory(folder: Path) -> str:

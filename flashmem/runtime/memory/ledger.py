@@ -12,11 +12,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from flashmem.base.errors import RunError
 from flashmem.base.types import TEXEL_BYTES, Channel
 from flashmem.runtime.memory.accounts import Account, Budget, Category
 from flashmem.runtime.opencl.context import Bytes, Context, Memory, Queue, release
+
+_OF_TENSORS: tuple[Category, ...] = ("arena", "states", "outputs")
+"""Memory that tensors share, and what is copied from it."""
 
 
 class Ledger(Account):
@@ -33,7 +37,8 @@ class Ledger(Account):
 
     def buffer(self, category: Category, nbytes: int, what: str, *, host_visible: bool = False) -> Memory:
         """Allocate a device buffer, until `give_back`. Raises RunError beyond the budget or if the device refuses."""
-        return self._allocate(category, nbytes, what, lambda: self._context.buffer(nbytes, host_visible=host_visible))
+        make = partial(self._context.buffer, nbytes, host_visible=host_visible, of_tensors=category in _OF_TENSORS)
+        return self._allocate(category, nbytes, what, make)
 
     def wrapped(self, category: Category, data: Bytes, what: str) -> Memory:
         """Wrap host memory for kernels without a copy, until `give_back`. Raises RunError like `buffer`."""

@@ -11,8 +11,10 @@ import ctypes
 import functools
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -22,7 +24,7 @@ from numpy.typing import NDArray
 from flashmem.base.errors import FlashmemWarning, RunError
 from flashmem.base.types import Channel
 from flashmem.program.kernel_text import shuffles
-from flashmem.runtime.opencl import binding, undocumented
+from flashmem.runtime.opencl import binding, shared_memory, undocumented
 from flashmem.runtime.opencl.binding import QUIET as _QUIET
 from flashmem.runtime.opencl.binding import cl as cl
 from flashmem.runtime.opencl.binding import explained as _explained
@@ -46,13 +48,16 @@ from flashmem.runtime.opencl.launching import (
     not_recorded,
 )
 from flashmem.runtime.opencl.pocl import check_room, one_thread_a_core, writable_pocl_cache
+from flashmem.runtime.opencl.shared_memory import SharedMemory
 
 Bytes = NDArray[np.uint8]
-Memory = Any  # cl.Buffer | cl.Image: opaque handles for the rest of the runtime
+Memory = Any  # cl.Buffer | cl.Image | SharedMemory: opaque handles for the rest of the runtime
 Kernel = Any
 Event = Any
 
 _IMAGE_PITCH_ALIGNMENT, _IMAGE_BASE_ALIGNMENT = 0x104A, 0x104B  # not in pyopencl's wheels
+
+_SVM_CAPABILITIES = 0x1053  # bit 0: coarse-grained buffers
 
 _NO_WARNINGS = "-w"  # PoCL prints the number of compiler warnings on stderr
 
@@ -125,14 +130,15 @@ def _describe(platform: Any, device: Any) -> Device:
         target=compile_target(platform.name, kind),
         instruction_set=instruction_set(platform.name, device.version) if kind == "cpu" else "",
         variables=driver_variables(platform.name),
+        by_address=platform.name.startswith("NVIDIA") and bool(_raw_info(device, _SVM_CAPABILITIES, 8) & 1),
     )
 
 
-def _raw_info(device: Any, parameter: int) -> int:
-    """A cl_uint of clGetDeviceInfo that pyopencl has no name for; 0 if the driver does not know it."""
-    value = ctypes.c_uint(0)
+def _raw_info(device: Any, parameter: int, nbytes: int = 4) -> int:
+    """A number of clGetDeviceInfo that not every pyopencl has a name for; 0 if the driver does not know it."""
+    value = ctypes.c_ulonglong(0)
     failed = undocumented.library().clGetDeviceInfo(
-        ctypes.c_void_p(device.int_ptr), ctypes.c_uint(parameter), ctypes.c_size_t(4), ctypes.byref(value), None
+        ctypes.c_void_p(device.int_ptr), ctypes.c_uint(parameter), ctypes.c_size_t(nbytes), ctypes.byref(value), None
     )
     return 0 if failed else value.value
 
@@ -192,24 +198,41 @@ class Queue:
 
     def write(self, buffer: Memory, data: NDArray[Any], *, offset: int = 0) -> None:
         """Copy contiguous host memory to byte `offset` of a buffer, and wait."""
+        if isinstance(buffer, SharedMemory):
+            wait(self._copied(buffer.int_ptr + offset, shared_memory.address_of(data), data.nbytes, "write to a buffer"))
+            return
         with _explained("write to a buffer"):
             undocumented.enqueue_write_buffer(self.handle, buffer, data, offset).wait()
 
     def read(self, data: NDArray[Any], buffer: Memory, *, offset: int = 0) -> None:
         """Copy a buffer from byte `offset` on to a contiguous host array, and wait."""
+        if isinstance(buffer, SharedMemory):
+            wait(self._copied(shared_memory.address_of(data), buffer.int_ptr + offset, data.nbytes, "read a buffer"))
+            return
         with _explained("read a buffer"):
             undocumented.enqueue_read_buffer(self.handle, buffer, data, offset, blocking=True)
 
     def copy(self, source: Memory, target: Memory, nbytes: int) -> Event:
         """Enqueue a copy of the first `nbytes` bytes, at least one, of a buffer to another one; its event."""
+        if isinstance(source, SharedMemory):
+            return self._copied(target.int_ptr, source.int_ptr, nbytes, "copy a buffer")
         with _explained("copy a buffer"):
             return cl.enqueue_copy(self.handle, target, source, byte_count=nbytes)
 
     def read_later(self, data: NDArray[Any], buffer: Memory) -> Event:
         """Enqueue a copy of a buffer to a contiguous host array; its event."""
+        if isinstance(buffer, SharedMemory):
+            return self._copied(shared_memory.address_of(data), buffer.int_ptr, data.nbytes, "read a buffer")
         with _explained("read a buffer"):
             event: Event = undocumented.enqueue_read_buffer(self.handle, buffer, data, blocking=False)
             return event
+
+    def _copied(self, target: int, source: int, nbytes: int, what: str) -> Event:
+        """Enqueue a copy between two addresses; its event."""
+        event = ctypes.c_void_p()
+        code = shared_memory.enqueue_copy(self.handle.int_ptr, target, source, nbytes, ctypes.byref(event))
+        binding.checked(what, code)
+        return cl.Event.from_int_ptr(event.value, retain=False)
 
     def write_image(self, image: Memory, data: Bytes, *, first_row: int, width: int, rows: int, row_pitch: int) -> None:
         """Copy `rows` rows of `width` texels from host memory, `row_pitch` bytes apart, to an image, and wait."""
@@ -286,11 +309,14 @@ class Context:
             check_room()
         with _explained("create a context"):
             self.handle = cl.Context([device.handle])
+        self._queues: weakref.WeakSet[Queue] = weakref.WeakSet()
 
     def queue(self, *, profiling: bool = False) -> Queue:
         """A new in-order queue."""
         with _explained("create a queue"):
-            return Queue(self.handle, self.device.handle, profiling=profiling)
+            made = Queue(self.handle, self.device.handle, profiling=profiling)
+        self._queues.add(made)
+        return made
 
     def recorder(self, queue: Queue, probed: Mapping[str, str] = MappingProxyType({})) -> Recorder | None:
         """A recorder for launches of `queue`; None if the driver lacks an extension for it or, with a warning, refuses.
@@ -307,8 +333,13 @@ class Context:
             warnings.warn(not_recorded(error), FlashmemWarning, stacklevel=2)
         return None
 
-    def buffer(self, nbytes: int, *, host_visible: bool = False) -> Memory:
-        """A new buffer; with `host_visible`, one that the host can map without a copy."""
+    def buffer(self, nbytes: int, *, host_visible: bool = False, of_tensors: bool = False) -> Memory:
+        """A new buffer; with `host_visible`, one that the host can map without a copy.
+
+        `of_tensors`: tensors use the same bytes in turn, through sub-buffers.
+        """
+        if self.device.by_address and of_tensors and nbytes <= shared_memory.MOST_BYTES:
+            return shared_memory.allocate(self.handle, nbytes, partial(_finish, self._queues))
         flags = cl.mem_flags.READ_WRITE | (cl.mem_flags.ALLOC_HOST_PTR if host_visible else 0)
         with _explained(f"allocate a buffer of {nbytes} bytes"):
             return cl.Buffer(self.handle, flags, size=nbytes)
@@ -354,8 +385,18 @@ class Context:
             return CompiledProgram(cl.Program(self.handle, [self.device.handle], [binary]).build(list(options)))
 
 
+def _finish(queues: Iterable[Queue]) -> None:
+    """Wait for all commands of `queues`, as far as the device permits."""
+    for queue in list(queues):
+        with suppress(RunError):  # a lost device runs nothing
+            queue.finish()
+
+
 def set_memory(kernel: Kernel, index: int, memory: Memory) -> None:
     """Set an argument of a kernel to a memory object, for its next launches."""
+    if isinstance(memory, SharedMemory):
+        shared_memory.set_argument(kernel, index, memory)
+        return
     with _explained(f"set up the kernel {kernel.function_name}"):
         kernel.set_arg(index, memory)
 
@@ -378,6 +419,8 @@ class CompiledProgram:
                     continue
                 if isinstance(argument, np.generic):
                     undocumented.set_number(kernel, index, argument)
+                elif isinstance(argument, SharedMemory):
+                    shared_memory.set_argument(kernel, index, argument)
                 else:
                     kernel.set_arg(index, argument)
             return kernel

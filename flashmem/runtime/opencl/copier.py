@@ -20,6 +20,7 @@ from typing import Any
 from flashmem.runtime.opencl import undocumented
 from flashmem.runtime.opencl.binding import checked
 from flashmem.runtime.opencl.context import Bytes, Context, Memory
+from flashmem.runtime.opencl.shared_memory import SharedMemory, address_of, enqueue_copy
 
 _SIZE, _POINTER = ctypes.c_size_t, ctypes.c_void_p
 _NOT_BLOCKING, _NO_EVENTS = ctypes.c_uint(0), ctypes.c_uint(0)
@@ -59,6 +60,9 @@ class Copier:
 
     def write(self, buffer: Memory, data: Bytes, *, offset: int = 0) -> CopyEvent:
         """Start a copy of contiguous host memory to byte `offset` of a buffer. Raises RunError."""
+        if isinstance(buffer, SharedMemory):
+            queue, target, source = self.queue.handle.int_ptr, buffer.int_ptr + offset, address_of(data)
+            return self._begun("write to a buffer", lambda event: enqueue_copy(queue, target, source, data.nbytes, event))
         enqueue = undocumented.library().clEnqueueWriteBuffer
         return self._begun(
             "write to a buffer",
@@ -91,4 +95,4 @@ class Copier:
 
 
 def _address(data: Bytes) -> ctypes.c_void_p:
-    return _POINTER(data.__array_interface__["data"][0])
+    return _POINTER(address_of(data))

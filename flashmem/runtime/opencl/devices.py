@@ -61,6 +61,7 @@ class Device:
     target: str = ""  # compile target of its driver (`flashmem.runtime.opencl.compile_target`)
     instruction_set: str = ""  # of a CPU's kernels (`flashmem.runtime.opencl.instruction_set`)
     variables: Mapping[str, str] = field(default_factory=dict, compare=False)  # of the driver, at its start
+    by_address: bool = False  # whether buffers are shared virtual memory (`flashmem.runtime.opencl.shared_memory`)
 
     @property
     def key(self) -> str:
