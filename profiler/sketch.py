@@ -10,7 +10,8 @@ import numpy as np
 
 from flashmem.base.types import DType
 from flashmem.compiler.ir.builder import constant
-from flashmem.compiler.ir.graph import Graph, GraphPort, Node, Value
+from flashmem.compiler.ir.graph import ArrayConstant, Graph, GraphPort, Node, Value
+from flashmem.compiler.ir.quantised import QuantizedConstant
 
 
 @dataclass
@@ -29,6 +30,13 @@ class Sketch:
     def weight(self, *shape: int) -> Value:
         """A weight; all its elements are equal."""
         return constant(f"w{len(self.nodes)}.{len(shape)}", np.broadcast_to(np.float32(0.01), shape))
+
+    def nibbles(self, depth: int, columns: int, block: int) -> Value:
+        """A weight of unsigned codes of 4 bits, with a scale in half for each `block` steps of depth and column."""
+        codes = ArrayConstant(np.broadcast_to(np.uint8(8), (depth, columns)))
+        scale = ArrayConstant(np.full((depth // block, columns), 0.01, np.float16))
+        weight = QuantizedConstant(codes, scale, None, (block, 1), 4, minimum=scale)
+        return Value(f"w{len(self.nodes)}.codes", (depth, columns), "float32", weight)
 
     def node(self, op: str, inputs: Sequence[Value | None], shape: Sequence[int], **attributes: Any) -> Value:
         """Add a node; returns its output, which has the type of the first input."""

@@ -8,11 +8,12 @@ from itertools import zip_longest
 
 from flashmem.profiler.shapes import Attention, Convolution, Matmul, Shape, unet_shapes, zoo_shapes
 
-from .cliffs import Single, cliffs
+from .cliffs import Single, cliffs, low_bits
 
 REFERENCE = "reference"
 ATTENTION = "attention"
 CLIFFS = "cliffs"
+LOW_BITS = "low bits"
 MODELS = ("gptneo-125m", "gptneo-1.3b", "vit-b16", "sd-unet", "whisper-medium-encoder", "resnet50")
 
 _REFERENCE: tuple[Shape, ...] = (
@@ -38,9 +39,12 @@ class Case:
 def cases(kind: str) -> list[Case]:
     """The cases for a "gpu" or a "cpu": the table's shapes, then one of each group in turn, so that no group is missed.
 
-    The operators of `cliffs` follow.
+    The operators of `cliffs` follow, and on a GPU those of `low_bits`.
     """
-    return [*_of_models(kind), *(Case(CLIFFS, each) for each in cliffs())]
+    others = [Case(CLIFFS, each) for each in cliffs()]
+    if kind == "gpu":
+        others += [Case(LOW_BITS, each) for each in low_bits()]
+    return [*_of_models(kind), *others]
 
 
 def _of_models(kind: str) -> list[Case]:

@@ -192,3 +192,14 @@ def cliffs() -> tuple[Single, ...]:
         _top((1, 8400), 300),
         *(_product(rows, 1024, 4096, bits) for rows in (1, 128) for bits in (32, 8, 4)),
     )
+
+
+@cache
+def low_bits() -> tuple[Single, ...]:
+    """Products of a decoder of 1.1B parameters, and a square one: of one token, of eight, and of parts of a prompt."""
+    shapes = ((2048, 2048), (2048, 5632), (5632, 2048), (2048, 32000), (4096, 4096))
+    return (
+        *(_product(rows, *shape, 4) for rows in (1, 8, 32, 128) for shape in shapes),
+        *(_product(1, *shape, 8) for shape in shapes),
+        *(_product(rows, 4096, 4096, 32) for rows in (1, 8, 32, 128)),
+    )

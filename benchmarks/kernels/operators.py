@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import Arguments, run_command
-from benchmarks.kernels.cases import ATTENTION, CLIFFS, REFERENCE, Case, cases
+from benchmarks.kernels.cases import ATTENTION, CLIFFS, LOW_BITS, REFERENCE, Case, cases
 from benchmarks.kernels.peers import Peer, peer_of
 from flashmem.base.files import written_whole
 from flashmem.base.types import MemoryPath
@@ -212,8 +212,8 @@ def markdown(data: Row) -> str:
         f"| shapes of | shape | {' | '.join(f'{path} {name}' for path in paths)} | peer {name} | ratios |",
         "|---|---|" + "---|" * (len(paths) + 2),
     ]
-    timed = [row for row in rows if row["group"] == CLIFFS]
-    for row in (row for row in rows if row["group"] != CLIFFS):
+    timed = [row for row in rows if row["group"] in (CLIFFS, LOW_BITS)]
+    for row in (row for row in rows if row not in timed):
         rates = [f"{row['flops'] / s / unit:.3g}" if (s := row["seconds"].get(who)) else "" for who in (*paths, "peer")]
         ratios_cell = " / ".join(f"{found:.2f}" if (found := ratio(row, path)) else "–" for path in paths)
         lines.append(f"| {row['group']} | {row['shape']} | {' | '.join(rates)} | {ratios_cell} |")

@@ -23,6 +23,7 @@ from flashmem.profiler.shapes import Attention, RowSoftmax
 from flashmem.profiler.sketch import Sketch
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.target.descriptor import DeviceDescriptor
+from flashmem.target.kernel_configs.contraction import FEW_ROWS, SlicedContraction
 
 ROWS, DEPTH, COLUMNS, PLACES, HEAD = 128, 256, 256, 14, 64
 """Sizes divisible by every listed config, so that no case uses a smaller tile: ViT's and ResNet's have such sizes."""
@@ -79,6 +80,10 @@ _Case = tuple[Graph, DeviceDescriptor, Precision]
 def _cases(descriptor: DeviceDescriptor) -> Iterator[tuple[str, _Case]]:
     for family in CONTRACTIONS:
         for config in descriptor.configs_of(family):
+            if isinstance(config, SlicedContraction):
+                yield f"{family}-{config.name}", (_of_few_rows(1), descriptor, "fp32")
+                yield f"{family}-{config.name}-checked", (_of_few_rows(FEW_ROWS), descriptor, "fp32")
+                continue
             precision: Precision = "fp16" if "half" in config.needs else "fp32"
             yield f"{family}-{config.name}", (_contraction(family), replace(descriptor, only=config.name), precision)
         buffers = descriptor.on_path("buffer")
@@ -107,6 +112,12 @@ def _contraction(family: str) -> Graph:
     left, right = (1, 12, ROWS, HEAD), (1, 12, HEAD, ROWS)
     a, b = g.node("Tanh", [g.input(*left)], left), g.node("Tanh", [g.input(*right)], right)
     return g.finish(g.node("MatMul", [a, b], (1, 12, ROWS, ROWS)))
+
+
+def _of_few_rows(rows: int) -> Graph:
+    """A product of few rows with weights of 4 bits."""
+    g = Sketch()
+    return g.finish(g.node("MatMul", [g.input(1, rows, DEPTH), g.nibbles(DEPTH, COLUMNS, 32)], (1, rows, COLUMNS)))
 
 
 def _others() -> Iterator[tuple[str, Graph]]:

@@ -21,7 +21,7 @@ from flashmem.profiler.phone_compilers.report import CompilerReport, examine
 from flashmem.profiler.phone_compilers.results import StoredResults, results_folder
 from flashmem.profiler.phone_compilers.statistics import KernelStatistics
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
-from flashmem.target.kernel_configs.contraction import Contraction
+from flashmem.target.kernel_configs.contraction import Contraction, SlicedContraction
 
 _PACKED = ("matmul", "conv")
 _FAMILIES = (*_PACKED, "matmul_dynamic", "depthwise", "attention")
@@ -67,6 +67,8 @@ def _code(each: KernelStatistics, descriptor: DeviceDescriptor) -> KernelCode | 
     if loop is None or not loop.macs or family not in _FAMILIES or each.kernel in (_FEW, *_SPECIAL):
         return None
     config = next((known for known in descriptor.configs_of(family) if known.name == name.removesuffix("-buffer")), None)
+    if isinstance(config, SlicedContraction) or name.endswith("-checked"):  # quantised weights have one config for few rows
+        return None
     half = config is not None and "half" in config.needs
     rows, columns = (config.rows, config.columns) if isinstance(config, Contraction) else (0, 0)
     path = "buffer" if name.endswith("-buffer") else descriptor.memory_paths[0] if family in _PACKED else ""

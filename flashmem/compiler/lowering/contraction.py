@@ -22,10 +22,17 @@ from flashmem.compiler.lowering.movement import copy_region
 from flashmem.compiler.lowering.quantisation import WeightBinding, read_both, read_weights
 from flashmem.compiler.lowering.tile import ContractionTile
 from flashmem.compiler.operators.vector import REGISTER, scalar_literal
+from flashmem.compiler.selection.configs import seconds
 from flashmem.compiler.weights.packing import PackedSlice, Packing, phases_of, weight_columns, weight_matrix
 from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.descriptor import DeviceDescriptor
-from flashmem.target.kernel_configs.contraction import Contraction, PlainContraction
+from flashmem.target.kernel_configs.contraction import (
+    CODES,
+    Contraction,
+    PlainContraction,
+    SlicedContraction,
+    StagedContraction,
+)
 from flashmem.target.kernel_configs.workload import Workload
 
 _TEMPLATES = {
@@ -52,20 +59,18 @@ def _tile(
     run: int,
     *,
     packed: bool = True,
-    plain: bool = False,
+    given: Contraction | None = None,
     winograd: bool = False,
 ) -> ContractionTile:
-    """The contraction tile: the config for `workload`, or the plain one, cut to the matrix, with the types of its operands.
+    """The contraction tile: config `given`, or the one for `workload`, cut to the matrix, with the types of its operands.
 
     `run`: steps of depth that are read contiguously. `winograd`: as in `compiler.selection.selector.KernelRequest`.
     """
     node, weights = group.main, workload.storage
     scalar, activation = REGISTER[node.outputs[0].dtype], context.stored(node.input(0))
     floats = scalar == "float" and activation in ("float", "half") and weights in ("float32", "float16")
-    if plain or not floats:
-        config: Contraction = context.descriptor.tile.config(workload.family)
-    else:
-        config = choice(context, group, workload, packed=packed, winograd=winograd)
+    plain = None if floats else context.descriptor.tile.config(workload.family)
+    config = given or plain or choice(context, group, workload, packed=packed, winograd=winograd)
     if activation != "half" or weights != "float16":
         config = config.in_float()
     config = config.cut(workload)
@@ -169,10 +174,13 @@ def lower_packed(
         family, context.memory_path, rows, depth, columns // groups, groups, binding.storage,
         taps=depth // run, stride=max(node.attributes.get("strides", (1,))),
     )  # fmt: skip
-    only_plain = binding.codes is None or binding.zero is not None or binding.scale is not None or not stageable
+    given, panels = _quantised(context, workload, binding)
+    if given is None and (binding.codes is None or binding.zero is not None or binding.scale is not None or not stageable):
+        given = context.descriptor.tile.config(family)
     tile = _with(
-        _tile(context, group, workload, run, packed=binding.codes is not None, plain=only_plain, winograd=winograd), binding
+        _tile(context, group, workload, run, packed=binding.codes is not None, given=given, winograd=winograd), binding
     )
+    tile = replace(tile, panels=panels)
     if family == "matmul" and context.descriptor.kind == "cpu" and tile.rows == 1 and _sums_unscaled(tile):
         words = bool(tile.nibbles) and not tile.texture and tile.panel in (16, 32)
         tile = replace(tile, words=words, strands=1 if words else max(1, min(_MOST_STRANDS, _SUMMED_COLUMNS // tile.columns)))
@@ -206,7 +214,7 @@ def lower_packed(
         dims = [*dims[:9], packing.group_panels, *dims[9:]]
     epilogue = context.epilogue(group, tile.vector)
     kernel = context.kernels.kernel(
-        _TEMPLATES[family],
+        "contraction/matmul_sliced" if tile.sliced else _TEMPLATES[family],
         t=tile,
         block=step,
         transposed=node.op == "ConvTranspose",
@@ -239,7 +247,13 @@ def lower_packed(
             _launched(node, tile, rows, part.panels, packing.phases),
             tile.group,
             tile.described(
-                KernelShape(rows=rows, columns=min(part.panels * tile.panel, columns), depth=-(-depth // phases), run=run),
+                KernelShape(
+                    family if tile.sliced else "",
+                    rows=rows,
+                    columns=min(part.panels * tile.panel, columns),
+                    depth=-(-depth // phases),
+                    run=run,
+                ),
             ),
             macs=rows * depth * min(part.panels * tile.panel, columns) // phases,
             nbytes=context.nbytes(node.input(0)) + ITEMSIZE[context.storage(group.output)] * rows * part.panels * tile.panel,
@@ -255,6 +269,28 @@ def _sums_unscaled(tile: ContractionTile) -> bool:
     """Whether products with weights of `tile` can be summed before they are scaled: floats times quantised weights."""
     floats = tile.scalar == "float" and tile.activation in ("float", "half") and tile.zero is tile.scale is None
     return floats and tile.integers and tile.weight_scale is not None and not tile.k_block
+
+
+def _quantised(context: LoweringContext, workload: Workload, binding: WeightBinding) -> tuple[Contraction | None, int]:
+    """The config by which a GPU multiplies floats by quantised weights, if it has one, and the panels that its block spans.
+
+    Panels are those of the plain config for every number of rows, because all shapes of a model share its packed weights. For
+    few rows, work-items share the depth of a panel. Otherwise the config with a K-block that is fastest for floats dequantises
+    weights once for a block of rows.
+    """
+    if workload.family != "matmul" or binding.weight_scale is None or not binding.zero is binding.scale is None:
+        return None, 1
+    descriptor = context.descriptor
+    for each in descriptor.configs_of(workload.family):
+        if isinstance(each, SlicedContraction) and each.fits(workload) and binding.block % each.steps == 0:
+            return each, 1
+    panel = descriptor.tile.config(workload.family).cut(workload).panel
+    times = seconds(descriptor, replace(workload, storage="float32"))
+    staged = {each: time for each, time in times.items() if isinstance(each, StagedContraction) and each.panel % panel == 0}
+    if not staged or workload.storage not in CODES:
+        return None, 1
+    fastest = min(staged, key=lambda each: staged[each])
+    return fastest, fastest.panel // panel
 
 
 def _launched(node: Node, tile: ContractionTile, rows: int, panels: int, phases: tuple[int, int]) -> tuple[int, int]:
@@ -278,7 +314,7 @@ def _fold_unit(family: str, tile: ContractionTile, run: int, step: int) -> int:
         return step
     if tile.half and not tile.k_block:
         return tile.half if (step if family == "matmul" else run) % tile.half == 0 else run if family == "conv" else step
-    return max(tile.depth_vector, tile.strands)
+    return max(tile.depth_vector, tile.strands, tile.steps)
 
 
 def _packed_at_run_time(context: LoweringContext, group: FusionGroup, groups: int, panel: int) -> Arg:
@@ -425,7 +461,8 @@ def _lower_dynamic(context: LoweringContext, group: FusionGroup) -> None:
         binding.storage in ("float32", "float16")
         and binding.zero is binding.scale is binding.weight_zero is binding.weight_scale is None
     )
-    tile = _with(_tile(context, group, workload, depth, packed=False, plain=not floats), binding)
+    given = None if floats else context.descriptor.tile.config(workload.family)
+    tile = _with(_tile(context, group, workload, depth, packed=False, given=given), binding)
     epilogue = context.epilogue(group, tile.vector)
     levels = _batch_levels(batch, a.shape, b.shape)
     kernel = context.kernels.kernel(

@@ -1,4 +1,4 @@
-"""Contraction tiles: the variable `t` of the templates `mac`, `matmul`, `conv`, `winograd` and `staged`."""
+"""Contraction tiles: the variable `t` of the templates of contractions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flashmem.base.types import DType
 from flashmem.compiler.lowering.quantisation import QuantisationParameters
 from flashmem.compiler.operators.vector import STORED, Vector
 from flashmem.program.launches import KernelShape
-from flashmem.target.kernel_configs.contraction import Contraction, Winograd
+from flashmem.target.kernel_configs.contraction import Contraction, SlicedContraction, Winograd
 
 _ELEMENT = {"float32": "float", "float16": "half", "int4": "uchar", "uint4": "uchar"}
 """OpenCL C types of packed elements that differ from those of tensors; two integers of 4 bits are one element."""
@@ -29,7 +29,7 @@ class ContractionTile:
     stored with columns first.
     `depth_vector`: steps of depth of the left operand that a plain config reads by one load; a row has a multiple of them.
     `strands`: products with quantised weights are summed unscaled, in so many sums in turn; 0: weights are dequantised first.
-    `words`: such weights of 4 bits are read eight words at a time.
+    `words`: such weights of 4 bits are read eight words at a time. `panels`: panels of packed weights across a group's block.
     """
 
     config: Contraction
@@ -54,6 +54,7 @@ class ContractionTile:
     depth_vector: int = 1
     strands: int = 0
     words: bool = False
+    panels: int = 1
 
     @property
     def rows(self) -> int:
@@ -91,6 +92,21 @@ class ContractionTile:
         return self.config.parts
 
     @property
+    def sliced(self) -> int:
+        """Work-items of a group that share the depth of a panel, or 0."""
+        return self.config.lanes if isinstance(self.config, SlicedContraction) else 0
+
+    @property
+    def steps(self) -> int:
+        """Steps of depth that each of them multiplies at a time, or 1."""
+        return self.config.steps if isinstance(self.config, SlicedContraction) else 1
+
+    @property
+    def flat(self) -> bool:
+        """Whether a work-group is flat, because its work-items share operands or outputs."""
+        return bool(self.k_block or self.sliced)
+
+    @property
     def winograd(self) -> int:
         """Channels that Winograd's algorithm transforms at a time, or 0."""
         return self.config.channels if isinstance(self.config, Winograd) else 0
@@ -108,12 +124,12 @@ class ContractionTile:
     @property
     def stage_bytes(self) -> int:
         """Bytes of local memory for one stage of both operands."""
-        return self.config.stage_bytes
+        return self.config.stage_bytes + self.k_block * 4 * (self.right_pitch - self.block_columns)
 
     @property
     def local_bytes(self) -> int:
         """Bytes of local memory of a work-group."""
-        return self.config.local_bytes
+        return max(self.config.local_bytes, self.stage_bytes * self.config.stages)
 
     @property
     def vectors(self) -> int:
@@ -146,8 +162,8 @@ class ContractionTile:
 
     @property
     def panel(self) -> int:
-        """Columns of a panel of packed weights: those of a work-item, or of a work-group that shares its operands."""
-        return self.config.panel
+        """Columns of a panel of packed weights."""
+        return self.config.panel // self.panels
 
     @property
     def panel_elements(self) -> int:
@@ -169,13 +185,18 @@ class ContractionTile:
 
     def row_items(self, rows: str) -> str:
         """Work-items in the first direction, as a C expression."""
-        if not self.k_block:
+        if not self.flat:
             return f"({rows} + {self.rows - 1}) / {self.rows}"
         return f"({rows} + {self.block_rows - 1}) / {self.block_rows} * {self.items}"
 
+    def panel_items(self, panels: str) -> str:
+        """Work-items in the second direction, as a C expression."""
+        return panels if self.panels == 1 else f"({panels} + {self.panels - 1}) / {self.panels}"
+
     def launched(self, rows: int, panels: int) -> tuple[int, int]:
         """Work-items in both directions."""
-        return (-(-rows // self.block_rows) * self.items if self.k_block else -(-rows // self.rows), panels)
+        across = -(-panels // self.panels)
+        return (-(-rows // self.block_rows) * self.items if self.flat else -(-rows // self.rows), across)
 
     def described(self, shape: KernelShape) -> KernelShape:
         """`shape` with the numbers of this config."""
@@ -190,8 +211,8 @@ class ContractionTile:
 
     @property
     def group(self) -> tuple[int, int]:
-        """The work-group in both directions: flat where its work-items share operands."""
-        return (self.items, 1) if self.k_block else self.config.local_size
+        """The work-group in both directions."""
+        return (self.items, 1) if self.flat else self.config.local_size
 
     @property
     def down(self) -> int:
@@ -221,7 +242,7 @@ class ContractionTile:
     @property
     def right_pitch(self) -> int:
         """Distance from one step of depth to the next in the right operand's stage, in elements."""
-        return self.block_columns
+        return self.block_columns + 4 * self.integers
 
     @property
     def row_run(self) -> int:

@@ -36,6 +36,12 @@ This and the next fit the counted slots of matmul on an Adreno 750 (docs/researc
 _VECTOR_OF_COLUMNS = 2.0
 """Cost of a step of depth of a column, read with its neighbours, in multiplications."""
 
+CODES = ("int4", "uint4", "int8", "uint8")
+"""The types of quantised weights whose codes are read as words of 32 bits."""
+
+FEW_ROWS = 8
+"""The most rows for which a work-group reads quantised weights once: tokens that are checked together."""
+
 _IDLE_ROWS = 1.02
 """The tallest tile with at most 2 % more rows than the fewest is chosen, because each height is another kernel."""
 
@@ -122,12 +128,16 @@ class Contraction(KernelConfig):
 
     def cut(self, workload: Workload) -> Self:
         """The config for `workload`: a number of rows that wastes few, and panels no wider than needed."""
+        rows, columns = self._cut(workload)
+        return replace(self, rows=rows, columns=columns, vector=min(self.vector, columns))
+
+    def _cut(self, workload: Workload) -> tuple[int, int]:
+        """Rows and columns of `cut`."""
         least = 8 if workload.storage.endswith("int4") else 4
         columns = max(least, min(self.columns, _filled(workload.columns)))
         most = min(self.rows, workload.rows)
         whole = {height: -(-workload.rows // height) * height for height in range(most, most // 2, -1)}
-        rows = next(height for height, size in whole.items() if size <= _IDLE_ROWS * min(whole.values()))
-        return replace(self, rows=rows, columns=columns, vector=min(self.vector, columns))
+        return next(height for height, size in whole.items() if size <= _IDLE_ROWS * min(whole.values())), columns
 
     def product(self, workload: Workload) -> Workload:
         """The product of matrices by which it computes `workload`."""
@@ -248,6 +258,53 @@ class StagedContraction(Contraction):
     def in_float(self) -> Self:
         """See `Contraction.in_float`."""
         return replace(self, half=0)
+
+
+@dataclass(frozen=True)
+class SlicedContraction(Contraction):
+    """A product of few rows with quantised weights: the `lanes` work-items of a work-group share the depth of one panel.
+
+    Each multiplies `steps` steps of depth at a time, a multiple of four, for all rows. The sums are added in a fixed order, one
+    row at a time. It reads the panels of the plain config with as many columns. `lanes` is a power of two.
+    """
+
+    kind: ClassVar[str] = "sliced"
+
+    vector: int = field(default=4, init=False)
+    local_size: tuple[int, int] = field(default=(1, 1), init=False)
+    families: tuple[str, ...] = field(default=("matmul",), init=False)
+    lanes: int = field(kw_only=True)
+    steps: int = field(kw_only=True)
+
+    @property
+    def code(self) -> str:
+        """See `KernelConfig.code`."""
+        return f"{super().code}-{self.steps}"
+
+    @property
+    def parts(self) -> int:
+        """See `Contraction.parts`."""
+        return self.lanes
+
+    @property
+    def sums(self) -> int:
+        """Sums of a vector of outputs after the first of two additions: about the square root of `lanes`."""
+        return 1 << (self.lanes.bit_length() - 1) // 2
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of the sums of one row that the work-items exchange, and of those after the first addition."""
+        return 4 * self.columns * (self.lanes + self.sums)
+
+    def fits(self, workload: Workload) -> bool:
+        """Whether the weights have codes of at most 8 bits, and there are few rows."""
+        return workload.storage in CODES and workload.rows <= FEW_ROWS and workload.depth % self.steps == 0
+
+    def cut(self, workload: Workload) -> Self:
+        """See `Contraction.cut`; of the work-items, as many as have a step of the depth, at least 8."""
+        most = max(8, 1 << (workload.depth // self.steps).bit_length() - 1)
+        rows, columns = self._cut(workload)
+        return replace(self, rows=rows, columns=columns, lanes=min(self.lanes, most))
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,19 @@ from flashmem.base.errors import UserError
 from flashmem.base.tables import build
 from flashmem.target.kernel_configs.attention import KeyBlockConfig, QueryRowsConfig, SharedWeightsConfig
 from flashmem.target.kernel_configs.config import KernelConfig
-from flashmem.target.kernel_configs.contraction import PlainContraction, StagedContraction, StagedWinograd, Winograd
+from flashmem.target.kernel_configs.contraction import (
+    PlainContraction,
+    SlicedContraction,
+    StagedContraction,
+    StagedWinograd,
+    Winograd,
+)
 from flashmem.target.kernel_configs.rows import RowConfig
 
 _CLASSES: tuple[type[KernelConfig], ...] = (
     PlainContraction,
     StagedContraction,
+    SlicedContraction,
     Winograd,
     StagedWinograd,
     QueryRowsConfig,

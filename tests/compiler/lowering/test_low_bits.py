@@ -1,7 +1,8 @@
-"""Products of one row with weights of 4 and 8 bits, summed before they are scaled: error bounds against float64."""
+"""Products with weights of 4 and 8 bits, on CPUs and by the kernels of GPUs: error bounds against float64."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import flashmem
+from flashmem.base.errors import FlashmemWarning
 from flashmem.base.types import MemoryPath
+from flashmem.program.program import Program
 from flashmem.runtime.request.options import find_descriptor
-from tests.support.compared import PLACES
+from tests.support.compared import OF_A_GPU, PLACES
 from tests.support.inputs import floats
 
 TYPES = {"int4": (-8, 8), "uint4": (0, 16), "int8": (-128, 128), "uint8": (0, 256)}
@@ -27,7 +30,7 @@ def draw(dtype: str, shape: tuple[int, ...], seed: int) -> Any:
     return np.random.default_rng(seed).integers(*TYPES[dtype], shape)
 
 
-def model_of(dtype: str, zeros: bool) -> tuple[onnx.ModelProto, list[tuple[Any, Any, Any]]]:
+def model_of(dtype: str, zeros: bool, rows: int = 1) -> tuple[onnx.ModelProto, list[tuple[Any, Any, Any]]]:
     """A product for each case, and (codes, zero points, scales) of each step of depth and column."""
     kind = getattr(TensorProto, dtype.upper())
     nodes, constants, inputs, outputs, weights = [], [], [], [], []
@@ -43,8 +46,8 @@ def model_of(dtype: str, zeros: bool) -> tuple[onnx.ModelProto, list[tuple[Any, 
         blocked = {"axis": 0, "block_size": block} if block else {"axis": 1}
         nodes.append(helper.make_node("DequantizeLinear", names, [f"w{i}"], **blocked))
         nodes.append(helper.make_node("MatMul", [f"x{i}", f"w{i}"], [f"y{i}"]))
-        inputs.append(helper.make_tensor_value_info(f"x{i}", TensorProto.FLOAT, (1, depth)))
-        outputs.append(helper.make_tensor_value_info(f"y{i}", TensorProto.FLOAT, (1, columns)))
+        inputs.append(helper.make_tensor_value_info(f"x{i}", TensorProto.FLOAT, (rows, depth)))
+        outputs.append(helper.make_tensor_value_info(f"y{i}", TensorProto.FLOAT, (rows, columns)))
         spread = [
             np.repeat(each, block, axis=0)[:depth] if block else np.broadcast_to(each, codes.shape) for each in (zero, scale)
         ]
@@ -53,26 +56,68 @@ def model_of(dtype: str, zeros: bool) -> tuple[onnx.ModelProto, list[tuple[Any, 
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), weights
 
 
+DTYPES = [("int4", False), ("uint4", True), ("int4", True), ("int8", False), ("uint8", True)]
+
+
+def require_bound(y: Any, x: Any, weight: tuple[Any, Any, Any], more: int) -> None:
+    """(depth + 8) roundings of the sum of |x| (|code| + |zero point|) scale; codes and zero points count as `more` more."""
+    codes, zero, scale = weight
+    exact = x.astype(np.float64) @ ((codes - zero) * scale.astype(np.float64))
+    size = np.abs(x).astype(np.float64) @ ((np.abs(codes + more) + np.abs(zero + more)) * scale.astype(np.float64))
+    assert (np.abs(y - exact) <= (x.shape[1] + 8) * 2.0**-24 * size).all()
+
+
 @pytest.mark.parametrize("place", PLACES, ids=str)
-@pytest.mark.parametrize(
-    ("dtype", "zeros"), [("int4", False), ("uint4", True), ("int4", True), ("int8", False), ("uint8", True)]
-)
+@pytest.mark.parametrize(("dtype", "zeros"), DTYPES)
 def test_error_bound(dtype: str, zeros: bool, place: tuple[str, MemoryPath], tmp_path: Path) -> None:
-    """(depth + 8) roundings of the sum of |x| (|code| + |zero point|) scale; signed codes of 4 bits count as 8 more."""
     device, path = place
-    model, weights = model_of(dtype, zeros)
-    onnx.save(model, tmp_path / "m.onnx")
-    bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / "b.flashmem", device=device, memory_path=path)
+    _check(dtype, zeros, 1, {"device": device, "memory_path": path}, device, tmp_path)
+
+
+@pytest.mark.parametrize("place", OF_A_GPU, ids=str)
+@pytest.mark.parametrize(
+    ("target", "path", "rows", "dtype", "zeros"),
+    [
+        ("nvidia", "buffer", 1, "uint4", True),
+        ("nvidia", "texture", 2, "int4", True),
+        ("nvidia", "buffer", 3, "int8", False),
+        ("nvidia", "texture", 8, "uint8", True),
+        ("nvidia", "buffer", 32, "int4", True),
+        ("nvidia", "texture", 32, "uint4", True),
+        ("nvidia", "buffer", 32, "uint8", True),
+        ("adreno750", "texture", 1, "int4", False),
+        ("mali-g710", "texture", 8, "uint4", True),
+        ("mali-g710", "buffer", 1, "int8", False),
+    ],
+)
+def test_error_bound_of_a_gpu_s_kernels(
+    target: str, path: MemoryPath, rows: int, dtype: str, zeros: bool, place: tuple[str, MemoryPath, str], tmp_path: Path
+) -> None:
+    """Few rows, whose work-items share the depth; and many, for which NVIDIA's weights are dequantised in local memory."""
+    program = _check(dtype, zeros, rows, {"device": target, "memory_path": path, "build": False}, place[0], tmp_path)
+    few = sum("matmul_sliced" in launch.kernel for launch in program.launches)
+    staged = sum(launch.shape.k_block > 0 for launch in program.launches)
+    # In two cases neither the depth nor a block is a multiple of the steps that a work-item multiplies.
+    assert few == (len(CASES) - 2 if rows <= 8 else 0)
+    assert staged == (len(CASES) - few if target == "nvidia" else 0)
+
+
+def _check(dtype: str, zeros: bool, rows: int, options: dict[str, Any], device: str, folder: Path) -> Program:
+    """Compile the products, and require their error bounds; the program."""
+    model, weights = model_of(dtype, zeros, rows)
+    onnx.save(model, folder / "m.onnx")
+    bundle = flashmem.compile(folder / "m.onnx", folder / "b.flashmem", **options)
     more = 8 if dtype == "int4" else 0
-    with flashmem.Session(bundle, device=device) as session:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FlashmemWarning)  # compiled for another device
+        session = flashmem.Session(bundle, device=device)
+    with session:
         for kind in ("normal", "around 1e3", "positive"):
-            xs = [floats(1, depth, kind=kind) for depth, _, _ in CASES]  # type: ignore[arg-type]
-            for y, x, (codes, zero, scale) in zip(
-                session.run(None, {f"x{i}": x for i, x in enumerate(xs)}), xs, weights, strict=True
-            ):
-                exact = x.astype(np.float64) @ ((codes - zero) * scale.astype(np.float64))
-                size = np.abs(x).astype(np.float64) @ ((np.abs(codes + more) + np.abs(zero + more)) * scale.astype(np.float64))
-                assert (np.abs(y - exact) <= (x.size + 8) * 2.0**-24 * size).all()
+            xs = [floats(rows, depth, kind=kind) for depth, _, _ in CASES]  # type: ignore[arg-type]
+            ys = session.run(None, {f"x{i}": x for i, x in enumerate(xs)})
+            for y, x, weight in zip(ys, xs, weights, strict=True):
+                require_bound(y, x, weight, more)
+    return bundle.program
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)

@@ -31,6 +31,7 @@ from flashmem.target.kernel_configs.contraction import (
     CONTRACTIONS,
     Contraction,
     PlainContraction,
+    SlicedContraction,
     StagedContraction,
     Winograd,
 )
@@ -233,6 +234,10 @@ def test_shipped_configs_can_be_built(name: str) -> None:
         match config:
             case StagedContraction(k_block=depth):
                 assert depth % 4 == depth % config.slice_k == 0 == config.local_bytes % 16
+            case SlicedContraction(lanes=lanes):
+                assert lanes >= 8 and lanes & (lanes - 1) == 0
+                tile = load_descriptor(name).tile
+                assert (config.columns, config.vector) == (tile.columns, tile.vector)  # it reads the plain config's panels
             case Winograd(channels=channels):
                 assert channels % config.vector == 0 == config.local_bytes % 16
             case KeyBlockConfig(channels=channels):
