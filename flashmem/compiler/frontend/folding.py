@@ -52,7 +52,7 @@ _PRODUCTS_LIMIT = 1 << 32
 
 # Random operators, quantisation, and operators whose reference computes other sizes and ties than runtimes do.
 _NEVER = {"Bernoulli", "DequantizeLinear", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "QuantizeLinear", "Resize"}
-_NEVER |= {"Upsample"}
+_NEVER |= {"Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Upsample"}
 
 # Lengths that depend on data, never larger than the input.
 _SELECTIONS = {"Compress", "NonZero", "Unique"}
