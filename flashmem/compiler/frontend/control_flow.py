@@ -85,9 +85,7 @@ class ControlFlowPass(EditingPass):
             body.insert_before(nodes[0], shift)
         else:
             body.append(shift)
-        rest = ir.Node(
-            "", "Loop", inputs, [ir.AttrGraph("body", body)], num_outputs=len(node.outputs), name=f"{node.name}.rest"
-        )
+        rest = ir.Node("", "Loop", inputs, [ir.AttrGraph("body", body)], num_outputs=len(node.outputs), name=node.name)
         at(node).insert_before(node, rest)
         return rest
 

@@ -26,6 +26,7 @@ from flashmem.compiler.operators import (
     sampling,
     selection,
     spectral,
+    suppression,
 )
 from flashmem.compiler.operators.registry import REGISTRY, Operator, is_elementwise, is_native, why_unsupported
 
@@ -53,6 +54,7 @@ FAMILIES = (
     indexing,
     quantised_rows,
     selection,
+    suppression,
 )
 """The modules that declare operators, in the order of docs/reference/operators.md."""
 

@@ -1,8 +1,8 @@
 """Random numbers: a function of a seed and of the element's position, so that every run, device and plan draws the same ones.
 
-The generator is Philox2x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3). The counter is an
-element's row and column. The key is a checksum of the `seed` attribute (none: 0) and of the node's name, so that nodes draw
-independent numbers. After the rewrites, `Random` computes floats from positions; its attribute `normal` names the distribution.
+The generator is Philox2x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3). The counter
+is an element's row and column. The key is a checksum of the `seed` attribute (none: 0) and of the node's name, so that nodes
+draw independent numbers. After the rewrites, `Random` computes floats from positions; `normal` says which distribution.
 """
 
 from __future__ import annotations
@@ -95,9 +95,7 @@ def _rewrite_multinomial(rewriter: Rewriter, node: Node, opset: int) -> None:
     heap = rewriter.emit(
         "CumSum", [weight], x.shape, "float32", f"{node.name}.cumulative", axis=1, exclusive=False, reverse=False
     )
-    total = rewriter.emit(
-        "Slice", [heap], (batch, 1), "float32", f"{node.name}.total", starts=(0, classes - 1), steps=(1, 1)
-    )
+    total = rewriter.emit("Slice", [heap], (batch, 1), "float32", f"{node.name}.total", starts=(0, classes - 1), steps=(1, 1))
     drawn = reshaped(rewriter, _drawn(rewriter, node, output.size, normal=False), (batch, samples))
     part = rewriter.emit("Mul", [drawn, total], (batch, samples), "float32", f"{node.name}.part")
     shape = (batch, samples, classes)

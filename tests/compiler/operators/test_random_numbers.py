@@ -103,7 +103,7 @@ def test_moments(place: tuple[str, str], tmp_path: Path) -> None:
 def test_multinomial(place: tuple[str, str], tmp_path: Path) -> None:
     weights = np.array([[1, 2, 3, 4, 0], [0, 100, 0, 1, 400]], np.float64)
     with np.errstate(divide="ignore"):
-        logarithms = (np.log(weights) + [[0], [3]]).astype(np.float32)
+        logarithms = (np.log(weights) + np.array([[0], [3]])).astype(np.float32)
     nodes = Nodes()
     x = nodes.input(logarithms)
     nodes.node("Multinomial", x, sample_size=20_000, dtypes=["int32"])
