@@ -18,6 +18,7 @@ from flashmem.cli.output.console import emit_json
 from flashmem.runtime.generation.conversation import Message
 from flashmem.runtime.generation.draft_model import needed_bytes
 from flashmem.runtime.generation.generator import GenerationReport, Generator
+from flashmem.runtime.opencl.context import use_one_device
 from flashmem.runtime.request.options import read_host_budget
 
 
@@ -82,6 +83,7 @@ def open_generator(
 
     The budget of `compiling` is for both. Raises as `generate_text`.
     """
+    use_one_device()
     read_host_budget(host_budget)
     device, mode = compiling.device or "auto", cast("Any", compiling.mode or "auto")
     small, budget = None, compiling.budget

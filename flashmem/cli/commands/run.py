@@ -25,6 +25,7 @@ from flashmem.cli.commands.trace import write_trace
 from flashmem.cli.output.console import emit_json, print_facts, waiting
 from flashmem.runtime.engine.inputs import check_input_file, complete_inputs, read_inputs, stored_arrays, write_outputs
 from flashmem.runtime.engine.report import HostMemoryUse, RunReport, process_rss
+from flashmem.runtime.opencl.context import use_one_device
 from flashmem.runtime.request.options import find_descriptor, read_host_budget
 from flashmem.runtime.session import Session, Strategy
 
@@ -103,6 +104,7 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
         raise MissingFileError(f"--model {options.reference}: no such file")
     if not is_bundle(model) and options.strategy != "preload":
         compiling = replace(compiling, strategy=options.strategy)  # the session checks it for a bundle
+    use_one_device()
     before = process_rss() or 0
     bundle = open_bundle(model, compiling, still_open=RUN_TIME, build=options.build)
     if options.input is not None and not (is_bundle(model) and compiling.shape):
