@@ -110,7 +110,7 @@ def _gather(node: ir.Node, read: Sequence[SelectedRows | None]) -> int | None:
 
 def _gather_nd(node: ir.Node, read: Sequence[SelectedRows | None]) -> int | None:
     indices = read[1]
-    if read[0] is not None or indices is None or node.attributes.get_int("batch_dims", 0):
+    if read[0] is not None or indices is None or node.attributes.get_int("batch_dims"):
         return None
     return indices.axis if indices.axis < len(_shape(node.inputs[1])) - 1 else None
 
@@ -161,7 +161,7 @@ def _reshape(node: ir.Node, read: Sequence[SelectedRows | None]) -> int | None:
         return None
     source = _shape(node.inputs[0])
     for axis, size in enumerate(wanted):
-        is_open = size == -1 or (size == 0 and axis == data.axis and not node.attributes.get_int("allowzero", 0))
+        is_open = size == -1 or (size == 0 and axis == data.axis and not node.attributes.get_int("allowzero"))
         if is_open and made[axis] == source[data.axis] and math.prod(made[:axis]) == math.prod(source[: data.axis]):
             return axis
     return None

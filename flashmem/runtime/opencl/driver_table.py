@@ -7,7 +7,6 @@ as long as the `.icd` files, the libraries they name, the environment of the dri
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 import os
@@ -32,7 +31,7 @@ _SECONDS = 60
 """The longest that a driver may take to list its devices."""
 
 _VARIABLES = ("CL_", "CUDA_", "GPU_", "LD_LIBRARY_PATH", "LD_PRELOAD", "NVIDIA_", "OCL_", "POCL_", "ROCR_", "ZE_")
-_DEVICE_FILES = ("/dev/nvidia*", "/dev/dri/*", "/dev/kfd", "/dev/kgsl*", "/dev/mali*")
+_DEVICE_FILES = ("nvidia*", "dri/*", "kfd", "kgsl*", "mali*")
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def _state(drivers: Mapping[str, str]) -> str:
             status = Path(library).stat()
             facts += [status.st_mtime_ns, status.st_size]
     facts.append(sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES)))
-    facts.append(sorted(path for pattern in _DEVICE_FILES for path in glob.glob(pattern)))
+    facts.append(sorted(str(path) for pattern in _DEVICE_FILES for path in Path("/dev").glob(pattern)))
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
