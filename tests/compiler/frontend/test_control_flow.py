@@ -223,6 +223,29 @@ def test_a_condition_that_follows_from_shapes_is_followed_after_each_iteration(t
     rows = graph.outputs[1].value.constant
     assert rows is not None
     np.testing.assert_array_equal(rows.array(), [4, 6, 8, 10])
+    assert all(node.name.count(".") < 3 for node in graph.nodes), [node.name for node in graph.nodes]
+
+
+def test_a_loop_that_is_refused_after_some_iterations_keeps_its_name(tmp_path: Path) -> None:
+    """The condition is a constant for three iterations, and then depends on data."""
+    late = PEELED.replace(
+        "number = Gather (shape, index)\n        still = Less (number, top)",
+        """number = Gather (shape, index)
+        limit = Constant <value = int64 {6}> ()
+        early = Less (number, limit)
+        still = If (early) <
+            then_branch = yes () => (bool a) { a = Less (number, top) },
+            else_branch = no () => (bool b) { s = ReduceMax <keepdims = 0> (state)  w = Cast <to = 7> (s)  b = Less (w, top) }
+        >""",
+    )
+    assert late != PEELED
+    path = saved(late, 13, tmp_path)
+    model = onnx.load(path)
+    model.graph.node[0].name = "walk"
+    onnx.save(model, path)
+    with pytest.raises(UnsupportedModelError, match="Loop whose condition is computed at run time") as caught:
+        import_model(path)
+    assert [name for name, _ in caught.value.nodes] == ["walk"]
 
 
 @pytest.mark.parametrize("opset", [11, 16])
