@@ -15,7 +15,10 @@ from onnx import parser
 import flashmem
 from flashmem.base.errors import UnsupportedModelError
 from flashmem.base.types import MemoryPath
+from flashmem.runtime.opencl.context import list_devices
 from tests.support.compared import DEVICES, OF_A_GPU, Array, Nodes, answers_of, by_runtime
+from tests.support.strict_device import PROFILES, Profile
+from tests.support.strict_device.door import strict
 
 PLACES = [(*place, "") for place in DEVICES] + OF_A_GPU
 
@@ -171,3 +174,27 @@ def test_a_limit_at_run_time_is_refused(tmp_path: Path) -> None:
     onnx.save(nodes.proto(), tmp_path / "m.onnx")
     with pytest.raises(UnsupportedModelError, match=r"input 2 .* computed at run time is not implemented"):
         flashmem.compile(tmp_path / "m.onnx", tmp_path / "m", device="generic-cpu")
+
+
+@pytest.mark.filterwarnings("ignore:.*was compiled for")
+@pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
+def test_boxes_and_random_numbers_break_no_rule(profile: Profile, tmp_path: Path) -> None:
+    """On a device that checks each call: outputs that are copied early, and their number, which is read at the end."""
+    nodes = Nodes()
+    boxes, scores = nodes.input(boxes_of("crowded", 1, 40, False)), nodes.input(scores_of("crowded", 1, 2, 40))
+    limits = [nodes.constant(np.array([30])), nodes.constant(np.array([0.3], np.float32))]
+    (selected,) = nodes.node("NonMaxSuppression", boxes, scores, *limits, dtypes=["int64"])
+    nodes.node("GatherND", scores, selected)
+    model = nodes.proto()
+    expected = by_runtime(model, nodes.feeds)
+    nodes.node("RandomNormalLike", boxes)
+    onnx.save(nodes.proto(), tmp_path / "m.onnx")
+    with strict(profile) as device:
+        bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / "m", device=list_devices()[0].descriptor_name, build=False)
+        with flashmem.Session(bundle, lanes=False) as session:
+            for _ in range(2):
+                answers = session.run(None, nodes.feeds)
+        assert device.rules.broken == [] and device.rules.mapped == []
+    for answer, wanted in zip(answers, expected, strict=False):
+        np.testing.assert_array_equal(answer, wanted)
+    assert answers[2].shape == (1, 40, 4) and 0 < len(answers[0]) < 60
