@@ -37,6 +37,11 @@ def watch() -> None:
         )  # `blocked` of the parent held it back while Python started
 
 
+def is_command() -> bool:
+    """Whether this process is one of the command line: it runs one command."""
+    return _watching
+
+
 def child_environment() -> dict[str, str]:
     """The environment for a child process that calls `watch` and leaves the output line to this process."""
     return {**os.environ, _PARENT_SPEAKS: "1"}

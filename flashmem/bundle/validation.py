@@ -192,11 +192,23 @@ def _check_tensors(program: Program) -> None:
         _require(port.ready is None or 0 < port.ready <= len(program.launches), f"port {port.name!r} is read after no layer")
     for port in program.outputs:
         _require(port.tensor is not None or 0 in port.shape, f"output {port.name!r} has no tensor")
+        _check_count(port, tensors)
     _check_handed_over(program)
     if program.status is not None:
         _require(program.status in tensors, f"its status is the unknown tensor {program.status!r}")
         status = tensors[program.status]
         _require(status.dtype == "int32" and status.nbytes >= 4, "its status is no number")
+
+
+def _check_count(port: Port, tensors: Mapping[str, Tensor]) -> None:
+    """Require that the number of an output's places is a number in the arena, and along one of its axes."""
+    if port.count is None:
+        return
+    name = f"the number of places of output {port.name!r}"
+    _require(port.count in tensors, f"{name} is the unknown tensor {port.count!r}")
+    tensor = tensors[port.count]
+    _require(tensor.dtype == "int32" and tensor.nbytes >= 4 and tensor.memory == "arena", f"{name} is no number")
+    _require(0 <= port.axis < len(port.shape), f"{name} is along an axis that it does not have")
 
 
 def _check_port(port: Port | State, name: str, tensors: Mapping[str, Tensor], memory: str) -> None:

@@ -21,6 +21,7 @@ from flashmem.cli.commands.options import (
     Json,
     ModelArgument,
     PlannedModel,
+    ProcessMemory,
     RunStrategyOption,
     with_bundle_options,
 )
@@ -43,20 +44,24 @@ def compile_(
         Path | None,
         typer.Option(metavar="DIR", help="Write the graph as text, as imported and after each pass, to this folder."),
     ] = None,
+    within: Annotated[str | None, typer.Option(hidden=True)] = None,
     inspect: Annotated[
         bool,
         typer.Option("--inspect", help="Show what the open compiler of --device, an Adreno or Mali, makes of the kernels."),
     ] = False,
 ) -> None:
     """Compile a model into a bundle, compile its kernels if the device is local, and print the bundle's path."""
-    from flashmem.cli.commands.compiling import compile_here
+    from flashmem.cli.commands.compiling import ProcessLimit, compile_here
 
     gpu = None
     if inspect:
         from flashmem.cli.commands.inspect_kernels import inspect_kernels, inspected_gpu
 
         gpu = inspected_gpu(options)
-    made = compile_here(model, output, options, build=build, with_binaries=with_binaries, dump_passes=dump_passes)
+    process = ProcessLimit.of(within)
+    made = compile_here(
+        model, output, options, build=build, with_binaries=with_binaries, dump_passes=dump_passes, process=process
+    )
     print(made.path)
     if gpu is not None:
         inspect_kernels(made, gpu)
@@ -91,6 +96,7 @@ def run(
         typer.Option("--check-weights/--no-check-weights", help="Compare weights with their checksums when read."),
     ] = False,
     host_budget: HostBudget = None,
+    process_memory: ProcessMemory = None,
     build: Build = True,
 ) -> None:
     """Run a model once (or --repeat times) and report latency and memory."""
@@ -102,7 +108,7 @@ def run(
         options,
         RunOptions(
             input, output, repeat, verify, reference, json, chosen, seed, trace, learn, check_weights, build, timeline,
-            host_budget,
+            host_budget, process_memory,
         ),
     )  # fmt: skip
 
@@ -131,6 +137,7 @@ def generate(
         bool, typer.Option("--speculate/--no-speculate", help="Check drafts from the text so far, where that is faster.")
     ] = True,
     host_budget: HostBudget = None,
+    process_memory: ProcessMemory = None,
     draft: Annotated[
         Path | None,
         typer.Option(metavar="MODEL", help="A small model with the same tokens, whose drafts are checked."),
@@ -150,7 +157,7 @@ def generate(
 
     chosen = GenerateOptions(
         plain, system, max_new_tokens, temperature, top_k, top_p, repetition_penalty, seed, tuple(stop or ()), json,
-        conversation, speculate, host_budget, draft,
+        conversation, speculate, host_budget, draft, process_memory,
     )  # fmt: skip
     generate_text(model, prompt, options, chosen)
 

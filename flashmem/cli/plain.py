@@ -19,6 +19,7 @@ from flashmem.cli.commands.compiling import CompileOptions
 Command = Callable[[argparse.Namespace], int | None]
 
 HOST_BUDGET = "limit on host memory for staging and weights, on a device with memory of its own"
+PROCESS_MEMORY = "limit on the whole process, driver and interpreter too, in place of --budget"
 
 
 def main() -> None:
@@ -57,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--mode", metavar="NAME", help="how weights are transferred")
     run.add_argument("--budget", metavar="SIZE", help="limit on all memory, for instance 256MB")
     run.add_argument("--host-budget", metavar="SIZE|auto", help=HOST_BUDGET)
+    run.add_argument("--process-memory", metavar="SIZE", help=PROCESS_MEMORY)
     run.add_argument("--strategy", metavar="NAME", help="when weights are loaded")
     run.add_argument("--learn", action="store_true", help="plan again with the times of these runs, and keep the plan")
     run.add_argument("--seed", type=int, default=0, help="seed of the inputs not given")
@@ -71,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--mode", metavar="NAME", help="how weights are transferred")
     generate.add_argument("--budget", metavar="SIZE", help="limit on all memory, for instance 256MB")
     generate.add_argument("--host-budget", metavar="SIZE|auto", help=HOST_BUDGET)
+    generate.add_argument("--process-memory", metavar="SIZE", help=PROCESS_MEMORY)
     generate.add_argument("--max-new-tokens", type=int, default=256, help="the most tokens of an answer")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
     generate.add_argument("--top-k", type=int, default=0, help="sample among so many likeliest tokens; 0: all")
@@ -129,6 +132,7 @@ def _run(arguments: argparse.Namespace) -> None:
         learn=arguments.learn,
         check_weights=arguments.check_weights,
         host_budget=arguments.host_budget,
+        process_memory=arguments.process_memory,
     )
     run_model(arguments.bundle, compiling, options)
 

@@ -67,7 +67,8 @@ class Port:
 
     `tensor` is None for an input that only selects table rows on the host (see `HostEmbeddingLookup`), and for an output
     without elements. `ready` is the layer after which an output must be read, because another tensor overwrites its memory
-    later; None: read it after the last layer.
+    later; None: read it after the last layer. `count` is the tensor with the number of its places along
+    `axis` that a run returns, the first ones; None: all.
     """
 
     name: str
@@ -75,6 +76,8 @@ class Port:
     dtype: str  # numpy name of the ONNX type: float32, float16, int64, int32, bool ...
     tensor: str | None
     ready: int | None = None
+    count: str | None = None
+    axis: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from flashmem.runtime.engine.stopping import RunStoppedError, deadline, held_unt
 from flashmem.runtime.request.compatibility import mode_for
 from flashmem.runtime.request.models import ModelOptions, bundle_for, is_model
 from flashmem.runtime.request.options import choose_budget, choose_strategy, device_here
+from flashmem.runtime.request.process_memory import budget_within, read_process_memory, too_small
 from flashmem.runtime.streaming.host_tier import HostTier
 from flashmem.schedule.loads import planned_loads, read_while_opening
 from flashmem.schedule.residency import Strategy
@@ -71,6 +72,7 @@ class Session:
         strategy: Strategy | Literal["auto"] = "auto",
         budget: int | str | None = None,
         host_budget: int | str | None = None,
+        process_memory: int | str | None = None,
         lanes: bool = True,
         trace: bool = False,
         verify_weights: bool = False,
@@ -92,6 +94,9 @@ class Session:
                 does not count, and for weights that later runs copy from there instead of reading them. "auto": half of the
                 memory that the system has left, at most what the session can use; nothing where host and device share memory.
                 None: `budget` limits host and device together, and no weights are kept on the host.
+            process_memory: most bytes that the whole process may hold resident, in place of `budget`. The budget is then less
+                by what the process holds when the device's context exists, and by `SLACK` of
+                `flashmem.runtime.request.process_memory`. The model is planned for it, if its own plan needs more.
             lanes: in mode "interleave", whether kernels copy weights while they compute; if not, separate launches between them
                 copy, for comparison.
             trace: record when each launch ran on the device.
@@ -118,6 +123,9 @@ class Session:
         opened = bundle_for(
             bundle, device=device, mode=mode, strategy=strategy, budget=budget, build=build_apart, options=compiling
         )
+        if process_memory is not None and (budget is not None or host_budget is not None):
+            raise UserError("the process memory gives the budget; give either it or budgets")
+        self.process_memory = None if process_memory is None else read_process_memory(process_memory)
         self.device = device_here(device, prefer=opened.descriptor.name)
         self.strategy: Strategy = choose_strategy(opened.plan, strategy)
         self.mode = mode_for(opened, self.device, mode, self.strategy)
@@ -125,6 +133,10 @@ class Session:
         self._variants = [planned_variant(each, self.device, self.mode, self.strategy) for each in bundles]
         self._own = self._variants  # with the plans of the bundle
         self._ready = self._variants[opened.index]
+        in_use = None
+        if self.process_memory is not None:
+            in_use = DeviceInUse(self.device, None, profiling=trace)
+            budget = self._fit_process(self.process_memory, in_use.start_rss)
         own_first = sorted(self._variants, key=lambda variant: variant is not self._ready)
         host = planned_host_memory(host_budget, own_first, self.device, self.mode)
         self.host_budget = None if host is None else host.budget
@@ -138,7 +150,8 @@ class Session:
         file = OpenedBundle(self.bundle, self.device, self.mode, verify_weights=verify_weights, lanes=lanes)
         try:
             self._announce(file)
-            in_use = DeviceInUse(self.device, self.budget, profiling=trace)
+            in_use = in_use or DeviceInUse(self.device, None, profiling=trace)
+            in_use.budget.limit = self.budget
             if host is not None:
                 file.tier = HostTier(in_use.context, host.budget, host.slices)
             self._engine = Engine(file, in_use, apart=build_apart, warm_up=prepare and not trace)
@@ -156,6 +169,24 @@ class Session:
                 self.close()
                 raise
         self._engine.opening_seconds = perf_counter() - begun
+
+    def _fit_process(self, limit: int, held: int | None) -> int:
+        """The budget that a process memory of `limit` leaves; plans the variants again that need more than it.
+
+        Raises:
+            BudgetError: no plan fits.
+            UserError: as `budget_within`.
+        """
+        budget = budget_within(limit, held, self.device)
+        try:
+            if self.strategy != "preload" and any(each.needed() > budget for each in self._variants):
+                self._variants = [within(each, self.device, self.mode, budget) for each in self._own]
+                self._ready = self._variants[self._ready.bundle.index]
+            needed = max(each.needed() for each in self._variants)
+            choose_budget(budget, None, needed, mode=self.mode, strategy=self.strategy)
+        except BudgetError as error:
+            raise too_small(limit, held or 0, error) from error
+        return budget
 
     def _announce(self, opened: OpenedBundle) -> None:
         """Announce to the disk what is read first: constants, then the loads that wait for no launch."""

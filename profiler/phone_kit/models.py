@@ -183,6 +183,15 @@ def _indexing(n: _Nodes) -> None:
     n.out("Gather", n.weight(40, 16), n.given(np.array([3, 0, 39, 7, 7])), axis=0)
     n.out("GatherElements", x, n.given(n.random.integers(0, 20, (5, 30))), axis=0)
     n.out("ScatterElements", x, n.given(n.random.permutation(20)[:3].repeat(30).reshape(3, 30)), n.input(3, 30), axis=0)
+    boxes, scores = n.given(n.random.uniform(0, 9, (2, 50, 4)).astype(np.float32)), n.input(2, 3, 50)
+    n.node(
+        "NonMaxSuppression",
+        boxes,
+        scores,
+        n.constant(np.array([8])),
+        n.constant(np.array([0.4], np.float32)),
+        dtypes=("int64",),
+    )
     n.out("Transpose", x, perm=[1, 0])
     n.out("Concat", x, n.input(20, 7), axis=1)
     n.out("Gelu", x)

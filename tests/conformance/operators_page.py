@@ -31,6 +31,14 @@ values become plain nodes, at most {UNROLLED} for all loops. An If with a consta
 condition is computed at run time, both branches are computed, and one result is chosen. They may have {CHOSEN} nodes together,
 and outputs of equal types and shapes. Larger ones are refused.
 
+NonMaxSuppression selects as many boxes as the data says. Its output has room for all that it can select, and a run returns
+the selected ones. Nodes that compute each row of their output from the same row of their inputs may follow; others are
+refused. Its limit and thresholds must be constants.
+
+Random operators draw the same numbers in every run, on every device and under every plan, up to the rounding of functions.
+The numbers depend on the `seed` attribute (0 without one) and on the node's name; nodes draw independent ones. A Slice whose
+length is fixed may start anywhere, if each end is its start plus a constant. Outside its axis, the run ends with an error.
+
 - *Inputs*: element types of the inputs; the last named holds for all further ones. *float* is float16, bfloat16, float32 and
   float64, all computed in float32. Integers have 8 to 64 bits, signed or not, and keep them.
 - *Runs as*: an expression fused into its neighbours, a kernel, or a rewrite into other operators.

@@ -197,3 +197,24 @@ def test_convolutions_by_winograd(path: str, tmp_path: Path) -> None:
     done = _run(SCRIPT, tmp_path, str(tmp_path / "m.onnx"), path, "interleave", str(tmp_path), str(there), "fp32")
     assert done.stdout.strip() == "answered", f"exit {done.returncode}: {done.stderr}"
     assert not _complains(done), done.stderr
+
+
+@needs_oclgrind
+@pytest.mark.parametrize("device", ["generic-cpu", "nvidia"])
+def test_selected_boxes(device: str, tmp_path: Path) -> None:
+    """Work-items of a GPU share a row of boxes: each reads the flags that others have set before a barrier."""
+    text = """
+    <ir_version: 10, opset_import: ["" : 17]>
+    detect (float[2, 45, 4] boxes, float[2, 3, 45] scores) => (int64[n, 3] selected, float[n] certainty)
+    <int64[1] most = {20}, float[1] overlap = {0.2}>
+    {
+        selected = NonMaxSuppression (boxes, scores, most, overlap)
+        certainty = GatherND (scores, selected)
+    }
+    """
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "boxes.onnx")
+    path = "buffer" if device == "generic-cpu" else "texture"
+    words = (str(tmp_path / "boxes.onnx"), path, "interleave", str(tmp_path), f"devices/{device}.toml", "fp32")
+    done = _run(SCRIPT, tmp_path, *words)
+    assert done.stdout.strip() == "answered", f"exit {done.returncode}: {done.stderr}"
+    assert not _complains(done), done.stderr

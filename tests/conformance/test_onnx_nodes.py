@@ -186,4 +186,6 @@ def test_what_the_caller_can_get_wrong() -> None:
     with pytest.raises(UserError):
         backend.run_model(strange, [x, x])
     with pytest.raises(UnsupportedModelError, match="not implemented"):
-        backend.run_node(onnx.helper.make_node("RandomUniformLike", ["x"], ["y"]), [np.ones((2, 2), np.float32)])
+        counted = {"max_gram_length": 1, "max_skip_count": 0, "min_gram_length": 1, "mode": "TF", "ngram_counts": [0]}
+        counted |= {"ngram_indexes": [0], "pool_int64s": [2]}
+        backend.run_node(onnx.helper.make_node("TfIdfVectorizer", ["x"], ["y"], **counted), [np.ones((2, 2), np.int64)])

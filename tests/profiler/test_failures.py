@@ -185,7 +185,7 @@ def test_launches_that_differ_in_their_weights_alone_count_once() -> None:
         (["sample.onnx"], "'sample' is the dataset's name for sampled kernels"),
         (["matmul-7.onnx"], "'matmul-7' is the dataset's name for sampled kernels"),
         (["good.onnx", "NonZero.onnx"], "NonZero.onnx: the model has 1 node that flashmem cannot run"),
-        (["good.onnx", "RandomNormalLike.onnx"], "RandomNormalLike.onnx: the model has 1 node that flashmem cannot run"),
+        (["good.onnx", "Unique.onnx"], "Unique.onnx: the model has 1 node that flashmem cannot run"),
         (["good.onnx", "dynamic"], "leaves sizes of its inputs open"),
     ],
 )
@@ -193,7 +193,7 @@ def test_a_model_is_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, names: list[str], message: str
 ) -> None:
     monkeypatch.setattr(measure, "Bench", refuse)
-    operators = {"NonZero.onnx": "NonZero", "RandomNormalLike.onnx": "RandomNormalLike"}
+    operators = {"NonZero.onnx": "NonZero", "Unique.onnx": "Unique"}
     models = [a_model(tmp_path / name, operators.get(name, "Relu")) for name in names if name != "dynamic"]
     models += [DATA / "gptneo-tiny-dynamic.onnx"] * ("dynamic" in names)
     words = [word for model in models for word in ("--model", str(model))]

@@ -10,13 +10,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashmem.base.child_processes import module_environment, python_module
-from flashmem.base.errors import MissingFileError, UserError
+from flashmem.base.errors import BudgetError, MissingFileError, UserError
 from flashmem.base.extras import offline_half
 from flashmem.base.interrupts import EXIT_CODE, blocked, child_environment
 from flashmem.base.paths import VARIABLE, why_unusable
@@ -101,6 +102,62 @@ class CompileOptions:
         return written
 
 
+@dataclass(frozen=True)
+class ProcessLimit:
+    """A limit on the memory of the process that will run the model, and what it holds without the model, in bytes."""
+
+    limit: int
+    held: int
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Raise the error of a budget that is the rest of a process's memory as that of the process."""
+        from flashmem.runtime.request.process_memory import too_small
+
+        try:
+            yield
+        except BudgetError as error:
+            # One step more, so that the named limit works in the next process too, which may hold a little more.
+            raise too_small(self.limit, self.held + _STEP, error) from error
+
+    def argument(self) -> str:
+        """The hidden option of `flashmem compile` for it."""
+        return f"--within={self.limit},{self.held}"
+
+    @classmethod
+    def of(cls, text: str | None) -> ProcessLimit | None:
+        """The inverse of `argument`, without the option's name."""
+        return None if text is None else cls(*map(int, text.split(",")))
+
+
+def within_process(
+    options: CompileOptions, process_memory: str | None, host_budget: str | None, *, compiles: bool
+) -> tuple[CompileOptions, ProcessLimit | None]:
+    """`options` with the budget that a limit on this process leaves for a model that is compiled (`compiles`).
+
+    Opens the device, to measure what the process holds without the model.
+
+    Raises:
+        UserError: not a size, a budget is given too, or the device has memory of its own.
+    """
+    if process_memory is None:
+        return options, None
+    from flashmem.runtime.engine.device_state import DeviceInUse
+    from flashmem.runtime.request.options import device_here
+    from flashmem.runtime.request.process_memory import budget_within, read_process_memory
+
+    if options.budget is not None or options.m_peak is not None or host_budget is not None:
+        raise UserError("--process-memory gives the budget; give either it or --budget, --m-peak and --host-budget")
+    limit = read_process_memory(process_memory)
+    if not compiles:
+        return options, None
+    held: int | None = DeviceInUse(device := device_here(options.device or "auto"), None).start_rss
+    if held is not None:  # rounded up, so that the next call finds the same bundle in the cache
+        held = -(-(held + _OPENED) // _STEP) * _STEP
+    budget = budget_within(limit, held, device)
+    return replace(options, budget=str(budget)), ProcessLimit(limit, held or 0)
+
+
 def compile_here(
     model: Path,
     output: Path | None,
@@ -109,10 +166,12 @@ def compile_here(
     build: bool = True,
     with_binaries: bool = False,
     dump_passes: Path | None = None,
+    process: ProcessLimit | None = None,
 ) -> Bundle:
     """Compile in this process, with a progress bar; without `output`, into the user's cache. `build`: kernels too.
 
-    `dump_passes`: a folder for the graph as text, before and after each pass.
+    `process`: where the budget comes from, for errors. `dump_passes`: a folder for the graph as text, before and after each
+    pass.
 
     Raises:
         UserError: no output and no cache; and the errors of `flashmem.compile`.
@@ -122,7 +181,7 @@ def compile_here(
         raise UserError(f"{folder} {reason}; name a bundle with -o, or set {VARIABLE} to a folder that can")
     with offline_half("compiling"):
         from flashmem.compile import compile as compile_model
-    with progress(f"compiling {model.name}") as report:
+    with progress(f"compiling {model.name}") as report, process.explained() if process else nullcontext():
         bundle = compile_model(
             model,
             output,
@@ -151,8 +210,10 @@ def _quantised(weights: Sequence[Mapping[str, Any]]) -> str:
     return f"weights quantised, relative to their root mean squares: {'; '.join(parts)}"
 
 
-def compile_apart(model: Path, options: CompileOptions, *, build: bool = True) -> Bundle:
+def compile_apart(model: Path, options: CompileOptions, *, build: bool = True, process: ProcessLimit | None = None) -> Bundle:
     """The bundle in the user's cache; it is compiled in a child process unless it is there. `build`: kernels too.
+
+    `process`: as for `compile_here`.
 
     This process does not import the compiler. The child prints its progress and its errors to the same stderr.
 
@@ -170,6 +231,7 @@ def compile_apart(model: Path, options: CompileOptions, *, build: bool = True) -
     if (found := read_compilation(model, shapes=read_variants(options.shape), **options.keywords()).find()) is not None:
         return found
     command = python_module("flashmem", "compile", str(model), *options.arguments(), f"--{'' if build else 'no-'}build")
+    command += [] if process is None else [process.argument()]
     quiet = module_environment(child_environment())
     with blocked() as unblock, subprocess.Popen(command, env=quiet, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as child:
         try:
@@ -196,7 +258,14 @@ def _interrupt(child: subprocess.Popen[bytes]) -> None:
         child.wait()
 
 
-def bundle_of(model: Path, options: CompileOptions, *, still_open: Collection[str] = (), build: bool = False) -> Bundle:
+def bundle_of(
+    model: Path,
+    options: CompileOptions,
+    *,
+    still_open: Collection[str] = (),
+    build: bool = False,
+    process: ProcessLimit | None = None,
+) -> Bundle:
     """The bundle for `model`: `model` itself if it is a folder, else the compiled one, with its kernels if `build`.
 
     `still_open` has the flags that the command accepts for a bundle too, for instance `RUN_TIME`.
@@ -211,20 +280,27 @@ def bundle_of(model: Path, options: CompileOptions, *, still_open: Collection[st
             raise UserError(
                 f"{model} is no bundle, and the compiler is not installed here; compile it elsewhere, and copy the bundle"
             )
-        return compile_apart(model, options, build=build)
+        return compile_apart(model, options, build=build, process=process)
     fixed = [flag for flag in options.given() if flag not in still_open]
     if fixed:
         raise UserError(f"{fixed[0]} was fixed when {model} was compiled; compile the model anew, or leave {fixed[0]} out")
     return Bundle.open(model)
 
 
-def open_bundle(model: Path, options: CompileOptions, *, still_open: Collection[str] = (), build: bool = False) -> Bundle:
+def open_bundle(
+    model: Path,
+    options: CompileOptions,
+    *,
+    still_open: Collection[str] = (),
+    build: bool = False,
+    process: ProcessLimit | None = None,
+) -> Bundle:
     """Open the bundle from `bundle_of`, with the shape variant in `--shape` selected, or the first.
 
     Raises:
         UserError: the bundle has no such variant.
     """
-    bundle = bundle_of(model, options, still_open=(*still_open, "--shape"), build=build)
+    bundle = bundle_of(model, options, still_open=(*still_open, "--shape"), build=build, process=process)
     asked = read_variants(options.shape)
     if not is_bundle(model):
         return bundle
@@ -240,6 +316,10 @@ def open_bundle(model: Path, options: CompileOptions, *, still_open: Collection[
 _TARGET = ("device", "memory_path", "mode", "precision", "state_precision", "optimize")
 _LIMITS = ("budget", "m_peak", "chunk", "lambda_", "objective", "preload", "strategy", "unfusion", "mu", "alpha", "units")
 _LAST_SECONDS = 10
+
+_OPENED, _STEP = 8 << 20, 4 << 20
+"""Bytes that an opened bundle and the inputs of a run take, and the step in which a process's memory counts."""
+
 RUN_TIME = ("--device", "--budget", "--mode")
 """Flags that also apply to a bundle: a session or a simulation can choose them again."""
 

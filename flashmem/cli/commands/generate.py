@@ -13,11 +13,12 @@ from flashmem.base.streams import say
 from flashmem.base.units import format_size, parse_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import is_bundle
-from flashmem.cli.commands.compiling import RUN_TIME, CompileOptions, open_bundle
+from flashmem.cli.commands.compiling import RUN_TIME, CompileOptions, open_bundle, within_process
 from flashmem.cli.output.console import emit_json
 from flashmem.runtime.generation.conversation import Message
 from flashmem.runtime.generation.draft_model import needed_bytes
 from flashmem.runtime.generation.generator import GenerationReport, Generator
+from flashmem.runtime.opencl.context import use_one_device
 from flashmem.runtime.request.options import read_host_budget
 
 
@@ -43,6 +44,7 @@ class GenerateOptions:
     speculate: bool = True
     host_budget: str | None = None
     draft: Path | None = None
+    process_memory: str | None = None
 
 
 def generate_text(model: Path, prompt: str | None, compiling: CompileOptions, options: GenerateOptions) -> None:
@@ -60,7 +62,7 @@ def generate_text(model: Path, prompt: str | None, compiling: CompileOptions, op
         raise UserError("--plain continues a text; give one after the model")
     if options.draft is not None and not options.speculate:
         raise UserError("--draft makes drafts, and --no-speculate checks none; leave out one of them")
-    with open_generator(model, compiling, options.draft, options.host_budget) as generator:
+    with open_generator(model, compiling, options.draft, options.host_budget, options.process_memory) as generator:
         saved = options.conversation
         if prompt is not None and (options.plain or (generator.language.chat is None and saved is None)):
             _answer(generator, prompt, options)
@@ -76,13 +78,21 @@ def generate_text(model: Path, prompt: str | None, compiling: CompileOptions, op
 
 
 def open_generator(
-    model: Path, compiling: CompileOptions, draft: Path | None = None, host_budget: str | None = None
+    model: Path,
+    compiling: CompileOptions,
+    draft: Path | None = None,
+    host_budget: str | None = None,
+    process_memory: str | None = None,
 ) -> Generator:
     """A generator of a bundle, or of a GGUF file or a folder, which is compiled first; with the small model `draft`.
 
     The budget of `compiling` is for both. Raises as `generate_text`.
     """
+    use_one_device()
     read_host_budget(host_budget)
+    if process_memory is not None and draft is not None:
+        raise UserError("--process-memory is for one model; leave --draft out, or give --budget")
+    compiling, process = within_process(compiling, process_memory, host_budget, compiles=not is_bundle(model))
     device, mode = compiling.device or "auto", cast("Any", compiling.mode or "auto")
     small, budget = None, compiling.budget
     if draft is not None:
@@ -93,10 +103,12 @@ def open_generator(
             if left <= 0:
                 raise UserError(f"--budget {budget} is less than --draft needs alone; raise it, or leave --draft out")
             compiling = replace(compiling, budget=str(left))
-    bundle = open_bundle(model, compiling, still_open=RUN_TIME, build=True)
-    if not is_bundle(model) and small is None:
+    bundle = open_bundle(model, compiling, still_open=RUN_TIME, build=True, process=process)
+    if (not is_bundle(model) and small is None) or process_memory is not None:
         budget = None  # a model compiled now has its budget in the bundle
-    return Generator(bundle, device=device, budget=budget, host_budget=host_budget, mode=mode, draft=small)
+    return Generator(
+        bundle, device=device, budget=budget, host_budget=host_budget, process_memory=process_memory, mode=mode, draft=small
+    )
 
 
 def _save(generator: Generator, path: Path, messages: list[Message]) -> None:

@@ -134,6 +134,14 @@ HostBudget = Annotated[
         show_default="none: staging counts in --budget",
     ),
 ]
+ProcessMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--process-memory",
+        metavar="SIZE",
+        help="Limit on the whole process, driver and interpreter too, in place of --budget; for instance 300MB.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of a report.")]
 
 BUNDLE_OPTIONS: dict[str, Any] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from numpy.typing import NDArray
 
-from flashmem.base.errors import MissingFileError, RunError, UserError
+from flashmem.base.errors import MissingFileError, NoDeviceError, RunError, UserError
 from flashmem.base.extras import offline_half
 from flashmem.base.files import check_target
 from flashmem.base.streams import say
@@ -19,13 +20,14 @@ from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import is_bundle
 from flashmem.bundle.shape_variants import list_text, port_shapes, which_fits
-from flashmem.cli.commands.compiling import RUN_TIME, CompileOptions, open_bundle
+from flashmem.cli.commands.compiling import RUN_TIME, CompileOptions, open_bundle, within_process
 from flashmem.cli.commands.plan_summary import summary
 from flashmem.cli.commands.trace import write_trace
 from flashmem.cli.output.console import emit_json, print_facts, waiting
 from flashmem.runtime.engine.inputs import check_input_file, complete_inputs, read_inputs, stored_arrays, write_outputs
 from flashmem.runtime.engine.report import HostMemoryUse, RunReport, process_rss
-from flashmem.runtime.request.options import find_descriptor, read_host_budget
+from flashmem.runtime.opencl.context import use_one_device
+from flashmem.runtime.request.options import device_here, find_descriptor, read_host_budget
 from flashmem.runtime.session import Session, Strategy
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class RunOptions:
     build: bool = True
     timeline: Path | None = None
     host_budget: str | None = None
+    process_memory: str | None = None
 
     @property
     def traced(self) -> bool:
@@ -72,6 +75,7 @@ class Outcome:
     outputs: list[NDArray[Any]]
     reports: list[RunReport]
     bare_bytes: int | None
+    process_limit: int | None = None
 
 
 def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> None:
@@ -103,8 +107,13 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
         raise MissingFileError(f"--model {options.reference}: no such file")
     if not is_bundle(model) and options.strategy != "preload":
         compiling = replace(compiling, strategy=options.strategy)  # the session checks it for a bundle
+    use_one_device()
+    compiling, process = within_process(compiling, options.process_memory, options.host_budget, compiles=not is_bundle(model))
+    if not is_bundle(model):
+        with suppress(NoDeviceError):  # its driver is no part of the bundle
+            device_here(compiling.device or "auto")
     before = process_rss() or 0
-    bundle = open_bundle(model, compiling, still_open=RUN_TIME, build=options.build)
+    bundle = open_bundle(model, compiling, still_open=RUN_TIME, build=options.build, process=process)
     if options.input is not None and not (is_bundle(model) and compiling.shape):
         bundle = _fitting(bundle, options.input)
 
@@ -198,6 +207,7 @@ def _run(
             strategy=cast(Strategy, options.strategy or "auto"),
             budget=budget,
             host_budget=options.host_budget,
+            process_memory=options.process_memory,
             trace=options.traced,
             verify_weights=options.check_weights,
             prepare=options.repeat > 1,
@@ -214,7 +224,8 @@ def _run(
         device = f"{session.device.platform}: {session.device.name}"
         start = reports[0].memory.process_start_rss_bytes
         bare = None if start is None else start - opened
-        return Outcome(bundle, device, session.mode, session.strategy, outputs, reports, bare)
+        limit = session.process_memory
+        return Outcome(bundle, device, session.mode, session.strategy, outputs, reports, bare, limit)
 
 
 def _draw_timeline(path: Path, outcome: Outcome, device: str | None) -> None:
@@ -269,6 +280,7 @@ def report_json(outcome: Outcome, options: RunOptions, verification: Verificatio
             "budget_bytes": memory.budget_bytes,
             "process_peak_rss_bytes": outcome.reports[-1].memory.process_peak_rss_bytes,
             "process_bare_rss_bytes": outcome.bare_bytes,
+            "process_limit_bytes": outcome.process_limit,
             "by_category": dict(memory.by_category),
         },
         "plan": summary(outcome.bundle.plan, outcome.bundle.program),
@@ -293,7 +305,8 @@ def _print(outcome: Outcome, options: RunOptions, verification: Verification | N
     process = ""
     if (most := later[-1].memory if later else memory).process_peak_rss_bytes is not None and outcome.bare_bytes is not None:
         held = format_size(most.process_peak_rss_bytes)
-        process = f"; process {held}, of which {format_size(outcome.bare_bytes)} without a session"
+        allowed = "" if outcome.process_limit is None else f" of at most {format_size(outcome.process_limit)}"
+        process = f"; process {held}{allowed}, of which {format_size(outcome.bare_bytes)} without a session"
     answer = f"{1e3 * latency.integrated:.1f} ms ({1e3 * latency.init:.1f} to prepare, {1e3 * latency.exec:.1f} to run)"
     how = f"{outcome.bundle.program.memory_path} path, mode {outcome.transfer_mode}, {outcome.strategy}"
     facts = {
@@ -312,6 +325,9 @@ def _print(outcome: Outcome, options: RunOptions, verification: Verification | N
         verdict = "equal to ONNX Runtime's" if verification.ok else "NOT equal to ONNX Runtime's"
         facts["verify"] = f"{verdict}, error {verification.relative_error:.2g} of the range"
     print_facts(facts)
+    held_most = most.process_peak_rss_bytes
+    if outcome.process_limit is not None and held_most is not None and held_most > outcome.process_limit:
+        say(f"the process held {format_size(held_most)}, more than --process-memory {format_size(outcome.process_limit)}")
 
 
 def _host_memory(host: HostMemoryUse, later: Sequence[RunReport]) -> str:

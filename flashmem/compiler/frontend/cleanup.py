@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import onnx
 import onnx.inliner
@@ -20,7 +22,7 @@ from flashmem.compiler.frontend.gemm import ReshapedGemm
 from flashmem.compiler.frontend.neutral import RemoveNeutralPass
 from flashmem.compiler.frontend.scaled_weights import RecogniseDequantizePass
 from flashmem.compiler.frontend.sequences import SequencePass
-from flashmem.compiler.ir.limits import DEPTH
+from flashmem.compiler.ir.limits import DEPTH, nodes_of
 
 _ROUNDS = 8 + DEPTH  # one round resolves a branch with a constant condition, the next sees the nodes inside it
 
@@ -60,6 +62,7 @@ def clean_up(proto: onnx.ModelProto, is_native: Callable[[str], bool]) -> ir.Mod
     """
     with _quiet():
         names = [output.name for output in proto.graph.output]
+        _seed(proto)
         model = ir.from_proto(onnx.inliner.inline_local_functions(proto, convert_version=True))
         _simplify(model, is_native)
         opset = model.opset_imports.get("", 0)
@@ -106,6 +109,14 @@ def _simplify(model: ir.Model, is_native: Callable[[str], bool]) -> None:
         if not changed and (control.choose or not nested):
             return
         control.choose = not changed  # last, because folding may still make the condition constant
+
+
+def _seed(proto: onnx.ModelProto) -> None:
+    """Give every Bernoulli without a seed one of its own, in place, because equal nodes are merged, these too."""
+    for node in nodes_of(proto.graph.node, Path()):
+        if node.op_type == "Bernoulli" and node.domain == "" and not any(each.name == "seed" for each in node.attribute):
+            seed = zlib.crc32(node.output[0].encode()) >> 8  # 24 bits, which a float holds
+            node.attribute.append(onnx.helper.make_attribute("seed", float(seed)))
 
 
 def _merge_copies(model: ir.Model) -> None:

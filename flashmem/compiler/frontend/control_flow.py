@@ -18,8 +18,7 @@ import onnx_ir as ir
 from flashmem.compiler.frontend.editing import EditingPass, at, fit, graph_of, sizes
 from flashmem.compiler.ir.limits import CHOSEN
 
-# Random results differ from call to call; indices computed at run time may be wrong in the branch that is not selected.
-_IMPURE = {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
+# Indices computed at run time may be wrong in the branch that is not selected.
 _INDEXED = {"Gather", "GatherElements", "GatherND", "OneHot", "Scatter", "ScatterElements", "ScatterND", "TensorScatter"}
 
 
@@ -85,9 +84,7 @@ class ControlFlowPass(EditingPass):
             body.insert_before(nodes[0], shift)
         else:
             body.append(shift)
-        rest = ir.Node(
-            "", "Loop", inputs, [ir.AttrGraph("body", body)], num_outputs=len(node.outputs), name=f"{node.name}.rest"
-        )
+        rest = ir.Node("", "Loop", inputs, [ir.AttrGraph("body", body)], num_outputs=len(node.outputs), name=node.name)
         at(node).insert_before(node, rest)
         return rest
 
@@ -167,7 +164,7 @@ class ControlFlowPass(EditingPass):
             ):
                 return f"{reason}, with a loop or another such choice in a branch, is not supported"
             indices = inner.inputs[1] if inner.op_type in _INDEXED and len(inner.inputs) > 1 else None
-            if inner.op_type in _IMPURE or (indices is not None and indices.const_value is None):
+            if indices is not None and indices.const_value is None:
                 return f"{reason} is not supported with {inner.op_type} in a branch, which cannot be computed unasked"
         if self.opset < 9:
             return f"{reason} is not supported below operator set 9, which has no Where"

@@ -22,8 +22,8 @@ _SMALL = 1 << 10  # the most elements of a constant that is evaluated
 # Operators that compute conditions. Folding has the shapes already.
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "Add": np.add, "And": np.logical_and, "Equal": np.equal, "Greater": np.greater, "GreaterOrEqual": np.greater_equal,
-    "Identity": lambda x: x, "Less": np.less, "LessOrEqual": np.less_equal, "Not": np.logical_not, "Or": np.logical_or,
-    "Sub": np.subtract,
+    "Identity": lambda x: x, "Less": np.less, "LessOrEqual": np.less_equal, "Mul": np.multiply, "Not": np.logical_not,
+    "Or": np.logical_or, "Sub": np.subtract,
 }  # fmt: skip
 
 

@@ -24,10 +24,11 @@ from onnx.checker import ValidationError
 from onnx.shape_inference import InferenceError, infer_node_outputs
 
 from flashmem.base.errors import UserError
-from flashmem.compiler.frontend import contrib
+from flashmem.compiler.frontend import contrib, moving_slices
 from flashmem.compiler.frontend.definitions import write_out
-from flashmem.compiler.frontend.editing import fit, graph_of
+from flashmem.compiler.frontend.editing import REASON, fit, graph_of
 from flashmem.compiler.frontend.onnxscript_folding import FoldConstantsPass, FoldConstantsResult, Replacement
+from flashmem.compiler.frontend.selected_rows import Known, follow
 from flashmem.compiler.frontend.sequences import SEQUENCES
 from flashmem.compiler.frontend.sizes import set_size
 from flashmem.compiler.frontend.validation import printable
@@ -44,7 +45,7 @@ _COPIES = {"Cast", "Concat", "Expand", "Flatten", "Identity", "Pad", "Reshape", 
 # Operators whose reference implementation visits elements one by one in Python, and the most elements it may visit.
 _LOOPS = {"AffineGrid", "AveragePool", "Col2Im", "Conv", "ConvInteger", "ConvTranspose", "DeformConv", "GRU", "GatherElements"}
 _LOOPS |= {"GatherND", "GridSample", "LRN", "LSTM", "LpPool", "MaxPool", "MaxRoiPool", "MaxUnpool", "RNN"}
-_LOOPS |= {"NonMaxSuppression", "ReverseSequence", "RoiAlign", "STFT", "ScatterElements", "ScatterND"}
+_LOOPS |= {"ReverseSequence", "RoiAlign", "STFT", "ScatterElements", "ScatterND"}
 _LOOP_LIMIT = 1 << 16
 
 _CONTRACTIONS = {"Einsum", "Gemm", "MatMul", "MatMulInteger"}
@@ -52,7 +53,15 @@ _PRODUCTS_LIMIT = 1 << 32
 
 # Random operators, quantisation, and operators whose reference computes other sizes and ties than runtimes do.
 _NEVER = {"Bernoulli", "DequantizeLinear", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "QuantizeLinear", "Resize"}
-_NEVER |= {"Upsample"}
+_NEVER |= {
+    "Multinomial",
+    "NonMaxSuppression",
+    "RandomNormal",
+    "RandomNormalLike",
+    "RandomUniform",
+    "RandomUniformLike",
+    "Upsample",
+}
 
 # Lengths that depend on data, never larger than the input.
 _SELECTIONS = {"Compress", "NonZero", "Unique"}
@@ -91,6 +100,7 @@ class FoldPass(FoldConstantsPass):
         self.model = model
         self.opset_imports = dict(model.opset_imports)
         self.made = self.counted = 0
+        self.selected: Known = {}
         for value in (value for graph in model.graphs() for value in graph.initializers.values()):
             if value.const_value is not None:  # its declaration as an output may contradict this
                 value.shape, value.type = ir.Shape(value.const_value.shape.numpy()), ir.TensorType(value.const_value.dtype)
@@ -102,7 +112,8 @@ class FoldPass(FoldConstantsPass):
 
     def process_node(self, node: ir.Node, is_function: bool) -> Replacement | None:
         """The replacement of `node`, or None."""
-        expansion = contrib.expand(node, self.opset_imports.get("", 0))
+        opset = self.opset_imports.get("", 0)
+        expansion = contrib.expand(node, opset) or moving_slices.expand(node, opset)
         if expansion is not None:  # the walk visits the new nodes next
             return Replacement(*expansion)
         if node.op_type == "Constant":  # Constants that onnxscript makes may be of a newer operator set
@@ -118,6 +129,9 @@ class FoldPass(FoldConstantsPass):
         if node.op_type == "If":
             for name in ("then_branch", "else_branch"):
                 fit(node, len(graph_of(node, name).outputs) == len(node.outputs))
+        if (reason := follow(node, self.selected)) is not None:
+            node.meta[REASON] = reason
+            return None
         if node.op_type in SEQUENCES:  # onnxscript rewrites them in operators of a newer set
             return None
         replacement = super().process_node(node, is_function)

@@ -21,6 +21,7 @@ from flashmem.compiler.frontend.external_data import check_embedded_data, resolv
 from flashmem.compiler.frontend.fixed_inputs import fix_inputs
 from flashmem.compiler.frontend.language.model import Rewrite, unchanged
 from flashmem.compiler.frontend.mapped_file import LARGE, load_mapped
+from flashmem.compiler.frontend.selected_rows import Known, follow
 from flashmem.compiler.frontend.shapes import bind_shapes
 from flashmem.compiler.frontend.states import named_states, with_states
 from flashmem.compiler.frontend.validation import check_structure, printable, tidy
@@ -153,6 +154,8 @@ class _Importer:
         self.arrays: dict[tuple[str, tuple[int, ...], bytes], Value] = {}
         self.names: Counter[str] = Counter()
         self.widened: set[str] = set()
+        self.selected: Known = {}
+        self.counts: dict[ir.Value, Value] = {}  # of the boxes that a NonMaxSuppression selects
 
     def graph(self) -> Graph:
         source = self.model.graph
@@ -171,6 +174,11 @@ class _Importer:
                 self._constant(output)
                 continue
             made, reason, is_shaped = self._node(node)
+            if reason is None:
+                reason = follow(node, self.selected)
+            if made.op == "NonMaxSuppression":
+                count = Value(f"{made.outputs[0].name}.count", (1,), "int32")
+                made.attributes["count"] = self.counts[node.outputs[0]] = count
             # If the inputs of a node have no shape, only an unknown operator can be reported.
             if reason is None and self.supported is not None and (is_shaped or not is_native(made.op)):
                 reason = self.supported(made)
@@ -197,7 +205,9 @@ class _Importer:
         if value in self.shapeless:
             raise UserError(f"{self.path}: no static shape can be inferred for {value.name}")
         assert value.name is not None and value.dtype is not None
-        return GraphPort(value.name, np.dtype(value.dtype.numpy()).name, made)
+        rows = self.selected.get(value) if made.size else None
+        count = None if rows is None else (rows.axis, self.counts[rows.of])
+        return GraphPort(value.name, np.dtype(value.dtype.numpy()).name, made, count)
 
     def _value(self, value: ir.Value) -> Value:
         known = self.values.get(value)

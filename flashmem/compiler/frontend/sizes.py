@@ -3,6 +3,7 @@
 - Resize by scales: floor(size * scale) in float32, where the inference multiplies in higher precision: 10 * 0.7 is 7, not 6.
 - Pooling with `ceil_mode`: the last window is omitted if it would start in the padding after the input.
 - Compress by a constant condition, and GatherND of one element: for these the inference gives no shape.
+- NonMaxSuppression: there is room for all boxes that it can select.
 - MaxUnpool: `output_shape` is used unchanged.
 - STFT: it is one-sided by default.
 - ConvTranspose with `auto_pad`: `output_padding` makes none larger than size * stride; `output_shape` is used unchanged.
@@ -16,6 +17,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
+from flashmem.compiler.frontend.selected_rows import most_boxes
+
 
 def set_size(node: ir.Node) -> None:
     """Set the type and shape of the outputs of `node`, if it is one of these operators and its shape is determined."""
@@ -26,7 +29,7 @@ def set_size(node: ir.Node) -> None:
         return
     sizes = rule(node, x.shape.numpy())
     if sizes is not None:
-        node.outputs[0].type = x.type
+        node.outputs[0].type = node.outputs[0].type or x.type
         for output in node.outputs:  # the second output of pooling contains indices
             output.shape = ir.Shape(sizes)
 
@@ -130,6 +133,7 @@ _RULES: dict[str, Callable[[ir.Node, tuple[int, ...]], list[int] | None]] = {
     "LpPool": _pooled,
     "MaxPool": _pooled,
     "MaxUnpool": _unpooled,
+    "NonMaxSuppression": most_boxes,
     "Resize": _resized,
     "STFT": _framed,
     "Upsample": _resized,

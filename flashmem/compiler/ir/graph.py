@@ -153,11 +153,15 @@ class Node:
 
 @dataclass(frozen=True)
 class GraphPort:
-    """An input or output of the model: ONNX name and dtype, and its value."""
+    """An input or output of the model: ONNX name and dtype, and its value.
+
+    An output of which a run returns only the first places along an axis has a `count`: the axis, and their number, an int32.
+    """
 
     name: str
     dtype: str
     value: Value
+    count: tuple[int, Value] | None = None
 
 
 @dataclass

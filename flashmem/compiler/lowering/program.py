@@ -170,7 +170,14 @@ def generate(
     given = [port for port in graph.inputs if port.name not in dict(graph.states)]
     inputs = [Port(port.name, port.value.shape, port.dtype, context.known(port.value)) for port in given]
     outputs = [
-        Port(port.name, port.value.shape, port.dtype, str(context.tensor(port.value).value) if port.value.size else None)
+        Port(
+            port.name,
+            port.value.shape,
+            port.dtype,
+            str(context.tensor(port.value).value) if port.value.size else None,
+            count=None if port.count is None else str(context.tensor(port.count[1]).value),
+            axis=0 if port.count is None else port.count[0],
+        )
         for port in results
     ]
     hands_over = descriptor.uses_host_memory
@@ -227,7 +234,7 @@ def _results(graph: Graph, aliases: AliasAnalysis) -> tuple[list[GraphPort], lis
         if base in inputs or base.constant is not None or base in seen:
             value = Value(f"{port.name}.copy", port.value.shape, port.value.dtype)
             copies.append(FusionGroup(Node("Copy", f"{port.name}.copy", [port.value], [value])))
-        results.append(GraphPort(port.name, port.dtype, value))
+        results.append(replace(port, value=value))
         seen.add(base)
     return results, copies
 
@@ -268,7 +275,8 @@ def _arena(
     for name in early:
         if name is not None:
             lifetimes[name] = (0, lifetimes.get(name, (0, 0))[1])
-    for name, end in (*((port.tensor, port.ready) for port in outputs), (status, None)):
+    counts = [(port.count, None) for port in outputs]
+    for name, end in (*((port.tensor, port.ready) for port in outputs), *counts, (status, None)):
         if name is not None:
             end = last if end is None else end
             lifetimes[name] = (lifetimes.get(name, (end, end))[0], end)  # if no launch uses it, its parts are tensors

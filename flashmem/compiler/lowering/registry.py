@@ -27,6 +27,7 @@ from flashmem.compiler.lowering.rotary import lower_rotary
 from flashmem.compiler.lowering.sampling import lower_grid_sample, lower_roi_align
 from flashmem.compiler.lowering.selection import lower_extreme, lower_scan, lower_top
 from flashmem.compiler.lowering.spatial import lower_pool, lower_resize, lower_unpool
+from flashmem.compiler.lowering.suppression import lower_suppression
 from flashmem.compiler.operators import REGISTRY
 
 LOWERINGS: dict[str, Callable[[LoweringContext, FusionGroup], None]] = {
@@ -56,6 +57,7 @@ LOWERINGS: dict[str, Callable[[LoweringContext, FusionGroup], None]] = {
     "scatter": lower_scatter,
     "scatter_quantised": lower_scatter_quantised,
     "slice": lower_slice,
+    "suppression": lower_suppression,
     "tile": lower_tile,
     "top": lower_top,
     "transpose": lower_transpose,

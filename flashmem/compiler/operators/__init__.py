@@ -18,6 +18,7 @@ from flashmem.compiler.operators import (
     pooling,
     quantised_rows,
     quantization,
+    random_numbers,
     recurrent,
     reduction,
     resize,
@@ -25,6 +26,7 @@ from flashmem.compiler.operators import (
     sampling,
     selection,
     spectral,
+    suppression,
 )
 from flashmem.compiler.operators.registry import REGISTRY, Operator, is_elementwise, is_native, why_unsupported
 
@@ -45,12 +47,14 @@ FAMILIES = (
     pooling,
     resize,
     sampling,
+    random_numbers,
     spectral,
     determinant,
     movement,
     indexing,
     quantised_rows,
     selection,
+    suppression,
 )
 """The modules that declare operators, in the order of docs/reference/operators.md."""
 

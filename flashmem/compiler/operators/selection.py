@@ -26,7 +26,6 @@ from flashmem.compiler.operators.tiling_interface import along_others
 
 SHAPED_BY_DATA = {
     "Compress": "make its condition a constant, or keep all elements and mask them with Where",
-    "NonMaxSuppression": "end the model at the boxes and scores, and select among them outside of it",
     "NonZero": "keep all elements and mask them with Where, or end the model before it",
     "OneHot": "make its depth a constant",
     "TopK": "make its k a constant",

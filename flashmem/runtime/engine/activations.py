@@ -56,6 +56,7 @@ class Activations:
         self.enter(queue)
         names = {port.tensor for port in (*program.inputs, *program.outputs)}
         names |= {gather.tensor for gather in program.host_embeddings} | {program.status}
+        names |= {port.count for port in program.outputs}
         self._ports = {
             name: ledger.part("arena", self.arena, tensor.offset, tensor.nbytes)
             for name, tensor in opened.tensors.items()
@@ -166,7 +167,17 @@ class Activations:
         results = {port.name: np.empty(port.shape, numpy_dtype(port.dtype)) for port in ports if port.tensor is None}
         results |= {port.name: read[port.name] for port in ports if port.name in read}
         results |= {port.name: self._copy(port) for port in ports if port in self._copied and port.name not in results}
-        return results | self._hand_over([port for port in ports if port.name not in results])
+        counts = {port.name: (port.axis, self._count(port)) for port in ports if port.count is not None}
+        results |= self._hand_over([port for port in ports if port.name not in results])
+        for name, (axis, count) in counts.items():
+            results[name] = results[name][(*[slice(None)] * axis, slice(count))]
+        return results
+
+    def _count(self, port: Port) -> int:
+        """The number of places of an output that the model computes."""
+        count = np.zeros(1, np.int32)
+        self._read(count, str(port.count))
+        return int(count[0])
 
     def _copy(self, port: Port) -> Array:
         data = np.empty(port.shape, np.dtype(self._opened.tensors[str(port.tensor)].dtype))

@@ -41,7 +41,7 @@ def looped(
 
     Raises:
         ValueError: the inputs of the batch have different numbers of rows, no variant fits a row, or a wanted output has no
-            first dimension of size 1.
+            first dimension of size 1, or a size that depends on data.
     """
     counts = _counts(inputs, [ports for ports, _ in variants])
     if not counts:
@@ -59,6 +59,11 @@ def looped(
             raise ValueError(
                 f"output {name!r} has shape {ports[name].shape}, and batch='loop' stacks outputs whose first size is 1; "
                 "name other outputs, or leave batch out"
+            )
+        if ports[name].count is not None:
+            raise ValueError(
+                f"output {name!r} has a size that depends on data, and batch='loop' stacks outputs of equal shapes; name other "
+                "outputs, or leave batch out"
             )
     stacked = [np.empty((rows, *ports[name].shape[1:]), numpy_dtype(ports[name].dtype)) for name in names]
     for number in range(rows):

@@ -221,15 +221,15 @@ class Engine:
     def values_on_device(self, names: Sequence[str], needed: int) -> dict[str, OutputValue]:
         """Memory on the device for these outputs of the next run, by name.
 
-        Not for outputs that a run leaves in host memory anyway: on a device that uses that, and without elements. The budget
-        keeps `needed` bytes free of such memory from then on: those of any run.
+        Not for outputs that a run leaves in host memory anyway: on a device that uses that, without elements, and with a number
+        of elements that depends on data. The budget keeps `needed` bytes free of such memory from then on: those of any run.
 
         Raises:
             RequestError: the budget has no room for them.
         """
         opened, device, bound = self.opened, self.device, self.bound
         assert bound is not None
-        ports = [port for port in opened.program.outputs if port.name in names and port.tensor is not None]
+        ports = [port for port in opened.program.outputs if port.name in names and port.tensor and port.count is None]
         if opened.uses_host_memory or not ports:
             return {}
         bound.ledger.promise(needed)

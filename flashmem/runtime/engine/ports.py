@@ -45,7 +45,8 @@ def chosen_outputs(ports: Sequence[Port], output_names: Any) -> list[str]:
 class TensorInfo:
     """An input or output in the words of ONNX Runtime's `NodeArg`.
 
-    `shape` has None for a size that differs between the shape variants of a bundle. `type` is as in `tensor(float)`.
+    `shape` has None for a size that depends on data, or that differs between the shape variants of a bundle. `type` is as in
+    `tensor(float)`.
     """
 
     name: str
@@ -59,6 +60,8 @@ def tensor_infos(variants: Sequence[Sequence[Port]]) -> list[TensorInfo]:
     for ports in zip(*variants, strict=True):
         sizes = [set(each) for each in zip(*(port.shape for port in ports), strict=True)]
         shape = [size.pop() if len(size) == 1 else None for size in sizes]
+        if ports[0].count is not None:
+            shape[ports[0].axis] = None
         name = ONNX_NAMES.get(ports[0].dtype, ports[0].dtype)
         infos.append(TensorInfo(ports[0].name, shape, f"tensor({name})"))
     return infos

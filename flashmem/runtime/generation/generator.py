@@ -63,6 +63,7 @@ class Generator:
         device: str = "auto",
         budget: int | str | None = None,
         host_budget: int | str | None = None,
+        process_memory: int | str | None = None,
         mode: TransferMode | Literal["auto"] = "auto",
         draft: Bundle | str | Path | None = None,
         **options: Unpack[ModelOptions],
@@ -72,7 +73,7 @@ class Generator:
         Args:
             bundle: a bundle of a language model; or the model, which is compiled through the cache, with these `options` of
                 `flashmem.compile` (`max_length` for instance).
-            device, host_budget, mode: see `Session`.
+            device, host_budget, process_memory, mode: see `Session`; no process memory with `draft`.
             budget: most bytes to hold, with those of `draft`.
             draft: a bundle of a small model with the same tokens, whose drafts the model checks. It stays in memory.
 
@@ -81,6 +82,8 @@ class Generator:
             RunError: the device refuses.
         """
         self._draft, self._draft_bytes = None, 0
+        if draft is not None and process_memory is not None:
+            raise UserError("the process memory is for one model; give a budget for a model with a draft")
         with ExitStack() as opened:
             if draft is not None:
                 draft = draft if isinstance(draft, Bundle) else Bundle.open(draft)
@@ -88,7 +91,15 @@ class Generator:
                 self._draft = opened.enter_context(LanguageSession(draft, device=device, budget=self._draft_bytes))
                 budget = None if budget is None else max(0, parse_size(budget, what="budget") - self._draft_bytes)
             self._model = opened.enter_context(
-                LanguageSession(bundle, device=device, budget=budget, host_budget=host_budget, mode=mode, **options)
+                LanguageSession(
+                    bundle,
+                    device=device,
+                    budget=budget,
+                    host_budget=host_budget,
+                    process_memory=process_memory,
+                    mode=mode,
+                    **options,
+                )
             )
             if self._draft is not None:
                 check_same_tokens(self._model.language, self._draft.language)

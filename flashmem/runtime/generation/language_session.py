@@ -34,6 +34,7 @@ class LanguageSession:
         device: str = "auto",
         budget: int | str | None = None,
         host_budget: int | str | None = None,
+        process_memory: int | str | None = None,
         mode: TransferMode | Literal["auto"] = "auto",
         **options: Unpack[ModelOptions],
     ) -> None:
@@ -54,7 +55,9 @@ class LanguageSession:
         self.cached: list[int] = []
         self.lengths = sorted((_words(each.program) for each in self.bundle.variants), reverse=True)
         """Tokens that a run can read, the most first."""
-        self.session = Session(self.bundle, device=device, budget=budget, host_budget=host_budget, mode=mode)
+        self.session = Session(
+            self.bundle, device=device, budget=budget, host_budget=host_budget, process_memory=process_memory, mode=mode
+        )
 
     def reusable(self, tokens: Sequence[int]) -> int:
         """How many tokens of a text are in the cache; the last one is read anyway, for its logits."""

@@ -21,10 +21,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.base.errors import FlashmemWarning, RunError
+from flashmem.base.errors import FlashmemWarning, NoDeviceError, RunError
+from flashmem.base.interrupts import is_command
 from flashmem.base.types import Channel
 from flashmem.program.kernel_text import shuffles
-from flashmem.runtime.opencl import binding, shared_memory, undocumented
+from flashmem.runtime.opencl import binding, driver_table, shared_memory, undocumented
 from flashmem.runtime.opencl.binding import QUIET as _QUIET
 from flashmem.runtime.opencl.binding import cl as cl
 from flashmem.runtime.opencl.binding import explained as _explained
@@ -61,6 +62,10 @@ _SVM_CAPABILITIES = 0x1053  # bit 0: coarse-grained buffers
 
 _NO_WARNINGS = "-w"  # PoCL prints the number of compiler warnings on stderr
 
+_one_driver = False
+_only: str | None = None
+"""Whether this process uses one device, and loads its driver alone; and the driver that it loads, None for all."""
+
 _started_in: int | None = None
 """The process that started the drivers: this one, or the one it was forked from."""
 
@@ -69,12 +74,12 @@ _started_in: int | None = None
 def list_devices() -> tuple[Device, ...]:
     """All OpenCL devices, including those of drivers from pip. Starts the drivers once in a process.
 
-    Empty if no driver is installed.
+    Those of one driver, after `use_driver` or a search with `use_one_device`. Empty if no driver is installed.
     """
     global _started_in
     _started_in = os.getpid()
     one_thread_a_core()
-    with vendors_folder(), writable_pocl_cache():
+    with vendors_folder(_only), writable_pocl_cache():
         try:
             platforms = cl.get_platforms()
         except cl.Error:  # PLATFORM_NOT_FOUND_KHR
@@ -89,13 +94,36 @@ def list_devices() -> tuple[Device, ...]:
     return tuple(found)
 
 
+def use_driver(driver: str | None) -> None:
+    """Load only this one of `icd.installed_drivers`, if no driver is loaded yet."""
+    global _only
+    if not list_devices.cache_info().currsize:
+        _only = driver
+
+
+def use_one_device() -> None:
+    """Load only the driver of the device that this process asks for first, if the table of drivers knows it.
+
+    For a command that uses one device: other devices cannot be found afterwards. No effect in a process that is no command.
+    """
+    global _one_driver
+    _one_driver = is_command()
+
+
 def find_device(name: str = "auto", prefer: str | None = None) -> Device:
     """The device called `name` (see `devices.choose`).
 
     Raises:
         NoDeviceError: no device, or none of that name.
     """
-    return choose(list_devices(), name, prefer)
+    if _one_driver and not list_devices.cache_info().currsize:
+        use_driver(driver_table.driver_of(name, prefer))
+    try:
+        return choose(list_devices(), name, prefer)
+    except NoDeviceError:
+        if _only is not None:  # unplugged, for instance: the next process looks again
+            driver_table.forget()
+        raise
 
 
 def _describe(platform: Any, device: Any) -> Device:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 from flashmem.base.errors import NoDeviceError
 from flashmem.base.pages import page_size
@@ -143,7 +143,34 @@ def is_android() -> bool:
     return sys.platform == "android" or hasattr(sys, "getandroidapilevel") or Path("/system/build.prop").exists()
 
 
-def choose(devices: Sequence[Device], name: str, prefer: str | None = None) -> Device:
+class Named(Protocol):
+    """A device that can be chosen by its names."""
+
+    @property
+    def platform(self) -> str:
+        """The platform's name."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """The device's name."""
+        ...
+
+    @property
+    def descriptor_name(self) -> str:
+        """The name of the shipped descriptor that fits best."""
+        ...
+
+    @property
+    def kind(self) -> Literal["cpu", "gpu", "other"]:
+        """What it is."""
+        ...
+
+
+AnyDevice = TypeVar("AnyDevice", bound=Named)
+
+
+def choose(devices: Sequence[AnyDevice], name: str, prefer: str | None = None) -> AnyDevice:
     """The device called `name`: a number in the list, a descriptor's name, or part of a platform's or device's name.
 
     "auto" prefers a device with the descriptor `prefer` (the one a bundle was compiled for), then a GPU, then PoCL.

@@ -54,17 +54,22 @@ def _leads_somewhere(icd: Path) -> bool:
     return bool(library) and ("/" not in library or Path(library).is_file())
 
 
+def installed_drivers() -> dict[str, str]:
+    """The library of each driver, the system's and pip's, by the name of its file in `vendors_folder`."""
+    found = {f"{index:02}-{icd.name}": icd.read_text(encoding="utf-8").strip() for index, icd in enumerate(system_icds())}
+    return found | {f"pip-{runtime.stem}.icd": str(runtime) for runtime in pip_runtimes()}
+
+
 @contextmanager
-def vendors_folder() -> Iterator[Path | None]:
-    """In the body, the OpenCL loader finds pip's drivers in addition to the system's.
+def vendors_folder(only: str | None = None) -> Iterator[Path | None]:
+    """In the body, the OpenCL loader finds pip's drivers in addition to the system's; or `only` one of `installed_drivers`.
 
     Yields the folder, or None if nothing must change: pip has installed no driver, or the user set OCL_ICD_VENDORS.
 
     Raises:
         UserError: no temporary folder can be written.
     """
-    runtimes = pip_runtimes()
-    if not runtimes or os.environ.get(VARIABLE):
+    if os.environ.get(VARIABLE) or (only is None and not pip_runtimes()):
         yield None
         return
     try:
@@ -74,10 +79,9 @@ def vendors_folder() -> Iterator[Path | None]:
     with temporary as name:
         folder = Path(name)
         try:
-            for index, icd in enumerate(system_icds()):
-                (folder / f"{index:02}-{icd.name}").write_text(icd.read_text(encoding="utf-8"), encoding="utf-8")
-            for runtime in runtimes:
-                (folder / f"pip-{runtime.stem}.icd").write_text(f"{runtime}\n", encoding="utf-8")
+            for driver, library in installed_drivers().items():
+                if only in (None, driver):
+                    (folder / driver).write_text(f"{library}\n", encoding="utf-8")
         except OSError as error:
             raise no_temporary_folder(error) from error
         os.environ[VARIABLE] = name

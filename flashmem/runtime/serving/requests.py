@@ -23,11 +23,14 @@ class Answer(FencedFuture[list[Array]]):
     """The future outputs of a request. A request can be cancelled until it begins.
 
     `submitted`, `started` and `finished` are seconds of `time.perf_counter()`; `report` describes the run. The answer holds
-    `inputs` while the run may need them.
+    `inputs` while the run may need them. Among waiting requests the one with the highest `priority` begins next.
     """
 
-    def __init__(self, model: Model, loaded: LoadedModel, inputs: Mapping[str, Input], names: Sequence[str]) -> None:
+    def __init__(
+        self, model: Model, loaded: LoadedModel, inputs: Mapping[str, Input], names: Sequence[str], priority: int = 0
+    ) -> None:
         super().__init__()
+        self.priority = priority
         self.model, self.loaded, self.names = model, loaded, names  # loaded: the variant with these input shapes
         self.submitted = perf_counter()
         self.started = self.finished = 0.0
@@ -38,7 +41,9 @@ class Answer(FencedFuture[list[Array]]):
 class ModelRunner(Protocol):
     """The runtime of a model (`flashmem.Runtime`), as the model needs it."""
 
-    def submit(self, model: Model, inputs: Mapping[str, Any], output_names: Sequence[str] | None = None) -> Answer:
+    def submit(
+        self, model: Model, inputs: Mapping[str, Any], output_names: Sequence[str] | None = None, *, priority: int = 0
+    ) -> Answer:
         """Queue a run of `model`."""
 
     def close_model(self, model: Model) -> None:
@@ -64,18 +69,18 @@ class Model:
         """The reason why the model was closed; None while it is open."""
         return self.loaded.failure
 
-    def submit(self, inputs: Mapping[str, Any], output_names: Sequence[str] | None = None) -> Answer:
+    def submit(self, inputs: Mapping[str, Any], output_names: Sequence[str] | None = None, *, priority: int = 0) -> Answer:
         """See `Runtime.submit`."""
-        return self._runtime.submit(self, inputs, output_names)
+        return self._runtime.submit(self, inputs, output_names, priority=priority)
 
-    def run(self, output_names: Sequence[str] | None, inputs: Mapping[str, Any]) -> list[Array]:
-        """Run the model once, after all earlier requests. Returns and raises what `Session.run` does.
+    def run(self, output_names: Sequence[str] | None, inputs: Mapping[str, Any], *, priority: int = 0) -> list[Array]:
+        """Run the model once, when its turn comes (`Runtime.submit`). Returns and raises what `Session.run` does.
 
         Raises:
             RunError: also in a callback of a future: the runtime's own thread would wait for itself.
         """
         self._runtime.refuse_inside("run")
-        answer = self.submit(inputs, output_names)
+        answer = self.submit(inputs, output_names, priority=priority)
         del self, inputs  # the frame, kept by an error, would keep the model and its bundle
         try:
             return answer.result()

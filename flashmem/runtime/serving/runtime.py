@@ -1,6 +1,7 @@
 """Runtime: several models on one device, under one budget (docs/how-to/many-models.md).
 
-Users call `Runtime`. Its thread (`flashmem.runtime.serving.worker`) answers requests in the order of their submission.
+Users call `Runtime`. Its thread (`flashmem.runtime.serving.worker`) answers requests by priority, and those of one priority in
+the order of their submission.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from flashmem.base.types import TransferMode
 from flashmem.base.units import parse_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.runtime.engine.device_state import DeviceInUse
-from flashmem.runtime.engine.given_arrays import arrays_by_name
+from flashmem.runtime.engine.given_arrays import arrays_by_name, described
 from flashmem.runtime.engine.ports import chosen_outputs, fitting_variant
 from flashmem.runtime.memory.pressure import Follower
 from flashmem.runtime.request.options import device_here
@@ -137,16 +138,23 @@ class Runtime:
             raise
         return Model(self, variants, opened)
 
-    def submit(self, model: Model, inputs: Mapping[str, Any], output_names: Sequence[str] | None = None) -> Answer:
-        """Queue one run of `model`, after all earlier requests. The inputs must not change until the run has ended.
+    def submit(
+        self, model: Model, inputs: Mapping[str, Any], output_names: Sequence[str] | None = None, *, priority: int = 0
+    ) -> Answer:
+        """Queue one run of `model`. The inputs must not change until the run has ended.
+
+        It begins after the current run, after waiting requests of a higher `priority`, and after earlier ones of its own. No
+        run is interrupted. Requests of a low priority wait as long as others of a higher one keep coming.
 
         Raises:
-            ValueError: an unknown or missing input, or an unknown output name.
+            ValueError: an unknown or missing input, an unknown output name, or a priority that is not an integer.
             RunError: the model or the runtime is closed.
         """
         names, arrays = chosen_outputs(model.output_ports, output_names), arrays_by_name(inputs, model.ports[0])
         index = fitting_variant(model.ports, arrays)
-        answer = Answer(model, model.variants[index], arrays, names)
+        if not isinstance(priority, int):
+            raise ValueError(f"the priority is {described(priority)}; give an integer, the higher the sooner")
+        answer = Answer(model, model.variants[index], arrays, names, priority)
         self._refuse_forked()
         self._worker.submit(answer)
         return answer

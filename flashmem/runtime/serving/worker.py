@@ -1,4 +1,4 @@
-"""Worker: the thread of a runtime, which runs requests in order."""
+"""Worker: the thread of a runtime, which runs requests by priority, and in order of submission."""
 
 from __future__ import annotations
 
@@ -86,12 +86,13 @@ class Worker:
                 self.arbiter.enter(loaded)
 
     def submit(self, answer: Answer) -> None:
-        """Append a request to the queue. Raises RunError if its model or the runtime is closed."""
+        """Queue a request behind those of at least its priority. Raises RunError if its model or the runtime is closed."""
         with self._state:
             self.refuse_closed()
             if answer.model.failure is not None:
                 raise RunError(f"the model is closed ({answer.model.failure}); open it again")
-            self._waiting.append(answer)
+            later = (place for place, other in enumerate(self._waiting) if other.priority < answer.priority)
+            self._waiting.insert(next(later, len(self._waiting)), answer)
             self._state.notify_all()
 
     def set_limit(self, limit: int | None, *, halt_always: bool) -> Future[None]:

@@ -223,6 +223,29 @@ def test_a_condition_that_follows_from_shapes_is_followed_after_each_iteration(t
     rows = graph.outputs[1].value.constant
     assert rows is not None
     np.testing.assert_array_equal(rows.array(), [4, 6, 8, 10])
+    assert all(node.name.count(".") < 3 for node in graph.nodes), [node.name for node in graph.nodes]
+
+
+def test_a_loop_that_is_refused_after_some_iterations_keeps_its_name(tmp_path: Path) -> None:
+    """The condition is a constant for three iterations, and then depends on data."""
+    late = PEELED.replace(
+        "number = Gather (shape, index)\n        still = Less (number, top)",
+        """number = Gather (shape, index)
+        limit = Constant <value = int64 {6}> ()
+        early = Less (number, limit)
+        still = If (early) <
+            then_branch = yes () => (bool a) { a = Less (number, top) },
+            else_branch = no () => (bool b) { s = ReduceMax <keepdims = 0> (state)  w = Cast <to = 7> (s)  b = Less (w, top) }
+        >""",
+    )
+    assert late != PEELED
+    path = saved(late, 13, tmp_path)
+    model = onnx.load(path)
+    model.graph.node[0].name = "walk"
+    onnx.save(model, path)
+    with pytest.raises(UnsupportedModelError, match="Loop whose condition is computed at run time") as caught:
+        import_model(path)
+    assert [name for name, _ in caught.value.nodes] == ["walk"]
 
 
 @pytest.mark.parametrize("opset", [11, 16])
@@ -250,6 +273,12 @@ def test_a_small_choice_at_run_time_computes_both(tmp_path: Path) -> None:
     assert ops(compared(saved(CHOICE, 11, tmp_path)))["Where"] == 2
 
 
+def test_a_branch_with_random_numbers_is_computed(tmp_path: Path) -> None:
+    """They are the same in every run, so that they can be computed unasked."""
+    graph = import_model(saved(BRANCHES.format("r = RandomNormalLike (x)  a = Add (r, x)"), 13, tmp_path))
+    assert ops(graph)["RandomNormalLike"] == ops(graph)["Where"] == 1
+
+
 BRANCHES = """
 agraph (float[2, 3] x, bool choice, int64[1] at) => (float[N, M] y)
 {{
@@ -270,7 +299,6 @@ POSITION = SEQUENCES.replace("[2, 5] z)", "[2, 5] z, int64 here)").replace("At (
     [
         (BRANCHES.format("a = Transpose (x)"), r"whose branches give FLOAT \[3,2\] and FLOAT \[2,3\], is not supported: both"),
         (BRANCHES.format("a = Gather (x, at)"), "is not supported with Gather in a branch, which cannot be computed unasked"),
-        (BRANCHES.format("a = RandomNormalLike (x)"), "is not supported with RandomNormalLike in a branch"),
         (
             BRANCHES.format("  ".join(f"a{i + 1} = Exp ({f'a{i}' if i else 'x'})" for i in range(128)) + "  a = Exp (a128)"),
             "whose branches have 130 nodes, is not supported: at most 128 are all computed",

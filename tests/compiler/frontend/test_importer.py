@@ -391,11 +391,9 @@ def test_all_unsupported_nodes_are_listed_at_once(path: Path) -> None:
 
 
 def test_what_no_graph_can_say_is_listed_with_the_rest(path: Path) -> None:
-    branch = helper.make_graph(
-        [helper.make_node("RandomNormalLike", ["x"], ["b"])],
-        "b",
-        [],
-        [helper.make_tensor_value_info("b", TensorProto.FLOAT, [4])],
+    then, other = (
+        helper.make_graph([node], "b", [], [helper.make_tensor_value_info("b", TensorProto.FLOAT, None)])
+        for node in (helper.make_node("Neg", ["x"], ["b"]), helper.make_node("Concat", ["x", "x"], ["b"], axis=0))
     )
     nodes = [
         helper.make_node("NonZero", ["x"], ["i"], name="depends"),
@@ -403,7 +401,7 @@ def test_what_no_graph_can_say_is_listed_with_the_rest(path: Path) -> None:
         helper.make_node("Hardmax", ["x"], ["h"], name="missing"),
         helper.make_node("ReduceSum", ["x"], ["s"], name="sum", keepdims=0),
         helper.make_node("Cast", ["s"], ["c"], name="cast", to=TensorProto.BOOL),
-        helper.make_node("If", ["c"], ["y"], name="choice", then_branch=branch, else_branch=branch),
+        helper.make_node("If", ["c"], ["y"], name="choice", then_branch=then, else_branch=other),
         helper.make_node("SequenceConstruct", ["x", "y"], ["q"], name="sequence"),
         helper.make_node("Relu", ["f"], ["g"], name="after"),
     ]

@@ -49,7 +49,9 @@ INTERLEAVED = "interleaved "
 KNOWN = {
     # Mesa's compiler for Mali aborts on `pow`. A sampled position for each of 4 rows of the tile is too much for 64 registers.
     # So are two pixels of 5 x 5 taps with strides of two: one pixel alone needs 5.75 slots for each multiply-add.
+    # One row unpacks a code of 4 bits for each multiply-add, and Mali's kernel has one row at a time.
     "panfrost": {"kit-lrn: does not build", "kit-deform_conv: stack", "depthwise-strided: slots"}
+    | {"matmul-few-rows: slots", "matmul-few-rows-checked: slots"}
     # Tiles that use all registers: the ids of a lane are live beside the work.
     | {
         f"{INTERLEAVED}{family}-{config}: spills"
@@ -57,8 +59,9 @@ KNOWN = {
         for config in ("tile", "4x4-half", "tile-buffer")
     }
     | {f"{INTERLEAVED}matmul-{config}: stack" for config in ("tile", "4x4-half", "tile-buffer")},
-    # A quotient that is rounded to the nearest takes an emulated fma: one for each row that is written.
-    "freedreno": {"scatter_quantised: emulated"},
+    # A quotient that is rounded to the nearest takes an emulated fma: one for each row that is written, or each pair of boxes
+    # that overlap.
+    "freedreno": {"scatter_quantised: emulated", "kit-suppress: emulated", "matmul-few-rows: slots"},
 }
 """The rules that kernels break today: one that breaks no longer leaves the list."""
 

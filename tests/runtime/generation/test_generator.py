@@ -313,3 +313,14 @@ def test_the_command_keeps_a_conversation(command: Command, bundle: flashmem.Bun
     for words, meant in (((tmp_path / "no" / "chat.npz",), "cannot be written"), ((saved, "--plain"), "leave out one of them")):
         refused = command("generate", bundle.path, "x", "--max-new-tokens", "2", "--conversation", *words)
         assert refused.code == 2 and meant in refused.err and "Traceback" not in refused.err
+
+
+def test_a_limit_on_the_process(bundle: flashmem.Bundle, command: Command) -> None:
+    words = ("generate", bundle.path, "a b", "--max-new-tokens", "3", "--process-memory")
+    refused = command(*words, "1MB")
+    assert refused.code == 2 and refused.err.count("\n") == 1 and "process memory 1MB is too small" in refused.err
+    assert command(*words, "8GB").code == 0
+    both = command(*words, "8GB", "--budget", "1GB")
+    assert both.code == 2 and "give either it or --budget" in both.err
+    drafted = command(*words, "8GB", "--draft", bundle.path)
+    assert drafted.code == 2 and "--process-memory is for one model" in drafted.err

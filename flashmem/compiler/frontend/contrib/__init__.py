@@ -20,14 +20,15 @@ from flashmem.compiler.frontend.contrib import attention, cached, fused, grouped
 from flashmem.compiler.frontend.contrib.expansion import STATE, Expand, Expansion, RefusedError, UnknownShapeError
 from flashmem.compiler.ir.limits import nodes_of
 
-DOMAIN, OWN = "com.microsoft", "flashmem"
-"""Domains of expanded operators: ONNX Runtime's, and the one of files that flashmem writes for itself."""
+DOMAIN, ML, OWN = "com.microsoft", "ai.onnx.ml", "flashmem"
+"""Domains of expanded operators: ONNX Runtime's, ONNX-ML's, and the one of files that flashmem writes for itself."""
 
 _EXPANSIONS: dict[str, Expand] = {}
 for _family in (attention, fused, grouped, normalization, others, quantized, recurrent):
     _EXPANSIONS |= _family.EXPANSIONS
 _BY_DOMAIN: dict[str, dict[str, Expand]] = {
     DOMAIN: _EXPANSIONS,
+    ML: others.ML_EXPANSIONS,
     OWN: {"DequantizeBlocks": quantized.blocks_dequantised, **cached.OWN_EXPANSIONS},
 }
 
@@ -80,7 +81,7 @@ def expand(node: ir.Node, opset: int) -> tuple[Sequence[ir.Value], Sequence[ir.N
     try:
         results = rule(expansion)
     except RefusedError as error:
-        node.metadata_props[_REASON] = f"{DOMAIN}.{node.op_type} {error} is not implemented"
+        node.metadata_props[_REASON] = f"{node.domain}.{node.op_type} {error} is not implemented"
         return None
     except UnknownShapeError:
         return None
@@ -90,7 +91,7 @@ def expand(node: ir.Node, opset: int) -> tuple[Sequence[ir.Value], Sequence[ir.N
         if not expansion.wants(index):  # a placeholder: all other values get the names of their outputs
             value = ir.Value(name=output.name)
         elif value is None:
-            node.metadata_props[_REASON] = f"{DOMAIN}.{node.op_type} whose output {index} is used is not implemented"
+            node.metadata_props[_REASON] = f"{node.domain}.{node.op_type} whose output {index} is used is not implemented"
             return None
         elif value in outputs or value in node.inputs:  # the input keeps its name
             value = expansion.op("Identity", value)
@@ -101,6 +102,8 @@ def expand(node: ir.Node, opset: int) -> tuple[Sequence[ir.Value], Sequence[ir.N
 def why_not(node: ir.Node) -> str | None:
     """Why `node`, of a domain that is not ONNX's, was not expanded, and what to do; None if it is not ONNX Runtime's."""
     name = f"{node.domain}.{node.op_type}"
+    if node.domain == ML and node.op_type in others.ML_EXPANSIONS:
+        return node.metadata_props.get(_REASON, f"{name} {WITHOUT_SHAPES}")
     if node.domain == _BLOCKED:
         return f"{name} keeps its weights in blocks whose size depends on the machine that wrote them: {_SAVE_EXTENDED}"
     if node.domain != DOMAIN and not node.domain.startswith(("com.ms.", "com.microsoft.")) and node.domain != "ai.onnx.contrib":

@@ -1,0 +1,144 @@
+"""Which OpenCL driver has which device, so that a process that uses one device loads one driver.
+
+The OpenCL loader loads every driver at the first call, and a driver that is not used keeps its memory: Intel's for CPUs about
+90 MB. So child processes load one driver each and list its devices. The answer is kept in the user's cache folder. It is valid
+as long as the `.icd` files, the libraries they name, the environment of the drivers and the device files are the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from flashmem.base.child_processes import module_environment, python_module
+from flashmem.base.errors import NoDeviceError
+from flashmem.base.files import written_whole
+from flashmem.base.interrupts import child_environment
+from flashmem.base.paths import cache_folder, make_private, why_unusable
+from flashmem.base.version import __version__
+from flashmem.runtime.opencl.devices import choose
+from flashmem.runtime.opencl.icd import VARIABLE, installed_drivers
+
+_SECONDS = 60
+"""The longest that a driver may take to list its devices."""
+
+_VARIABLES = ("CL_", "CUDA_", "GPU_", "LD_LIBRARY_PATH", "LD_PRELOAD", "NVIDIA_", "OCL_", "POCL_", "ROCR_", "ZE_")
+_DEVICE_FILES = ("nvidia*", "dri/*", "kfd", "kgsl*", "mali*")
+
+
+@dataclass(frozen=True)
+class ListedDevice:
+    """A device of `driver`, a name in `installed_drivers`."""
+
+    driver: str
+    platform: str
+    name: str
+    descriptor_name: str
+    kind: Literal["cpu", "gpu", "other"]
+
+
+def driver_of(name: str, prefer: str | None = None) -> str | None:
+    """The driver of the device that `devices.choose` chooses for `name` and `prefer`.
+
+    None if all drivers must be loaded: the device is a number in the list of all, or two drivers have one that fits as well, or
+    none has. Or there is one driver only, the user chose drivers, a driver fails, or no cache folder can be used.
+    """
+    drivers = installed_drivers()
+    if len(drivers) < 2 or name.isdecimal() or os.environ.get(VARIABLE):
+        return None
+    devices = _table(drivers)
+    try:
+        found = {choose(order, name, prefer).driver for order in (devices, devices[::-1])}
+    except NoDeviceError:
+        return None
+    return found.pop() if len(found) == 1 else None
+
+
+def forget() -> None:
+    """Remove the table, which was wrong about a device."""
+    with suppress(OSError):
+        _file().unlink()
+
+
+def _file() -> Path:
+    return cache_folder("drivers") / "devices.json"
+
+
+def _table(drivers: Mapping[str, str]) -> list[ListedDevice]:
+    """The devices of all drivers; empty if they are not known."""
+    state = _state(drivers)
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        if why_unusable(_file().parent) is None:
+            known = json.loads(_file().read_text(encoding="utf-8"))
+            if known["state"] == state:
+                return [ListedDevice(**each) for each in known["devices"]]
+    if why_unusable(_file().parent) is not None:  # without a cache the children's time would be lost in each call
+        return []
+    devices = _listed(list(drivers))
+    if devices is None:
+        return []
+    with suppress(OSError):
+        make_private(_file().parent)
+        with written_whole(_file(), private=True) as file:
+            file.write(json.dumps({"state": state, "devices": [asdict(each) for each in devices]}).encode())
+    return devices
+
+
+def _state(drivers: Mapping[str, str]) -> str:
+    """A hash of everything that the table depends on."""
+    facts: list[Any] = [__version__, sys.prefix, platform.release()]
+    for name, library in sorted(drivers.items()):
+        facts += [name, library]
+        with suppress(OSError):  # a bare name is found by the dynamic linker
+            status = Path(library).stat()
+            facts += [status.st_mtime_ns, status.st_size]
+    facts.append(sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES)))
+    facts.append(sorted(str(path) for pattern in _DEVICE_FILES for path in Path("/dev").glob(pattern)))
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _listed(drivers: Sequence[str]) -> list[ListedDevice] | None:
+    """The devices of each driver, from a child process for each; None if one fails."""
+    environment = module_environment(child_environment())
+    children = [
+        subprocess.Popen(
+            python_module(__name__, driver), env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        for driver in drivers
+    ]  # fmt: skip
+    try:
+        printed = [child.communicate(timeout=_SECONDS)[0] for child in children]
+        if any(child.returncode for child in children):
+            return None
+        return [ListedDevice(**each) for text in printed for each in json.loads(text.splitlines()[-1])]
+    except (subprocess.TimeoutExpired, ValueError, TypeError, IndexError):
+        return None
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+
+
+def main() -> None:
+    """Print the devices of the driver that is the argument, as JSON."""
+    from flashmem.runtime.opencl.context import list_devices, use_driver
+
+    driver = sys.argv[1]
+    use_driver(driver)
+    devices = [ListedDevice(driver, each.platform, each.name, each.descriptor_name, each.kind) for each in list_devices()]
+    print(json.dumps([asdict(each) for each in devices]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
