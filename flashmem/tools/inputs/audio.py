@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
@@ -37,17 +38,29 @@ def audio_format(model: Description, port: ModelInput, rate: int | None) -> tupl
     stored = config.get("sampling_rate") or model.value("sample_rate") or model.value("sampling_rate")
     known = rate or (stored if isinstance(stored, int) and stored > 0 else None)
     normalize = bool(config.get("do_normalize")) and config.get("feature_extractor_type") == "Wav2Vec2FeatureExtractor"
-    made = AudioFormat(known or GUESSED_RATE, port.shape[-1], normalize, port.dtype)
+    axis = time_axis(port.shape)
+    assert axis is not None
+    made = AudioFormat(known or GUESSED_RATE, port.shape[axis], normalize, port.dtype)
     words = f"{made.rate} Hz, one channel{', zero mean and unit variance' if normalize else ''}"
     source = "flags" if rate else PREPROCESSOR if config.get("sampling_rate") else "the model's metadata"
     return made, words + (f"; from {source}" if known else "; guessed: the rate (--rate)")
 
 
 def is_waveform(port: ModelInput) -> bool:
-    """Whether an input may be a waveform: one long or open dimension, the last, and others of one."""
-    *others, last = port.shape or (0,)
-    floats = port.dtype in ("float32", "float16", "float64")
-    return floats and len(others) <= 2 and all(size in (1, None) for size in others) and (last is None or last >= _SHORTEST)
+    """Whether an input may be a waveform of one channel."""
+    return port.dtype in ("float32", "float16", "float64") and time_axis(port.shape) is not None
+
+
+def time_axis(shape: Sequence[int | None]) -> int | None:
+    """The dimension of samples: the only long one, or else the last if it is open. None if others are not one.
+
+    The first may be open too, for a batch of one.
+    """
+    long = [axis for axis, size in enumerate(shape) if size is not None and size >= _SHORTEST]
+    axis = long[0] if len(long) == 1 else len(shape) - 1
+    fits = len(shape) in (1, 2, 3) and len(long) <= 1 and (long or shape[axis] is None)
+    ones = all(size == 1 or (index == 0 and size is None) for index, size in enumerate(shape) if index != axis)
+    return axis if fits and ones else None
 
 
 def read_audio(path: str | Path, wanted: AudioFormat) -> NDArray[Any]:

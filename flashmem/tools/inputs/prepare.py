@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import UserError
 from flashmem.base.extras import need
-from flashmem.tools.inputs.audio import audio_format, is_waveform, read_audio
+from flashmem.tools.inputs.audio import audio_format, is_waveform, read_audio, time_axis
 from flashmem.tools.inputs.classes import Labels, find_labels
 from flashmem.tools.inputs.description import TOKENIZER, Description, ModelInput, describe
 from flashmem.tools.inputs.image import read_image
@@ -72,7 +72,8 @@ def prepare(model: Path, given: Given, shapes: Mapping[str, Sequence[int]] = NON
         port = _the_one(described, is_waveform, "waveform", "--audio")
         form, words = audio_format(described, port, given.rate)
         samples = read_audio(given.audio, form)
-        arrays[port.name] = samples.reshape((1,) * (len(port.shape) - 1) + samples.shape)
+        axis = time_axis(port.shape)
+        arrays[port.name] = samples.reshape(tuple(len(samples) if index == axis else 1 for index in range(len(port.shape))))
         sentences["audio"] = f"{given.audio.name} as {port.name}: {len(samples)} samples at {words}"
     elif given.rate is not None:
         raise UserError("--rate says how audio is read; give a file with --audio")

@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
 from flashmem.base.errors import UserError
-from flashmem.tools.inputs.audio import AudioFormat, read_audio
+from flashmem.tools.inputs.audio import AudioFormat, read_audio, time_axis
 from flashmem.tools.inputs.prepare import Given, prepare
 from tests.tools.inputs.models import identity
 
@@ -87,6 +87,18 @@ def test_a_guessed_rate_and_an_open_length_are_said(tmp_path: Path) -> None:
     assert made.shapes == {"x": (1, 8000)} and "guessed: the rate (--rate)" in made.sentences["audio"]
     stored = identity(tmp_path / "r.onnx", {"x": [1, "samples"]}, metadata={"sample_rate": "4000"})
     assert prepare(stored, Given(audio=path)).shapes == {"x": (1, 2000)}
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [
+        ((None, 43844, 1), 1), ((1, 1, None), 2), ((None, None), 1), ((16000,), 0), ((None,), 0), ((1, 576), 1),
+        ((None, 128, None), None), ((1, 80, 3000), None), ((2, 1, 128), None), ((1, 40), None), ((), None),
+        ((1, 1, 1, 900), None),
+    ],
+)  # fmt: skip
+def test_time_is_the_long_or_open_dimension_among_ones(shape: tuple[int | None, ...], axis: int | None) -> None:
+    assert time_axis(shape) == axis
 
 
 def test_what_is_no_waveform_is_refused(tmp_path: Path) -> None:
