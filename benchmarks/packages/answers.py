@@ -64,7 +64,8 @@ def main() -> None:
     device, versions = device_here(args.device), _process(args.tools, "benchmarks.packages.makers", "versions")
     if isinstance(versions, str):
         parser.error(f"{args.tools} lacks a tool: {versions}")
-    machine = f"{os.cpu_count()} cores, {device.name}, {device.platform_version}"
+    platform = " ".join(device.platform_version.partition(",")[0].split())
+    machine = f"{os.cpu_count()} cores, {device.name}, {platform}"
     machine += "; " + ", ".join(f"{tool} {version}" for tool, version in versions.items())
     work = args.work or args.packages / "made"
     work.mkdir(parents=True, exist_ok=True)
@@ -93,8 +94,8 @@ def main() -> None:
         print(label, _short(row), flush=True)
         with written_whole(args.rows) as out:
             out.write((json.dumps(rows, indent=1) + "\n").encode())
-        with written_whole(args.page) as out:
-            out.write(page(list(rows.values()), machine).encode())
+    with written_whole(args.page) as out:
+        out.write(page(list(rows.values()), machine).encode())
 
 
 def _process(python: str, module: str, *arguments: str) -> dict[str, Any] | str:

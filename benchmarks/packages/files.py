@@ -33,6 +33,8 @@ class Drawn:
         kind, *values = self.how.split()
         generator = np.random.default_rng([seed, *self.shape])
         first, last = (float(value) for value in (*values, values[-1])[:2])
+        if kind == "strokes":
+            return np.where(_strokes(self.shape, generator), first, last).astype(dtype)
         made = {
             "normal": lambda: generator.normal(first, last, self.shape),
             "uniform": lambda: generator.uniform(first, last, self.shape),
@@ -40,6 +42,24 @@ class Drawn:
             "constant": lambda: np.full(self.shape, int(first)),
         }[kind]()
         return np.asarray(made).astype(dtype)
+
+
+def _strokes(shape: tuple[int, ...], generator: np.random.Generator) -> NDArray[np.bool_]:
+    """Where a page (of a shape that ends in height and width) is dark: lines of words, whose letters are strokes."""
+    *_, height, width = shape
+    dark = np.zeros((height, width), np.bool_)
+    for top in range(12, height - 24, 32):
+        left = 12
+        while left < width - 20:
+            for _ in range(int(generator.integers(2, 8))):  # letters of a word
+                if left >= width - 20:
+                    break
+                dark[top : top + 16, left : left + 3] = True
+                bar = top + int(generator.choice([0, 6, 13]))
+                dark[bar : bar + 3, left : left + 9] = True
+                left += 12
+            left += 14
+    return np.broadcast_to(dark, shape)
 
 
 @dataclass(frozen=True)

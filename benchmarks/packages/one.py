@@ -42,7 +42,7 @@ def main() -> None:
     except Exception as error:  # it has an exception class for each kind of failure
         if not type(error).__module__.startswith("onnxruntime"):
             raise
-        print(json.dumps({"unreadable": str(error).splitlines()[0][:300]}))
+        print(json.dumps({"unreadable": str(error).splitlines()[0].replace(str(args.file), args.file.name)[:300]}))
         return
     inputs = reference.inputs
     row: dict[str, Any] = {"first": reference.first, "later": reference.later, "spread": reference.spread, "own": reference.own}
