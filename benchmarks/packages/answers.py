@@ -1,4 +1,4 @@
-"""Run files that packages ship, and files that other tools make from them, and write docs/research/packages.md.
+"""Networks that packages ship, and files that tools make from them, beside ONNX Runtime.
 
     python -m benchmarks.packages.answers --packages DIR --tools PYTHON [--device pocl] [--only TEXT] [--missing]
 
