@@ -98,17 +98,37 @@ def run(
     host_budget: HostBudget = None,
     process_memory: ProcessMemory = None,
     build: Build = True,
+    image: Annotated[Path | None, typer.Option(metavar="photo.jpg", help="A photo as input (needs the inputs extra).")] = None,
+    audio: Annotated[Path | None, typer.Option(metavar="sound.wav", help="A WAV file as input, as a waveform.")] = None,
+    text: Annotated[str | None, typer.Option(metavar="TEXT", help="A text as input, by the tokenizer.json beside.")] = None,
+    labels: Annotated[
+        Path | None, typer.Option(metavar="labels.txt", help="Names of classes, one a line.", show_default="the model's")
+    ] = None,
+    size: Annotated[str | None, typer.Option(metavar="WxH", help="The image's size.", show_default="the model's")] = None,
+    layout: Annotated[str | None, typer.Option(metavar="NCHW|NHWC", help="Where an image's channels are.")] = None,
+    color: Annotated[str | None, typer.Option(metavar="RGB|BGR|grey", help="The order of an image's channels.")] = None,
+    fit: Annotated[
+        str | None, typer.Option(metavar="crop|stretch|pad", help="How a photo of other proportions gets the image's size.")
+    ] = None,
+    rescale: Annotated[str | None, typer.Option(metavar="1/255", help="Factor for an image's values of 0 to 255.")] = None,
+    mean: Annotated[str | None, typer.Option(metavar="M,M,M", help="What is subtracted from values, by channel.")] = None,
+    std: Annotated[str | None, typer.Option(metavar="S,S,S", help="What values are then divided by, by channel.")] = None,
+    rate: Annotated[int | None, typer.Option(min=1, max=1_000_000, metavar="HZ", help="Samples per second of --audio.")] = None,
 ) -> None:
     """Run a model once (or --repeat times) and report latency and memory."""
+    from flashmem.cli.commands.file_inputs import FileInputs
     from flashmem.cli.commands.run import RunOptions, run_model
 
+    flags = {"size": size, "layout": layout, "color": color, "fit": fit, "rescale": rescale, "mean": mean, "std": std}
+    given = tuple((name, value) for name, value in flags.items() if value is not None)
+    files = FileInputs(image, audio, text, labels, rate, given)
     chosen = strategy and strategy.value
     run_model(
         model,
         options,
         RunOptions(
             input, output, repeat, verify, reference, json, chosen, seed, trace, learn, check_weights, build, timeline,
-            host_budget, process_memory,
+            host_budget, process_memory, files,
         ),
     )  # fmt: skip
 

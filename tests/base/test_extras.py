@@ -56,7 +56,9 @@ COMMANDS = {
     ],
     "rapidocr": [["demo"]],
     "cv2": [["demo"]],
-    "PIL": [["demo"]],
+    "PIL": [["demo"], ["run", MODEL, "--image", MODEL]],
+    "scipy": [["run", MODEL, "--audio", MODEL]],
+    "tokenizers": [["run", MODEL, "--text", "a"]],
     "torch": [["zoo", "export", "resnet-tiny", "-o", "z"]],
 }
 """The extra that each module belongs to. The zoo imports its other modules after PyTorch, which the tests do not have."""

@@ -23,6 +23,7 @@ def those_with(call: str) -> list[str]:
 OF_ZOO = those_with("parser.add_zoo(")
 OF_DEVICE = those_with("parser.add_device(")
 MORE = {
+    "packages.answers": ["--packages", "absent", "--tools", "absent"],
     "memory.moving_budget": ["absent.flashmem"],
     "planning.planner": ["quality", "--models", "sd15-unet", "--devices", "nvidia", "--objectives", "first"],
     "serving.reopening": ["absent.flashmem"],
@@ -45,7 +46,7 @@ def refused(name: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capfd:
 
 def test_every_command_has_the_shared_arguments() -> None:
     """No benchmark parses a folder or a device itself, except the workers that other benchmarks start."""
-    assert those_with("argparse.ArgumentParser(") == ["serving.design_pressure", "worker"]
+    assert those_with("argparse.ArgumentParser(") == ["packages.one", "serving.design_pressure", "worker"]
     assert len(OF_ZOO) > 12 and len(OF_DEVICE) > 12
 
 

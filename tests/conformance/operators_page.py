@@ -76,6 +76,7 @@ def page() -> str:
     names = ", ".join(contrib.operators())
     about = "expanded into ONNX's when a model is imported ([onnxruntime.md](onnxruntime.md))"
     parts.append(f"\n## ONNX Runtime's own\n\nOperators of domain com.microsoft, {about}: {names}.\n")
+    parts.append(f"Of domain ai.onnx.ml: {', '.join(contrib.operators(contrib.CLASSICAL))}.\n")
     return "".join(parts)
 
 

@@ -126,6 +126,26 @@ def test_a_set_is_read_as_onnx_runtime_reads_it(opset: int, tmp_path: Path) -> N
                 np.testing.assert_allclose(answers[at], wanted, rtol=1e-4, atol=1e-5, err_msg=node.name)
 
 
+def test_a_slice_of_constants_has_its_bounds_in_attributes_before_set_10(tmp_path: Path) -> None:
+    """PaddlePaddle's exporter cuts the batch out of a shape so, to flatten before a classifier."""
+    nodes = [
+        helper.make_node("Shape", ["x"], ["shape"]),
+        helper.make_node("Slice", ["shape"], ["batch"], axes=[0], starts=[0], ends=[1]),
+        helper.make_node("Concat", ["batch", "rest"], ["wanted"], axis=0),
+        helper.make_node("Reshape", ["x", "wanted"], ["y"]),
+    ]
+    x, y = (helper.make_tensor_value_info(name, FLOAT, shape) for name, shape in (("x", X), ("y", None)))
+    rest = numpy_helper.from_array(np.array([-1], np.int64), "rest")
+    model = helper.make_model(
+        helper.make_graph(nodes, "old", [x], [y], [rest]), opset_imports=[helper.make_opsetid("", 9)], ir_version=4
+    )
+    feeds = {"x": np.random.default_rng(9).uniform(-3, 5, X).astype(np.float32)}
+    (expected,) = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, feeds)
+    (answer,) = answers_of(model, feeds, tmp_path)
+    np.testing.assert_array_equal(answer, expected)
+    assert answer.shape == (2, 60)
+
+
 def test_every_set_is_read_that_the_installed_onnx_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert OPSETS[-1] <= onnx.defs.onnx_opset_version()
     node = helper.make_node("Relu", ["x"], ["y"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
@@ -21,6 +21,7 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import is_bundle
 from flashmem.bundle.shape_variants import list_text, port_shapes, which_fits
 from flashmem.cli.commands.compiling import RUN_TIME, CompileOptions, open_bundle, within_process
+from flashmem.cli.commands.file_inputs import FileInputs, MadeInputs, made_inputs
 from flashmem.cli.commands.plan_summary import summary
 from flashmem.cli.commands.trace import write_trace
 from flashmem.cli.output.console import emit_json, print_facts, waiting
@@ -31,6 +32,7 @@ from flashmem.runtime.request.options import device_here, find_descriptor, read_
 from flashmem.runtime.session import Session, Strategy
 
 if TYPE_CHECKING:
+    from flashmem.tools.inputs.classes import Classes
     from flashmem.tools.verify import Verification
 
 
@@ -53,6 +55,7 @@ class RunOptions:
     timeline: Path | None = None
     host_budget: str | None = None
     process_memory: str | None = None
+    files: FileInputs = field(default_factory=FileInputs)
 
     @property
     def traced(self) -> bool:
@@ -105,6 +108,13 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
     read_host_budget(options.host_budget)
     if options.reference is not None and not options.reference.is_file():
         raise MissingFileError(f"--model {options.reference}: no such file")
+    with made_inputs(model, options.files, compiling) as (made, shaped):
+        _run_with(model, shaped, options, made)
+
+
+def _run_with(model: Path, compiling: CompileOptions, options: RunOptions, made: MadeInputs | None) -> None:
+    """Open the bundle, run it on inputs from files, and report."""
+    files = [path for path in (options.input, None if made is None else made.arrays) if path is not None]
     if not is_bundle(model) and options.strategy != "preload":
         compiling = replace(compiling, strategy=options.strategy)  # the session checks it for a bundle
     use_one_device()
@@ -114,11 +124,13 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
             device_here(compiling.device or "auto")
     before = process_rss() or 0
     bundle = open_bundle(model, compiling, still_open=RUN_TIME, build=options.build, process=process)
-    if options.input is not None and not (is_bundle(model) and compiling.shape):
-        bundle = _fitting(bundle, options.input)
+    if files and not (is_bundle(model) and compiling.shape):
+        bundle = _fitting(bundle, files)
+    if made is not None:
+        made.check(bundle.program.outputs)
 
     def make_inputs() -> dict[str, NDArray[Any]]:
-        given = read_inputs(options.input, bundle.program.inputs) if options.input else {}
+        given = {name: array for path in files for name, array in read_inputs(path, bundle.program.inputs).items()}
         return complete_inputs(bundle.program, given, options.seed)
 
     inputs = HandedOver(make_inputs)
@@ -144,10 +156,16 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
             runs=options.repeat, quantize=bundle.meta.get("quantize"),
         )  # fmt: skip
         verification = compare(outcome.outputs, wanted, _lowest_precision(bundle))
+    classes = None if made is None else made.classes(dict(zip(names, outcome.outputs, strict=True)))
     if options.json:
-        emit_json(report_json(outcome, options, verification))
+        report = report_json(outcome, options, verification)
+        if made is not None:
+            report |= {"inputs": made.sentences, "classes": classes and classes.to_json()}
+        emit_json(report)
     else:
         _print(outcome, options, verification)
+        if made is not None:
+            _print_made(bundle, made, options, classes)
     if verification is not None and not verification.ok:
         from flashmem.tools.verify import complaint
 
@@ -159,14 +177,15 @@ def _lowest_precision(bundle: Bundle) -> StatePrecision:
     return "int8" if bundle.meta.get("state_precision") == "int8" else bundle.program.lowest_precision
 
 
-def _fitting(bundle: Bundle, path: Path) -> Bundle:
-    """The bundle with the shape variant for the arrays in the file selected. Raises UserError if no variant fits."""
+def _fitting(bundle: Bundle, files: Sequence[Path]) -> Bundle:
+    """The bundle with the shape variant for the arrays in the files selected. Raises UserError if no variant fits."""
     if len(bundle.variants) == 1:
         return bundle
+    stored = {name: array for path in files for name, array in stored_arrays(path).items()}
     try:
-        return bundle.variant(which_fits([variant.program.inputs for variant in bundle.variants], stored_arrays(path)))
+        return bundle.variant(which_fits([variant.program.inputs for variant in bundle.variants], stored))
     except ValueError as error:
-        raise UserError(f"{path}: {error}") from error
+        raise UserError(f"{files[0]}: {error}") from error
 
 
 class HandedOver(Mapping[str, NDArray[Any]]):
@@ -328,6 +347,20 @@ def _print(outcome: Outcome, options: RunOptions, verification: Verification | N
     held_most = most.process_peak_rss_bytes
     if outcome.process_limit is not None and held_most is not None and held_most > outcome.process_limit:
         say(f"the process held {format_size(held_most)}, more than --process-memory {format_size(outcome.process_limit)}")
+
+
+def _print_made(bundle: Bundle, made: MadeInputs, options: RunOptions, classes: Classes | None) -> None:
+    """Say how files became inputs, which inputs are random, and the likeliest classes."""
+    given = set() if options.input is None else set(stored_arrays(options.input))
+    random = [port.name for port in bundle.program.inputs if port.name in made.others and port.name not in given]
+    facts = dict(made.sentences)
+    if random:
+        facts["random"] = f"{', '.join(random)}: drawn from --seed; give {'it' if len(random) == 1 else 'them'} with --input"
+    if classes is not None:
+        facts["classes"] = f"of {classes.output}, {classes.how}"
+        facts |= {f"class {rank}": f"{chance:.1%} {label}" for rank, (chance, _, label) in enumerate(classes.rows, 1)}
+    if facts:
+        print_facts(facts)
 
 
 def _host_memory(host: HostMemoryUse, later: Sequence[RunReport]) -> str:

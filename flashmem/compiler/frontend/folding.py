@@ -218,7 +218,7 @@ def _is_inexact(node: ir.Node) -> bool:
 
 def _starts_before_the_first(node: ir.Node) -> bool:
     """Whether a Slice walks backwards from before the first element: ONNX clamps to it, its reference returns nothing."""
-    data, starts, _, axes, steps = [*node.inputs, None, None][:5]
+    data, starts, _, axes, steps = [*node.inputs, *[None] * 4][:5]  # before opset 10, all but the data are attributes
     if data is None or data.shape is None or starts is None or steps is None:
         return False
     sizes = np.asarray(data.shape.numpy())[slice(None) if axes is None else _data(axes)]

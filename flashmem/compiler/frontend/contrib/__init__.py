@@ -1,4 +1,6 @@
-"""ONNX Runtime's contrib operators (domain com.microsoft), expanded to ONNX operators. Its optimizer writes them to files.
+"""Operators of other domains, expanded to ONNX's: ONNX Runtime's contrib operators (com.microsoft), some of ai.onnx.ml.
+
+ONNX Runtime's optimizer writes the former to files, and skl2onnx the latter.
 
 Each operator is a function that adds ONNX nodes in place of one node. Weights stay in their files. A packed projection is one
 product whose result is sliced. Four-bit weights are the same bytes with another element type. The specification is ONNX
@@ -16,19 +18,29 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
-from flashmem.compiler.frontend.contrib import attention, cached, fused, grouped, normalization, others, quantized, recurrent
+from flashmem.compiler.frontend.contrib import (
+    attention,
+    cached,
+    classical,
+    fused,
+    grouped,
+    normalization,
+    others,
+    quantized,
+    recurrent,
+)
 from flashmem.compiler.frontend.contrib.expansion import STATE, Expand, Expansion, RefusedError, UnknownShapeError
 from flashmem.compiler.ir.limits import nodes_of
 
-DOMAIN, ML, OWN = "com.microsoft", "ai.onnx.ml", "flashmem"
-"""Domains of expanded operators: ONNX Runtime's, ONNX-ML's, and the one of files that flashmem writes for itself."""
+DOMAIN, CLASSICAL, OWN = "com.microsoft", "ai.onnx.ml", "flashmem"
+"""Domains of expanded operators: ONNX Runtime's, ONNX's for classical models, and the one of files that flashmem writes."""
 
 _EXPANSIONS: dict[str, Expand] = {}
 for _family in (attention, fused, grouped, normalization, others, quantized, recurrent):
     _EXPANSIONS |= _family.EXPANSIONS
 _BY_DOMAIN: dict[str, dict[str, Expand]] = {
     DOMAIN: _EXPANSIONS,
-    ML: others.ML_EXPANSIONS,
+    CLASSICAL: classical.EXPANSIONS,
     OWN: {"DequantizeBlocks": quantized.blocks_dequantised, **cached.OWN_EXPANSIONS},
 }
 
@@ -43,9 +55,9 @@ _BLOCKED = "com.microsoft.nchwc"
 _SAVE_AGAIN = "save the model without ONNX Runtime's optimizations, or export it again"
 
 
-def operators() -> list[str]:
-    """Names of the supported operators of domain com.microsoft, in alphabetical order."""
-    return sorted(_EXPANSIONS)
+def operators(domain: str = DOMAIN) -> list[str]:
+    """Names of the supported operators of a domain, in alphabetical order."""
+    return sorted(_BY_DOMAIN[domain])
 
 
 def mark(model: onnx.ModelProto) -> None:
@@ -102,10 +114,11 @@ def expand(node: ir.Node, opset: int) -> tuple[Sequence[ir.Value], Sequence[ir.N
 def why_not(node: ir.Node) -> str | None:
     """Why `node`, of a domain that is not ONNX's, was not expanded, and what to do; None if it is not ONNX Runtime's."""
     name = f"{node.domain}.{node.op_type}"
-    if node.domain == ML and node.op_type in others.ML_EXPANSIONS:
-        return node.metadata_props.get(_REASON, f"{name} {WITHOUT_SHAPES}")
     if node.domain == _BLOCKED:
         return f"{name} keeps its weights in blocks whose size depends on the machine that wrote them: {_SAVE_EXTENDED}"
+    if node.domain == CLASSICAL:
+        without = f"{name} {WITHOUT_SHAPES}" if node.op_type in classical.EXPANSIONS else None
+        return node.metadata_props.get(_REASON, without)
     if node.domain != DOMAIN and not node.domain.startswith(("com.ms.", "com.microsoft.")) and node.domain != "ai.onnx.contrib":
         return None
     if (reason := node.metadata_props.get(_REASON)) is not None:

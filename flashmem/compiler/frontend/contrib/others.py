@@ -1,4 +1,4 @@
-"""Expansion of operators that ONNX has adopted since, of Fourier transforms, and of ONNX-ML's Scaler."""
+"""Expansion of operators that ONNX has adopted since, and of Fourier transforms."""
 
 from __future__ import annotations
 
@@ -78,23 +78,6 @@ def _signal(e: Expansion, size: int) -> int:
         raise RefusedError(f"of {size} samples (an even number of at most {_LONGEST} is)")
     return size
 
-
-def _scaler(e: Expansion) -> list[ir.Value]:
-    """ONNX-ML's Scaler: (x - offset) * scale, in float, by column or by one number for all."""
-    x, shape = e.input(0), e.shape(e.input(0))
-    if e.dtype(x) != np.float32:
-        x = e.cast(x, ir.DataType.FLOAT)
-    for op, name, neutral in (("Sub", "offset", 0.0), ("Mul", "scale", 1.0)):
-        numbers = e.numbers(name) or [neutral]
-        if len(numbers) not in (1, shape[-1] if shape else 1):
-            raise RefusedError(f"with {len(numbers)} numbers as {name}, of a tensor of shape {shape}")
-        if set(numbers) != {neutral}:
-            x = e.op(op, x, e.constant(numbers if shape else numbers[0], dtype=np.float32))
-    return [x if x is not e.input(0) else e.op("Identity", x)]
-
-
-ML_EXPANSIONS: dict[str, Expand] = {"Scaler": _scaler}
-"""Expansions of ONNX-ML's operators."""
 
 EXPANSIONS: dict[str, Expand] = {
     "ExpandDims": _expand_dims,
