@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 
-from tests.support.caches import kernels_built_as_for_users, kernels_built_by_runs
+from tests.support.caches import kernels_built_as_for_users, kernels_built_by_runs, kernels_unoptimised, optimisation
+
+HERE = Path(__file__).parent
 
 # How long an example takes says how busy the machine is, not whether the code is right.
 hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("any machine")
+
+
+KERNELS = ("compiler/lowering", "compiler/operators", "compiler/weights", "conformance", "profiler", "runtime/kernels")
+"""The folders with tests of kernels, on all runtimes and memory paths: drivers optimise kernels there, as they do for users."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before fixtures of any scope: what the kernels of this test are for."""
+    of_kernels = item.path.is_relative_to(HERE) and item.path.relative_to(HERE).as_posix().startswith(KERNELS)
+    strict = item.path.name.startswith("test_strict")  # which watches the calls of OpenCL
+    apart = item.get_closest_marker("build_apart") is not None  # as for users
+    optimisation.on = apart or (of_kernels and not strict and item.get_closest_marker("unoptimised") is None)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -19,6 +35,7 @@ def _kernels_built_by_runs() -> Iterator[None]:
     """Build kernels in the test's process when a session needs them, in fixtures too."""
     with pytest.MonkeyPatch.context() as patch:
         kernels_built_by_runs(patch)
+        kernels_unoptimised(patch)
         yield
 
 
