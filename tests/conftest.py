@@ -17,17 +17,20 @@ hypothesis.settings.register_profile("any machine", deadline=None, suppress_heal
 hypothesis.settings.load_profile("any machine")
 
 
-KERNELS = ("compiler/lowering", "compiler/operators", "compiler/weights", "conformance", "profiler", "runtime/kernels")
-"""The folders with tests of kernels, on all runtimes and memory paths: drivers optimise kernels there, as they do for users."""
+OPTIMISED = (
+    *("compiler/lowering", "compiler/operators", "compiler/weights", "conformance", "profiler", "runtime/kernels"),
+    "cli/test_demo",  # networks of full size
+)
+"""The tests of kernels, on all runtimes and memory paths, and others: drivers optimise kernels there, as they do for users."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Before fixtures of any scope: what the kernels of this test are for."""
-    of_kernels = item.path.is_relative_to(HERE) and item.path.relative_to(HERE).as_posix().startswith(KERNELS)
+    """Before fixtures of any scope: whether drivers optimise the kernels of this test."""
+    listed = item.path.is_relative_to(HERE) and item.path.relative_to(HERE).as_posix().startswith(OPTIMISED)
     strict = item.path.name.startswith("test_strict")  # which watches the calls of OpenCL
     apart = item.get_closest_marker("build_apart") is not None  # as for users
-    optimisation.on = apart or (of_kernels and not strict and item.get_closest_marker("unoptimised") is None)
+    optimisation.on = apart or (listed and not strict and item.get_closest_marker("unoptimised") is None)
 
 
 @pytest.fixture(scope="session", autouse=True)
