@@ -9,7 +9,7 @@ kernels of the operators themselves, on the first device: tests/compiler has all
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,7 +23,18 @@ from onnx import numpy_helper
 import flashmem.tools.onnx_backend as backend
 from flashmem.base.errors import NoDeviceError, UnsupportedModelError, UserError
 from flashmem.runtime.opencl.context import list_devices
-from tests.conformance.onnx_nodes import PASSES, PATHS, cases, check, operator, outcome, read_list
+from tests.conformance.onnx_nodes import (
+    PASSES,
+    PATHS,
+    cases,
+    check,
+    operator,
+    operators_summary,
+    outcome,
+    read_list,
+    totals_summary,
+)
+from tests.conftest import NODE_TESTS
 from tests.support.caches import optimisation
 
 DEVICES = sorted(list_devices(), key=lambda device: device.descriptor_name == "pocl")
@@ -55,9 +66,11 @@ EVERYWHERE = _everywhere()
 REFUSED = [(name, reason) for reason, tests in LISTED.items() if reason != PASSES for _, name in tests]
 
 
-def test_every_test_is_listed_once() -> None:
+def test_every_test_is_listed_once(record_property: Callable[[str, object], None]) -> None:
     listed = sorted((name, op) for tests in LISTED.values() for op, name in tests)
     assert listed == sorted((name, operator(case)) for name, case in cases().items())
+    record_property(NODE_TESTS, totals_summary())  # printed after all tests
+    record_property(f"{NODE_TESTS}, by operator", operators_summary())
 
 
 def test_nothing_is_listed_as_wrong() -> None:
