@@ -18,8 +18,14 @@ hypothesis.settings.load_profile("any machine")
 
 
 OPTIMISED = (
-    *("compiler/lowering", "compiler/operators", "compiler/weights", "conformance", "profiler", "runtime/kernels"),
     "cli/test_demo",  # networks of full size
+    "compiler/lowering",
+    "compiler/operators",
+    "compiler/selection",
+    "compiler/weights",
+    "conformance",
+    "profiler",
+    "runtime/kernels",
 )
 """The tests of kernels, on all runtimes and memory paths, and others: drivers optimise kernels there, as they do for users."""
 
