@@ -179,7 +179,8 @@ def compile(
             with compilation.in_a_file() as filed, _as_onnx(filed) as source, _adding(after=hint):
                 if filed is not compilation:
                     source = replace(source, meta={**source.meta, "model_path": ""})
-                return _compile(filed, source, place, progress, kernels if build else None)
+                made, _, _ = _compile(filed, source, place, progress, kernels if build else None)
+                return made
 
         bundle = make(Path(output)) if output is not None else find_or_make(compilation.name, make, compilation.describes)
         if not build:
@@ -244,10 +245,8 @@ def compile_rehearsal(compilation: Compilation, output: Path, progress: Progress
     if compilation.quantize is not None:
         raise UserError("--estimate reads no weights, and --quantize needs them; leave out one of them")
     with _as_onnx(compilation, sketch=True) as source:
-        made = _compile(compilation, source, output, progress, None, with_weights=False)
-        graphs, variants = _read_graphs(source, compilation.variants), compilation.variants
-        least = _reserved(graphs, variants)
-        pairs = zip(graphs, variants, strict=True)
+        made, graphs, least = _compile(compilation, source, output, progress, None, with_weights=False)
+        pairs = zip(graphs, compilation.variants, strict=True)
         return made, max(refusal(graph, options, least=least).smallest_bytes for graph, options in pairs)
 
 
@@ -279,10 +278,11 @@ def _compile(
     kernels: KernelBuilder | None,
     *,
     with_weights: bool = True,
-) -> Bundle:
+) -> tuple[Bundle, Sequence[Graph], Reserved]:
     """Compile all shape variants into one bundle. `source` has the ONNX file of the model.
 
-    `kernels` are built while plans are made, and weights are packed and written.
+    `kernels` are built while plans are made, and weights are packed and written. Returns the bundle, the graph of each variant,
+    and what all variants reserve.
     """
     model, variants = compilation.model, compilation.variants
     [options, *_] = variants
@@ -330,7 +330,7 @@ def _compile(
             {**_about(model, options), **_states_in_half(graphs[0]), **source.meta, DATA_FILES: data},
             source.language,
         )
-    return Bundle.open(output)
+    return Bundle.open(output), graphs, least
 
 
 @contextmanager

@@ -3,15 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 
-from tests.support.caches import kernels_built_as_for_users, kernels_built_by_runs
+from tests.support.caches import kernels_built_as_for_users, kernels_built_by_runs, kernels_unoptimised, optimisation
+
+HERE = Path(__file__).parent
 
 # How long an example takes says how busy the machine is, not whether the code is right.
 hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("any machine")
+
+
+OPTIMISED = (
+    "cli/test_demo",  # networks of full size
+    "compiler/lowering",
+    "compiler/operators",
+    "compiler/selection",
+    "compiler/weights",
+    "conformance",
+    "profiler",
+    "runtime/kernels",
+)
+"""The tests of kernels, on all runtimes and memory paths, and others: drivers optimise kernels there, as they do for users."""
+
+
+NODE_TESTS = "ONNX node tests"
+"""The name of a property: the counts of the node tests as text, and of each operator with another ending."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before fixtures of any scope: whether drivers optimise the kernels of this test."""
+    listed = item.path.is_relative_to(HERE) and item.path.relative_to(HERE).as_posix().startswith(OPTIMISED)
+    strict = item.path.name.startswith("test_strict")  # which watches the calls of OpenCL
+    apart = item.get_closest_marker("build_apart") is not None  # as for users
+    optimisation.on = apart or (listed and not strict and item.get_closest_marker("unoptimised") is None)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -19,6 +48,7 @@ def _kernels_built_by_runs() -> Iterator[None]:
     """Build kernels in the test's process when a session needs them, in fixtures too."""
     with pytest.MonkeyPatch.context() as patch:
         kernels_built_by_runs(patch)
+        kernels_unoptimised(patch)
         yield
 
 
@@ -29,13 +59,15 @@ def _kernels_built_apart(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the counts of `onnx_nodes.txt`, which the tests have just compared; those of each operator if only they ran."""
-    reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)]
-    if not any("test_onnx_nodes" in report.nodeid for report in reports):
-        return
-    from tests.conformance import onnx_nodes
+    """Print the counts of `onnx_nodes.txt`, which the tests have just compared; those of each operator if only they ran.
 
+    A test has recorded them, because reading the node tests takes this process seconds.
+    """
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)]
+    counts = {key: value for report in reports for key, value in report.user_properties if key.startswith(NODE_TESTS)}
+    if not counts:
+        return
     terminalreporter.section("ONNX node tests, passed / all")
     if all("test_onnx_nodes" in report.nodeid for report in reports):
-        terminalreporter.write_line(onnx_nodes.operators_summary())
-    terminalreporter.write_line(onnx_nodes.totals_summary())
+        terminalreporter.write_line(counts[f"{NODE_TESTS}, by operator"])
+    terminalreporter.write_line(counts[NODE_TESTS])

@@ -40,7 +40,7 @@ def absent_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("bundle") / "model.flashmem"
-    command = [sys.executable, "-m", "flashmem", "compile", str(RESNET), "-o", str(path), "--device", DEVICE]
+    command = [sys.executable, "-m", "flashmem", "compile", str(RESNET), "-o", str(path), "--device", DEVICE, "--no-build"]
     subprocess.run(command, check=True, capture_output=True)
     yield path
 

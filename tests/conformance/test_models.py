@@ -39,8 +39,14 @@ def _places_for(number: int, name: str) -> list[tuple[Any, str]]:
     return PLACES[number % len(PLACES) :][:1]
 
 
+# Nor do those kernels have to be optimised again.
 STREAMED = [
-    pytest.param(name, *place, id=f"{name}-{place[0].descriptor_name}-{place[1]}")
+    pytest.param(
+        name,
+        *place,
+        id=f"{name}-{place[0].descriptor_name}-{place[1]}",
+        marks=() if name in ARCHITECTURES or name.startswith(MANY_KERNELS) else pytest.mark.unoptimised,
+    )
     for number, name in enumerate(MODELS)
     for place in _places_for(number, name)
 ]

@@ -2,13 +2,15 @@
 
 Every test runs on the first device, alternating between memory paths, as a separate model. On the other devices one test of
 each operator and element types runs, and those of a batch are merged into one model, because building a program for PoCL costs
-most. Those named "expanded" are the same operators as graphs of simpler ones; no other device runs these.
+most. Those named "expanded" are the same operators as graphs of simpler ones; no other device runs these. Drivers optimise the
+kernels of the operators themselves, on the first device: tests/compiler has all families of kernels on all devices.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,19 @@ from onnx import numpy_helper
 import flashmem.tools.onnx_backend as backend
 from flashmem.base.errors import NoDeviceError, UnsupportedModelError, UserError
 from flashmem.runtime.opencl.context import list_devices
-from tests.conformance.onnx_nodes import PASSES, PATHS, cases, check, operator, outcome, read_list
+from tests.conformance.onnx_nodes import (
+    PASSES,
+    PATHS,
+    cases,
+    check,
+    operator,
+    operators_summary,
+    outcome,
+    read_list,
+    totals_summary,
+)
+from tests.conftest import NODE_TESTS
+from tests.support.caches import optimisation
 
 DEVICES = sorted(list_devices(), key=lambda device: device.descriptor_name == "pocl")
 LISTED = read_list()
@@ -52,9 +66,11 @@ EVERYWHERE = _everywhere()
 REFUSED = [(name, reason) for reason, tests in LISTED.items() if reason != PASSES for _, name in tests]
 
 
-def test_every_test_is_listed_once() -> None:
+def test_every_test_is_listed_once(record_property: Callable[[str, object], None]) -> None:
     listed = sorted((name, op) for tests in LISTED.values() for op, name in tests)
     assert listed == sorted((name, operator(case)) for name, case in cases().items())
+    record_property(NODE_TESTS, totals_summary())  # printed after all tests
+    record_property(f"{NODE_TESTS}, by operator", operators_summary())
 
 
 def test_nothing_is_listed_as_wrong() -> None:
@@ -73,7 +89,8 @@ def test_passes(index: int) -> None:
     constants: dict[str, tuple[str, ...]] = {}
     for name in BATCHES[index]:
         case = cases()[name]
-        with backend.prepare(case.model, DEVICES[0].descriptor_name, memory_path=path) as prepared:
+        way = optimisation.off() if "_expanded" in name else nullcontext()
+        with way, backend.prepare(case.model, DEVICES[0].descriptor_name, memory_path=path) as prepared:
             for inputs, expected in case.data_sets:
                 check(case, prepared.run(inputs), expected)
             constants[name] = prepared.constants
@@ -82,9 +99,10 @@ def test_passes(index: int) -> None:
     alone = [name for name in elsewhere if _has_subgraph(cases()[name].model)]
     for device in DEVICES[1:]:
         merged = [name for name in elsewhere if name not in alone]
-        _check_merged(merged, constants, device.descriptor_name, other)
-        for name in alone:
-            assert outcome(cases()[name], device.descriptor_name, other) == PASSES
+        with optimisation.off():
+            _check_merged(merged, constants, device.descriptor_name, other)
+            for name in alone:
+                assert outcome(cases()[name], device.descriptor_name, other) == PASSES
 
 
 def _has_subgraph(model: onnx.ModelProto) -> bool:

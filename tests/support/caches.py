@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import flashmem
 from flashmem.base.paths import VARIABLE, cache_folder, make_private
-from flashmem.runtime.kernels.cache import CachedKernels
+from flashmem.bundle.bundle import Bundle
+from flashmem.cli.commands import compiling
+from flashmem.runtime.kernels.cache import Build, CachedKernels
+from flashmem.runtime.kernels.cache_files import ProgramCache
+from flashmem.runtime.kernels.required import RequiredKernel
+from flashmem.runtime.opencl.context import CompiledProgram, Context
 from flashmem.runtime.serving.runtime import Runtime
 from flashmem.runtime.session import Session
 
@@ -27,11 +35,13 @@ def empty_bundle_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-_save = CachedKernels.save
+_save, _init = CachedKernels.save, CachedKernels.__init__
+_compile_here, _compile_apart = compiling.compile_here, compiling.compile_apart
 
 
 def kernels_built_by_runs(monkeypatch: pytest.MonkeyPatch, *, saved: bool = True) -> None:
-    """Build kernels where they first run: `compile` and sessions start no processes for it, and PoCL's kernels are not saved.
+    """Build kernels where they first run: `compile`, commands and sessions start no processes for it, and PoCL's kernels are
+    not saved.
 
     A process takes a second. To save a kernel, PoCL compiles it once more, for groups of any size; it has a cache of its own.
     `saved`: other drivers' kernels are.
@@ -43,14 +53,67 @@ def kernels_built_by_runs(monkeypatch: pytest.MonkeyPatch, *, saved: bool = True
         else:
             _save(kernels)
 
+    def compile_here(*args: Any, build: bool = True, with_binaries: bool = False, **options: Any) -> Bundle:
+        return _compile_here(*args, build=build and with_binaries, with_binaries=with_binaries, **options)
+
+    def compile_apart(*args: Any, build: bool = True) -> Bundle:
+        return _compile_apart(*args, build=False)
+
     _set_defaults(monkeypatch, apart=False)
     monkeypatch.setattr(CachedKernels, "save", save_cheap_ones)
+    monkeypatch.setattr(compiling, "compile_here", compile_here)
+    monkeypatch.setattr(compiling, "compile_apart", compile_apart)
+
+
+class Optimisation:
+    """Whether drivers optimise the kernels that a session builds itself."""
+
+    def __init__(self) -> None:
+        self.on = True
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """None in the body, where something other than the kernels is tested."""
+        before, self.on = self.on, False
+        try:
+            yield
+        finally:
+            self.on = before
+
+
+optimisation = Optimisation()
+"""That of the test that runs, and of its fixtures: `conftest.py` sets it."""
+
+
+def kernels_unoptimised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let drivers compile kernels without optimising them where `optimisation` is off.
+
+    That takes a fifth of Intel's time, and half of PoCL's. A kernel's key has the options, so no other test finds these.
+    """
+
+    def init(
+        kernels: CachedKernels,
+        cache: ProgramCache,
+        context: Context,
+        options: Sequence[str],
+        wanted: Iterable[RequiredKernel],
+        carried: bytes = b"",
+        build: Build | None = None,
+        shared: MutableMapping[str, CompiledProgram] | None = None,
+    ) -> None:
+        if build is None and not carried and not optimisation.on:
+            options = [*options, "-cl-opt-disable"]
+        _init(kernels, cache, context, options, wanted, carried, build, shared)
+
+    monkeypatch.setattr(CachedKernels, "__init__", init)
 
 
 def kernels_built_as_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
     """Undo `kernels_built_by_runs`."""
     _set_defaults(monkeypatch, apart=True)
     monkeypatch.setattr(CachedKernels, "save", _save)
+    monkeypatch.setattr(compiling, "compile_here", _compile_here)
+    monkeypatch.setattr(compiling, "compile_apart", _compile_apart)
 
 
 def _set_defaults(monkeypatch: pytest.MonkeyPatch, *, apart: bool) -> None:

