@@ -122,13 +122,16 @@ def raw_bytes(program: Program) -> int:
 
 
 def copied_outputs(program: Program) -> tuple[Port, ...]:
-    """The outputs that a run copies, each to a new array. The others are returned as views of the arena."""
+    """The outputs that a run copies, each to a new array. The others are returned as views of the arena.
+
+    Those smaller than a page are copied everywhere: that takes less time than a page of their own.
+    """
     stored = {tensor.name: tensor.dtype for tensor in program.tensors}
-    return tuple(
-        port
-        for port in program.outputs
-        if port.tensor is not None and not (program.hands_over and stored[port.tensor] == port.dtype)
-    )
+
+    def stays(port: Port) -> bool:
+        return program.hands_over and stored[str(port.tensor)] == port.dtype and array_bytes(port) >= program.page_bytes
+
+    return tuple(port for port in program.outputs if port.tensor is not None and not stays(port))
 
 
 def output_bytes(program: Program) -> int:

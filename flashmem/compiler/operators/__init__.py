@@ -6,6 +6,7 @@ from flashmem.compiler.operators import (
     activation,
     arithmetic,
     attention,
+    candidates,
     casting,
     contraction,
     determinant,
@@ -51,6 +52,7 @@ FAMILIES = (
     indexing,
     quantised_rows,
     selection,
+    candidates,
 )
 """The modules that declare operators, in the order of docs/reference/operators.md."""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.base.pages import page_size
 from flashmem.bundle.checksums import checksum
 from flashmem.program.program import copied_outputs, output_bytes, scratch_bytes
 from flashmem.program.tensors import Port, Tensor, array_bytes, numpy_dtype
@@ -167,6 +168,23 @@ class Activations:
         results |= {port.name: read[port.name] for port in ports if port.name in read}
         results |= {port.name: self._copy(port) for port in ports if port in self._copied and port.name not in results}
         return results | self._hand_over([port for port in ports if port.name not in results])
+
+    def left(self, returned: Collection[str]) -> frozenset[str]:
+        """After a run that returned the outputs `returned`: those that `outputs` can still return."""
+        program = self._opened.program
+        end, copied = len(program.launches), {port.name for port in self._copied}
+        moved = set() if self._host is None else {page for name in {*returned} - copied for page in self._pages_of(name)}
+        return frozenset(
+            port.name
+            for port in program.outputs
+            if port.name not in returned
+            and (port.tensor is None or (port.ready in (None, end) and moved.isdisjoint(self._pages_of(port.name))))
+        )
+
+    def _pages_of(self, output: str) -> range:
+        """The pages of the arena with an output, which may have others too."""
+        offset, nbytes = self._pages.get(output, (0, 0))
+        return range(offset // page_size(), -(-(offset + nbytes) // page_size()))
 
     def _copy(self, port: Port) -> Array:
         data = np.empty(port.shape, np.dtype(self._opened.tensors[str(port.tensor)].dtype))

@@ -212,12 +212,13 @@ class Generator:
         first, reused, text_of = 0.0, self._model.reusable(tokens), codecs.getincrementaldecoder("utf-8")("replace")
         drafters: list[Drafter] = [Lookup(), *([DraftModel(self._draft)] if self._draft is not None else [])]
         ended, steps = False, Steps(self._model, drafters if speculate else [])
+        self._model.temperature = sampler.summed_at
         try:
-            logits = self._model.read(tokens, reused)
+            candidates = self._model.read(tokens, reused)
             first = perf_counter() - begun
             while count < most:
                 since = perf_counter()
-                token = sampler.choose(logits, self._cached)
+                token = sampler.choose(candidates, self._cached)
                 if token in self.language.ends:
                     ended = True
                     break
@@ -228,7 +229,7 @@ class Generator:
                 if stops.found or len(self._cached) == self.language.max_length or count == most:
                     break
                 since = perf_counter()
-                logits = steps.after(token)
+                candidates = steps.after(token)
                 seconds += perf_counter() - since
             if text := stops.rest(text_of.decode(b"", final=True)):
                 yield text

@@ -226,6 +226,7 @@ def test_the_vocabulary_is_in_the_bundle(tmp_path: Path) -> None:
     made = flashmem.compile(SmallLlama().write(tmp_path / "m.gguf"), tmp_path / "m.flashmem", device="pocl", max_length=64)
     language = made.language()
     assert language is not None and list(language.tokens) == vocabulary()[0] and language.max_length == 64
-    assert [port.name for port in made.program.inputs] == ["input_ids", "total_sequence_length"]
+    assert [port.name for port in made.program.inputs] == ["input_ids", "total_sequence_length", "temperature"]
+    assert [port.name for port in made.program.outputs] == ["logits", "candidates"]
     assert len(made.program.states) == 4
     assert [variant.program.inputs[0].shape[1] for variant in made.variants] == [1, 8, 32]

@@ -21,13 +21,13 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from flashmem.bundle.language import CHECKED_TOKENS, IDS, TOTAL
+from flashmem.bundle.language import CHECKED_TOKENS, IDS, LOGITS, TOTAL
 from flashmem.compiler.frontend.contrib import DOMAIN, OWN
 from flashmem.compiler.frontend.external_data import place_data
 from flashmem.compiler.frontend.gguf.weights import BlockedMatrix, Floats, floats, matrix, stacked
 
-LOGITS, TOKENS = "logits", "tokens"
-"""Names of the output, and of the open dimension."""
+TOKENS = "tokens"
+"""The name of the open dimension."""
 
 
 @dataclass(frozen=True)
