@@ -84,6 +84,7 @@ def compile(
     states: States | None = None,
     constants: Mapping[str, Any] | None = None,
     max_length: int | None = None,
+    batch: int | None = None,
     quantize: Quantize | None = None,
     preload: Sequence[str] = (),
     memory_path: MemoryPath | Literal["auto"] = "auto",
@@ -123,6 +124,8 @@ def compile(
         constants: values of inputs that never change, numbers or arrays by name. The bundle has no such inputs, and branches on
             them are folded.
         max_length: of a GGUF file: words that the cache of keys and values holds, by default 2,048 or the model's context.
+        batch: of a GGUF file: requests that `BatchGenerator` answers at a time, each with a cache of its own; 1 by default, for
+            `Generator`.
         quantize: store float32 weights of products and tables as integers with scales: "int4" or "int8". `Bundle.meta` has the
             error of each as `quantised` (`flashmem.compiler.frontend.quantize`).
         preload: weights that must be resident from the start.
@@ -161,6 +164,7 @@ def compile(
         states=states,
         constants=constants,
         max_length=max_length,
+        batch=batch,
         quantize=quantize,
         preload=preload,
         memory_path=memory_path,
@@ -216,7 +220,7 @@ def _as_onnx(compilation: Compilation, *, sketch: bool = False) -> Iterator[_Sou
     """The model as an ONNX file, as long as the body runs. `sketch`: with weights of zeros, if it is not one already."""
     model = compilation.model
     if compilation.kind == "gguf":
-        with converted(model, compilation.max_length, sketched if sketch else matrix) as language:
+        with converted(model, compilation.max_length, sketched if sketch else matrix, compilation.batch) as language:
             yield _Source(language.path, language.language)
         return
     source = _Source(model)

@@ -55,6 +55,8 @@ def estimate_generation(model: Path, progress: Progress = lambda stage, fraction
     compilation = read_compilation(model, **options)
     if not compilation.is_language:
         raise UserError(f"{model} has no tokenizer; an estimate is of a .gguf file, or a folder with a language model in ONNX")
+    if compilation.batch > 1:
+        raise UserError("an estimate is of one request at a time; leave out --batch")
     with TemporaryDirectory(prefix="flashmem-estimate-") as folder:
         bundle, smallest = compile_rehearsal(compilation, Path(folder) / "rehearsal.flashmem", progress)
         language = bundle.language()

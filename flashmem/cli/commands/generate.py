@@ -17,7 +17,8 @@ from flashmem.cli.commands.compiling import RUN_TIME, CompileOptions, open_bundl
 from flashmem.cli.output.console import emit_json
 from flashmem.runtime.generation.conversation import Message
 from flashmem.runtime.generation.draft_model import needed_bytes
-from flashmem.runtime.generation.generator import GenerationReport, Generator
+from flashmem.runtime.generation.generated_text import GenerationReport
+from flashmem.runtime.generation.generator import Generator
 from flashmem.runtime.request.options import read_host_budget
 
 
@@ -83,6 +84,8 @@ def open_generator(
     The budget of `compiling` is for both. Raises as `generate_text`.
     """
     read_host_budget(host_budget)
+    if compiling.batch not in (None, 1):
+        raise UserError("--batch is for flashmem compile and flashmem serve; leave it out")
     device, mode = compiling.device or "auto", cast("Any", compiling.mode or "auto")
     small, budget = None, compiling.budget
     if draft is not None:

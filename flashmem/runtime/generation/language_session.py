@@ -13,7 +13,7 @@ import numpy as np
 from flashmem.base.errors import UserError
 from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
-from flashmem.bundle.language import CANDIDATES, IDS, LOGITS, TEMPERATURE, TOTAL
+from flashmem.bundle.language import CANDIDATES, IDS, LOGITS, TEMPERATURE, TOTAL, Language
 from flashmem.program.program import Program
 from flashmem.runtime.generation.candidates import Candidates, rows_of
 from flashmem.runtime.request.models import ModelOptions, bundle_for
@@ -46,16 +46,15 @@ class LanguageSession:
             RunError: the device refuses.
         """
         self.bundle = bundle_for(bundle, device=device, mode=mode, strategy="auto", budget=budget, build=True, options=options)
-        language = self.bundle.language()
-        if language is None:
+        self.language = language_of(self.bundle)
+        if (rows := rows_in(self.bundle)) > 1:
             raise UserError(
-                f"{self.bundle.path} has no tokenizer; compile a language model from a .gguf file, or from a folder with a "
-                "tokenizer.json"
+                f"{self.bundle.path} answers {rows} requests at a time; open it with flashmem.BatchGenerator or flashmem "
+                "serve, or compile the model without --batch"
             )
-        self.language = language
         self.cached: list[int] = []
         self.temperature = 1.0
-        self.lengths = sorted((_words(each.program) for each in self.bundle.variants), reverse=True)
+        self.lengths = sorted((_tokens(each.program)[1] for each in self.bundle.variants), reverse=True)
         """Tokens that a run can read, the most first."""
         self.session = Session(self.bundle, device=device, budget=budget, host_budget=host_budget, mode=mode)
 
@@ -85,7 +84,8 @@ class LanguageSession:
         temperature = np.array(self.temperature, np.float32)
         [candidates] = self.session.run([CANDIDATES], {**given, TEMPERATURE: temperature})
         self.cached += tokens
-        return rows_of(candidates[0], self.temperature, cache(lambda: self.session.outputs(LOGITS)[LOGITS][0]))
+        temperatures = [self.temperature] * len(candidates[0])
+        return rows_of(candidates[0], temperatures, cache(lambda: self.session.outputs(LOGITS)[LOGITS][0]))
 
     def loaded(self) -> int:
         """Bytes of weights that the last run loaded."""
@@ -99,7 +99,23 @@ class LanguageSession:
         self.session.close()
 
 
-def _words(program: Program) -> int:
-    """The tokens that a run of `program` reads."""
+def language_of(bundle: Bundle) -> Language:
+    """The language part of `bundle`. Raises UserError if it has none."""
+    language = bundle.language()
+    if language is None:
+        raise UserError(
+            f"{bundle.path} has no tokenizer; compile a language model from a .gguf file, or from a folder with a "
+            "tokenizer.json"
+        )
+    return language
+
+
+def rows_in(bundle: Bundle) -> int:
+    """The requests that a run of `bundle` answers."""
+    return _tokens(bundle.program)[0]
+
+
+def _tokens(program: Program) -> tuple[int, ...]:
+    """The shape of the tokens that a run of `program` reads."""
     [ids] = [port for port in program.inputs if port.name == IDS]
-    return int(ids.shape[1])
+    return ids.shape

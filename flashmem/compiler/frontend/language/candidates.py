@@ -12,7 +12,8 @@ def with_candidates(graph: Graph) -> Graph:
     """`graph` of a language model (as imported) with the input temperature and the output candidates; logits in float32."""
     [logits] = [port.value for port in graph.outputs if port.name == LOGITS]
     kept = min(KEPT, logits.shape[-1])
-    temperature = Value(TEMPERATURE, (), "float32")
+    batch = logits.shape[0]
+    temperature = Value(TEMPERATURE, (batch,) if batch > 1 else (), "float32")
     made = Value(CANDIDATES, (*logits.shape[:-1], 2 * kept + 1), "int32")
     made.producer = Node("Candidates", CANDIDATES, [logits, temperature], [made], {"k": kept})
     outputs = [replace(port, dtype="float32") if port.name == LOGITS else port for port in graph.outputs]
