@@ -20,7 +20,7 @@ from benchmarks.command import Arguments, run_command
 from flashmem.runtime.generation.batch import BatchGenerator
 from flashmem.runtime.generation.generated_text import GenerationReport
 
-PROMPT = "Tell me a short story about a dog and a boat."
+PROMPT = "Once upon a time there was a dog who lived on a boat. Each morning"
 
 
 def main() -> None:
@@ -45,7 +45,8 @@ def main() -> None:
             texts, single_rates, batch_rates = set[str](), list[float](), list[float]()
             for _ in range(args.rounds):
                 _ = "".join(single.generate(PROMPT, max_new_tokens=args.tokens, speculate=False))
-                assert single.last is not None
+                if single.last is None or single.last.tokens < 2:
+                    sys.exit(f"the model ends after {PROMPT!r}; use another one")
                 single_rates.append(1 / single.last.token_seconds)
                 since = perf_counter()
                 begun = [batch.generate(PROMPT, max_new_tokens=args.tokens) for _ in range(args.rows)]

@@ -15,6 +15,8 @@ import flashmem
 from flashmem.bundle.language import CANDIDATES, KEPT, LOGITS, SUM_ERROR, TEMPERATURE
 from flashmem.compiler.frontend.language.candidates import with_candidates
 from tests.support.compared import DEVICES, OF_A_GPU
+from tests.support.strict_device import PROFILES
+from tests.support.strict_device.door import strict
 
 PLACES = [(*place, "") for place in DEVICES] + OF_A_GPU
 
@@ -96,3 +98,19 @@ def test_logits_that_are_no_numbers(device: str, path: str, compiled_for: str, t
 def test_two_launches(device: str, tmp_path: Path) -> None:
     names = [launch.name for launch in compiled((1, 8, 50257), tmp_path, device=device, build=False).program.launches]
     assert [name for name in names if name.startswith(CANDIDATES)] == ["candidates[chunks]", "candidates[row]"]
+
+
+@pytest.mark.usefixtures("extended")
+@pytest.mark.filterwarnings("ignore:.*was compiled for")
+@pytest.mark.parametrize("compiled_for", [DEVICES[0][0], "adreno750"])
+def test_no_rule_of_a_strict_device_is_broken(compiled_for: str, tmp_path: Path) -> None:
+    shape = (1, 2, 1100)
+    bundle = compiled(shape, tmp_path, device=compiled_for, memory_path="buffer", build=False)
+    logits = inputs(shape)["wide"]
+    for profile in PROFILES if compiled_for != "adreno750" else PROFILES[:1]:
+        with strict(profile) as device:
+            with flashmem.Session(bundle) as session:
+                [found] = session.run([CANDIDATES], {"x": -logits, TEMPERATURE: np.array(1, np.float32)})
+                assert np.array_equal(found[..., 0], logits.argmax(-1))
+                assert np.array_equal(session.outputs(LOGITS)[LOGITS], logits)
+            assert device.rules.broken == []
