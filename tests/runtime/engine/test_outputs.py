@@ -127,7 +127,7 @@ def test_outputs_count_once_and_are_the_users_own(model: Model) -> None:
     program = model.bundle.program
     assert program.hands_over
     copied = {port.name for port in copied_outputs(program)}
-    assert copied == {"half", "sums", "doubled", "same", "constant"}  # stored as float32, or smaller than a page
+    assert copied == {"half", "sums", "doubled", "same", "constant"}  # stored as float32, or small
     assert output_bytes(program) == 2 * ROWS * COLUMNS + 4 * ROWS + 2 * 3 * 8 + 4
     kept: list[tuple[dict[str, Array], dict[str, Array]]] = []
     with Session(model.bundle, device=model.device) as session, Session(model.bundle, device=model.device) as other:
