@@ -23,13 +23,15 @@ if TYPE_CHECKING:
     from flashmem.compile import compile as compile
     from flashmem.runtime.application.manager import Manager as Manager
     from flashmem.runtime.engine.report import RunReport as RunReport
+    from flashmem.runtime.generation.batch import BatchGenerator as BatchGenerator
     from flashmem.runtime.generation.generator import Generator as Generator
     from flashmem.runtime.serving.runtime import Runtime as Runtime
     from flashmem.runtime.session import Session as Session
 
-__all__ = ["Bundle", "Generator", "Manager", "RunReport", "Runtime", "Session", "__version__", "compile"]
+__all__ = ["BatchGenerator", "Bundle", "Generator", "Manager", "RunReport", "Runtime", "Session", "__version__", "compile"]
 
 _HOMES = {
+    "BatchGenerator": "flashmem.runtime.generation.batch",
     "Bundle": "flashmem.bundle.bundle",
     "Generator": "flashmem.runtime.generation.generator",
     "Manager": "flashmem.runtime.application.manager",

@@ -20,7 +20,7 @@ from flashmem.base.types import MemoryPath, Optimize, Quantize, StatePrecision, 
 from flashmem.base.version import __version__
 from flashmem.bundle import cache
 from flashmem.bundle.bundle import Bundle
-from flashmem.bundle.language import CHECKED_TOKENS, IDS, PROMPT_TOKENS, is_language_folder
+from flashmem.bundle.language import BATCH_TOKENS, CHECKED_TOKENS, IDS, MOST_ROWS, PROMPT_TOKENS, is_language_folder
 from flashmem.bundle.shape_variants import Shapes, checked_variants
 from flashmem.compiler.options import Options, Precision
 from flashmem.compiler.selection.tuning_database import content_hash
@@ -41,13 +41,15 @@ DATA_FILES = "data_files"
 @dataclass(frozen=True)
 class Compilation:
     """What to compile. `max_length`: tokens that the cache of a language model holds; None for the default. `quantize`: the
-    type that float32 weights become first. `content`: the bytes of a model that is in no file; `model` is then a name for it.
+    type that float32 weights become first. `batch`: requests at a time. `content`: the bytes of a model that is in no file;
+    `model` is then a name for it.
     """
 
     model: Path
     variants: tuple[Options, ...]
     max_length: int | None = None
     quantize: Quantize | None = None
+    batch: int = 1
     content: bytes | None = field(default=None, repr=False)
 
     @property
@@ -66,7 +68,7 @@ class Compilation:
         descriptor = self.variants[0].descriptor
         options = [asdict(each) for each in self.variants]
         model = states_of([self.model]) if self.content is None else hashlib.sha256(self.content).hexdigest()
-        content = [__version__, model, self.max_length, self.quantize, options, content_hash(descriptor)]
+        content = [__version__, model, self.max_length, self.batch, self.quantize, options, content_hash(descriptor)]
         key = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
         return f"{self.model.stem}-{key[:16]}"
 
@@ -116,6 +118,7 @@ def read_compilation(
     states: States | None = None,
     constants: Mapping[str, Any] | None = None,
     max_length: int | None = None,
+    batch: int | None = None,
     quantize: Quantize | None = None,
     preload: Sequence[str] = (),
     memory_path: MemoryPath | Literal["auto"] = "auto",
@@ -138,13 +141,18 @@ def read_compilation(
     if content is None and not model.is_file() and not is_language_folder(model):
         what = "is a folder without a language model" if model.is_dir() else "does not exist"
         raise MissingFileError(f"model {model} {what}; name an ONNX file")
-    if (kind := kind_of(model)) != "onnx":
+    rows = 1 if batch is None else batch
+    if (kind := kind_of(model)) != "gguf" and rows != 1:
+        raise UserError(f"--batch is for a GGUF file, which {model} is not; leave it out")
+    if not 1 <= rows <= MOST_ROWS:
+        raise UserError(f"--batch {rows} is not possible; give a number from 1 to {MOST_ROWS}")
+    if kind != "onnx":
         if any(checked_variants(shapes)) or states is not None or constants:
             raise UserError(f"the shapes, states and inputs of {model} are known; leave out --shape, --state and --constant")
         if quantize is not None and kind == "gguf":
             raise UserError(f"the weights of {model} keep the types that they have there; leave out --quantize")
         shapes, states, state_precision = (
-            tuple({IDS: (1, count)} for count in (1, CHECKED_TOKENS, PROMPT_TOKENS)),
+            tuple({IDS: (rows, count)} for count in ((1, CHECKED_TOKENS, PROMPT_TOKENS) if rows == 1 else (1, BATCH_TOKENS))),
             "auto",
             state_precision or "fp16",
         )
@@ -166,7 +174,7 @@ def read_compilation(
         state_precision=state_precision, optimize=optimize, states=states, constants=constants,
     )  # fmt: skip
     variants = tuple(replace(options, shapes=each) for each in checked_variants(shapes))
-    return Compilation(model, variants, max_length, quantize, content)
+    return Compilation(model, variants, max_length, quantize, rows, content)
 
 
 def states_of(paths: Iterable[Path]) -> list[list[str | int]]:

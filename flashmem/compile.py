@@ -26,6 +26,7 @@ from flashmem.compiler.frontend.external_data import model_files
 from flashmem.compiler.frontend.gguf.reader import converted
 from flashmem.compiler.frontend.gguf.weights import matrix, sketched
 from flashmem.compiler.frontend.importer import collect_unsupported, import_model
+from flashmem.compiler.frontend.language.candidates import with_candidates
 from flashmem.compiler.frontend.language.folder import read_folder
 from flashmem.compiler.frontend.language.model import Rewrite, unchanged
 from flashmem.compiler.frontend.mapped_file import load_mapped
@@ -64,6 +65,9 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, float], None]
 
+Extend = Callable[[Graph], Graph]
+"""Adds to a graph after its import."""
+
 
 def compile(
     model: str | Path | bytes | onnx.ModelProto,
@@ -80,6 +84,7 @@ def compile(
     states: States | None = None,
     constants: Mapping[str, Any] | None = None,
     max_length: int | None = None,
+    batch: int | None = None,
     quantize: Quantize | None = None,
     preload: Sequence[str] = (),
     memory_path: MemoryPath | Literal["auto"] = "auto",
@@ -119,6 +124,8 @@ def compile(
         constants: values of inputs that never change, numbers or arrays by name. The bundle has no such inputs, and branches on
             them are folded.
         max_length: of a GGUF file: words that the cache of keys and values holds, by default 2,048 or the model's context.
+        batch: of a GGUF file: requests that `BatchGenerator` answers at a time, each with a cache of its own; 1 by default, for
+            `Generator`.
         quantize: store float32 weights of products and tables as integers with scales: "int4" or "int8". `Bundle.meta` has the
             error of each as `quantised` (`flashmem.compiler.frontend.quantize`).
         preload: weights that must be resident from the start.
@@ -157,6 +164,7 @@ def compile(
         states=states,
         constants=constants,
         max_length=max_length,
+        batch=batch,
         quantize=quantize,
         preload=preload,
         memory_path=memory_path,
@@ -179,8 +187,8 @@ def compile(
             with compilation.in_a_file() as filed, _as_onnx(filed) as source, _adding(after=hint):
                 if filed is not compilation:
                     source = replace(source, meta={**source.meta, "model_path": ""})
-                made, _, _ = _compile(filed, source, place, progress, kernels if build else None)
-                return made
+                read = _read(source, filed.variants, progress)
+                return _compile(filed, source, read, place, progress, kernels if build else None)
 
         bundle = make(Path(output)) if output is not None else find_or_make(compilation.name, make, compilation.describes)
         if not build:
@@ -202,13 +210,17 @@ class _Source:
     files: tuple[Path, ...] = ()
     meta: Mapping[str, Any] = field(default_factory=dict)
 
+    def extend(self, graph: Graph) -> Graph:
+        """`graph`, as imported, with what only the graphs of language models have."""
+        return with_candidates(graph) if self.language else graph
+
 
 @contextmanager
 def _as_onnx(compilation: Compilation, *, sketch: bool = False) -> Iterator[_Source]:
     """The model as an ONNX file, as long as the body runs. `sketch`: with weights of zeros, if it is not one already."""
     model = compilation.model
     if compilation.kind == "gguf":
-        with converted(model, compilation.max_length, sketched if sketch else matrix) as language:
+        with converted(model, compilation.max_length, sketched if sketch else matrix, compilation.batch) as language:
             yield _Source(language.path, language.language)
         return
     source = _Source(model)
@@ -233,7 +245,7 @@ def _dump_passes(source: _Source, folder: Path, variants: Sequence[Options]) -> 
     for number, options in enumerate(variants, start=1):
         place = folder if len(variants) == 1 else folder / f"variant-{number}"
         check_dump_folder(place)
-        dump_graph(import_graph(source.path, options, source.rewrite), place)
+        dump_graph(import_graph(source.path, options, source.rewrite, source.extend), place)
 
 
 def compile_rehearsal(compilation: Compilation, output: Path, progress: Progress) -> tuple[Bundle, int]:
@@ -245,9 +257,10 @@ def compile_rehearsal(compilation: Compilation, output: Path, progress: Progress
     if compilation.quantize is not None:
         raise UserError("--estimate reads no weights, and --quantize needs them; leave out one of them")
     with _as_onnx(compilation, sketch=True) as source:
-        made, graphs, least = _compile(compilation, source, output, progress, None, with_weights=False)
-        pairs = zip(graphs, compilation.variants, strict=True)
-        return made, max(refusal(graph, options, least=least).smallest_bytes for graph, options in pairs)
+        read = _read(source, compilation.variants, progress)
+        made = _compile(compilation, source, read, output, progress, None, with_weights=False)
+        pairs = zip(read.graphs, compilation.variants, strict=True)
+        return made, max(refusal(graph, options, least=read.least).smallest_bytes for graph, options in pairs)
 
 
 def refusal(
@@ -270,19 +283,34 @@ def refusal(
     raise AssertionError("a session holds more than a byte")
 
 
+@dataclass(frozen=True)
+class _Graphs:
+    """The graph of each variant, and what all of them reserve."""
+
+    graphs: Sequence[Graph]
+    least: Reserved
+
+
+def _read(source: _Source, variants: Sequence[Options], progress: Progress) -> _Graphs:
+    """Read the graphs of `variants`. Raises UserError like `_read_graphs`."""
+    progress("import", 0.0)
+    graphs = _read_graphs(source, variants)
+    return _Graphs(graphs, _reserved(graphs, variants))
+
+
 def _compile(
     compilation: Compilation,
     source: _Source,
+    read: _Graphs,
     output: Path,
     progress: Progress,
     kernels: KernelBuilder | None,
     *,
     with_weights: bool = True,
-) -> tuple[Bundle, Sequence[Graph], Reserved]:
-    """Compile all shape variants into one bundle. `source` has the ONNX file of the model.
+) -> Bundle:
+    """Compile all shape variants, whose graphs were `read`, into one bundle. `source` has the ONNX file of the model.
 
-    `kernels` are built while plans are made, and weights are packed and written. Returns the bundle, the graph of each variant,
-    and what all variants reserve.
+    `kernels` are built while plans are made, and weights are packed and written.
     """
     model, variants = compilation.model, compilation.variants
     [options, *_] = variants
@@ -295,15 +323,13 @@ def _compile(
             )
             kernels.begin(request)
 
-    progress("import", 0.0)
-    graphs = _read_graphs(source, variants)
+    graphs, earlier = read.graphs, NOTHING_STORED
     made: dict[int, tuple[Generated, OverlapPlan]] = {}
-    earlier, least = NOTHING_STORED, _reserved(graphs, variants)
     for index in largest_first(graphs):
         progress("plan", len(made) / len(graphs))
         among = f"for the shapes {shapes_text(variants[index].shapes)}: " if len(graphs) > 1 else ""
         with _adding(before=among):
-            generated, plan = plan_graph(graphs[index], variants[index], final=begin, earlier=earlier, least=least)
+            generated, plan = plan_graph(graphs[index], variants[index], final=begin, earlier=earlier, least=read.least)
         generated = with_steady(generated)
         begin(generated, plan)
         plan = with_layouts(generated.program, plan, options.descriptor.modes[generated.program.memory_path])
@@ -330,7 +356,7 @@ def _compile(
             {**_about(model, options), **_states_in_half(graphs[0]), **source.meta, DATA_FILES: data},
             source.language,
         )
-    return Bundle.open(output), graphs, least
+    return Bundle.open(output)
 
 
 @contextmanager
@@ -352,7 +378,7 @@ def _read_graphs(source: _Source, variants: Sequence[Options]) -> list[Graph]:
     graphs: list[Graph] = []
     seen: list[Shapes] = []
     for options in variants:
-        graphs.append(read_graph(source.path, options, source.rewrite))
+        graphs.append(read_graph(source.path, options, source.rewrite, source.extend))
         shapes = {port.name: port.value.shape for port in graphs[-1].inputs}
         if shapes in seen:
             raise UserError(f"two of the requested variants are {shapes_text(shapes)}; leave one out")
@@ -409,13 +435,18 @@ def _posed(program: Program, plan: OverlapPlan, options: Options) -> Instance:
     return planning_instance(program, options.descriptor, options.mode, replace(options.limits, chunk=plan.chunk_bytes))
 
 
-def read_graph(model: Path, options: Options, rewrite: Rewrite = unchanged) -> Graph:
-    """The graph of `model`, changed by `rewrite`, after the passes of the compiler, ready for fusion. Reads no weights.
+def _as_imported(graph: Graph) -> Graph:
+    """`graph` itself."""
+    return graph
+
+
+def read_graph(model: Path, options: Options, rewrite: Rewrite = unchanged, extend: Extend = _as_imported) -> Graph:
+    """The graph of `model`, after the passes of the compiler, ready for fusion. Reads no weights. See `import_graph`.
 
     Raises:
         UserError: the model cannot be read, or has something that cannot run.
     """
-    graph = prepare(import_graph(model, options, rewrite))
+    graph = prepare(import_graph(model, options, rewrite, extend))
     if options.state_precision == "int8" and not quantised_states(graph):
         raise UserError(
             f"no state of {model} is a cache of keys or values that attention alone reads, and others cannot be stored in "
@@ -424,15 +455,17 @@ def read_graph(model: Path, options: Options, rewrite: Rewrite = unchanged) -> G
     return graph
 
 
-def import_graph(model: Path, options: Options, rewrite: Rewrite = unchanged) -> Graph:
-    """The graph of `model`, changed by `rewrite`, as imported, before the passes of the compiler. Reads no weights.
+def import_graph(model: Path, options: Options, rewrite: Rewrite = unchanged, extend: Extend = _as_imported) -> Graph:
+    """The graph of `model`, changed by `rewrite`, as imported and then extended, before the passes of the compiler.
+
+    Reads no weights.
 
     Raises:
         UserError: the model cannot be read, or has something that cannot run.
     """
     graph = import_model(model, options.shapes, why_unsupported, options.states, options.constants, rewrite)
     collect_unsupported(graph, why_unsupported)
-    return replace(graph, state_precision=options.state_precision)
+    return replace(extend(graph), state_precision=options.state_precision)
 
 
 def _ignore(generated: Generated) -> None:

@@ -13,7 +13,7 @@ from statistics import median
 
 import flashmem
 from benchmarks.command import Arguments, run_command
-from flashmem.runtime.generation.generator import GenerationReport
+from flashmem.runtime.generation.generated_text import GenerationReport
 
 TEXT = (
     "The city of Kyoto was the capital of Japan for more than a thousand years. Its temples, gardens and wooden houses draw "

@@ -21,13 +21,39 @@ from flashmem.base.errors import BundleError
 SETTINGS = ("genai_config.json", "config.json")
 """A folder with one of these files has a language model in ONNX; it is no bundle."""
 
-IDS, TOTAL = "input_ids", "total_sequence_length"
-"""The inputs of a language model: the tokens to read [1, tokens], and the number of all tokens up to the last of them."""
+IDS, TOTAL, TEMPERATURE = "input_ids", "total_sequence_length", "temperature"
+"""The inputs of a language model: the tokens to read [1, tokens]; the number of all tokens up to the last of them; and the
+temperature of the sums in its candidates, float32 above 0. For a batch of requests, tokens are [batch, tokens], and numbers and
+temperatures [batch].
+"""
+
+LOGITS, CANDIDATES = "logits", "candidates"
+"""Its outputs: logits in float32 [batch, rows, vocabulary], and candidates in int32 [batch, rows, 2 k + 1] with k = `KEPT`, or
+the vocabulary if that is less (`compiler.operators.candidates`): tokens of the largest logits, the largest first and of equal
+ones the first; these logits, as the bits of floats; and as such bits the sum of exp((logit - the largest) / temperature) over
+all logits. A choice of a token rarely needs more, so that logits stay on the device.
+"""
+
+KEPT = 64
+"""The tokens of the largest logits that a run returns."""
+
+SUM_ERROR = 1e-4
+"""The most that the sum in candidates is off, relatively. At most 1,100 additions in float32 are off by 7e-5, and an exponent
+above -100, which three roundings make, by 2e-5.
+"""
 
 PROMPT_TOKENS, CHECKED_TOKENS = 32, 8
 """Tokens that a run reads: of a prompt; to check drafted ones, with logits after each (`runtime.generation.speculation`). Other
 runs read one.
 """
+
+BATCH_TOKENS = 8
+"""Tokens of a prompt that a run reads in each row of a batch (`runtime.generation.batch`). The cache has room for as many more
+than `max_length`.
+"""
+
+MOST_ROWS = 64
+"""The most rows of a batch."""
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Types of tokens: pieces of texts; for what is not in the vocabulary; those that only a template writes; those that are found

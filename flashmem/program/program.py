@@ -121,14 +121,21 @@ def raw_bytes(program: Program) -> int:
     return program.constants_bytes + sum(part.raw for part in program.slices) + sum(nbytes for _, nbytes in rows)
 
 
+SMALL_OUTPUT = 1 << 16
+"""Bytes: a smaller output is copied. The candidates of `bundle.language.MOST_ROWS` rows are smaller."""
+
+
 def copied_outputs(program: Program) -> tuple[Port, ...]:
-    """The outputs that a run copies, each to a new array. The others are returned as views of the arena."""
+    """The outputs that a run copies, each to a new array. The others are returned as views of the arena.
+
+    Those smaller than `SMALL_OUTPUT` are copied everywhere: that takes less time than moving pages, and leaves those of others.
+    """
     stored = {tensor.name: tensor.dtype for tensor in program.tensors}
-    return tuple(
-        port
-        for port in program.outputs
-        if port.tensor is not None and not (program.hands_over and stored[port.tensor] == port.dtype)
-    )
+
+    def stays(port: Port) -> bool:
+        return program.hands_over and stored[str(port.tensor)] == port.dtype and array_bytes(port) >= SMALL_OUTPUT
+
+    return tuple(port for port in program.outputs if port.tensor is not None and not stays(port))
 
 
 def output_bytes(program: Program) -> int:

@@ -336,6 +336,25 @@ class Session:
             values = [on_device.get(name) or OutputValue.in_host_memory(in_host[name]) for name in kept_names]
             return results[: len(names)], values
 
+    def outputs(self, *names: str) -> dict[str, Array]:
+        """Outputs of the last run that it was not asked for, by name: they are copied from the device now, and only now.
+
+        Raises:
+            ValueError: an unknown name; or the last run has no such output left: it was asked for it, `outputs` was called
+                before, another part of the model has used its memory, or no run has ended.
+            RunError: the session is closed, or the device fails, which closes it.
+        """
+        with self._alone("outputs"):
+            self._bound_states()
+            wanted = chosen_outputs(self._ready.program.outputs, names)
+            if lost := [name for name in wanted if name not in self._engine.left]:
+                raise ValueError(f"the last run has no output {lost[0]!r} left; name it when you call run")
+            try:
+                return self._engine.later_outputs(wanted)
+            except BaseException as error:
+                self._engine.failed(error)
+                raise
+
     @property
     def bundle(self) -> Bundle:
         """The bundle, as the bound shape variant: the one that ran last."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from flashmem.base.errors import UserError
-from flashmem.bundle.language import IDS, PROMPT_TOKENS, TOTAL
+from flashmem.bundle.language import CANDIDATES, IDS, PROMPT_TOKENS, TEMPERATURE, TOTAL
 from flashmem.compilation import read_compilation
 from flashmem.compile import Progress, compile_rehearsal
 from flashmem.runtime.session import Session
@@ -55,6 +55,8 @@ def estimate_generation(model: Path, progress: Progress = lambda stage, fraction
     compilation = read_compilation(model, **options)
     if not compilation.is_language:
         raise UserError(f"{model} has no tokenizer; an estimate is of a .gguf file, or a folder with a language model in ONNX")
+    if compilation.batch > 1:
+        raise UserError("an estimate is of one request at a time; leave out --batch")
     with TemporaryDirectory(prefix="flashmem-estimate-") as folder:
         bundle, smallest = compile_rehearsal(compilation, Path(folder) / "rehearsal.flashmem", progress)
         language = bundle.language()
@@ -63,7 +65,8 @@ def estimate_generation(model: Path, progress: Progress = lambda stage, fraction
         with Session(bundle, device=options.get("device", "auto")) as session:
 
             def run(tokens: int) -> float:
-                session.run(None, {IDS: np.zeros((1, tokens), np.int64), TOTAL: np.array(filled + tokens, np.int32)})
+                given = {IDS: np.zeros((1, tokens), np.int64), TOTAL: np.array(filled + tokens, np.int32)}
+                session.run([CANDIDATES], {**given, TEMPERATURE: np.array(1, np.float32)})
                 assert session.last_run is not None
                 return session.last_run.latency.exec
 

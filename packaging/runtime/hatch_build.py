@@ -18,6 +18,7 @@ COMMANDS = (
     "flashmem.runtime.kernels.build_worker", "flashmem.tools.learn", "flashmem.cli.commands.bundles",
     "flashmem.cli.commands.devices", "flashmem.cli.commands.doctor", "flashmem.cli.commands.profile",
     "flashmem.cli.commands.run", "flashmem.cli.commands.generate", "flashmem.runtime.generation.generator",
+    "flashmem.runtime.generation.batch",
     "flashmem.tools.doctor.selftest", "flashmem.profiler.kit", "flashmem.profiler.measure",
     "flashmem.profiler.opening", "flashmem.profiler.phone_kit.measuring", "flashmem.profiler.phone_kit.rates",
     "flashmem.profiler.phone_kit.heat", "flashmem.profiler.phone_kit.storage", "flashmem.runtime.opencl.probes",

@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from flashmem.base.types import TEXEL_BYTES
+from flashmem.bundle.language import LOGITS
 from flashmem.compiler.frontend.importer import import_model
+from flashmem.compiler.frontend.language.candidates import with_candidates
 from flashmem.compiler.ir.builder import constant
-from flashmem.compiler.ir.graph import Graph
+from flashmem.compiler.ir.graph import Graph, GraphPort
 from flashmem.compiler.lowering.templates import KernelLibrary
 from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.operators.quantised_rows import row_bytes
@@ -153,8 +155,8 @@ def _others() -> Iterator[tuple[str, Graph]]:
 
 
 def _of_decoders() -> Iterator[tuple[str, Graph]]:
-    """Rotary positions in both forms, an RMS norm whose kernel also computes and writes the residual sum before it, and a write
-    into a cache in int8.
+    """Rotary positions in both forms, an RMS norm whose kernel also computes and writes the residual sum before it, a write
+    into a cache in int8, and both steps of candidates among a vocabulary.
     """
     heads, rows = (1, ROWS, 12, HEAD), (1, ROWS, COLUMNS)
     for name, interleaved in (("rotary", False), ("rotary-interleaved", True)):
@@ -173,6 +175,10 @@ def _of_decoders() -> Iterator[tuple[str, Graph]]:
     plan |= {"sizes": cache[:3], "strides": places, "stride": row_bytes(HEAD), "places": 2 * ROWS, "size": HEAD}
     plan |= {"reduction": "none", "ordered": True, "covered": False, "fill": None}
     yield "scatter_quantised", g.finish(g.node("ScatterQuantised", written, cache, **plan))
+    g = Sketch()
+    logits = g.node("Neg", [g.input(1, 8, 128_256)], (1, 8, 128_256))
+    graph = with_candidates(replace(g.finish(logits), outputs=[GraphPort(LOGITS, "float32", logits)]))
+    yield from ((family, graph) for family in ("candidates_by_rank", "join_candidates"))
 
 
 def _grouped() -> Graph:

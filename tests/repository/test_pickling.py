@@ -28,7 +28,7 @@ from flashmem.profiler.phone_compilers.models import ModelReport
 from flashmem.profiler.phone_compilers.report import CompilerReport
 from flashmem.runtime.engine.failures import RequestError
 from flashmem.runtime.engine.report import HostMemoryUse
-from flashmem.runtime.generation.generator import GenerationReport
+from flashmem.runtime.generation.generated_text import GenerationReport
 from flashmem.schedule.plan import OverlapPlan, PlanViolation
 from tests.support.mini_bundle import write_mini_bundle
 from tests.support.refused_budget import refused

@@ -50,6 +50,7 @@ class CompileOptions:
     constant: tuple[str, ...] = ()
     state: tuple[str, ...] = ()
     max_length: int | None = None
+    batch: int | None = None
     preload: tuple[str, ...] = ()
     memory_path: str | None = None
     mode: str | None = None
@@ -80,7 +81,7 @@ class CompileOptions:
 
     def keywords(self) -> dict[str, Any]:
         """All options except shapes, as arguments of `flashmem.compile`."""
-        return {**self.target(), **self._given(("max_length", "quantize", *_LIMITS))}
+        return {**self.target(), **self._given(("max_length", "batch", "quantize", *_LIMITS))}
 
     def _given(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: value for name in names if (value := getattr(self, name)) is not None}

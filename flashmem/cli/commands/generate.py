@@ -17,7 +17,8 @@ from flashmem.cli.commands.compiling import RUN_TIME, CompileOptions, open_bundl
 from flashmem.cli.output.console import emit_json
 from flashmem.runtime.generation.conversation import Message
 from flashmem.runtime.generation.draft_model import needed_bytes
-from flashmem.runtime.generation.generator import GenerationReport, Generator
+from flashmem.runtime.generation.generated_text import GenerationReport
+from flashmem.runtime.generation.generator import Generator
 from flashmem.runtime.opencl.context import use_one_device
 from flashmem.runtime.request.options import read_host_budget
 
@@ -90,6 +91,8 @@ def open_generator(
     """
     use_one_device()
     read_host_budget(host_budget)
+    if compiling.batch not in (None, 1):
+        raise UserError("--batch is for flashmem compile and flashmem serve; leave it out")
     if process_memory is not None and draft is not None:
         raise UserError("--process-memory is for one model; leave --draft out, or give --budget")
     compiling, process = within_process(compiling, process_memory, host_budget, compiles=not is_bundle(model))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.lowering.attention import lower_attention
+from flashmem.compiler.lowering.candidates import lower_candidates
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.contraction import lower_deform_convolution, lower_matmul
 from flashmem.compiler.lowering.convolution import lower_convolution
@@ -32,6 +33,7 @@ from flashmem.compiler.operators import REGISTRY
 
 LOWERINGS: dict[str, Callable[[LoweringContext, FusionGroup], None]] = {
     "attention": lower_attention,
+    "candidates": lower_candidates,
     "concat": lower_concat,
     "convolution": lower_convolution,
     "deform_convolution": lower_deform_convolution,

@@ -6,6 +6,7 @@ from flashmem.compiler.operators import (
     activation,
     arithmetic,
     attention,
+    candidates,
     casting,
     contraction,
     determinant,
@@ -55,6 +56,7 @@ FAMILIES = (
     quantised_rows,
     selection,
     suppression,
+    candidates,
 )
 """The modules that declare operators, in the order of docs/reference/operators.md."""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.base.pages import page_size
 from flashmem.bundle.checksums import checksum
 from flashmem.program.program import copied_outputs, output_bytes, scratch_bytes
 from flashmem.program.tensors import Port, Tensor, array_bytes, numpy_dtype
@@ -178,6 +179,23 @@ class Activations:
         count = np.zeros(1, np.int32)
         self._read(count, str(port.count))
         return int(count[0])
+
+    def left(self, returned: Collection[str]) -> frozenset[str]:
+        """After a run that returned the outputs `returned`: those that `outputs` can still return."""
+        program = self._opened.program
+        end, copied = len(program.launches), {port.name for port in self._copied}
+        moved = set() if self._host is None else {page for name in {*returned} - copied for page in self._pages_of(name)}
+        return frozenset(
+            port.name
+            for port in program.outputs
+            if port.name not in returned
+            and (port.tensor is None or (port.ready in (None, end) and moved.isdisjoint(self._pages_of(port.name))))
+        )
+
+    def _pages_of(self, output: str) -> range:
+        """The pages of the arena with an output, which may have others too."""
+        offset, nbytes = self._pages.get(output, (0, 0))
+        return range(offset // page_size(), -(-(offset + nbytes) // page_size()))
 
     def _copy(self, port: Port) -> Array:
         data = np.empty(port.shape, np.dtype(self._opened.tensors[str(port.tensor)].dtype))

@@ -60,6 +60,7 @@ class Engine:
         self.failure: str | None = None  # why it is closed
         self.steady = False  # whether the last run used steady kernels
         self.opening_seconds = 0.0  # added to the first run's latency
+        self.left: frozenset[str] = frozenset()  # outputs of the last run that can still be read
         self._loads = False  # whether the last run had weights to load or to free
         self._apart, self._warms_up = apart, warm_up
         self._warm_up = self._new_warm_up()
@@ -106,6 +107,7 @@ class Engine:
             RunError: the device or the budget refuses; the engine can only be closed then.
         """
         assert self.bound is not None
+        self.left = frozenset()
         if self.bound.has_room_for(opened, layout):
             self._alternate(opened, plan, layout)
             return
@@ -177,6 +179,7 @@ class Engine:
         """
         bound = self.bound
         assert bound is not None
+        self.left = frozenset()
         program, mode = bound.opened.program, bound.opened.mode
         host = None if bound.opened.tier is None else bound.opened.tier.ledger
         if not self.opening_seconds:
@@ -212,11 +215,23 @@ class Engine:
         with _of_the_request():
             bound.activations.check_status()
         results = bound.activations.outputs(wanted, read)
+        self.left = bound.activations.left(results.keys())
         ended, init, device = perf_counter(), self.opening_seconds, self.device
         use = MemoryUse.of(bound.ledger, ended, device.budget.limit, device.start_rss, host)
         latency = Latency(init + ended - since, init, ended - since)
         self.opening_seconds = 0.0
         return [results[name] for name in names], RunReport(latency, use, tuple(loads), tuple(layers), self.steady, ended)
+
+    def later_outputs(self, names: Sequence[str]) -> dict[str, Array]:
+        """Outputs of the last run that are `left`, by name; none is afterwards.
+
+        Raises:
+            RunError: the device fails. The caller must then call `failed`.
+        """
+        assert self.bound is not None
+        self.left = frozenset()
+        ports = [port for port in self.bound.opened.program.outputs if port.name in names]
+        return self.bound.activations.outputs(ports, {})
 
     def values_on_device(self, names: Sequence[str], needed: int) -> dict[str, OutputValue]:
         """Memory on the device for these outputs of the next run, by name.

@@ -33,10 +33,10 @@ class DraftModel:
         model, count = self._model, len(self._tokens)
         if count + most > model.language.max_length:
             return []
-        logits = model.read(self._tokens, model.reusable(self._tokens))
-        found = [int(logits.argmax())]
+        found = [int(model.read(self._tokens, model.reusable(self._tokens)).tokens[0])]
         while len(found) < most and found[-1] not in model.language.ends:
-            found.append(int(model.run(found[-1:], len(model.cached))[-1].argmax()))
+            [after] = model.run(found[-1:], len(model.cached))
+            found.append(int(after.tokens[0]))
         return found
 
 

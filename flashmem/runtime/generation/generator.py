@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
 from typing import Literal, Self, Unpack
-
-import numpy as np
 
 from flashmem.base.errors import UserError
 from flashmem.base.types import TransferMode
@@ -19,35 +15,14 @@ from flashmem.base.units import parse_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.runtime.generation.conversation import Message, model_key, read_conversation, write_conversation
 from flashmem.runtime.generation.draft_model import DraftModel, check_same_tokens, needed_bytes
+from flashmem.runtime.generation.generated_text import GeneratedText, GenerationReport
 from flashmem.runtime.generation.language_session import LanguageSession
-from flashmem.runtime.generation.sampling import Sampler, Sampling
+from flashmem.runtime.generation.prompts import Prompt, tokens_of
+from flashmem.runtime.generation.sampling import Sampling
 from flashmem.runtime.generation.speculation import Drafter, Lookup
 from flashmem.runtime.generation.steps import Steps
-from flashmem.runtime.generation.stops import Stops
 from flashmem.runtime.generation.tokenizer import Tokenizer
 from flashmem.runtime.request.models import ModelOptions
-
-
-@dataclass(frozen=True)
-class GenerationReport:
-    """What a generation took.
-
-    `prompt`: tokens of the prompt, of which `reused` were in the cache. `tokens`: generated ones. `first_seconds`: until the
-    first token. `token_seconds` and `token_bytes`: time, and weights loaded, for each later one; 0 without any. `drafted`:
-    tokens that `runtime.generation.speculation` proposed, of which `accepted` were right. `peak_bytes`: memory that the budget
-    counts, in the last run. `ended`: by the model, or at a text of `stop`; not because of `max_new_tokens` or a full cache.
-    """
-
-    prompt: int
-    reused: int
-    tokens: int
-    first_seconds: float
-    token_seconds: float
-    token_bytes: int
-    drafted: int
-    accepted: int
-    peak_bytes: int
-    ended: bool
 
 
 class Generator:
@@ -110,7 +85,7 @@ class Generator:
 
     def generate(
         self,
-        prompt: str | Sequence[Message] | Sequence[int],
+        prompt: Prompt,
         *,
         max_new_tokens: int = 256,
         temperature: float = 0.0,
@@ -139,26 +114,13 @@ class Generator:
             RunError: a run fails, or gives no numbers.
         """
         tokens = self.tokens_of(prompt)
-        if len(tokens) > self.language.max_length:
-            raise UserError(
-                f"the prompt has {len(tokens)} tokens, and the cache holds {self.language.max_length}; shorten the prompt, or "
-                "compile the model with a larger --max-length"
-            )
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens {max_new_tokens} is not possible; give a number that is 1 or more")
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
-        return self._generated(tokens, max_new_tokens, Sampler(sampling), Stops(stops), speculate)
+        made = GeneratedText(self.language, self.tokenizer, tokens, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
+        return self._generated(tokens, made, speculate)
 
-    def tokens_of(self, prompt: str | Sequence[Message] | Sequence[int]) -> list[int]:
+    def tokens_of(self, prompt: Prompt) -> list[int]:
         """The tokens of a prompt, as `generate` reads them. Raises UserError."""
-        try:
-            tokens = self._tokens_of(prompt)
-        except ValueError as error:  # the vocabulary lacks a byte
-            raise UserError(str(error)) from error
-        if not tokens:
-            raise UserError("the prompt is empty; give at least one word")
-        return tokens
+        return tokens_of(prompt, self.language, self.tokenizer)
 
     def save(self, path: str | Path, messages: Sequence[Message] = ()) -> None:
         """Save the cache, and the `messages` of its conversation, to a file (.npz), whole or not at all.
@@ -181,71 +143,32 @@ class Generator:
         model.cached, messages = read_conversation(Path(path), model_key(model.bundle), length, model.session)
         return messages
 
-    def _tokens_of(self, prompt: str | Sequence[Message] | Sequence[int]) -> list[int]:
-        if isinstance(prompt, str):
-            begin = [] if self.language.begin is None else [self.language.begin]
-            return begin + self.tokenizer.encode(prompt)
-        messages = [each for each in prompt if isinstance(each, Mapping)]
-        if messages and len(messages) == len(prompt):
-            return self._conversation(messages)
-        tokens = [int(each) for each in prompt if isinstance(each, int | np.integer)]
-        if len(tokens) != len(prompt) or not all(0 <= each < len(self.language.tokens) for each in tokens):
-            raise UserError(f"the prompt is neither a text, nor messages, nor tokens from 0 to {len(self.language.tokens) - 1}")
-        return tokens
-
-    def _conversation(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of a conversation. Control tokens are recognised in the template, not in the messages."""
-        chat = self.language.chat
-        if chat is None:
-            raise UserError("the model has no chat template that flashmem understands; give a text to continue")
-        parts: list[tuple[str, bool]] = []
-        before = ""
-        for message in messages:
-            role, content = message.get("role", ""), message.get("content")
-            piece = chat.get(f"{before} {role}".strip())
-            if piece is None and role == "system" and not before:
-                raise UserError("the model's chat template has no message of the system; put it into the user's first one")
-            if piece is None or not isinstance(content, str):
-                raise UserError(
-                    "a conversation is an optional message of the system, then messages of user and assistant in turn, each "
-                    f"with a role and a content; one has the role {role!r} after {before or 'nothing'!r}"
-                )
-            parts += [(piece, True), (content, False)]
-            before = role
-        if before != "user":
-            raise UserError("the last message of a conversation must be the user's")
-        tokens = self.tokenizer.encode_parts([*parts, (chat["user assistant"], True)])
-        begin = self.language.begin
-        return tokens if begin is None or tokens[:1] == [begin] else [begin, *tokens]
-
-    def _generated(self, tokens: list[int], most: int, sampler: Sampler, stops: Stops, speculate: bool) -> Iterator[str]:
-        begun, count, seconds = perf_counter(), 0, 0.0
-        first, reused, text_of = 0.0, self._model.reusable(tokens), codecs.getincrementaldecoder("utf-8")("replace")
+    def _generated(self, tokens: list[int], made: GeneratedText, speculate: bool) -> Iterator[str]:
+        begun, seconds = perf_counter(), 0.0
+        first, reused = 0.0, self._model.reusable(tokens)
         drafters: list[Drafter] = [Lookup(), *([DraftModel(self._draft)] if self._draft is not None else [])]
-        ended, steps = False, Steps(self._model, drafters if speculate else [])
+        steps = Steps(self._model, drafters if speculate else [])
+        self._model.temperature = made.summed_at
         try:
-            logits = self._model.read(tokens, reused)
+            candidates = self._model.read(tokens, reused)
             first = perf_counter() - begun
-            while count < most:
+            while True:
                 since = perf_counter()
-                token = sampler.choose(logits, self._cached)
-                if token in self.language.ends:
-                    ended = True
-                    break
-                count += 1
+                token, text = made.choose(candidates, self._cached)
                 seconds += perf_counter() - since
-                if text := stops.passed(text_of.decode(self.tokenizer.decode([token]))):
+                if text:
                     yield text
-                if stops.found or len(self._cached) == self.language.max_length or count == most:
+                if made.is_over:
                     break
                 since = perf_counter()
-                logits = steps.after(token)
+                candidates = steps.after(token)
                 seconds += perf_counter() - since
-            if text := stops.rest(text_of.decode(b"", final=True)):
+            if text := made.rest():
                 yield text
         finally:
             steps.finish()
-            run, later = self._model.session.last_run, max(1, count - 1)
+            run, count = self._model.session.last_run, made.count
+            later = max(1, count - 1)
             self.last = GenerationReport(
                 prompt=len(tokens),
                 reused=reused,
@@ -256,7 +179,7 @@ class Generator:
                 drafted=steps.drafted,
                 accepted=steps.accepted,
                 peak_bytes=(run.memory.peak_bytes if run is not None else 0) + self._draft_bytes,
-                ended=ended or stops.found,
+                ended=made.ended,
             )
 
     def __enter__(self) -> Self:

@@ -1,31 +1,33 @@
-"""A session of a language model, and the tokens in its cache: reads further tokens, and gives the logits after them."""
+"""A session of a language model, and the tokens in its cache: reads further tokens, and gives candidates for the next one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, Unpack
+from typing import Literal, Self, Unpack
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flashmem.base.errors import UserError
 from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
-from flashmem.bundle.language import IDS, TOTAL
+from flashmem.bundle.language import CANDIDATES, IDS, LOGITS, TEMPERATURE, TOTAL, Language
 from flashmem.program.program import Program
+from flashmem.runtime.generation.candidates import Candidates, rows_of
 from flashmem.runtime.request.models import ModelOptions, bundle_for
 from flashmem.runtime.session import Session
-
-Array = NDArray[Any]
 
 _FEW = 4
 """So many last tokens of a prompt are read one by one, and more in a run that reads others again."""
 
 
 class LanguageSession:
-    """A language model on a device. `cached`: the tokens in its cache. A context manager; not for several threads at once."""
+    """A language model on a device. A context manager; not for several threads at once.
+
+    `cached`: the tokens in its cache. `temperature`: of the sums in candidates, a normal float32 above 0.
+    """
 
     def __init__(
         self,
@@ -45,27 +47,27 @@ class LanguageSession:
             RunError: the device refuses.
         """
         self.bundle = bundle_for(bundle, device=device, mode=mode, strategy="auto", budget=budget, build=True, options=options)
-        language = self.bundle.language()
-        if language is None:
+        self.language = language_of(self.bundle)
+        if (rows := rows_in(self.bundle)) > 1:
             raise UserError(
-                f"{self.bundle.path} has no tokenizer; compile a language model from a .gguf file, or from a folder with a "
-                "tokenizer.json"
+                f"{self.bundle.path} answers {rows} requests at a time; open it with flashmem.BatchGenerator or flashmem "
+                "serve, or compile the model without --batch"
             )
-        self.language = language
         self.cached: list[int] = []
-        self.lengths = sorted((_words(each.program) for each in self.bundle.variants), reverse=True)
+        self.temperature = 1.0
+        self.lengths = sorted((_tokens(each.program)[1] for each in self.bundle.variants), reverse=True)
         """Tokens that a run can read, the most first."""
         self.session = Session(
             self.bundle, device=device, budget=budget, host_budget=host_budget, process_memory=process_memory, mode=mode
         )
 
     def reusable(self, tokens: Sequence[int]) -> int:
-        """How many tokens of a text are in the cache; the last one is read anyway, for its logits."""
+        """How many tokens of a text are in the cache; the last one is read anyway, for what follows it."""
         pairs = zip(tokens[:-1], self.cached, strict=False)
         return next((at for at, (new, old) in enumerate(pairs) if new != old), min(len(tokens) - 1, len(self.cached)))
 
-    def read(self, tokens: list[int], at: int) -> Array:
-        """Read a text from token `at` on, in runs as long as the variants permit; returns the logits of the last token.
+    def read(self, tokens: list[int], at: int) -> Candidates:
+        """Read a text from token `at` on, in runs as long as the variants permit; returns the candidates after the last token.
 
         The last run of several tokens may begin earlier, and read some again.
         """
@@ -73,20 +75,20 @@ class LanguageSession:
             rest = len(tokens) - at
             length = next(each for each in self.lengths if each <= rest or (each <= len(tokens) and rest > _FEW))
             start = min(at, len(tokens) - length)
-            logits = self.run(tokens[start : start + length], start)
+            rows = self.run(tokens[start : start + length], start)
             at = start + length
             if at == len(tokens):
-                last: Array = logits[-1]
-                return last
+                return rows[-1]
 
-    def run(self, tokens: list[int], start: int) -> Array:
-        """Run the model on tokens at positions from `start` on; returns the logits of the last ones [rows, vocabulary]."""
+    def run(self, tokens: list[int], start: int) -> list[Candidates]:
+        """Run the model on tokens at positions from `start` on; returns the candidates after the last ones."""
         del self.cached[start:]
-        total = np.array(start + len(tokens), np.int32)
-        [logits] = self.session.run(None, {IDS: np.array([tokens], np.int64), TOTAL: total})
+        given = {IDS: np.array([tokens], np.int64), TOTAL: np.array(start + len(tokens), np.int32)}
+        temperature = np.array(self.temperature, np.float32)
+        [candidates] = self.session.run([CANDIDATES], {**given, TEMPERATURE: temperature})
         self.cached += tokens
-        rows: Array = logits[0]
-        return rows
+        temperatures = [self.temperature] * len(candidates[0])
+        return rows_of(candidates[0], temperatures, cache(lambda: self.session.outputs(LOGITS)[LOGITS][0]))
 
     def loaded(self) -> int:
         """Bytes of weights that the last run loaded."""
@@ -100,7 +102,23 @@ class LanguageSession:
         self.session.close()
 
 
-def _words(program: Program) -> int:
-    """The tokens that a run of `program` reads."""
+def language_of(bundle: Bundle) -> Language:
+    """The language part of `bundle`. Raises UserError if it has none."""
+    language = bundle.language()
+    if language is None:
+        raise UserError(
+            f"{bundle.path} has no tokenizer; compile a language model from a .gguf file, or from a folder with a "
+            "tokenizer.json"
+        )
+    return language
+
+
+def rows_in(bundle: Bundle) -> int:
+    """The requests that a run of `bundle` answers."""
+    return _tokens(bundle.program)[0]
+
+
+def _tokens(program: Program) -> tuple[int, ...]:
+    """The shape of the tokens that a run of `program` reads."""
     [ids] = [port for port in program.inputs if port.name == IDS]
-    return int(ids.shape[1])
+    return ids.shape

@@ -1,4 +1,4 @@
-"""The choice of the next token from logits."""
+"""The choice of the next token: from candidates where these decide, else from all logits, with the same result."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.errors import RunError, UserError
+from flashmem.bundle.language import SUM_ERROR
+from flashmem.runtime.generation.candidates import Candidates
+
+Array = NDArray[Any]
+
+_NORMAL = 1e-30, 1e30
+"""Temperatures at which a device sums exponentials."""
 
 
 @dataclass(frozen=True)
@@ -42,31 +49,74 @@ class Sampling:
 
 
 class Sampler:
-    """Chooses tokens one after the other."""
+    """Chooses tokens one after the other. `summed_at`: the temperature at which the candidates' sums are useful."""
 
     def __init__(self, sampling: Sampling) -> None:
         self._sampling, self._random = sampling, np.random.default_rng(sampling.seed)
+        least, most = _NORMAL
+        self.summed_at = sampling.temperature if least <= sampling.temperature <= most else 1.0
 
-    def choose(self, logits: NDArray[Any], seen: Iterable[int]) -> int:
-        """The next token by `logits` [vocabulary], after the tokens `seen`.
+    def choose(self, candidates: Candidates, seen: Iterable[int]) -> int:
+        """The next token by `candidates`, after the tokens `seen`.
 
         Raises:
-            RunError: the logits are not numbers.
+            RunError: the logits are not numbers; or all of them were read, and that failed.
         """
-        how, logits = self._sampling, logits.astype(np.float64)
-        if not np.isfinite(logits.max()):
+        how = self._sampling
+        if not 0 < candidates.total < np.inf:
             raise RunError(
                 "the model's logits are not numbers; its weights are damaged, or --precision fp16 is too small for it"
             )
         if how.repetition_penalty != 1:
-            before = np.fromiter(set(seen), np.int64)
-            scores = logits[before]
-            logits[before] = np.where(scores > 0, scores / how.repetition_penalty, scores * how.repetition_penalty)
+            return self._among_all(self._penalised(candidates.read().astype(np.float64), seen), None)
         if how.temperature == 0:
+            return int(candidates.tokens[0])
+        draw = self._random.random()
+        found = self._among(candidates, draw)
+        return self._among_all(candidates.read().astype(np.float64), draw) if found is None else found
+
+    def _penalised(self, logits: Array, seen: Iterable[int]) -> Array:
+        penalty, before = self._sampling.repetition_penalty, np.fromiter(set(seen), np.int64)
+        scores = logits[before]
+        logits[before] = np.where(scores > 0, scores / penalty, scores * penalty)
+        return logits
+
+    def _among(self, candidates: Candidates, draw: float) -> int | None:
+        """The choice for a number `draw` from 0 to 1, exclusive; None if others than the candidates may be chosen.
+
+        Without `top_k`, all tokens count. Their sum has an error, and the choice must be the same at both ends of its range.
+        """
+        how, kept = self._sampling, len(candidates.tokens)
+        if 0 < how.top_k <= kept:
+            sums = self._sums(candidates.logits[: how.top_k].astype(np.float64))
+            totals = [float(sums[-1])]
+        elif how.top_k or abs(candidates.temperature - how.temperature) > 1e-6 * how.temperature:
+            return None
+        else:
+            sums = self._sums(candidates.logits.astype(np.float64))
+            totals = [candidates.total * (1 - SUM_ERROR), candidates.total * (1 + SUM_ERROR)]
+        places = {self._place(sums, total, draw) for total in totals}
+        place = places.pop()
+        return None if places or place == len(sums) else int(candidates.tokens[place])
+
+    def _among_all(self, logits: Array, draw: float | None) -> int:
+        """The choice from all `logits` [vocabulary]; draws a number if it needs one and none is given."""
+        if self._sampling.temperature == 0:
             return int(logits.argmax())
-        order = np.argsort(-logits, kind="stable")[: how.top_k or None]
-        weights = np.exp((logits[order] - logits[order[0]]) / how.temperature)
-        weights /= weights.sum()
-        kept = 1 + int(np.searchsorted(weights.cumsum(), how.top_p)) if how.top_p < 1 else len(weights)
-        weights = weights[:kept] / weights[:kept].sum()
-        return int(self._random.choice(order[:kept], p=weights))
+        order = np.argsort(-logits, kind="stable")[: self._sampling.top_k or None]
+        sums = self._sums(logits[order])
+        place = self._place(sums, float(sums[-1]), self._random.random() if draw is None else draw)
+        return int(order[place])
+
+    def _sums(self, logits: Array) -> Array:
+        """The sum of the weights up to each of `logits`, the largest first."""
+        sums: Array = np.exp((logits - logits[0]) / self._sampling.temperature).cumsum()
+        return sums
+
+    def _place(self, sums: Array, total: float, draw: float) -> int:
+        """The place of the choice, where all weights have the sum `total`; the number of `sums` if it is behind them."""
+        top_p = self._sampling.top_p
+        if top_p == 1:
+            return int(np.searchsorted(sums, draw * total, side="right"))
+        last = int(np.searchsorted(sums, top_p * total))
+        return int(np.searchsorted(sums[: last + 1], draw * sums[last], side="right")) if last < len(sums) else last

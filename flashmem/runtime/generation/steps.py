@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import takewhile
 from time import perf_counter
-from typing import Any
-
-from numpy.typing import NDArray
 
 from flashmem.bundle.language import CHECKED_TOKENS
+from flashmem.runtime.generation.candidates import Candidates
 from flashmem.runtime.generation.language_session import LanguageSession
 from flashmem.runtime.generation.speculation import Drafter, Payoff
-
-Array = NDArray[Any]
 
 
 class Steps:
@@ -28,12 +24,12 @@ class Steps:
         can = CHECKED_TOKENS in model.lengths
         self._sources = [(drafter, Payoff()) for drafter in drafters if can]
         self._known = 0  # tokens that the drafters have
-        self._waiting: list[tuple[int, Array]] = []  # drafted tokens that a run has read, and the logits after each
+        self._waiting: list[tuple[int, Candidates]] = []  # drafted tokens that a run has read, and what follows each
         self._check: tuple[Payoff, float, int] | None = None  # whose draft, seconds of that run, and tokens that it has given
         self.nbytes = self.drafted = self.accepted = 0
 
-    def after(self, token: int) -> Array:
-        """The logits after a chosen token [vocabulary]."""
+    def after(self, token: int) -> Candidates:
+        """The candidates after a chosen token."""
         if self._waiting and self._waiting[0][0] == token:
             assert self._check is not None
             source, spent, tokens = self._check
@@ -51,13 +47,11 @@ class Steps:
         if payoff is None:
             for _, each in self._sources:
                 each.single(perf_counter() - made)
-            last: Array = rows[-1]
-            return last
+            return rows[-1]
         del self._model.cached[start + 1 :]
         self._check, self.drafted = (payoff, seconds, 1), self.drafted + len(draft)
         self._waiting = list(zip(draft, rows[1:], strict=False))
-        first: Array = rows[0]
-        return first
+        return rows[0]
 
     def finish(self) -> None:
         """Drop what is left of a draft, and learn from it."""

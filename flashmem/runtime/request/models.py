@@ -41,6 +41,7 @@ class ModelOptions(TypedDict, total=False):
     states: States | None
     constants: Mapping[str, Any] | None
     max_length: int | None
+    batch: int | None
     quantize: Quantize | None
     preload: Sequence[str]
     memory_path: MemoryPath | Literal["auto"]

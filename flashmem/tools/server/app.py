@@ -1,4 +1,4 @@
-"""The server: one generator, and one request at a time in the order of their arrival."""
+"""The server: one generator, and its requests in the order of their arrival, one or several at a time."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -21,6 +22,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from flashmem.base.errors import RunError, UserError
+from flashmem.runtime.generation.batch import BatchGenerator
+from flashmem.runtime.generation.generated_text import GenerationReport
 from flashmem.runtime.generation.generator import Generator
 from flashmem.tools.server.protocol import Request, Responses, read_request
 
@@ -39,14 +42,14 @@ def listening(host: str, port: int) -> socket.socket:
         raise UserError(f"port {port} of {host} cannot be used ({error}); name others with --host and --port") from error
 
 
-def serve(generator: Generator, model: str, at: socket.socket) -> None:
+def serve(generator: Generator | BatchGenerator, model: str, at: socket.socket) -> None:
     """Serve `generator` as `model` until the process is interrupted."""
     host = at.getsockname()[0]
     server = uvicorn.Server(uvicorn.Config(application(generator, model, host), log_level="warning", access_log=False))
     server.run(sockets=[at])
 
 
-def application(generator: Generator, model: str, host: str) -> Starlette:
+def application(generator: Generator | BatchGenerator, model: str, host: str) -> Starlette:
     """The application. At a loopback address it refuses requests that name another host, as those of a strange web page may."""
     model_server = _ModelServer(generator, model)
     allowed = [*LOOPBACK, "[::1]"] if host in LOOPBACK else ["*"]
@@ -59,10 +62,24 @@ def application(generator: Generator, model: str, host: str) -> Starlette:
     return Starlette(routes=routes, middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=allowed)])
 
 
+@dataclass(frozen=True)
+class _Pieces:
+    """The pieces of a text as they are generated, and the report about it, which is there afterwards."""
+
+    texts: AsyncIterator[str]
+    report_of: Callable[[], GenerationReport | None]
+
+    @property
+    def report(self) -> GenerationReport:
+        report = self.report_of()
+        assert report is not None
+        return report
+
+
 class _ModelServer:
     """The endpoints of one model."""
 
-    def __init__(self, generator: Generator, model: str) -> None:
+    def __init__(self, generator: Generator | BatchGenerator, model: str) -> None:
         self._generator, self._model, self._begun = generator, model, int(time.time())
         self._turn = asyncio.Lock()  # waiting requests get it in the order of their arrival
 
@@ -95,9 +112,8 @@ class _ModelServer:
             return StreamingResponse(self._events(wanted, tokens, responses), media_type="text/event-stream")
         try:
             async with self._pieces(wanted, tokens) as pieces:
-                text = "".join([piece async for piece in pieces])
-                assert self._generator.last is not None
-                return JSONResponse(responses.whole(text, self._generator.last))
+                text = "".join([piece async for piece in pieces.texts])
+                return JSONResponse(responses.whole(text, pieces.report))
         except (UserError, RunError) as error:
             return _error(str(error), 400 if isinstance(error, UserError) else 500)
 
@@ -107,10 +123,9 @@ class _ModelServer:
             async with self._pieces(wanted, tokens) as pieces:
                 if (first := responses.first()) is not None:
                     yield _event(first)
-                async for piece in pieces:
+                async for piece in pieces.texts:
                     yield _event(responses.piece(piece))
-                assert self._generator.last is not None
-                report = self._generator.last
+                report = pieces.report
             yield _event(responses.last(report))
             if wanted.with_usage:
                 yield _event(responses.usage(report))
@@ -119,19 +134,24 @@ class _ModelServer:
             yield _event(_problem(str(error), "invalid_request_error" if isinstance(error, UserError) else "server_error"))
 
     @asynccontextmanager
-    async def _pieces(self, wanted: Request, tokens: list[int]) -> AsyncIterator[AsyncIterator[str]]:
-        """The pieces of a text, made in a thread when it is this request's turn. A client that leaves ends the generation."""
-        async with self._turn:
-            made = self._generator.generate(
-                tokens,
-                max_new_tokens=wanted.max_new_tokens,
-                temperature=wanted.temperature,
-                top_p=wanted.top_p,
-                seed=wanted.seed,
-                stop=wanted.stop,
-            )
+    async def _pieces(self, wanted: Request, tokens: list[int]) -> AsyncIterator[_Pieces]:
+        """A text, made in a thread: in a batch, or when it is this request's turn. A client that leaves ends the generation."""
+        generator = self._generator
+        options: dict[str, Any] = {
+            "max_new_tokens": wanted.max_new_tokens, "temperature": wanted.temperature, "top_p": wanted.top_p,
+            "seed": wanted.seed, "stop": wanted.stop,
+        }  # fmt: skip
+        if isinstance(generator, BatchGenerator):
+            batched = generator.generate(tokens, **options)
             try:
-                yield _from_thread(made)
+                yield _Pieces(_from_thread(batched), lambda: batched.report)
+            finally:
+                batched.close()
+            return
+        async with self._turn:
+            made = generator.generate(tokens, **options)
+            try:
+                yield _Pieces(_from_thread(made), lambda: generator.last)
             finally:
                 made.close()  # type: ignore[attr-defined]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from flashmem.base.errors import UserError
 from flashmem.runtime.generation.conversation import Message
-from flashmem.runtime.generation.generator import GenerationReport
+from flashmem.runtime.generation.generated_text import GenerationReport
 
 _ROLES = {"developer": "system"}
 """Roles with another name in a chat template."""

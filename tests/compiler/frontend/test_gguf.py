@@ -117,6 +117,24 @@ def test_logits_are_those_of_transformers(kind: str, place: tuple[str, str], tmp
             assert np.abs(found[0, :, :SHOWN] - wanted[start:end]).max() < most
 
 
+@pytest.mark.parametrize(("kind", "place"), list(zip(KINDS, itertools.cycle(PLACES), strict=False)), ids=str)
+def test_rows_of_a_batch_have_places_of_their_own(kind: str, place: tuple[str, str], tmp_path: Path) -> None:
+    """Two rows of every kind of decoder, of which one is behind the other, beside transformers' logits."""
+    file = GGUFFile(KINDS[kind].write(tmp_path / "m.gguf"))
+    wanted = np.array(json.loads((Path(__file__).parent / "data" / "gguf_kinds.json").read_text())[kind])
+    write_decoder(tmp_path / "m.onnx", decoder_of(file), file, 64, dequantised, 2)
+    given: Any = {"device": place[0], "memory_path": place[1], "shapes": [{"input_ids": (2, count)} for count in (1, 3)]}
+    made = flashmem.compile(tmp_path / "m.onnx", tmp_path / "m.flashmem", states="auto", **given)
+    with flashmem.Session(made, device=place[0]) as session:
+        for count, *starts in ((3, 0, 0), (3, 3, 0), (3, 6, 3), (1, 9, 6), (1, 10, 7), (1, 11, 8)):
+            ids = np.array([TOKENS[start : start + count] for start in starts])
+            totals = np.array([start + count for start in starts], np.int32)
+            [found] = session.run(None, {"input_ids": ids, "total_sequence_length": totals})
+            assert found.shape[:2] == (2, 1)
+            for row, total in enumerate(totals):
+                assert np.abs(found[row, 0, :SHOWN] - wanted[total - 1]).max() < 1e-5 + 2e-5 * np.ptp(wanted)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -226,6 +244,7 @@ def test_the_vocabulary_is_in_the_bundle(tmp_path: Path) -> None:
     made = flashmem.compile(SmallLlama().write(tmp_path / "m.gguf"), tmp_path / "m.flashmem", device="pocl", max_length=64)
     language = made.language()
     assert language is not None and list(language.tokens) == vocabulary()[0] and language.max_length == 64
-    assert [port.name for port in made.program.inputs] == ["input_ids", "total_sequence_length"]
+    assert [port.name for port in made.program.inputs] == ["input_ids", "total_sequence_length", "temperature"]
+    assert [port.name for port in made.program.outputs] == ["logits", "candidates"]
     assert len(made.program.states) == 4
     assert [variant.program.inputs[0].shape[1] for variant in made.variants] == [1, 8, 32]

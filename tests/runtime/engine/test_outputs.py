@@ -126,8 +126,9 @@ def apart(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_outputs_count_once_and_are_the_users_own(model: Model) -> None:
     program = model.bundle.program
     assert program.hands_over
-    assert [port.name for port in copied_outputs(program)] == ["half"]  # stored as float32
-    assert output_bytes(program) == 2 * ROWS * COLUMNS
+    copied = {port.name for port in copied_outputs(program)}
+    assert copied == {"half", "sums", "doubled", "same", "constant"}  # stored as float32, or small
+    assert output_bytes(program) == 2 * ROWS * COLUMNS + 4 * ROWS + 2 * 3 * 8 + 4
     kept: list[tuple[dict[str, Array], dict[str, Array]]] = []
     with Session(model.bundle, device=model.device) as session, Session(model.bundle, device=model.device) as other:
         for seed in range(4):
@@ -158,6 +159,35 @@ def test_some_outputs(model: Model, apart: Model, names: list[str]) -> None:
                 assert len(got) == len(names)
                 assert_right(dict(zip(names, got, strict=True)), each.expected)
             assert_right(dict(zip(each.expected, session.run(None, each.inputs), strict=True)), each.expected)
+
+
+@pytest.mark.parametrize("names", [["sums"], ["late"], ["half", "doubled"]], ids=str)
+def test_outputs_after_the_run_that_was_not_asked_for_them(model: Model, apart: Model, names: list[str]) -> None:
+    """Those whose memory nothing else has used, once."""
+    for each in (model, apart):
+        with Session(each.bundle, device=each.device, mode="dma" if each is apart else "auto") as session:
+            with pytest.raises(ValueError, match="the last run has no output 'early' left"):
+                session.outputs("early")
+            left = set()
+            for name in each.expected:
+                session.run(names, each.inputs)
+                try:
+                    found = session.outputs(name)
+                except ValueError as error:
+                    assert str(error) == f"the last run has no output {name!r} left; name it when you call run"
+                    continue
+                left.add(name)
+                assert_right(found, {name: each.expected[name]})
+                with pytest.raises(ValueError, match="left; name it when you call run"):
+                    session.outputs(name)
+            assert "late" in left or "late" in names
+            if each is model and names == ["sums"]:  # it is copied, and leaves the pages of the others
+                assert left == each.expected.keys() - {"sums"}
+                session.run(names, each.inputs)
+                assert_right(session.outputs("flags", "early", "nothing"), each.expected)
+            assert left.isdisjoint(names)
+            with pytest.raises(ValueError, match="the model has no output 'none'"):
+                session.outputs("none")
 
 
 def test_elsewhere_an_output_is_read_when_its_last_layer_has_run(apart: Model) -> None:

@@ -28,10 +28,11 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return flashmem.compile(file, folder / "small.flashmem", max_length=160).path
 
 
-@pytest.fixture(scope="module")
-def address(bundle: Path) -> Iterator[str]:
+@pytest.fixture(scope="module", params=[1, 3], ids=["one at a time", "batch"])
+def address(request: pytest.FixtureRequest, bundle: Path) -> Iterator[str]:
     """The address of a server in a process of its own, which is interrupted at the end as by Ctrl-C."""
-    command = [sys.executable, "-m", "flashmem", "serve", str(bundle), "--port", "0"]
+    served, options = (str(bundle), ()) if request.param == 1 else (str(bundle.with_suffix(".gguf")), BATCH)
+    command = [sys.executable, "-m", "flashmem", "serve", served, "--port", "0", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     said = process.stderr.readline()
@@ -54,6 +55,8 @@ def generator(bundle: Path) -> Iterator[flashmem.Generator]:
     with flashmem.Generator(bundle) as made:
         yield made
 
+
+BATCH = ("--batch", "3", "--max-length", "160")
 
 ASKED: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How fast is it?"}]
 

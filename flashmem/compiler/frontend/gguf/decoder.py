@@ -3,7 +3,8 @@
 Each layer is RMS normalisation, grouped-query attention with rotary positions, and a gated MLP; kinds of models differ in what
 `Decoder` holds, and in tensors that a file has or lacks. The model has the form of onnxruntime-genai's with
 `past_present_share_buffer`: `past_key_values.*` and `present.*` have room for `max_length` tokens. A run reads the next tokens
-[1, tokens], and returns the logits [1, rows, vocabulary] after the last one, or after each of `CHECKED_TOKENS` or fewer.
+[batch, tokens], and returns the logits [batch, rows, vocabulary] after the last one, or, in a batch of one, after each of
+`CHECKED_TOKENS` or fewer. In a batch, each row has its own number of earlier tokens.
 
 Projections of the same input are one product if their weights have the same format. Weights in blocks are nodes
 `flashmem.DequantizeBlocks` (`flashmem.compiler.frontend.contrib.quantized`).
@@ -21,13 +22,13 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from flashmem.bundle.language import CHECKED_TOKENS, IDS, TOTAL
+from flashmem.bundle.language import BATCH_TOKENS, CHECKED_TOKENS, IDS, LOGITS, TOTAL
 from flashmem.compiler.frontend.contrib import DOMAIN, OWN
 from flashmem.compiler.frontend.external_data import place_data
 from flashmem.compiler.frontend.gguf.weights import BlockedMatrix, Floats, floats, matrix, stacked
 
-LOGITS, TOKENS = "logits", "tokens"
-"""Names of the output, and of the open dimension."""
+TOKENS = "tokens"
+"""The name of the open dimension."""
 
 
 @dataclass(frozen=True)
@@ -85,21 +86,22 @@ class Tensors(Protocol):
 Read = Callable[[Any], BlockedMatrix | Floats]
 
 
-def write_decoder(path: Path, decoder: Decoder, tensors: Tensors, max_length: int, read: Read = matrix) -> None:
-    """Write the decoder to `path`, and its data beside it. `read`: makes weights of the file's tensors.
+def write_decoder(path: Path, decoder: Decoder, tensors: Tensors, max_length: int, read: Read = matrix, batch: int = 1) -> None:
+    """Write the decoder to `path`, and its data beside it. `read`: makes weights of the file's tensors. `batch`: its rows.
 
     Raises:
         UserError: a tensor is missing or has an unknown format.
     """
     with (path.parent / f"{path.stem}.data").open("wb") as data:
-        onnx.save(_Writer(decoder, tensors, max_length, read, data).model(), path)
+        onnx.save(_Writer(decoder, tensors, max_length, read, data, batch).model(), path)
 
 
 class _Writer:
-    """Builds the graph, and writes the weights to `data` as they are named."""
+    """Builds the graph, and writes the weights to `data` as they are named. `places`: tokens that the caches have room for."""
 
-    def __init__(self, decoder: Decoder, tensors: Tensors, max_length: int, read: Read, data: Any) -> None:
-        self.decoder, self.tensors, self.max_length, self.read, self.data = decoder, tensors, max_length, read, data
+    def __init__(self, decoder: Decoder, tensors: Tensors, max_length: int, read: Read, data: Any, batch: int) -> None:
+        self.decoder, self.tensors, self.read, self.data, self.batch = decoder, tensors, read, data, batch
+        self.places = max_length + (BATCH_TOKENS if batch > 1 else 0)
         self.nodes: list[onnx.NodeProto] = []
         self.kept: dict[str, onnx.TensorProto] = {}
         self.matrices: dict[tuple[str, ...], str] = {}
@@ -111,7 +113,8 @@ class _Writer:
         if decoder.embedding_scale != 1:
             x = self.node("Mul", x, self.array("embedding_scale", np.array(decoder.embedding_scale, np.float32)))
         before = self.node("Sub", TOTAL, self.array("one", np.array(1, np.int32)))
-        self.node("Reshape", before, self.array("single", np.array([1])), outputs=("seqlens_k",))
+        self.node("Reshape", before, self.array("each", np.array([self.batch])), outputs=("seqlens_k",))
+        self.longest = TOTAL if self.batch == 1 else self.node("ReduceMax", TOTAL, keepdims=0)
         pairs: dict[str, str] = {}
         for layer in range(decoder.layers):
             x = self.layer(layer, x, pairs)
@@ -121,9 +124,11 @@ class _Writer:
         if decoder.logit_cap:
             cap = self.array("logit_cap", np.array(decoder.logit_cap, np.float32))
             self.node("Mul", self.node("Tanh", self.node("Div", product, cap)), cap, outputs=(LOGITS,))
-        cache: list[int | str] = [1, decoder.key_heads, self.max_length, decoder.size]
-        given: list[tuple[str, int, list[int | str]]] = [(IDS, TensorProto.INT64, [1, TOKENS]), (TOTAL, TensorProto.INT32, [])]
-        made: list[tuple[str, int, list[int | str]]] = [(LOGITS, TensorProto.FLOAT, [1, "rows", decoder.vocabulary])]
+        batch = self.batch
+        cache: list[int | str] = [batch, decoder.key_heads, self.places, decoder.size]
+        given: list[tuple[str, int, list[int | str]]] = [(IDS, TensorProto.INT64, [batch, TOKENS])]
+        given.append((TOTAL, TensorProto.INT32, [] if batch == 1 else [batch]))
+        made: list[tuple[str, int, list[int | str]]] = [(LOGITS, TensorProto.FLOAT, [batch, "rows", decoder.vocabulary])]
         given += [(past, TensorProto.FLOAT, cache) for past in pairs]
         made += [(present, TensorProto.FLOAT, cache) for present in pairs.values()]
         inputs, outputs = ([helper.make_tensor_value_info(*each) for each in values] for values in (given, made))
@@ -132,9 +137,10 @@ class _Writer:
         return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
     def last(self, x: str) -> str:
-        """The rows of `x` [1, tokens, hidden] that need logits: all of a few tokens, and the last of more."""
+        """The rows of `x` [batch, tokens, hidden] that need logits: all of a few tokens in a batch of one, else the last."""
+        most = CHECKED_TOKENS if self.batch == 1 else 1
         count = self.node("Gather", self.node("Shape", IDS), self.array("single", np.array([1])), axis=0)
-        few = self.node("LessOrEqual", count, self.array("few", np.array([CHECKED_TOKENS])))
+        few = self.node("LessOrEqual", count, self.array("few", np.array([most])))
         zero, end = self.array("zero", np.array([0])), self.array("end", np.array([np.iinfo(np.int64).max]))
         first = self.node("Where", few, zero, self.node("Sub", count, self.array("single", np.array([1]))))
         return self.node("Slice", x, first, end, self.array("single", np.array([1])))
@@ -161,7 +167,7 @@ class _Writer:
         fields |= {"scale": decoder.scale} if decoder.scale else {}
         fields |= {"softcap": decoder.score_cap} if decoder.score_cap else {}
         outputs = (f"{name}.attention", *states.values())
-        inputs = [*read, *states, "seqlens_k", TOTAL, cos, sin]
+        inputs = [*read, *states, "seqlens_k", self.longest, cos, sin]
         return self.node("GroupQueryAttention", *inputs, outputs=outputs, domain=DOMAIN, **fields)
 
     def queries_keys_values(self, name: str, x: str) -> list[str]:
@@ -237,7 +243,7 @@ class _Writer:
         frequencies = rotary.base ** (-np.arange(half) / half) / rotary.factor
         if self.tensors.has("rope_freqs.weight"):  # of Llama 3.1 and later
             frequencies /= floats(self.tensors.tensor("rope_freqs.weight"))
-        angles = np.arange(self.max_length)[:, None] * frequencies
+        angles = np.arange(self.places)[:, None] * frequencies
         cos, sin = (self.array(f"{of.__name__}.{rotary.base:g}", of(angles).astype(np.float32)) for of in (np.cos, np.sin))
         return cos, sin
 
@@ -251,9 +257,9 @@ class _Writer:
         return self.norm(x, name) if self.tensors.has(name) else x
 
     def head_norm(self, x: str, name: str) -> str:
-        """RMS normalisation of each head of `x`, [1, tokens, heads * size]."""
-        heads = self.node("Reshape", x, self.array("heads", np.array([1, 0, -1, self.decoder.size])))
-        return self.node("Reshape", self.norm(heads, name), self.array("flat", np.array([1, 0, -1])))
+        """RMS normalisation of each head of `x`, [batch, tokens, heads * size]."""
+        heads = self.node("Reshape", x, self.array("heads", np.array([self.batch, 0, -1, self.decoder.size])))
+        return self.node("Reshape", self.norm(heads, name), self.array("flat", np.array([self.batch, 0, -1])))
 
     def array(self, name: str, array: NDArray[Any]) -> str:
         """A constant, in the data file unless it is small."""

@@ -25,8 +25,9 @@ from flashmem.compiler.frontend.language.model import END_TOKENS, LanguageModel,
 
 
 @contextmanager
-def converted(path: Path, max_length: int | None, read: Read = matrix) -> Iterator[LanguageModel]:
-    """The model in the GGUF file `path`, as long as the body runs. `max_length`: tokens that the cache holds.
+def converted(path: Path, max_length: int | None, read: Read = matrix, batch: int = 1) -> Iterator[LanguageModel]:
+    """The model in the GGUF file `path`, as long as the body runs. `max_length`: tokens that the cache holds, in each row
+    of the `batch`.
 
     `read` makes weights of tensors; `weights.dequantised` makes floats of all, for other runtimes.
 
@@ -37,7 +38,7 @@ def converted(path: Path, max_length: int | None, read: Read = matrix) -> Iterat
     with TemporaryDirectory(prefix="flashmem-gguf-") as folder:
         target = Path(folder) / f"{path.stem}.onnx"
         try:
-            language = _convert(GGUFFile(path), target, max_length, read)
+            language = _convert(GGUFFile(path), target, max_length, read, batch)
         except (UserError, OSError):
             raise
         except Exception as error:  # for a damaged file, the package and numpy raise any kind of error
@@ -45,11 +46,11 @@ def converted(path: Path, max_length: int | None, read: Read = matrix) -> Iterat
         yield LanguageModel(target, language)
 
 
-def _convert(file: GGUFFile, target: Path, max_length: int | None, read: Read) -> bytes:
+def _convert(file: GGUFFile, target: Path, max_length: int | None, read: Read, batch: int) -> bytes:
     """Write the decoder, and return the JSON of the language."""
     language = file.language()
     length = cache_length(max_length, int(file.field(f"{file.field('general.architecture')}.context_length")), file.path)
-    write_decoder(target, decoder_of(file), file, length, read)
+    write_decoder(target, decoder_of(file), file, length, read, batch)
     return json.dumps({**language, "max_length": length}).encode()
 
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from flashmem.base.errors import UserError
-from flashmem.bundle.language import CHECKED_TOKENS, IDS, TOTAL
+from flashmem.bundle.language import CHECKED_TOKENS, IDS, LOGITS, TOTAL
 from flashmem.compiler.frontend.cleanup import clean_up
 from flashmem.compiler.frontend.contrib import DOMAIN, OWN
 from flashmem.compiler.operators import is_native
@@ -59,7 +59,7 @@ def with_fixed_cache(model: onnx.ModelProto, size: CacheSize, path: Path) -> Non
     given = {value.name for value in graph.input} - {tensor.name for tensor in graph.initializer}
     made = {value.name for value in graph.output}
     pairs = {past: _PAST.sub(r"present.\1.\2", past) for past in sorted(given, key=_order) if _PAST.fullmatch(past)}
-    if not pairs or IDS not in given or "logits" not in made or not made.issuperset(pairs.values()):
+    if not pairs or IDS not in given or LOGITS not in made or not made.issuperset(pairs.values()):
         raise UserError(
             f"{path} is no decoder with a cache: it needs the inputs {IDS} and past_key_values.0.key, and the outputs "
             f"logits and present.0.key; export it with a cache (for optimum: --task text-generation-with-past)"
@@ -315,10 +315,10 @@ class _Decoder:
 
     def cut_rows(self) -> None:
         """Compute logits of the rows that need them: all of a few tokens, and the last one of more."""
-        name = "logits"
+        name = LOGITS
         while (node := self.producer.get(name)) is not None and node.op_type in _UNARY:
             name = next((each for each in node.input if each in self.producer), "")
-        node = self.producer.get(name) or self.producer["logits"]
+        node = self.producer.get(name) or self.producer[LOGITS]
         if node.op_type not in _PRODUCTS or (node.op_type == "Gemm" and name != node.output[0]):
             raise UserError(f"{self.path} makes its logits by {node.op_type}, which is not supported; export it again")
         rows = "flashmem.rows"
@@ -334,9 +334,9 @@ class _Decoder:
         given = [helper.make_tensor_value_info(IDS, TensorProto.INT64, [1, "tokens"])]
         given += [helper.make_tensor_value_info(TOTAL, TensorProto.INT32, [])]
         given += [helper.make_tensor_value_info(past, kinds[past], shape) for past in pairs]
-        logits = next(value for value in graph.output if value.name == "logits")
+        logits = next(value for value in graph.output if value.name == LOGITS)
         words = logits.type.tensor_type.shape.dim[-1]
-        made = [helper.make_tensor_value_info("logits", kinds["logits"], [1, "rows", words.dim_value or words.dim_param])]
+        made = [helper.make_tensor_value_info(LOGITS, kinds[LOGITS], [1, "rows", words.dim_value or words.dim_param])]
         made += [helper.make_tensor_value_info(present, kinds[present], shape) for present in pairs.values()]
         for values, new in ((graph.input, given), (graph.output, made)):
             del values[:]

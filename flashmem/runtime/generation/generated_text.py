@@ -1,0 +1,92 @@
+"""One generation: its options, the choice of its tokens, its text in pieces, and the report about it."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flashmem.base.errors import UserError
+from flashmem.bundle.language import Language
+from flashmem.runtime.generation.candidates import Candidates
+from flashmem.runtime.generation.sampling import Sampler, Sampling
+from flashmem.runtime.generation.stops import Stops
+from flashmem.runtime.generation.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class GenerationReport:
+    """What a generation took.
+
+    `prompt`: tokens of the prompt, of which `reused` were in the cache. `tokens`: generated ones. `first_seconds`: until the
+    first token. `token_seconds` and `token_bytes`: time, and weights loaded, for each later one; 0 without any. `drafted`:
+    tokens that `runtime.generation.speculation` proposed, of which `accepted` were right. `peak_bytes`: memory that the budget
+    counts, in the last run. `ended`: by the model, or at a text of `stop`; not because of `max_new_tokens` or a full cache.
+    """
+
+    prompt: int
+    reused: int
+    tokens: int
+    first_seconds: float
+    token_seconds: float
+    token_bytes: int
+    drafted: int
+    accepted: int
+    peak_bytes: int
+    ended: bool
+
+
+class GeneratedText:
+    """The text after a prompt, token by token.
+
+    `count`: tokens so far. `is_over`: no further token is needed. `ended`: by the model, or at a stop text. `summed_at`: see
+    `Sampler`.
+    """
+
+    def __init__(
+        self,
+        language: Language,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling,
+        stop: str | Sequence[str],
+    ) -> None:
+        """Check what is asked for.
+
+        Raises:
+            UserError: the prompt is longer than the cache, or `max_new_tokens` is out of range.
+        """
+        if len(prompt) > language.max_length:
+            raise UserError(
+                f"the prompt has {len(prompt)} tokens, and the cache holds {language.max_length}; shorten the prompt, or "
+                "compile the model with a larger --max-length"
+            )
+        if max_new_tokens < 1:
+            raise UserError(f"max_new_tokens {max_new_tokens} is not possible; give a number that is 1 or more")
+        self._language, self._tokenizer, self._most = language, tokenizer, max_new_tokens
+        self._sampler, self._stops = Sampler(sampling), Stops((stop,) if isinstance(stop, str) else tuple(stop))
+        self._text_of = codecs.getincrementaldecoder("utf-8")("replace")
+        self.summed_at = self._sampler.summed_at
+        self.count, self.is_over, self.ended = 0, False, False
+
+    def choose(self, candidates: Candidates, cached: Sequence[int]) -> tuple[int, str]:
+        """Choose the next token after the tokens `cached`; returns it, and the text that can be shown now.
+
+        Raises:
+            RunError: the logits are not numbers, or cannot be read.
+        """
+        token = self._sampler.choose(candidates, cached)
+        if token in self._language.ends:
+            self.ended = self.is_over = True
+            return token, ""
+        self.count += 1
+        text = self._stops.passed(self._text_of.decode(self._tokenizer.decode([token])))
+        self.ended = self._stops.found
+        self.is_over = self.ended or len(cached) == self._language.max_length or self.count == self._most
+        return token, text
+
+    def rest(self) -> str:
+        """The text that was held back, at the end."""
+        return self._stops.rest(self._text_of.decode(b"", final=True))
