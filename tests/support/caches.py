@@ -56,8 +56,8 @@ def kernels_built_by_runs(monkeypatch: pytest.MonkeyPatch, *, saved: bool = True
     def compile_here(*args: Any, build: bool = True, with_binaries: bool = False, **options: Any) -> Bundle:
         return _compile_here(*args, build=build and with_binaries, with_binaries=with_binaries, **options)
 
-    def compile_apart(*args: Any, build: bool = True) -> Bundle:
-        return _compile_apart(*args, build=False)
+    def compile_apart(*args: Any, build: bool = True, **options: Any) -> Bundle:
+        return _compile_apart(*args, build=False, **options)
 
     _set_defaults(monkeypatch, apart=False)
     monkeypatch.setattr(CachedKernels, "save", save_cheap_ones)
