@@ -12,7 +12,7 @@ from flashmem.base.types import TRANSFER_MODES
 from flashmem.planning.capacity.compiled import load_codes
 from flashmem.profiler.phone_compilers.gpus import GPUS
 from flashmem.target.descriptor import DeviceDescriptor, PlainTile, Rates, descriptor_names, load_descriptor
-from flashmem.target.kernel_configs.contraction import Contraction
+from flashmem.target.kernel_configs.contraction import Contraction, SlicedContraction
 from tests.support.paths import ROOT
 
 FOLDER = ROOT / "devices"
@@ -88,6 +88,8 @@ def test_phones_with_an_open_compiler_have_counted_code(name: str) -> None:
     listed = {(code.family, code.rows, code.columns, bool(code.half)) for code in load_codes(name)}
     for family in ("matmul", "conv", "matmul_dynamic"):
         for config in descriptor.configs_of(family):
+            if isinstance(config, SlicedContraction):  # quantised weights have one config for few rows
+                continue
             assert isinstance(config, Contraction)
             assert (family, config.rows, config.columns, "half" in config.needs) in listed
     assert {"attention", "depthwise", "lane_copy"} <= {code.family for code in load_codes(name)}

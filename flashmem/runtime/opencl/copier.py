@@ -61,8 +61,10 @@ class Copier:
     def write(self, buffer: Memory, data: Bytes, *, offset: int = 0) -> CopyEvent:
         """Start a copy of contiguous host memory to byte `offset` of a buffer. Raises RunError."""
         if isinstance(buffer, SharedMemory):
-            queue, target, source = self.queue.handle.int_ptr, buffer.int_ptr + offset, address_of(data)
-            return self._begun("write to a buffer", lambda event: enqueue_copy(queue, target, source, data.nbytes, event))
+            queue, target = self.queue.handle.int_ptr, buffer.int_ptr + offset
+            return self._begun(
+                "write to a buffer", lambda event: enqueue_copy(queue, target, address_of(data), data.nbytes, event)
+            )
         enqueue = undocumented.library().clEnqueueWriteBuffer
         return self._begun(
             "write to a buffer",
@@ -95,4 +97,4 @@ class Copier:
 
 
 def _address(data: Bytes) -> ctypes.c_void_p:
-    return _POINTER(address_of(data))
+    return _POINTER(data.__array_interface__["data"][0])

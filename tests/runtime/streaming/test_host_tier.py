@@ -84,9 +84,9 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> Pinned:
 
         return allocate(ledger, category, nbytes, what, made)
 
-    def spy_buffer(self: Context, nbytes: int, *, host_visible: bool = False) -> Any:
+    def spy_buffer(self: Context, nbytes: int, *, host_visible: bool = False, of_tensors: bool = False) -> Any:
         assert counted == [nbytes]
-        made = buffer(self, nbytes, host_visible=host_visible)
+        made = buffer(self, nbytes, host_visible=host_visible, of_tensors=of_tensors)
         return live(made, nbytes) if host_visible else made
 
     def spy_scratch(self: Context, data: Any) -> Any:

@@ -18,7 +18,7 @@ from tests.support.strict_device.objects import StrictBuffer, StrictEvent
 from tests.support.strict_device.programs import launch
 from tests.support.strict_device.vendors import Vendors
 
-_IMAGE_PITCH_ALIGNMENT, _IMAGE_BASE_ALIGNMENT = 0x104A, 0x104B
+_IMAGE_PITCH_ALIGNMENT, _IMAGE_BASE_ALIGNMENT, _SVM_CAPABILITIES = 0x104A, 0x104B, 0x1053
 _CREATE_TYPE_REGION = 0x1220
 _EVENT_COMMAND_EXECUTION_STATUS = 0x11D3
 
@@ -44,9 +44,9 @@ class StrictLibrary:
         return self._vendors.address(name.decode())
 
     def _clGetDeviceInfo(self, device: Any, parameter: Any, size: Any, value: Any, _: Any) -> int:
-        """The alignments of images over buffers."""
+        """The alignments of images over buffers; no shared virtual memory, whose addresses no rule could check."""
         profile = self._world.profile
-        known = {_IMAGE_PITCH_ALIGNMENT: profile.image_pitch, _IMAGE_BASE_ALIGNMENT: profile.image_base}
+        known = {_IMAGE_PITCH_ALIGNMENT: profile.image_pitch, _IMAGE_BASE_ALIGNMENT: profile.image_base, _SVM_CAPABILITIES: 0}
         value._obj.value = known[_number(parameter)]
         return 0
 
