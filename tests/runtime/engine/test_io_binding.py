@@ -21,7 +21,7 @@ from flashmem.runtime.engine.output_values import OutputValue
 from flashmem.runtime.opencl.context import Queue, list_devices
 
 Array = NDArray[Any]
-ROWS, WIDTH = 3, 64
+ROWS, WIDTH = 129, 128  # outputs large enough to be handed over
 
 
 def recurrence() -> onnx.ModelProto:
@@ -171,7 +171,7 @@ def test_addresses_of_host_memory(session: Session) -> None:
     np.testing.assert_array_equal(filled, wanted)
     assert np.shares_memory(binding.get_outputs()[0].numpy(), filled)
     binding.bind_output("after", "cpu", 0, np.float32, (ROWS,), filled.ctypes.data)
-    with pytest.raises(ValueError, match=r"output 'after' is bound to memory for float32 \(3,\); it is float32 \(3, 64\)"):
+    with pytest.raises(ValueError, match=r"output 'after' is bound to memory for float32 \(129,\); it is float32 \(129, 128\)"):
         session.run_with_iobinding(binding)
 
 
