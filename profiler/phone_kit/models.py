@@ -67,6 +67,13 @@ class _Nodes:
         self.constants.append(numpy_helper.from_array(np.asarray(data), name))
         return name
 
+    def nibbles(self, *shape: int) -> str:
+        """A constant of random integers of 4 bits."""
+        name = f"c{len(self.constants)}"
+        numbers = self.random.integers(0, 16, shape)
+        self.constants.append(helper.make_tensor(name, onnx.TensorProto.UINT4, shape, numbers.reshape(-1)))
+        return name
+
     def node(self, op: str, *inputs: str, dtypes: Sequence[str] = (), count: int = 1, **attributes: Any) -> list[str]:
         """Add a node; its results are outputs of the model where `dtypes` are given."""
         names = [f"{op}{len(self.nodes)}.{i}" for i in range(max(count, len(dtypes)))]
@@ -144,6 +151,10 @@ def _contractions(n: _Nodes) -> None:
     [scaled] = n.node("Mul", scores, n.constant(np.float32(0.17)))
     [weights] = n.node("Softmax", scaled, axis=-1)
     n.out("MatMul", weights, values)
+    scales = n.constant(n.random.uniform(0.02, 0.05, (2, 40)).astype(np.float32))
+    [weight] = n.node("DequantizeLinear", n.nibbles(64, 40), scales, n.nibbles(2, 40), axis=0, block_size=32)
+    n.out("MatMul", n.input(1, 64), weight)
+    n.out("MatMul", n.input(8, 64), weight)
 
 
 def _reductions(n: _Nodes) -> None:
