@@ -327,9 +327,13 @@ def _compile(
     made: dict[int, tuple[Generated, OverlapPlan]] = {}
     for index in largest_first(graphs):
         progress("plan", len(made) / len(graphs))
-        among = f"for the shapes {shapes_text(variants[index].shapes)}: " if len(graphs) > 1 else ""
-        with _adding(before=among):
-            generated, plan = plan_graph(graphs[index], variants[index], final=begin, earlier=earlier, least=read.least)
+        try:
+            with _adding(before=_among(variants, index)):
+                generated, plan = plan_graph(graphs[index], variants[index], final=begin, earlier=earlier, least=read.least)
+        except BudgetError as refused:
+            raise _most_needed(
+                refused, read, variants, [each for each in range(len(graphs)) if each not in (*made, index)]
+            ) from refused
         generated = with_steady(generated)
         begin(generated, plan)
         plan = with_layouts(generated.program, plan, options.descriptor.modes[generated.program.memory_path])
@@ -357,6 +361,24 @@ def _compile(
             source.language,
         )
     return Bundle.open(output)
+
+
+def _among(variants: Sequence[Options], index: int) -> str:
+    """The beginning of a message about one of several variants."""
+    return f"for the shapes {shapes_text(variants[index].shapes)}: " if len(variants) > 1 else ""
+
+
+def _most_needed(refused: BudgetError, read: _Graphs, variants: Sequence[Options], others: Sequence[int]) -> BudgetError:
+    """Of one variant's refusal and those of `others`, that with the largest need: all variants need it."""
+    for index in others:
+        needed = refusal(read.graphs[index], variants[index], least=read.least).smallest_bytes
+        if needed > refused.smallest_bytes:
+            try:
+                with _adding(before=_among(variants, index)):
+                    plan_graph(read.graphs[index], variants[index], least=read.least)
+            except BudgetError as larger:
+                refused = larger
+    return refused
 
 
 @contextmanager
