@@ -278,18 +278,21 @@ def _quantised(context: LoweringContext, workload: Workload, binding: WeightBind
     few rows, work-items share the depth of a panel. Otherwise the config with a K-block that is fastest for floats dequantises
     weights once for a block of rows.
     """
-    if workload.family != "matmul" or binding.weight_scale is None or not binding.zero is binding.scale is None:
+    scaled = binding.weight_scale is not None and binding.zero is binding.scale is None
+    if workload.family != "matmul" or workload.storage not in CODES or not scaled:
         return None, 1
     descriptor = context.descriptor
-    for each in descriptor.configs_of(workload.family):
+    listed = descriptor.configs_of(workload.family)
+    for each in listed:
         if isinstance(each, SlicedContraction) and each.fits(workload) and binding.block % each.steps == 0:
             return each, 1
     panel = descriptor.tile.config(workload.family).cut(workload).panel
-    times = seconds(descriptor, replace(workload, storage="float32"))
-    staged = {each: time for each, time in times.items() if isinstance(each, StagedContraction) and each.panel % panel == 0}
-    if not staged or workload.storage not in CODES:
+    staged = [each for each in listed if isinstance(each, StagedContraction) and each.panel % panel == 0]
+    times = seconds(descriptor, replace(workload, storage="float32")) if staged else {}
+    known = [each for each in staged if each in times]
+    if not known:
         return None, 1
-    fastest = min(staged, key=lambda each: staged[each])
+    fastest = min(known, key=lambda each: times[each])
     return fastest, fastest.panel // panel
 
 

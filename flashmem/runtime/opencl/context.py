@@ -1,8 +1,8 @@
 """OpenCL objects: devices, queues, memory objects and programs.
 
-Only this module, `launching.py`, `copier.py` and `importing.py` call OpenCL, through `binding.py` and `undocumented.py`, so
-that tests can check every call (tests/support/strict_device). `Context` creates memory objects; other modules request them
-from the ledger (`flashmem.runtime.memory.ledger`), which counts their bytes.
+Only this module, `launching.py`, `copier.py`, `importing.py` and `shared_memory.py` call OpenCL, through `binding.py` and
+`undocumented.py`, so that tests can check every call (tests/support/strict_device). `Context` creates memory objects; other
+modules request them from the ledger (`flashmem.runtime.memory.ledger`), which counts their bytes.
 """
 
 from __future__ import annotations
@@ -422,10 +422,14 @@ def _finish(queues: Iterable[Queue]) -> None:
 
 def set_memory(kernel: Kernel, index: int, memory: Memory) -> None:
     """Set an argument of a kernel to a memory object, for its next launches."""
+    with _explained(f"set up the kernel {kernel.function_name}"):
+        _set_memory(kernel, index, memory)
+
+
+def _set_memory(kernel: Kernel, index: int, memory: Memory) -> None:
     if isinstance(memory, SharedMemory):
         shared_memory.set_argument(kernel, index, memory)
-        return
-    with _explained(f"set up the kernel {kernel.function_name}"):
+    else:
         kernel.set_arg(index, memory)
 
 
@@ -447,10 +451,8 @@ class CompiledProgram:
                     continue
                 if isinstance(argument, np.generic):
                     undocumented.set_number(kernel, index, argument)
-                elif isinstance(argument, SharedMemory):
-                    shared_memory.set_argument(kernel, index, argument)
                 else:
-                    kernel.set_arg(index, argument)
+                    _set_memory(kernel, index, argument)
             return kernel
 
     def check(self, name: str) -> None:
