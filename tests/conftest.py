@@ -1,4 +1,4 @@
-"""Builds of kernels during tests, and a summary of ONNX's node tests."""
+"""Selection of tests, builds of kernels during tests, and a summary of ONNX's node tests."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import hypothesis
 import pytest
 
 from tests.support.caches import kernels_built_as_for_users, kernels_built_by_runs, kernels_unoptimised, optimisation
+from tests.support.selection import sample
 
 HERE = Path(__file__).parent
 
@@ -30,14 +31,41 @@ OPTIMISED = (
 """The tests of kernels, on all runtimes and memory paths, and others: drivers optimise kernels there, as they do for users."""
 
 
+SAMPLED = ("benchmarks", "bundle", "cli", "compiler", "conformance", "fuzz", "profiler", "runtime", "tools")
+"""Folders of tests that compile and run models, of which a plain run takes a sample."""
+
+
 NODE_TESTS = "ONNX node tests"
 """The name of a property: the counts of the node tests as text, and of each operator with another ending."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--thorough`."""
+    parser.addoption("--thorough", action="store_true", help="run all tests, on all OpenCL runtimes")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without `--thorough`, select a sample of the tests that compile and run models (see CONTRIBUTING.md)."""
+    if config.getoption("thorough"):
+        return
+    chosen = sample(item.nodeid for item in items if _within(item, SAMPLED))
+    kept, left = [], []
+    for item in items:
+        taken = item.nodeid in chosen or not _within(item, SAMPLED)
+        (kept if taken and not item.get_closest_marker("thorough") else left).append(item)
+    config.hook.pytest_deselected(items=left)
+    items[:] = kept
+
+
+def _within(item: pytest.Item, folders: tuple[str, ...]) -> bool:
+    """Whether the test's file is in one of `folders` of tests, or its path starts like one of them."""
+    return item.path.is_relative_to(HERE) and item.path.relative_to(HERE).as_posix().startswith(folders)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before fixtures of any scope: whether drivers optimise the kernels of this test."""
-    listed = item.path.is_relative_to(HERE) and item.path.relative_to(HERE).as_posix().startswith(OPTIMISED)
+    listed = _within(item, OPTIMISED)
     strict = item.path.name.startswith("test_strict")  # which watches the calls of OpenCL
     apart = item.get_closest_marker("build_apart") is not None  # as for users
     optimisation.on = apart or (listed and not strict and item.get_closest_marker("unoptimised") is None)

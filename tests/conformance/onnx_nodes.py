@@ -1,7 +1,7 @@
 """The node tests of the onnx package, and the checked-in list of flashmem's results.
 
 `onnx_nodes.txt` names every test once: first those that pass, then those that do not run, under the reason. Every line is an
-operator and a test. Commands:
+operator, a test, and the inputs that are constants (see `flashmem.tools.onnx_backend`). Commands:
 
     python -m tests.conformance.onnx_nodes --write      runs every test on every OpenCL device, on one memory path (minutes)
     python -m tests.conformance.onnx_nodes --write --only cast  runs those with "cast" in their name only
@@ -49,7 +49,7 @@ _COMPUTED = {*get_args(DType), "float16", "bfloat16", "float64"}
 
 _HEADER = f"""\
 # The node tests of onnx {onnx.__version__}. Written by: python -m tests.conformance.onnx_nodes --write
-# A line is an operator and a test; the heading above it says why the test does not run.
+# A line is an operator, a test, and its inputs that are constants; the heading above it says why the test does not run.
 """
 
 
@@ -77,9 +77,15 @@ def read_list() -> dict[str, list[tuple[str, str]]]:
         if line.startswith("["):
             sections[line[1:-1]] = current = []
         elif line and not line.startswith("#"):
-            op, name = line.split(" ")
+            op, name, *_ = line.split(" ")
             current.append((op, name))
     return sections
+
+
+def read_constants() -> dict[str, tuple[str, ...]]:
+    """The inputs that are constants, by test, from the checked-in list."""
+    lines = [line.split(" ") for line in LIST.read_text(encoding="utf-8").splitlines() if line and line[0] not in "[#"]
+    return {name: tuple(constants) for _, name, *constants in lines}
 
 
 def counts() -> dict[str, tuple[int, int]]:
@@ -109,8 +115,8 @@ def check(case: Any, answers: Sequence[Any], expected: Sequence[Any]) -> None:
         Runner.assert_similar_outputs(arrays, answers, case.rtol, case.atol)
 
 
-def outcome(case: Any, device: str, path: str) -> str:
-    """`PASSES`, or the reason why `case` cannot run on `device`.
+def outcome(case: Any, device: str, path: str) -> tuple[str, tuple[str, ...]]:
+    """`PASSES` and the inputs that are constants, or the reason why `case` cannot run on `device`.
 
     Raises:
         AssertionError: it runs with a wrong result.
@@ -122,32 +128,33 @@ def outcome(case: Any, device: str, path: str) -> str:
         with backend.prepare(case.model, device, memory_path=path) as prepared:
             for inputs, expected in case.data_sets:
                 check(case, prepared.run(inputs), expected)
+            return PASSES, prepared.constants
     except UnsupportedModelError as error:
-        return "; ".join(dict.fromkeys(reason for _, reason in error.nodes)) or _line(error)
+        return "; ".join(dict.fromkeys(reason for _, reason in error.nodes)) or _line(error), ()
     except UserError as error:
-        return re.sub(r"'[^']*'", "'…'", _line(error))
+        return re.sub(r"'[^']*'", "'…'", _line(error)), ()
     except AssertionError:
         if case.name in DIFFERS:
-            return DIFFERS[case.name]
+            return DIFFERS[case.name], ()
         raise
-    return PASSES
 
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _everywhere(task: tuple[str, tuple[tuple[str, str], ...]]) -> str:
+def _everywhere(task: tuple[str, tuple[tuple[str, str], ...]]) -> tuple[str, tuple[str, ...]]:
     """The outcome of a test on devices and paths. An error starts with "WRONG", which the tests do not accept."""
     name, places = task
+    constants: tuple[str, ...] = ()
     for device, path in places:
         try:
-            reason = outcome(cases()[name], device, path)
+            reason, constants = outcome(cases()[name], device, path)
         except Exception as error:  # any exception is a finding
-            return f"WRONG ({device}, {path}): {type(error).__name__}: {_line(error)[:200]}"
+            return f"WRONG ({device}, {path}): {type(error).__name__}: {_line(error)[:200]}", ()
         if reason != PASSES:
-            return reason
-    return PASSES
+            return reason, ()
+    return PASSES, constants
 
 
 def _devices() -> tuple[str, ...]:
@@ -156,10 +163,10 @@ def _devices() -> tuple[str, ...]:
     return tuple(device.descriptor_name for device in list_devices())
 
 
-def _write(outcomes: Mapping[str, str]) -> None:
+def _write(outcomes: Mapping[str, tuple[str, tuple[str, ...]]]) -> None:
     sections: defaultdict[str, list[str]] = defaultdict(list)
-    for name, reason in outcomes.items():
-        sections[reason].append(f"{operator(cases()[name])} {name}\n")
+    for name, (reason, constants) in outcomes.items():
+        sections[reason].append(f"{' '.join((operator(cases()[name]), name, *constants))}\n")
     order = [PASSES, *sorted(sections.keys() - {PASSES})]
     blocks = [f"\n[{reason}]\n{''.join(sorted(sections[reason]))}" for reason in order]
     LIST.write_text(_HEADER + "".join(blocks), encoding="utf-8")
@@ -198,10 +205,12 @@ def main() -> None:
             for index, name in enumerate(sorted(cases()))
             if arguments.only in name
         ]
-        outcomes = {name: reason for reason, tests in read_list().items() for _, name in tests} if arguments.only else {}
+        constants = read_constants()
+        listed = [(name, reason) for reason, tests in read_list().items() for _, name in tests] if arguments.only else []
+        outcomes = {name: (reason, constants[name]) for name, reason in listed}
         done = call_isolated(_everywhere, tasks, jobs=arguments.jobs, timeout=300)
-        for count, ((name, _), reason) in enumerate(done, 1):
-            outcomes[name] = f"WRONG: {reason}" if reason in ("crash", "hang") else reason
+        for count, ((name, _), result) in enumerate(done, 1):
+            outcomes[name] = (f"WRONG: {result}", ()) if isinstance(result, str) else result
             print(f"{count} / {len(tasks)}", end="\r", flush=True)
         _write(outcomes)
     print(operators_summary())

@@ -1,16 +1,15 @@
 """The node tests of the onnx package, against `flashmem.tools.onnx_backend` and the checked-in list (`onnx_nodes.py`).
 
-Every test runs on the first device, alternating between memory paths, as a separate model. On the other devices one test of
-each operator and element types runs, and those of a batch are merged into one model, because building a program for PoCL costs
-most. Those named "expanded" are the same operators as graphs of simpler ones; no other device runs these. Drivers optimise the
-kernels of the operators themselves, on the first device: tests/compiler has all families of kernels on all devices.
+Most of the time is that of building programs, so the tests of a batch are merged into one model. Every test runs on the first
+device. One test of each operator and element types also runs on the others, but for those named "expanded", which are the same
+operators as graphs of simpler ones. Memory paths alternate. With `--thorough`, every test is also a model of its own, whose
+kernels drivers optimise.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -31,6 +30,7 @@ from tests.conformance.onnx_nodes import (
     operator,
     operators_summary,
     outcome,
+    read_constants,
     read_list,
     totals_summary,
 )
@@ -39,16 +39,17 @@ from tests.support.caches import optimisation
 
 DEVICES = sorted(list_devices(), key=lambda device: device.descriptor_name == "pocl")
 LISTED = read_list()
+CONSTANTS = read_constants()
 BATCH = 16
 
 
 def _batches() -> list[list[str]]:
-    """The passing tests, grouped by operator set, so that each group can be one model."""
-    alike: defaultdict[str, list[str]] = defaultdict(list)
+    """The passing tests, grouped by operator set and form, so that each group can be one model."""
+    alike: defaultdict[tuple[str, bool], list[str]] = defaultdict(list)
     for _, name in LISTED[PASSES]:
         if name in cases():
-            model = cases()[name].model
-            alike[f"{sorted((entry.domain, entry.version) for entry in model.opset_import)}"].append(name)
+            sets = sorted((entry.domain, entry.version) for entry in cases()[name].model.opset_import)
+            alike[f"{sets}", "_expanded" in name].append(name)
     return [names[first : first + BATCH] for names in alike.values() for first in range(0, len(names), BATCH)]
 
 
@@ -80,37 +81,41 @@ def test_nothing_is_listed_as_wrong() -> None:
 @pytest.mark.parametrize(("name", "reason"), REFUSED, ids=[name for name, _ in REFUSED])
 def test_refused_for_the_listed_reason(name: str, reason: str) -> None:
     assert not reason.startswith("WRONG"), reason
-    assert outcome(cases()[name], DEVICES[0].descriptor_name, "buffer") == reason
+    assert outcome(cases()[name], DEVICES[0].descriptor_name, "buffer") == (reason, ())
 
 
 @pytest.mark.parametrize("index", range(len(BATCHES)), ids=[names[0] for names in BATCHES])
 def test_passes(index: int) -> None:
     path, other = PATHS[index % 2], PATHS[(index + 1) % 2]
-    constants: dict[str, tuple[str, ...]] = {}
+    with optimisation.off():
+        _check(BATCHES[index], DEVICES[0].descriptor_name, path)
+        for device in DEVICES[1:]:
+            _check([name for name in BATCHES[index] if name in EVERYWHERE], device.descriptor_name, other)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("index", range(len(BATCHES)), ids=[names[0] for names in BATCHES])
+def test_passes_alone(index: int) -> None:
     for name in BATCHES[index]:
-        case = cases()[name]
-        way = optimisation.off() if "_expanded" in name else nullcontext()
-        with way, backend.prepare(case.model, DEVICES[0].descriptor_name, memory_path=path) as prepared:
-            for inputs, expected in case.data_sets:
-                check(case, prepared.run(inputs), expected)
-            constants[name] = prepared.constants
-    # onnx's own merging does not rename values inside branches and loops.
-    elsewhere = [name for name in BATCHES[index] if name in EVERYWHERE]
-    alone = [name for name in elsewhere if _has_subgraph(cases()[name].model)]
-    for device in DEVICES[1:]:
-        merged = [name for name in elsewhere if name not in alone]
-        with optimisation.off():
-            _check_merged(merged, constants, device.descriptor_name, other)
-            for name in alone:
-                assert outcome(cases()[name], device.descriptor_name, other) == PASSES
+        assert outcome(cases()[name], DEVICES[0].descriptor_name, PATHS[(index + 1) % 2]) == (PASSES, CONSTANTS[name])
+
+
+def _check(names: Sequence[str], device: str, path: str) -> None:
+    """Run the tests `names` on a device: as one model, but those with branches or several sets of data alone."""
+    merged = [name for name in names if not _has_subgraph(cases()[name].model) and len(cases()[name].data_sets) == 1]
+    _check_merged(merged, device, path)
+    for name in names:
+        if name not in merged:
+            assert outcome(cases()[name], device, path) == (PASSES, CONSTANTS[name])
 
 
 def _has_subgraph(model: onnx.ModelProto) -> bool:
+    """Whether a node has one: onnx's own merging does not rename values inside branches and loops."""
     nodes = [*model.graph.node, *(node for function in model.functions for node in function.node)]
     return any(attribute.HasField("g") or attribute.graphs for node in nodes for attribute in node.attribute)
 
 
-def _check_merged(names: Sequence[str], constants: dict[str, tuple[str, ...]], device: str, path: str) -> None:
+def _check_merged(names: Sequence[str], device: str, path: str) -> None:
     """Run the tests `names` as one model, with the inputs that must be constants."""
     if not names:
         return
@@ -121,7 +126,7 @@ def _check_merged(names: Sequence[str], constants: dict[str, tuple[str, ...]], d
         model.CopyFrom(cases()[name].model)
         graph, prefix = model.graph, f"test{number}_"
         arrays = dict(zip([value.name for value in graph.input], cases()[name].data_sets[0][0], strict=True))
-        for fixed in constants[name]:
+        for fixed in CONSTANTS[name]:
             graph.initializer.append(numpy_helper.from_array(np.asarray(arrays.pop(fixed)), fixed))
             graph.input.remove(next(value for value in graph.input if value.name == fixed))
         feeds |= {prefix + key: array for key, array in arrays.items()}
