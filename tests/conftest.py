@@ -31,8 +31,8 @@ OPTIMISED = (
 """The tests of kernels, on all runtimes and memory paths, and others: drivers optimise kernels there, as they do for users."""
 
 
-SAMPLED = ("benchmarks", "bundle", "cli", "compiler", "conformance", "fuzz", "profiler", "runtime", "tools")
-"""Folders of tests that compile and run models, of which a plain run takes a sample."""
+SAMPLED = ("base", "benchmarks", "bundle", "cli", "compiler", "conformance", "fuzz", "profiler", "runtime", "tools")
+"""Folders of tests that compile and run models, or start processes. A plain run takes a sample of them."""
 
 
 NODE_TESTS = "ONNX node tests"
@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without `--thorough`, select a sample of the tests that compile and run models (see CONTRIBUTING.md)."""
+    """Without `--thorough`, select a sample of the tests in `SAMPLED` folders (see CONTRIBUTING.md)."""
     if config.getoption("thorough"):
         return
     chosen = sample(item.nodeid for item in items if _within(item, SAMPLED))

@@ -30,6 +30,7 @@ def flashmem(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
     return command_line(monkeypatch, capfd)
 
 
+@pytest.mark.thorough
 def test_a_profile_killed_and_resumed_to_its_figures(
     flashmem: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

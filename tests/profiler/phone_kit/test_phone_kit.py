@@ -94,6 +94,7 @@ def test_the_models_give_the_right_answers_here(model: models.KitModel, tmp_path
     assert compare(answers, reference(path, model.inputs, outputs), model.precision).relative_error < TOLERANCE[model.precision]
 
 
+@pytest.mark.thorough
 def test_a_kit_runs_from_its_file_and_is_read(archive: Path, tmp_path: Path) -> None:
     """All steps but the rates and the heat, which the next tests run: they take a minute."""
     program = (
