@@ -255,7 +255,7 @@ class Executor:
                     if not loaded.get(name, True):
                         if launched < layer - 1:
                             queue.flush()
-                        while flying:  # the load may wait for the end of a launch
+                        while flying and not loader.follows_launches:  # the load may wait for the end of a launch
                             retire()
                         loader.wait(name)
                         waited_for = name
@@ -279,6 +279,10 @@ class Executor:
                 queue.launch_all(launches, alone=loader is None)
                 if layer == first:
                     queue.flush()
+            if loader is not None and layer in waking and loader.follows_launches:
+                if trace is not None:
+                    queue.flush()
+                loader.launched(*flying[-1])
             if layer in after:
                 after[layer]()
             while flying and layer - flying[0][0] >= self._apart:

@@ -19,11 +19,11 @@ from typing import Any
 
 from flashmem.runtime.opencl import undocumented
 from flashmem.runtime.opencl.binding import checked
-from flashmem.runtime.opencl.context import Bytes, Context, Memory
-from flashmem.runtime.opencl.shared_memory import SharedMemory, address_of, enqueue_copy
+from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory
+from flashmem.runtime.opencl.shared_memory import SharedMemory, address_of, enqueue_copy, wait_list
 
 _SIZE, _POINTER = ctypes.c_size_t, ctypes.c_void_p
-_NOT_BLOCKING, _NO_EVENTS = ctypes.c_uint(0), ctypes.c_uint(0)
+_NOT_BLOCKING = ctypes.c_uint(0)
 
 
 class CopyEvent:
@@ -51,40 +51,57 @@ class CopyEvent:
 class Copier:
     """A queue for copies that any thread may use.
 
-    A thread must wait for its copy before it writes to the source again, and before another queue waits for the event.
+    A thread must wait for its copy before it writes to the source again. Each copy is flushed, so that another queue may wait
+    for its event.
     """
 
     def __init__(self, context: Context) -> None:
         self.queue = context.queue()
         self._handle = _POINTER(self.queue.handle.int_ptr)
 
-    def write(self, buffer: Memory, data: Bytes, *, offset: int = 0) -> CopyEvent:
-        """Start a copy of contiguous host memory to byte `offset` of a buffer. Raises RunError."""
+    def write(self, buffer: Memory, data: Bytes, *, offset: int = 0, behind: Event | None = None) -> CopyEvent:
+        """Start a copy of contiguous host memory to byte `offset` of a buffer, once the event `behind` is complete.
+
+        Raises RunError.
+        """
+        events = wait_list(behind)
         if isinstance(buffer, SharedMemory):
             queue, target = self.queue.handle.int_ptr, buffer.int_ptr + offset
             return self._begun(
-                "write to a buffer", lambda event: enqueue_copy(queue, target, address_of(data), data.nbytes, event)
+                "write to a buffer",
+                lambda event: enqueue_copy(queue, target, address_of(data), data.nbytes, event, events=events),
             )
         enqueue = undocumented.library().clEnqueueWriteBuffer
         return self._begun(
             "write to a buffer",
             lambda event: enqueue(
                 self._handle, _POINTER(buffer.int_ptr), _NOT_BLOCKING, _SIZE(offset), _SIZE(data.nbytes), _address(data),
-                _NO_EVENTS, None, event,
+                *events, event,
             ),
         )  # fmt: skip
 
-    def write_image(self, image: Memory, data: Bytes, *, first_row: int, width: int, rows: int, row_pitch: int) -> CopyEvent:
-        """Start a copy of `rows` rows of `width` texels from host memory, `row_pitch` bytes apart, to an image.
+    def write_image(
+        self,
+        image: Memory,
+        data: Bytes,
+        *,
+        first_row: int,
+        width: int,
+        rows: int,
+        row_pitch: int,
+        behind: Event | None = None,
+    ) -> CopyEvent:
+        """Start a copy of `rows` rows of `width` texels from host memory, `row_pitch` bytes apart, to an image; as `write`.
 
         Raises RunError.
         """
+        events = wait_list(behind)
         enqueue = undocumented.library().clEnqueueWriteImage
         return self._begun(
             "write to a texture",
             lambda event: enqueue(
                 self._handle, _POINTER(image.int_ptr), _NOT_BLOCKING, (_SIZE * 3)(0, first_row, 0), (_SIZE * 3)(width, rows, 1),
-                _SIZE(row_pitch), _SIZE(0), _address(data), _NO_EVENTS, None, event,
+                _SIZE(row_pitch), _SIZE(0), _address(data), *events, event,
             ),
         )  # fmt: skip
 
@@ -93,7 +110,9 @@ class Copier:
         if enqueue(ctypes.byref(event)):
             gc.collect()  # frees unreferenced memory objects
             checked(what, enqueue(ctypes.byref(event)))
-        return CopyEvent(event.value or 0)
+        copy = CopyEvent(event.value or 0)
+        checked(what, undocumented.library().clFlush(self._handle))  # other queues may wait for it
+        return copy
 
 
 def _address(data: Bytes) -> ctypes.c_void_p:

@@ -19,7 +19,7 @@ MOST_BYTES = 64 << 20
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 _READ_WRITE = ctypes.c_ulonglong(1)  # CL_MEM_READ_WRITE
-_NO_EVENTS, _NOT_BLOCKING, _BLOCKING, _DEFAULT_ALIGNMENT = (ctypes.c_uint(n) for n in (0, 0, 1, 0))
+_NOT_BLOCKING, _BLOCKING, _DEFAULT_ALIGNMENT = (ctypes.c_uint(n) for n in (0, 1, 0))
 
 
 class SharedMemory:
@@ -73,14 +73,34 @@ def set_argument(kernel: Any, index: int, memory: SharedMemory) -> None:
     checked("set the argument of a kernel", failed)
 
 
-def enqueue_copy(queue: int, target: int, source: int, nbytes: int, event: Any = None, *, blocking: bool = False) -> int:
-    """Copy bytes between two addresses, of which at least one is of the device's memory; the error code.
+WaitList = tuple[ctypes.c_uint, Any]
+"""The number of events that a command waits for, and an array of them."""
+
+NO_EVENTS: WaitList = (ctypes.c_uint(0), None)
+
+
+def wait_list(event: Any | None) -> WaitList:
+    """The wait list with one event, or with none."""
+    return NO_EVENTS if event is None else (ctypes.c_uint(1), (_POINTER * 1)(event.int_ptr))
+
+
+def enqueue_copy(
+    queue: int,
+    target: int,
+    source: int,
+    nbytes: int,
+    event: Any = None,
+    *,
+    blocking: bool = False,
+    events: WaitList = NO_EVENTS,
+) -> int:
+    """Copy bytes between two addresses, of which at least one is of the device's memory, behind `events`; the error code.
 
     `event`: a reference to a cl_event to set, or None.
     """
     code: int = undocumented.library().clEnqueueSVMMemcpy(
         _POINTER(queue), _BLOCKING if blocking else _NOT_BLOCKING, _POINTER(target), _POINTER(source), _SIZE(nbytes),
-        _NO_EVENTS, None, event,
+        *events, event,
     )  # fmt: skip
     return code
 

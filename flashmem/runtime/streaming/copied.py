@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Bytes, Context, Memory, Queue
+from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory, Queue
 from flashmem.runtime.opencl.copier import Copier, CopyEvent
 from flashmem.runtime.streaming.host_tier import HostTier
-from flashmem.runtime.streaming.transfer import Transfer, TransferLoad, in_pool
+from flashmem.runtime.streaming.transfer import BeginCopy, Transfer, TransferLoad, in_pool
 from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.loads import WORD, Segment, whole_words
 from flashmem.schedule.plan import PoolLayout
@@ -38,8 +38,11 @@ class _Homes:
         """A sub-buffer of the pool, if the slices have the same order there as in the file."""
         return in_pool(self._ledger, self._pool, self._offsets, parts)
 
-    def write(self, copier: Copier, part: Slice, data: Bytes, first_byte: int) -> CopyEvent:
-        """Begin to copy `data`, which starts at `first_byte` of the slice, to the slice's place; images in whole rows."""
+    def write(self, copier: Copier, part: Slice, data: Bytes, first_byte: int, behind: Event | None) -> CopyEvent:
+        """Begin to copy `data`, which starts at `first_byte` of the slice, to the slice's place, behind an event.
+
+        Images are copied in whole rows.
+        """
         memory = self.memories[part.name]
         if part.is_image:
             return copier.write_image(
@@ -49,12 +52,13 @@ class _Homes:
                 width=part.width,
                 rows=data.nbytes // part.row_pitch,
                 row_pitch=part.row_pitch,
+                behind=behind,
             )
-        return copier.write(memory, data, offset=first_byte)
+        return copier.write(memory, data, offset=first_byte, behind=behind)
 
 
-def _write_to(copier: Copier, buffer: Memory, data: Bytes, first_byte: int) -> CopyEvent:
-    return copier.write(buffer, data, offset=first_byte)
+def _write_to(copier: Copier, buffer: Memory, data: Bytes, first_byte: int, behind: Event | None) -> CopyEvent:
+    return copier.write(buffer, data, offset=first_byte, behind=behind)
 
 
 class _Ring:
@@ -100,6 +104,7 @@ class _MovingTransfer(Transfer):
         tier: HostTier | None,
     ) -> None:
         super().__init__(file)
+        self.follows_launches = not context.device.unified_memory
         self._tier = tier
         self._staging_ledger = ledger if tier is None else tier.ledger  # counts host memory
         self._copier: Copier = after._copier if after else Copier(context)
@@ -121,9 +126,7 @@ class _MovingTransfer(Transfer):
         """Load a segment to the slice's place."""
         self._pass(part, segment, thread, turn, partial(self._homes.write, self._copier, part))
 
-    def _pass(
-        self, part: Slice, segment: Segment, thread: int, turn: TransferLoad, begin: Callable[[Bytes, int], CopyEvent]
-    ) -> None:
+    def _pass(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad, begin: BeginCopy) -> None:
         """Read a segment, unless the host tier holds it, and copy it on with `begin` (see `_copy`)."""
         tier = self._tier
         place = None if tier is None else tier.place(part, segment)

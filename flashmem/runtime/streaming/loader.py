@@ -3,7 +3,8 @@
 A `LoaderRun` serves one run (or the preloading of W). Its threads start loads in the order of first use, and take the first one
 that is released. Slice w may be loaded after the end of the launch that last used its place (mode `map`: launch g_w - 1), and
 after all slices due by then are freed. So no two slices are ever resident together that the plan kept apart. Loads through a
-thread's own staging are read earlier, and copied on at their release time.
+thread's own staging are read earlier, and copied on at their release time. Where copies follow launches on the device
+(`Transfer.follows_launches`), a load is released when its launch is enqueued, and loaded when its last copy is.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ from itertools import islice
 
 from flashmem.base.errors import RunError
 from flashmem.program.tensors import Slice
-from flashmem.runtime.streaming.transfer import Transfer
+from flashmem.runtime.opencl.context import Event
+from flashmem.runtime.streaming.transfer import Transfer, TransferLoad
 from flashmem.schedule.loads import LOOKED_AT, Load, Step, TimedInterval
 
 
 class _Turn:
     """One load of a run: its steps, and whether it is released."""
 
-    __slots__ = ("_run", "after", "start", "steps")
+    __slots__ = ("_load", "_run", "loaded", "start", "steps")
 
-    def __init__(self, run: LoaderRun, after: int) -> None:
-        self._run, self.after = run, after
+    def __init__(self, run: LoaderRun, load: Load) -> None:
+        self._run, self._load = run, load
+        self.loaded = False
         self.start = time.perf_counter()
         self.steps: list[tuple[Step, float]] = []
 
@@ -34,11 +37,17 @@ class _Turn:
         """Record the time since the last call as spent on `what`."""
         self.steps.append((what, time.perf_counter()))
 
-    def wait_for_release(self) -> None:
+    def wait_for_release(self) -> Event | None:
         """Wait for its release time. Raises _StoppedError if the run stops before."""
-        if not self._run.is_done(self.after):
-            self._run.wait_for(self.after)
+        if not self._run.is_done(self._load.after):
+            self._run.wait_for(self._load.after)
             self.did("wait")
+        return self._run.launches.get(self._load.after)
+
+    def enqueued(self) -> None:
+        """Let launches follow: the last copy is enqueued, or complete."""
+        self.loaded = True
+        self._run.load_done(self._load, self)
 
 
 class _StoppedError(Exception):
@@ -46,7 +55,9 @@ class _StoppedError(Exception):
 
 
 class LoaderRun:
-    """Loader threads for one sequence of loads. Call `layer_done` for every launch, `wait` before a use, `stop` at the end."""
+    """Loader threads for one sequence of loads. Call `launched` and `layer_done` for every launch, `wait` before a use, `stop`
+    at the end.
+    """
 
     def __init__(
         self,
@@ -75,7 +86,8 @@ class LoaderRun:
         self._taken = bytearray(len(loads))
         self._announced = bytearray(len(loads))
         self._first = 0  # all loads before this one are taken
-        self._done = done  # completed launches
+        self._done = done  # launches that are complete, or enqueued if copies follow them
+        self.launches: dict[int, Event] = {}  # the events of those that are not known to be complete
         self._admit = admit
         self._loading = 0  # threads with a load
         self._unreleased = 0  # of those, the ones that wait for the release
@@ -106,9 +118,25 @@ class LoaderRun:
                 thread.start()
                 self._threads.append(thread)
 
+    @property
+    def follows_launches(self) -> bool:
+        """Whether loads are released by `launched`."""
+        return self._transfer.follows_launches
+
+    def launched(self, layer: int, event: Event) -> None:
+        """Launch `layer` is enqueued and flushed, and `event` is its event: release loads that wait for it on the device."""
+        if layer in self.wakes and self.follows_launches:
+            with self._changed:
+                self.launches[layer] = event
+                self._done = layer
+                self._changed.notify_all()
+
     def layer_done(self, layer: int) -> None:
         """Launch `layer` and all before it are complete: free slices last used there, and release waiting loads."""
         if layer not in self.wakes:
+            return
+        if self.follows_launches:
+            self.launches.pop(layer, None)
             return
         with self._changed:
             self._done = layer
@@ -173,25 +201,18 @@ class LoaderRun:
         try:
             self._start_next()
             while (load := self._take()) is not None:
-                turn, name = _Turn(self, load.after), load.part.name
+                turn, name = _Turn(self, load), load.part.name
                 if load.preload:
                     self._transfer.preload(load.part, load.segment, thread, turn)
                 else:
                     self._transfer.load(load.part, load.segment, thread, turn)
-                with self._changed:
-                    self._missing[name] -= 1
-                    complete = not self._missing[name]
-                if complete:
-                    self._transfer.complete(load.part, turn)
+                if not turn.loaded:
+                    self.load_done(load, turn)
                 steps, nbytes = tuple(turn.steps), load.segment.nbytes
                 interval = TimedInterval(name, turn.start, time.perf_counter(), thread, steps, nbytes, load.after)
                 with self._changed:
                     self.intervals.append(interval)
                     self._loading -= 1
-                    if complete:
-                        self.loaded[name] = True
-                        if name == self._wanted:
-                            self._arrived.notify_all()
         except _StoppedError:
             return
         except BaseException as error:
@@ -201,12 +222,25 @@ class LoaderRun:
                 self._changed.notify_all()
                 self._arrived.notify_all()
 
+    def load_done(self, load: Load, turn: TransferLoad) -> None:
+        """A load has ended, or launches may follow it on the device: its slice is loaded if it was the last one."""
+        name = load.part.name
+        with self._changed:
+            self._missing[name] -= 1
+            complete = not self._missing[name]
+        if complete:
+            self._transfer.complete(load.part, turn)
+            with self._changed:
+                self.loaded[name] = True
+                if name == self._wanted:
+                    self._arrived.notify_all()
+
     def is_done(self, layer: int) -> bool:
-        """Whether launch `layer` is known to be complete."""
+        """Whether launch `layer` releases loads: it is known to be complete, or enqueued if copies follow it."""
         return layer <= self._done
 
     def wait_for(self, layer: int) -> None:
-        """Wait until launch `layer` is complete. Raises _StoppedError if the run stops before."""
+        """Wait until launch `layer` releases loads. Raises _StoppedError if the run stops before."""
         with self._changed:
             self._unreleased += 1
             while layer > self._done:

@@ -4,7 +4,8 @@ Each mode is a `Transfer`. Nothing else depends on the mode, so that every mode 
 its memory at creation, at the places of the plan's `PoolLayout`. `transfer_modes.py` creates them.
 
 A transfer writes device memory by commands on its own queue, one for all loader threads. The queue of launches waits for the
-events of those commands (`arrived`) before a kernel reads the data.
+events of those commands (`arrived`) before a kernel reads the data. With memory of its own, the device also keeps the other
+order: a copy waits there for the launch that last read its place, so that the host enqueues both ahead (`follows_launches`).
 """
 
 from __future__ import annotations
@@ -21,12 +22,19 @@ from flashmem.runtime.opencl.copier import CopyEvent
 from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.loads import Segment, Step, whole_words
 
+BeginCopy = Callable[[Bytes, int, Event | None], CopyEvent]
+"""Enqueues and flushes the copy of a piece, which starts at a byte of its slice, behind an event."""
+
 
 class TransferLoad(Protocol):
     """One load of a run, as a transfer sees it."""
 
-    def wait_for_release(self) -> None:
-        """Wait until the load is released: only then may its planned places be written."""
+    def wait_for_release(self) -> Event | None:
+        """Wait until the load is released. Only then may its planned places be written, behind the event if there is one."""
+        ...
+
+    def enqueued(self) -> None:
+        """Its last copy is enqueued and flushed: launches that wait for its event may follow."""
         ...
 
     def did(self, what: Step) -> None:
@@ -42,6 +50,9 @@ class Transfer(ABC):
 
     reads_ahead = False
     """Whether a load may begin before its release: the data waits in the thread's own part of staging."""
+
+    follows_launches = False
+    """Whether copies wait on the device for launches, so that a load is released when its launch is enqueued, not complete."""
 
     binds_late = False
     """Whether a slice has a memory object only while it is loaded (`memories`), so that arguments are set before a launch."""
@@ -99,13 +110,12 @@ class Transfer(ABC):
         if self.checksums is not None:
             self.file.compare_checksum(f"slice {part.name!r}", checksum(place.data), self.checksums[part.name])
 
-    def _copy(
-        self, part: Slice, segment: Segment, through: Bytes, turn: TransferLoad, begin: Callable[[Bytes, int], CopyEvent]
-    ) -> None:
+    def _copy(self, part: Slice, segment: Segment, through: Bytes, turn: TransferLoad, begin: BeginCopy) -> None:
         """Read the segment into staging and copy it on, piece by piece; images in whole rows.
 
-        After the release, `begin` receives a piece and its first byte in the slice, and enqueues the copy. The copy completes
-        before the next piece is read. RunError: the slice is damaged, and its last piece is not copied.
+        After the release, `begin` receives a piece, its first byte in the slice, and the event that the copy waits for, and
+        enqueues the copy. It completes before the next piece is read. RunError: the slice is damaged, and its last piece is not
+        copied.
         """
         step = through.nbytes // part.row_pitch * part.row_pitch if part.is_image else through.nbytes
         end, value = segment.first + segment.nbytes, 0
@@ -117,15 +127,16 @@ class Transfer(ABC):
                 if first + step >= end:
                     self.file.compare_checksum(f"slice {part.name!r}", value, self.checksums[part.name])
             turn.did("read")
-            self._copy_on(part, piece, first, turn, begin)
+            self._copy_on(part, piece, first, turn, begin, last=first + step >= end)
 
     def _copy_on(
-        self, part: Slice, piece: Bytes, first: int, turn: TransferLoad, begin: Callable[[Bytes, int], CopyEvent]
+        self, part: Slice, piece: Bytes, first: int, turn: TransferLoad, begin: BeginCopy, *, last: bool = True
     ) -> None:
         """Copy a piece from byte `first` of the slice on, after the release, and wait until it is copied."""
-        turn.wait_for_release()
-        copy = begin(piece, first)
+        copy = begin(piece, first, turn.wait_for_release())
         self._arrives(part, copy)
+        if last and self.follows_launches:
+            turn.enqueued()
         copy.wait()
         turn.did("copy")
 
