@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import Any
 
 from flashmem.runtime.opencl import undocumented
-from flashmem.runtime.opencl.binding import checked
-from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory
+from flashmem.runtime.opencl.binding import checked, cl
+from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory, event_seconds
 from flashmem.runtime.opencl.shared_memory import SharedMemory, address_of, enqueue_copy, wait_list
 
 _SIZE, _POINTER = ctypes.c_size_t, ctypes.c_void_p
@@ -44,6 +44,10 @@ class CopyEvent:
         """
         checked("copy weights", self._library.clWaitForEvents(ctypes.c_uint(1), (_POINTER * 1)(self.int_ptr)))
 
+    def seconds(self) -> tuple[float, float]:
+        """Start and end of the completed copy, in seconds of the device's clock; its queue profiles."""
+        return event_seconds(cl.Event.from_int_ptr(self.int_ptr, retain=True))
+
     def __del__(self) -> None:
         self._library.clReleaseEvent(_POINTER(self.int_ptr))
 
@@ -55,8 +59,9 @@ class Copier:
     for its event.
     """
 
-    def __init__(self, context: Context) -> None:
-        self.queue = context.queue()
+    def __init__(self, context: Context, *, profiling: bool = False) -> None:
+        """`profiling`: copies have times."""
+        self.queue = context.queue(profiling=profiling)
         self._handle = _POINTER(self.queue.handle.int_ptr)
 
     def write(self, buffer: Memory, data: Bytes, *, offset: int = 0, behind: Event | None = None) -> CopyEvent:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory, Queue
+from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory, Queue, event_seconds, wait
 from flashmem.runtime.opencl.copier import Copier, CopyEvent
 from flashmem.runtime.streaming.host_tier import HostTier
 from flashmem.runtime.streaming.transfer import BeginCopy, Transfer, TransferLoad, in_pool
 from flashmem.runtime.streaming.weight_file import WeightFile
-from flashmem.schedule.loads import WORD, Segment, whole_words
+from flashmem.schedule.loads import WORD, Load, Segment, whole_words
 from flashmem.schedule.plan import PoolLayout
 
 
@@ -85,7 +86,7 @@ class _Ring:
             self._mapped = None
 
 
-class _MovingTransfer(Transfer):
+class MovingTransfer(Transfer):
     """Base of transfers that copy slices to permanent places; a transfer made `after` another one reuses its places.
 
     Loads of slices that the host tier keeps pass through their places there, all others through the ring.
@@ -100,14 +101,14 @@ class _MovingTransfer(Transfer):
         file: WeightFile,
         slices: Sequence[Slice],
         layout: PoolLayout,
-        after: _MovingTransfer | None,
+        after: MovingTransfer | None,
         tier: HostTier | None,
     ) -> None:
         super().__init__(file)
-        self.follows_launches = not context.device.unified_memory
+        self.follows_launches = apart = not context.device.unified_memory
         self._tier = tier
         self._staging_ledger = ledger if tier is None else tier.ledger  # counts host memory
-        self._copier: Copier = after._copier if after else Copier(context)
+        self._copier: Copier = after._copier if after else Copier(context, profiling=apart)
         self._homes: _Homes = after._homes if after else _Homes(ledger, slices, layout)
         self.memories = self._homes.memories
         if after:
@@ -122,9 +123,32 @@ class _MovingTransfer(Transfer):
         if self._tier is None or not self._tier.holds(part, segment):
             super().expect(part, segment)
 
-    def _copy_home(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
-        """Load a segment to the slice's place."""
-        self._pass(part, segment, thread, turn, partial(self._homes.write, self._copier, part))
+    def holds_all(self, loads: Sequence[Load]) -> bool:
+        """Whether the host tier holds the bytes of all `loads`."""
+        return self._tier is not None and all(self._tier.holds(load.part, load.segment) for load in loads)
+
+    def copy_held(self, load: Load, behind: Event | None) -> CopyEvent:
+        """Enqueue the copy of a load that the host tier holds. Raises RunError."""
+        place = None if self._tier is None else self._tier.place(load.part, load.segment)
+        assert place is not None
+        begin = self._home(load.part) if load.preload else self._target(load.part)
+        copy = begin(place, load.segment.first, behind)
+        self._arrives(load.part, copy)
+        return copy
+
+    def clock_apart(self) -> float:
+        """What the host's clock is ahead of that of copies, in seconds."""
+        marker = self._copier.queue.marker()
+        wait(marker)
+        return time.perf_counter() - event_seconds(marker)[1]
+
+    def _home(self, part: Slice) -> BeginCopy:
+        """Copies to the place where kernels read the slice."""
+        return partial(self._homes.write, self._copier, part)
+
+    def _target(self, part: Slice) -> BeginCopy:
+        """Copies of a streamed slice."""
+        return self._home(part)
 
     def _pass(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad, begin: BeginCopy) -> None:
         """Read a segment, unless the host tier holds it, and copy it on with `begin` (see `_copy`)."""
@@ -139,7 +163,7 @@ class _MovingTransfer(Transfer):
         self._copy_on(part, place, segment.first, turn, begin)
 
 
-class DmaTransfer(_MovingTransfer):
+class DmaTransfer(MovingTransfer):
     """`dma`: reads into the thread's part of the ring, or the host tier, and copies from there to the slice's place."""
 
     reads_ahead = True
@@ -159,14 +183,14 @@ class DmaTransfer(_MovingTransfer):
 
     def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
         """Read and copy, in pieces of the size of a ring part; from the host tier at once."""
-        self._copy_home(part, segment, thread, turn)
+        self._pass(part, segment, thread, turn, self._target(part))
 
     def leave(self) -> None:
         """Unmap the ring."""
         self._ring.close()
 
 
-class InterleaveTransfer(_MovingTransfer):
+class InterleaveTransfer(MovingTransfer):
     """`interleave`: reads into the slice's place in staging; kernels copy it to its permanent place as x_{w,l} of the plan
     says.
 
@@ -195,16 +219,20 @@ class InterleaveTransfer(_MovingTransfer):
 
     def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
         """Read into staging."""
-        place = self.staged[part.name]
         if self._maps is None:
-            self._pass(part, segment, thread, turn, partial(_write_to, self._copier, place))
+            self._pass(part, segment, thread, turn, self._target(part))
             return
-        with self._maps.mapped(place, segment.nbytes, offset=segment.first, unmapped=partial(self._arrives, part)) as view:
+        place, arrives = self.staged[part.name], partial(self._arrives, part)
+        with self._maps.mapped(place, segment.nbytes, offset=segment.first, unmapped=arrives) as view:
             self._read(part, segment, view, turn)
 
     def preload(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
         """Read, and copy to the permanent place."""
-        self._copy_home(part, segment, thread, turn)
+        self._pass(part, segment, thread, turn, self._home(part))
+
+    def _target(self, part: Slice) -> BeginCopy:
+        """Copies to the slice's place in staging."""
+        return partial(_write_to, self._copier, self.staged[part.name])
 
     def leave(self) -> None:
         """Free staging, and unmap the ring."""

@@ -1,0 +1,91 @@
+"""Loads of a run whose bytes are all in the host tier: copies that the host only enqueues.
+
+The thread of the launches enqueues each copy when the launch that releases it is enqueued. On the device the copy waits for
+that launch, and the launches that need the slice wait for the copy. So no thread has to learn that a command has ended before
+it enqueues the next one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from flashmem.runtime.opencl.context import Event
+from flashmem.runtime.opencl.copier import CopyEvent
+from flashmem.runtime.streaming.copied import MovingTransfer
+from flashmem.runtime.streaming.loader import LoaderRun
+from flashmem.runtime.streaming.transfer import Transfer
+from flashmem.schedule.loads import Load, TimedInterval
+
+
+class EnqueuedLoads:
+    """The loads of one run, in the order of their releases. The interface is that of `LoaderRun`; `idle` is always true."""
+
+    follows_launches = True
+    idle = True  # the disk is free for other models
+
+    def __init__(self, transfer: MovingTransfer, loads: Sequence[Load], *, done: int = 0) -> None:
+        """Enqueue those that are released after `done` launches. Raises RunError."""
+        self.loaded = {load.part.name: False for load in loads}
+        self._missing = Counter(load.part.name for load in loads)  # segments, by slice
+        self.wakes = frozenset(load.after for load in loads)
+        self.intervals: list[TimedInterval] = []
+        self.when_freed: Callable[[int], None] | None = None  # never called: no slice is freed
+        self._transfer = transfer
+        self._waiting: list[Load] = list(loads)
+        self._copies: list[tuple[Load, CopyEvent]] = []
+        self._enqueue(done, None)
+
+    def launched(self, layer: int, event: Event) -> None:
+        """Launch `layer` is enqueued and flushed, and `event` is its event: enqueue the copies that it releases.
+
+        Raises:
+            RunError: the device refuses one.
+        """
+        if layer in self.wakes:
+            self._enqueue(layer, event)
+
+    def _enqueue(self, layer: int, event: Event | None) -> None:
+        waiting = self._waiting
+        self._waiting = [load for load in waiting if load.after > layer]
+        for load in waiting:
+            if load.after <= layer:
+                self._copies.append((load, self._transfer.copy_held(load, event)))
+                self._missing[load.part.name] -= 1
+                self.loaded[load.part.name] = not self._missing[load.part.name]
+
+    def layer_done(self, layer: int) -> None:
+        """Launch `layer` is complete: nothing to do."""
+
+    def wake(self) -> None:
+        """Retry loads that were not admitted: there are none."""
+
+    def admit_all(self) -> None:
+        """Admit every load: they are."""
+
+    def wait(self, name: str) -> None:
+        """Require that slice `name` is loaded: a launch that needs it comes after the one that released its load."""
+        assert self.loaded[name]
+
+    def stop(self) -> None:
+        """Wait for the copies, and record when the device made them. Raises RunError if one failed."""
+        copies, self._copies, self._waiting = self._copies, [], []
+        for _, copy in copies:
+            copy.wait()
+        if copies:
+            apart = self._transfer.clock_apart()
+            for load, copy in copies:
+                start, end = (seconds + apart for seconds in copy.seconds())
+                name, nbytes = load.part.name, load.segment.nbytes
+                self.intervals.append(TimedInterval(name, start, end, 0, (("copy", end),), nbytes, load.after))
+
+
+def enqueued_loads(transfer: Transfer, loads: Sequence[Load], done: int) -> EnqueuedLoads | None:
+    """The loads of a run after `done` launches, if the host can enqueue all of them; else None. Raises RunError."""
+    if not (loads and isinstance(transfer, MovingTransfer) and transfer.follows_launches and transfer.holds_all(loads)):
+        return None
+    return EnqueuedLoads(transfer, loads, done=done)
+
+
+RunLoads = LoaderRun | EnqueuedLoads
+"""The loads of a run."""
