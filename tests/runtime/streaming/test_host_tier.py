@@ -269,12 +269,12 @@ def test_auto_is_half_of_what_the_system_has_left(left: int | None, chosen: int,
     assert choose_host_budget("auto", 8, 100, mode="dma", shares_memory=False, here=False) == 108
 
 
-def test_slices_are_chosen_in_order_and_smaller_ones_fill_the_rest(tmp_path: Path) -> None:
+def test_slices_are_spread_over_a_run_and_smaller_ones_fill_the_rest(tmp_path: Path) -> None:
     part = write_mini_bundle(tmp_path / "m.flashmem").open().program.slices[0]
     sizes = {"a": 3 * PAGE, "b": 5 * PAGE - 1, "c": 4 * PAGE, "d": PAGE}
     slices = [replace(part, name=name, nbytes=nbytes) for name, nbytes in sizes.items()]
     chosen = {nbytes: "".join(each.name for each in tier_slices(slices, nbytes * PAGE)) for nbytes in (0, 3, 4, 8, 12, 13)}
-    assert chosen == {0: "", 3: "a", 4: "ad", 8: "ab", 12: "abc", 13: "abcd"}
+    assert chosen == {0: "", 3: "a", 4: "c", 8: "acd", 12: "abc", 13: "abcd"}
 
 
 def test_what_stays_on_the_device_is_not_kept_on_the_host(tmp_path: Path, apart: None) -> None:
