@@ -49,6 +49,8 @@ def with_kept(instance: Instance, plan: OverlapPlan, limit: int | None, measure:
         in_time = sorted(streamed, key=lambda w: w.first_use)
         orders.append([in_time[at] for at in spread([w.nbytes for w in in_time], limit - measure(plan))])
     found = [_filled(plan, order, limit, measure) for order in orders]
+    if instance.own is not None:
+        found = [_topped_up(each, order, limit, measure) for each, order in zip(found, orders, strict=True)]
     if instance.own is not None and len(streamed) <= _EXACT:
         every = (_keeping(plan, chosen) for chosen in subsets([w.name for w in streamed]))
         found += [each for each in every if measure(each) <= limit]
@@ -145,6 +147,23 @@ def _filled(plan: OverlapPlan, order: Sequence[PlannedWeight], limit: int, measu
             break
         room += spare if spare > 0 else spare * 3 // 2
     return best
+
+
+def _topped_up(plan: OverlapPlan, order: Sequence[PlannedWeight], limit: int, measure: Measure) -> OverlapPlan:
+    """`plan` that keeps further weights, each one that fits beside those before it; the largest ones first."""
+    kept = {w.name for w in plan.weights if w.keep}
+    spare, tries = limit - measure(plan), 0
+    for w in sorted(order, key=lambda w: -w.nbytes):
+        if w.name in kept or w.nbytes > spare:
+            continue
+        trial = _keeping(plan, {w.name})
+        left = limit - measure(trial)
+        if left >= 0:
+            plan, spare = trial, left
+        tries += 1
+        if tries == _TRIES:
+            break
+    return plan
 
 
 def _keeping(plan: OverlapPlan, chosen: Collection[str]) -> OverlapPlan:
