@@ -19,7 +19,7 @@ from flashmem.bundle.shape_variants import Shapes, shapes_text
 from flashmem.bundle.writer import BundleWriter
 from flashmem.compilation import DATA_FILES, Compilation, read_compilation, states_of
 from flashmem.compiler.adaptive.granularity import first_attempt
-from flashmem.compiler.adaptive.pipeline import Pipeline, Watch
+from flashmem.compiler.adaptive.pipeline import Attempt, Pipeline, Watch
 from flashmem.compiler.adaptive.tiling import fitting_patches
 from flashmem.compiler.adaptive.unfusion import may_refine, refine
 from flashmem.compiler.frontend.external_data import model_files
@@ -53,7 +53,7 @@ from flashmem.compiler.weights.slicing import FINEST
 from flashmem.planning.carried_instance import KEY as CARRIED
 from flashmem.planning.carried_instance import carried
 from flashmem.planning.memory.layout import lay_out_pools
-from flashmem.planning.planner import completed, make_plan, planning_instance
+from flashmem.planning.planner import make_plan, planning_instance
 from flashmem.program.program import Program
 from flashmem.runtime.kernels.ahead_of_time import BuildRequest, KernelBuilder
 from flashmem.runtime.kernels.ahead_of_time import with_binaries as carrying
@@ -565,7 +565,7 @@ def _plan(
     pipeline, first = first_attempt(pipeline, limits)
     generated, made = refine(graph, pipeline, first, limits, mode)
     if limits.resolved_objective != "steady":
-        made = completed(pipeline.instance(generated.program), made, generated.program, mode, limits)
+        made = pipeline.completed(Attempt(generated, pipeline.instance(generated.program), made))
     notes = (f"{' and '.join(graph.widened)} of the model computed in float32",) if graph.widened else ()
     return generated, replace(made, notes=(*made.notes, *notes))
 

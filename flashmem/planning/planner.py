@@ -16,8 +16,15 @@ from flashmem.planning.arithmetic.measure import Measure
 from flashmem.planning.baselines import Baseline, fastest, fastest_within, operators_of
 from flashmem.planning.budget import roomiest, with_staging_that_fits
 from flashmem.planning.instance import build_instance
-from flashmem.planning.latency.first_answer import first_plan, judged, smallest_m_peak
-from flashmem.planning.latency.later_runs import by_later_runs, later_seconds, leanest, with_kept
+from flashmem.planning.latency.first_answer import first_plan, forced_preload, judged, smallest_m_peak
+from flashmem.planning.latency.later_runs import (
+    by_later_runs,
+    ladder,
+    later_seconds,
+    leanest,
+    serving_later_runs,
+    with_kept,
+)
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.pose import staged_within
@@ -62,9 +69,19 @@ def plan_instance(
     return _sealed(instance, plan, program, mode, limits)
 
 
-def completed(instance: Instance, plan: OverlapPlan, program: Program, mode: TransferMode, limits: Limits) -> OverlapPlan:
+def completed(
+    instance: Instance,
+    plan: OverlapPlan,
+    program: Program,
+    mode: TransferMode,
+    limits: Limits,
+    *,
+    soonest: float | None = None,
+) -> OverlapPlan:
     """Complete a plan: "first" gets weights that stay for later runs, "paper" gets early reads. The result has passed
     `schedule.check`.
+
+    `soonest`: the first answer, in seconds, that memory for later runs may delay a little; by default that of `plan`.
     """
     objective, budget = limits.resolved_objective, limits.budget
     instance = replace(instance, piece_bytes=plan.piece_bytes, loader_threads=plan.loader_threads)
@@ -75,7 +92,7 @@ def completed(instance: Instance, plan: OverlapPlan, program: Program, mode: Tra
             from flashmem.planning.paper_limits import reading_ahead
         plan = reading_ahead(instance, plan, program, limit, measure)
     elif limits.strategy == "stream" and (objective == "steady" or (objective == "first" and limits.m_peak is None)):
-        plan = _for_later_runs(instance, plan, program, limits, measure)
+        plan = _for_later_runs(instance, plan, program, limits, measure, plan.objective if soonest is None else soonest)
     return _sealed(instance, plan, program, mode, limits)
 
 
@@ -182,26 +199,37 @@ _TOO_LARGE = (2, 3, 4, 6, 8, 12, 16, 32, 64)
 """If M_peak is too small to stream everything, preload slices larger than M_peak divided by one of these numbers."""
 
 
-def _for_later_runs(instance: Instance, plan: OverlapPlan, program: Program, limits: Limits, measure: Measure) -> OverlapPlan:
-    """`plan` with weights kept for later runs. For "steady", the plan with the fastest later runs."""
+def _for_later_runs(
+    instance: Instance, plan: OverlapPlan, program: Program, limits: Limits, measure: Measure, soonest: float
+) -> OverlapPlan:
+    """`plan` with weights kept for later runs. For "steady", the plan with the fastest later runs.
+
+    For "first" on a device with memory of its own, that too, with a first answer at most `OWN_WORTH` after `soonest`.
+    """
     objective, limit = limits.resolved_objective, limits.m_peak if limits.budget is None else limits.budget
     if limit is None:
         plan = with_kept(instance, plan, None, measure)
     else:
-        chosen = frozenset(w.name for w in plan.weights if w.preload)
+        own = instance.own is not None
+        # W of a baseline is as good as kept weights, and here kept ones are chosen.
+        chosen = forced_preload(instance, plan.asked) if own else frozenset(w.name for w in plan.weights if w.preload)
         least = smallest_m_peak(instance, chosen)[0]
         within = replace(instance, m_peak=plan.m_peak)
 
         def make(m_peak: int) -> OverlapPlan:
-            return replace(first_plan(replace(within, m_peak=m_peak), chosen), asked=plan.asked)
+            return replace(first_plan(replace(within, m_peak=m_peak), chosen, quick=own), asked=plan.asked)
 
         rooms = [plan]
         if len(plan.weights) <= _SEARCHED and plan.m_peak > least:
-            rooms.append(leanest(plan, least, make, lambda each: each.objective))
-            if objective == "steady":
-                rooms += [make(least + (plan.m_peak - least) * part // 8) for part in (0, 1, 2, 4)]
-        kept = [with_kept(instance, each, limit, measure) for each in rooms if measure(each) <= limit]
-        plan = min(kept, key=lambda each: by_later_runs(instance, each))
+            if not own:
+                rooms.append(leanest(plan, least, make, lambda each: each.objective))
+            if own or objective == "steady":
+                rooms += ladder(plan, least, make)
+        if own and objective == "first":
+            plan = serving_later_runs(instance, rooms, limit, measure, soonest)
+        else:
+            kept = [with_kept(instance, each, limit, measure) for each in rooms if measure(each) <= limit]
+            plan = min(kept, key=lambda each: by_later_runs(instance, each))
     if objective == "first":
         return plan
     seconds = later_seconds(instance, plan)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from flashmem.base.types import TransferMode
 from flashmem.program.program import Program
-from flashmem.schedule.instance import Instance, LayerSpec, WeightSpec
+from flashmem.schedule.instance import Instance, LayerSpec, OwnMemory, WeightSpec
 from flashmem.schedule.plan import LOADER_THREADS, PASSING_BYTES
 from flashmem.target.descriptor import DeviceDescriptor
 
@@ -29,10 +29,11 @@ def pose(
     kernels = {launch.kernel for launch in program.launches}
     opening = rates.session_seconds + rates.kernel_seconds * len(kernels) + rates.layer_seconds * len(program.launches)
     host = {"map": rates.copy_bandwidth, "dma": min(rates.cached_bandwidth, rates.copy_bandwidth)}
+    own = None if descriptor.shares_memory else OwnMemory(rates.load_seconds, rates.cached_bandwidth, rates.copy_bandwidth)
     return Instance(
         tuple(layers), tuple(weights), chunk_bytes, m_peak, rates.disk_bandwidth, notes, mode,
         host.get(mode, rates.cached_bandwidth), opening, PASSING_BYTES,
-        loader_threads=descriptor.loader_threads, shares_memory=descriptor.shares_memory,
+        loader_threads=descriptor.loader_threads, shares_memory=descriptor.shares_memory, own=own,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from flashmem.base.types import TransferMode
 from flashmem.planning.arithmetic.measure import Measure
 from flashmem.planning.budget import plan_within, roomiest, with_staging_that_fits
 from flashmem.planning.latency.first_answer import first_plan, judged, smallest_m_peak
-from flashmem.planning.latency.later_runs import leanest, with_kept
+from flashmem.planning.latency.later_runs import ladder, leanest, serving_later_runs, with_kept
 from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.pose import staged_least, staged_within
 from flashmem.program.program import Program, fixed_bytes
@@ -44,11 +44,14 @@ def plan_again(
 
     instance, plan = with_staging_that_fits(staged_within(instance, budget), budget, within)
     least = smallest_m_peak(instance, preload)[0]
+
+    def make(m_peak: int) -> OverlapPlan:
+        return first_plan(replace(instance, m_peak=m_peak), preload, quick=True)
+
+    if keep and instance.own is not None:
+        rooms = [plan, *(ladder(plan, least, make) if plan.m_peak > least else ())]
+        return _sealed(program, instance, mode, serving_later_runs(instance, rooms, budget, measure, plan.objective), budget)
     if plan.m_peak > least:
-
-        def make(m_peak: int) -> OverlapPlan:
-            return first_plan(replace(instance, m_peak=m_peak), preload, quick=True)
-
         lean = leanest(plan, least, make, lambda each: each.objective, near=budget // _NEAR)
         if measure(lean) <= budget:
             plan = lean

@@ -38,14 +38,32 @@ def reloaded(variants: Iterable[tuple[OverlapPlan, Sequence[Slice]]]) -> tuple[S
 
 
 def tier_slices(slices: Iterable[Slice], nbytes: int) -> tuple[Slice, ...]:
-    """The slices to keep within `nbytes`: the first ones that fit, in the given order.
+    """The slices to keep within `nbytes`, of `slices` in the order of their use.
 
-    Each byte kept saves the same time, so the order of use decides. The set is fixed: a run reads its slices in one order, and
-    replacing the one used last would lose each slice before its next use.
+    Each byte kept saves the same time of reading, but only if another slice is copied while one is read. So the slices kept
+    are spread evenly over the run. The set is fixed: a run reads its slices in one order, and replacing the one used last
+    would lose each slice before its next use.
     """
-    kept, left = [], nbytes
-    for part in slices:
-        if tier_bytes(part) <= left:
-            kept.append(part)
-            left -= tier_bytes(part)
-    return tuple(kept)
+    parts, kept, left = list(slices), set[int](), nbytes
+    for at in spread([tier_bytes(part) for part in parts], nbytes):
+        if tier_bytes(parts[at]) <= left:
+            kept.add(at)
+            left -= tier_bytes(parts[at])
+    return tuple(part for at, part in enumerate(parts) if at in kept)
+
+
+def spread(sizes: Sequence[int], nbytes: int) -> list[int]:
+    """The indices of `sizes` (bytes): first those of about `nbytes` bytes, spread evenly over the sequence, then the others.
+
+    One is taken when half of its bytes are due, if each byte before had its share (as J. E. Bresenham draws a line, 1965).
+    """
+    total, due = sum(sizes), 0  # `due`: bytes times `total`
+    taken, others = list[int](), list[int]()
+    for at, size in enumerate(sizes):
+        due += size * nbytes
+        if 2 * due >= size * total:
+            due -= size * total
+            taken.append(at)
+        else:
+            others.append(at)
+    return taken + others

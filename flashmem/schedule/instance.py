@@ -54,14 +54,27 @@ class WeightSpec:
 
 
 @dataclass(frozen=True)
+class OwnMemory:
+    """The way of a load to a device with memory of its own: a thread issues it, host threads read it, one engine copies it.
+
+    Issuing takes `load_seconds`, for one load at a time. Bytes in the page cache are read into pinned memory at
+    `read_bandwidth` bytes per second. Bytes in pinned memory are copied at `copy_bandwidth`, one load after the other.
+    """
+
+    load_seconds: float
+    read_bandwidth: float
+    copy_bandwidth: float
+
+
+@dataclass(frozen=True)
 class Instance:
     """Layers 1..N, the weights they use, S (`chunk_bytes`) and M_peak (`m_peak`, bytes in flight outside W).
 
     Resources: the disk reads `load_bandwidth` bytes per second into unified memory, from the opening of the session on. Layers
     run from `opening_seconds` on. The host forwards the bytes read at `host_bandwidth` bytes per second, to the source of
     transfer `mode`. Each of `loader_threads` forwards `piece_bytes` of a slice at a time. `shares_memory`: host and device
-    share memory. `w_may_grow`: slices too large for M_peak may join W, also for the first answer, because slices will not get
-    smaller.
+    share memory; if not, `own` has the steps of loads. `w_may_grow`: slices too large for M_peak may join W, also for the
+    first answer, because slices will not get smaller.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -77,6 +90,7 @@ class Instance:
     w_may_grow: bool = False
     loader_threads: int = LOADER_THREADS
     shares_memory: bool = True
+    own: OwnMemory | None = None
 
     def chunks(self, weight: WeightSpec) -> int:
         """Number of chunks of a weight: T(w) = ceil(bytes(w) / S)."""

@@ -3,16 +3,21 @@
 Without a memory limit, slices are as large as the device prefers (`compiler/weights/slicing.py`). Under a limit, a slice is in
 flight as a whole. Large slices leave no room to load ahead, and the largest ones determine the smallest budget that works. So a
 program is planned with slices of any size, then with smaller ones while the objective improves, or until the plan fits.
+
+On a device with memory of its own, slices are chosen for later runs. Large slices take memory in flight that could hold
+weights; small ones cost launches and loads. So every size is planned with the weights that stay. Of those with a first answer
+near the earliest, the size with the fastest later runs is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from flashmem.base.errors import BudgetError
 from flashmem.compiler.adaptive.pipeline import Attempt, Pipeline
 from flashmem.compiler.weights.slicing import FINEST, LEAST_BYTES, Slicing
+from flashmem.planning.latency.later_runs import OWN_WORTH, by_later_runs
 from flashmem.planning.limits import Limits
 from flashmem.program.program import Program
 
@@ -32,38 +37,80 @@ def first_attempt(pipeline: Pipeline, limits: Limits) -> tuple[Pipeline, Attempt
     Raises:
         BudgetError: even the smallest slices do not fit; the error names the smallest budget of all attempts.
     """
-    best: tuple[Pipeline, Attempt] | None = None
-    worse = 0
-    refused: BudgetError | None = None
-    before, largest = Slicing(most=None), 0
-    for slicing in _sizes(limits):
-        if largest and _is_same(slicing, before, largest):
-            continue
-        before = slicing
-        pipeline = replace(pipeline, slicing=slicing)
-        generated = pipeline.generate(frozenset())
-        largest = _largest(generated.program)
-        try:
-            tried = pipeline.attempt(frozenset(), generated)
-        except BudgetError as error:
-            if refused is None or error.smallest_bytes < refused.smallest_bytes:
-                refused = error
-            continue
-        if best is None or _is_better(tried, best[1]):
-            best, worse = (pipeline, tried), 0
-            continue
-        worse += 1
-        if worse > _patience(limits):
-            break
-    if best is not None:
-        return _with_w_larger(*best, limits)
-    assert refused is not None
+    attempts = _Attempts(pipeline, limits)
+    if _later_runs_count(pipeline, limits):
+        if (found := _for_later_runs(list(attempts), limits)) is not None:
+            return found
+    else:
+        best: tuple[Pipeline, Attempt] | None = None
+        worse = 0
+        for sized, tried in attempts:
+            if best is None or _is_better(tried, best[1]):
+                best, worse = (sized, tried), 0
+                continue
+            worse += 1
+            if worse > _patience(limits):
+                break
+        if best is not None:
+            return _with_w_larger(*best, limits)
+    assert attempts.refused is not None
     if limits.m_peak is None:
-        raise refused
+        raise attempts.refused
     pipeline = replace(pipeline, slicing=FINEST)  # M_peak does not limit W
     generated = pipeline.generate(frozenset())
     instance = replace(pipeline.instance(generated.program), w_may_grow=True)
     return pipeline, Attempt(generated, instance, pipeline.plan(instance, generated.program))
+
+
+class _Attempts:
+    """The attempts that fit the limits, with slices from coarse to fine, each made when it is asked for.
+
+    `refused` is the error with the smallest budget of those that did not fit.
+    """
+
+    def __init__(self, pipeline: Pipeline, limits: Limits) -> None:
+        self._pipeline, self._limits = pipeline, limits
+        self.refused: BudgetError | None = None
+
+    def __iter__(self) -> Iterator[tuple[Pipeline, Attempt]]:
+        before, largest = Slicing(most=None), 0
+        for slicing in _sizes(self._limits):
+            if largest and _is_same(slicing, before, largest):
+                continue
+            before = slicing
+            pipeline = replace(self._pipeline, slicing=slicing)
+            generated = pipeline.generate(frozenset())
+            largest = _largest(generated.program)
+            try:
+                yield pipeline, pipeline.attempt(frozenset(), generated)
+            except BudgetError as error:
+                if self.refused is None or error.smallest_bytes < self.refused.smallest_bytes:
+                    self.refused = error
+
+
+def _later_runs_count(pipeline: Pipeline, limits: Limits) -> bool:
+    """Whether slices are chosen for later runs: a budget on a device with memory of its own."""
+    apart = not pipeline.options.descriptor.shares_memory
+    return apart and limits.budget is not None and limits.strategy == "stream" and limits.resolved_objective != "paper"
+
+
+def _for_later_runs(attempts: Sequence[tuple[Pipeline, Attempt]], limits: Limits) -> tuple[Pipeline, Attempt] | None:
+    """Of `attempts`, from coarse to fine, the one with the fastest later runs whose first answer is near the earliest.
+
+    For "steady" every first answer will do. Finer slices must be faster by `WORTH`. None without attempts.
+    """
+    steady = limits.resolved_objective == "steady"
+    soonest = None if steady else min((tried.plan.objective for _, tried in attempts), default=0.0)
+    best: tuple[float, Pipeline, Attempt] | None = None
+    for pipeline, tried in attempts:
+        if soonest is not None and tried.plan.objective > soonest * (1 + OWN_WORTH):
+            continue
+        pipeline = replace(pipeline, soonest=soonest)
+        plan = tried.plan if steady else pipeline.completed(tried)
+        seconds = by_later_runs(tried.instance, plan)[0]
+        if best is None or seconds < (1 - WORTH) * best[0]:
+            best = seconds, pipeline, tried
+    return None if best is None else best[1:]
 
 
 def _with_w_larger(pipeline: Pipeline, made: Attempt, limits: Limits) -> tuple[Pipeline, Attempt]:

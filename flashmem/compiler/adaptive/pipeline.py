@@ -17,7 +17,7 @@ from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.compiler.weights.sharing import NOTHING_STORED, StoredWeights
 from flashmem.compiler.weights.slicing import FINEST, Slicing
-from flashmem.planning.planner import plan_instance, planning_instance
+from flashmem.planning.planner import completed, plan_instance, planning_instance
 from flashmem.program.launches import LaunchOrder
 from flashmem.program.program import Program
 from flashmem.schedule.instance import Instance
@@ -51,6 +51,7 @@ class Pipeline:
         lowest_order: whether launches are put into the order with the lowest peak of activations.
         earlier: weights that a program for other shapes has placed.
         least: memory that programs reserve at least.
+        soonest: the earliest first answer with slices of any size, in seconds; None if others were not compared.
     """
 
     graph: Graph
@@ -62,6 +63,7 @@ class Pipeline:
     lowest_order: bool = True
     earlier: StoredWeights = NOTHING_STORED
     least: Reserved = NOTHING_RESERVED
+    soonest: float | None = None
 
     def attempt(self, cuts: Cuts, generated: Generated | None = None) -> Attempt:
         """The program with `cuts` (or `generated`, which was made with them), and its plan.
@@ -97,6 +99,16 @@ class Pipeline:
         """
         with self.watch("plan_and_check"):
             return plan_instance(instance, program, self.options.mode, self.options.limits, complete=False)
+
+    def completed(self, tried: Attempt) -> OverlapPlan:
+        """The checked plan of an attempt with all its steps.
+
+        Raises:
+            BudgetError: no plan fits the limits.
+        """
+        with self.watch("plan_and_check"):
+            program, options = tried.generated.program, self.options
+            return completed(tried.instance, tried.plan, program, options.mode, options.limits, soonest=self.soonest)
 
     def _fused(self, cuts: Cuts) -> tuple[Sequence[FusionGroup], LaunchOrder | None]:
         groups = fuse(self.graph, cuts)

@@ -10,8 +10,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from math import inf
 
-from flashmem.planning.arithmetic.clock import clock_of
+from flashmem.planning.arithmetic.clock import TimingModel, clock_of
 from flashmem.planning.arithmetic.measure import Measure
+from flashmem.planning.arithmetic.release_times import in_turn
+from flashmem.planning.latency.tiers import expected_seconds, subsets
+from flashmem.schedule.host_tier import spread
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan, PlannedWeight
 
@@ -41,13 +44,79 @@ def with_kept(instance: Instance, plan: OverlapPlan, limit: int | None, measure:
         return _keeping(plan, {w.name for w in streamed})
     if measure(everything := _keeping(plan, {w.name for w in streamed})) <= limit:
         return everything
-    filled = [_filled(plan, sorted(streamed, key=order), limit, measure) for order in _ORDERS]
-    return min((*filled, plan), key=lambda each: by_later_runs(instance, each))
+    orders = [sorted(streamed, key=order) for order in _ORDERS]
+    if instance.own is not None:
+        in_time = sorted(streamed, key=lambda w: w.first_use)
+        orders.append([in_time[at] for at in spread([w.nbytes for w in in_time], limit - measure(plan))])
+    found = [_filled(plan, order, limit, measure) for order in orders]
+    if instance.own is not None:
+        found = [_topped_up(each, order, limit, measure) for each, order in zip(found, orders, strict=True)]
+    if instance.own is not None and len(streamed) <= _EXACT:
+        every = (_keeping(plan, chosen) for chosen in subsets([w.name for w in streamed]))
+        found += [each for each in every if measure(each) <= limit]
+    return min((*found, plan), key=lambda each: by_later_runs(instance, each))
 
 
 def by_later_runs(instance: Instance, plan: OverlapPlan) -> tuple[float, int]:
-    """Sort key of plans by their later runs: latency in whole microseconds, then bytes read."""
-    return round(later_seconds(instance, plan), 6), -sum(w.nbytes for w in plan.weights if w.keep)
+    """Sort key of plans by their later runs: latency in whole microseconds, then bytes read.
+
+    On a device with memory of its own the latency is that of `expected_seconds`, because loads may come from the host tier.
+    """
+    seconds = later_seconds(instance, plan) if instance.own is None else expected_seconds(instance, plan)
+    return round(seconds, 6), -sum(w.nbytes for w in plan.weights if w.keep)
+
+
+_EXACT = 6
+"""The most streamed weights of which every choice is tried. It takes a layout for each."""
+
+
+def ladder(best: OverlapPlan, least: int, make: Callable[[int], OverlapPlan]) -> list[OverlapPlan]:
+    """The plans of `make` in several M_peak, from `least` bytes to half of what `best` has more."""
+    return [make(least + (best.m_peak - least) * part // 8) for part in (0, 1, 2, 4)]
+
+
+def serving_later_runs(
+    instance: Instance, rooms: Sequence[OverlapPlan], limit: int, measure: Measure, soonest: float
+) -> OverlapPlan:
+    """Of plans for the first answer, with weights kept within `limit` bytes, the one with the fastest later runs.
+
+    For a device with memory of its own. The first answer is at most the share `OWN_WORTH` after `soonest` seconds, or the
+    earliest of the plans.
+    """
+    kept = [read_early(instance, with_kept(instance, each, limit, measure)) for each in rooms if measure(each) <= limit]
+    worst = max(min(each.objective for each in kept), soonest * (1 + OWN_WORTH))
+    return min((each for each in kept if each.objective <= worst), key=lambda each: by_later_runs(instance, each))
+
+
+OWN_WORTH = 0.05
+"""The share of the first answer that later runs may cost on a device with memory of its own: by the memory they get, and by
+slices of other sizes. There a load costs a run far more than the same bytes on the device, so weights that stay gain more than
+where later runs find them in the page cache of the same memory."""
+
+
+def read_early(instance: Instance, plan: OverlapPlan) -> OverlapPlan:
+    """`plan` for the first answer, whose kept weights are read when the disk would wait for memory of the others.
+
+    They have their own places from the start, so an earlier read needs no memory. Of these and the plan's own release times,
+    the faster ones are used. In mode `interleave` nothing changes: there reads wait for staging.
+    """
+    kept = frozenset(w.name for w in plan.weights if w.keep)
+    if not kept or instance.mode == "interleave":
+        return plan
+    moves = {w.name: w.moves for w in plan.weights if not w.preload}
+    timing = TimingModel(instance, moves)
+    others = TimingModel(instance, {name: parts for name, parts in moves.items() if name not in kept})
+    others.durations = timing.durations
+    resident = kept | {w.name for w in plan.weights if w.preload}
+    found = in_turn(others, resident, {w.name: w.read_layer for w in plan.weights})
+    releases = {w.name: min(max(1, found[w.name]), w.first_mover) if w.keep else found[w.name] for w in plan.weights}
+    seconds = timing.seconds(releases)
+    if seconds >= plan.objective:
+        return plan
+    weights = tuple(replace(w, read_layer=releases[w.name]) for w in plan.weights)
+    slowdown = (1 + plan.expected_slowdown) * seconds / plan.objective - 1
+    # The bound of `plan` holds in the bytes that it has in flight, and these are more.
+    return replace(plan, weights=weights, objective=seconds, expected_slowdown=slowdown, bound=0.0, bound_within=None)
 
 
 _ORDERS: Sequence[Callable[[PlannedWeight], tuple[int, ...]]] = (
@@ -78,6 +147,23 @@ def _filled(plan: OverlapPlan, order: Sequence[PlannedWeight], limit: int, measu
             break
         room += spare if spare > 0 else spare * 3 // 2
     return best
+
+
+def _topped_up(plan: OverlapPlan, order: Sequence[PlannedWeight], limit: int, measure: Measure) -> OverlapPlan:
+    """`plan` that keeps further weights, each one that fits beside those before it; the largest ones first."""
+    kept = {w.name for w in plan.weights if w.keep}
+    spare, tries = limit - measure(plan), 0
+    for w in sorted(order, key=lambda w: -w.nbytes):
+        if w.name in kept or w.nbytes > spare:
+            continue
+        trial = _keeping(plan, {w.name})
+        left = limit - measure(trial)
+        if left >= 0:
+            plan, spare = trial, left
+        tries += 1
+        if tries == _TRIES:
+            break
+    return plan
 
 
 def _keeping(plan: OverlapPlan, chosen: Collection[str]) -> OverlapPlan:

@@ -1,0 +1,95 @@
+"""Later runs on a device with memory of its own: weights on the device, in pinned host memory, or in the page cache.
+
+A later run moves the weights that the device does not keep. Those in pinned memory (the host tier) are only copied. The others
+are read into pinned memory first. Reads and copies are the work of two engines, at two rates, and run at the same time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from itertools import combinations
+
+from flashmem.planning.arithmetic.clock import Compute, durations, needed_at
+from flashmem.planning.arithmetic.release_times import held_bytes
+from flashmem.schedule.instance import Instance, OwnMemory
+from flashmem.schedule.plan import OverlapPlan, PlannedWeight
+
+
+def tiered_seconds(instance: Instance, plan: OverlapPlan, pinned: Collection[str]) -> float:
+    """Predicted seconds of a later run, with the weights `pinned` in the host tier and the others in the page cache.
+
+    A load is issued when its place is free, and loads are issued in the order of their need. `plan` says what the device keeps,
+    and the bytes in flight. Issuing, reading and copying are each done for one load at a time.
+
+    Raises:
+        ValueError: `instance` is of a device that shares the host's memory.
+    """
+    return _LaterRun(instance, plan).seconds(pinned)
+
+
+class _LaterRun:
+    """The later runs of one plan, for any contents of the host tier."""
+
+    def __init__(self, instance: Instance, plan: OverlapPlan) -> None:
+        if instance.own is None:
+            raise ValueError("the device shares the host's memory")
+        self.own: OwnMemory = instance.own
+        self.piece = instance.piece_bytes
+        moves = {w.name: w.moves for w in plan.weights if not (w.preload or w.keep)}
+        needs = needed_at(instance, moves)
+        self.needs = needs
+        self.streamed = sorted((w for w in plan.weights if w.name in moves), key=lambda w: (needs[w.name], w.first_use))
+        self.durations = durations(instance, moves)
+        releases = {w.name: w.read_layer for w in self.streamed}
+        if instance.mode == "interleave":
+            self.opened = [w.read_layer for w in self.streamed]
+        else:
+            self.opened = _opened(
+                self.streamed, int(held_bytes(instance, releases, moves).max(initial=0)), len(instance.layers)
+            )
+
+    def seconds(self, pinned: Collection[str]) -> float:
+        own, compute = self.own, Compute(self.durations, 0.0)
+        issued = read = copied = 0.0
+        for w, release in zip(self.streamed, self.opened, strict=True):
+            issued = max(issued, compute.until(release - 1)) + own.load_seconds
+            whole = w.nbytes / own.copy_bandwidth
+            if w.name in pinned:
+                copied = max(copied, issued) + whole
+            else:
+                read = max(read, issued) + w.nbytes / own.read_bandwidth
+                copied = max(max(copied, issued) + whole, read + min(w.nbytes, self.piece) / own.copy_bandwidth)
+            need = self.needs[w.name]
+            compute.ready[need] = max(compute.ready[need], copied)
+        return compute.until(len(self.durations))
+
+
+def _opened(streamed: Sequence[PlannedWeight], limit: int, layers: int) -> list[int]:
+    """By weight, in the order of need, the first layer at which it fits `limit` bytes beside those before it."""
+    freed = [0] * (layers + 1)
+    layer, held = 1, 0
+    opened = []
+    for w in streamed:
+        while held + w.nbytes > limit and layer < w.first_use:
+            held -= freed[layer]
+            layer += 1
+        opened.append(layer)
+        held += w.nbytes
+        freed[w.last_use] += w.nbytes
+    return opened
+
+
+def expected_seconds(instance: Instance, plan: OverlapPlan) -> float:
+    """The geometric mean of a later run without a host tier, and of one with all that it loads in the tier.
+
+    A plan is made before a session has a host budget, so both count alike.
+    """
+    run = _LaterRun(instance, plan)
+    return math.sqrt(run.seconds(()) * run.seconds({w.name for w in run.streamed}))
+
+
+def subsets(names: Sequence[str]) -> Iterator[frozenset[str]]:
+    """Every set of `names`."""
+    for size in range(len(names) + 1):
+        yield from map(frozenset, combinations(names, size))

@@ -1,0 +1,38 @@
+"""Sizes of slices on a device with memory of its own: chosen for later runs, with a first answer near the earliest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flashmem.compile import plan_graph, with_layouts
+from flashmem.compiler.adaptive.pipeline import Pipeline
+from flashmem.compiler.passes.pipeline import prepare
+from flashmem.compiler.selection.selector import KernelSelector
+from flashmem.compiler.weights.slicing import LEAST_BYTES, Slicing
+from flashmem.options import resolve
+from flashmem.planning.latency.later_runs import OWN_WORTH
+from flashmem.planning.limits import read_limits
+from flashmem.program.program import fixed_bytes
+from flashmem.tools.zoo.graphs import TiedDecoder
+
+
+def test_a_large_head_is_cut_so_that_the_rest_of_a_budget_stays_on_the_device() -> None:
+    """The head is over half of the weights, and with the others' places in flight more than the budget as one slice."""
+    graph = prepare(TiedDecoder(2, 384, 6, 20000, joined=True).graph("decoder", 16))
+    options = resolve(read_limits(budget="28MB"), device="nvidia", mode="dma", memory_path="buffer")
+    budget, selector = 28_000_000, KernelSelector(options.descriptor, options.optimize, limited=True)
+    pipeline = Pipeline(graph, options, selector)
+    coarse = replace(pipeline, slicing=Slicing(most=12 << 20)).attempt(frozenset())
+    finest = replace(pipeline, slicing=Slicing(most=LEAST_BYTES)).attempt(frozenset())
+
+    made, plan = plan_graph(graph, options)
+    head = [part for part in made.program.slices if part.weight == "embedding"]
+    assert len(head) > 1
+    assert plan.objective <= (1 + OWN_WORTH) * min(coarse.plan.objective, finest.plan.objective)
+
+    layout = with_layouts(made.program, plan, ["dma"]).layouts["dma"]
+    stays = sum(w.nbytes for w in plan.weights if w.preload or w.keep)
+    in_flight = layout.home_bytes - stays
+    assert fixed_bytes(made.program) + layout.total_bytes <= budget
+    assert stays >= 0.9 * (budget - fixed_bytes(made.program) - layout.ring_bytes - in_flight)
+    assert in_flight < sum(part.nbytes for part in head) / 2
