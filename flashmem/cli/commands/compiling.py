@@ -182,8 +182,6 @@ def compile_here(
         raise UserError(f"{folder} {reason}; name a bundle with -o, or set {VARIABLE} to a folder that can")
     with offline_half("compiling"):
         from flashmem.compile import compile as compile_model
-        from flashmem.runtime.opencl.context import use_one_device
-    use_one_device()
     with progress(f"compiling {model.name}") as report, process.explained() if process else nullcontext():
         bundle = compile_model(
             model,
