@@ -67,7 +67,7 @@ def test_an_input_with_a_default_may_be_given(model: Path) -> None:
     proto = onnx.load(model)
     proto.graph.initializer.append(numpy_helper.from_array(np.array([2, 3, 4], np.float32), "scale"))
     onnx.save(proto, model)
-    rest = {"adds": True, "count": 1, "shift": 0.0}
+    rest = {"adds": True, "count": 2, "shift": [[1], [2]]}
     for scale, more in ([2, 3, 4], {}), ([5, -6, 7], {"scale": [5, -6, 7]}):
         graph = import_model(model, {"x": (2, 3)}, constants={**rest, **more})
         assert [port.name for port in graph.inputs] == ["x"]
