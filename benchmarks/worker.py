@@ -4,6 +4,8 @@
     python -m benchmarks.worker onnxruntime --model M [--mapped] [--inputs I.npz]
     python -m benchmarks.worker bare [--device D]
 
+With `--energy` the joules of the machine from the creation of the session to the outputs, of all that runs (`energy.py`).
+
 `above_bare` is the peak resident memory (VmHWM) minus the memory of the same process just before the model is opened. At that
 point its engine is imported and, for flashmem, the OpenCL device is open. `integrated` is the time from creating the session to
 the outputs.
@@ -21,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from benchmarks.energy import Meter, meter
 
 
 def vm(field: str) -> int:
@@ -65,13 +69,15 @@ def run_flashmem(args: argparse.Namespace) -> dict[str, Any]:
     ports = Bundle.open(args.bundle).program.inputs
     inputs = inputs_for([(port.name, port.shape, port.dtype) for port in ports], args.inputs)
     bare = vm("VmHWM")
-    started = time.perf_counter()
     trace = args.trace is not None
     options = {"device": args.device, "mode": args.mode, "strategy": args.strategy, "lanes": args.lanes, "trace": trace}
     options["prepare"] = False  # all runs are of one kind
+    counting = started_meter(args)
+    started = time.perf_counter()
     with Session(args.bundle, **options) as session:
         outputs = session.run(None, inputs)
         integrated = time.perf_counter() - started
+        joules = None if counting is None else counting.stop()
         report = session.last_run
         if args.trace:
             write_trace(args.trace, report, started)
@@ -85,6 +91,7 @@ def run_flashmem(args: argparse.Namespace) -> dict[str, Any]:
     driver.finish()
     return {
         "integrated": integrated,
+        "joules": joules,
         "warm": min(again, default=None),
         "later": statistics.median(again) if again else None,
         "bare": bare,
@@ -124,18 +131,30 @@ def run_onnxruntime(args: argparse.Namespace) -> dict[str, Any]:
         options.add_session_config_entry("session.disable_prepacking", "1")
         options.enable_cpu_mem_arena = False
     bare = vm("VmHWM")
+    counting = started_meter(args)
     started = time.perf_counter()
     session = ort.InferenceSession(args.model, options)
     types = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32"}
     inputs = inputs_for([(i.name, tuple(i.shape), types[i.type]) for i in session.get_inputs()], args.inputs)
     outputs = session.run(None, inputs)
     integrated = time.perf_counter() - started
+    joules = None if counting is None else counting.stop()
     again = []
     for _ in range(args.repeat - 1):
         begun = time.perf_counter()
         session.run(None, inputs)
         again.append(time.perf_counter() - begun)
-    return {"integrated": integrated, "warm": min(again, default=None), "bare": bare, "outputs": outputs}
+    warm = min(again, default=None)
+    return {"integrated": integrated, "joules": joules, "warm": warm, "bare": bare, "outputs": outputs}
+
+
+def started_meter(args: argparse.Namespace) -> Meter | None:
+    """What counts joules from now on, if asked. Raises UserError."""
+    if not args.energy:
+        return None
+    counting = meter()
+    counting.start()
+    return counting
 
 
 def main() -> None:
@@ -154,6 +173,7 @@ def main() -> None:
     parser.add_argument("--cold", type=Path, nargs="*", default=[])
     parser.add_argument("--outputs", type=Path)
     parser.add_argument("--trace", type=Path)
+    parser.add_argument("--energy", action="store_true")
     args = parser.parse_args()
     drop(args.cold)
     if args.engine == "bare":

@@ -1,4 +1,4 @@
-"""Streaming compared with preloading and ONNX Runtime: latency, memory, and a hard memory limit.
+"""Streaming compared with preloading and ONNX Runtime: latency, memory, energy, and a hard memory limit.
 
     python -m benchmarks.streaming.comparison --zoo DIR [--device pocl] [--runs 5] [--json results.json]
 
@@ -6,8 +6,9 @@ DIR contains resnet50, vit-b16 and gptneo-125m from `flashmem zoo export`, each 
 number is the median of fresh processes that alternate; the kernels' program cache is filled first. "Cold" drops the file from
 the page cache (the host of a virtual machine may still cache it). The disk's rate is measured in the same way in the same run.
 ONNX Runtime runs with default settings, and as the simplest rival of streaming ("mapped"): weights in one mapped file of
-external data, no prepacking, no arena. The hard limit is a memory cgroup, which needs root; otherwise those rows are missing.
-Needs the `bench` extra.
+external data, no prepacking, no arena. Energy is read by RAPL or from a phone's battery (`benchmarks/energy.py`), if the system
+permits it; FlashMem's Table 9 has it on a phone, and its Table 1 the memory and latency of an engine that preloads. The hard
+limit is a memory cgroup, which needs root; otherwise those rows are missing. Needs the `bench` extra.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ import onnx
 import flashmem
 from benchmarks.command import Arguments, run_command
 from benchmarks.disk import cold_rate
+from benchmarks.energy import meter
 from benchmarks.memory_cgroup import HardLimit, why_no_limit
+from flashmem.base.errors import UserError
 from flashmem.base.units import parse_size
 from flashmem.bundle.bundle import Bundle
 
@@ -40,7 +43,8 @@ MIB = 1 << 20
 class Bench:
     """The processes of one model."""
 
-    def __init__(self, name: str, model: Path, folder: Path, device: str, runs: int) -> None:
+    def __init__(self, name: str, model: Path, folder: Path, device: str, runs: int, energy: bool) -> None:
+        self.energy = ["--energy"] if energy else []
         self.name, self.model, self.folder, self.device, self.runs = name, model, folder, device, runs
         self.budget = parse_size(BUDGETS[name])
         self.bundle = folder / f"{name}.flashmem"
@@ -78,7 +82,7 @@ class Bench:
         return self._worker([*command, *(["--cold", *map(str, files)] if cold else [])], None)
 
     def _worker(self, arguments: list[str], limit: int | None) -> dict[str, Any]:
-        command = [sys.executable, "-m", "benchmarks.worker", *arguments]
+        command = [sys.executable, "-m", "benchmarks.worker", *arguments, *self.energy]
         if limit is None:
             done = subprocess.run(command, capture_output=True, text=True)
         else:
@@ -179,12 +183,14 @@ def _median(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def report(name: str, result: dict[str, Any]) -> None:
     """Print the model's table."""
     print(f"\n### {name}, budget {result['budget'] / 1e6:.0f} MB\n")
-    print("| run | integrated, s | above bare process, MiB |\n|---|---|---|")
+    print("| run | integrated, s | above bare process, MiB | energy, J | power, W |\n|---|---|---|---|---|")
     for key, row in result["variants"].items():
         if "integrated" in row:
-            print(f"| {key} | {row['integrated']:.3f} | {row['above_bare'] / MIB:.0f} |")
+            joules = row.get("joules")
+            energy = " | " if joules is None else f"{joules:.2f} | {joules / row['integrated']:.1f}"
+            print(f"| {key} | {row['integrated']:.3f} | {row['above_bare'] / MIB:.0f} | {energy} |")
         elif key != "warm":
-            print(f"| {key} | failed: {row} | |")
+            print(f"| {key} | failed: {row} | | | |")
     rest = {key: value for key, value in result.items() if key != "variants"} | {"warm": result["variants"]["warm"]}
     print("\n" + json.dumps(rest, default=str))
 
@@ -204,11 +210,17 @@ def main() -> None:
     no_limit = why_no_limit()
     if no_limit is not None:
         print(f"no hard limit can be set ({no_limit}): its rows are left out; they need root")
+    energy = True
+    try:
+        meter()
+    except UserError as error:
+        energy = False
+        print(error)
     results = {}
     for name, model in found.items():
         folder = Path(tempfile.mkdtemp(prefix="flashmem-bench-"))
         try:
-            results[name] = Bench(name, model, folder, args.device, args.runs).measure(limited=no_limit is None)
+            results[name] = Bench(name, model, folder, args.device, args.runs, energy).measure(limited=no_limit is None)
         finally:
             shutil.rmtree(folder)
         report(name, results[name])

@@ -190,11 +190,12 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 for any free one.")] = 8000,
     name: Annotated[str | None, typer.Option(help="The model's name for clients.", show_default="that of the file")] = None,
     host_budget: HostBudget = None,
+    process_memory: ProcessMemory = None,
 ) -> None:
     """Serve a language model by HTTP, with the interface of OpenAI's API."""
     from flashmem.cli.commands.serve import serve_model
 
-    serve_model(model, options, host, port, name, host_budget)
+    serve_model(model, options, host, port, name, host_budget, process_memory)
 
 
 @with_bundle_options

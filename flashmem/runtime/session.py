@@ -29,7 +29,7 @@ from flashmem.runtime.engine.given_arrays import arrays_by_name, described
 from flashmem.runtime.engine.io_binding import IOBinding
 from flashmem.runtime.engine.opened import OpenedBundle, planned_host_memory, planned_variant
 from flashmem.runtime.engine.output_values import OutputValue
-from flashmem.runtime.engine.ports import TensorInfo, chosen_outputs, fitting_variant, tensor_infos
+from flashmem.runtime.engine.ports import PROVIDER, TensorInfo, chosen_outputs, fitting_variant, tensor_infos
 from flashmem.runtime.engine.replanned import within
 from flashmem.runtime.engine.report import RunReport
 from flashmem.runtime.engine.states import States
@@ -385,6 +385,10 @@ class Session:
     def get_outputs(self) -> list[TensorInfo]:
         """The outputs, as `get_inputs`."""
         return tensor_infos([each.program.outputs for each in self._variants])
+
+    def get_providers(self) -> list[str]:
+        """The one provider, in the form of ONNX Runtime's names; `device` says which device it is."""
+        return [PROVIDER]
 
     def __repr__(self) -> str:
         failure = self._engine.failure

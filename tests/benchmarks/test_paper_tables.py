@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
+from benchmarks.paper import portability
 from benchmarks.paper.compiled_costs import executed, fitted_share
 from benchmarks.paper.rates_fit import fitted, scaled
 from benchmarks.paper.tables import PUBLISHED, SHIPPED_FIT, judged
@@ -165,3 +167,14 @@ def test_the_share_of_published_widths_is_found(reached: float) -> None:
     assert fitted_share(program, descriptor, milliseconds) == pytest.approx(reached, rel=1e-3)
     with pytest.raises(UserError, match=r"no share of the published widths of adreno750 gives 1e\+06 ms"):
         fitted_share(program, descriptor, 1e6)
+
+
+def test_preloading_is_predicted_beside_streaming() -> None:
+    """Preloaded, all weights are held in the first run. A budget that is too small is raised, and kept."""
+    descriptor = load_descriptor("mali-g710")
+    graph = portability.graph_of("resnet-tiny", DATA / "resnet-tiny.onnx", descriptor, "fp32")
+    stored = sum(np.prod(tensor.dims) for tensor in onnx.load(DATA / "resnet-tiny.onnx").graph.initializer)
+    weights, budget, found = portability.predicted(graph, descriptor, {"budget": 1}, "fp32")
+    assert 4 * stored * 0.9 <= weights <= found["preload"].peak
+    assert budget is not None and found["stream"].peak <= budget < found["preload"].peak
+    assert found["stream"].average < found["preload"].average and 0 < found["stream"].later <= found["stream"].first

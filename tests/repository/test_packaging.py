@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.paths import ROOT
+from flashmem.bundle.bundle import Bundle
+from tests.support.paths import DATA, ROOT
 
 
 def run(*command: str | Path, cwd: Path, **variables: str) -> str:
@@ -31,10 +32,20 @@ def build(target: str, source: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the command of a release makes, with a bundle for one phone."""
+    folder = tmp_path_factory.mktemp("release")
+    words = (folder, "--model", DATA / "resnet-tiny.onnx", "--device", "adreno750")
+    run(sys.executable, ROOT / "tools/build-release", *map(str, words), cwd=folder, PYTHONPATH=str(ROOT))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sdist(released: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The source distribution, unpacked."""
     folder = tmp_path_factory.mktemp("sdist")
-    with tarfile.open(build("sdist", ROOT, tmp_path_factory.mktemp("archive"))) as archive:
+    (built,) = released.glob("*.tar.gz")
+    with tarfile.open(built) as archive:
         archive.extractall(folder, filter="data")
     (top,) = folder.iterdir()
     return top
@@ -62,6 +73,16 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     others = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (site / "zz-others.pth").write_text("".join(f"{path}\n" for path in others))
     return python
+
+
+def test_a_release_has_both_wheels_the_sources_and_a_bundle(released: Path, wheel: Path, tmp_path: Path) -> None:
+    archive = "resnet-tiny-adreno750.flashmem.zip"
+    names = sorted(path.name for path in released.iterdir())
+    phone = wheel.name.replace("flashmem-", "flashmem_runtime-")
+    assert names == sorted([wheel.name, phone, wheel.name.replace("-py3-none-any.whl", ".tar.gz"), archive])
+    assert (released / wheel.name).read_bytes() == wheel.read_bytes()
+    zipfile.ZipFile(released / archive).extractall(tmp_path)
+    assert Bundle.open(tmp_path / archive.removesuffix(".zip")).descriptor.name == "adreno750"
 
 
 def test_everything_that_is_not_python_is_inside(wheel: Path) -> None:

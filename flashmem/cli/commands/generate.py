@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from flashmem.base.errors import UserError
 from flashmem.base.streams import say
@@ -90,28 +90,45 @@ def open_generator(
     The budget of `compiling` is for both. Raises as `generate_text`.
     """
     use_one_device()
-    read_host_budget(host_budget)
     if compiling.batch not in (None, 1):
         raise UserError("--batch is for flashmem compile and flashmem serve; leave it out")
-    if process_memory is not None and draft is not None:
+    if draft is None:
+        bundle, options = open_language_model(model, compiling, host_budget, process_memory)
+        return Generator(bundle, **options)
+    if process_memory is not None:
         raise UserError("--process-memory is for one model; leave --draft out, or give --budget")
+    read_host_budget(host_budget)
+    own = CompileOptions(device=compiling.device, max_length=compiling.max_length)
+    small = open_bundle(draft, own, still_open=RUN_TIME, build=True) if not is_bundle(draft) else Bundle.open(draft)
+    budget = compiling.budget
+    if budget is not None:
+        left = parse_size(budget, what="budget") - needed_bytes(small, compiling.device or "auto")
+        if left <= 0:
+            raise UserError(f"--budget {budget} is less than --draft needs alone; raise it, or leave --draft out")
+        compiling = replace(compiling, budget=str(left))
+    bundle, options = open_language_model(model, compiling, host_budget, None)
+    return Generator(bundle, **{**options, "budget": budget}, draft=small)
+
+
+def open_language_model(
+    model: Path, compiling: CompileOptions, host_budget: str | None, process_memory: str | None
+) -> tuple[Bundle, dict[str, Any]]:
+    """The bundle of a language model, which is compiled first if `model` is none; and keyword arguments for its generator.
+
+    Raises as `generate_text`.
+    """
+    use_one_device()
+    read_host_budget(host_budget)
     compiling, process = within_process(compiling, process_memory, host_budget, compiles=not is_bundle(model))
-    device, mode = compiling.device or "auto", cast("Any", compiling.mode or "auto")
-    small, budget = None, compiling.budget
-    if draft is not None:
-        own = CompileOptions(device=compiling.device, max_length=compiling.max_length)
-        small = open_bundle(draft, own, still_open=RUN_TIME, build=True) if not is_bundle(draft) else Bundle.open(draft)
-        if budget is not None:
-            left = parse_size(budget, what="budget") - needed_bytes(small, device)
-            if left <= 0:
-                raise UserError(f"--budget {budget} is less than --draft needs alone; raise it, or leave --draft out")
-            compiling = replace(compiling, budget=str(left))
     bundle = open_bundle(model, compiling, still_open=RUN_TIME, build=True, process=process)
-    if (not is_bundle(model) and small is None) or process_memory is not None:
-        budget = None  # a model compiled now has its budget in the bundle
-    return Generator(
-        bundle, device=device, budget=budget, host_budget=host_budget, process_memory=process_memory, mode=mode, draft=small
-    )
+    in_bundle = process_memory is not None or not is_bundle(model)  # a model compiled now has its budget in the bundle
+    return bundle, {
+        "device": compiling.device or "auto",
+        "budget": None if in_bundle else compiling.budget,
+        "host_budget": host_budget,
+        "process_memory": process_memory,
+        "mode": compiling.mode or "auto",
+    }
 
 
 def _save(generator: Generator, path: Path, messages: list[Message]) -> None:

@@ -20,21 +20,25 @@ def fix_inputs(
 ) -> dict[str, tuple[int, ...]]:
     """Make constants of the inputs that `constants` names, in place; returns `shapes` without theirs.
 
-    A value is a number, or nested sequences of numbers in the input's shape. One number fills an input of any static shape.
+    An input with a default, which is an initializer too, gets the value in its place. A value is a number, or nested sequences
+    of numbers in the input's shape. One number fills an input of any static shape.
 
     Raises:
         UserError: no such input, or a value of another shape or that its type cannot hold.
     """
-    weights = {tensor.name for tensor in model.graph.initializer}
-    inputs = {value.name: value for value in model.graph.input if value.name not in weights}
+    defaults = {tensor.name: tensor for tensor in model.graph.initializer}
+    inputs = {value.name: value for value in model.graph.input}
     for name, value in constants.items():
         if name not in inputs:
-            raise UserError(f"{path} has no input {name!r} to make a constant of: its inputs are {', '.join(inputs) or 'none'}")
+            needed = ", ".join(each for each in inputs if each not in defaults) or "none"
+            raise UserError(f"{path} has no input {name!r} to make a constant of: its inputs are {needed}")
         declared = inputs[name]
         if not declared.type.HasField("tensor_type"):
             raise UserError(f"input {name!r} of {path} is not a tensor, and cannot be a constant")
         array = _converted(name, value, helper.tensor_dtype_to_np_dtype(declared.type.tensor_type.elem_type))
         array = _shaped(name, array, shapes.get(name), declared)
+        if name in defaults:
+            model.graph.initializer.remove(defaults[name])
         model.graph.initializer.append(numpy_helper.from_array(array, name))
         model.graph.input.remove(declared)
     return {name: shape for name, shape in shapes.items() if name not in constants}

@@ -54,6 +54,10 @@ class TensorInfo:
     type: str
 
 
+PROVIDER = "OpenCLExecutionProvider"
+"""What runs a model, in the form of ONNX Runtime's names of its providers."""
+
+
 def tensor_infos(variants: Sequence[Sequence[Port]]) -> list[TensorInfo]:
     """The ports of a bundle with these shape variants, which have the same names and types."""
     infos = []

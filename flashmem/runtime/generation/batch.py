@@ -159,6 +159,7 @@ class BatchGenerator:
         device: str = "auto",
         budget: int | str | None = None,
         host_budget: int | str | None = None,
+        process_memory: int | str | None = None,
         mode: TransferMode | Literal["auto"] = "auto",
         **options: Unpack[ModelOptions],
     ) -> None:
@@ -166,7 +167,7 @@ class BatchGenerator:
 
         Args:
             bundle: a bundle that was compiled for a `batch`; or the model and `batch=` among the options.
-            device, budget, host_budget, mode, options: see `Generator`.
+            device, budget, host_budget, process_memory, mode, options: see `Generator`.
 
         Raises:
             UserError: no bundle of a language model for a batch; and the errors of `Session`.
@@ -177,7 +178,9 @@ class BatchGenerator:
         if count == 1:
             raise UserError(f"{made.path} answers one request at a time; compile the model with --batch 8, for instance")
         self.tokenizer = Tokenizer(self.language)
-        self._session = Session(made, device=device, budget=budget, host_budget=host_budget, mode=mode)
+        self._session = Session(
+            made, device=device, budget=budget, host_budget=host_budget, process_memory=process_memory, mode=mode
+        )
         self._lock = threading.Lock()  # held for all below, but not during runs
         self._waiting: deque[_Request] = deque()
         self._rows: list[_Request | None] = [None] * count

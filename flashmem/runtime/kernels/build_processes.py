@@ -34,6 +34,7 @@ from flashmem.program.program import Program
 from flashmem.runtime.kernels.cache_files import ProgramCache
 from flashmem.runtime.kernels.required import SMALL_GRID, KernelLaunch, RequiredKernel, Size, variant
 from flashmem.runtime.opencl.compile_target import driver_variables
+from flashmem.runtime.opencl.context import driver_for
 from flashmem.runtime.opencl.devices import Device
 from flashmem.runtime.opencl.pocl import ROOM_BYTES
 
@@ -307,9 +308,10 @@ def _processors() -> int:
 def _start(device: Device, folder: str, errors: Path) -> subprocess.Popen[bytes]:
     """Start a child that builds for `device`, with the driver's variables of this process; `errors` receives its output."""
     environment = {name: value for name, value in os.environ.items() if name not in driver_variables(device.platform)}
+    arguments = (device.key, folder, str(os.getpid()), driver_for(device) or "")
     with errors.open("wb") as stderr:
         return subprocess.Popen(
-            python_module("flashmem.runtime.kernels.build_worker", device.key, folder, str(os.getpid())),
+            python_module("flashmem.runtime.kernels.build_worker", *arguments),
             env=module_environment({**environment, **device.variables}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

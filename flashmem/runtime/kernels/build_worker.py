@@ -24,7 +24,8 @@ _POCL_FOLDER = "POCL_CACHE_DIR"
 def main() -> None:
     """Answer jobs until stdin or the parent ends.
 
-    Arguments: the key of the device; the folder for results, which the parent removes; the parent's process id.
+    Arguments: the key of the device; the folder for results, which the parent removes; the parent's process id; the driver of
+    the device, or nothing if all must be loaded.
     """
     if not end_with(int(sys.argv[3])):
         return
@@ -40,14 +41,15 @@ def main() -> None:
         return
     os.environ[_POCL_FOLDER] = str(pocl)
     with suppress(BrokenPipeError):  # the parent no longer reads answers
-        _answer(key, folder, pocl, answers)
+        _answer(key, sys.argv[4] or None, folder, pocl, answers)
     shutil.rmtree(folder, ignore_errors=True)  # stdin ends only if the parent was killed
 
 
-def _answer(key: str, folder: Path, pocl: Path, answers: Any) -> None:
+def _answer(key: str, driver: str | None, folder: Path, pocl: Path, answers: Any) -> None:
     from flashmem.base.errors import RunError
-    from flashmem.runtime.opencl.context import Context, list_devices
+    from flashmem.runtime.opencl.context import Context, list_devices, use_driver
 
+    use_driver(driver)
     device = next((device for device in list_devices() if device.key == key), None)
     context = Context(device) if device is not None else None
     for line in sys.stdin:

@@ -101,6 +101,11 @@ def use_driver(driver: str | None) -> None:
         _only = driver
 
 
+def driver_for(device: Device) -> str | None:
+    """The one of `icd.installed_drivers` that has `device`, for a child process that uses it; None if that is not known."""
+    return _only or driver_table.known_driver(device.platform, device.name)
+
+
 def use_one_device() -> None:
     """Load only the driver of the device that this process asks for first, if the table of drivers knows it.
 

@@ -27,6 +27,7 @@ from flashmem.base.paths import cache_folder, make_private, why_unusable
 from flashmem.base.version import __version__
 from flashmem.runtime.opencl.devices import choose
 from flashmem.runtime.opencl.icd import VARIABLE, installed_drivers
+from flashmem.runtime.opencl.pocl import AFFINITY
 
 _SECONDS = 60
 """The longest that a driver may take to list its devices."""
@@ -63,6 +64,16 @@ def driver_of(name: str, prefer: str | None = None) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
+def known_driver(platform_name: str, device_name: str) -> str | None:
+    """The driver of a device with these names, by the table that an earlier command made; None without it, or for several."""
+    drivers = installed_drivers()
+    if len(drivers) < 2 or os.environ.get(VARIABLE):
+        return None
+    devices = _read(_state(drivers)) or []
+    found = {each.driver for each in devices if (each.platform, each.name) == (platform_name, device_name)}
+    return found.pop() if len(found) == 1 else None
+
+
 def forget() -> None:
     """Remove the table, which was wrong about a device."""
     with suppress(OSError):
@@ -76,11 +87,8 @@ def _file() -> Path:
 def _table(drivers: Mapping[str, str]) -> list[ListedDevice]:
     """The devices of all drivers; empty if they are not known."""
     state = _state(drivers)
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        if why_unusable(_file().parent) is None:
-            known = json.loads(_file().read_text(encoding="utf-8"))
-            if known["state"] == state:
-                return [ListedDevice(**each) for each in known["devices"]]
+    if (known := _read(state)) is not None:
+        return known
     if why_unusable(_file().parent) is not None:  # without a cache the children's time would be lost in each call
         return []
     devices = _listed(list(drivers))
@@ -93,6 +101,16 @@ def _table(drivers: Mapping[str, str]) -> list[ListedDevice]:
     return devices
 
 
+def _read(state: str) -> list[ListedDevice] | None:
+    """The devices in the file, or None if it was not written in `state`."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        if why_unusable(_file().parent) is None:
+            known = json.loads(_file().read_text(encoding="utf-8"))
+            if known["state"] == state:
+                return [ListedDevice(**each) for each in known["devices"]]
+    return None
+
+
 def _state(drivers: Mapping[str, str]) -> str:
     """A hash of everything that the table depends on."""
     facts: list[Any] = [__version__, sys.prefix, platform.release()]
@@ -101,7 +119,9 @@ def _state(drivers: Mapping[str, str]) -> str:
         with suppress(OSError):  # a bare name is found by the dynamic linker
             status = Path(library).stat()
             facts += [status.st_mtime_ns, status.st_size]
-    facts.append(sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES)))
+    variables = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
+    variables.pop(AFFINITY, None)  # set when drivers are started
+    facts.append(sorted(variables.items()))
     facts.append(sorted(str(path) for pattern in _DEVICE_FILES for path in Path("/dev").glob(pattern)))
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 

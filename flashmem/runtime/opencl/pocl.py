@@ -17,7 +17,7 @@ from flashmem.base.paths import folder_until_exit, has_room, why_unusable
 VARIABLE = "POCL_CACHE_DIR"
 ROOM_BYTES = 64 << 20
 """Bytes that must be free for PoCL's cache: a kernel uses 50 to 500 KB there, and a model has up to a hundred kernels."""
-_AFFINITY = "POCL_AFFINITY"
+AFFINITY = "POCL_AFFINITY"
 
 _folder_in_use: Path | None = None
 """The cache folder that PoCL was started with."""
@@ -65,7 +65,7 @@ def one_thread_a_core() -> None:
     at their start.
     """
     if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == os.cpu_count():
-        os.environ.setdefault(_AFFINITY, "1")
+        os.environ.setdefault(AFFINITY, "1")
 
 
 def _pocl_folder(given: str | None) -> Path:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from flashmem.bundle.bundle import Bundle
 from flashmem.runtime.engine.futures import FencedFuture
 from flashmem.runtime.engine.given_arrays import Input
-from flashmem.runtime.engine.ports import TensorInfo, tensor_infos
+from flashmem.runtime.engine.ports import PROVIDER, TensorInfo, tensor_infos
 from flashmem.runtime.engine.report import RunReport
 from flashmem.runtime.serving.loaded_model import LoadedModel
 
@@ -94,6 +94,10 @@ class Model:
     def get_outputs(self) -> list[TensorInfo]:
         """The outputs, as `Session.get_inputs`."""
         return tensor_infos([variant.program.outputs for variant in self.bundle.variants])
+
+    def get_providers(self) -> list[str]:
+        """The provider, as `Session.get_providers`."""
+        return [PROVIDER]
 
     def __repr__(self) -> str:
         state = "open" if self.failure is None else f"closed: {self.failure}"

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 import flashmem
 from flashmem.base.errors import UserError
@@ -60,6 +60,22 @@ def test_the_answer_is_that_of_the_whole_model(adds: Any, scale: Any, model: Pat
     [wanted] = onnxruntime.InferenceSession(model).run(None, {**given, **fixed})
     with flashmem.Session(bundle) as session:
         np.testing.assert_allclose(session.run(None, given)[0], wanted, rtol=3e-7)
+
+
+def test_an_input_with_a_default_may_be_given(model: Path) -> None:
+    """ONNX Runtime takes another value in each run; here it is fixed. Without one, the default is the value."""
+    proto = onnx.load(model)
+    proto.graph.initializer.append(numpy_helper.from_array(np.array([2, 3, 4], np.float32), "scale"))
+    onnx.save(proto, model)
+    rest = {"adds": True, "count": 2, "shift": [[1], [2]]}
+    for scale, more in ([2, 3, 4], {}), ([5, -6, 7], {"scale": [5, -6, 7]}):
+        graph = import_model(model, {"x": (2, 3)}, constants={**rest, **more})
+        assert [port.name for port in graph.inputs] == ["x"]
+        values = [value for node in graph.nodes for value in node.inputs if value is not None]
+        held = [value.constant.array().ravel().tolist() for value in values if value.constant is not None]
+        assert [float(number) for number in scale] in held and (not more or [2.0, 3.0, 4.0] not in held)
+    with pytest.raises(UserError, match=r"its inputs are x, adds, shift, count$"):
+        import_model(model, {"x": (2, 3)}, constants={"absent": 1})
 
 
 def test_an_open_size_is_that_of_the_constant(model: Path) -> None:

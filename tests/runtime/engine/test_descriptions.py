@@ -17,6 +17,7 @@ def test_inputs_and_outputs_are_described_as_onnx_runtime_does(name: str, tmp_pa
     bundle = flashmem.compile(DATA / f"{name}.onnx", tmp_path / "m.flashmem", build=False)
     with flashmem.Session(bundle) as session, flashmem.Runtime() as runtime, runtime.open(bundle) as model:
         for ours in (session, model):
+            assert ours.get_providers() == ["OpenCLExecutionProvider"]
             for mine, theirs in (
                 (ours.get_inputs(), reference.get_inputs()),
                 (ours.get_outputs(), reference.get_outputs()),

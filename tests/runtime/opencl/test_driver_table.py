@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from flashmem.base.errors import NoDeviceError
+from flashmem.runtime.kernels import build_processes
 from flashmem.runtime.opencl import context, driver_table
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.driver_table import ListedDevice, driver_of
@@ -48,6 +49,16 @@ def test_the_driver_is_that_of_the_chosen_device(asked: list[list[str]]) -> None
     assert driver_of("o") is None  # part of the names of several
     assert driver_of("0") is None and driver_of("nothing") is None
     assert asked == [list(DRIVERS)]
+
+
+def test_a_driver_is_known_from_an_earlier_table(asked: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert driver_table.known_driver("Intel(R) OpenCL", "EPYC") is None and not asked
+    driver_of("pocl")
+    monkeypatch.setenv("POCL_AFFINITY", "0")  # set when drivers were started
+    assert driver_table.known_driver("Intel(R) OpenCL", "EPYC") == "01-b.icd"
+    assert driver_table.known_driver("Intel(R) OpenCL", "pthread") is None
+    monkeypatch.setitem(DRIVERS, "02-c.icd", "libc.so")
+    assert driver_table.known_driver("Intel(R) OpenCL", "EPYC") is None and len(asked) == 1
 
 
 def test_the_table_is_made_again_when_something_changes(
@@ -100,6 +111,27 @@ def test_the_folder_has_one_driver() -> None:
     first = next(iter(installed_drivers()))
     with vendors_folder(first) as folder:
         assert folder is not None and [file.name for file in folder.iterdir()] == [first]
+
+
+@pytest.mark.skipif(len(installed_drivers()) < 2, reason="one driver is installed")
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not list the libraries of a process")
+def test_a_process_that_builds_kernels_loads_one_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """This process has loaded all drivers; a table was made."""
+    device = list_devices()[-1]
+    monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path))
+    driver = driver_of(device.descriptor_name)
+    assert driver is not None
+    child = build_processes._start(device, str(tmp_path), tmp_path / "errors")
+    assert child.stdin is not None and child.stdout is not None
+    with child:
+        child.stdin.write(b'{"name": "none", "text": "", "options": [], "trials": []}\n')
+        child.stdin.flush()
+        answer = json.loads(child.stdout.readline())
+        loaded = Path(f"/proc/{child.pid}/maps").read_text(encoding="utf-8")
+        child.stdin.close()
+    assert answer["error"] and "device is gone" not in answer["error"]
+    libraries = {name: Path(library).name for name, library in installed_drivers().items()}
+    assert [name for name, library in libraries.items() if library in loaded] == [driver]
 
 
 @pytest.mark.skipif(len(installed_drivers()) < 2, reason="one driver is installed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -30,9 +31,19 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=[1, 3], ids=["one at a time", "batch"])
 def address(request: pytest.FixtureRequest, bundle: Path) -> Iterator[str]:
-    """The address of a server in a process of its own, which is interrupted at the end as by Ctrl-C."""
+    """The address of a server in a process of its own, which is interrupted at the end as by Ctrl-C.
+
+    Until then the process stays below its limit: for one request at a time the limit that a refusal names.
+    """
     served, options = (str(bundle), ()) if request.param == 1 else (str(bundle.with_suffix(".gguf")), BATCH)
-    command = [sys.executable, "-m", "flashmem", "serve", served, "--port", "0", *options]
+    command = [sys.executable, "-m", "flashmem", "serve", served, "--port", "0", *options, "--process-memory"]
+    limit = 400
+    if request.param == 1:
+        refused = subprocess.run([*command, "60MB"], capture_output=True, text=True, check=False)
+        found = re.search(r"is too small: the process holds .* give (\d+)MB or more$", refused.stderr.strip())
+        assert refused.returncode == 2 and found is not None, refused.stderr
+        limit = int(found[1]) + 1  # processes differ by some hundred KB
+    command.append(f"{limit}MB")
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     said = process.stderr.readline()
@@ -40,6 +51,9 @@ def address(request: pytest.FixtureRequest, bundle: Path) -> Iterator[str]:
         said = process.stderr.readline()
     assert "small is served at http://127.0.0.1:" in said, said
     yield said.split()[-1]
+    status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
+    peak = re.search(r"VmHWM:\s*(\d+) kB", status)
+    assert peak is not None and int(peak[1]) * 1024 <= limit * 1_000_000
     process.send_signal(signal.SIGINT)
     rest = process.stderr.read()
     assert process.wait(timeout=30) in (0, 130) and "Traceback" not in rest, rest
