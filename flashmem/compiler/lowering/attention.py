@@ -123,7 +123,7 @@ def _splitting(context: LoweringContext, attention: _Attention) -> SplitKeysConf
     """The device's first config that splits the keys of such an attention. It has no rival where it fits."""
     for each in context.descriptor.configs_of("attention"):
         if isinstance(each, SplitKeysConfig) and each.fits(attention.workload):
-            return each if attention.accesses[2].channels <= 4 * each.lanes else None
+            return each
     return None
 
 

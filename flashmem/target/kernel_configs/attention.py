@@ -230,8 +230,8 @@ class SplitKeysConfig(AttentionConfig):
         return 4 * (self.queries * (LARGEST_HEAD + self.keys) + 2 * self.lanes) + 16 * self.lanes * min(self.queries, SUMMED)
 
     def fits(self, workload: Workload) -> bool:
-        """Whether there are few queries, and more keys than one chunk."""
-        return workload.rows <= self.most and workload.columns > self.keys and workload.depth <= 4 * self.lanes
+        """Whether there are few queries, more keys than one chunk, and a work-item for four channels of any head."""
+        return workload.rows <= self.most and workload.columns > self.keys and 4 * self.lanes >= LARGEST_HEAD
 
     def cost(self, workload: Workload, device: EstimatedDevice, compiled: CompiledCost | None = None) -> float:
         """See `KernelConfig.cost`. Each chunk of keys is a group of its own."""

@@ -111,7 +111,7 @@ def test_caches_of_few_bits(precision: Literal["fp16", "int8"], device: str, pat
 
 
 def test_the_descriptor_says_where_keys_are_split() -> None:
-    """Few queries and more keys than one chunk; any head that attention is fused for has a work-item for four channels."""
+    """Few queries and more keys than one chunk. Any head that attention is fused for has a work-item for each four channels."""
     fits = [
         CONFIG.fits(Workload("attention", "buffer", *sizes, 4))
         for sizes in ((1, 64, CHUNK), (1, 64, CHUNK + 1), (64, 512, 999))
