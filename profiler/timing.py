@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -142,8 +142,12 @@ class Stand:
 
     # -- timing
 
-    def commands(self, made: Generated, program: CompiledProgram, *, layouts: bool = False) -> list[Command]:
+    def commands(
+        self, made: Generated, program: CompiledProgram, *, layouts: bool = False, families: Collection[str] = ()
+    ) -> list[Command]:
         """The launches of `made`, ready to enqueue, except those that change layouts if not `layouts`.
+
+        `families`: only launches of these kernel families, if any are given; the others run now, once.
 
         Raises:
             RunError: the device refuses a kernel or its memory.
@@ -151,7 +155,12 @@ class Stand:
         plan, resources = made.program, self.resources(made)
         steps = make_steps(plan, {}, {}, resources, program, None)
         pairs = zip(plan.launches, steps, strict=True)
-        measured = [step for launch, step in pairs if layouts or launch.shape.family not in _LAYOUT]
+        if families:
+            chosen = [(launch.shape.family in families, step) for launch, step in pairs]
+            self._play([command for is_measured, step in chosen if not is_measured for command in step.commands], 1)
+            measured = [step for is_measured, step in chosen if is_measured]
+        else:
+            measured = [step for launch, step in pairs if layouts or launch.shape.family not in _LAYOUT]
         return [command for step in measured for command in step.commands]
 
     def resources(self, made: Generated) -> Resources:
@@ -174,7 +183,8 @@ class Stand:
             else self._buffer(("slice", i), _rounded(part.nbytes), part.channel)
             for i, part in enumerate(plan.slices)
         }
-        return Resources(self._ledger, arena, constants, weights, {})
+        states = self._buffer(("states",), _rounded(plan.states_bytes)) if plan.states_bytes else None
+        return Resources(self._ledger, arena, constants, weights, {}, states)
 
     def time(self, commands: Sequence[Command], seconds: float = _SECONDS, slow: float = math.inf) -> Timed:
         """Time `commands` for about `seconds`, short ones more often; only once if that takes longer than `slow`.

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from flashmem.profiler.shapes import Attention, Convolution, Matmul, Shape, unet_shapes, zoo_shapes
+from flashmem.target.descriptor import DeviceDescriptor
 
 from .cliffs import Single, cliffs, low_bits
+from .decoding import Decode, decoding
 
 REFERENCE = "reference"
 ATTENTION = "attention"
 CLIFFS = "cliffs"
 LOW_BITS = "low bits"
+DECODING = "decode attention"
 MODELS = ("gptneo-125m", "gptneo-1.3b", "vit-b16", "sd-unet", "whisper-medium-encoder", "resnet50")
 
 _REFERENCE: tuple[Shape, ...] = (
@@ -32,18 +35,20 @@ class Case:
     """A shape, the group of its ratio, and how often it occurs in one run of the model."""
 
     group: str
-    shape: Shape | Single
+    shape: Shape | Single | Decode
     count: int = 1
 
 
-def cases(kind: str) -> list[Case]:
-    """The cases for a "gpu" or a "cpu": the table's shapes, then one of each group in turn, so that no group is missed.
+def cases(descriptor: DeviceDescriptor) -> list[Case]:
+    """The cases for a device: the table's shapes, then one of each group in turn, so that no group is missed.
 
-    The operators of `cliffs` follow, and on a GPU those of `low_bits`.
+    The operators of `cliffs` follow, and on a GPU those of `low_bits`, and the attention of `decoding`.
     """
+    kind = descriptor.kind
     others = [Case(CLIFFS, each) for each in cliffs()]
     if kind == "gpu":
         others += [Case(LOW_BITS, each) for each in low_bits()]
+        others += [Case(DECODING, each) for each in decoding(descriptor)]
     return [*_of_models(kind), *others]
 
 

@@ -48,14 +48,23 @@ class Single:
 
     def graph(self) -> Graph:
         """The graph of the model, as the compiler imports it."""
-        path = Path(_folder().name) / f"{abs(hash(self.name))}.onnx"
+        path = folder() / f"{abs(hash(self.name))}.onnx"
         onnx.save(self.model(), path)
-        return import_model(path, {}, why_unsupported)
+        return imported(path)
+
+
+def imported(path: Path) -> Graph:
+    """The graph of the model in a file, as the compiler imports it."""
+    return import_model(path, {}, why_unsupported)
+
+
+def folder() -> Path:
+    """A folder for models until the process ends: a graph reads its weights later."""
+    return Path(_folder().name)
 
 
 @cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder for models until the process ends: a graph reads its weights later."""
     return tempfile.TemporaryDirectory()
 
 

@@ -25,13 +25,14 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from benchmarks.command import Arguments, run_command
-from benchmarks.kernels.cases import ATTENTION, CLIFFS, LOW_BITS, REFERENCE, Case, cases
+from benchmarks.kernels.cases import ATTENTION, CLIFFS, DECODING, LOW_BITS, REFERENCE, Case, cases
+from benchmarks.kernels.decoding import FAMILIES, Decode
 from benchmarks.kernels.peers import Peer, peer_of
 from flashmem.base.files import written_whole
 from flashmem.base.types import MemoryPath
@@ -109,7 +110,10 @@ class Bench:
         work = _Work(case)
         for path in self.paths:
             try:
-                work.made[path] = generated(case.shape.graph(), self.descriptor.on_path(path))
+                descriptor = self.descriptor.on_path(path)
+                if isinstance(case.shape, Decode):
+                    descriptor = replace(descriptor, only=case.shape.config)
+                work.made[path] = generated(case.shape.graph(), descriptor)
                 work.building[path] = self._builders.submit(self.stand.build, work.made[path])
             except Exception as error:  # an error of one kernel; the others are measured
                 work.failed[path] = _sentence(error)
@@ -125,7 +129,8 @@ class Bench:
                 future.result()
                 program = self.stand.build(work.made[path])
                 layouts = getattr(work.case.shape, "layouts", False)
-                ready[path] = self.stand.commands(work.made[path], program, layouts=layouts)
+                families = FAMILIES if isinstance(work.case.shape, Decode) else ()
+                ready[path] = self.stand.commands(work.made[path], program, layouts=layouts, families=families)
             except Exception as error:
                 self._failed(work, path, error)
         for _ in range(1 if self.device.kind == "gpu" else _ROUNDS):
@@ -137,14 +142,14 @@ class Bench:
                 except Exception as error:
                     self._failed(work, path, error)
             try:
-                if self.peer is not None and "peer" not in work.failed:
+                if self.peer is not None and "peer" not in work.failed and not isinstance(work.case.shape, Decode):
                     times.setdefault("peer", []).append(self.peer.seconds(work.case.shape))
             except Exception as error:
                 work.failed["peer"] = _sentence(error)
         case, shape = work.case, work.case.shape
         return {
             "group": case.group, "kind": type(shape).__name__, "shape": str(shape), "count": case.count, "flops": shape.flops,
-            "bytes": 4 * shape.elements, "failed": work.failed,
+            "bytes": shape.nbytes if isinstance(shape, Decode) else 4 * shape.elements, "failed": work.failed,
             "seconds": {who: statistics.median(found) for who, found in times.items() if found and who not in work.failed},
             "kernels": {path: _kernels(made) for path, made in work.made.items()},
         }  # fmt: skip
@@ -212,8 +217,9 @@ def markdown(data: Row) -> str:
         f"| shapes of | shape | {' | '.join(f'{path} {name}' for path in paths)} | peer {name} | ratios |",
         "|---|---|" + "---|" * (len(paths) + 2),
     ]
+    decoding = [row for row in rows if row["group"] == DECODING]
     timed = [row for row in rows if row["group"] in (CLIFFS, LOW_BITS)]
-    for row in (row for row in rows if row not in timed):
+    for row in (row for row in rows if row not in timed and row not in decoding):
         rates = [f"{row['flops'] / s / unit:.3g}" if (s := row["seconds"].get(who)) else "" for who in (*paths, "peer")]
         ratios_cell = " / ".join(f"{found:.2f}" if (found := ratio(row, path)) else "–" for path in paths)
         lines.append(f"| {row['group']} | {row['shape']} | {' | '.join(rates)} | {ratios_cell} |")
@@ -228,6 +234,17 @@ def markdown(data: Row) -> str:
         theirs = f"{1e3 * s:.3g}" if (s := row["seconds"].get("peer")) else ""
         ratios_cell = " / ".join(f"{found:.2f}" if (found := ratio(row, path)) else "–" for path in paths)
         lines.append(f"| {row['shape']} | {' | '.join(times)} | {theirs} | {ratios_cell} |")
+    if decoding:
+        lines += [
+            "",
+            "| attention of a decoder | us | bound by the cache's bytes, us | share |",
+            "|---|---|---|---|",
+        ]
+    for row in decoding:
+        bound = row["bytes"] / about["memory_bandwidth"]
+        for path in (path for path in paths if path in row["seconds"]):
+            s = row["seconds"][path]
+            lines.append(f"| {row['shape']} ({path}) | {1e6 * s:.3g} | {1e6 * bound:.3g} | {bound / s:.2f} |")
     failed = [f"- {row['shape']}, {who}: {why}" for row in rows for who, why in row["failed"].items()]
     if failed:
         lines += ["", "Failed:", "", *failed]
@@ -244,7 +261,7 @@ def measure(args: argparse.Namespace) -> Row:
     begun = time.monotonic()
     bench = Bench(args.device, args.path)
     data: Row = {"about": bench.about(), "rows": []}
-    wanted = [case for case in cases(bench.descriptor.kind) if not args.group or case.group in args.group]
+    wanted = [case for case in cases(bench.descriptor) if not args.group or case.group in args.group]
     try:
         operators = args.seconds * (_OPERATORS if args.models else 1)
         for row in bench.rows(wanted[: args.most], begun + operators):

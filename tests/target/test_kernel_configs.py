@@ -12,7 +12,7 @@ import pytest
 from flashmem.base.errors import UserError
 from flashmem.base.resources import names, read_text
 from flashmem.target.descriptor import descriptor_names, load_descriptor
-from flashmem.target.kernel_configs.attention import KeyBlockConfig, QueryRowsConfig, SharedWeightsConfig
+from flashmem.target.kernel_configs.attention import KeyBlockConfig, QueryRowsConfig, SharedWeightsConfig, SplitKeysConfig
 from flashmem.target.kernel_configs.config import KernelConfig
 from flashmem.target.kernel_configs.contraction import (
     PlainContraction,
@@ -34,6 +34,7 @@ CODES: dict[KernelConfig, str] = {
     QueryRowsConfig("c", 8, 4, 2, lanes=64): "8-4-2-1x1-0-0-64",
     KeyBlockConfig("c", 8, 2, (8, 16), channels=32): "8-2-2-8x16-32-0-1",
     SharedWeightsConfig("c", 4, 2, (1, 16), parts=4): "4-2-2-1x16-0-0-4",
+    SplitKeysConfig("c", 8, 64, lanes=128, most=32): "8-64-64-128x1-0-32-128",
     RowConfig("c", 4, 64, subgroups=True): "1-4-4-1x1-0-0-64-subgroups",
 }
 """One config of each kind, and its key in tuning databases: a change would make all measurements void."""

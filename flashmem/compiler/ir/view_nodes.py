@@ -37,19 +37,22 @@ KEPT = 4
 """A Slice of less than 1 / KEPT of its source is copied: a view would keep the whole source in memory."""
 
 
-def view_of(value: Value) -> StridedView:
-    """`value` as a view of its farthest ancestor through data movement and products with one constant."""
+def view_of(value: Value, kept: int = KEPT) -> StridedView:
+    """`value` as a view of its farthest ancestor through data movement and products with one constant.
+
+    A Slice of less than 1 / `kept` of its source is no view.
+    """
     node = value.producer
     if value.constant is not None or node is None:
         return StridedView.of(value)
     multiplied = constant_factor(node)
     if multiplied is not None:
         source, scale = multiplied
-        view = view_of(source)
+        view = view_of(source, kept)
         return replace(view, scale=view.scale * scale)
     if node.op not in ("Reshape", "Transpose", "Slice", "Expand"):
         return StridedView.of(value)
-    view = view_of(node.input(0))
+    view = view_of(node.input(0), kept)
     found: StridedView | None
     if node.op == "Reshape":
         found = view.reshaped(value.shape)
@@ -57,7 +60,7 @@ def view_of(value: Value) -> StridedView:
         found = view.transposed(node.attributes["perm"])
     elif node.op == "Expand":
         found = view.expanded(value.shape)
-    elif value.size * KEPT >= view.root.size:
+    elif value.size * kept >= view.root.size:
         found = view.sliced(value.shape, node.attributes["starts"], node.attributes["steps"])
     else:
         found = None

@@ -1,44 +1,145 @@
-"""Lowering of attention: one launch."""
+"""Lowering of attention: one launch, or for few queries over many keys two."""
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
 
 from flashmem.base.types import ITEMSIZE
 from flashmem.compiler.ir.broadcast import affine, place
 from flashmem.compiler.ir.fusion_group import FusionGroup
+from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.strided import Dimension
 from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
 from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.operators.attention import Access, Scores
 from flashmem.compiler.operators.vector import STORED, scalar_literal
-from flashmem.compiler.selection.attention_form import QueryRows, form_of
+from flashmem.compiler.selection.attention_form import QueryRows, form_of, split_form
 from flashmem.program.launches import Arg, KernelShape
-from flashmem.target.kernel_configs.attention import AttentionConfig
+from flashmem.target.kernel_configs.attention import AttentionConfig, SplitKeysConfig
 from flashmem.target.kernel_configs.workload import Workload
 
 
+@dataclass(frozen=True)
+class _Attention:
+    """An attention: what its lowerings share.
+
+    `values`: template variables of every form. `last`: arguments that follow the answer's. `nbytes`: of operands and answer.
+    """
+
+    group: FusionGroup
+    workload: Workload
+    accesses: tuple[Access, Access, Access, Access]
+    scores: Scores
+    seed: Value
+    nodes: tuple[Node, ...]
+    values: dict[str, Any]
+    dropped: list[Arg]
+    filled: list[Arg]
+    ends: list[int]
+    nbytes: int
+
+    @property
+    def tensors(self) -> tuple[Value, Value, Value, Value]:
+        """Queries, keys, values and the answer."""
+        node = self.group.main
+        return node.input(0), node.input(1), node.input(2), self.group.output
+
+    @property
+    def starts(self) -> list[int]:
+        """The first elements of queries, keys and values."""
+        return [access.start for access in self.accesses[:3]]
+
+    @property
+    def macs(self) -> int:
+        """Multiplications of both products."""
+        w, (query, _, value, _) = self.workload, self.accesses
+        return w.batches * w.rows * w.columns * (query.channels + value.channels)
+
+    @property
+    def shape(self) -> KernelShape:
+        """The sizes of its launch, before those of a config."""
+        w, (query, key, value, _) = self.workload, self.accesses
+        return KernelShape(
+            rows=w.batches * w.rows, columns=value.channels, depth=w.columns, run=query.channels, stride=key.channel
+        )
+
+    def body(self, context: LoweringContext, vector: int, *, down: bool = False) -> PointwiseBody:
+        """The operators on scores, for vectors of `vector` of them, of queries with `down`."""
+        shape = self.scores.shape
+        return PointwiseBody(self.nodes, self.seed, shape, len(shape) - 1, vector, context.storage, down)
+
+
 def lower_attention(context: LoweringContext, group: FusionGroup) -> None:
-    """Lower FusedAttention to one launch."""
+    """Lower FusedAttention to one launch, or to two where the device has a config that splits keys, and it fits."""
+    attention = _attention(context, group)
+    split = _splitting(context, attention)
+    if split is not None:
+        _launch_split(context, attention, split)
+    else:
+        _launch_whole(context, attention)
+
+
+def _attention(context: LoweringContext, group: FusionGroup) -> _Attention:
     node, given = group.main, group.main.attributes
     query, key, value, answer = (given[name] for name in ("query", "key", "value", "answer"))
     batches, rows, keys = given["batches"], given["rows"], given["keys"]
-    least = min(query.channels, value.channels)
-    side_by_side = key.channel == value.channel == 1
-    wide = min(context.descriptor.tile.vector, 1 << (least.bit_length() - 1)) if side_by_side else 1
     scores: Scores = given["scores"]
     operands = [node.input(i) for i in range(3, len(node.inputs))]
     filled = operands.pop() if given["filled"] else None
     dropped = place(operands.pop(), scores.shape, len(scores.shape) - 1) if given["dropped"] else None
     seed, nodes = scores.nodes(operands)
-    workload = Workload("attention", "buffer", rows, query.channels, keys, batches)
-    config = context.selector.config(workload, [node.op for node in nodes])
-    assert isinstance(config, AttentionConfig)
-    form = form_of(config, rows, query.channels, value.channels, wide)
-    down = form.form == "rows" and form.vector > 1
-    epilogue = PointwiseBody(nodes, seed, scores.shape, len(scores.shape) - 1, form.vector, context.storage, down)
-    strides: list[int] = []
     tensors = (node.input(0), node.input(1), node.input(2), group.output)
-    places = zip((query, key, value, answer), ("query", "key", "key", "query"), map(context.stored, tensors), strict=True)
-    vectors = context.descriptor.code.vector_loads and all(context.nbytes(each) < MOST_OFFSET for each in tensors)
+    sizes = [ITEMSIZE[context.storage(each)] for each in tensors]
+    counts = [rows * query.channels, keys * query.channels, keys * value.channels, rows * value.channels]
+    nbytes = batches * sum(size * count for size, count in zip(sizes, counts, strict=True))
+    nbytes += batches * keys * ITEMSIZE["float32"] * sum(access.scale is not None for access in (key, value))
+    values = {
+        "depth": query.channels,
+        "channels": value.channels,
+        "scale": scalar_literal("float32", given["scale"]),
+        "value_scale": scalar_literal("float32", given["value_scale"]),
+        "guarded": scores.guarded,
+        "dropped": dropped.index if dropped else "",
+        "filled": STORED[filled.dtype] if filled else "",
+    }
+    return _Attention(
+        group,
+        Workload("attention", "buffer", rows, query.channels, keys, batches),
+        (query, key, value, answer),
+        scores,
+        seed,
+        nodes,
+        values,
+        [context.operand(dropped.value)] if dropped else [],
+        [context.operand(filled)] if filled else [],
+        [filled.size] if filled else [],
+        nbytes,
+    )
+
+
+def _splitting(context: LoweringContext, attention: _Attention) -> SplitKeysConfig | None:
+    """The device's first config that splits the keys of such an attention. It has no rival where it fits."""
+    for each in context.descriptor.configs_of("attention"):
+        if isinstance(each, SplitKeysConfig) and each.fits(attention.workload):
+            return each
+    return None
+
+
+def _launch_whole(context: LoweringContext, attention: _Attention) -> None:
+    """Append one launch, in which a work-group reads all keys."""
+    w, (query, key, value, _) = attention.workload, attention.accesses
+    least = min(query.channels, value.channels)
+    side_by_side = key.channel == value.channel == 1
+    wide = min(context.descriptor.tile.vector, 1 << (least.bit_length() - 1)) if side_by_side else 1
+    config = context.selector.config(w, [node.op for node in attention.nodes])
+    assert isinstance(config, AttentionConfig)
+    form = form_of(config, w.rows, query.channels, value.channels, wide)
+    epilogue = attention.body(context, form.vector, down=form.form == "rows" and form.vector > 1)
+    strides: list[int] = []
+    places = zip(attention.accesses, ("query", "key", "key", "query"), map(context.stored, attention.tensors), strict=True)
+    vectors = context.descriptor.code.vector_loads and all(context.nbytes(each) < MOST_OFFSET for each in attention.tensors)
     q, k, v, y = (_template_values(access, row, stored, strides, vectors=vectors) for access, row, stored in places)
     kernel = context.kernels.kernel(
         "attention/attention",
@@ -48,42 +149,75 @@ def lower_attention(context: LoweringContext, group: FusionGroup) -> None:
         v=v,
         y=y,
         strides=range(len(strides)),
-        depth=query.channels,
-        channels=value.channels,
-        scale=scalar_literal("float32", given["scale"]),
-        value_scale=scalar_literal("float32", given["value_scale"]),
-        guarded=scores.guarded,
-        dropped=dropped.index if dropped else "",
-        filled=STORED[filled.dtype] if filled else "",
         attributes=context.attributes(form.local),
+        **attention.values,
         **{**context.vectors(form.vector), **context.epilogue_values(epilogue)},
     )
-    pointers = [*(context.operand(node.input(i)) for i in range(3)), context.tensor(group.output)]
-    if dropped:
-        pointers.append(context.operand(dropped.value))
-    if filled:
-        pointers.append(context.operand(filled))
-    blocks = -(-rows // form.rows)
-    items = (form.lanes * blocks, batches) if isinstance(form, QueryRows) else (form.across, form.local[1] * blocks, batches)
-    sizes = [ITEMSIZE[context.storage(each)] for each in tensors]
-    counts = [rows * query.channels, keys * query.channels, keys * value.channels, rows * value.channels]
-    nbytes = batches * sum(size * count for size, count in zip(sizes, counts, strict=True))
-    nbytes += batches * keys * ITEMSIZE["float32"] * sum(access.scale is not None for access in (key, value))
-    numbers = [batches, rows, keys, batches * rows, query.start, key.start, value.start]
-    numbers += [*([filled.size] if filled else []), *strides]
-    args: list[Arg | int] = [*pointers, *context.operand_args(epilogue), *numbers]
+    pointers = [*map(context.operand, attention.tensors[:3]), context.tensor(attention.group.output)]
+    pointers += [*attention.dropped, *attention.filled, *context.operand_args(epilogue)]
+    blocks = -(-w.rows // form.rows)
+    down = () if isinstance(form, QueryRows) else (form.local[1] * blocks,)
+    across = form.lanes * blocks if isinstance(form, QueryRows) else form.across
+    items = (across, *down, w.batches)
+    numbers = [w.batches, w.rows, w.columns, w.batches * w.rows, *attention.starts, *attention.ends, *strides]
     context.launch(
-        group,
+        attention.group,
         kernel,
-        args,
+        [*pointers, *numbers],
         items,
         form.local,
-        form.described(
-            KernelShape(rows=batches * rows, columns=value.channels, depth=keys, run=query.channels, stride=key.channel)
-        ),
-        macs=batches * rows * keys * (query.channels + value.channels),
-        nbytes=nbytes + sum(context.nbytes(operand.value) for operand in epilogue.operands),
+        form.described(attention.shape),
+        macs=attention.macs,
+        nbytes=attention.nbytes + sum(context.nbytes(operand.value) for operand in epilogue.operands),
     )
+
+
+def _launch_split(context: LoweringContext, attention: _Attention, config: SplitKeysConfig) -> None:
+    """Append two launches: sums of each chunk of keys, which are a tensor between them, and the answer from these."""
+    w, group, (query, key, value, answer) = attention.workload, attention.group, attention.accesses
+    form = split_form(config, w.rows, value.channels)
+    chunks = -(-w.columns // form.keys)
+    parts = Value(f"{group.output.name}.chunks", (w.batches * w.rows, chunks, 4 * form.quads + 2), "float32")
+    epilogue = attention.body(context, 1)
+    strides: list[int] = []
+    stored = [context.stored(each) for each in attention.tensors]
+    places = zip((query, key, value), ("query", "key", "key"), stored, strict=False)
+    q, k, v = (_template_values(*each, strides, vectors=False) for each in places)
+    widths = (_width(access, each) for access, each in zip((key, value), stored[1:3], strict=True))
+    for operand, width in zip((k, v), widths, strict=True):
+        operand["width"] = width
+    values = {**attention.values, "attributes": context.attributes(form.local), "f": form}
+    kernel = context.kernels.kernel(
+        "attention/split_keys", q=q, k=k, v=v, strides=range(len(strides)), **values, **context.epilogue_values(epilogue)
+    )
+    sizes = [w.batches, w.rows, w.columns, w.batches * w.rows, chunks]
+    shape = form.described(replace(attention.shape, family="attention"))
+    args: list[Arg | int] = [*map(context.operand, attention.tensors[:3]), context.tensor(parts), *attention.filled]
+    args += [*context.operand_args(epilogue), *sizes, *attention.starts, *attention.ends, *strides]
+    of_operands = sum(context.nbytes(operand.value) for operand in epilogue.operands)
+    nbytes = attention.nbytes - context.nbytes(group.output) + context.nbytes(parts) + of_operands
+    items = (form.lanes * chunks, -(-w.rows // form.rows), w.batches)
+    context.launch(group, kernel, args, items, form.local, shape, macs=attention.macs, nbytes=nbytes, part="[chunks]")
+    strides = []
+    y = _template_values(answer, "query", stored[3], strides, vectors=False)
+    kernel = context.kernels.kernel("attention/join_chunks", y=y, strides=range(len(strides)), **values)
+    args = [context.tensor(parts), context.tensor(group.output), *attention.dropped, *attention.filled]
+    args += [*sizes, *attention.ends, *strides]
+    shape = KernelShape(rows=w.batches * w.rows, columns=value.channels, depth=chunks, run=value.channels, vector=4)
+    nbytes = context.nbytes(parts) + context.nbytes(group.output)
+    items = (form.lanes, w.rows, w.batches)
+    context.launch(group, kernel, args, items, form.local, shape, nbytes=nbytes, part="[join]")
+
+
+_WIDEST = {"char": 16, "half": 8, "float": 4}
+"""Elements of the widest load, of 16 bytes."""
+
+
+def _width(access: Access, stored: str) -> int:
+    """Elements of the widest aligned load of a row, a power of two of at least four; 1 if rows are not aligned so."""
+    divisor = math.gcd(access.start, access.channels, *(stride for _, stride in (*access.batch, *access.row)))
+    width = min(divisor & -divisor, _WIDEST[stored])
+    return width if access.channel == 1 and width >= 4 else 1
 
 
 def _template_values(access: Access, row: str, stored: str, strides: list[int], *, vectors: bool) -> dict[str, object]:

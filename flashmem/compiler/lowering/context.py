@@ -255,8 +255,12 @@ class LoweringContext:
         macs: int = 0,
         nbytes: int = 0,
         part: str = "",
+        others: Sequence[FusionGroup] = (),
     ) -> None:
-        """Append one launch: `items` work-items in each direction, rounded up to whole work-groups."""
+        """Append one launch: `items` work-items in each direction, rounded up to whole work-groups.
+
+        `others`: groups that it computes too.
+        """
         finishing = [node for node in group.nodes if is_elementwise(node)]
         special = sum(REGISTRY[node.op].special for node in finishing)
         family = kernel.rsplit("_", 1)[0]
@@ -268,7 +272,7 @@ class LoweringContext:
                 local_size=tuple(local),
                 args=tuple(Arg("int", arg) if isinstance(arg, int) else arg for arg in args),
                 operator_class=REGISTRY[group.main.op].operator_class,
-                operators=tuple(node.name for node in group.nodes),
+                operators=tuple(node.name for each in (group, *others) for node in each.nodes),
                 macs=macs,
                 bytes=nbytes or sum(self.nbytes(v) for v in (*group.main.inputs, group.output) if v is not None),
                 shape=replace(shape, family=shape.family or family, simple_ops=len(finishing) - special, special_ops=special),

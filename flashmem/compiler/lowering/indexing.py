@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from flashmem.base.types import DType
+from flashmem.base.types import ITEMSIZE, DType
 from flashmem.compiler.ir.broadcast import affine
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node
@@ -14,7 +14,7 @@ from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.movement import copy_region
 from flashmem.compiler.operators.quantised_rows import LARGEST_CODE, LEAST, scale_offset
 from flashmem.compiler.operators.vector import REGISTER, STORED, Vector, scalar_literal
-from flashmem.program.launches import KernelShape
+from flashmem.program.launches import Arg, KernelShape
 
 _PARALLEL = {"cpu": 64, "gpu": 8192}
 """Work-items that keep a device busy, for kernels whose total work grows with the number of work-items."""
@@ -85,70 +85,98 @@ def _joined(dtype: DType, reduction: str) -> str:
     return scalar.to_stored(dtype, scalar.wrap(dtype, text))
 
 
-def lower_scatter(context: LoweringContext, group: FusionGroup) -> None:
-    """Lower a scatter: a copy of the data, then the updates, in order if two of them may reach the same element."""
-    _copy(context, group)
+_SEPARATE = ("update", "update_step", "update_start")
+"""Attributes in which two scatters of one launch may differ."""
+
+
+def delayed(context: LoweringContext, group: FusionGroup, later: Sequence[FusionGroup]) -> FusionGroup | None:
+    """The scatter of the `later` groups in whose launch the scatter `group` can be; None if there is none.
+
+    Groups between must not read the result of `group`, or overwrite its updates.
+    """
+    if group.main.op not in ("ScatterAt", "ScatterQuantised"):
+        return None
+    base, overwritten = context.buffers.aliases.base, context.buffers.overwritten
+    made, updates = base(group.output), base(group.main.input(2))
+    for other in later:
+        if _together(context, group, other):
+            return other
+        gone = overwritten.get(other.main)
+        if made in map(base, other.read()) or (gone is not None and base(gone) is updates):
+            return None
+    return None
+
+
+def _together(context: LoweringContext, one: FusionGroup, two: FusionGroup) -> bool:
+    """Whether one launch can compute both scatters: into two tensors in place, by the same indices, as new keys and values."""
+    first, second = one.main, two.main
+    if first.op != second.op:
+        return False
+    alike = all(value == second.attributes[name] for name, value in first.attributes.items() if name not in _SEPARATE)
+    if not alike or first.input(1) is not second.input(1) or one.output in second.inputs:
+        return False
+    types = [[context.stored(value) for value in (group.main.input(2), group.output)] for group in (one, two)]
+    in_place = all(
+        not group.main.attributes["covered"] and context.buffers.holds(group.output, group.main.input(0), 0)
+        for group in (one, two)
+    )
+    return in_place and types[0] == types[1]
+
+
+def lower_scatter(context: LoweringContext, group: FusionGroup, beside: FusionGroup | None = None) -> None:
+    """Lower a scatter: a copy of the data, then the updates, in order if two of them may reach the same element.
+
+    `beside`: another one, in the same launch, before which all that both read is computed (`delayed`).
+    """
+    if beside is None:
+        _copy(context, group)
+    both = [group, *([beside] if beside else [])]
     node, y = group.main, group.output
     given, indices, updates = node.attributes, node.input(1), node.input(2)
     count, steps, places = math.prod(given["items"]), given["steps"], given["places"]
     is_ordered = given["ordered"] and steps > 1
     # Each span of places reads all indices, so there are only as many spans as keep the device busy.
     spans = min(places, max(1, _PARALLEL[context.descriptor.kind] // count))
-    items = (count, spans if is_ordered else steps)
+    items = (count, spans if is_ordered else steps, *([len(both)] if beside else []))
     local = context.work_group(items)
-
-    def at(strides: Sequence[int]) -> str:
-        return affine(given["items"], strides, "item")
-
     stored, made = context.copied(updates, y)
-    values: dict[str, Any] = {name: given[name] for name in ("index_step", "update_step", "stride", "places")}
     kernel = context.kernels.kernel(
         "indexing/scatter",
         attributes=context.attributes(local),
         stored=stored,
         made=made,
         kind=REGISTER[y.dtype],
-        index=STORED[indices.dtype],
-        index_at=at(given["index"]),
-        update=at(given["update"]),
-        target=at(given["target"]),
-        parts=_parts(node),
         ordered=is_ordered,
         joined=_joined(y.dtype, given["reduction"]),
-        **values,
+        **_scattered(both),
     )
-    args = [context.operand(updates), context.operand(indices), context.tensor(y), context.status()]
+    args = [*_scatter_operands(context, both), context.status()]
     numbers = [count, steps, *([spans] if is_ordered else []), len(context.launches) + 1]
     shape = KernelShape(rows=steps, columns=count, depth=steps if is_ordered else 1, stride=given["stride"])
-    nbytes = 2 * context.nbytes(updates) + context.nbytes(indices)
-    context.launch(group, kernel, [*args, *numbers], items, local, shape, nbytes=nbytes, part="[scatter]")
+    size = ITEMSIZE[context.storage(updates)] + ITEMSIZE[context.storage(y)]
+    nbytes = len(both) * (size * count * steps + context.nbytes(indices))
+    context.launch(group, kernel, [*args, *numbers], items, local, shape, nbytes=nbytes, part="[scatter]", others=both[1:])
 
 
-def lower_scatter_quantised(context: LoweringContext, group: FusionGroup) -> None:
+def lower_scatter_quantised(context: LoweringContext, group: FusionGroup, beside: FusionGroup | None = None) -> None:
     """Lower a scatter of rows that it quantises: one launch, after a copy of the data where it is elsewhere.
 
-    A row has one work-item on a CPU. On a GPU several share it, so that a few rows are no long chain of loads.
+    A row has one work-item on a CPU. On a GPU several share it, so that a few rows are no long chain of loads. `beside`: as for
+    `lower_scatter`.
     """
-    _copy(context, group)
-    node, y = group.main, group.output
+    if beside is None:
+        _copy(context, group)
+    both = [group, *([beside] if beside else [])]
+    node = group.main
     given, indices, updates = node.attributes, node.input(1), node.input(2)
     size, steps, count = given["size"], given["steps"], math.prod(given["items"])
     vector = math.gcd(size, context.descriptor.tile.vector)
     lanes = min(context.descriptor.tile.lanes, 1 << (size // vector - 1).bit_length())
-    items, local = (lanes, steps, count), (lanes, 1, 1)
-
-    def at(strides: Sequence[int]) -> str:
-        return affine(given["items"], strides, "item")
-
+    items, local = (lanes, steps, len(both) * count), (lanes, 1, 1)
     kernel = context.kernels.kernel(
         "indexing/scatter_quantised",
         attributes=context.attributes(local),
         stored=context.stored(updates),
-        index=STORED[indices.dtype],
-        index_at=at(given["index"]),
-        update=at(given["update"]),
-        target=at(given["target"]),
-        parts=_parts(node),
         ordered=given["ordered"] and steps > 1,
         lanes=lanes,
         vector=vector,
@@ -158,11 +186,41 @@ def lower_scatter_quantised(context: LoweringContext, group: FusionGroup) -> Non
         least=scalar_literal("float32", LEAST),
         largest_code=LARGEST_CODE,
         unit=scalar_literal("float32", 1 / LARGEST_CODE),
-        **{name: given[name] for name in ("index_step", "update_step", "stride", "places")},
+        **_scattered(both),
     )
-    args = [context.operand(updates), context.operand(indices), context.tensor(y), context.status()]
-    rows = steps * count
+    args = [*_scatter_operands(context, both), context.status()]
+    rows = len(both) * steps * count
     shape = KernelShape(rows=rows, columns=size, depth=size, run=size, stride=given["stride"], vector=vector)
-    nbytes = context.nbytes(updates) + rows * (scale_offset(size) + 4) + context.nbytes(indices)
+    read = size * ITEMSIZE[context.storage(updates)]
+    nbytes = rows * (read + scale_offset(size) + 4) + len(both) * context.nbytes(indices)
     numbers = [count, steps, len(context.launches) + 1]
-    context.launch(group, kernel, [*args, *numbers], items, local, shape, nbytes=nbytes, part="[scatter]")
+    context.launch(group, kernel, [*args, *numbers], items, local, shape, nbytes=nbytes, part="[scatter]", others=both[1:])
+
+
+def _scattered(groups: Sequence[FusionGroup]) -> dict[str, Any]:
+    """Template values of scatters in one launch: where indices, updates and their targets are."""
+    node = groups[0].main
+    given = node.attributes
+
+    def at(strides: Sequence[int]) -> str:
+        return affine(given["items"], strides, "item")
+
+    sources = []
+    for attributes in (group.main.attributes for group in groups):
+        start = f"{attributes['update_start']} + " if attributes["update_start"] else ""
+        steps, strides = zip(*(attributes["update_step"] or ((1, 0),)), strict=True)
+        sources.append((start + at(attributes["update"]), affine(steps, strides, "step")))
+    return {
+        "index": STORED[node.input(1).dtype],
+        "index_at": at(given["index"]),
+        "target": at(given["target"]),
+        "parts": _parts(node),
+        "sources": sources,
+        **{name: given[name] for name in ("index_step", "stride", "places")},
+    }
+
+
+def _scatter_operands(context: LoweringContext, groups: Sequence[FusionGroup]) -> list[Arg]:
+    """The arguments of scatters in one launch: updates of each, the indices of all, and the results."""
+    updates = [context.operand(group.main.input(2)) for group in groups]
+    return [*updates, context.operand(groups[0].main.input(1)), *(context.tensor(group.output) for group in groups)]

@@ -15,7 +15,7 @@ from flashmem.compiler.ir.graph import Graph, GraphPort, Node, Value
 from flashmem.compiler.lowering.context import Cuts, LoweringContext
 from flashmem.compiler.lowering.host_embedding import place_rows
 from flashmem.compiler.lowering.outputs import read_early
-from flashmem.compiler.lowering.registry import lower
+from flashmem.compiler.lowering.registry import lower_all
 from flashmem.compiler.lowering.templates import KernelLibrary
 from flashmem.compiler.memory.aliases import AliasAnalysis
 from flashmem.compiler.memory.arena import LiveBytes, place_blocks, shapes
@@ -161,8 +161,7 @@ def generate(
     context.cuts = cuts or {}
     for value in (*gathered, *(state.port.value for state in states)):
         context.tensor(value)
-    for group in launched:
-        lower(context, group)
+    lower_all(context, launched)
     gathers = [
         place_rows(context, node, indices, str(context.tensor(value).value)) for value, (node, indices) in gathered.items()
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.lowering.attention import lower_attention
@@ -11,7 +11,13 @@ from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.contraction import lower_deform_convolution, lower_matmul
 from flashmem.compiler.lowering.convolution import lower_convolution
 from flashmem.compiler.lowering.elementwise import lower_elementwise
-from flashmem.compiler.lowering.indexing import lower_gather_at, lower_place, lower_scatter, lower_scatter_quantised
+from flashmem.compiler.lowering.indexing import (
+    delayed,
+    lower_gather_at,
+    lower_place,
+    lower_scatter,
+    lower_scatter_quantised,
+)
 from flashmem.compiler.lowering.movement import (
     lower_concat,
     lower_expand,
@@ -66,6 +72,23 @@ LOWERINGS: dict[str, Callable[[LoweringContext, FusionGroup], None]] = {
     "unpool": lower_unpool,
 }
 """Lowerings by the kernel name in operator declarations (`compiler.operators.registry.Operator.kernel`)."""
+
+
+def lower_all(context: LoweringContext, groups: Sequence[FusionGroup]) -> None:
+    """Append the launches of `groups` to the program, in order; two scatters may be one launch, at the place of the second."""
+    first: dict[FusionGroup, FusionGroup] = {}
+    waiting: set[FusionGroup] = set()
+    for at, group in enumerate(groups):
+        later = None if group in first else delayed(context, group, groups[at + 1 :])
+        if later is not None and later not in first:
+            first[later] = group
+            waiting.add(group)
+    for group in groups:
+        if group in first:
+            together = lower_scatter if group.main.op == "ScatterAt" else lower_scatter_quantised
+            together(context, first[group], group)
+        elif group not in waiting:
+            lower(context, group)
 
 
 def lower(context: LoweringContext, group: FusionGroup) -> None:

@@ -4,9 +4,10 @@ The rewrites produce three forms, which no ONNX file contains:
 
 - `GatherAt` reads. Its output has positions p, in row-major order over `positions`. Position p is the `run` elements at
   p · `base` + Σ index_c · `strides`_c. The indices of p are contiguous at p · `index`.
-- `ScatterAt` writes into a copy. Element (item, step) of the updates is at item · `update` + step · `update_step`. It goes to
-  item · `target` + `stride` · Σ index_c · `strides`_c, with the indices at item · `index` + step · `index_step`. If several
-  steps of an item reach one element, they update it in order; different items never reach the same element.
+- `ScatterAt` writes into a copy. Element (item, step) of the updates is at `update_start` + item · `update` + the offset of the
+  step by `update_step`: factors of the steps, with a stride each. It goes to item · `target` + `stride` · Σ index_c ·
+  `strides`_c, with the indices at item · `index` + step · `index_step`. If several steps of an item reach one element, they
+  update it in order; different items never reach the same element.
 - `Place` writes a regular region (`region`, `source`, `target`, `start`) into a copy, often in place of constant indices.
 
 `sizes` are the dimensions that indices count in, from the end if they are negative. `positions`, `items` and `region` are
@@ -167,8 +168,9 @@ def _scattered(rewriter: Rewriter, node: Node, indices: Value, updates: Value, p
     rewriter.add(
         "ScatterAt", [x, indices, updates], output, node.name,
         items=plan.items, index=plan.index, update=plan.update, target=plan.target, steps=math.prod(plan.steps),
-        index_step=plan.index_step, update_step=plan.update_step, sizes=plan.sizes, strides=plan.strides, stride=plan.stride,
-        places=plan.places, reduction=reduction, ordered=repeats, covered=covered, fill=_filled(x),
+        index_step=plan.index_step, update_start=0, update_step=((math.prod(plan.steps), plan.update_step),),
+        sizes=plan.sizes, strides=plan.strides, stride=plan.stride, places=plan.places, reduction=reduction,
+        ordered=repeats, covered=covered, fill=_filled(x),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ infinite, the scale is so too.
 
 `ScatterQuantised` writes quantised rows into a copy of such a tensor, as `ScatterAt` writes floats
 (`compiler.operators.indexing`); only `compiler.passes.quantised_caches` produces it. Row (item, step) of the updates has `size`
-elements from item · `update` + step · `update_step` on. The other attributes are `ScatterAt`'s; `target` and `stride` are in
+elements from the place on that `ScatterAt` defines. The other attributes are `ScatterAt`'s; `target` and `stride` are in
 bytes. If several steps of an item reach one row, the last one remains.
 """
 

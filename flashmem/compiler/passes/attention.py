@@ -24,15 +24,13 @@ from flashmem.compiler.operators import is_elementwise
 from flashmem.compiler.operators.attention import Scores, ScoreStep, access, stack
 from flashmem.compiler.operators.rewriting import reshaped
 from flashmem.compiler.passes.fusion import MAX_EPILOGUE, MAX_OPERANDS
+from flashmem.target.kernel_configs.attention import LARGEST_HEAD
 
 MOST_ENDS = 256
 """The most ends of masks by position that every work-item looks at."""
 
 LOWEST = -1e30
 """A score of this or less has no weight beside others."""
-
-LARGEST_HEAD = 512
-"""The most channels of a head for which a kernel keeps its sums in registers."""
 
 
 @dataclass(frozen=True)

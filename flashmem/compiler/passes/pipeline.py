@@ -27,6 +27,7 @@ from flashmem.compiler.passes.rotary import match_rotary
 from flashmem.compiler.passes.split_matmul import split_matmuls
 from flashmem.compiler.passes.transpose_hoisting import hoist_transposes
 from flashmem.compiler.passes.transpose_sinking import sink_transposes
+from flashmem.compiler.passes.update_views import fold_update_views
 from flashmem.compiler.passes.verifier import Form, InvalidGraphError, verify
 
 
@@ -66,6 +67,8 @@ PASSES = (
     Pass("fold-attention-views", fold_attention_views, requires=("attention matched",), ensures=("attention folded",)),
     # With states in int8: caches that attention alone reads become rows of int8 with a scale each.
     Pass("quantise-caches", quantise_caches, requires=("decomposed", "attention folded")),
+    # Scatters read their updates through views, without data movement: new rows of a cache are no tensor of their own.
+    Pass("fold-update-views", fold_update_views, requires=("decomposed", "attention folded")),
 )
 """All passes, in order. Fusion (`compiler.passes.fusion`) follows: it groups nodes and does not change the graph."""
 

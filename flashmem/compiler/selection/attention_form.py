@@ -12,10 +12,12 @@ from flashmem.program.launches import KernelShape
 from flashmem.target.kernel_configs.attention import (
     JOINED,
     LEAST_BLOCK,
+    SUMMED,
     AttentionConfig,
     KeyBlockConfig,
     QueryRowsConfig,
     SharedWeightsConfig,
+    SplitKeysConfig,
 )
 
 PRIVATE_BYTES = 24 << 10
@@ -135,6 +137,42 @@ class SharedWeights:
     def described(self, shape: KernelShape) -> KernelShape:
         """`shape` with the numbers of this config."""
         return replace(shape, vector=self.vector, tile_rows=self.each, tile_columns=self.vector, slice_k=self.parts)
+
+
+@dataclass(frozen=True)
+class SplitKeys:
+    """Attention form of split keys: a work-group of `lanes` work-items has `rows` queries and a chunk of `keys` keys.
+
+    `sharing` work-items have the same key, each with some of the queries. `quads` are fours of channels of a value. A work-item
+    sums one of them for one of `query_groups` parts of the queries, over one of `parts` parts of the keys. When chunks are
+    joined, a work-group has one query, in `joining` parts of the chunks.
+    """
+
+    lanes: int
+    rows: int
+    keys: int
+    sharing: int
+    quads: int
+    query_groups: int
+    parts: int
+    joining: int
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The work-group."""
+        return (self.lanes, 1, 1)
+
+    def described(self, shape: KernelShape) -> KernelShape:
+        """`shape` with the numbers of this config."""
+        return replace(shape, vector=4, tile_rows=self.rows // self.query_groups, tile_columns=4, slice_k=self.parts)
+
+
+def split_form(config: SplitKeysConfig, rows: int, channels: int) -> SplitKeys:
+    """Fit `config` to `rows` queries of a matrix and values of `channels` channels, at most four for each work-item."""
+    lanes, quads = config.lanes, -(-channels // 4)
+    each = min(config.queries, 1 << (rows - 1).bit_length(), SUMMED * (1 << (lanes // quads).bit_length() - 1))
+    sharing, groups = min(each, max(1, lanes // config.keys)), max(1, each // SUMMED)
+    return SplitKeys(lanes, each, config.keys, sharing, quads, groups, lanes // (quads * groups), lanes // quads)
 
 
 AttentionForm = QueryRows | KeyBlock | SharedWeights

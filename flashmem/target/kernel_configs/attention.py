@@ -21,6 +21,12 @@ from flashmem.target.kernel_configs.workload import Workload
 JOINED = 16
 """Channels of an attention output that are combined at a time, by work-items that share its keys."""
 
+SUMMED = 8
+"""The most queries for which a work-item of a chunk of keys sums values: four channels of each."""
+
+LARGEST_HEAD = 512
+"""The most channels of a head for which kernels keep their sums in registers."""
+
 LEAST_BLOCK = (2, 4)
 """The least (work-items in the query direction of a block, queries of each), for any number of queries."""
 
@@ -193,3 +199,45 @@ class SharedWeightsConfig(AttentionConfig):
         reads = 1 / min(self.queries, fitting) + 1 / self.keys
         steps = rounds * (2 * workload.depth * outputs * (1 + READ * reads / 4) + 2 * WAIT)
         return _cost(self, workload, device, queries, outputs, steps)
+
+
+@dataclass(frozen=True)
+class SplitKeysConfig(AttentionConfig):
+    """Attention of few queries over many keys (flash-decoding): a work-group of `lanes` work-items has a chunk of `keys` keys.
+
+    A second launch adds the chunks. A group has at most `queries` queries, and a matrix at most `most`. `queries`, `keys` and
+    `lanes` are powers of two.
+    """
+
+    kind: ClassVar[str] = "split-keys"
+
+    lanes: int
+    most: int
+
+    @property
+    def code(self) -> str:
+        """See `KernelConfig.code`."""
+        return f"{self.queries}-{self.keys}-{self.keys}-{self.lanes}x1-0-{self.most}-{self.lanes}"
+
+    @property
+    def items(self) -> int:
+        """Number of work-items of a work-group."""
+        return self.lanes
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of queries, weights, two numbers of each work-item, and its sums of four channels, for the widest head."""
+        return 4 * (self.queries * (LARGEST_HEAD + self.keys) + 2 * self.lanes) + 16 * self.lanes * min(self.queries, SUMMED)
+
+    def fits(self, workload: Workload) -> bool:
+        """Whether there are few queries, more keys than one chunk, and a work-item for four channels of any head."""
+        return workload.rows <= self.most and workload.columns > self.keys and 4 * self.lanes >= LARGEST_HEAD
+
+    def cost(self, workload: Workload, device: EstimatedDevice, compiled: CompiledCost | None = None) -> float:
+        """See `KernelConfig.cost`. Each chunk of keys is a group of its own."""
+        queries = min(self.queries, _fitting(workload))
+        chunks = math.ceil(workload.columns / self.keys)
+        outputs = queries * self.keys / self.lanes
+        steps = 2 * workload.depth * outputs * (1 + READ / queries) + 4 * WAIT
+        whole = Workload(workload.family, workload.path, workload.rows, workload.depth, self.keys, workload.batches * chunks)
+        return _cost(self, whole, device, queries, outputs, steps)

@@ -8,7 +8,7 @@ from typing import Any
 
 from flashmem.base.errors import UserError
 from flashmem.base.tables import build
-from flashmem.target.kernel_configs.attention import KeyBlockConfig, QueryRowsConfig, SharedWeightsConfig
+from flashmem.target.kernel_configs.attention import KeyBlockConfig, QueryRowsConfig, SharedWeightsConfig, SplitKeysConfig
 from flashmem.target.kernel_configs.config import KernelConfig
 from flashmem.target.kernel_configs.contraction import (
     PlainContraction,
@@ -28,6 +28,7 @@ _CLASSES: tuple[type[KernelConfig], ...] = (
     QueryRowsConfig,
     KeyBlockConfig,
     SharedWeightsConfig,
+    SplitKeysConfig,
     RowConfig,
 )
 KINDS: Mapping[str, type[KernelConfig]] = {each.kind: each for each in _CLASSES}

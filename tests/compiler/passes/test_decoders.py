@@ -16,6 +16,7 @@ from flashmem.runtime.opencl.devices import descriptor_for
 from tests.conformance.test_models import QUICK_PLACES
 from tests.support.compared import by_runtime
 from tests.support.decoders import Decoder, llama, smollm2
+from tests.support.gguf_models import SmallLlama
 from tests.support.launches import families_of
 
 LAUNCHES: dict[str, tuple[Callable[[int], Decoder], dict[str, int]]] = {
@@ -31,6 +32,21 @@ def test_launches_of_a_layer(name: str, tmp_path: Path) -> None:
     decoder, wanted = LAUNCHES[name]
     two, three = (Counter(families_of(decoder(layers).model(), tmp_path)) for layers in (2, 3))
     assert dict(three - two) == wanted
+
+
+def test_a_layer_with_its_cache_on_the_device_is_ten_launches(tmp_path: Path) -> None:
+    """New keys and values are read where they were computed, and written by one launch.
+
+    Of several tokens, parts of rows are copied: those that rotate, and both halves of the gated MLP.
+    """
+    model = SmallLlama(formats=("Q4_1",), inner=256).write(tmp_path / "m.gguf")
+    bundle = flashmem.compile(model, tmp_path / "m.flashmem", device="pocl", build=False, max_length=64)
+    layer = {"attention": 1, "elementwise": 1, "matmul": 4, "reduce_rows": 2, "rotary": 1, "scatter": 1}
+    for variant in bundle.variants:
+        families = [launch.shape.family for launch in variant.program.launches]
+        first, second = (at for at, family in enumerate(families) if family == "attention")
+        copies = {} if variant is bundle.variants[0] else {"movement": 3}
+        assert dict(Counter(families[first:second])) == layer | copies
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

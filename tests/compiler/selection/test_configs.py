@@ -26,7 +26,7 @@ from flashmem.program.kernel_text import kernel_texts
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import HALF_ARITHMETIC, descriptor_for
 from flashmem.target.descriptor import DeviceDescriptor, descriptor_names, load_descriptor
-from flashmem.target.kernel_configs.attention import KeyBlockConfig, QueryRowsConfig, SharedWeightsConfig
+from flashmem.target.kernel_configs.attention import KeyBlockConfig, QueryRowsConfig, SharedWeightsConfig, SplitKeysConfig
 from flashmem.target.kernel_configs.contraction import (
     CONTRACTIONS,
     Contraction,
@@ -246,6 +246,9 @@ def test_shipped_configs_can_be_built(name: str) -> None:
                 assert config.queries % config.vector == 0
             case SharedWeightsConfig():
                 assert config.queries in (1, 2, 4) and config.local_size[1] % 4 == 0
+            case SplitKeysConfig():
+                assert all(each & (each - 1) == 0 for each in (config.queries, config.keys, config.lanes))
+                assert config.queries <= config.lanes >= 128
         if isinstance(config, Contraction):
             assert config.columns % config.vector == 0
 

@@ -196,7 +196,7 @@ def test_no_launch_has_a_cache_of_floats(tmp_path: Path) -> None:
         assert sorted(launches["fp16", number]) == sorted(launches["int8", number])
         replaced = [family.replace("scatter_quantised", "scatter") for family in families["int8", number]]
         assert sorted(replaced) == sorted(families["fp16", number])
-        assert families["int8", number].count("scatter_quantised") == 4
+        assert families["int8", number].count("scatter_quantised") == 2  # one for the keys and the values of a layer
 
 
 def test_int8_caches_break_no_rule_of_a_strict_device(tmp_path: Path) -> None:
