@@ -46,6 +46,8 @@ _LENGTH_BYTES = 8
 _KEY_DIGITS = 64
 _COMPUTES_IN_HALF = re.compile(rf"(?<!#ifdef {HALF_ARITHMETIC}\n)^#pragma OPENCL EXTENSION {HALF_ARITHMETIC}", re.MULTILINE)
 """A kernel's text that needs arithmetic in half, and has no other way for devices without it."""
+_TENSOR_CORES = "mma.sync"
+"""An instruction in texts of kernels for tensor cores; only NVIDIA's compiler reads it, others have another way."""
 
 
 class CachedKernels:
@@ -74,7 +76,7 @@ class CachedKernels:
         bundle gets them in place of a kernel that was compiled here.
 
         Raises:
-            UserError: the kernels compute in half, and the device does not.
+            UserError: the kernels compute in half or use tensor cores, and the device does not.
             RunError: the driver refuses the kernels.
         """
         self._cache, self._context, self._options, self._build = cache, context, options, build
@@ -94,6 +96,11 @@ class CachedKernels:
             if HALF_ARITHMETIC not in context.device.extensions and _COMPUTES_IN_HALF.search(each.text):
                 raise UserError(
                     f"the bundle's kernels compute in half ({HALF_ARITHMETIC}), which {context.device.name} does not; "
+                    "compile the model for this device"
+                )
+            if _TENSOR_CORES in each.text and "nvidia" in context.device.platform.lower() and not context.device.mma:
+                raise UserError(
+                    f"the bundle's kernels use tensor cores (compute capability 8.0), which {context.device.name} does not have; "
                     "compile the model for this device"
                 )
             key = kernel_key(context.device, each, options)

@@ -1,0 +1,136 @@
+"""Kernel configs of contractions on matrix units: NVIDIA's tensor cores, which multiply small blocks of halves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar, Self
+
+from flashmem.target.kernel_configs.config import LOCAL, POINTERS, READ, EstimatedDevice, Feature
+from flashmem.target.kernel_configs.contraction import Contraction, StagedContraction, in_group
+from flashmem.target.kernel_configs.workload import Workload
+
+WARP = 32
+"""Work-items that multiply together."""
+
+_DOWN, _ACROSS = 16, 2
+"""Work-items of a warp in the direction of rows and of columns, as their results are arranged."""
+
+CHUNK = 8
+"""Halves that are copied to local memory at a time: 16 bytes."""
+
+STEP = 16
+"""Steps of depth of one instruction."""
+
+_RATE = 8.0
+"""Multiplications of halves in the time of one of floats: fits 4096 x 4096 x 4096 on an H200, 0.48 ms, and small products."""
+
+_FLOAT_ITEMS, _FLOAT_STEPS = 8, 16
+"""Of the config for operands that are not in half: work-items, one below the other, and steps of depth of a K-block."""
+
+
+@dataclass(frozen=True)
+class TensorContraction(Contraction):
+    """A contraction of two operands in half by tensor cores, with sums in float.
+
+    A work-group has `pipeline` K-blocks of both operands in local memory: while it multiplies one, the others are being copied.
+    Its `local_size` work-items are warps of 16 x 2, which multiply blocks of 16 * `rows` x 2 * `columns`. It has `slice_k`
+    parts of so many work-items. Each part multiplies its share of every K-block; their sums are added in a fixed order.
+    """
+
+    kind: ClassVar[str] = "tensor"
+
+    vector: int = field(default=4, init=False)
+    families: tuple[str, ...] = field(default=("matmul", "conv"), init=False)
+    k_block: int = field(kw_only=True)
+    pipeline: int = field(kw_only=True)
+    slice_k: int = field(default=1, kw_only=True)
+
+    @property
+    def needs(self) -> frozenset[Feature]:
+        """Matrix units."""
+        return frozenset({"mma"})
+
+    @property
+    def code(self) -> str:
+        """See `KernelConfig.code`."""
+        return f"{super().code}-t"
+
+    @property
+    def staged_depth(self) -> int:
+        """See `Contraction.staged_depth`."""
+        return self.k_block
+
+    @property
+    def stages(self) -> int:
+        """See `Contraction.stages`."""
+        return self.pipeline
+
+    @property
+    def parts(self) -> int:
+        """See `Contraction.parts`."""
+        return self.slice_k
+
+    @property
+    def warps_down(self) -> int:
+        """Warps of a part, one below the other."""
+        return self.local_size[0] // _DOWN
+
+    @property
+    def warp(self) -> tuple[int, int]:
+        """Rows and columns of the outputs of a warp."""
+        return _DOWN * self.rows, _ACROSS * self.columns
+
+    @property
+    def steps(self) -> int:
+        """Instructions along the depth of a part's share of a K-block."""
+        return self.k_block // STEP // self.slice_k
+
+    @property
+    def left_chunks(self) -> int:
+        """Chunks of the left operand's K-block that a work-item copies."""
+        return -(-self.block[0] * self.k_block // CHUNK // self.items)
+
+    @property
+    def right_chunks(self) -> int:
+        """Chunks of the right operand's K-block that a work-item copies."""
+        return -(-self.block[1] * self.k_block // CHUNK // self.items)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of local memory for one K-block of both operands."""
+        return 2 * self.k_block * sum(self.block)
+
+    def fits(self, workload: Workload) -> bool:
+        """Whether it can compute `workload`: weights in half in a buffer, and whole chunks of the depth of each tap."""
+        whole = workload.depth // workload.taps % CHUNK == 0
+        return workload.path == "buffer" and workload.storage == "float16" and whole and in_group(self, workload)
+
+    def cut(self, workload: Workload) -> Self:
+        """The config itself: its work-groups are whole."""
+        return self
+
+    def in_float(self) -> StagedContraction:
+        """A config for the same packed weights and a left operand in float."""
+        across = self.panel // 4
+        return StagedContraction(self.name, 4, 4, (_FLOAT_ITEMS, across), k_block=_FLOAT_STEPS, two_stage=True)
+
+    @property
+    def registers(self) -> int:
+        """Estimated registers: sums, the operands of one instruction for all of them, two for each pointer, and others."""
+        return self.rows * self.columns + 4 * self.rows + self.columns // 2 + 2 * self.left_chunks + POINTERS
+
+    def slots(self, device: EstimatedDevice) -> float:
+        """See `Contraction.slots`. The work-items of a warp read each row and column of its block once."""
+        reads = LOCAL * sum(self.warp) / WARP + sum(self.block) * self.parts / self.items
+        return (1.0 + READ * reads / (self.rows * self.columns)) / _RATE
+
+    def why_not(self) -> str:
+        """What its kernel cannot do with these numbers; empty if nothing."""
+        down, across = self.local_size
+        whole = down % _DOWN == 0 == across % _ACROSS and self.columns % CHUNK == 0
+        if not whole or self.k_block % (STEP * self.slice_k):
+            return "warps are of 16 x 2 work-items, columns multiples of 8, and K-blocks of 16 steps for each part"
+        if self.pipeline < 2 or self.items % math.lcm(self.k_block // CHUNK, self.panel // CHUNK):
+            return "a pipeline has at least 2 K-blocks, and a row of each is copied by neighbouring work-items"
+        return ""
