@@ -14,6 +14,11 @@ REFERENCE = "reference"
 ATTENTION = "attention"
 CLIFFS = "cliffs"
 LOW_BITS = "low bits"
+TENSOR_CORES = "tensor cores"
+TENSOR_CONVOLUTIONS = "convolutions by tensor cores"
+HALVES = (TENSOR_CORES, TENSOR_CONVOLUTIONS)
+"""Groups whose operands and results are halves."""
+
 MODELS = ("gptneo-125m", "gptneo-1.3b", "vit-b16", "sd-unet", "whisper-medium-encoder", "resnet50")
 
 _REFERENCE: tuple[Shape, ...] = (
@@ -39,12 +44,17 @@ class Case:
 def cases(kind: str) -> list[Case]:
     """The cases for a "gpu" or a "cpu": the table's shapes, then one of each group in turn, so that no group is missed.
 
-    The operators of `cliffs` follow, and on a GPU those of `low_bits`.
+    The operators of `cliffs` follow, and on a GPU those of `low_bits`, and products and convolutions again in half.
     """
-    others = [Case(CLIFFS, each) for each in cliffs()]
+    models, others = _of_models(kind), [Case(CLIFFS, each) for each in cliffs()]
     if kind == "gpu":
         others += [Case(LOW_BITS, each) for each in low_bits()]
-    return [*_of_models(kind), *others]
+        largest, *_ = _REFERENCE
+        products = (case.shape for case in models if case.group != REFERENCE and isinstance(case.shape, Matmul))
+        others += [Case(TENSOR_CORES, shape) for shape in dict.fromkeys((largest, *products))]
+        convolutions = (case.shape for case in models if isinstance(case.shape, Convolution))
+        others += [Case(TENSOR_CONVOLUTIONS, shape) for shape in dict.fromkeys(convolutions)]
+    return [*models, *others]
 
 
 def _of_models(kind: str) -> list[Case]:

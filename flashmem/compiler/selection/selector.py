@@ -38,8 +38,8 @@ class KernelRequest:
 
     `ending`: its fused operators, which also distinguish kernels. `widest`: the most columns of a panel of packed weights, so
     that slices can be as small as required; None: any. `winograd`: a convolution of floats by 3x3 taps with dilation 1 in both
-    directions. `halves`: both operands are stored in half. `forms`: (columns of a panel, depth) in which its weights are already packed, for other shapes of the model; one
-    of these is used if any config reads it.
+    directions. `forms`: (columns of a panel, depth) in which its weights are already packed, for other shapes of the model; one
+    of these is used if any config reads it. `halves`: both operands are stored in half.
     """
 
     workload: Workload

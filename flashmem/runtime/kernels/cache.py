@@ -100,8 +100,8 @@ class CachedKernels:
                 )
             if _TENSOR_CORES in each.text and "nvidia" in context.device.platform.lower() and not context.device.mma:
                 raise UserError(
-                    f"the bundle's kernels use tensor cores (compute capability 8.0), which {context.device.name} does not have; "
-                    "compile the model for this device"
+                    f"the bundle's kernels use tensor cores (compute capability 8.0), which {context.device.name} does not "
+                    "have; compile the model for this device"
                 )
             key = kernel_key(context.device, each, options)
             program = self._shared.get(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,21 +14,22 @@ import flashmem
 from flashmem.base.errors import UserError
 from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.program.kernel_text import kernel_texts
+from flashmem.runtime.kernels.cache import CachedKernels
+from flashmem.runtime.kernels.cache_files import ProgramCache
+from flashmem.runtime.kernels.required import RequiredKernel
 from flashmem.runtime.opencl.context import list_devices
-from flashmem.target.descriptor import DeviceDescriptor, descriptor_names, load_descriptor
+from flashmem.runtime.opencl.devices import Device
+from flashmem.target.descriptor import descriptor_names, load_descriptor
 from flashmem.target.kernel_configs.tensor_cores import TensorContraction
 from flashmem.target.kernel_configs.workload import Workload
 from tests.support.compared import Nodes, require_right
 
 SHIPPED = [
-    config
-    for name in descriptor_names()
-    for config in load_descriptor(name).configs
-    if isinstance(config, TensorContraction)
+    config for name in descriptor_names() for config in load_descriptor(name).configs if isinstance(config, TensorContraction)
 ]
-HERE = [device.descriptor_name for device in list_devices()]
-CASES = [(config, min(HERE)) for config in SHIPPED] + [(SHIPPED[-1], device) for device in sorted(HERE)[1:]]
-"""Every config on one runtime, one config on all: PoCL takes five times as long to build them as Intel's."""
+HERE = sorted(list_devices(), key=lambda device: (not device.mma, device.descriptor_name))
+CASES = [(config, HERE[0]) for config in SHIPPED] + [(SHIPPED[-1], device) for device in HERE[1:]]
+"""Every config on one runtime, with tensor cores if any has them, and one on all: PoCL takes long to build such kernels."""
 
 
 def model() -> Nodes:
@@ -62,19 +64,51 @@ def model() -> Nodes:
 NODES = model()
 
 
-@pytest.mark.parametrize(("config", "device"), CASES, ids=lambda each: getattr(each, "name", each))
-def test_answers(config: TensorContraction, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KernelSelector, "config", lambda *asked: config)
-    file, proto = tmp_path / "m.onnx", NODES.proto()
+@pytest.mark.parametrize(
+    ("config", "device"), CASES, ids=lambda each: each.name if isinstance(each, TensorContraction) else each.descriptor_name
+)
+def test_answers(config: TensorContraction, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KernelSelector, "config", lambda *asked, **given: config)
+    file, proto, name = tmp_path / "m.onnx", NODES.proto(), device.descriptor_name
     file.write_bytes(proto.SerializeToString())
-    bundle = flashmem.compile(file, tmp_path / "b", device=device, memory_path="buffer", precision="fp16")
+    bundle = flashmem.compile(file, tmp_path / "b", device=name, memory_path="buffer", precision="fp16")
     texts = kernel_texts(bundle.source.plain)
     families = [launch.shape.family for launch in bundle.program.launches if "mma.sync" in texts[launch.kernel]]
     assert (families.count("matmul"), families.count("conv")) == (3, 3)
-    answers = []
-    for mode in ("map", "interleave") if config is SHIPPED[-1] else ("map",):
-        with flashmem.Session(bundle, device=device, mode=mode) as session:
+    modes, answers = load_descriptor(name).modes["buffer"], []
+    for mode in (modes[0], "interleave") if config is SHIPPED[-1] else modes[:1]:
+        with flashmem.Session(bundle, device=name, mode=mode) as session:
             answers.append(session.run(None, NODES.feeds))
     require_right(proto, NODES.feeds, answers[0])
     for one, other in zip(answers[0], answers[-1], strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+PRODUCT = Workload("matmul", "buffer", 1024, 1024, 4096, storage="float16")
+CONVOLUTION = Workload("conv", "buffer", 784, 9 * 128, 128, storage="float16", taps=9)
+
+
+@pytest.mark.parametrize("workload", [PRODUCT, CONVOLUTION], ids=lambda each: each.family)
+def test_they_multiply_halves_in_buffers(workload: Workload) -> None:
+    def selected(halves: bool = True, **changes: Any) -> bool:
+        found = KernelSelector(load_descriptor("nvidia")).config(replace(workload, **changes), halves=halves)
+        return isinstance(found, TensorContraction)
+
+    assert selected()
+    assert not selected(halves=False), "activations are floats"
+    assert not selected(storage="float32") and not selected(path="texture")
+    assert not selected(depth=workload.taps * 12), "a row, or a tap, is no whole number of chunks"
+
+
+@pytest.mark.parametrize("config", SHIPPED, ids=lambda each: each.name)
+def test_packed_weights_are_also_multiplied_by_floats(config: TensorContraction) -> None:
+    """A weight may have a left operand in half and another one in float, and is packed once."""
+    other = config.in_float().cut(PRODUCT)
+    assert (other.panel, other.needs) == (config.panel, frozenset()) and other.fits(PRODUCT)
+
+
+def test_an_older_gpu_says_that_it_has_none() -> None:
+    older: Any = SimpleNamespace(device=replace(HERE[0], platform="NVIDIA CUDA", name="Tesla T4", mma=False))
+    wanted = [RequiredKernel("k", 'asm("mma.sync");', ())]
+    with pytest.raises(UserError, match=r"use tensor cores \(.*\), which Tesla T4 does not have; compile the model for"):
+        CachedKernels(ProgramCache(), older, (), wanted)
