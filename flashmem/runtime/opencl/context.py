@@ -50,6 +50,7 @@ from flashmem.runtime.opencl.launching import (
 )
 from flashmem.runtime.opencl.pocl import check_room, one_thread_a_core, writable_pocl_cache
 from flashmem.runtime.opencl.shared_memory import SharedMemory
+from flashmem.runtime.opencl.tensor_cores import with_instructions
 
 Bytes = NDArray[np.uint8]
 Memory = Any  # cl.Buffer | cl.Image | SharedMemory: opaque handles for the rest of the runtime
@@ -403,10 +404,11 @@ class Context:
             return cl.Image(self.handle, cl.mem_flags.READ_ONLY, _format(channel), desc=shape)
 
     def build(self, source: str, options: Sequence[str]) -> CompiledProgram:
-        """Compile OpenCL C; version 3 for subgroup shuffles, where the driver supports it."""
+        """Compile OpenCL C; version 3 for subgroup shuffles, and instructions of tensor cores, where the device has them."""
         if self.device.shuffles and shuffles(source):
             options = [*options, "-cl-std=CL3.0"]
         with _explained("compile the kernels"), _QUIET:
+            source = with_instructions(source, mma=self.device.mma)
             return CompiledProgram(cl.Program(self.handle, source).build([*options, _NO_WARNINGS], cache_dir=False))
 
     def load(self, binary: bytes, options: Sequence[str]) -> CompiledProgram:

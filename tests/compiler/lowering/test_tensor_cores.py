@@ -13,7 +13,7 @@ import pytest
 import flashmem
 from flashmem.base.errors import UserError
 from flashmem.compiler.selection.selector import KernelSelector
-from flashmem.program.kernel_text import kernel_texts
+from flashmem.program.kernel_text import kernel_texts, uses_tensor_cores
 from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.kernels.cache_files import ProgramCache
 from flashmem.runtime.kernels.required import RequiredKernel
@@ -32,36 +32,44 @@ CASES = [(config, HERE[0]) for config in SHIPPED] + [(SHIPPED[-1], device) for d
 """Every config on one runtime, with tensor cores if any has them, and one on all: PoCL takes long to build such kernels."""
 
 
-def model() -> Nodes:
+def model(*, complete: bool) -> Nodes:
     """Products and convolutions of activations that are stored in half and exact in it, as are all weights.
 
-    No size is a multiple of a block, apart from the depth of some.
+    No size is a multiple of a block, apart from the depth of some. If not `complete`: a product whose depth is, and a
+    convolution whose depth is not.
     """
     nodes, random = Nodes(), np.random.default_rng(7)
 
     def halves(*shape: int) -> Any:
         return random.uniform(-0.5, 1.5, shape).astype(np.float16).astype(np.float32)
 
-    def stored(*shape: int) -> str:
-        [made] = nodes.node("Abs", nodes.input(halves(*shape)))
+    def few(*shape: int) -> Any:
+        return random.integers(-1, 2, shape).astype(np.float32)
+
+    def stored(data: Any) -> str:
+        [made] = nodes.node("Abs", nodes.input(data))
         nodes.outputs.pop()
         return made
 
-    [product] = nodes.node("MatMul", stored(2, 75, 128), nodes.constant(halves(128, 150)))
+    [product] = nodes.node("MatMul", stored(halves(2, 75, 128)), nodes.constant(halves(128, 150)))
     nodes.outputs.pop()
-    [biased] = nodes.node("Add", product, nodes.constant(halves(150) - 60))
+    [biased] = nodes.node("Add", product, nodes.constant(halves(150) - 40))
     nodes.outputs.pop()
     nodes.node("Relu", biased)
-    nodes.node("MatMul", stored(37, 72), nodes.constant(halves(72, 36)))
-    nodes.node("MatMul", stored(19, 8), nodes.constant(halves(8, 140)))
-    image = stored(2, 16, 9, 11)
+    image = stored(halves(2, 16, 9, 11))
     nodes.node("Conv", image, nodes.constant(halves(36, 16, 3, 3)), pads=[1, 2, 0, 1], strides=[2, 1])
+    if not complete:
+        return nodes
+    [whole] = nodes.node("MatMul", stored(few(37, 72)), nodes.constant(few(72, 40)))  # numbers that are exact in half
+    nodes.outputs.pop()
+    nodes.node("MatMul", whole, nodes.constant(halves(40, 36)))
+    nodes.node("MatMul", stored(halves(19, 8)), nodes.constant(halves(8, 140)))
     nodes.node("Conv", image, nodes.constant(halves(8, 8, 3, 2)), group=2, dilations=[1, 2], pads=[2, 0, 1, 1])
-    nodes.node("Conv", stored(1, 128, 5, 4), nodes.constant(halves(8, 128, 2, 3)), pads=[1, 1, 0, 1], dilations=[2, 1])
+    nodes.node("Conv", stored(halves(1, 128, 5, 4)), nodes.constant(halves(8, 128, 2, 3)), pads=[1, 1, 0, 1], dilations=[2, 1])
     return nodes
 
 
-NODES = model()
+NODES = {complete: model(complete=complete) for complete in (False, True)}
 
 
 @pytest.mark.parametrize(
@@ -69,17 +77,19 @@ NODES = model()
 )
 def test_answers(config: TensorContraction, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KernelSelector, "config", lambda *asked, **given: config)
-    file, proto, name = tmp_path / "m.onnx", NODES.proto(), device.descriptor_name
+    complete = config is SHIPPED[-1]
+    nodes = NODES[complete]
+    file, proto, name = tmp_path / "m.onnx", nodes.proto(), device.descriptor_name
     file.write_bytes(proto.SerializeToString())
     bundle = flashmem.compile(file, tmp_path / "b", device=name, memory_path="buffer", precision="fp16")
     texts = kernel_texts(bundle.source.plain)
-    families = [launch.shape.family for launch in bundle.program.launches if "mma.sync" in texts[launch.kernel]]
-    assert (families.count("matmul"), families.count("conv")) == (3, 3)
+    families = [launch.shape.family for launch in bundle.program.launches if uses_tensor_cores(texts[launch.kernel])]
+    assert (families.count("matmul"), families.count("conv")) == ((4, 3) if complete else (1, 1))
     modes, answers = load_descriptor(name).modes["buffer"], []
-    for mode in (modes[0], "interleave") if config is SHIPPED[-1] else modes[:1]:
+    for mode in (modes[0], "interleave") if complete else modes[:1]:
         with flashmem.Session(bundle, device=name, mode=mode) as session:
-            answers.append(session.run(None, NODES.feeds))
-    require_right(proto, NODES.feeds, answers[0])
+            answers.append(session.run(None, nodes.feeds))
+    require_right(proto, nodes.feeds, answers[0])
     for one, other in zip(answers[0], answers[-1], strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -109,6 +119,6 @@ def test_packed_weights_are_also_multiplied_by_floats(config: TensorContraction)
 
 def test_an_older_gpu_says_that_it_has_none() -> None:
     older: Any = SimpleNamespace(device=replace(HERE[0], platform="NVIDIA CUDA", name="Tesla T4", mma=False))
-    wanted = [RequiredKernel("k", 'asm("mma.sync");', ())]
+    wanted = [RequiredKernel("k", "#ifdef FM_TENSOR_CORES", ())]
     with pytest.raises(UserError, match=r"use tensor cores \(.*\), which Tesla T4 does not have; compile the model for"):
         CachedKernels(ProgramCache(), older, (), wanted)
