@@ -31,8 +31,8 @@ def candidates(descriptor: DeviceDescriptor, workload: Workload) -> tuple[Kernel
 def seconds(descriptor: DeviceDescriptor, workload: Workload) -> dict[KernelConfig, float]:
     """Seconds of the device's configs for `workload`: measured on the nearest workload of the tuning database, else estimated.
 
-    If a near workload was measured, configs that were not measured, or failed, are excluded; those that could not compute it,
-    because its weights are stored otherwise, are estimated. The gain of Winograd depends on
+    If a near workload was measured, configs that were not measured, or failed, are excluded. Those of tensor cores could not
+    compute it if its weights are floats, and are estimated. The gain of Winograd depends on
     caches, which no estimate models, so Winograd is used only if it was measured.
 
     Raises:
@@ -43,7 +43,8 @@ def seconds(descriptor: DeviceDescriptor, workload: Workload) -> dict[KernelConf
         database = load_database(descriptor)
         measured = database.seconds(workload, configs) if database else {}
         if database and measured:
-            return measured | _estimated(descriptor, workload, database.unknown(workload, configs))
+            unknown = [each for each in database.unknown(workload, configs) if "mma" in each.needs]
+            return measured | _estimated(descriptor, workload, unknown)
         configs = tuple(each for each in configs if not isinstance(each, Winograd)) or configs
     return _estimated(descriptor, workload, configs)
 
