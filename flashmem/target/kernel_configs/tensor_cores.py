@@ -6,12 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
-from flashmem.target.kernel_configs.config import LOCAL, POINTERS, READ, EstimatedDevice, Feature
+from flashmem.target.kernel_configs.config import CompiledCost, EstimatedDevice, Feature
 from flashmem.target.kernel_configs.contraction import Contraction, StagedContraction, in_group
 from flashmem.target.kernel_configs.workload import Workload
-
-WARP = 32
-"""Work-items that multiply together."""
 
 _DOWN, _ACROSS = 16, 2
 """Work-items of a warp in the direction of rows and of columns, as their results are arranged."""
@@ -22,8 +19,14 @@ CHUNK = 8
 STEP = 16
 """Steps of depth of one instruction."""
 
-_RATE = 8.0
-"""Multiplications of halves in the time of one of floats: fits 4096 x 4096 x 4096 on an H200, 0.48 ms, and small products."""
+_RATE = 13.0
+"""Multiplications of halves in the time of one of floats. This and the next fit 20 products on an H200, 2026-11-26."""
+
+_COPY = 6.0
+"""Cost of copying a half to local memory, in multiplications of floats of its core."""
+
+_CORE = 2048
+"""Work-items of a core, at most: NVIDIA's programming guide, compute capability 8.0 and 9.0."""
 
 _FLOAT_ITEMS, _FLOAT_STEPS = 8, 16
 """Of the config for operands that are not in half: work-items, one below the other, and steps of depth of a K-block."""
@@ -115,15 +118,12 @@ class TensorContraction(Contraction):
         across = self.panel // 4
         return StagedContraction(self.name, 4, 4, (_FLOAT_ITEMS, across), k_block=_FLOAT_STEPS, two_stage=True)
 
-    @property
-    def registers(self) -> int:
-        """Estimated registers: sums, the operands of one instruction for all of them, two for each pointer, and others."""
-        return self.rows * self.columns + 4 * self.rows + self.columns // 2 + 2 * self.left_chunks + POINTERS
-
-    def slots(self, device: EstimatedDevice) -> float:
-        """See `Contraction.slots`. The work-items of a warp read each row and column of its block once."""
-        reads = LOCAL * sum(self.warp) / WARP + sum(self.block) * self.parts / self.items
-        return (1.0 + READ * reads / (self.rows * self.columns)) / _RATE
+    def cost(self, workload: Workload, device: EstimatedDevice, compiled: CompiledCost | None = None) -> float:
+        """See `KernelConfig.cost`. A core's work-groups share its copies and its matrix units, and do not hide each other's time."""
+        down, across = self.block
+        groups = workload.batches * math.ceil(workload.rows / down) * math.ceil(workload.columns / across)
+        rounds = math.ceil(groups / max(1, device.parallelism // _CORE))
+        return rounds * workload.depth * (_COPY * (down + across) + down * across / _RATE) / _CORE
 
     def why_not(self) -> str:
         """What its kernel cannot do with these numbers; empty if nothing."""
