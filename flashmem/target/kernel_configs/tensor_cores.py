@@ -119,7 +119,7 @@ class TensorContraction(Contraction):
         return StagedContraction(self.name, 4, 4, (_FLOAT_ITEMS, across), k_block=_FLOAT_STEPS, two_stage=True)
 
     def cost(self, workload: Workload, device: EstimatedDevice, compiled: CompiledCost | None = None) -> float:
-        """See `KernelConfig.cost`. A core's work-groups share its copies and its matrix units, and do not hide each other's time."""
+        """See `KernelConfig.cost`. The work-groups of a core share its copies and its matrix units."""
         down, across = self.block
         groups = workload.batches * math.ceil(workload.rows / down) * math.ceil(workload.columns / across)
         rounds = math.ceil(groups / max(1, device.parallelism // _CORE))
