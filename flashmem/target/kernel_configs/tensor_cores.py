@@ -13,10 +13,10 @@ from flashmem.target.kernel_configs.workload import Workload
 _DOWN, _ACROSS = 16, 2
 """Work-items of a warp in the direction of rows and of columns, as their results are arranged."""
 
-CHUNK = 8
+_CHUNK = 8
 """Halves that are copied to local memory at a time: 16 bytes."""
 
-STEP = 16
+_STEP = 16
 """Steps of depth of one instruction."""
 
 _RATE = 13.0
@@ -39,6 +39,8 @@ class TensorContraction(Contraction):
     A work-group has `pipeline` K-blocks of both operands in local memory: while it multiplies one, the others are being copied.
     Its `local_size` work-items are warps of 16 x 2, which multiply blocks of 16 * `rows` x 2 * `columns`. It has `slice_k`
     parts of so many work-items. Each part multiplies its share of every K-block; their sums are added in a fixed order.
+    `columns` are a multiple of 8, a part's share is one of 16 steps, and `pipeline` is 2 to 5. Work-items of a group are a
+    multiple of the chunks in a line of either operand.
     """
 
     kind: ClassVar[str] = "tensor"
@@ -87,17 +89,17 @@ class TensorContraction(Contraction):
     @property
     def steps(self) -> int:
         """Instructions along the depth of a part's share of a K-block."""
-        return self.k_block // STEP // self.slice_k
+        return self.k_block // _STEP // self.slice_k
 
     @property
     def left_chunks(self) -> int:
         """Chunks of the left operand's K-block that a work-item copies."""
-        return -(-self.block[0] * self.k_block // CHUNK // self.items)
+        return -(-self.block[0] * self.k_block // _CHUNK // self.items)
 
     @property
     def right_chunks(self) -> int:
         """Chunks of the right operand's K-block that a work-item copies."""
-        return -(-self.block[1] * self.k_block // CHUNK // self.items)
+        return -(-self.block[1] * self.k_block // _CHUNK // self.items)
 
     @property
     def stage_bytes(self) -> int:
@@ -106,7 +108,7 @@ class TensorContraction(Contraction):
 
     def fits(self, workload: Workload) -> bool:
         """Whether it can compute `workload`: weights in half in a buffer, and whole chunks of the depth of each tap."""
-        whole = workload.depth // workload.taps % CHUNK == 0
+        whole = workload.depth // workload.taps % _CHUNK == 0
         return workload.path == "buffer" and workload.storage == "float16" and whole and in_group(self, workload)
 
     def cut(self, workload: Workload) -> Self:
@@ -124,13 +126,3 @@ class TensorContraction(Contraction):
         groups = workload.batches * math.ceil(workload.rows / down) * math.ceil(workload.columns / across)
         rounds = math.ceil(groups / max(1, device.parallelism // _CORE))
         return rounds * workload.depth * (_COPY * (down + across) + down * across / _RATE) / _CORE
-
-    def why_not(self) -> str:
-        """What its kernel cannot do with these numbers; empty if nothing."""
-        down, across = self.local_size
-        whole = down % _DOWN == 0 == across % _ACROSS and self.columns % CHUNK == 0
-        if not whole or self.k_block % (STEP * self.slice_k):
-            return "warps are of 16 x 2 work-items, columns multiples of 8, and K-blocks of 16 steps for each part"
-        if self.pipeline < 2 or self.items % math.lcm(self.k_block // CHUNK, self.panel // CHUNK):
-            return "a pipeline has at least 2 K-blocks, and a row of each is copied by neighbouring work-items"
-        return ""
