@@ -35,16 +35,16 @@ CASES = [(config, HERE[0]) for config in SHIPPED] + [(SHIPPED[-1], device) for d
 def model(*, complete: bool) -> Nodes:
     """Products and convolutions of activations that are stored in half and exact in it, as are all weights.
 
-    No size is a multiple of a block, apart from the depth of some. If not `complete`: a product whose depth is, and a
-    convolution whose depth is not.
+    Results that a device may store in half, before they are transposed, are small whole numbers. No size is a multiple of a
+    block, apart from the depth of some. If not `complete`: a product whose depth is one, and a convolution whose depth is not.
     """
     nodes, random = Nodes(), np.random.default_rng(7)
 
     def halves(*shape: int) -> Any:
         return random.uniform(-0.5, 1.5, shape).astype(np.float16).astype(np.float32)
 
-    def few(*shape: int) -> Any:
-        return random.integers(-1, 2, shape).astype(np.float32)
+    def whole(*shape: int) -> Any:
+        return random.integers(-2, 3, shape).astype(np.float32)
 
     def stored(data: Any) -> str:
         [made] = nodes.node("Abs", nodes.input(data))
@@ -56,16 +56,16 @@ def model(*, complete: bool) -> Nodes:
     [biased] = nodes.node("Add", product, nodes.constant(halves(150) - 40))
     nodes.outputs.pop()
     nodes.node("Relu", biased)
-    image = stored(halves(2, 16, 9, 11))
-    nodes.node("Conv", image, nodes.constant(halves(36, 16, 3, 3)), pads=[1, 2, 0, 1], strides=[2, 1])
+    image = stored(whole(2, 16, 9, 11))
+    nodes.node("Conv", image, nodes.constant(whole(36, 16, 3, 3)), pads=[1, 2, 0, 1], strides=[2, 1])
     if not complete:
         return nodes
-    [whole] = nodes.node("MatMul", stored(few(37, 72)), nodes.constant(few(72, 40)))  # numbers that are exact in half
+    [first] = nodes.node("MatMul", stored(whole(37, 72)), nodes.constant(whole(72, 40)))
     nodes.outputs.pop()
-    nodes.node("MatMul", whole, nodes.constant(halves(40, 36)))
+    nodes.node("MatMul", first, nodes.constant(halves(40, 36)))
     nodes.node("MatMul", stored(halves(19, 8)), nodes.constant(halves(8, 140)))
-    nodes.node("Conv", image, nodes.constant(halves(8, 8, 3, 2)), group=2, dilations=[1, 2], pads=[2, 0, 1, 1])
-    nodes.node("Conv", stored(halves(1, 128, 5, 4)), nodes.constant(halves(8, 128, 2, 3)), pads=[1, 1, 0, 1], dilations=[2, 1])
+    nodes.node("Conv", image, nodes.constant(whole(8, 8, 3, 2)), group=2, dilations=[1, 2], pads=[2, 0, 1, 1])
+    nodes.node("Conv", stored(whole(1, 128, 5, 4)), nodes.constant(whole(8, 128, 2, 3)), pads=[1, 1, 0, 1], dilations=[2, 1])
     return nodes
 
 
