@@ -19,6 +19,7 @@ from flashmem.runtime.kernels.cache_files import ProgramCache
 from flashmem.runtime.kernels.required import RequiredKernel
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.opencl.tensor_cores import with_instructions
 from flashmem.target.descriptor import descriptor_names, load_descriptor
 from flashmem.target.kernel_configs.tensor_cores import TensorContraction
 from flashmem.target.kernel_configs.workload import Workload
@@ -115,6 +116,13 @@ def test_packed_weights_are_also_multiplied_by_floats(config: TensorContraction)
     """A weight may have a left operand in half and another one in float, and is packed once."""
     other = config.in_float().cut(PRODUCT)
     assert (other.panel, other.needs) == (config.panel, frozenset()) and other.fits(PRODUCT)
+
+
+def test_only_kernels_and_devices_with_tensor_cores_get_their_instructions() -> None:
+    text = "#ifdef FM_TENSOR_CORES"
+    added = with_instructions(text, mma=True)
+    assert added.endswith(text) and "mma.sync" in added
+    assert with_instructions(text, mma=False) == text and with_instructions("other", mma=True) == "other"
 
 
 def test_an_older_gpu_says_that_it_has_none() -> None:
