@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import RunError
 from flashmem.base.types import POOL_ALIGNMENT, TEXEL_BYTES
-from flashmem.compiler.ir.graph import Graph
+from flashmem.compiler.ir.graph import Graph, GraphPort
 from flashmem.compiler.lowering.program import Generated, generate
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
@@ -41,10 +41,19 @@ _LAYOUT = ("movement",)
 
 
 def generated(graph: Graph, descriptor: DeviceDescriptor, precision: Literal["fp32", "fp16"] = "fp32") -> Generated:
-    """The program of `graph` as in `flashmem compile`, but with every weight in one slice if the device allows it."""
+    """The program of `graph` as in `flashmem compile`, but with every weight in one slice if the device allows it.
+
+    With `precision` "fp16", inputs and outputs are halves, as activations between the operators of a model are.
+    """
+    if precision == "fp16":
+        graph = replace(graph, inputs=_in_half(graph.inputs), outputs=_in_half(graph.outputs))
     graph = prepare(graph)
     largest = min(_LARGEST_SLICE, descriptor.max_alloc_bytes)
     return generate(graph, fuse(graph), descriptor, precision=precision, slicing=Slicing(least=largest, most=largest))
+
+
+def _in_half(ports: Sequence[GraphPort]) -> list[GraphPort]:
+    return [replace(port, dtype="float16") if port.dtype == "float32" else port for port in ports]
 
 
 @dataclass(frozen=True)
@@ -172,7 +181,8 @@ class Stand:
         if self._ledger.total > _HELD_BYTES:
             self._let_go()
         plan = made.program
-        arena = self._buffer(("arena",), _rounded(plan.arena_bytes))
+        channel = "half" if any(tensor.dtype == "float16" for tensor in plan.tensors) else "float"
+        arena = self._buffer(("arena",), _rounded(plan.arena_bytes), channel)
         constants = None
         if made.constants.nbytes:
             constants = self._buffer(("constants",), _rounded(made.constants.nbytes))

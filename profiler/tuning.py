@@ -114,12 +114,16 @@ def shapes() -> tuple[Shape, ...]:
 _HALVES = (Matmul(128, 768, 3072), Matmul(1024, 1024, 4096), Matmul(1, 768, 3072), Convolution(256, 14, 14, 256, (3, 3)))
 
 
-def cases(paths: Sequence[MemoryPath]) -> list[Case]:
-    """All cases on the device's default path, then those with weights on other paths, then float16 weights."""
+def cases(paths: Sequence[MemoryPath], *, halves: bool = False) -> list[Case]:
+    """All cases on the device's default path, then those with weights on other paths, then float16 weights and activations.
+
+    `halves`: the device has configs for these alone, so all products and convolutions are measured in half.
+    """
     first, *others = paths
     listed = [Case(shape, first) for shape in shapes()]
     listed += [Case(shape, path) for path in others for shape in shapes() if isinstance(shape, Matmul | Convolution)]
-    return listed + [Case(shape, first, "float16") for shape in _HALVES]
+    packed = tuple(shape for shape in shapes() if isinstance(shape, Matmul | Convolution))
+    return listed + [Case(shape, first, "float16") for shape in dict.fromkeys((*_HALVES, *(packed if halves else ())))]
 
 
 @dataclass
@@ -150,7 +154,8 @@ def tune(request: TuningRequest, progress: Progress, every: Iterable[Case] | Non
     name = descriptor.name
     about = {"device": device.name, "platform": device.platform, "driver": device.driver_version, "version": VERSION}
     database = _Growing(folder / f"{name}{SUFFIX}", about, resume=request.resume)
-    listed = [case for case in (cases(descriptor.memory_paths) if every is None else every)]
+    halves = any("mma" in config.needs for config in descriptor.configs)
+    listed = [case for case in (cases(descriptor.memory_paths, halves=halves) if every is None else every)]
     wanted = [
         case
         for case in listed

@@ -17,6 +17,11 @@ ATTENTION = "attention"
 CLIFFS = "cliffs"
 LOW_BITS = "low bits"
 DECODING = "decode attention"
+TENSOR_CORES = "tensor cores"
+TENSOR_CONVOLUTIONS = "convolutions by tensor cores"
+HALVES = (TENSOR_CORES, TENSOR_CONVOLUTIONS)
+"""Groups whose operands and results are halves."""
+
 MODELS = ("gptneo-125m", "gptneo-1.3b", "vit-b16", "sd-unet", "whisper-medium-encoder", "resnet50")
 
 _REFERENCE: tuple[Shape, ...] = (
@@ -42,14 +47,19 @@ class Case:
 def cases(descriptor: DeviceDescriptor) -> list[Case]:
     """The cases for a device: the table's shapes, then one of each group in turn, so that no group is missed.
 
-    The operators of `cliffs` follow, and on a GPU those of `low_bits`, and the attention of `decoding`.
+    The operators of `cliffs` follow, and on a GPU those of `low_bits`, products and convolutions again in half, and the
+    attention of `decoding`.
     """
-    kind = descriptor.kind
-    others = [Case(CLIFFS, each) for each in cliffs()]
-    if kind == "gpu":
+    models, others = _of_models(descriptor.kind), [Case(CLIFFS, each) for each in cliffs()]
+    if descriptor.kind == "gpu":
         others += [Case(LOW_BITS, each) for each in low_bits()]
+        largest, *_ = _REFERENCE
+        products = (case.shape for case in models if case.group != REFERENCE and isinstance(case.shape, Matmul))
+        others += [Case(TENSOR_CORES, shape) for shape in dict.fromkeys((largest, *products))]
+        convolutions = (case.shape for case in models if isinstance(case.shape, Convolution))
+        others += [Case(TENSOR_CONVOLUTIONS, shape) for shape in dict.fromkeys(convolutions)]
         others += [Case(DECODING, each) for each in decoding(descriptor)]
-    return [*_of_models(kind), *others]
+    return [*models, *others]
 
 
 def _of_models(kind: str) -> list[Case]:

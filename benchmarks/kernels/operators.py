@@ -8,6 +8,9 @@ OpenCL's profiling events, on every memory path of the device, with the configs 
 Medians; ratios are the peer's time over flashmem's. Everything is resident. Layout conversions around a convolution are not
 counted.
 
+The groups "tensor cores" and "convolutions by tensor cores" are measured on halves on the buffer path: by the configs of the
+descriptor, by those without tensor cores, and by PyTorch in float16.
+
 Each shape is written to `--json` after its measurement. After `--seconds`, no further shape begins. `--models` adds whole
 models with everything resident, compared with PyTorch's eager mode (benchmarks/kernels/models.py). `--from FILE` measures
 nothing and shows the results in such a file. The comparison needs PyTorch or ONNX Runtime.
@@ -31,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import Arguments, run_command
-from benchmarks.kernels.cases import ATTENTION, CLIFFS, DECODING, LOW_BITS, REFERENCE, Case, cases
+from benchmarks.kernels.cases import ATTENTION, CLIFFS, DECODING, HALVES, LOW_BITS, REFERENCE, Case, cases
 from benchmarks.kernels.decoding import FAMILIES, Decode
 from benchmarks.kernels.peers import Peer, peer_of
 from flashmem.base.files import written_whole
@@ -41,6 +44,7 @@ from flashmem.profiler.timing import Stand, generated
 from flashmem.runtime.engine.executor import Command
 from flashmem.runtime.opencl.context import CompiledProgram
 from flashmem.runtime.request.options import device_here, find_descriptor
+from flashmem.target.descriptor import DeviceDescriptor
 
 Row = dict[str, Any]
 _AHEAD = 8
@@ -49,9 +53,13 @@ _ROUNDS = 3  # on a CPU, flashmem and the peer alternate
 _PAUSE = 0.15  # seconds between them: OpenBLAS and ONNX Runtime threads spin for a while after their work
 
 
+_OTHER = "without tensor cores"
+"""The column of a case in half with the device's other configs."""
+
+
 @dataclass
 class _Work:
-    """A case with its kernels being built, by memory path."""
+    """A case with its kernels being built, by memory path; of halves, also by the other configs."""
 
     case: Case
     made: dict[str, Generated] = field(default_factory=dict)
@@ -108,16 +116,24 @@ class Bench:
 
     def _begin(self, case: Case) -> _Work:
         work = _Work(case)
-        for path in self.paths:
+        half = case.group in HALVES
+        for path, descriptor in self._descriptors(half).items():
             try:
-                descriptor = self.descriptor.on_path(path)
                 if isinstance(case.shape, Decode):
                     descriptor = replace(descriptor, only=case.shape.config)
-                work.made[path] = generated(case.shape.graph(), descriptor)
+                work.made[path] = generated(case.shape.graph(), descriptor, "fp16" if half else "fp32")
                 work.building[path] = self._builders.submit(self.stand.build, work.made[path])
             except Exception as error:  # an error of one kernel; the others are measured
                 work.failed[path] = _sentence(error)
         return work
+
+    def _descriptors(self, half: bool) -> dict[str, DeviceDescriptor]:
+        """The descriptors by which a case is compiled, by the name of its column."""
+        if not half:
+            return {path: self.descriptor.on_path(path) for path in self.paths}
+        buffer = self.descriptor.on_path("buffer")
+        others = tuple(config for config in buffer.configs if "mma" not in config.needs)
+        return {"buffer": buffer, _OTHER: replace(buffer, configs=others)}
 
     def _row(self, work: _Work) -> Row:
         for future in work.building.values():
@@ -143,13 +159,14 @@ class Bench:
                     self._failed(work, path, error)
             try:
                 if self.peer is not None and "peer" not in work.failed and not isinstance(work.case.shape, Decode):
-                    times.setdefault("peer", []).append(self.peer.seconds(work.case.shape))
+                    half = work.case.group in HALVES
+                    times.setdefault("peer", []).append(self.peer.seconds(work.case.shape, half=half))
             except Exception as error:
                 work.failed["peer"] = _sentence(error)
-        case, shape = work.case, work.case.shape
+        case, shape, itemsize = work.case, work.case.shape, 2 if work.case.group in HALVES else 4
         return {
             "group": case.group, "kind": type(shape).__name__, "shape": str(shape), "count": case.count, "flops": shape.flops,
-            "bytes": shape.nbytes if isinstance(shape, Decode) else 4 * shape.elements, "failed": work.failed,
+            "bytes": shape.nbytes if isinstance(shape, Decode) else itemsize * shape.elements, "failed": work.failed,
             "seconds": {who: statistics.median(found) for who, found in times.items() if found and who not in work.failed},
             "kernels": {path: _kernels(made) for path, made in work.made.items()},
         }  # fmt: skip
@@ -195,19 +212,19 @@ def markdown(data: Row) -> str:
     tuned = "with its tuning database" if about["tuned"] else "not tuned"
     lines = [
         f"{about['device']} ({about['driver']}), descriptor {about['descriptor']}, {tuned}, {about['date']}; "
-        f"{'peer: ' + peer if peer else 'no peer'}. Medians, float32; a ratio is the peer's time over ours.",
+        f"{'peer: ' + peer if peer else 'no peer'}. Medians, float32 unless stated; a ratio is the peer's time over ours.",
         "",
         "| shapes of | count | " + " | ".join(f"{path}: mean, least" for path in paths) + " |",
         "|---|---|" + "---|" * len(paths),
     ]
-    for group in dict.fromkeys(row["group"] for row in rows):
+    for group in dict.fromkeys(row["group"] for row in rows if row["group"] not in HALVES):
         those = [row for row in rows if row["group"] == group]
         cells = []
         for path in paths:
             ratios = [found for row in those if (found := ratio(row, path))]
             cells.append(f"{mean(ratios):.2f}, {min(ratios):.2f}" if ratios else "")
         lines.append(f"| {group} | {len(those)} | " + " | ".join(cells) + " |")
-    products = [row for row in rows if row["group"] not in (REFERENCE, ATTENTION) and row["kind"] == "Matmul"]
+    products = [row for row in rows if row["group"] not in (REFERENCE, ATTENTION, *HALVES) and row["kind"] == "Matmul"]
     for path in paths:
         ratios = [found for row in products if (found := ratio(row, path))]
         if ratios:
@@ -219,7 +236,8 @@ def markdown(data: Row) -> str:
     ]
     decoding = [row for row in rows if row["group"] == DECODING]
     timed = [row for row in rows if row["group"] in (CLIFFS, LOW_BITS)]
-    for row in (row for row in rows if row not in timed and row not in decoding):
+    halves = [row for row in rows if row["group"] in HALVES]
+    for row in (row for row in rows if row not in timed and row not in decoding and row not in halves):
         rates = [f"{row['flops'] / s / unit:.3g}" if (s := row["seconds"].get(who)) else "" for who in (*paths, "peer")]
         ratios_cell = " / ".join(f"{found:.2f}" if (found := ratio(row, path)) else "–" for path in paths)
         lines.append(f"| {row['group']} | {row['shape']} | {' | '.join(rates)} | {ratios_cell} |")
@@ -245,6 +263,8 @@ def markdown(data: Row) -> str:
         for path in (path for path in paths if path in row["seconds"]):
             s = row["seconds"][path]
             lines.append(f"| {row['shape']} ({path}) | {1e6 * s:.3g} | {1e6 * bound:.3g} | {bound / s:.2f} |")
+    if halves:
+        lines += ["", *_of_halves(halves)]
     failed = [f"- {row['shape']}, {who}: {why}" for row in rows for who, why in row["failed"].items()]
     if failed:
         lines += ["", "Failed:", "", *failed]
@@ -254,6 +274,25 @@ def markdown(data: Row) -> str:
 
         text += kernel_models.markdown(data["models"])
     return text
+
+
+def _of_halves(rows: Sequence[Row]) -> Iterator[str]:
+    """The lines about operators on halves."""
+    for group in dict.fromkeys(row["group"] for row in rows):
+        for who in ("buffer", _OTHER):
+            ratios = [found for row in rows if row["group"] == group and (found := ratio(row, who))]
+            if ratios:
+                name = group if who == "buffer" else f"{group}: {who}"
+                yield f"In half, {name}: {len(ratios)} shapes, mean {mean(ratios):.2f}, least {min(ratios):.2f}."
+                yield ""
+    yield "| in half | TFLOP/s | without tensor cores | peer | ratios |"
+    yield "|---|---|---|---|---|"
+    for row in rows:
+        rates = [
+            f"{row['flops'] / s / 1e12:.3g}" if (s := row["seconds"].get(who)) else "" for who in ("buffer", _OTHER, "peer")
+        ]
+        ratios_cell = " / ".join(f"{found:.2f}" if (found := ratio(row, who)) else "–" for who in ("buffer", _OTHER))
+        yield f"| {row['shape']} | {' | '.join(rates)} | {ratios_cell} |"
 
 
 def measure(args: argparse.Namespace) -> Row:
@@ -266,7 +305,7 @@ def measure(args: argparse.Namespace) -> Row:
         operators = args.seconds * (_OPERATORS if args.models else 1)
         for row in bench.rows(wanted[: args.most], begun + operators):
             data["rows"].append(row)
-            ratios = ", ".join(f"{path} {found:.2f}" for path in bench.paths if (found := ratio(row, path)))
+            ratios = ", ".join(f"{who} {found:.2f}" for who in row["seconds"] if who != "peer" and (found := ratio(row, who)))
             text = ratios or ", ".join(f"{who} {s:.3g} s" for who, s in row["seconds"].items())
             failed = "".join(f"; {who} failed: {why}" for who, why in row["failed"].items())
             print(f"{row['group']} {row['shape']}: {text}{failed}", file=sys.stderr, flush=True)

@@ -25,12 +25,14 @@ class Peer(Protocol):
 
     about: str
 
-    def seconds(self, shape: Shape | Single) -> float:
-        """The median time of one call. Raises the library's errors."""
+    def seconds(self, shape: Shape | Single, *, half: bool = False) -> float:
+        """The median time of one call, on halves if `half`. Raises the library's errors."""
 
 
 class Cuda:
     """PyTorch's kernels: cuBLAS, cuDNN and scaled_dot_product_attention in float32, TF32 off, all other settings default.
+
+    Convolutions of halves have channels last, as flashmem's.
 
     Timed by events around the replay of a CUDA graph of 20 calls. Host time is excluded, as for flashmem.
     """
@@ -45,11 +47,11 @@ class Cuda:
         self._torch: Any = torch
         self.about = f"PyTorch {torch.__version__}, {torch.cuda.get_device_name()}"
 
-    def seconds(self, shape: Shape | Single) -> float:
+    def seconds(self, shape: Shape | Single, *, half: bool = False) -> float:
         """Seconds of one call."""
         torch = self._torch
         with torch.inference_mode():
-            call = self._call(shape)
+            call = self._call(shape, half)
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):
                 for _ in range(3):
@@ -91,14 +93,17 @@ class Cuda:
         torch.cuda.synchronize()
         return float(start.elapsed_time(end)) * 1e-3
 
-    def _call(self, shape: Shape | Single) -> Callable[[], Any]:
+    def _call(self, shape: Shape | Single, half: bool) -> Callable[[], Any]:
         if isinstance(shape, Single):
             raise RuntimeError(f"PyTorch has no call for {shape}")
         torch = self._torch
         functional = torch.nn.functional
 
         def draw(*sizes: int) -> Any:
-            return torch.rand(*sizes, device="cuda") + 0.5
+            drawn = torch.rand(*sizes, device="cuda") + 0.5
+            if not half:
+                return drawn
+            return drawn.half().to(memory_format=torch.channels_last if len(sizes) == 4 else torch.contiguous_format)
 
         if isinstance(shape, Matmul):
             a, b = draw(shape.rows, shape.depth), draw(shape.depth, shape.columns)
@@ -132,8 +137,10 @@ class Cpu:
             f"numpy {np.__version__} ({blas or 'its BLAS'}), ONNX Runtime {onnxruntime.__version__}, {self.threads} cores"
         )
 
-    def seconds(self, shape: Shape | Single) -> float:
+    def seconds(self, shape: Shape | Single, *, half: bool = False) -> float:
         """Seconds of one call."""
+        if half:
+            raise RuntimeError("no library here is measured on halves")
         call = self._product(shape) if isinstance(shape, Matmul | Batched) else self._operator(shape)
         call()
         once = _clock(call)

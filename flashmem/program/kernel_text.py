@@ -39,6 +39,11 @@ def shuffles(text: str) -> bool:
     return "FM_SHUFFLE" in text
 
 
+def uses_tensor_cores(text: str) -> bool:
+    """Whether kernels of `text` multiply matrices of halves by a warp, where a device has the instructions."""
+    return "FM_TENSOR_CORES" in text
+
+
 def joined_texts(texts: Iterable[str]) -> str:
     """The text of one program with the kernels of several sections.
 

@@ -38,6 +38,7 @@ from flashmem.profiler.tuning import Case, TuningRequest, TuningResult, cases, s
 from flashmem.target.descriptor import DeviceDescriptor, PlainTile, load_descriptor
 from flashmem.target.kernel_configs.config import KernelConfig
 from flashmem.target.kernel_configs.contraction import PlainContraction, StagedContraction
+from flashmem.target.kernel_configs.tensor_cores import TensorContraction
 from flashmem.target.kernel_configs.workload import Workload
 from tests.support.paths import DATA, ROOT
 
@@ -114,6 +115,18 @@ def test_the_nearest_product_counts_scaled_by_its_work(tmp_path: Path) -> None:
     assert len(seconds(descriptor, replace(large, path="texture"))) == len(POCL.configs_of("matmul"))
     changed = replace(POCL, configs=(replace(wide, rows=8),), tuned=descriptor.tuned)
     assert list(seconds(changed, large)) == [tile]  # the config measured under this name was another one
+
+
+def test_tensor_cores_are_estimated_where_only_floats_were_measured(tmp_path: Path) -> None:
+    tensor = TensorContraction("tensor", 2, 16, (32, 4), k_block=64, pipeline=3)
+    [tile, *_] = POCL.configs_of("matmul")
+    halves = Workload("matmul", "buffer", 512, 64, 64, storage="float16")
+    floats = replace(halves, storage="float32")
+    listing = replace(POCL, configs=(tensor,))
+    known = seconds(tuned(tmp_path, [timing(floats, tile, 3.0)], listing), halves)
+    assert known[tile] == 3.0 and 0 < known[tensor] < 1e-3
+    measured = [timing(floats, tile, 3.0), timing(halves, tile, 2.0), timing(halves, tensor, None)]
+    assert seconds(tuned(tmp_path, measured, listing), halves) == {tile: 2.0}, "it failed"
 
 
 def test_the_key_of_a_bundle_changes_with_the_table(tmp_path: Path) -> None:
@@ -250,7 +263,7 @@ def test_the_command_says_what_it_did(pocl_table: tuple[Path, TuningResult], mon
     from flashmem.cli.main import app
 
     folder, _ = pocl_table
-    monkeypatch.setattr("flashmem.profiler.tuning.cases", lambda paths: list(CASES))
+    monkeypatch.setattr("flashmem.profiler.tuning.cases", lambda paths, halves: list(CASES))
     done = CliRunner().invoke(app, ["tune", "--device", str(folder / "pocl.toml"), "--minutes", "0.1"])
     assert done.exit_code == 0 and done.stdout.strip() == str(folder / "pocl.toml")
     assert CliRunner().invoke(app, ["tune", "--family", "cake"]).exit_code == 2

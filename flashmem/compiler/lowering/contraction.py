@@ -94,7 +94,8 @@ def choice(
     if not packed or key not in context.configs:
         widest = context.slicing.widest(workload.depth * (2 if workload.storage == "float16" else 4)) if packed else None
         forms = context.earlier.forms(group.main) if packed else frozenset()
-        config = context.selector.config(workload, [node.op for node in group.epilogue], widest, winograd, forms)
+        halves = workload.storage == "float16" and context.stored(group.main.input(0)) == "half"
+        config = context.selector.config(workload, [node.op for node in group.epilogue], widest, winograd, forms, halves)
         assert isinstance(config, Contraction)
         context.configs[key] = config
     return context.configs[key]

@@ -1,7 +1,7 @@
 """Mixed precision: the activations that `--precision fp16` stores in half, and the states that `--state-precision fp16` does.
 
 Arithmetic is in float32, for any stored type. Only a kernel config with `half` sums the products of a few steps of depth in
-half.
+half. Tensor cores multiply halves, exactly, and sum in float32.
 
 The results of groups are stored in half, except for
 

@@ -31,7 +31,8 @@ def candidates(descriptor: DeviceDescriptor, workload: Workload) -> tuple[Kernel
 def seconds(descriptor: DeviceDescriptor, workload: Workload) -> dict[KernelConfig, float]:
     """Seconds of the device's configs for `workload`: measured on the nearest workload of the tuning database, else estimated.
 
-    If a near workload was measured, configs that were not measured, or failed, are excluded. The gain of Winograd depends on
+    If a near workload was measured, configs that were not measured, or failed, are excluded. Those of tensor cores could not
+    compute it if its weights are floats, and are estimated. The gain of Winograd depends on
     caches, which no estimate models, so Winograd is used only if it was measured.
 
     Raises:
@@ -41,9 +42,14 @@ def seconds(descriptor: DeviceDescriptor, workload: Workload) -> dict[KernelConf
     if len(configs) > 1:
         database = load_database(descriptor)
         measured = database.seconds(workload, configs) if database else {}
-        if measured:
-            return measured
+        if database and measured:
+            unknown = [each for each in database.unknown(workload, configs) if "mma" in each.needs]
+            return measured | _estimated(descriptor, workload, unknown)
         configs = tuple(each for each in configs if not isinstance(each, Winograd)) or configs
+    return _estimated(descriptor, workload, configs)
+
+
+def _estimated(descriptor: DeviceDescriptor, workload: Workload, configs: Sequence[KernelConfig]) -> dict[KernelConfig, float]:
     step = descriptor.parallelism * 2 / descriptor.rates.flops_of(workload.family)  # one multiplication on all work-items
     return {config: step * cost for config, cost in estimates(descriptor, workload, configs).items()}
 

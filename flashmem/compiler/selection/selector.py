@@ -39,7 +39,7 @@ class KernelRequest:
     `ending`: its fused operators, which also distinguish kernels. `widest`: the most columns of a panel of packed weights, so
     that slices can be as small as required; None: any. `winograd`: a convolution of floats by 3x3 taps with dilation 1 in both
     directions. `forms`: (columns of a panel, depth) in which its weights are already packed, for other shapes of the model; one
-    of these is used if any config reads it.
+    of these is used if any config reads it. `halves`: both operands are stored in half.
     """
 
     workload: Workload
@@ -47,6 +47,7 @@ class KernelRequest:
     widest: int | None = None
     winograd: bool = False
     forms: frozenset[tuple[int, int]] = frozenset()
+    halves: bool = False
 
     @property
     def kernel(self) -> tuple[object, ...]:
@@ -74,16 +75,17 @@ class KernelSelector:
         widest: int | None = None,
         winograd: bool = False,
         forms: frozenset[tuple[int, int]] = frozenset(),
+        halves: bool = False,
     ) -> KernelConfig:
         """The config for an operator's workload: from the device's list, or the plain tile where none of it fits.
 
         Raises:
             UserError: the tuning database that the descriptor names is missing or damaged.
         """
-        request = KernelRequest(workload, tuple(ending), widest, winograd, forms)
+        request = KernelRequest(workload, tuple(ending), widest, winograd, forms, halves)
         self._requests[request] += 1
         if request not in self._answers:
-            first = self._first and self._first.config(workload, ending, widest, winograd, forms)
+            first = self._first and self._first.config(workload, ending, widest, winograd, forms, halves)
             self._answers[request] = self._sooner(request, first) if first else self._soonest(request)
         return self._answers[request]
 
@@ -154,6 +156,8 @@ class KernelSelector:
         if isinstance(config, Winograd) and (
             self._limited or not request.winograd or (config.steady and self._optimize != "steady")
         ):
+            return False
+        if "mma" in config.needs and not request.halves:
             return False
         wide = isinstance(config, Contraction) and request.widest is not None and config.block[1] > request.widest
         return config == plain or not (wide or self._pads_groups(config, request.workload))

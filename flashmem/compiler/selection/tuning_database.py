@@ -13,7 +13,7 @@ import io
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -89,11 +89,17 @@ class TuningDatabase:
         """
         codes = tuple(config.code for config in configs)
         if (workload, codes) not in self._found:
-            self._found[workload, codes] = self._nearest(workload, codes)
+            self._found[workload, codes] = self._scaled(workload, codes)
         found = self._found[workload, codes]
         return {config: found[code] for config, code in zip(configs, codes, strict=True) if code in found}
 
-    def _nearest(self, workload: Workload, codes: Iterable[str]) -> dict[str, float]:
+    def unknown(self, workload: Workload, configs: Sequence[KernelConfig]) -> list[KernelConfig]:
+        """The configs that cannot compute the workload whose times `seconds` uses, because it is stored otherwise."""
+        nearest = self._nearest(workload, [config.code for config in configs])
+        return [] if nearest is None else [config for config in configs if not config.fits(nearest)]
+
+    def _nearest(self, workload: Workload, codes: Iterable[str]) -> Workload | None:
+        """The nearest measured workload on which any config with one of `codes` ran; None if none is near."""
         wanted = set(codes)
         near = [
             (distance, known)
@@ -101,12 +107,15 @@ class TuningDatabase:
             if (distance := workload.distance(known)) <= NEAR
             and any(code in wanted and timing.seconds is not None for code, timing in timings.items())
         ]
-        if not near:
+        return min(near, key=lambda pair: pair[0])[1] if near else None
+
+    def _scaled(self, workload: Workload, codes: Collection[str]) -> dict[str, float]:
+        nearest = self._nearest(workload, codes)
+        if nearest is None:
             return {}
-        _, nearest = min(near, key=lambda pair: pair[0])
         scale = workload.macs / max(1, nearest.macs)
         timings = self.workloads[workload.kind][nearest].items()
-        return {code: t.seconds * scale for code, t in timings if code in wanted and t.seconds is not None}
+        return {code: t.seconds * scale for code, t in timings if code in codes and t.seconds is not None}
 
 
 def parse_database(text: str, where: str) -> TuningDatabase:

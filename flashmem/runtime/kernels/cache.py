@@ -32,11 +32,12 @@ from contextlib import suppress
 from typing import Any
 
 from flashmem.base.errors import RunError, UserError
-from flashmem.program.kernel_text import joined_texts, kernel_texts, shuffles
+from flashmem.program.kernel_text import joined_texts, kernel_texts, shuffles, uses_tensor_cores
 from flashmem.runtime.kernels.cache_files import ProgramCache, unpacked_entries
 from flashmem.runtime.kernels.required import RequiredKernel, variant
 from flashmem.runtime.opencl.context import CompiledProgram, Context, Kernel
 from flashmem.runtime.opencl.devices import HALF_ARITHMETIC, Device
+from flashmem.runtime.opencl.tensor_cores import with_instructions
 
 Build = Callable[[Mapping[str, RequiredKernel]], Mapping[str, bytes]]
 """Builds kernels, writes them to the cache, and returns the binaries by key. Raises RunError."""
@@ -74,7 +75,7 @@ class CachedKernels:
         bundle gets them in place of a kernel that was compiled here.
 
         Raises:
-            UserError: the kernels compute in half, and the device does not.
+            UserError: the kernels compute in half or use tensor cores, and the device does not.
             RunError: the driver refuses the kernels.
         """
         self._cache, self._context, self._options, self._build = cache, context, options, build
@@ -95,6 +96,11 @@ class CachedKernels:
                 raise UserError(
                     f"the bundle's kernels compute in half ({HALF_ARITHMETIC}), which {context.device.name} does not; "
                     "compile the model for this device"
+                )
+            if uses_tensor_cores(each.text) and "nvidia" in context.device.platform.lower() and not context.device.mma:
+                raise UserError(
+                    f"the bundle's kernels use tensor cores (compute capability 8.0), which {context.device.name} does not "
+                    "have; compile the model for this device"
                 )
             key = kernel_key(context.device, each, options)
             program = self._shared.get(key)
@@ -294,7 +300,8 @@ def kernel_key(device: Device, wanted: RequiredKernel, options: Sequence[str]) -
     """The key of a kernel in the cache: 64 hexadecimal digits."""
     variants = sorted(set(map(variant, wanted.sizes))) if device.compiles_at_launch else []
     hashing = hashlib.sha256()
-    for part in (str(FORMAT_VERSION), device.key, "\n".join(options), wanted.text, "\n".join(variants)):
+    text = with_instructions(wanted.text, mma=device.mma)
+    for part in (str(FORMAT_VERSION), device.key, "\n".join(options), text, "\n".join(variants)):
         data = part.encode()
         hashing.update(len(data).to_bytes(_LENGTH_BYTES, "little"))
         hashing.update(data)

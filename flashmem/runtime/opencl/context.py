@@ -31,7 +31,7 @@ from flashmem.runtime.opencl.binding import cl as cl
 from flashmem.runtime.opencl.binding import explained as _explained
 from flashmem.runtime.opencl.binding import run_error as _run_error
 from flashmem.runtime.opencl.compile_target import compile_target, driver_variables
-from flashmem.runtime.opencl.devices import IMAGE_FROM_BUFFER, Device, choose, passed_probes
+from flashmem.runtime.opencl.devices import IMAGE_FROM_BUFFER, NVIDIA_ATTRIBUTES, Device, choose, passed_probes
 from flashmem.runtime.opencl.devices import descriptor_for as descriptor_for
 from flashmem.runtime.opencl.devices import why_not as why_not
 from flashmem.runtime.opencl.icd import vendors_folder
@@ -50,6 +50,7 @@ from flashmem.runtime.opencl.launching import (
 )
 from flashmem.runtime.opencl.pocl import check_room, one_thread_a_core, writable_pocl_cache
 from flashmem.runtime.opencl.shared_memory import SharedMemory
+from flashmem.runtime.opencl.tensor_cores import with_instructions
 
 Bytes = NDArray[np.uint8]
 Memory = Any  # cl.Buffer | cl.Image | SharedMemory: opaque handles for the rest of the runtime
@@ -58,6 +59,7 @@ Event = Any
 
 _IMAGE_PITCH_ALIGNMENT, _IMAGE_BASE_ALIGNMENT = 0x104A, 0x104B  # not in pyopencl's wheels
 
+_COMPUTE_CAPABILITY_MAJOR = 0x4000  # CL_DEVICE_COMPUTE_CAPABILITY_MAJOR_NV
 _SVM_CAPABILITIES = 0x1053  # bit 0: coarse-grained buffers
 
 _NO_WARNINGS = "-w"  # PoCL prints the number of compiler warnings on stderr
@@ -159,6 +161,7 @@ def _describe(platform: Any, device: Any) -> Device:
         handle=device,
         local_memory_bytes=device.local_mem_size,
         max_group_items=device.max_work_group_size,
+        mma=NVIDIA_ATTRIBUTES in extensions and _raw_info(device, _COMPUTE_CAPABILITY_MAJOR) >= 8,
         fuses=bool(device.single_fp_config & cl.device_fp_config.FMA),
         target=compile_target(platform.name, kind),
         instruction_set=instruction_set(platform.name, device.version) if kind == "cpu" else "",
@@ -406,10 +409,11 @@ class Context:
             return cl.Image(self.handle, cl.mem_flags.READ_ONLY, _format(channel), desc=shape)
 
     def build(self, source: str, options: Sequence[str]) -> CompiledProgram:
-        """Compile OpenCL C; version 3 for subgroup shuffles, where the driver supports it."""
+        """Compile OpenCL C; version 3 for subgroup shuffles, and instructions of tensor cores, where the device has them."""
         if self.device.shuffles and shuffles(source):
             options = [*options, "-cl-std=CL3.0"]
         with _explained("compile the kernels"), _QUIET:
+            source = with_instructions(source, mma=self.device.mma)
             return CompiledProgram(cl.Program(self.handle, source).build([*options, _NO_WARNINGS], cache_dir=False))
 
     def load(self, binary: bytes, options: Sequence[str]) -> CompiledProgram:

@@ -29,6 +29,7 @@ from flashmem.target.kernel_configs.config import Feature, KernelConfig
 
 IMAGE_FROM_BUFFER = "cl_khr_image2d_from_buffer"
 HALF_ARITHMETIC = "cl_khr_fp16"
+NVIDIA_ATTRIBUTES = "cl_nv_device_attribute_query"
 _GENERIC_GPU = "generic-gpu"
 
 
@@ -57,6 +58,7 @@ class Device:
     handle: Any = field(repr=False, compare=False)
     local_memory_bytes: int = 0  # of a work-group; 0: unknown
     max_group_items: int = 0  # of a work-group; 0: unknown
+    mma: bool = False  # products of matrices of halves by a subgroup: NVIDIA's tensor cores, compute capability 8.0
     fuses: bool = True  # multiply-adds of floats in hardware, by CL_FP_FMA of its driver
     target: str = ""  # compile target of its driver (`flashmem.runtime.opencl.compile_target`)
     instruction_set: str = ""  # of a CPU's kernels (`flashmem.runtime.opencl.instruction_set`)
@@ -248,7 +250,11 @@ def _offered(base: DeviceDescriptor, path: MemoryPath, reasons: Collection[Trans
 
 def _can(device: Device, config: KernelConfig) -> bool:
     """Whether the driver has what kernels of `config` need."""
-    has: dict[Feature, bool] = {"half": HALF_ARITHMETIC in device.extensions, "shuffle": device.shuffles}
+    has: dict[Feature, bool] = {
+        "half": HALF_ARITHMETIC in device.extensions,
+        "shuffle": device.shuffles,
+        "mma": device.mma,
+    }
     return all(has[each] for each in config.needs)
 
 

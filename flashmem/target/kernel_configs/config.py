@@ -10,8 +10,11 @@ from typing import ClassVar, Literal
 from flashmem.target.kernel_configs.registers import RegisterFile
 from flashmem.target.kernel_configs.workload import Workload
 
-Feature = Literal["half", "shuffle"]
-"""What kernels of a config need from a driver: arithmetic in half, or shuffles of registers in a subgroup."""
+Feature = Literal["half", "shuffle", "mma"]
+"""What kernels of a config need from a driver.
+
+Arithmetic in half, shuffles of registers in a subgroup, or products of small matrices by a subgroup.
+"""
 
 READ = 8.0
 """Cost of a read from global memory or a texture, in multiplications: assumed."""

@@ -143,8 +143,8 @@ class Contraction(KernelConfig):
         """The product of matrices by which it computes `workload`."""
         return workload
 
-    def in_float(self) -> Self:
-        """The same config with all sums in float."""
+    def in_float(self) -> Contraction:
+        """The config for the same packed weights with all sums in float, and operands of which one is not in half."""
         return self
 
     @property
@@ -248,8 +248,7 @@ class StagedContraction(Contraction):
 
         A wider panel would contain zeros in every group.
         """
-        grouped = workload.family == "conv" and workload.batches > 1
-        return super().fits(workload) and not (grouped and self.panel > _filled(workload.columns))
+        return super().fits(workload) and in_group(self, workload)
 
     def cut(self, workload: Workload) -> Self:
         """The config itself: its work-groups are whole."""
@@ -365,6 +364,12 @@ class StagedWinograd(Winograd):
     def cut(self, workload: Workload) -> Self:
         """The config itself: its work-groups are whole."""
         return self
+
+
+def in_group(config: Contraction, workload: Workload) -> bool:
+    """Whether a panel of `config` has columns of one group only, if `workload` is a grouped convolution."""
+    grouped = workload.family == "conv" and workload.batches > 1
+    return not (grouped and config.panel > _filled(workload.columns))
 
 
 def transformed(workload: Workload, tiles: int | None = None) -> Workload:

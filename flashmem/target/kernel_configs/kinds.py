@@ -18,11 +18,13 @@ from flashmem.target.kernel_configs.contraction import (
     Winograd,
 )
 from flashmem.target.kernel_configs.rows import RowConfig
+from flashmem.target.kernel_configs.tensor_cores import TensorContraction
 
 _CLASSES: tuple[type[KernelConfig], ...] = (
     PlainContraction,
     StagedContraction,
     SlicedContraction,
+    TensorContraction,
     Winograd,
     StagedWinograd,
     QueryRowsConfig,

@@ -35,6 +35,7 @@ from flashmem.target.kernel_configs.contraction import (
     StagedContraction,
     Winograd,
 )
+from flashmem.target.kernel_configs.tensor_cores import TensorContraction
 from flashmem.target.kernel_configs.workload import Workload
 from tests.support.compared import DEVICES, Nodes, apart, by_runtime, outside_halves, require_right
 from tests.support.inputs import floats
@@ -234,6 +235,10 @@ def test_shipped_configs_can_be_built(name: str) -> None:
         match config:
             case StagedContraction(k_block=depth):
                 assert depth % 4 == depth % config.slice_k == 0 == config.local_bytes % 16
+            case TensorContraction(k_block=depth, local_size=(down, across)):
+                assert down % 16 == across % 2 == config.columns % 8 == depth % (16 * config.slice_k) == 0
+                assert config.local_bytes % 16 == 0
+                assert 2 <= config.pipeline <= 5 and config.items % math.lcm(depth // 8, config.panel // 8) == 0
             case SlicedContraction(lanes=lanes):
                 assert lanes >= 8 and lanes & (lanes - 1) == 0
                 tile = load_descriptor(name).tile

@@ -117,6 +117,15 @@ def test_a_gpu_that_emulates_fma_multiplies_and_adds_by_mad() -> None:
         assert descriptor_for(device).code == load_descriptor(device.descriptor_name).code
 
 
+def test_only_a_device_with_tensor_cores_has_their_configs() -> None:
+    new = phone(platform="NVIDIA CUDA", name="NVIDIA H100", vendor="NVIDIA Corporation", mma=True)
+    shipped = load_descriptor("nvidia").configs
+    assert descriptor_for(new).configs == shipped
+    assert (
+        descriptor_for(replace(new, mma=False)).configs == tuple(each for each in shipped if each.kind != "tensor") != shipped
+    )
+
+
 def test_the_order_of_modes_is_the_descriptors() -> None:
     listed = load_descriptor("adreno740").modes["texture"]
     assert descriptor_for(phone()).modes["texture"][: len(listed)] == listed
