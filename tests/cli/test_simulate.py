@@ -129,6 +129,7 @@ def test_a_known_architecture_is_played_as_it_is_planned(options: tuple[str, ...
     assert latency["integrated"] == pytest.approx(latency["init"] + latency["exec"])
 
 
+@pytest.mark.thorough
 def test_strategies_and_disks_of_a_known_architecture(flashmem: Command, tmp_path: Path) -> None:
     budget = ("--budget", "128MB", "--disk", "cold")
     played = {

@@ -8,6 +8,7 @@ kernels drivers optimise.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,18 +42,11 @@ DEVICES = sorted(list_devices(), key=lambda device: device.descriptor_name == "p
 LISTED = read_list()
 CONSTANTS = read_constants()
 BATCH = 16
+PASSING = [name for _, name in LISTED[PASSES]]
+BATCHES = [PASSING[first : first + BATCH] for first in range(0, len(PASSING), BATCH)]
 
 
-def _batches() -> list[list[str]]:
-    """The passing tests, grouped by operator set and form, so that each group can be one model."""
-    alike: defaultdict[tuple[str, bool], list[str]] = defaultdict(list)
-    for _, name in LISTED[PASSES]:
-        if name in cases():
-            sets = sorted((entry.domain, entry.version) for entry in cases()[name].model.opset_import)
-            alike[f"{sets}", "_expanded" in name].append(name)
-    return [names[first : first + BATCH] for names in alike.values() for first in range(0, len(names), BATCH)]
-
-
+@functools.cache
 def _everywhere() -> frozenset[str]:
     """The first passing test of each operator and types of its inputs, for every device."""
     first: dict[object, str] = {}
@@ -62,8 +56,6 @@ def _everywhere() -> frozenset[str]:
     return frozenset(first.values())
 
 
-BATCHES = _batches()
-EVERYWHERE = _everywhere()
 REFUSED = [(name, reason) for reason, tests in LISTED.items() if reason != PASSES for _, name in tests]
 
 
@@ -90,7 +82,7 @@ def test_passes(index: int) -> None:
     with optimisation.off():
         _check(BATCHES[index], DEVICES[0].descriptor_name, path)
         for device in DEVICES[1:]:
-            _check([name for name in BATCHES[index] if name in EVERYWHERE], device.descriptor_name, other)
+            _check([name for name in BATCHES[index] if name in _everywhere()], device.descriptor_name, other)
 
 
 @pytest.mark.thorough
@@ -101,24 +93,30 @@ def test_passes_alone(index: int) -> None:
 
 
 def _check(names: Sequence[str], device: str, path: str) -> None:
-    """Run the tests `names` on a device: as one model, but those with branches or several sets of data alone."""
-    merged = [name for name in names if not _has_subgraph(cases()[name].model) and len(cases()[name].data_sets) == 1]
-    _check_merged(merged, device, path)
-    for name in names:
-        if name not in merged:
-            assert outcome(cases()[name], device, path) == (PASSES, CONSTANTS[name])
+    """Run the tests `names` on a device: as one model for each operator set, but some alone (see `_is_alone`)."""
+    alike: defaultdict[str, list[str]] = defaultdict(list)
+    for name in (name for name in names if name in cases()):
+        sets = sorted((entry.domain, entry.version) for entry in cases()[name].model.opset_import)
+        alike[f"{name} alone" if _is_alone(cases()[name]) else f"{sets}"].append(name)
+    for each in alike.values():
+        if _is_alone(cases()[each[0]]):
+            assert outcome(cases()[each[0]], device, path) == (PASSES, CONSTANTS[each[0]])
+        else:
+            _check_merged(each, device, path)
+
+
+def _is_alone(case: Any) -> bool:
+    """Whether a test cannot be merged: onnx's own merging does not rename values inside branches, and has one set of data."""
+    return _has_subgraph(case.model) or len(case.data_sets) != 1
 
 
 def _has_subgraph(model: onnx.ModelProto) -> bool:
-    """Whether a node has one: onnx's own merging does not rename values inside branches and loops."""
     nodes = [*model.graph.node, *(node for function in model.functions for node in function.node)]
     return any(attribute.HasField("g") or attribute.graphs for node in nodes for attribute in node.attribute)
 
 
 def _check_merged(names: Sequence[str], device: str, path: str) -> None:
     """Run the tests `names` as one model, with the inputs that must be constants."""
-    if not names:
-        return
     merged = onnx.ModelProto()
     feeds: dict[str, NDArray[Any]] = {}
     for number, name in enumerate(names):

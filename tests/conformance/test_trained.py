@@ -308,6 +308,7 @@ def test_names_by_a_decoder_in_8_bits(opened: Opener, tmp_path: Path) -> None:
 # A language model
 
 
+@pytest.mark.thorough
 @at_one_place(0)
 def test_a_language_model_says_what_onnx_runtime_says(place: tuple[Any, Any], tmp_path: Path) -> None:
     """SmolLM2-135M-Instruct in 4 bits, without a budget: plans for one take most of a minute."""

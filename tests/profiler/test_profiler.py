@@ -279,6 +279,7 @@ def test_nothing_found_where_nothing_is_is_no_hit() -> None:
     assert np.isnan(agreement(pairs[:2], chunk))
 
 
+@pytest.mark.thorough
 def test_what_is_held_out_was_not_seen_and_is_judged_as_measured(tmp_path: Path) -> None:
     """A model's launches that were also drawn for training do not test what was learned from the others."""
     dataset = tmp_path / "x.profile.csv.gz"

@@ -229,6 +229,7 @@ def small_kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return packing.write_kit(path, descriptor, [MODEL], 0, lambda what, done: None, kernels=4)
 
 
+@pytest.mark.thorough
 def test_a_phone_measures_and_a_desk_trains(
     unpacked: Path, small_kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,7 +143,18 @@ def test_a_kernel_of_each_family_and_config(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_code_of_phones(device: str) -> None:
+def test_code_of_every_family(device: str) -> None:
+    gpu = gpu_of(device)
+    need_compilers(gpu.architecture)
+    descriptor = load_descriptor(device)
+    kernels = {**lane_kernels_of(descriptor), **family_kernels_of(descriptor)}
+    report = examine(kernels, gpu)
+    assert _broken(report) == {rule for rule in KNOWN[gpu.driver] if rule.partition(": ")[0] in kernels}, report.table()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("device", DEVICES)
+def test_code_of_every_config(device: str) -> None:
     gpu = gpu_of(device)
     need_compilers(gpu.architecture)
     descriptor = load_descriptor(device)

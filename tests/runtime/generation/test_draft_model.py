@@ -74,6 +74,7 @@ def test_other_tokens(file: Path, tmp_path: Path) -> None:
         Generator(made, draft=other)
 
 
+@pytest.mark.thorough
 def test_the_command_line(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,6 +88,7 @@ def test_the_likeliest_tokens(name: str, place: tuple[str, str], tmp_path: Path)
         assert compared > 24
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("device", list_devices(), ids=lambda device: device.descriptor_name)
 def test_two_modes_within_a_small_budget(device: Any, tmp_path: Path) -> None:
     model, name = SmallLlama(layers=2, formats=("Q8_0",)), device.descriptor_name

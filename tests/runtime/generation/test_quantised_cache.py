@@ -128,6 +128,7 @@ def test_a_conversation_is_saved_and_rewound(place: tuple[str, str], tmp_path: P
         generator.restore(saved)
 
 
+@pytest.mark.thorough
 def test_states_need_half_of_the_memory_of_half(tmp_path: Path) -> None:
     """Bytes of states, of the smallest budget, and of the report; launches and other memory are those with fp16."""
     model = SmallLlama(layers=2, hidden=256, heads=4, key_heads=2, formats=("Q8_0",), context=512)

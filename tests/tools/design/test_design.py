@@ -253,6 +253,7 @@ def flashmem(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
     return command_line(monkeypatch, capfd)
 
 
+@pytest.mark.thorough
 def test_the_command_profiles_solves_and_writes_what_a_manager_runs(tmp_path: Path, flashmem: Command) -> None:
     (tmp_path / "app.toml").write_text(
         f"""
