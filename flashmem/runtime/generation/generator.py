@@ -19,7 +19,7 @@ from flashmem.runtime.generation.generated_text import GeneratedText, Generation
 from flashmem.runtime.generation.language_session import LanguageSession
 from flashmem.runtime.generation.prompts import Prompt, tokens_of
 from flashmem.runtime.generation.sampling import Sampling
-from flashmem.runtime.generation.speculation import Drafter, Lookup
+from flashmem.runtime.generation.speculation import Drafter, Lookup, Payoff
 from flashmem.runtime.generation.steps import Steps
 from flashmem.runtime.generation.tokenizer import Tokenizer
 from flashmem.runtime.request.models import ModelOptions
@@ -81,6 +81,7 @@ class Generator:
             self._opened = opened.pop_all()
         self.language = self._model.language
         self.tokenizer = Tokenizer(self.language)
+        self._payoffs = Payoff(), Payoff()  # of drafts from the text, and of those of the draft model
         self.last: GenerationReport | None = None  # of the last generation that ended
 
     def generate(
@@ -147,7 +148,7 @@ class Generator:
         begun, seconds = perf_counter(), 0.0
         first, reused = 0.0, self._model.reusable(tokens)
         drafters: list[Drafter] = [Lookup(), *([DraftModel(self._draft)] if self._draft is not None else [])]
-        steps = Steps(self._model, drafters if speculate else [])
+        steps = Steps(self._model, [*zip(drafters, self._payoffs, strict=False)] if speculate else [])
         self._model.temperature = made.summed_at
         try:
             candidates = self._model.read(tokens, reused)

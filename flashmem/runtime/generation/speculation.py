@@ -9,6 +9,7 @@ Prompt lookup: https://github.com/apoorvumang/prompt-lookup-decoding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -16,7 +17,10 @@ _SIZES = (3, 2)
 """So many last tokens must have occurred before, the more the better."""
 
 _PAUSES = (8, 64)
-"""Tokens without a draft after one that did not pay: at first, and at most."""
+"""The fewest tokens without a draft after one that did not pay: at first, and after several."""
+
+_SHARE = 0.05
+"""The most that drafts may cost where they do not pay, as a share of the time."""
 
 _MEMORY = 0.7
 """The weight of what was measured before the last run."""
@@ -62,6 +66,7 @@ class Payoff:
     def __init__(self) -> None:
         self._single = self._check = 0.0  # seconds of a run for one token, and of one that checks a draft
         self._tokens = 0.0  # that a run with a draft gives
+        self._return = 0.0  # what the first run after it takes longer than others
         self._pause, self._left = _PAUSES[0], 0
 
     def allows(self) -> bool:
@@ -77,10 +82,22 @@ class Payoff:
     def checked(self, seconds: float, tokens: int) -> None:
         """A run that checked a draft took so long, and gave so many tokens."""
         self._check, self._tokens = _mixed(self._check, seconds), _mixed(self._tokens, tokens)
-        if self._tokens * self._single >= self._check:
+        if self._tokens * self._single >= self._check + self._return:
             self._pause = _PAUSES[0]
         else:
-            self._left, self._pause = self._pause, min(2 * self._pause, _PAUSES[1])
+            self._left = max(self._pause, self._tokens_for(seconds - tokens * self._single))
+            self._pause = min(2 * self._pause, _PAUSES[1])
+
+    def returned(self, seconds: float) -> None:
+        """The first run for one token after a draft took so long: a session may load weights again that it had kept."""
+        extra = max(0.0, seconds - self._single)
+        self._return = _mixed(self._return, extra)
+        if self._left:
+            self._left += self._tokens_for(extra)
+
+    def _tokens_for(self, lost: float) -> int:
+        """Tokens without a draft, in the time of which the seconds lost are a small share."""
+        return math.ceil(lost / (_SHARE * self._single))
 
 
 def _mixed(before: float, now: float) -> float:

@@ -18,14 +18,15 @@ class Steps:
     `nbytes`: weights that they loaded. `drafted`: tokens of drafts, of which `accepted` were right.
     """
 
-    def __init__(self, model: LanguageSession, drafters: Sequence[Drafter]) -> None:
-        """`drafters`: of those that save time, the first that has a draft makes it."""
+    def __init__(self, model: LanguageSession, drafters: Sequence[tuple[Drafter, Payoff]]) -> None:
+        """`drafters`: of those that save time, by what was measured, the first that has a draft makes it."""
         self._model = model
         can = CHECKED_TOKENS in model.lengths
-        self._sources = [(drafter, Payoff()) for drafter in drafters if can]
+        self._sources = [*drafters] if can else []
         self._known = 0  # tokens that the drafters have
         self._waiting: list[tuple[int, Candidates]] = []  # drafted tokens that a run has read, and what follows each
         self._check: tuple[Payoff, float, int] | None = None  # whose draft, seconds of that run, and tokens that it has given
+        self._checked: Payoff | None = None  # whose draft the last run checked
         self.nbytes = self.drafted = self.accepted = 0
 
     def after(self, token: int) -> Candidates:
@@ -44,7 +45,11 @@ class Steps:
         rows = self._model.run([token, *draft], start)
         seconds = perf_counter() - since
         self.nbytes += self._model.loaded()
+        before, self._checked = self._checked, payoff
         if payoff is None:
+            if before is not None:
+                before.returned(perf_counter() - made)
+                return rows[-1]
             for _, each in self._sources:
                 each.single(perf_counter() - made)
             return rows[-1]

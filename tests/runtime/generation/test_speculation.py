@@ -60,6 +60,21 @@ def test_drafts_that_do_not_pay_become_rare() -> None:
     assert all(payoff.allows() for _ in range(20))
 
 
+def test_a_slow_return_from_a_check_counts() -> None:
+    """As where a session loads kept weights again for a run of another length."""
+    payoff, seconds, spent = Payoff(), 0.0, 0.0
+    payoff.single(1.0)
+    for _ in range(3000):
+        if payoff.allows():
+            payoff.checked(25.0, 2)
+            payoff.returned(25.0)
+            spent += 23.0 + 24.0
+        else:
+            payoff.single(1.0)
+            seconds += 1.0
+    assert 0 < spent <= 0.05 * seconds + 47.0  # the last one is not yet made up for
+
+
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return SmallLlama(layers=2, formats=("Q8_0",)).write(tmp_path_factory.mktemp("gguf") / "small.gguf")
