@@ -18,17 +18,11 @@ hypothesis.settings.register_profile("any machine", deadline=None, suppress_heal
 hypothesis.settings.load_profile("any machine")
 
 
-OPTIMISED = (
-    "cli/test_demo",  # networks of full size
-    "compiler/lowering",
-    "compiler/operators",
-    "compiler/selection",
-    "compiler/weights",
-    "conformance",
-    "profiler",
-    "runtime/kernels",
-)
-"""The tests of kernels, on all runtimes and memory paths, and others: drivers optimise kernels there, as they do for users."""
+OPTIMISED = ("cli/test_demo", "conformance/test_trained", "profiler", "runtime/kernels")
+"""Tests of networks of full size, of times, and of builds: drivers optimise kernels there, as they do for users."""
+
+OPTIMISED_WHEN_THOROUGH = ("compiler/lowering", "compiler/operators", "compiler/selection", "compiler/weights", "conformance")
+"""The tests of kernels, on all runtimes and memory paths: drivers optimise kernels there with `--thorough`."""
 
 
 SAMPLED = ("base", "benchmarks", "bundle", "cli", "compiler", "conformance", "fuzz", "profiler", "runtime", "tools")
@@ -65,7 +59,7 @@ def _within(item: pytest.Item, folders: tuple[str, ...]) -> bool:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before fixtures of any scope: whether drivers optimise the kernels of this test."""
-    listed = _within(item, OPTIMISED)
+    listed = _within(item, OPTIMISED) or (item.config.getoption("thorough") and _within(item, OPTIMISED_WHEN_THOROUGH))
     strict = item.path.name.startswith("test_strict")  # which watches the calls of OpenCL
     apart = item.get_closest_marker("build_apart") is not None  # as for users
     optimisation.on = apart or (listed and not strict and item.get_closest_marker("unoptimised") is None)

@@ -122,6 +122,7 @@ def test_the_process_that_takes_memory_has_taken_it_when_it_says_so_and_ends_wit
         assert process.wait(10) == 0
 
 
+@pytest.mark.thorough
 def test_the_benchmark_runs_on_tiny_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,6 +82,7 @@ def test_a_model_that_fails_is_a_row_that_says_why(tmp_path: Path, monkeypatch: 
         rows.unlink()
 
 
+@pytest.mark.thorough
 def test_a_row_of_activations_is_measured_once(tmp_path: Path) -> None:
     (tmp_path / "zoo/resnet-tiny").mkdir(parents=True)
     shutil.copyfile(DATA / "resnet-tiny.onnx", tmp_path / "zoo/resnet-tiny/model.onnx")

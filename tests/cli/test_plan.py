@@ -41,6 +41,7 @@ def planned(flashmem: Command, *words: str | Path) -> dict[str, Any]:
     return data
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "gigabytes"),
     [

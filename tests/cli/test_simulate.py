@@ -202,6 +202,7 @@ def test_with_the_papers_objective_m_peak_never_refuses(
     assert row["status"] == "optimal" and float(row["preload_ratio"]) == 1
 
 
+@pytest.mark.thorough
 def test_models_devices_and_precisions_are_axes_too(flashmem: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = ("sweep", RESNET, GPTNEO, "--budget", "32MB", "--precision", "fp32,fp16", "--device", "nvidia,generic-cpu")
@@ -212,6 +213,7 @@ def test_models_devices_and_precisions_are_axes_too(flashmem: Command, tmp_path:
     assert all(smaller[r["model"], r["device"]] <= int(r["peak_bytes"]) for r in rows if r["precision"] == "fp32")
 
 
+@pytest.mark.thorough
 def test_known_architectures_are_swept_without_a_file(
     flashmem: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +223,7 @@ def test_known_architectures_are_swept_without_a_file(
     assert row["model"] == "zoo:gptneo-125m" and int(row["peak_bytes"]) <= 256_000_000
 
 
+@pytest.mark.thorough
 def test_a_measured_sweep_holds_the_memory_that_a_simulated_one_predicts(
     flashmem: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

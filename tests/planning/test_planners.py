@@ -222,6 +222,7 @@ def test_ten_thousand_slices() -> None:
     assert plan.layouts["alias"].pool_bytes < 1.1 * plan.layouts["map"].mapped_peak_bytes
 
 
+@pytest.mark.thorough
 def test_long_models_with_a_limit_on_w_go_through_rolling_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     windows: list[cp_model.CpSolver] = []
 

@@ -75,6 +75,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
+@pytest.mark.thorough
 def test_a_release_has_both_wheels_the_sources_and_a_bundle(released: Path, wheel: Path, tmp_path: Path) -> None:
     archive = "resnet-tiny-adreno750.flashmem.zip"
     names = sorted(path.name for path in released.iterdir())

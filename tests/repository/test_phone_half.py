@@ -132,6 +132,7 @@ def test_the_wheel_has_the_version_of_the_whole() -> None:
     assert set(other["dependencies"]) <= set(one["dependencies"])
 
 
+@pytest.mark.thorough
 def test_a_phone_runs_learns_and_plans_again(unpacked: Path, bundle: Path, tmp_path: Path) -> None:
     inputs = tmp_path / "x.npz"
     rng = np.random.default_rng(0)

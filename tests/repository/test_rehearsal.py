@@ -33,6 +33,7 @@ def rehearsal() -> ModuleType:
     return module
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(all(device.descriptor_name != "pocl" for device in list_devices()), reason="plays on PoCL")
 def test_every_mode_is_played_or_refused(tmp_path: Path) -> None:
     answers = tmp_path / "answers"

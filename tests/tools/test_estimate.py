@@ -50,6 +50,7 @@ def test_the_smallest_budget_is_enough_and_no_smaller_one(tmp_path: Path) -> Non
         flashmem.compile(file, tmp_path / "n.flashmem", max_length=64, budget=smallest - 1, build=False)
 
 
+@pytest.mark.thorough
 def test_a_folder_on_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

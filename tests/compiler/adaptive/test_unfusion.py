@@ -183,6 +183,7 @@ def slow_copies(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["map", "interleave"])
 def test_splits_lower_the_papers_objective_and_hierarchical_groups_stay_whole(
     mode: str, slow_copies: str, tmp_path: Path

@@ -128,6 +128,7 @@ def test_any_model_is_the_same_after_the_walk(model: onnx.ModelProto, tmp_path: 
     assert_walked_right(path)
 
 
+@pytest.mark.thorough
 @in_any_folder
 @given(start=st.integers(0, 30_000), junk=st.binary(min_size=1, max_size=8))
 def test_a_damaged_file_is_an_error_or_a_model(start: int, junk: bytes, tmp_path: Path) -> None:

@@ -113,6 +113,7 @@ def _compared(device: str, path: MemoryPath, phone: str, precision: str, config:
 PHONES = [("adreno750", "fp32"), ("mali-g710", "fp16")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("device", "path", "phone", "precision"),
     [(device, PATHS[(i + j) % 2], *phone) for i, device in enumerate(DEVICES) for j, phone in enumerate(PHONES)],
@@ -125,6 +126,7 @@ def test_the_same_bits(device: str, path: MemoryPath, phone: str, precision: str
     assert "NEAREST" not in written and ("NEAREST" in plain) == (path == "texture")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("device", [each.descriptor_name for each in list_devices() if HALF_ARITHMETIC in each.extensions])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.filterwarnings("ignore::flashmem.base.errors.FlashmemWarning")

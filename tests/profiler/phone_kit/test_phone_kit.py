@@ -125,6 +125,7 @@ def test_a_kit_runs_from_its_file_and_is_read(archive: Path, tmp_path: Path) -> 
     assert found["steps"]["probes"]["result"]["CL_MEM_USE_HOST_PTR"]["outcome"] == "passed"
 
 
+@pytest.mark.thorough
 def test_the_file_starts_the_steps(archive: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(archive), "--folder", str(tmp_path / "kit"), "--device", "nothing-like-it"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -145,6 +146,7 @@ def test_a_damaged_file_is_refused(archive: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "kit/kit.json").exists()
 
 
+@pytest.mark.thorough
 def test_a_wrong_answer_is_told_with_its_output(kit: KitRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one mode that all paths have; the whole kit above runs all of them."""
     answers, offered = Contents.answers, load_descriptor(DEVICE.descriptor_name).modes

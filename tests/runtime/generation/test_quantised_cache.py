@@ -159,6 +159,7 @@ def test_states_need_half_of_the_memory_of_half(tmp_path: Path) -> None:
         assert generator.last.peak_bytes <= smallest["int8"]
 
 
+@pytest.mark.thorough
 def test_the_command_line(command: Command, tmp_path: Path) -> None:
     file = SmallLlama(layers=1).write(tmp_path / "m.gguf")
     for words in (("--kv", "int8"), ("--state-precision", "int8")):

@@ -222,6 +222,7 @@ def test_an_interrupt_while_a_session_builds_ends_those_who_build(tmp_path: Path
     assert not list(tmp_path.glob("flashmem-build-*"))
 
 
+@pytest.mark.thorough
 def test_sessions_that_build_at_once_all_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path / "cache"))
     model = write_mini_bundle(tmp_path / "m.flashmem")

@@ -142,6 +142,7 @@ def test_labels_that_no_output_has_are_refused_before_the_run(flashmem: Command,
         assert refused.code == 2 and message in refused.err and "Traceback" not in refused.err
 
 
+@pytest.mark.thorough
 def test_a_trained_network_knows_a_line_that_stands_on_its_head(flashmem: Command, tmp_path: Path) -> None:
     """RapidOCR's classifier of directions, with flags as its own package normalises."""
     network = path_of(text_direction.NETWORK)

@@ -67,6 +67,7 @@ def test_a_merged_decoder(copied: Callable[[str], Path], folders: Path) -> None:
     check(generated(folder), folders / "llama")
 
 
+@pytest.mark.thorough
 def test_names_of_another_builder(copied: Callable[[str], Path], folders: Path) -> None:
     """`genai_config.json` says what inputs and outputs are called."""
     folder = copied("genai")
@@ -91,6 +92,7 @@ def test_names_of_another_builder(copied: Callable[[str], Path], folders: Path) 
     check(generated(folder), folders / "genai")
 
 
+@pytest.mark.thorough
 def test_with_quantised_weights(copied: Callable[[str], Path]) -> None:
     """Weights of a folder can be quantised too: 8 bits change few of the tokens of a small model."""
     folder = copied("llama")
@@ -100,6 +102,7 @@ def test_with_quantised_weights(copied: Callable[[str], Path]) -> None:
     assert flashmem.Bundle.open(folder.with_suffix(".flashmem")).meta["quantised"]
 
 
+@pytest.mark.thorough
 def test_the_cache_notices_a_new_tokenizer(
     copied: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
