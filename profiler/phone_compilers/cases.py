@@ -171,7 +171,8 @@ def _of_decoders() -> Iterator[tuple[str, Graph]]:
     g = Sketch()
     cache, places = (1, 2, ROWS, row_bytes(HEAD)), (2 * ROWS, ROWS, 1)
     written = [g.input(*cache, dtype="int8"), g.input(2, 3, dtype="int64"), g.input(2, HEAD)]
-    plan = {"items": (), "index": (), "update": (), "target": (), "steps": 2, "index_step": 3, "update_step": HEAD}
+    plan = {"items": (), "index": (), "update": (), "target": (), "steps": 2, "index_step": 3, "update_step": ((2, HEAD),)}
+    plan |= {"update_start": 0}
     plan |= {"sizes": cache[:3], "strides": places, "stride": row_bytes(HEAD), "places": 2 * ROWS, "size": HEAD}
     plan |= {"reduction": "none", "ordered": True, "covered": False, "fill": None}
     yield "scatter_quantised", g.finish(g.node("ScatterQuantised", written, cache, **plan))

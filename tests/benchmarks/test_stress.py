@@ -40,8 +40,8 @@ def test_late_threads_change_no_answer(device: Any, bundles: Path, capsys: pytes
 def test_an_answer_of_other_weights_is_counted(
     device: Any, bundles: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lost(copier: Copier, buffer: Any, data: Any, *, offset: int = 0) -> CopyEvent:
-        return write(copier, buffer, zeros[: data.nbytes], offset=offset)
+    def lost(copier: Copier, buffer: Any, data: Any, **where: Any) -> CopyEvent:
+        return write(copier, buffer, zeros[: data.nbytes], **where)
 
     def losing(*arguments: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:

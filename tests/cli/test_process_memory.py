@@ -95,6 +95,7 @@ def test_a_bundle_is_planned_for_the_limit(device: str, model: Path, tmp_path: P
     assert refused[0] == 2, refused[2]
     least = smallest(refused[2]) + 1  # processes differ by some hundred KB
     words = command("run", bundle.path, "--device", device, "--process-memory", f"{least}MB", program=("-c", PLAIN))
+    assert measured(words)[0] == 0  # builds kernels, in child processes
     code, out, err, peak = measured(words)
     assert code == 0, err
     assert peak <= least * MB and f"of at most {least}MB" in out

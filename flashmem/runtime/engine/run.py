@@ -49,7 +49,7 @@ class Run:
         self.bound, self.schedule, self._done = bound, schedule, done
         self.loader: RunLoads | None = None
         weights = bound.weights
-        if admit is None:
+        if admit is None and weights.transfer.follows_launches:
             self.loader = enqueued_loads(weights.transfer, schedule.loads, done)
         if self.loader is None and (schedule.loads or (schedule.frees and weights.transfer.frees)):
             self.loader = LoaderRun(

@@ -45,7 +45,7 @@ def test_answers(config: KernelConfig, device: str, path: MemoryPath, tmp_path: 
     """Odd sizes, every padding, images smaller than a tile, channel counts that fill no vector, several images and panels."""
 
     def wherever_it_can_be(
-        self: KernelSelector, workload: Workload, ending: object, widest: int | None, winograd: bool, forms: object
+        self: KernelSelector, workload: Workload, ending: object, widest: int | None, winograd: bool, *others: object
     ) -> KernelConfig:
         return config if winograd else PLAIN
 

@@ -54,6 +54,8 @@ class FakeQueue:
 class FakeLoader:
     """Loads that complete at their release; a load is released when the executor reports the end of its launch."""
 
+    follows_launches = False
+
     def __init__(self, queue: FakeQueue, releases: dict[str, int], frees: Iterable[int]) -> None:
         self.queue, self.releases = queue, releases
         self.loaded = dict.fromkeys(releases, False)
