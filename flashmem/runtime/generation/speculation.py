@@ -96,8 +96,8 @@ class Payoff:
             self._left += self._tokens_for(extra)
 
     def _tokens_for(self, lost: float) -> int:
-        """Tokens without a draft, in the time of which the seconds lost are a small share."""
-        return math.ceil(lost / (_SHARE * self._single))
+        """Tokens without a draft, in the time of which the seconds lost are a small share; 0 if their time is not known."""
+        return math.ceil(lost / (_SHARE * self._single)) if self._single else 0
 
 
 def _mixed(before: float, now: float) -> float:
