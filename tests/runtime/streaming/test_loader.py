@@ -22,6 +22,7 @@ from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context, Queue, list_devices
 from flashmem.runtime.opencl.copier import Copier
 from flashmem.runtime.streaming.copied import InterleaveTransfer
+from flashmem.runtime.streaming.enqueued import EnqueuedLoads
 from flashmem.runtime.streaming.loader import LoaderRun
 from flashmem.runtime.streaming.transfer import Transfer, TransferLoad
 from flashmem.runtime.streaming.weight_file import WeightFile
@@ -91,6 +92,60 @@ def test_without_such_staging_nothing_begins_before_its_gate() -> None:
     run.wait("w1")
     run.stop()
     assert [what for interval in run.intervals for what, _ in interval.steps] == ["read", "copy"] * 2
+
+
+class Following(Noted):
+    """Copies that follow launches on the device, all of them in flight until `copied`."""
+
+    follows_launches = True
+
+    def __init__(self) -> None:
+        super().__init__(reads_ahead=True)
+        self.behind: dict[str, Any] = {}
+        self.copied = threading.Event()
+
+    def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
+        self.behind[part.name] = turn.wait_for_release()
+        turn.enqueued()
+        assert self.copied.wait(20)
+        turn.did("copy")
+
+
+def test_a_copy_that_follows_a_launch_is_a_load_when_it_is_enqueued() -> None:
+    transfer, launch = Following(), SimpleNamespace()
+    run = LoaderRun(transfer, loads(0, 2, 2), {}, threads=3)
+    run.wait("w0")
+    run.launched(1, SimpleNamespace())  # no load waits for it
+    time.sleep(0.02)
+    assert run.loaded == {"w0": True, "w1": False, "w2": False}
+    run.launched(2, launch)
+    run.wait("w1")
+    run.wait("w2")
+    assert transfer.behind == {"w0": None, "w1": launch, "w2": launch} and not run.intervals
+    run.layer_done(2)
+    transfer.copied.set()
+    run.stop()
+    assert sorted(interval.name for interval in run.intervals) == ["w0", "w1", "w2"]
+
+
+def test_loads_of_the_host_tier_are_enqueued_with_the_launches_that_release_them() -> None:
+    made: list[tuple[str, Any]] = []
+
+    def copy_held(load: Load, behind: Any) -> Any:
+        made.append((load.part.name, behind))
+        return SimpleNamespace(wait=lambda: None, seconds=lambda: (1.0, 2.0))
+
+    transfer: Any = SimpleNamespace(copy_held=copy_held, clock_apart=lambda: 10.0)
+    run = EnqueuedLoads(transfer, loads(0, 2, 1, 2, 5), done=0)
+    assert made == [("w0", None)] and run.loaded["w0"] and not run.loaded["w2"]
+    for layer, event in ((1, "one"), (2, "two"), (3, "three")):
+        run.launched(layer, event)
+    assert made[1:] == [("w2", "one"), ("w1", "two"), ("w3", "two")]
+    run.wait("w3")
+    with pytest.raises(AssertionError):
+        run.wait("w4")
+    run.stop()
+    assert [(each.name, each.start, each.end) for each in run.intervals] == [(name, 11.0, 12.0) for name, _ in made]
 
 
 def test_what_is_not_admitted_does_not_begin_and_nothing_is_read_ahead_meanwhile() -> None:
