@@ -20,7 +20,7 @@ from typing import Any
 from flashmem.runtime.opencl import undocumented
 from flashmem.runtime.opencl.binding import checked, cl
 from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory, event_seconds
-from flashmem.runtime.opencl.shared_memory import SharedMemory, address_of, enqueue_copy, wait_list
+from flashmem.runtime.opencl.shared_memory import NO_EVENTS, SharedMemory, WaitList, address_of, enqueue_copy
 
 _SIZE, _POINTER = ctypes.c_size_t, ctypes.c_void_p
 _NOT_BLOCKING = ctypes.c_uint(0)
@@ -55,8 +55,8 @@ class CopyEvent:
 class Copier:
     """A queue for copies that any thread may use.
 
-    A thread must wait for its copy before it writes to the source again. Each copy is flushed, so that another queue may wait
-    for its event.
+    A thread must wait for its copy before it writes to the source again, and wait or flush before another queue waits for the
+    event.
     """
 
     def __init__(self, context: Context, *, profiling: bool = False) -> None:
@@ -69,7 +69,7 @@ class Copier:
 
         Raises RunError.
         """
-        events = wait_list(behind)
+        events = _wait_list(behind)
         if isinstance(buffer, SharedMemory):
             queue, target = self.queue.handle.int_ptr, buffer.int_ptr + offset
             return self._begun(
@@ -100,7 +100,7 @@ class Copier:
 
         Raises RunError.
         """
-        events = wait_list(behind)
+        events = _wait_list(behind)
         enqueue = undocumented.library().clEnqueueWriteImage
         return self._begun(
             "write to a texture",
@@ -115,9 +115,15 @@ class Copier:
         if enqueue(ctypes.byref(event)):
             gc.collect()  # frees unreferenced memory objects
             checked(what, enqueue(ctypes.byref(event)))
-        copy = CopyEvent(event.value or 0)
-        checked(what, undocumented.library().clFlush(self._handle))  # other queues may wait for it
-        return copy
+        return CopyEvent(event.value or 0)
+
+    def flush(self) -> None:
+        """Let another queue wait for the events of all copies so far, which no thread waits for first. Raises RunError."""
+        checked("flush copies", undocumented.library().clFlush(self._handle))
+
+
+def _wait_list(event: Event | None) -> WaitList:
+    return NO_EVENTS if event is None else (ctypes.c_uint(1), (_POINTER * 1)(event.int_ptr))
 
 
 def _address(data: Bytes) -> ctypes.c_void_p:

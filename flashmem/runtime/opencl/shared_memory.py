@@ -79,11 +79,6 @@ WaitList = tuple[ctypes.c_uint, Any]
 NO_EVENTS: WaitList = (ctypes.c_uint(0), None)
 
 
-def wait_list(event: Any | None) -> WaitList:
-    """The wait list with one event, or with none."""
-    return NO_EVENTS if event is None else (ctypes.c_uint(1), (_POINTER * 1)(event.int_ptr))
-
-
 def enqueue_copy(
     queue: int,
     target: int,

@@ -128,13 +128,20 @@ class MovingTransfer(Transfer):
         return self._tier is not None and all(self._tier.holds(load.part, load.segment) for load in loads)
 
     def copy_held(self, load: Load, behind: Event | None) -> CopyEvent:
-        """Enqueue the copy of a load that the host tier holds. Raises RunError."""
+        """Enqueue and flush the copy of a load that the host tier holds. Raises RunError."""
         place = None if self._tier is None else self._tier.place(load.part, load.segment)
         assert place is not None
         begin = self._home(load.part) if load.preload else self._target(load.part)
         copy = begin(place, load.segment.first, behind)
+        self._copier.flush()
         self._arrives(load.part, copy)
         return copy
+
+    def _begun(self, turn: TransferLoad) -> None:
+        """See `Transfer`: launches may follow the last copy, which is flushed first."""
+        if self.follows_launches:
+            self._copier.flush()
+            turn.enqueued()
 
     def clock_apart(self) -> float:
         """What the host's clock is ahead of that of copies, in seconds."""

@@ -81,10 +81,14 @@ class EnqueuedLoads:
 
 
 def enqueued_loads(transfer: Transfer, loads: Sequence[Load], done: int) -> EnqueuedLoads | None:
-    """The loads of a run after `done` launches, if the host can enqueue all of them; else None. Raises RunError."""
-    if not (loads and isinstance(transfer, MovingTransfer) and transfer.follows_launches and transfer.holds_all(loads)):
-        return None
-    return EnqueuedLoads(transfer, loads, done=done)
+    """The loads of a run after `done` launches by a transfer that follows launches; None if the tier does not hold them all.
+
+    Raises:
+        RunError: the device refuses a copy.
+    """
+    if loads and isinstance(transfer, MovingTransfer) and transfer.holds_all(loads):
+        return EnqueuedLoads(transfer, loads, done=done)
+    return None
 
 
 RunLoads = LoaderRun | EnqueuedLoads

@@ -125,7 +125,7 @@ class LoaderRun:
 
     def launched(self, layer: int, event: Event) -> None:
         """Launch `layer` is enqueued and flushed, and `event` is its event: release loads that wait for it on the device."""
-        if layer in self.wakes and self.follows_launches:
+        if layer in self.wakes:
             with self._changed:
                 self.launches[layer] = event
                 self._done = layer

@@ -23,7 +23,7 @@ from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.loads import Segment, Step, whole_words
 
 BeginCopy = Callable[[Bytes, int, Event | None], CopyEvent]
-"""Enqueues and flushes the copy of a piece, which starts at a byte of its slice, behind an event."""
+"""Enqueues the copy of a piece, which starts at a byte of its slice, behind an event."""
 
 
 class TransferLoad(Protocol):
@@ -129,14 +129,17 @@ class Transfer(ABC):
             turn.did("read")
             self._copy_on(part, piece, first, turn, begin, last=first + step >= end)
 
+    def _begun(self, turn: TransferLoad) -> None:  # noqa: B027 - only copies that follow launches have something to do
+        """The last copy of a load is enqueued."""
+
     def _copy_on(
         self, part: Slice, piece: Bytes, first: int, turn: TransferLoad, begin: BeginCopy, *, last: bool = True
     ) -> None:
         """Copy a piece from byte `first` of the slice on, after the release, and wait until it is copied."""
         copy = begin(piece, first, turn.wait_for_release())
         self._arrives(part, copy)
-        if last and self.follows_launches:
-            turn.enqueued()
+        if last:
+            self._begun(turn)
         copy.wait()
         turn.did("copy")
 
