@@ -8,7 +8,13 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.support.caches import kernels_built_as_for_users, kernels_built_by_runs, kernels_unoptimised, optimisation
+from tests.support.caches import (
+    kernels_built_as_for_users,
+    kernels_built_by_runs,
+    kernels_unoptimised,
+    launches_unchained,
+    optimisation,
+)
 from tests.support.selection import sample
 
 HERE = Path(__file__).parent
@@ -71,6 +77,7 @@ def _kernels_built_by_runs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         kernels_built_by_runs(patch)
         kernels_unoptimised(patch)
+        launches_unchained(patch)
         yield
 
 

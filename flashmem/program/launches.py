@@ -11,9 +11,12 @@ from flashmem.base.types import OperatorClass
 
 @dataclass(frozen=True, slots=True)
 class Arg:
-    """One kernel argument: a tensor, a slice, a constant (given by its byte offset among the constants), or a number."""
+    """One kernel argument: a tensor, a slice, a constant (given by its byte offset among the constants), or a number.
 
-    kind: Literal["tensor", "slice", "constant", "int", "float"]
+    "whole": all of the arena, the states or the constants, for chains (`runtime.kernels.chains`). No bundle has it.
+    """
+
+    kind: Literal["tensor", "slice", "constant", "whole", "int", "float"]
     value: str | int | float
     nbytes: int = 0  # of a constant
 

@@ -13,12 +13,17 @@ import flashmem
 from flashmem.base.paths import VARIABLE, cache_folder, make_private
 from flashmem.bundle.bundle import Bundle
 from flashmem.cli.commands import compiling
+from flashmem.program.kernel_text import Source
+from flashmem.program.program import Program
+from flashmem.runtime.engine import opened
+from flashmem.runtime.kernels import ahead_of_time, chains
 from flashmem.runtime.kernels.cache import Build, CachedKernels
 from flashmem.runtime.kernels.cache_files import ProgramCache
 from flashmem.runtime.kernels.required import RequiredKernel
 from flashmem.runtime.opencl.context import CompiledProgram, Context
 from flashmem.runtime.serving.runtime import Runtime
 from flashmem.runtime.session import Session
+from flashmem.target.descriptor import DeviceDescriptor
 
 
 def empty_bundle_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -106,6 +111,25 @@ def kernels_unoptimised(monkeypatch: pytest.MonkeyPatch) -> None:
         _init(kernels, cache, context, options, wanted, carried, build, shared)
 
     monkeypatch.setattr(CachedKernels, "__init__", init)
+
+
+def launches_unchained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave chains out, whose kernels are compiled in addition: all launches of a tiny model are small."""
+
+    def unchained(program: Program, source: Source, descriptor: DeviceDescriptor) -> tuple[Program, Source]:
+        return program, source
+
+    _set_chains(monkeypatch, unchained)
+
+
+def launches_chained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo `launches_unchained`."""
+    _set_chains(monkeypatch, chains.with_chains)
+
+
+def _set_chains(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
+    monkeypatch.setattr(opened, "with_chains", function)
+    monkeypatch.setattr(ahead_of_time, "with_chains", function)
 
 
 def kernels_built_as_for_users(monkeypatch: pytest.MonkeyPatch) -> None:

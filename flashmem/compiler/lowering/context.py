@@ -300,6 +300,10 @@ class LoweringContext:
         """The widest vector that a row of `columns` fills at least once."""
         return min(self.descriptor.tile.vector, 1 << (columns.bit_length() - 1))
 
+    def vector_dividing(self, columns: int) -> int:
+        """The widest vector of the device that divides `columns`."""
+        return min(self.descriptor.tile.vector, columns & -columns)
+
     def epilogue(self, group: FusionGroup, vector: int) -> PointwiseBody:
         """The pointwise body of the epilogue of `group`; its seed is the main operator's output."""
         seed, columns = group.main.outputs[0], REGISTRY[group.main.op].columns

@@ -48,6 +48,9 @@ def lower_recurrent(context: LoweringContext, group: FusionGroup) -> None:
     inner = Value(f"{node.name}.inner", (batch, hidden), "float32")
     zeros = context.zeros(batch * GATES[node.op] * hidden)
     by_step, by_batch = (1, steps) if a["layout"] else (batch, 1)
+    vector = context.vector_dividing(hidden) if context.descriptor.kind == "cpu" else 1
+    items = (hidden // vector, batch)
+    local = context.work_group(items)
     values = {
         "op": node.op,
         "gates": GATES[node.op],
@@ -59,17 +62,16 @@ def lower_recurrent(context: LoweringContext, group: FusionGroup) -> None:
         "peepholes": peepholes is not None,
         "bias": bias is not None,
         "finals": a["finals"],
+        "attributes": context.attributes(local),
+        **context.vectors(vector),
     }
-    local = context.work_group((hidden, batch))
 
     def launch(step: int, phase: str, pointers: list[Arg]) -> None:
-        kernel = context.kernels.kernel("recurrent/recurrent", phase=phase, attributes=context.attributes(local), **values)
-        shape = KernelShape(rows=batch, columns=hidden, run=hidden)
+        kernel = context.kernels.kernel("recurrent/recurrent", phase=phase, **values)
+        shape = KernelShape(rows=batch, columns=hidden, run=hidden, vector=vector)
         numbers = [batch, hidden, steps, step, int(a["reverse"]), by_step, by_batch]
         nbytes = 4 * batch * hidden * (2 * GATES[node.op] + 4)
-        context.launch(
-            group, kernel, [*pointers, *numbers], (hidden, batch), local, shape, nbytes=nbytes, part=f"[{step}]{phase}"
-        )
+        context.launch(group, kernel, [*pointers, *numbers], items, local, shape, nbytes=nbytes, part=f"[{step}]{phase}")
 
     def multiply(step: int, rows: Value, weights: Value, output: Value) -> None:
         lower_matmul(context, FusionGroup(Node("MatMul", f"{node.name}[{step}]", [rows, weights], [output], {"transposed": 1})))

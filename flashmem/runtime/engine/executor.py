@@ -168,6 +168,8 @@ class _Binder:
         resources = self._resources
         if arg.kind == "slice":
             return resources.weights[str(arg.value)]
+        if arg.kind == "whole":
+            return {"arena": resources.arena, "states": resources.states, "constants": resources.constants}[str(arg.value)]
         if arg.kind == "tensor":
             tensor = self._tensors[str(arg.value)]
             whole = resources.states if tensor.memory == "states" else resources.arena

@@ -17,6 +17,7 @@ from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.kernels.build_processes import build_apart
 from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.kernels.cache_files import ProgramCache
+from flashmem.runtime.kernels.chains import with_chains
 from flashmem.runtime.kernels.required import RequiredKernel, required_kernels
 from flashmem.runtime.opencl.devices import Device
 from flashmem.runtime.request.options import choose_host_budget
@@ -66,8 +67,8 @@ class OpenedBundle:
         Raises:
             BundleError: the weight file is missing, or its length has changed.
         """
-        program = program_on(bundle.program, device)
-        self.bundle, self.program, self.mode, self.lanes = bundle, program, mode, lanes
+        program, source = with_chains(program_on(bundle.program, device), bundle.source, bundle.descriptor)
+        self.bundle, self.program, self.source, self.mode, self.lanes = bundle, program, source, mode, lanes
         self.tier = tier
         self._device, self._verify_weights = device, verify_weights
         self.uses_host_memory = uses_host_memory(device)
@@ -192,7 +193,7 @@ class Kernels:
                 build if apart else None,
                 device.programs,
             )
-            for wanted in required_kernels(program, opened.bundle.source, moves, later_moves)
+            for wanted in required_kernels(program, opened.source, moves, later_moves)
         )
 
     def close(self) -> None:

@@ -174,7 +174,7 @@ class WarmUp:
 
     def _kernels_of(self, bound: BoundProgram, steady: Sequence[SteadyLaunch]) -> CachedKernels:
         """The kernels of `steady`. Raises RunError."""
-        opened, program, source = self._opened, self._opened.program, self._opened.bundle.source
+        opened, program, source = self._opened, self._opened.program, self._opened.source
         plan = bound.weights.plan
         same = opened.mode != "interleave" or plan is self._plan  # under another plan, other kernels copy weights
         if self._kernels is not None and same and _layers(steady) <= _layers(self._launches):

@@ -18,6 +18,7 @@ from flashmem.program.program import Program
 from flashmem.runtime.kernels.build_processes import Builders
 from flashmem.runtime.kernels.cache import kernel_key
 from flashmem.runtime.kernels.cache_files import ProgramCache, packed_entries
+from flashmem.runtime.kernels.chains import with_chains
 from flashmem.runtime.kernels.required import required_kernels
 from flashmem.runtime.kernels.steady import new_kernels
 from flashmem.runtime.opencl.devices import Device, descriptor_for
@@ -122,7 +123,7 @@ class KernelBuilder:
         device = device_for(request.descriptor.name, self._asked)
         if device is None:
             return None
-        program = request.program
+        program, source = with_chains(request.program, request.source, request.descriptor)
         try:
             mode = choose_mode(
                 descriptor_for(device, request.descriptor.probed),
@@ -141,8 +142,8 @@ class KernelBuilder:
             moves = layer_moves(request.plan, slices, kind)
             later = request.plan.later()
             again = moves if later is request.plan else layer_moves(later, slices, kind)
-        plain, lane = required_kernels(program, request.source, moves, again)
-        options, steady = program.build_options, new_kernels(request.source, program.steady, plain)
+        plain, lane = required_kernels(program, source, moves, again)
+        options, steady = program.build_options, new_kernels(source, program.steady, plain)
         wanted = {kernel_key(device, each, options): each for each in (*plain, *lane, *steady)}
         missing = [key for key in wanted if key not in self._builders.submitted and self._cache.read(key) is None]
         if missing and why_unusable(self._cache.folder) is not None:

@@ -247,6 +247,7 @@ def _trial_size(size: Size) -> Size:
 def _arguments(use: KernelLaunch, program: Program) -> list[list[Any]]:
     """The arguments of a launch as kinds and sizes; the kernel accesses no memory beyond these sizes."""
     tensors = {tensor.name: tensor.nbytes for tensor in program.tensors}
+    wholes = {"arena": program.arena_bytes, "states": program.states_bytes, "constants": program.constants_bytes}
     slices = program.readable()
     found: list[list[Any]] = []
     for arg in use.args:
@@ -254,6 +255,8 @@ def _arguments(use: KernelLaunch, program: Program) -> list[list[Any]]:
             found.append(_memory(slices[str(arg.value)]))
         elif arg.kind in ("tensor", "constant"):
             found.append(["buffer", tensors[str(arg.value)] if arg.kind == "tensor" else arg.nbytes])
+        elif arg.kind == "whole":
+            found.append(["buffer", wholes[str(arg.value)]])
         else:
             found.append([arg.kind, arg.value])
     if use.stream is not None:
