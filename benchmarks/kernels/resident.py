@@ -2,10 +2,10 @@
 
     python -m benchmarks.kernels.resident --zoo DIR --device pocl [--models resnet50] [--rounds 4] [--threads 2]
 
-DIR contains models that `flashmem zoo export` wrote, each with its inputs.npz. Flashmem's bundle is compiled with `--optimize
-steady` and preloaded. The two engines alternate in turns of six runs. The processor rests for a moment after each turn, and the
-first run of a turn is not counted. Prints medians, least times, ratios, and the largest difference of the answers over the
-range of ONNX Runtime's. Needs the `bench` extra.
+DIR contains models that `flashmem zoo export` or benchmarks/kernels/small_networks.py wrote, each with its inputs.npz.
+Flashmem's bundle is compiled with `--optimize steady` and preloaded. The two engines alternate in turns of six runs. The
+processor rests for a moment after each turn, and the first run of a turn is not counted. Prints medians, least times, ratios,
+and the largest difference of the answers over the range of ONNX Runtime's. Needs the `bench` extra.
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ def measure(name: str, model: Path, device: str, rounds: int, threads: int) -> s
         with flashmem.Session(bundle, device=device, strategy="preload") as session:
             peer = onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
             error = compare(session.run(None, inputs), peer.run(None, inputs), "fp32").relative_error
+            session.prepared()  # the kernels of later runs
             ours, theirs = [], []
             for _ in range(rounds):
                 ours += turn(lambda: session.run(None, inputs))
                 theirs += turn(lambda: peer.run(None, inputs))
-    both = " | ".join(f"{median(taken):.1f}, {min(taken):.1f}" for taken in (ours, theirs))
+    both = " | ".join(f"{median(taken):.3g}, {min(taken):.3g}" for taken in (ours, theirs))
     return f"| {name} | {both} | {median(ours) / median(theirs):.2f} | {error:.1e} |"
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from flashmem.base.pages import page_size
 from flashmem.bundle.checksums import checksum
-from flashmem.program.program import copied_outputs, output_bytes, scratch_bytes
+from flashmem.program.program import SMALL_OUTPUT, copied_outputs, output_bytes, scratch_bytes
 from flashmem.program.tensors import Port, Tensor, array_bytes, numpy_dtype
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.given_arrays import Input, on_host
@@ -41,6 +41,7 @@ class Activations:
         self._opened, self._ledger, self._queue = opened, ledger, device.queue
         self._output_bytes, self._scratch_bytes = output_bytes(program), scratch_bytes(program)
         self._copied = copied_outputs(program)
+        self._sent: list[Array] = []  # small inputs of the run, which the queue may still have to read
         self._pages = {
             port.name: (opened.tensors[port.tensor].offset, array_bytes(port))
             for port in program.outputs
@@ -102,6 +103,8 @@ class Activations:
     def write_inputs(self, inputs: Mapping[str, Input]) -> None:
         """Write inputs, which are already checked, and the table rows that they select.
 
+        Small ones are only enqueued: they must not change before the run ends.
+
         Raises:
             ValueError: an index is outside a table; no launch has begun.
             RunError: the device or the disk fails.
@@ -128,8 +131,12 @@ class Activations:
         if not data.nbytes:
             return
         port, queue = self._ports[tensor], self._queue
-        if data.flags.c_contiguous:
+        if data.flags.c_contiguous and data.nbytes + sum(sent.nbytes for sent in self._sent) <= SMALL_OUTPUT:
+            queue.write_later(port, data)
+            self._sent.append(data)
+        elif data.flags.c_contiguous:
             queue.write(port, data)
+            self._sent.clear()
         elif self._host is not None:
             view = queue.map(port, data.nbytes, invalidate=True)
             try:
@@ -154,6 +161,10 @@ class Activations:
                     f"check the inputs that hold indices or rectangles"
                 )
 
+    def can_read_later(self, port: Port) -> bool:
+        """Whether an output that a run copies has the same bytes in the arena."""
+        return port in self._copied and self._opened.tensors[str(port.tensor)].dtype == port.dtype
+
     def read_later(self, port: Port) -> tuple[Array, Event]:
         """Read an output after the enqueued launches; the event completes when the array is filled."""
         data = np.empty(port.shape, np.dtype(port.dtype))
@@ -165,6 +176,7 @@ class Activations:
 
     def outputs(self, ports: Sequence[Port], read: Mapping[str, Array]) -> dict[str, Array]:
         """The outputs by name: `read` during the run, copied now, or pages of the arena, which gets new pages."""
+        self._sent.clear()
         results = {port.name: np.empty(port.shape, numpy_dtype(port.dtype)) for port in ports if port.tensor is None}
         results |= {port.name: read[port.name] for port in ports if port.name in read}
         results |= {port.name: self._copy(port) for port in ports if port in self._copied and port.name not in results}

@@ -64,7 +64,8 @@ class Run:
         traced: bool = False,
         halted: Callable[[], bool] = never,
     ) -> Executed:
-        """Execute the launches. Reads those `outputs` early whose memory in the arena holds another tensor later.
+        """Execute the launches, and enqueue reads of `outputs`: behind the last launch, or earlier where another tensor gets
+        their memory in the arena.
 
         Copies those that `kept` names to its values on the device instead, all of them.
 
@@ -97,7 +98,8 @@ class Run:
 
         by_layer: dict[int, list[Port]] = {}
         for port in outputs:
-            if port.tensor is not None and (port.ready is not None or port.name in kept):
+            enqueued = port.name in kept or bound.activations.can_read_later(port)
+            if port.tensor is not None and (enqueued or port.ready is not None):
                 by_layer.setdefault(port.ready or len(bound.opened.program.launches), []).append(port)
         after = {layer: partial(read, ports) for layer, ports in by_layer.items()}
         check = bound.weights.check_files if bound.weights.transfer.in_place else None

@@ -240,6 +240,14 @@ class Queue:
         with _explained("write to a buffer"):
             undocumented.enqueue_write_buffer(self.handle, buffer, data, offset).wait()
 
+    def write_later(self, buffer: Memory, data: NDArray[Any]) -> Event:
+        """Enqueue a copy of contiguous host memory, which must not change meanwhile, to a buffer; its event."""
+        if isinstance(buffer, SharedMemory):
+            return self._copied(buffer.int_ptr, shared_memory.address_of(data), data.nbytes, "write to a buffer")
+        with _explained("write to a buffer"):
+            event: Event = undocumented.enqueue_write_buffer(self.handle, buffer, data, 0)
+            return event
+
     def read(self, data: NDArray[Any], buffer: Memory, *, offset: int = 0) -> None:
         """Copy a buffer from byte `offset` on to a contiguous host array, and wait."""
         if isinstance(buffer, SharedMemory):

@@ -21,7 +21,11 @@ def write_random(name: str, path: Path, seed: int = 0) -> None:
     Raises:
         UserError: no such architecture.
     """
-    graph = zoo_graph(name)
+    write_with_random_weights(zoo_graph(name), path, seed)
+
+
+def write_with_random_weights(graph: Graph, path: Path, seed: int = 0) -> None:
+    """Write `graph` to `path`. Its placeholders become weights drawn from `seed`."""
     random, users = np.random.default_rng(seed), _users(graph)
     for value in graph.constants():
         if isinstance(value.constant, Placeholder):
