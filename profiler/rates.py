@@ -6,11 +6,13 @@ import math
 import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from flashmem.base.types import TransferMode
-from flashmem.target.descriptor import Rates
+from flashmem.runtime.opencl.devices import Device
+from flashmem.target.descriptor import DeviceDescriptor, Rates
 
 from .bench import LANE_BYTES, Bench
 from .dataset import Row
@@ -50,12 +52,9 @@ def measure_rates(benches: Sequence[Bench], device: str, progress: Callable[[str
     bench = benches[0]
     mode = bench.descriptor.modes[bench.path][0]
     progress("arithmetic")
-    shapes = CPU_GEMMS if bench.descriptor.kind == "cpu" else GPU_GEMMS
-    flops = max(_gemm(bench, *shape) for shape in shapes)
+    flops = _flops(bench)
     progress("memory")
-    traffic = bench.supply.elementwise(TRAFFIC_ELEMENTS)
-    bandwidth = traffic.launch.bytes / bench.prepare(traffic).seconds
-    launch = bench.prepare(bench.supply.elementwise(ONE_GROUP)).seconds
+    bandwidth, launch = _bandwidth(bench), _launch(bench)
     progress("transfers")
     alone = {f"{each.path} {m}": each.loads.transfer_rate(m) for each in benches for m in each.descriptor.modes[each.path]}
     cached = alone[f"{bench.path} {mode}"]
@@ -84,6 +83,26 @@ def measure_rates(benches: Sequence[Bench], device: str, progress: Callable[[str
         ),
         alone,
     )
+
+
+def measure_main_rates(device: Device, descriptor: DeviceDescriptor, folder: Path) -> dict[str, float]:
+    """The rates of kernels and loads by their names in `Rates`, in about 2 s; the disk is that of `folder`.
+
+    Contention and the costs of opening a session need more time.
+
+    Raises:
+        RunError: the device refuses a kernel.
+    """
+    with Bench(device, descriptor, folder) as bench:
+        mode, flops = descriptor.modes[bench.path][0], _flops(bench)
+        found = {"gemm_flops": flops, "memory_bandwidth": _bandwidth(bench), "launch_seconds": _launch(bench)}
+        if descriptor.rates.conv_flops:
+            found["conv_flops"] = descriptor.rates.conv_flops * flops / descriptor.rates.gemm_flops
+        found["cached_bandwidth"] = bench.loads.transfer_rate(mode)
+        found["copy_bandwidth"] = _copy_rate(bench) if mode in ("dma", "interleave") else found["cached_bandwidth"]
+        found["disk_bandwidth"] = bench.loads.cold_rate(mode)
+        found["load_seconds"] = bench.loads.slice_seconds(mode)
+    return found
 
 
 def lane_contention(rows: Sequence[Row], mode_rates: dict[str, float], path: str) -> float | None:
@@ -122,6 +141,19 @@ def _contention(bench: Bench, mode_rates: dict[str, float], measured: Collection
         assert beside is not None  # the device has memory for so many bytes
         found[mode] = max(0.0, (beside.slowdown - 1) * product.seconds * rate / beside.streamed_bytes)
     return found
+
+
+def _flops(bench: Bench) -> float:
+    return max(_gemm(bench, *shape) for shape in (CPU_GEMMS if bench.descriptor.kind == "cpu" else GPU_GEMMS))
+
+
+def _bandwidth(bench: Bench) -> float:
+    traffic = bench.supply.elementwise(TRAFFIC_ELEMENTS)
+    return traffic.launch.bytes / bench.prepare(traffic).seconds
+
+
+def _launch(bench: Bench) -> float:
+    return bench.prepare(bench.supply.elementwise(ONE_GROUP)).seconds
 
 
 def _gemm(bench: Bench, rows: int, depth: int, columns: int) -> float:

@@ -14,6 +14,7 @@ from tests.support.caches import (
     kernels_unoptimised,
     launches_unchained,
     optimisation,
+    rates_as_shipped,
 )
 from tests.support.selection import sample
 
@@ -78,6 +79,7 @@ def _kernels_built_by_runs() -> Iterator[None]:
         kernels_built_by_runs(patch)
         kernels_unoptimised(patch)
         launches_unchained(patch)
+        rates_as_shipped(patch)
         yield
 
 

@@ -20,10 +20,17 @@ from flashmem.cli.commands.options import (
 )
 
 
-def devices(json: Json = False) -> None:
+def devices(
+    measure: Annotated[
+        bool, typer.Option("--measure", help="first measure devices whose rates are another processor's, a few seconds each")
+    ] = False,
+    json: Json = False,
+) -> None:
     """Show the devices of this machine, the memory path and transfer mode of each, and why other modes do not work."""
-    from flashmem.cli.commands.devices import show_devices
+    from flashmem.cli.commands.devices import measure_devices, show_devices
 
+    if measure:
+        measure_devices()
     show_devices(as_json=json)
 
 

@@ -31,7 +31,7 @@ from flashmem.profiler.cases import Target, sampled, sampled_family
 from flashmem.profiler.dataset import Growing, Row, at_usual_pace, read_dataset, write_dataset
 from flashmem.profiler.descriptor import write_descriptor
 from flashmem.profiler.measure import _measure_launch
-from flashmem.profiler.rates import lane_contention
+from flashmem.profiler.rates import lane_contention, measure_main_rates
 from flashmem.profiler.report import agreement, held_out, repeats
 from flashmem.profiler.train import save, train
 from flashmem.program.launches import KernelShape, Launch
@@ -47,6 +47,36 @@ POCL = load_descriptor("pocl")
 @pytest.fixture(scope="module")
 def predictor() -> Predictor:
     return train(law(120), BASIS)
+
+
+@pytest.mark.parametrize(("field", "limited"), [("gemm_flops", (64, 512, 900)), ("memory_bandwidth", (1, 4096, 2048))])
+def test_a_trained_ratio_applies_to_the_roofline_of_another_processor(
+    predictor: Predictor, field: str, limited: tuple[int, int, int]
+) -> None:
+    trained = replace(
+        POCL.rates, gemm_flops=BASIS.gemm_flops, memory_bandwidth=BASIS.memory_bandwidth, launch_seconds=BASIS.launch_seconds,
+        cached_bandwidth=BASIS.rate("buffer", "map"),
+    )  # fmt: skip
+    kernel = features(*limited)
+    assert predictor.at(replace(trained, gemm_flops=1.004 * BASIS.gemm_flops), "map") is predictor
+    half = predictor.at(replace(trained, **{field: getattr(trained, field) / 2}), "map")  # type: ignore[arg-type]
+    twice = predictor.seconds_of(kernel) * (BASIS.roofline(kernel) * 2 - BASIS.launch_seconds) / BASIS.roofline(kernel)
+    assert half.seconds_of(kernel) == pytest.approx(twice, rel=1e-9)
+    faster = predictor.at(replace(trained, launch_seconds=5e-6, cached_bandwidth=15e9), "map")
+    assert faster.streamable_of(kernel, 0.2, "map") > predictor.streamable_of(kernel, 0.2, "map")
+    assert half.basis is predictor.basis
+
+
+@pytest.mark.parametrize("device", list_devices(), ids=lambda device: device.descriptor_name)
+def test_main_rates_are_those_of_a_profile(device: Device, tmp_path: Path) -> None:
+    descriptor = descriptor_for(device)
+    found = measure_main_rates(device, descriptor, tmp_path)
+    assert (
+        {"gemm_flops", "memory_bandwidth", "launch_seconds", "disk_bandwidth"} < found.keys() <= vars(descriptor.rates).keys()
+    )
+    for name, rate in found.items():  # a processor of today is not a hundred times as fast or slow
+        assert 0.01 < rate / getattr(descriptor.rates, name) < 100, name
+    assert not list(tmp_path.iterdir())
 
 
 def launch_of(target: Target) -> tuple[Launch, int]:
@@ -141,7 +171,7 @@ def test_the_model_lies_beside_its_descriptor(predictor: Predictor, tmp_path: Pa
     assert "a law made up for a test" in model.note
     launch, weights = launch_of(_target("matmul"))
     assert load_capacity(model, launch, weights, "map") // 4096 > 0
-    assert model.seconds(launch, weights) == pytest.approx(predictor.seconds(launch, weights))
+    assert model.seconds(launch, weights) == predictor.at(descriptor.rates, "map").seconds(launch, weights)
     (tmp_path / "mine.slowdown.ubj").write_bytes(b"not a model")
     with pytest.raises(UserError, match=r"mine\.slowdown\.ubj cannot be read"):
         default_model(descriptor, "buffer")

@@ -20,7 +20,9 @@ from flashmem.runtime.kernels import ahead_of_time, chains
 from flashmem.runtime.kernels.cache import Build, CachedKernels
 from flashmem.runtime.kernels.cache_files import ProgramCache
 from flashmem.runtime.kernels.required import RequiredKernel
+from flashmem.runtime.opencl import devices
 from flashmem.runtime.opencl.context import CompiledProgram, Context
+from flashmem.runtime.opencl.measured_rates import with_measured_rates
 from flashmem.runtime.serving.runtime import Runtime
 from flashmem.runtime.session import Session
 from flashmem.target.descriptor import DeviceDescriptor
@@ -130,6 +132,16 @@ def launches_chained(monkeypatch: pytest.MonkeyPatch) -> None:
 def _set_chains(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
     monkeypatch.setattr(opened, "with_chains", function)
     monkeypatch.setattr(ahead_of_time, "with_chains", function)
+
+
+def rates_as_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the rates that were measured on this machine: plans are the same on every one."""
+    monkeypatch.setattr(devices, "with_measured_rates", lambda descriptor, device: descriptor)
+
+
+def rates_as_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo `rates_as_shipped`."""
+    monkeypatch.setattr(devices, "with_measured_rates", with_measured_rates)
 
 
 def kernels_built_as_for_users(monkeypatch: pytest.MonkeyPatch) -> None:

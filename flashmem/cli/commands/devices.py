@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
+from flashmem.base.errors import UserError
+from flashmem.base.extras import need
+from flashmem.base.paths import cache_folder, make_private, why_unusable
+from flashmem.base.streams import say
 from flashmem.base.units import format_size
 from flashmem.cli.output.console import emit_json, out
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import Device, choose, descriptor_for, no_device, why_not
+from flashmem.runtime.opencl.measured_rates import keep_measured_rates
 from flashmem.runtime.opencl.processor import processor_of, rates_are_of, rates_said
 
 
-def show_devices(*, as_json: bool) -> None:
-    """Print the devices, with a mark at the choice of `auto`.
+def show_devices(*, as_json: bool, can_measure: bool = True) -> None:
+    """Print the devices, with a mark at the choice of `auto`. `can_measure`: the command has --measure.
 
     Raises:
         NoDeviceError: no device.
@@ -27,6 +34,38 @@ def show_devices(*, as_json: bool) -> None:
         return
     for entry in described:
         _print(entry)
+    if can_measure and not all(entry["rates_measured_here"] for entry in described):
+        say("flashmem devices --measure measures the rates of this machine in seconds, and plans then count on them")
+
+
+def measure_devices() -> None:
+    """Measure the rates of devices whose descriptor has another processor's, and keep them in the user's cache.
+
+    Raises:
+        NoDeviceError: no device.
+        UserError: the compiler is not installed, or the cache cannot be written.
+        RunError: a device refuses a kernel.
+    """
+    need("measuring", "jinja2", "onnx")
+    from flashmem.profiler.rates import measure_main_rates
+
+    found = list_devices()
+    if not found:
+        raise no_device()
+    for device in found:
+        descriptor = descriptor_for(device)
+        if not rates_are_of(descriptor, device):
+            say(f"measuring {device.name} ({descriptor.name})")
+            with tempfile.TemporaryDirectory(prefix="flashmem-", dir=_on_the_disk_of_bundles()) as folder:
+                keep_measured_rates(device, measure_main_rates(device, descriptor, Path(folder)))
+
+
+def _on_the_disk_of_bundles() -> Path:
+    folder = cache_folder("bundles")
+    if (reason := why_unusable(folder)) is not None:
+        raise UserError(f"loads cannot be measured: {folder} {reason}; set FLASHMEM_CACHE_DIR to a folder that can")
+    make_private(folder)
+    return folder
 
 
 def _describe(index: int, device: Device, auto: bool) -> dict[str, Any]:

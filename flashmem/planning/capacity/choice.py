@@ -30,4 +30,4 @@ def default_model(descriptor: DeviceDescriptor, memory_path: MemoryPath) -> Capa
         from flashmem.planning.capacity.predictor import Predictor  # imports xgboost only when it is needed
     except ImportError:
         return Roofline(descriptor, "xgboost is not installed; install flashmem[compile]")
-    return Predictor.load(name, memory_path)
+    return Predictor.load(name, memory_path).at(descriptor.rates, descriptor.modes[memory_path][0])

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from functools import lru_cache
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,15 @@ from flashmem.planning.capacity.features import (
 )
 from flashmem.planning.capacity.model import SECONDS, SLOWDOWN
 from flashmem.program.launches import Launch
+from flashmem.target.descriptor import Rates
 
 FORMAT_VERSION = 1
 _ATTRIBUTE = "flashmem"
 _GRID = MAX_RATIO * np.linspace(0, 1, 49)
 """Ratios at which the slowdown of a kernel is predicted; it is linear between them."""
+
+_ROUNDED = 0.005
+"""Rates in a descriptor are rounded: rates that differ by less are the same."""
 
 
 class Predictor:
@@ -48,6 +53,8 @@ class Predictor:
         self._kernel_columns = _columns(seconds, KERNEL_FEATURES)
         self._load_columns = _columns(slowdown, LOAD_FEATURES)
         self.basis = basis
+        self._here = basis  # of the processor that is predicted
+        self._elsewhere: dict[str, Predictor] = {}
         self._path = memory_path
         self._known: dict[LaunchFeatures, float] = {}
         self._curves: dict[tuple[LaunchFeatures, TransferMode], NDArray[np.float64]] = {}
@@ -68,6 +75,24 @@ class Predictor:
         """The source of the measurements."""
         return f"load capacities from the model trained on {self.basis.source}"
 
+    def at(self, rates: Rates, mode: TransferMode) -> Predictor:
+        """The predictor for a processor with other rates: the trained ratios to the roofline apply to the roofline there.
+
+        `mode`: the one that `rates.cached_bandwidth` was measured with.
+        """
+        trained = self.basis
+        compute = rates.gemm_flops, rates.memory_bandwidth, rates.launch_seconds
+        if all(isclose(one, other, rel_tol=_ROUNDED) for one, other in zip(compute, astuple(trained), strict=False)):
+            return self
+        known = trained.mode_rates.get(f"{self._path} {mode}")
+        scale = rates.cached_bandwidth / known if known else 1.0
+        here = Basis(*compute, {name: scale * rate for name, rate in trained.mode_rates.items()}, trained.source)
+        if repr(here) not in self._elsewhere:
+            made = Predictor(self._seconds, self._slowdown, trained, self._path)
+            made._here = here
+            self._elsewhere[repr(here)] = made
+        return self._elsewhere[repr(here)]
+
     def seconds(self, launch: Launch, weight_bytes: int = 0) -> float:
         """Latency alone."""
         return self.seconds_of(launch_features(launch, weight_bytes, self._path))
@@ -77,7 +102,7 @@ class Predictor:
         features = launch_features(launch, weight_bytes, self._path)
         ratio = streamed_bytes / features.own_bytes
         within = self.slowdown_of(features, streamed_bytes, mode) * self.seconds_of(features)
-        return within + max(0.0, ratio - MAX_RATIO) * features.own_bytes / self.basis.rate(self._path, mode)
+        return within + max(0.0, ratio - MAX_RATIO) * features.own_bytes / self._here.rate(self._path, mode)
 
     def streamable_bytes(self, launch: Launch, weight_bytes: int, slowdown: float, mode: TransferMode) -> float:
         """The most bytes within a slowdown, at most as many as were profiled during such a kernel."""
@@ -88,7 +113,7 @@ class Predictor:
         if features not in self._known:
             roofline = self.basis.roofline(features)
             difference = self._seconds.inplace_predict(kernel_features([features], [roofline])[:, self._kernel_columns])
-            self._known[features] = roofline * float(np.exp(difference[0]))
+            self._known[features] = self._here.roofline(features) * float(np.exp(difference[0]))
         return self._known[features]
 
     def slowdown_curve(self, features: LaunchFeatures, mode: TransferMode) -> NDArray[np.float64]:
@@ -99,7 +124,7 @@ class Predictor:
             kernels = np.repeat(kernel_features([features], [self.basis.roofline(features)]), count, 0)
             own = np.full(count, float(features.own_bytes))
             seconds = np.full(count, self.seconds_of(features))
-            rates = np.full(count, self.basis.rate(features.memory_path, mode))
+            rates = np.full(count, self._here.rate(features.memory_path, mode))
             rows = load_features(kernels, own, seconds, [mode] * count, own * _GRID, rates)
             curve = np.exp(np.maximum(self._slowdown.inplace_predict(rows[:, self._load_columns]), 0.0).astype(np.float64))
             curve[0] = 1.0

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from flashmem.base.errors import NoDeviceError
 from flashmem.base.pages import page_size
 from flashmem.base.types import TRANSFER_MODES, MemoryPath, TransferMode
+from flashmem.runtime.opencl.measured_rates import with_measured_rates
 from flashmem.target.descriptor import (
     IMPORT_HOST_MEMORY,
     SHUFFLES,
@@ -204,7 +205,7 @@ def passed_probes(device: Device, probed: Mapping[str, str]) -> dict[str, str]:
 
 
 def descriptor_for(device: Device, probed: Mapping[str, str] = MappingProxyType({})) -> DeviceDescriptor:
-    """The shipped descriptor for `device` with the limits that the driver reports.
+    """The shipped descriptor for `device` with the limits that the driver reports, and with rates that were measured here.
 
     It keeps the transfer modes that the driver supports, in the descriptor's order, and those that `probed` adds.
     """
@@ -215,7 +216,7 @@ def descriptor_for(device: Device, probed: Mapping[str, str] = MappingProxyType(
     paths: tuple[MemoryPath, ...] = tuple(path for path in base.memory_paths if path == "buffer" or device.has_images)
     modes: dict[str, tuple[TransferMode, ...]] = {path: _offered(base, path, reasons[path]) for path in paths}
     return replace(
-        base.with_cores(device.compute_units),
+        with_measured_rates(base.with_cores(device.compute_units), device),
         memory_paths=paths,
         modes=modes,
         image_max_width=device.image_max_width or base.image_max_width,

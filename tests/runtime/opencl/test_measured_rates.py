@@ -1,0 +1,90 @@
+"""Rates measured on this machine: kept in the user's cache, and used in place of those of a descriptor."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flashmem.base.errors import UserError
+from flashmem.base.paths import VARIABLE
+from flashmem.cli.main import app
+from flashmem.runtime.opencl import measured_rates
+from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.devices import Device, descriptor_for
+from flashmem.runtime.opencl.measured_rates import keep_measured_rates
+from flashmem.runtime.opencl.processor import processor_of, rates_are_of
+from flashmem.target.descriptor import Rates
+from tests.support.caches import rates_as_for_users
+
+DEVICES = pytest.mark.parametrize("device", list_devices(), ids=lambda device: device.descriptor_name)
+RATES = {"gemm_flops": 3e9, "memory_bandwidth": 2e9, "disk_bandwidth": 1e6, "launch_seconds": 0.5}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    rates_as_for_users(monkeypatch)
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache" / "rates"
+
+
+@DEVICES
+def test_they_replace_those_of_the_descriptor(device: Device) -> None:
+    shipped = descriptor_for(device)
+    keep_measured_rates(device, RATES)
+    found = descriptor_for(device)
+    assert found.rates == replace(shipped.rates, **RATES)  # type: ignore[arg-type]
+    assert found.measured and found.measured_on == processor_of(device) and rates_are_of(found, device)
+    assert replace(found, rates=shipped.rates, measured=shipped.measured, measured_on=shipped.measured_on) == shipped
+
+
+@DEVICES
+def test_they_are_of_one_driver_processor_and_instruction_set(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = descriptor_for(device).rates
+    keep_measured_rates(device, RATES)
+    assert descriptor_for(replace(device, driver_version="another")).rates == shipped
+    assert descriptor_for(replace(device, instruction_set="sse")).rates.launch_seconds == shipped.launch_seconds
+    monkeypatch.setattr(measured_rates, "processor_of", lambda device: "another")
+    assert descriptor_for(device).rates == shipped
+
+
+@DEVICES
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"rates": 3}', '{"rates": {"gemm_flops": -1}}', '{"rates": {"gemm_flops": "1"}}',
+     '{"rates": {"gemm_flops": NaN}}', '{"rates": {"contention": 1}}', '{"rates": {"speed": 1.0}}'],
+)  # fmt: skip
+def test_a_damaged_file_is_as_good_as_none(device: Device, text: str, cache: Path) -> None:
+    shipped = descriptor_for(device)
+    keep_measured_rates(device, RATES)
+    [file] = cache.iterdir()
+    file.write_text(text)
+    assert descriptor_for(device) == shipped
+
+
+@DEVICES
+def test_a_cache_that_cannot_be_written_is_named(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "/dev/null/cache")
+    with pytest.raises(UserError, match="/dev/null/cache/rates cannot be written; set FLASHMEM_CACHE_DIR"):
+        keep_measured_rates(device, RATES)
+
+
+def test_the_command_measures_each_device_once(cache: Path) -> None:
+    def run(*options: str) -> tuple[str, str]:
+        done = CliRunner().invoke(app, ["devices", *options])
+        assert done.exit_code == 0, done.output
+        return done.stdout, done.stderr
+
+    here = [device for device in list_devices() if not rates_are_of(descriptor_for(device), device)]
+    assert ("--measure" in run()[1]) == bool(here)
+    first = run("--measure")[1]
+    assert first.count("measuring ") == len(here) == len(list(cache.glob("*.json")))
+    names = {each.name for each in list_devices()}
+    assert "measuring" not in run("--measure")[1]
+    described = json.loads(run("--json")[0])["devices"]
+    assert {each["name"] for each in described} == names and all(each["rates_measured_here"] for each in described)
+    for file in cache.glob("*.json"):
+        assert json.loads(file.read_text())["rates"].keys() <= Rates.__dataclass_fields__.keys()
