@@ -24,7 +24,7 @@ from flashmem.target.descriptor import DeviceDescriptor, descriptor_names
 def usable_modes(bundle: Bundle, device: Device, mode: str) -> DeviceDescriptor:
     """The descriptor of `device`, with the transfer modes that can run `bundle`; `mode` is the requested one, or "auto".
 
-    Warns if the bundle was compiled for another device.
+    Warns if the bundle was compiled for another device, or another instruction set.
 
     Raises:
         UserError: the device cannot run the bundle, or not in that mode.
@@ -43,6 +43,10 @@ def usable_modes(bundle: Bundle, device: Device, mode: str) -> DeviceDescriptor:
         here = f"{device.name} ({device.descriptor_name})"
         text = f"{bundle.path} was compiled for {target} and runs on {here}; compiled for that, it would be faster"
         warnings.warn(FlashmemWarning(text), stacklevel=4)
+    compiled, here = bundle.descriptor.instruction_set, device.instruction_set
+    if target == device.descriptor_name and compiled and here and compiled != here:
+        text = f"{bundle.path} was compiled for a processor with {compiled}, and this one has {here}"
+        warnings.warn(FlashmemWarning(f"{text}; compiled here, or for generic-cpu, it would be faster"), stacklevel=4)
     descriptor = descriptor_for(device, bundle.descriptor.probed)
     path = bundle.program.memory_path
     if not reasons or path not in descriptor.modes:

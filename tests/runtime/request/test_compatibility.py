@@ -134,3 +134,17 @@ def test_a_bundle_names_no_folder_of_the_machine_that_compiled(tmp_path: Path) -
     assert (descriptor.portable.capacity_model, descriptor.portable.tuned) == ("mine", "")
     model = default_model(descriptor.portable, "texture")
     assert isinstance(model, Roofline) and "the trained model mine is not here" in model.note
+
+
+@pytest.mark.parametrize(("here", "told"), [("avx512", False), ("avx2", True), ("sse", True), ("", False)])
+def test_another_instruction_set_is_one_sentence(mini: MiniModel, here: str, told: bool) -> None:
+    opened = Bundle.open(mini.path)
+    device = replace(phone(), platform="Portable Computing Language", name="a processor", kind="cpu", instruction_set=here)
+    descriptor = replace(opened.descriptor, name=device.descriptor_name, instruction_set="avx512")
+    bundle = replace(opened, descriptor=descriptor)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        usable_modes(bundle, device, "auto")
+    said = [str(each.message) for each in found if "compiled for" in str(each.message)]
+    assert len(said) == told
+    assert all(f"was compiled for a processor with avx512, and this one has {here}; compiled here, or" in each for each in said)
