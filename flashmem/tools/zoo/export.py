@@ -91,6 +91,19 @@ def export(
     return target / filename
 
 
+def seeded_network(name: str, *, size: int | None = None, seed: int = 0) -> tuple[Any, dict[str, Any]]:
+    """What `export` writes, in PyTorch: a module from inputs in order to a tuple of outputs, and its example by input name.
+
+    Raises:
+        UserError: an unknown name, a missing `zoo` extra, or a size that the architecture does not support.
+    """
+    model, torch = find(name), zoo_module("torch")
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        network, first, _ = _built(torch, model, model.default_size if size is None else size, seed)
+    return _wrapped(torch, network, model), first
+
+
 def _versions() -> dict[str, str]:
     """The versions of the packages that determine an export."""
     found = {}
