@@ -24,6 +24,9 @@ from flashmem.target.descriptor import DeviceDescriptor
 LONGEST_SECONDS = 0.005
 """Estimated seconds of the longest chain: an interrupted run ends after the chain that it is in."""
 
+MOST_NUMBERS = 1 << 14
+"""Most numbers in the table of a chain: 64 KB, which every device has for constants (OpenCL 1.2, table 4.3)."""
+
 _ITEMS_A_CORE = 2  # `DeviceDescriptor.parallelism` counts two work-items for each core
 _KERNEL = re.compile(r"__kernel\b[^;{]*?\bvoid\s+(\w+)\s*\(([^)]*)\)")
 _ALWAYS_APART = re.compile(r"\b(?:__local|barrier|mem_fence|image2d_t|atomic_\w+|sub_group_\w+|FM_SHUFFLE|FM_TENSOR_CORES)\b")
@@ -84,15 +87,20 @@ class _Seconds:
 def _runs(program: Program, texts: Mapping[str, str], seconds: _Seconds) -> Iterator[tuple[int, int]]:
     """First and last layers of the chains: neighbours that a chain may contain and that gain from it, at least two."""
     taken = {layer for each in program.steady for layer in range(each.first, each.last + 1)}
-    begun, total = 1, 0.0
+    begun, total, numbers = 1, 0.0, 0
     for layer, launch in enumerate((*program.launches, None), start=1):
         fits = launch is not None and layer not in taken and _fits(launch, texts) and seconds.gain(launch) > 0
-        took = seconds.alone(launch) if fits and launch is not None else 0.0
-        if not fits or total + took > LONGEST_SECONDS:
+        took, more = (seconds.alone(launch), _numbers(launch)) if fits and launch is not None else (0.0, 0)
+        if not fits or total + took > LONGEST_SECONDS or numbers + more > MOST_NUMBERS:
             if layer - begun > 1:
                 yield begun, layer - 1
-            begun, total = layer if fits else layer + 1, 0.0
-        total += took
+            begun, total, numbers = layer if fits else layer + 1, 0.0, 0
+        total, numbers = total + took, numbers + more
+
+
+def _numbers(launch: Launch) -> int:
+    """The numbers of a launch in the table (`_row`)."""
+    return 4 + sum(1 if arg.kind in ("int", "float") else 3 for arg in launch.args)
 
 
 def _fits(launch: Launch, texts: Mapping[str, str]) -> bool:

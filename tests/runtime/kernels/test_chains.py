@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -124,6 +125,17 @@ def test_no_chain_is_longer_than_an_interrupted_run_may_wait(bundle: Bundle, mon
     assert len(parts) > len(whole)
     assert all(last > first for first, last in parts)
     assert all(one < other for (_, one), (other, _) in pairwise(parts))
+
+
+def test_no_table_is_larger_than_any_device_has_for_constants(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = _chained_layers(bundle)
+    monkeypatch.setattr(chains, "MOST_NUMBERS", 80)
+    program, source = with_chains(bundle.program, bundle.source, bundle.descriptor)
+    sizes = [int(size) for size in re.findall(r"__constant int chain_\w+_table\[(\d+)\]", source.plain)]
+    assert len(sizes) == len(program.steady) > len(whole) and max(sizes) <= 80
+    for each in program.steady:
+        numbers = sum(chains._numbers(launch) for launch in program.launches[each.first - 1 : each.last])
+        assert numbers in sizes
 
 
 @pytest.mark.parametrize("line", ["barrier(CLK_LOCAL_MEM_FENCE);", "__local float shared[4];", "int n = get_num_groups(0);"])
