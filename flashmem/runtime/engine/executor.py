@@ -246,11 +246,13 @@ class Executor:
                 break
             step, launches = self._steps[layer], self._launches[layer]
             layer += 1
+            needs = step.needs if layer > first else (*again, *step.needs)
+            if not (launches or needs or trace is not None or layer in waking or layer in after or layer == last):
+                continue  # a later launch does its work
             if check is not None:
                 check()
             while loader is not None and flying and has_ended(flying[0][1]):  # start loads at their release times
                 retire()
-            needs = step.needs if layer > first else (*again, *step.needs)
             waited_for = ""
             if loader is not None and needs:
                 for name in needs:
