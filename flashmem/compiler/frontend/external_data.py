@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
@@ -68,6 +69,30 @@ def resolve_external_data(model: onnx.ModelProto, path: Path) -> None:
         del tensor.external_data[:]
         for key, value in (("location", str(file)), ("offset", str(offset)), ("length", str(length))):
             tensor.external_data.add(key=key, value=value)
+
+
+def embed_small(model: onnx.ModelProto, path: Path, largest: int) -> None:
+    """Read external tensors of less than `largest` bytes into `model`, whose data is resolved (`resolve_external_data`).
+
+    onnx-ir maps the whole file for each external tensor that it reads, with a file descriptor of its own. Raises UserError for
+    a file that cannot be read, or for embedded data of another size than its shape (`check_embedded_data`).
+    """
+    opened: dict[str, BinaryIO] = {}
+    with ExitStack() as files:
+        for tensor in tensors(model):
+            entries = {entry.key: entry.value for entry in tensor.external_data}
+            if tensor.data_location != onnx.TensorProto.EXTERNAL or int(entries["length"]) >= largest:
+                continue
+            location = entries["location"]
+            try:
+                if location not in opened:
+                    opened[location] = files.enter_context(Path(location).open("rb"))
+                tensor.raw_data = os.pread(opened[location].fileno(), int(entries["length"]), int(entries["offset"]))
+            except OSError as error:
+                raise UserError(f"{path}: weight {tensor.name!r} cannot be read from {location}: {error.strerror}") from None
+            tensor.data_location = onnx.TensorProto.DEFAULT
+            del tensor.external_data[:]
+    check_embedded_data(model, path)
 
 
 def model_files(model: onnx.ModelProto, path: Path) -> list[Path]:

@@ -17,7 +17,7 @@ from flashmem.base.types import DType, States
 from flashmem.compiler.frontend import contrib
 from flashmem.compiler.frontend.cleanup import clean_up
 from flashmem.compiler.frontend.editing import REASON
-from flashmem.compiler.frontend.external_data import check_embedded_data, resolve_external_data
+from flashmem.compiler.frontend.external_data import embed_small, resolve_external_data
 from flashmem.compiler.frontend.fixed_inputs import fix_inputs
 from flashmem.compiler.frontend.language.model import Rewrite, unchanged
 from flashmem.compiler.frontend.mapped_file import LARGE, load_mapped
@@ -84,7 +84,7 @@ def import_model(
     if proto.graph.sparse_initializer:
         raise UserError(f"{path} has sparse weights, which are not supported: export it with dense ones")
     resolve_external_data(proto, path)
-    check_embedded_data(proto, path)
+    embed_small(proto, path, LARGE)
     check_structure(proto, path)
     rewrite(proto)
     bind_shapes(proto, fix_inputs(proto, constants or {}, shapes or {}, path), path)

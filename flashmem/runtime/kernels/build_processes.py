@@ -15,7 +15,7 @@ import fcntl
 import json
 import os
 import queue
-import select
+import selectors
 import shutil
 import subprocess
 import tempfile
@@ -339,14 +339,16 @@ def _answer(child: subprocess.Popen[bytes], job: dict[str, Any]) -> dict[str, An
     except OSError:
         return None
     line, end = b"", time.monotonic() + LONGEST
-    while not line.endswith(b"\n"):
-        if not select.select([child.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
-            child.kill()
-            return f"the kernel {job['name']} was not built within {LONGEST:.0f} s"
-        part = os.read(child.stdout.fileno(), 1 << 16)
-        if not part:
-            return None
-        line += part
+    with selectors.DefaultSelector() as selector:  # select() knows descriptors below 1024 only
+        selector.register(child.stdout, selectors.EVENT_READ)
+        while not line.endswith(b"\n"):
+            if not selector.select(max(0.0, end - time.monotonic())):
+                child.kill()
+                return f"the kernel {job['name']} was not built within {LONGEST:.0f} s"
+            part = os.read(child.stdout.fileno(), 1 << 16)
+            if not part:
+                return None
+            line += part
     answer: dict[str, Any] = json.loads(line)
     error = answer["error"]
     return answer if error is None else f"the kernel {job['name']} cannot be built: {error}"

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from flashmem.base.errors import MissingFileError, UnsupportedModelError, UserError
+from flashmem.compiler.frontend import external_data
 from flashmem.compiler.frontend.importer import collect_unsupported, import_model
 from flashmem.compiler.ir.graph import ArrayConstant, FileConstant, Graph
 from flashmem.compiler.ir.quantised import QuantizedConstant
@@ -601,3 +603,35 @@ def test_names_that_are_not_text(path: Path) -> None:
     path.write_bytes(relu(path, [2]).read_bytes().replace(b"Relu", b"Re\xffu"))
     with pytest.raises(UserError, match="a name in it is not text"):
         import_model(path)
+
+
+def test_many_small_external_tensors_take_no_file_descriptors(tmp_path: Path) -> None:
+    """A limit of 1024 descriptors is usual, and a quantised model has as many scales."""
+    count = 60
+    weights = {f"w{i}": np.full((3, 5), i + 1, np.float32) for i in range(count)}
+    nodes = [helper.make_node("Add", [f"x{i}" if i else "x", f"w{i}"], [f"x{i + 1}"]) for i in range(count)]
+    value = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [3, 5]) for name in ("x", f"x{count}")]
+    graph = helper.make_graph(nodes, "g", value[:1], value[1:], [numpy_helper.from_array(v, k) for k, v in weights.items()])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    onnx.save_model(model, tmp_path / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=0)
+    made = import_model(tmp_path / "m.onnx")
+    descriptors = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    assert not [name for name in descriptors if name.startswith(str(tmp_path))]
+    found = {value.name: value.constant.array() for value in made.constants() if value.constant is not None}
+    assert len(found) == count and all(np.array_equal(found[name], weights[name]) for name in found)
+
+
+def test_external_data_that_cannot_be_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*given: object) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(external_data, "os", SimpleNamespace(pread=refused))
+    value = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [2])
+    other = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [2])
+    weight = numpy_helper.from_array(np.ones(2, np.float32), "w")
+    graph = helper.make_graph([helper.make_node("Add", ["x", "w"], ["y"])], "g", [value], [other], [weight])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    file = path.parent / "small.onnx"
+    onnx.save_model(model, file, save_as_external_data=True, location="small.data", size_threshold=0)
+    with pytest.raises(UserError, match=r"weight 'w' cannot be read from .*small\.data: Input/output error"):
+        import_model(file)
