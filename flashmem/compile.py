@@ -53,7 +53,7 @@ from flashmem.compiler.weights.slicing import FINEST
 from flashmem.planning.carried_instance import KEY as CARRIED
 from flashmem.planning.carried_instance import carried
 from flashmem.planning.memory.layout import lay_out_pools
-from flashmem.planning.planner import make_plan, planning_instance
+from flashmem.planning.planner import make_plan, planned_together, planning_instance
 from flashmem.program.program import Program
 from flashmem.runtime.kernels.ahead_of_time import BuildRequest, KernelBuilder
 from flashmem.runtime.kernels.ahead_of_time import with_binaries as carrying
@@ -340,6 +340,8 @@ def _compile(
         made[index] = generated, within_allocations(generated.program, plan, options.descriptor, options.mode)
         if len(graphs) > 1:
             earlier = stored_by(generated, earlier)
+    if len(graphs) > 1:
+        made = _keeping_the_same(made, options)
     joined = dict(zip(made, sharing_weights([generated for generated, _ in made.values()]), strict=True))
     nbytes = joined[0].program.weights_bytes
 
@@ -361,6 +363,23 @@ def _compile(
             source.language,
         )
     return Bundle.open(output)
+
+
+def _keeping_the_same(
+    made: Mapping[int, tuple[Generated, OverlapPlan]], options: Options
+) -> dict[int, tuple[Generated, OverlapPlan]]:
+    """The variants, planned together where that lets a session change between them without loading weights again."""
+    descriptor, mode = options.descriptor, options.mode
+    programs = [(generated.program, plan) for generated, plan in made.values()]
+    plans = planned_together(programs, descriptor, mode, options.limits)
+    found = {}
+    for (index, (generated, own)), plan in zip(made.items(), plans, strict=True):
+        program = generated.program
+        if plan is not own:
+            plan = with_layouts(program, plan, descriptor.modes[program.memory_path])
+            plan = within_allocations(program, plan, descriptor, mode)
+        found[index] = generated, plan
+    return found
 
 
 def _among(variants: Sequence[Options], index: int) -> str:

@@ -6,7 +6,7 @@ in-flight weights with their padding, staging, activations, constants, and array
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -28,6 +28,7 @@ from flashmem.planning.latency.later_runs import (
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.pose import staged_within
+from flashmem.planning.variants import VariantProblem, plan_together
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.schedule.check import check
 from flashmem.schedule.instance import Instance
@@ -94,6 +95,35 @@ def completed(
     elif limits.strategy == "stream" and (objective == "steady" or (objective == "first" and limits.m_peak is None)):
         plan = _for_later_runs(instance, plan, program, limits, measure, plan.objective if soonest is None else soonest)
     return _sealed(instance, plan, program, mode, limits)
+
+
+def planned_together(
+    variants: Sequence[tuple[Program, OverlapPlan]], descriptor: DeviceDescriptor, mode: TransferMode, limits: Limits
+) -> list[OverlapPlan]:
+    """The checked plans of shape variants of one bundle that keep the same weights, if they can (`planning.variants`).
+
+    Their own plans otherwise, and where no weights stay on a device with memory of its own. `variants`: each program, and the
+    plan that it has alone.
+    """
+    objective, plans = limits.resolved_objective, [plan for _, plan in variants]
+    apart = not descriptor.shares_memory and mode == "dma"
+    if not apart or limits.budget is None or limits.strategy != "stream" or objective == "paper":
+        return plans
+    threads, piece = min(plan.loader_threads for plan in plans), min(plan.piece_bytes for plan in plans)
+    problems = []
+    for program, plan in variants:
+        instance = planning_instance(program, descriptor, mode, replace(limits, chunk=plan.chunk_bytes))
+        instance = replace(instance, piece_bytes=piece, loader_threads=threads)
+        problems.append(VariantProblem(instance, plan, _in_all(program, mode)))
+    made = plan_together(problems, limits.budget, objective)
+    if made is None:
+        return plans
+    sealed = []
+    for problem, (program, own), plan in zip(problems, variants, made, strict=True):
+        judged_by = _as_steady(problem.instance, plan, program, limits) if objective == "steady" else plan
+        noted = replace(judged_by, notes=(*judged_by.notes, *(note for note in own.notes if note not in judged_by.notes)))
+        sealed.append(_sealed(problem.instance, noted, program, mode, limits))
+    return sealed
 
 
 def _roomiest(instance: Instance, plan: OverlapPlan, program: Program, limits: Limits) -> Instance:
@@ -230,8 +260,11 @@ def _for_later_runs(
         else:
             kept = [with_kept(instance, each, limit, measure) for each in rooms if measure(each) <= limit]
             plan = min(kept, key=lambda each: by_later_runs(instance, each))
-    if objective == "first":
-        return plan
+    return plan if objective == "first" else _as_steady(instance, plan, program, limits)
+
+
+def _as_steady(instance: Instance, plan: OverlapPlan, program: Program, limits: Limits) -> OverlapPlan:
+    """`plan`, judged by its later runs."""
     seconds = later_seconds(instance, plan)
     note = f"a later run is predicted to take {seconds:.4g} s, the first answer {plan.objective:.4g} s"
     bound, scope = _steady_bound(instance, plan, limits, fixed_bytes(program))

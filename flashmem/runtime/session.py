@@ -27,7 +27,7 @@ from flashmem.runtime.engine.engine import Engine
 from flashmem.runtime.engine.futures import BackgroundRuns
 from flashmem.runtime.engine.given_arrays import arrays_by_name, described
 from flashmem.runtime.engine.io_binding import IOBinding
-from flashmem.runtime.engine.opened import OpenedBundle, planned_host_memory, planned_variant
+from flashmem.runtime.engine.opened import OpenedBundle, planned_host_memory, planned_variant, sharing_memory
 from flashmem.runtime.engine.output_values import OutputValue
 from flashmem.runtime.engine.ports import PROVIDER, TensorInfo, chosen_outputs, fitting_variant, tensor_infos
 from flashmem.runtime.engine.replanned import within
@@ -140,8 +140,11 @@ class Session:
         own_first = sorted(self._variants, key=lambda variant: variant is not self._ready)
         host = planned_host_memory(host_budget, own_first, self.device, self.mode)
         self.host_budget = None if host is None else host.budget
+        needed = max(variant.needed(host_apart=host is not None) for variant in self._variants)
+        self.budget = choose_budget(budget, opened.budget_bytes, needed, mode=self.mode, strategy=self.strategy)
+        self._variants = sharing_memory(self._variants, self.mode, self.budget, host_apart=host is not None)
+        self._ready = self._variants[opened.index]
         self._needed = max(variant.needed(host_apart=host is not None) for variant in self._variants)
-        self.budget = choose_budget(budget, opened.budget_bytes, self._needed, mode=self.mode, strategy=self.strategy)
         self.last_run: RunReport | None = None
         self._process = os.getpid()
         self._lock = threading.RLock()
@@ -457,6 +460,7 @@ class Session:
                 choose_budget(limit, None, self._needed, mode=self.mode, strategy=self.strategy)
             else:
                 variants = [within(each, self.device, self.mode, limit) for each in self._own]
+                variants = sharing_memory(variants, self.mode, limit)
             needed = max(each.needed() for each in variants)
             ready = variants[self._ready.bundle.index]
             try:

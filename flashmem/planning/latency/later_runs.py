@@ -41,8 +41,8 @@ def with_kept(instance: Instance, plan: OverlapPlan, limit: int | None, measure:
     if not streamed:
         return plan
     if limit is None:
-        return _keeping(plan, {w.name for w in streamed})
-    if measure(everything := _keeping(plan, {w.name for w in streamed})) <= limit:
+        return keeping(plan, {w.name for w in streamed})
+    if measure(everything := keeping(plan, {w.name for w in streamed})) <= limit:
         return everything
     orders = [sorted(streamed, key=order) for order in _ORDERS]
     if instance.own is not None:
@@ -52,7 +52,7 @@ def with_kept(instance: Instance, plan: OverlapPlan, limit: int | None, measure:
     if instance.own is not None:
         found = [_topped_up(each, order, limit, measure) for each, order in zip(found, orders, strict=True)]
     if instance.own is not None and len(streamed) <= _EXACT:
-        every = (_keeping(plan, chosen) for chosen in subsets([w.name for w in streamed]))
+        every = (keeping(plan, chosen) for chosen in subsets([w.name for w in streamed]))
         found += [each for each in every if measure(each) <= limit]
     return min((*found, plan), key=lambda each: by_later_runs(instance, each))
 
@@ -139,7 +139,7 @@ def _filled(plan: OverlapPlan, order: Sequence[PlannedWeight], limit: int, measu
             if w.nbytes <= left:
                 chosen.add(w.name)
                 left -= w.nbytes
-        trial = _keeping(plan, chosen)
+        trial = keeping(plan, chosen)
         spare = limit - measure(trial)
         if spare >= 0 and room > most:
             best, most = trial, room
@@ -156,7 +156,7 @@ def _topped_up(plan: OverlapPlan, order: Sequence[PlannedWeight], limit: int, me
     for w in sorted(order, key=lambda w: -w.nbytes):
         if w.name in kept or w.nbytes > spare:
             continue
-        trial = _keeping(plan, {w.name})
+        trial = keeping(plan, {w.name})
         left = limit - measure(trial)
         if left >= 0:
             plan, spare = trial, left
@@ -166,7 +166,8 @@ def _topped_up(plan: OverlapPlan, order: Sequence[PlannedWeight], limit: int, me
     return plan
 
 
-def _keeping(plan: OverlapPlan, chosen: Collection[str]) -> OverlapPlan:
+def keeping(plan: OverlapPlan, chosen: Collection[str]) -> OverlapPlan:
+    """`plan` that keeps the weights `chosen` too."""
     return replace(plan, weights=tuple(replace(w, keep=True) if w.name in chosen else w for w in plan.weights))
 
 

@@ -27,6 +27,7 @@ from flashmem.runtime.streaming.weight_file import CheckedTable, Reader, WeightF
 from flashmem.schedule.host_tier import reloaded, tier_bytes, tier_slices
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
 from flashmem.schedule.residency import Strategy, preloaded, preloaded_layout, streamed_layout
+from flashmem.schedule.shared_memory import PlacedVariant, shared_layouts
 
 
 def program_on(program: Program, device: Device) -> Program:
@@ -136,6 +137,22 @@ def planned_variant(bundle: Bundle, device: Device, mode: TransferMode, strategy
         layout = preloaded_layout(program, mode, plan.loader_threads)
         return PlannedVariant(bundle, program, preloaded(plan), layout)
     return PlannedVariant(bundle, program, plan, streamed_layout(program, plan, mode, shares_memory=shares))
+
+
+def sharing_memory(
+    variants: Sequence[PlannedVariant], mode: TransferMode, limit: int | None, *, host_apart: bool = False
+) -> list[PlannedVariant]:
+    """The shape variants of a session with a budget of `limit` bytes, with weights in memory objects that they share.
+
+    In modes that copy. `host_apart`: as in `PlannedVariant.needed`. Without a limit, memory is at most that of the largest.
+    """
+    if len(variants) == 1 or mode not in ("dma", "interleave"):
+        return list(variants)
+    room = max(each.layout.home_bytes for each in variants)
+    if limit is not None:
+        room = limit - max(each.needed(host_apart=host_apart) - each.layout.home_bytes for each in variants)
+    placed = [PlacedVariant(each.plan, each.layout, each.program.slices) for each in variants]
+    return [replace(each, layout=layout) for each, layout in zip(variants, shared_layouts(placed, room), strict=True)]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ in another order (docs/research/opencl-notes.md).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 
@@ -88,8 +88,17 @@ class Ledger(Account):
 
     def give_back(self, *categories: Category) -> None:
         """Release the memory objects of these categories, or all, the latest first."""
-        going = [each for each in self._objects if not categories or each[1] in categories]
-        self._objects[:] = [each for each in self._objects if categories and each[1] not in categories]
+        self._release_if(lambda handle, category: not categories or category in categories)
+
+    def free(self, memories: Collection[Memory]) -> None:
+        """Release these memory objects and their sub-buffers, the latest first."""
+        going = {handle.int_ptr for handle in memories}
+        going |= {part.int_ptr for key, part in self._parts.items() if key[0] in going}
+        self._release_if(lambda handle, category: handle.int_ptr in going)
+
+    def _release_if(self, goes: Callable[[Memory, Category], bool]) -> None:
+        going = [each for each in self._objects if goes(each[0], each[1])]
+        self._objects[:] = [each for each in self._objects if not goes(each[0], each[1])]
         released = {handle.int_ptr for handle, _, _ in going}
         self._parts = {key: part for key, part in self._parts.items() if key[0] not in released}
         while going:

@@ -15,29 +15,45 @@ from flashmem.runtime.streaming.transfer import BeginCopy, Transfer, TransferLoa
 from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.loads import WORD, Load, Segment, whole_words
 from flashmem.schedule.plan import PoolLayout
+from flashmem.schedule.shared_memory import WeightMemory, weight_memory
 
 
 class _Homes:
-    """Permanent places of slices in modes that copy: texture slots for images, a pool for plain buffers."""
+    """Permanent places of slices in modes that copy: textures for images, parts of buffers for the others."""
 
-    def __init__(self, ledger: Ledger, slices: Sequence[Slice], layout: PoolLayout) -> None:
+    def __init__(self, ledger: Ledger, slices: Sequence[Slice], layout: PoolLayout, after: _Homes | None) -> None:
+        """Allocate the memory objects of `layout`. `after`: the places of another shape variant; objects that both have stay
+        allocated, and its others are freed.
+
+        Raises:
+            RunError: the device or the budget refuses.
+        """
+        self._ledger, self._memory = ledger, weight_memory(layout)
+        memory, before, has = self._memory, WeightMemory({}, {}, {}), dict[str, Memory]()
+        if after is not None:
+            before, has = after._memory, after._objects
+        stays = {name for name in has if name in memory.buffers and before.buffers.get(name) == memory.buffers[name]}
+        stays |= {name for name in has if name in memory.textures and before.textures.get(name) == memory.textures[name]}
+        ledger.free([handle for name, handle in has.items() if name not in stays])
+        self._objects: dict[str, Memory] = {name: handle for name, handle in has.items() if name in stays}
+        for name, slot in memory.textures.items():
+            if name not in stays:
+                self._objects[name] = ledger.image("weights", slot.width, slot.height, slot.channel, name)
+        for name, nbytes in memory.buffers.items():
+            if name not in stays:
+                self._objects[name] = ledger.buffer("weights", nbytes, name)
         self.memories: dict[str, Memory] = {}
-        textures = [
-            ledger.image("weights", slot.width, slot.height, slot.channel, f"texture slot {number}")
-            for number, slot in enumerate(layout.slots)
-        ]
-        self._ledger, self._offsets = ledger, layout.offsets
-        self._pool = pool = ledger.buffer("weights", layout.pool_bytes, "the weight pool") if layout.pool_bytes else None
         for part in slices:
-            if part.name in layout.slot_of:
-                self.memories[part.name] = textures[layout.slot_of[part.name]]
-            else:
-                place = layout.offsets[part.name]
-                self.memories[part.name] = ledger.part("weights", pool, place, whole_words(part.file_bytes))
+            name, offset = memory.place_of[part.name]
+            whole = self._objects[name]
+            image = name in memory.textures
+            self.memories[part.name] = whole if image else ledger.part("weights", whole, offset, whole_words(part.file_bytes))
 
     def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
-        """A sub-buffer of the pool, if the slices have the same order there as in the file."""
-        return in_pool(self._ledger, self._pool, self._offsets, parts)
+        """A sub-buffer of a buffer, if the slices have the same order there as in the file."""
+        name, _ = self._memory.place_of.get(parts[0].name, ("", 0))
+        offsets = {each: offset for each, (where, offset) in self._memory.place_of.items() if where == name}
+        return in_pool(self._ledger, self._objects[name], offsets, parts) if name in self._memory.buffers else None
 
     def write(self, copier: Copier, part: Slice, data: Bytes, first_byte: int, behind: Event | None) -> CopyEvent:
         """Begin to copy `data`, which starts at `first_byte` of the slice, to the slice's place, behind an event.
@@ -74,6 +90,11 @@ class _Ring:
             memory = ledger.buffer("staging", nbytes, "the ring that loads pass through", host_visible=True)
             self._mapped = ledger.mapped(queue, memory, nbytes)
 
+    @property
+    def open(self) -> bool:
+        """Whether it is mapped."""
+        return self._mapped is not None
+
     def part(self, thread: int) -> Bytes:
         """The part of a thread."""
         assert self._mapped is not None
@@ -87,7 +108,7 @@ class _Ring:
 
 
 class MovingTransfer(Transfer):
-    """Base of transfers that copy slices to permanent places; a transfer made `after` another one reuses its places.
+    """Base of transfers that copy slices to permanent places; a transfer made `after` another one reuses its memory objects.
 
     Loads of slices that the host tier keeps pass through their places there, all others through the ring.
     """
@@ -109,7 +130,7 @@ class MovingTransfer(Transfer):
         self._tier = tier
         self._staging_ledger = ledger if tier is None else tier.ledger  # counts host memory
         self._copier: Copier = after._copier if after else Copier(context, profiling=apart)
-        self._homes: _Homes = after._homes if after else _Homes(ledger, slices, layout)
+        self._homes: _Homes = _Homes(ledger, slices, layout, after._homes if after else None)
         self.memories = self._homes.memories
         if after:
             self.arrived = after.arrived
@@ -186,7 +207,10 @@ class DmaTransfer(MovingTransfer):
         tier: HostTier | None = None,
     ) -> None:
         super().__init__(context, ledger, file, slices, layout, after, tier)
-        self._ring = _Ring(self._copier.queue, self._staging_ledger, layout.ring_bytes, layout.threads)
+        if after is not None and after._ring.open:  # both stay in use
+            self._ring = after._ring
+        else:
+            self._ring = _Ring(self._copier.queue, self._staging_ledger, layout.ring_bytes, layout.threads)
 
     def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
         """Read and copy, in pieces of the size of a ring part; from the host tier at once."""

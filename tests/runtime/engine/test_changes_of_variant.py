@@ -1,0 +1,100 @@
+"""Changes of shape variant: a session loads nothing that both variants keep, on devices with memory of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import flashmem
+from flashmem.base.types import TransferMode
+from flashmem.runtime.engine.bound_program import BoundProgram
+from flashmem.runtime.generation.generator import Generator
+from flashmem.runtime.opencl.context import find_device
+from flashmem.schedule.loads import staying
+from tests.support.chain_model import WIDTH, chained, smallest_budget, write_chain
+from tests.support.gguf_models import SmallLlama
+from tests.support.own_memory import descriptor_with_own_memory, give_own_memory
+
+TURNS = (1, 0, 1, 2, 0, 0, 2, 1, 0)
+
+
+def stays_in(bundle: flashmem.Bundle) -> list[frozenset[str]]:
+    return [staying(each.plan) for each in bundle.variants]
+
+
+def loaded(session: flashmem.Session) -> set[str]:
+    report = session.last_run
+    assert report is not None
+    return {load.name for load in report.loads}
+
+
+@pytest.mark.parametrize("more", [1.02, 1.3, 1.8])
+@pytest.mark.parametrize("mode", ["dma", "interleave"])
+def test_a_change_loads_nothing_that_both_variants_keep(
+    mode: TransferMode, more: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Variants without states, whose activations have other sizes. Each answer is compared with float64."""
+    model, random = tmp_path / "chain.onnx", np.random.default_rng(6)
+    weights = write_chain(model)
+    cases = [random.standard_normal((rows, WIDTH)).astype(np.float32) for rows in (3, 40, 17)]
+    options: dict[str, Any] = {
+        "device": descriptor_with_own_memory(tmp_path), "mode": mode, "memory_path": "buffer", "build": False,
+        "shapes": [{"x": case.shape} for case in cases],
+    }  # fmt: skip
+    budget = int(more * smallest_budget(model, tmp_path, **options))
+    bundle = flashmem.compile(model, tmp_path / "m.flashmem", budget=budget, **options)
+    give_own_memory(monkeypatch, find_device("pocl"))
+    stays = stays_in(bundle)
+    assert mode == "interleave" or more < 1.3 or all(stays)
+    answers: dict[int, NDArray[np.float32]] = {}
+    with flashmem.Session(bundle, mode=mode, prepare=False) as session:
+        before: int | None = None
+        for which in TURNS:
+            (got,) = session.run(None, {"x": cases[which]})
+            np.testing.assert_allclose(got, chained(cases[which], weights), rtol=0, atol=1e-4)
+            np.testing.assert_array_equal(got, answers.setdefault(which, got))
+            assert session.last_run is not None and session.last_run.memory.peak_bytes <= budget
+            if before is not None:
+                assert loaded(session).isdisjoint(stays[before] & stays[which])
+            before = which
+
+
+@pytest.mark.parametrize("more", [1.3, 1.5])
+def test_variants_of_a_language_model_stay_bound_and_resident(
+    more: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planned together they keep the same weights, which are loaded once. States and outputs are those of programs bound
+    anew.
+    """
+    model = SmallLlama(layers=4, formats=("Q8_0",))
+    file = model.write(tmp_path / "m.gguf")
+    options: dict[str, Any] = {
+        "device": descriptor_with_own_memory(tmp_path), "memory_path": "buffer", "mode": "dma", "max_length": 64,
+        "build": False,
+    }  # fmt: skip
+    budget = int(more * smallest_budget(file, tmp_path, **options))
+    bundle = flashmem.compile(file, tmp_path / "m.flashmem", budget=budget, **options)
+    give_own_memory(monkeypatch, find_device("pocl"))
+    stays = stays_in(bundle)
+    assert len(set(stays)) == 1 and stays[0]
+    found: list[list[NDArray[Any]]] = []
+    tokens = np.random.default_rng(3).integers(5, 300, 64)
+    for bound in (True, False):
+        if not bound:
+            monkeypatch.setattr(BoundProgram, "has_room_for", lambda *given: False)
+        with Generator(bundle, mode="dma") as generator:
+            session, programs = generator._model.session, set[int]()
+            for number, length in enumerate((32, 1, 8, 1, 8, 8, 1, 32, 8, 1)):
+                found.append([each.read() for each in generator._model.run([int(t) for t in tokens[:length]], number)])
+                programs.add(id(session._engine.bound))
+                assert session.last_run is not None and session.last_run.memory.peak_bytes <= budget
+                assert number == 0 or loaded(session).isdisjoint(stays[0])
+            assert len(programs) == (3 if bound else 1)
+    half = len(found) // 2
+    for one, other in zip(found[:half], found[half:], strict=True):
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_array_equal(a, b)
