@@ -31,10 +31,10 @@ from numpy.typing import NDArray
 import flashmem
 from benchmarks.command import Arguments, run_command
 from benchmarks.streaming.host_tier import device_memory
+from benchmarks.streaming.random_weights import with_weights
 from flashmem.base.units import format_size, parse_size
 from flashmem.bundle.writer import BundleWriter
 from flashmem.compile import plan_graph, with_layouts
-from flashmem.compiler.ir.graph import ArrayConstant, Graph, Placeholder
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.options import resolve
 from flashmem.planning.limits import read_limits
@@ -42,30 +42,6 @@ from flashmem.runtime.request.options import device_here
 from flashmem.tools.zoo.graphs import check_architecture, zoo_graph
 
 Array = NDArray[Any]
-
-
-def with_weights(graph: Graph, seed: int = 0) -> Graph:
-    """`graph` with random weights: parts of few random arrays, so that many gigabytes of them take little time and memory."""
-    values = [value for value in graph.constants() if isinstance(value.constant, Placeholder)]
-    largest = max(int(np.prod(value.shape)) for value in values)
-    random, drawn = np.random.default_rng(seed), {}
-    users = {value: node for node in graph.nodes for value in node.inputs if value is not None}
-    for value in values:
-        shape, user = value.shape, users[value]
-        if value.dtype == "bool" or value.name == "mask":
-            below = np.broadcast_to(np.tri(shape[-1], dtype=bool), shape)
-            array = below if value.dtype == "bool" else np.where(below, 0, -3.4e38).astype(np.float32)
-        elif len(shape) == 1:
-            ones = user.op == "LayerNormalization" and value.name.endswith("weight")
-            array = np.full(shape, ones, np.float32) + random.standard_normal(shape, np.float32) * np.float32(0.1)
-        else:
-            depth = shape[0] if user.op == "MatMul" else shape[-1]
-            if depth not in drawn:
-                drawn[depth] = random.standard_normal(largest + (1 << 20), np.float32) * np.float32(depth**-0.5)
-            first = int(random.integers(0, len(drawn[depth]) - int(np.prod(shape)) + 1))
-            array = drawn[depth][first : first + int(np.prod(shape))].reshape(shape)
-        value.constant = ArrayConstant(array)
-    return graph
 
 
 def compiled(args: argparse.Namespace, path: Path) -> None:
@@ -137,6 +113,7 @@ def session(args: argparse.Namespace) -> None:
             again = opened.run(None, inputs)
             later.append(time.perf_counter() - since)
             assert all(np.array_equal(one, other) for one, other in zip(answers, again, strict=True))
+            assert opened.last_run is not None
             reports.append(opened.last_run)
         device = most.stop()
     report, host = reports[-1], reports[-1].memory.host
@@ -183,7 +160,7 @@ def main() -> None:
         compiled(args, bundle)
         within, whole = (child(args, bundle, path, reference=at > 0) for at, path in enumerate(answers))
         one, other = (dict(np.load(path)) for path in answers)
-        equal = all(np.array_equal(one[name], other[name]) for name in other)
+        equal = all(bool(np.array_equal(one[name], other[name])) for name in other)
     sys.exit(report(args, within, whole, equal=equal))
 
 

@@ -8,7 +8,7 @@ which the median of `--runs` later runs counts. The file is in the page cache.
 
 - *no tier*: `--host-budget` is not given. *half tier*: half of what later runs load fits into the tier. *tier*: all of it.
 - *resident*: all weights on the device, without a budget.
-- *by hand*: with PyTorch, where it is installed, for gpt2 only: blocks of the same sizes within the same device budget, the
+- *by hand*: with PyTorch, where it is installed, for decoders: blocks of the same sizes within the same device budget, the
   others copied from pinned memory on a second stream, two ahead. Its weights are random, and its answer is not compared.
 
 *First answer* includes the opening of the session, which allocates the tier. *Read* and *copy* are the parts of a later run in
@@ -39,6 +39,7 @@ import numpy as np
 import flashmem
 from benchmarks.command import Arguments, run_command
 from benchmarks.streaming.loading import covered, pinned_rate, steps
+from benchmarks.streaming.random_weights import with_weights
 from flashmem.base.units import format_size
 from flashmem.bundle.writer import BundleWriter
 from flashmem.compile import plan_graph, read_graph, with_layouts
@@ -76,7 +77,7 @@ def compiled(model: str, args: Any, path: Path, **limits: Any) -> Program:
     """Compile the model to a bundle at `path`."""
     shutil.rmtree(path, ignore_errors=True)
     options = resolve(read_limits(objective=args.objective, **limits), device=args.device, mode=args.mode)
-    graph = read_graph(Path(model), options) if model.endswith(".onnx") else prepare(zoo_graph(model))
+    graph = read_graph(Path(model), options) if model.endswith(".onnx") else prepare(with_weights(zoo_graph(model)))
     made, plan = plan_graph(graph, options)
     plan = with_layouts(made.program, plan, options.descriptor.modes[made.program.memory_path])
     with BundleWriter(path) as writer:
@@ -159,19 +160,23 @@ def measure(kind: Kind, open_session: Callable[[], flashmem.Session], inputs: di
     return answers
 
 
-def by_hand(budget: int, runs: int) -> tuple[float, int] | None:
-    """Median seconds of a run of GPT-2's sizes with PyTorch, and the bytes that it streams; None without it or its GPU."""
+DECODERS = {"gpt2": (768, 12, 12), "gptneo-125m": (768, 12, 12), "gptneo-1.3b": (2048, 16, 24), "gptneo-2.7b": (2560, 20, 32)}
+"""Width, heads and blocks of decoders whose blocks have the matrices of GPT-2's."""
+
+
+def by_hand(name: str, budget: int, runs: int) -> tuple[float, int] | None:
+    """Median seconds of a run of a decoder's sizes with PyTorch, and the bytes that it streams; None without it or its GPU."""
     try:
         import torch
     except ImportError:
         return None
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or name not in DECODERS:
         return None
-    width, heads, tokens, vocabulary, parts = 768, 12, 128, 50257, 6
+    (width, heads, blocks), tokens, vocabulary, parts = DECODERS[name], 128, 50257, 6
     shapes = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
     columns = -(-vocabulary // parts)
     block, head = sum(a * b for a, b in shapes), width * columns
-    sizes = [block] * 12 + [head] * parts
+    sizes = [block] * blocks + [head] * parts
     held, left = set[int](), budget - 2 * 4 * max(sizes)
     for unit in reversed(range(len(sizes))):  # the first ones are copied while the device computes
         if 4 * sizes[unit] <= left:
@@ -206,7 +211,7 @@ def by_hand(budget: int, runs: int) -> tuple[float, int] | None:
             else:
                 main.wait_event(ready[turn])
                 weight = buffers[turn % 2][:size]
-            if unit < 12:
+            if unit < blocks:
                 qkv, out, up, down = (
                     part.view(shape) for part, shape in zip(weight.split([a * b for a, b in shapes]), shapes, strict=True)
                 )
@@ -281,7 +286,7 @@ def main() -> None:
                     pairs = zip(chain(*answers), chain(*first), strict=True)
                     equal &= all(np.array_equal(got, wanted) for got, wanted in pairs)
         copies, reads = pinned_rate(args.device), read_rate(args.device, bundle.weights_path, layout.threads)
-        hand = by_hand(budget, args.runs) if args.model == "gpt2" else None
+        hand = by_hand(args.model, budget, args.runs)
     report(args, kinds, weights, budget, layout.threads, copies, reads, hand, equal=equal)
 
 

@@ -1,0 +1,31 @@
+"""Random weights for graphs of known architectures of any size."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashmem.compiler.ir.graph import ArrayConstant, Graph, Placeholder
+
+
+def with_weights(graph: Graph, seed: int = 0) -> Graph:
+    """`graph` with random weights: parts of few random arrays, so that many gigabytes of them take little time and memory."""
+    values = [value for value in graph.constants() if isinstance(value.constant, Placeholder)]
+    largest = max(int(np.prod(value.shape)) for value in values)
+    random, drawn = np.random.default_rng(seed), {}
+    users = {value: node for node in graph.nodes for value in node.inputs if value is not None}
+    for value in values:
+        shape, user = value.shape, users[value]
+        if value.dtype == "bool" or value.name == "mask":
+            below = np.broadcast_to(np.tri(shape[-1], dtype=bool), shape)
+            array = below if value.dtype == "bool" else np.where(below, 0, -3.4e38).astype(np.float32)
+        elif len(shape) == 1:
+            ones = user.op == "LayerNormalization" and value.name.endswith("weight")
+            array = np.full(shape, ones, np.float32) + random.standard_normal(shape, np.float32) * np.float32(0.1)
+        else:
+            depth = shape[0] if user.op == "MatMul" else shape[-1]
+            if depth not in drawn:
+                drawn[depth] = random.standard_normal(largest + (1 << 20), np.float32) * np.float32(depth**-0.5)
+            first = int(random.integers(0, len(drawn[depth]) - int(np.prod(shape)) + 1))
+            array = drawn[depth][first : first + int(np.prod(shape))].reshape(shape)
+        value.constant = ArrayConstant(array)
+    return graph
