@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--budget", default="320MB")
     parser.add_argument("--host-budget", help="a size, or auto")
     parser.add_argument("--shape", action="store_true", help="a model as large as TinyLlama-1.1B")
+    parser.add_argument("--max-length", type=int, default=256)
     parser.add_argument("--changes", type=int, default=10)
     parser.add_argument("--between", type=int, default=4)
     args = parser.parse_args()
@@ -38,7 +39,7 @@ def main() -> None:
             write_shape(model, args.model)
         begun = time.perf_counter()
         budgets = {"budget": args.budget, "host_budget": args.host_budget}
-        with Generator(model, device=args.device, max_length=256, **budgets) as generator:
+        with Generator(model, device=args.device, max_length=args.max_length, **budgets) as generator:
             print(f"opened, with compilation, in {time.perf_counter() - begun:.1f} s", flush=True)
             measure(generator, args.changes, args.between)
 

@@ -37,12 +37,15 @@ class VariantProblem:
 
 
 def plan_together(variants: Sequence[VariantProblem], budget: int, objective: Objective) -> list[OverlapPlan] | None:
-    """Plans of all `variants` within `budget` bytes that keep the same weights; None if none is good enough.
+    """Plans of all `variants` within `budget` bytes that keep the same weights; None if their own ones do, or none is good
+    enough.
 
     Each later run takes at most the share `TOGETHER_WORTH` longer than that of the variant's own plan. For objective "first",
     each first answer is at most the share `OWN_WORTH` after the earliest, or not after that of its own plan. Of several, those
     with the least sum of later runs over the own plans' are returned.
     """
+    if len({staying(each.plan) for each in variants}) == 1:
+        return None
     alone = [by_later_runs(each.instance, each.plan)[0] for each in variants]
     try:
         rooms = [_rooms(each, budget) for each in variants]
