@@ -46,7 +46,7 @@ from flashmem.compile import plan_graph, read_graph, with_layouts
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.options import resolve
 from flashmem.planning.limits import read_limits
-from flashmem.program.program import Program
+from flashmem.program.program import Program, host_bytes
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.request.options import device_here
@@ -266,7 +266,8 @@ def main() -> None:
         bundle = flashmem.Bundle.open(small)
         layout = bundle.plan.layouts[args.mode]
         again = sum(map(tier_bytes, reloaded([(bundle.plan, program.slices)])))
-        budgets = {"no tier": None, "half tier": layout.ring_bytes + again // 2, "tier": layout.ring_bytes + again}
+        others = layout.ring_bytes + host_bytes(program)
+        budgets = {"no tier": None, "half tier": others + again // 2, "tier": others + again}
 
         def opener(name: str) -> Callable[[], flashmem.Session]:
             if name == "resident":

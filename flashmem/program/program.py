@@ -106,9 +106,13 @@ class Program:
 
 
 def fixed_bytes(program: Program) -> int:
-    """Bytes that a session uses under any plan: activations, states, constants, arrays of copied outputs, host scratch."""
-    on_device = program.arena_bytes + program.states_bytes + program.constants_bytes
-    return on_device + output_bytes(program) + scratch_bytes(program)
+    """Bytes that a session uses under any plan: activations, states, constants, and `host_bytes`."""
+    return program.arena_bytes + program.states_bytes + program.constants_bytes + host_bytes(program)
+
+
+def host_bytes(program: Program) -> int:
+    """The part of `fixed_bytes` in host memory, also with a device that does not share it: copied outputs and scratch."""
+    return output_bytes(program) + scratch_bytes(program)
 
 
 def raw_bytes(program: Program) -> int:

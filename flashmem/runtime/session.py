@@ -142,7 +142,7 @@ class Session:
         self.host_budget = None if host is None else host.budget
         needed = max(variant.needed(host_apart=host is not None) for variant in self._variants)
         self.budget = choose_budget(budget, opened.budget_bytes, needed, mode=self.mode, strategy=self.strategy)
-        self._variants = sharing_memory(self._variants, self.mode, self.budget, host_apart=host is not None)
+        self._variants = sharing_memory(self._variants, self.device, self.mode, self.budget, host_apart=host is not None)
         self._ready = self._variants[opened.index]
         self._needed = max(variant.needed(host_apart=host is not None) for variant in self._variants)
         self.last_run: RunReport | None = None
@@ -460,7 +460,7 @@ class Session:
                 choose_budget(limit, None, self._needed, mode=self.mode, strategy=self.strategy)
             else:
                 variants = [within(each, self.device, self.mode, limit) for each in self._own]
-                variants = sharing_memory(variants, self.mode, limit)
+                variants = sharing_memory(variants, self.device, self.mode, limit)
             needed = max(each.needed() for each in variants)
             ready = variants[self._ready.bundle.index]
             try:

@@ -12,9 +12,9 @@ from flashmem.base.errors import UserError
 from flashmem.base.types import POOL_ALIGNMENT, TEXEL_BYTES, TransferMode
 from flashmem.program.program import Program
 from flashmem.program.tensors import Slice
+from flashmem.schedule.buffer_slots import in_slots, staging_slots
 from flashmem.schedule.plan import OverlapPlan, PoolLayout, TextureSlot, passing_bytes
 from flashmem.schedule.plan import Strategy as PlannedStrategy
-from flashmem.schedule.staging_slots import staging_slots
 
 Strategy = PlannedStrategy | Literal["preload"]
 
@@ -22,7 +22,7 @@ Strategy = PlannedStrategy | Literal["preload"]
 def streamed_layout(program: Program, plan: OverlapPlan, mode: TransferMode, *, shares_memory: bool) -> PoolLayout:
     """The plan's layout for `mode`, adapted to a device that does not share the host's memory.
 
-    Such a device gets staging slots instead of places in one buffer, which it cannot use. Any device can use slots.
+    Such a device gets slots instead of places in one buffer, which it cannot use. Any device can use slots.
 
     Raises:
         UserError: the bundle was not compiled for that mode.
@@ -31,10 +31,15 @@ def streamed_layout(program: Program, plan: OverlapPlan, mode: TransferMode, *, 
         modes = ", ".join(plan.layouts) or "none"
         raise UserError(f"the bundle has no layout for transfer mode {mode!r}, only for: {modes}; name one of them or compile")
     layout = plan.layouts[mode]
-    if shares_memory or not layout.staging:
+    if shares_memory or not plan.shares_memory or mode not in ("dma", "interleave"):
         return layout
     slices = {part.name: part for part in program.slices}
-    slots, slot_of = staging_slots([(slices[w.name], w) for w in plan.weights])
+    planned = [(slices[w.name], w) for w in plan.weights]
+    begins = [w.first_mover if mode == "interleave" else w.read_layer for w in plan.weights]
+    layout = in_slots(layout, planned, begins, len(plan.capacities))
+    if not layout.staging:
+        return layout
+    slots, slot_of = staging_slots(planned)
     ring = layout.threads * _largest_piece(program)
     return replace(layout, staging_bytes=0, staging={}, staging_slots=slots, staging_slot_of=slot_of, ring_bytes=ring)
 

@@ -10,6 +10,7 @@ import pytest
 import flashmem as package
 from flashmem.cli import plain
 from flashmem.cli.commands.generate import GenerateOptions
+from flashmem.program.program import host_bytes
 from flashmem.runtime.opencl.context import find_device
 from flashmem.schedule.residency import streamed_layout
 from tests.support.command_line import Command, command_line
@@ -28,11 +29,11 @@ def bundle(tmp_path: Path) -> Path:
 
 
 def staging_and_streamed(bundle: Path) -> tuple[int, int]:
-    """Bytes of staging in mode dma, and of the slices that each run loads."""
+    """Bytes of staging in mode dma with copied outputs, and of the slices that each run loads."""
     opened = package.Bundle.open(bundle)
     sizes = {part.name: part.file_bytes for part in opened.program.slices}
     layout = streamed_layout(opened.program, opened.plan, "dma", shares_memory=False)
-    return layout.ring_bytes, sum(sizes[w.name] for w in opened.plan.weights if not w.preload)
+    return layout.ring_bytes + host_bytes(opened.program), sum(sizes[w.name] for w in opened.plan.weights if not w.preload)
 
 
 def test_run_reports_both_memories(flashmem: Command, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +44,10 @@ def test_run_reports_both_memories(flashmem: Command, bundle: Path, monkeypatch:
     host = report["host"]
     assert "host" not in usual and report["peak_bytes"] == usual["peak_bytes"] - staging
     assert host["budget_bytes"] == 10**9 and host["copied_by_later_runs_bytes"] == streamed
-    assert host["by_category"]["staging"] == staging and host["peak_bytes"] == sum(host["by_category"].values()) < 3 * 10**6
+    assert (
+        host["by_category"]["staging"] + host["by_category"]["outputs"] == staging
+        and host["peak_bytes"] == sum(host["by_category"].values()) < 3 * 10**6
+    )
     outcome = flashmem("run", bundle, "--mode", "dma", "--repeat", "2", "--host-budget", "1GB")
     assert "a later run loads 1.76MB of weights, 1.76MB of them from there" in outcome.out + outcome.err
     assert "of 1GB" in outcome.out + outcome.err
@@ -90,7 +94,8 @@ def test_simulate_predicts_later_runs_that_only_copy(flashmem: Command, bundle: 
     read_ms, copy_ms = 1e3 * streamed / 1e8, 1e3 * streamed / 1e9
     assert later[0] >= read_ms and later[0] > later[1] > read_ms / 2 - 1 and copy_ms <= later[2] < read_ms / 4
     assert every["memory"]["peak_bytes"] == usual["memory"]["peak_bytes"] - staging and "host" not in usual["memory"]
-    assert every["memory"]["host"]["by_category"]["staging"] == staging
+    on_host = every["memory"]["host"]["by_category"]
+    assert on_host["staging"] + on_host["outputs"] == staging
     assert every["memory"]["host"]["peak_bytes"] == every["memory"]["host"]["budget_bytes"] >= staging + streamed
     small = flashmem(*words, "--host-budget", "1KB")
     assert small.code == 2 and f"raise the host budget to {staging} bytes" in small.err

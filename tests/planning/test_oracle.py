@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from flashmem.planning.latency.first_answer import first_plan, judged
 from flashmem.planning.opg.lc_opg import solve
 from flashmem.program.tensors import Slice
+from flashmem.schedule.buffer_slots import staging_slots
 from flashmem.schedule.instance import Instance, WeightSpec
 from flashmem.schedule.plan import OverlapPlan, PlannedWeight, TextureSlot
-from flashmem.schedule.staging_slots import staging_slots
 from tests.planning.oracle.first import FirstCase, fastest, first_case, first_findings
 from tests.planning.oracle.paper import PaperCase, best_cost, paper_case, paper_findings
 from tests.planning.oracle.slots import SlotCase, slot_case, slot_findings

@@ -18,7 +18,7 @@ from flashmem.cli.commands.plan_summary import summary
 from flashmem.cli.commands.plan_zoo import ZooPlan, plan_architecture
 from flashmem.cli.commands.timeline import write_prediction
 from flashmem.cli.output.console import emit_json, print_facts
-from flashmem.program.program import Program, fixed_bytes
+from flashmem.program.program import Program, fixed_bytes, host_bytes
 from flashmem.runtime.opencl.processor import rates_said
 from flashmem.runtime.request.options import (
     choose_budget,
@@ -141,10 +141,11 @@ def _simulate(subject: _Subject, mode: str, budget: str | None, strategy: Strate
     chosen = choose_mode(descriptor, mode, path=program.memory_path, planned=subject.mode, strategy=strategy)
     layout = layout_for(program, plan, chosen, strategy)
     again = sum(map(tier_bytes, reloaded([(preloaded(plan) if strategy == "preload" else plan, program.slices)])))
+    on_host = layout.ring_bytes + host_bytes(program)
     host = choose_host_budget(
-        options.host_budget, layout.ring_bytes, again, mode=chosen, shares_memory=descriptor.shares_memory, here=False
+        options.host_budget, on_host, again, mode=chosen, shares_memory=descriptor.shares_memory, here=False
     )
-    needed = fixed_bytes(program) + layout.total_bytes - (host is not None) * layout.ring_bytes
+    needed = fixed_bytes(program) + layout.total_bytes - (host is not None) * on_host
     limit = choose_budget(budget, subject.budget_bytes, needed, mode=chosen, strategy=strategy)
     if strategy != "preload":
         plan = replace(plan, layouts={chosen: layout})

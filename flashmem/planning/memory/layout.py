@@ -17,8 +17,8 @@ import numpy as np
 from flashmem.base.types import DEFAULT_PAGE, POOL_ALIGNMENT, TransferMode
 from flashmem.planning.memory.texture_slots import colour_slots
 from flashmem.program.tensors import Slice
+from flashmem.schedule.buffer_slots import in_slots, staging_slots
 from flashmem.schedule.plan import OverlapPlan, PlannedWeight, PoolLayout, passing_bytes
-from flashmem.schedule.staging_slots import staging_slots
 
 _RING_WIDENING = 128
 """A ring that is too small is widened by the least size divided by this number, then by twice that, and so on."""
@@ -192,24 +192,28 @@ def lay_out_pools(
     if missing:
         raise ValueError(f"the program has no slice {missing[0]!r}, which the plan streams")
     planned = [(by_name[w.name], w) for w in plan.weights]
-    pools = _Pools(planned, len(plan.capacities), _piece_bytes(slices, plan.piece_bytes), page_bytes)
+    pools = _Pools(
+        planned, len(plan.capacities), _piece_bytes(slices, plan.piece_bytes), page_bytes, shares_memory=plan.shares_memory
+    )
     threads = loader_threads or plan.loader_threads
     lay: dict[TransferMode, Callable[[], PoolLayout]] = {
         "map": pools.mapped,
         "alias": pools.alias,
         "dma": lambda: pools.dma(threads),
-        "interleave": lambda: pools.interleave(threads, shares_memory=plan.shares_memory),
+        "interleave": lambda: pools.interleave(threads),
     }
     return {mode: replace(lay[mode](), threads=threads) for mode in modes}
 
 
 class _Pools:
     """The planned slices, and the layout of each mode. `piece`: bytes that pass through the ring at a time; `page`: bytes of a
-    page of the weight file.
+    page of the weight file; `shares_memory`: whether host and device do.
     """
 
-    def __init__(self, planned: Sequence[tuple[Slice, PlannedWeight]], layers: int, piece: int, page: int) -> None:
-        self.planned = planned
+    def __init__(
+        self, planned: Sequence[tuple[Slice, PlannedWeight]], layers: int, piece: int, page: int, *, shares_memory: bool
+    ) -> None:
+        self.planned, self.shares_memory = planned, shares_memory
         self.layers = layers
         self.piece = piece
         self.page = page
@@ -228,13 +232,13 @@ class _Pools:
         """Layout with slices written from g_w on, through a ring with one part for each loader thread, large ones in pieces."""
         return replace(self._targets(lambda w: w.read_layer), ring_bytes=loader_threads * self._passing(self.planned))
 
-    def interleave(self, loader_threads: int, *, shares_memory: bool) -> PoolLayout:
+    def interleave(self, loader_threads: int) -> PoolLayout:
         """Layout with slices in staging from g_w to their last move; kernels move them home from the first move on.
 
         W passes through a ring. Streamed slices do too if host and device do not share memory.
         """
         layout = self._targets(lambda w: w.first_mover)
-        if not shares_memory:
+        if not self.shares_memory:
             slots, slot_of = staging_slots(self.planned)
             passed = self._passing(self.planned)
             layout = replace(layout, staging_slots=slots, staging_slot_of=slot_of)
@@ -264,16 +268,19 @@ class _Pools:
         use."""
         lives = [(s, self._lifetime(w, 0 if w.preload else begins(w))) for s, w in self.planned]
         buffers = [Interval(s.name, s.file_bytes, *life) for s, life in lives if not s.is_image]
-        offsets, total = lay_out(buffers, POOL_ALIGNMENT)
+        offsets, total = lay_out(buffers, POOL_ALIGNMENT) if self.shares_memory else ({i.name: 0 for i in buffers}, 0)
         slots, slot_of = colour_slots([(s, *life) for s, life in lives if s.is_image])
         resident = sum(
             slots[slot_of[s.name]].nbytes if s.is_image else _round_up(s.file_bytes, POOL_ALIGNMENT)
             for s, w in self.planned
             if w.preload
         )
-        return PoolLayout(
+        layout = PoolLayout(
             pool_bytes=total, offsets=offsets, slots=slots, slot_of=slot_of, piece_bytes=self.piece, resident_bytes=resident
         )  # fmt: skip
+        return (
+            layout if self.shares_memory else in_slots(layout, self.planned, [begins(w) for _, w in self.planned], self.layers)
+        )
 
 
 def _piece_bytes(slices: Sequence[Slice], wished: int) -> int:

@@ -39,6 +39,7 @@ class Activations:
         """
         program = opened.program
         self._opened, self._ledger, self._queue = opened, ledger, device.queue
+        self._of_host = ledger if opened.tier is None else opened.tier.ledger
         self._output_bytes, self._scratch_bytes = output_bytes(program), scratch_bytes(program)
         self._copied = copied_outputs(program)
         self._sent: list[Array] = []  # small inputs of the run, which the queue may still have to read
@@ -79,13 +80,13 @@ class Activations:
     def enter(self, queue: Queue) -> None:
         """Read the constants through `queue`, and count the memory that only runs of this variant need. Raises RunError."""
         self._load_constants(queue)
-        self._ledger.reserve("outputs", self._output_bytes, "the arrays that outputs are copied to")
-        self._ledger.reserve("staging", self._scratch_bytes, "conversion of inputs and outputs")
+        self._of_host.reserve("outputs", self._output_bytes, "the arrays that outputs are copied to")
+        self._of_host.reserve("staging", self._scratch_bytes, "conversion of inputs and outputs")
 
     def leave(self) -> None:
         """Another shape variant uses the memory, until `enter`."""
-        self._ledger.release("outputs", self._output_bytes)
-        self._ledger.release("staging", self._scratch_bytes)
+        self._of_host.release("outputs", self._output_bytes)
+        self._of_host.release("staging", self._scratch_bytes)
 
     def _load_constants(self, queue: Queue) -> None:
         program, file, constants = self._opened.program, self._opened.file, self.constants

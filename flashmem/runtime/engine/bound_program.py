@@ -27,7 +27,7 @@ from flashmem.schedule.host_tier import identity
 from flashmem.schedule.loads import Schedule, scheduled, staying
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
 from flashmem.schedule.residency import share_places
-from flashmem.schedule.shared_memory import SharedLayout, weight_memory
+from flashmem.schedule.shared_memory import SharedLayout, WeightMemory, weight_memory
 
 _STAGING = ("threads", "staging_bytes", "ring_bytes", "staging", "staging_slots", "staging_slot_of")
 """The fields of a layout about memory that loads pass through."""
@@ -60,6 +60,7 @@ class WeightStore:
         """
         self._opened, self.ledger = opened, ledger
         self.plan, self.layout, self.resident = plan, layout, resident
+        self._apart = not device.context.device.unified_memory
         self._last_schedule: tuple[object, Schedule] | None = None
         self._transfer: Transfer | None = beside or make_transfer(
             opened.mode, device.context, ledger, opened.file, opened.program.slices, layout,
@@ -128,14 +129,14 @@ class WeightStore:
         for file in self.transfer.files:
             file.check()
 
-    def keep_for(self, plan: OverlapPlan, layout: PoolLayout) -> frozenset[str]:
+    def keep_for(self, opened: OpenedBundle, plan: OverlapPlan, layout: PoolLayout) -> frozenset[str]:
         """The resident slices that stay for another shape variant with `plan` and `layout`; all others are freed where the
         mode can.
         """
         mode = self._opened.mode
         stays = staying(plan) & self.resident
         if mode in ("dma", "interleave"):
-            stays = weight_memory(self.layout).at_same_place(weight_memory(layout), stays)
+            stays = self._memory(self._opened, self.layout).at_same_place(self._memory(opened, layout), stays)
         if mode == "interleave" and stays != staying(plan):  # kernels would copy slices that are already in their places
             stays = frozenset()
         if mode == "map":
@@ -153,9 +154,12 @@ class WeightStore:
 
     def has_room_for(self, opened: OpenedBundle, layout: PoolLayout) -> bool:
         """Whether the memory objects of weights, and the ring, are those of another shape variant too, so that both stay."""
-        return opened.mode == "dma" and weight_memory(self.layout).has_same_objects(weight_memory(layout)) and all(
-            getattr(self.layout, name) == getattr(layout, name) for name in _STAGING
-        )  # fmt: skip
+        here, there = self._memory(self._opened, self.layout), self._memory(opened, layout)
+        staged = all(getattr(self.layout, name) == getattr(layout, name) for name in _STAGING)
+        return opened.mode == "dma" and staged and here.has_same_objects(there)
+
+    def _memory(self, opened: OpenedBundle, layout: PoolLayout) -> WeightMemory:
+        return weight_memory(layout, opened.program.slices, apart=self._apart)
 
     def places_for(self, opened: OpenedBundle, layout: PoolLayout) -> Transfer | None:
         """The transfer whose memory another shape variant can reuse; None, after releasing it, if `layout` differs too much."""
@@ -349,7 +353,7 @@ class BoundProgram:
                 self.weights = WeightStore(device, opened, ledger, plan, layout)
             else:
                 before = beside.weights
-                resident = before.keep_for(plan, layout)
+                resident = before.keep_for(opened, plan, layout)
                 beside.activations.leave()
                 self.states = beside.states
                 self.activations = Activations(device, opened, ledger, queue, beside.activations)
@@ -384,7 +388,7 @@ class BoundProgram:
     def take_turn(self, before: BoundProgram) -> None:
         """Continue in the memory that `before` has used since: another shape variant. Raises RunError."""
         weights = self.weights
-        resident = before.weights.keep_for(weights.plan, weights.layout)
+        resident = before.weights.keep_for(self.opened, weights.plan, weights.layout)
         if isinstance(weights.layout, SharedLayout):  # no other variant loads to the places of slices that stay here
             resident |= weights.resident & staying(weights.plan)
         before.activations.leave()
@@ -401,7 +405,7 @@ class BoundProgram:
             RunError: the device or the budget refuses; the bound program can only be closed then.
         """
         self._save_kernels()
-        stays = self.weights.keep_for(plan, layout)
+        stays = self.weights.keep_for(opened, plan, layout)
         self.kernels.forget()
         self.activations.give_back()
         after = self.weights.places_for(opened, layout)

@@ -11,7 +11,7 @@ from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.checksums import Checksum, table_blocks
 from flashmem.program.lanes import lane_kind
-from flashmem.program.program import Program, fixed_bytes
+from flashmem.program.program import Program, fixed_bytes, host_bytes
 from flashmem.program.tensors import Slice
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.kernels.build_processes import build_apart
@@ -119,11 +119,13 @@ class PlannedVariant:
     layout: PoolLayout
 
     def needed(self, *, host_apart: bool = False) -> int:
-        """Bytes that the budget of a session of this variant requires. `host_apart`: a host budget counts what loads pass
-        through.
-        """
-        passing = self.layout.ring_bytes if host_apart else 0
-        return fixed_bytes(self.program) + self.layout.total_bytes - passing
+        """Bytes that the budget of a session of this variant requires. `host_apart`: a host budget counts `host_bytes`."""
+        return fixed_bytes(self.program) + self.layout.total_bytes - (self.host_bytes if host_apart else 0)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in host memory, where the device does not share it: what loads pass through, copied outputs, conversions."""
+        return self.layout.ring_bytes + host_bytes(self.program)
 
 
 def planned_variant(bundle: Bundle, device: Device, mode: TransferMode, strategy: Strategy) -> PlannedVariant:
@@ -140,7 +142,7 @@ def planned_variant(bundle: Bundle, device: Device, mode: TransferMode, strategy
 
 
 def sharing_memory(
-    variants: Sequence[PlannedVariant], mode: TransferMode, limit: int | None, *, host_apart: bool = False
+    variants: Sequence[PlannedVariant], device: Device, mode: TransferMode, limit: int | None, *, host_apart: bool = False
 ) -> list[PlannedVariant]:
     """The shape variants of a session with a budget of `limit` bytes, with weights in memory objects that they share.
 
@@ -152,12 +154,13 @@ def sharing_memory(
     if limit is not None:
         room = limit - max(each.needed(host_apart=host_apart) - each.layout.home_bytes for each in variants)
     placed = [PlacedVariant(each.plan, each.layout, each.program.slices) for each in variants]
-    return [replace(each, layout=layout) for each, layout in zip(variants, shared_layouts(placed, room), strict=True)]
+    layouts = shared_layouts(placed, room, apart=not device.unified_memory)
+    return [replace(each, layout=layout) for each, layout in zip(variants, layouts, strict=True)]
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The host memory of a session with a host budget: its limit in bytes, and the slices to keep there beside staging."""
+    """The host memory of a session with a host budget: its limit in bytes, and the slices to keep there beside the rest."""
 
     budget: int
     slices: tuple[Slice, ...]
@@ -175,7 +178,7 @@ def planned_host_memory(
     """
     if asked is None:
         return None
-    staging = max(variant.layout.ring_bytes for variant in variants)
+    staging = max(variant.host_bytes for variant in variants)
     again = reloaded((variant.plan, variant.program.slices) for variant in variants)
     weights = sum(map(tier_bytes, again))
     budget = choose_host_budget(asked, staging, weights, mode=mode, shares_memory=device.unified_memory)

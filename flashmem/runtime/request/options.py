@@ -163,7 +163,7 @@ def choose_host_budget(
 
     Args:
         asked: a size; "auto": half of the memory that the system has left, at most what the session can use; None: no budget.
-        staging: bytes of staging that loads pass through.
+        staging: bytes of host memory that a session needs: staging that loads pass through, and outputs.
         weights: bytes of the weights that later runs load again.
         mode: the transfer mode.
         shares_memory: whether host and device share one memory. "auto" then means None.
@@ -186,10 +186,10 @@ def choose_host_budget(
         return max(staging, min(spare, staging + weights))
     if wanted < staging:
         raise BudgetError(
-            f"host budget {format_size(wanted)} is too small: staging of transfer mode {mode} needs {staging} bytes of host "
-            f"memory; raise the host budget to {staging} bytes, or leave it out",
+            f"host budget {format_size(wanted)} is too small: staging of transfer mode {mode}, and outputs, need {staging} "
+            f"bytes of host memory; raise the host budget to {staging} bytes, or leave it out",
             smallest_bytes=staging,
-            binding=f"staging of transfer mode {mode}",
+            binding=f"staging of transfer mode {mode}, and outputs",
         )
     return wanted
 

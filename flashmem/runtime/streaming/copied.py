@@ -21,14 +21,16 @@ from flashmem.schedule.shared_memory import WeightMemory, weight_memory
 class _Homes:
     """Permanent places of slices in modes that copy: textures for images, parts of buffers for the others."""
 
-    def __init__(self, ledger: Ledger, slices: Sequence[Slice], layout: PoolLayout, after: _Homes | None) -> None:
-        """Allocate the memory objects of `layout`. `after`: the places of another shape variant; objects that both have stay
-        allocated, and its others are freed.
+    def __init__(
+        self, ledger: Ledger, slices: Sequence[Slice], layout: PoolLayout, after: _Homes | None, *, apart: bool
+    ) -> None:
+        """Allocate the memory objects of `layout` (`weight_memory`). `after`: the places of another shape variant; objects that
+        both have stay allocated, and its others are freed.
 
         Raises:
             RunError: the device or the budget refuses.
         """
-        self._ledger, self._memory = ledger, weight_memory(layout)
+        self._ledger, self._memory = ledger, weight_memory(layout, slices, apart=apart)
         memory, before, has = self._memory, WeightMemory({}, {}, {}), dict[str, Memory]()
         if after is not None:
             before, has = after._memory, after._objects
@@ -46,11 +48,12 @@ class _Homes:
         for part in slices:
             name, offset = memory.place_of[part.name]
             whole = self._objects[name]
-            image = name in memory.textures
-            self.memories[part.name] = whole if image else ledger.part("weights", whole, offset, whole_words(part.file_bytes))
+            alone = apart and not offset  # a sub-buffer would take memory of its own (docs/research/opencl-notes.md)
+            parted = name in memory.buffers and not alone
+            self.memories[part.name] = ledger.part("weights", whole, offset, whole_words(part.file_bytes)) if parted else whole
 
     def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
-        """A sub-buffer of a buffer, if the slices have the same order there as in the file."""
+        """A sub-buffer of the pool, if the slices have the same order there as in the file."""
         name, _ = self._memory.place_of.get(parts[0].name, ("", 0))
         offsets = {each: offset for each, (where, offset) in self._memory.place_of.items() if where == name}
         return in_pool(self._ledger, self._objects[name], offsets, parts) if name in self._memory.buffers else None
@@ -130,7 +133,7 @@ class MovingTransfer(Transfer):
         self._tier = tier
         self._staging_ledger = ledger if tier is None else tier.ledger  # counts host memory
         self._copier: Copier = after._copier if after else Copier(context, profiling=apart)
-        self._homes: _Homes = _Homes(ledger, slices, layout, after._homes if after else None)
+        self._homes: _Homes = _Homes(ledger, slices, layout, after._homes if after else None, apart=apart)
         self.memories = self._homes.memories
         if after:
             self.arrived = after.arrived

@@ -202,7 +202,11 @@ def describe(
 
     loads = planned_loads(plan, slices, layout, mode, preload=True)
     apart = host_budget is not None
-    kept_there = () if host_budget is None else tier_slices(reloaded([(plan, program.slices)]), host_budget - layout.ring_bytes)
+    on_host: dict[Category, int] = {
+        "outputs": output_bytes(program), "staging": scratch_bytes(program) + layout.ring_bytes
+    }  # fmt: skip
+    left = 0 if host_budget is None else host_budget - sum(on_host.values())
+    kept_there = tier_slices(reloaded([(plan, program.slices)]), left) if apart else ()
     in_tier = {identity(part) for part in kept_there}
     travel = _Travel(mode, layout, program.page_bytes, in_tier)
     return Scenario(
@@ -231,7 +235,7 @@ def describe(
             for load in loads
         ),
         frees=_names(planned_frees(plan, slices)) if mode == "map" else {},
-        allocations=_allocations(program, layout, layout.all_staging_bytes + (not apart) * layout.ring_bytes),
+        allocations=_allocations(program, layout, apart=apart),
         announced=len(read_while_opening(loads, program, rates)),
         context_seconds=rates.session_seconds,
         kernel_seconds=rates.kernel_seconds * _kernel_count(program, moves) + rates.layer_seconds * len(program.launches),
@@ -245,14 +249,13 @@ def describe(
             if kept
             else ()
         ),
-        host=_host_memory(host_budget, layout.ring_bytes, kept_there),
+        host=_host_memory(host_budget, on_host, kept_there),
     )
 
 
-def _host_memory(budget: int | None, staging: int, kept: Sequence[Slice]) -> HostMemoryUse | None:
-    weights = sum(map(tier_bytes, kept))
-    use: dict[Category, int] = {"weights": weights, "staging": staging}
-    return None if budget is None else HostMemoryUse(weights + staging, budget, use)
+def _host_memory(budget: int | None, others: Mapping[Category, int], kept: Sequence[Slice]) -> HostMemoryUse | None:
+    use: dict[Category, int] = {"weights": sum(map(tier_bytes, kept)), **others}
+    return None if budget is None else HostMemoryUse(sum(use.values()), budget, use)
 
 
 def _port_bytes(program: Program, ports: Sequence[Port]) -> int:
@@ -341,16 +344,19 @@ def _gathered_bytes(program: Program) -> int:
     return sum(min(prod(shapes[g.indices]), -(-g.rows // g.panel)) * panel_bytes(g) for g in program.host_embeddings)
 
 
-def _allocations(program: Program, layout: PoolLayout, staging: int) -> tuple[Allocation, ...]:
-    """The allocations in the engine's order, without mapped pages, which change during a run."""
+def _allocations(program: Program, layout: PoolLayout, *, apart: bool) -> tuple[Allocation, ...]:
+    """The allocations in the engine's order, without mapped pages, which change during a run.
+
+    `apart`: a host budget counts those in host memory.
+    """
+    on_host = (Allocation("outputs", output_bytes(program)), Allocation("staging", scratch_bytes(program)))
     return (
         Allocation("states", program.states_bytes),
         Allocation("arena", program.arena_bytes),
         Allocation("constants", program.constants_bytes),
-        Allocation("outputs", output_bytes(program)),
-        Allocation("staging", scratch_bytes(program)),
+        *(() if apart else on_host),
         Allocation("weights", layout.home_bytes),
-        Allocation("staging", staging),
+        Allocation("staging", layout.all_staging_bytes + (not apart) * layout.ring_bytes),
     )
 
 

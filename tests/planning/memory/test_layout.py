@@ -16,10 +16,10 @@ from flashmem.planning.memory.layout import Interval, lay_out, lay_out_pools, ma
 from flashmem.planning.memory.texture_slots import TextureSlotAllocator, colour_slots
 from flashmem.planning.opg.lc_opg import solve
 from flashmem.program.tensors import Slice
+from flashmem.schedule.buffer_slots import staging_slots
 from flashmem.schedule.check import check
 from flashmem.schedule.instance import Instance, WeightSpec
 from flashmem.schedule.plan import PlannedWeight, PlanViolation
-from flashmem.schedule.staging_slots import staging_slots
 from tests.support.planning_instances import instances, slices_for
 
 

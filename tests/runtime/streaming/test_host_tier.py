@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from flashmem import Session
 from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.base.types import TransferMode
-from flashmem.program.program import fixed_bytes
+from flashmem.program.program import fixed_bytes, host_bytes
 from flashmem.program.tensors import Slice
 from flashmem.runtime.engine.bound_program import BoundKernels
 from flashmem.runtime.memory.ledger import Ledger
@@ -115,6 +115,11 @@ def layout_of(model: MiniModel, mode: TransferMode) -> PoolLayout:
     return streamed_layout(model.open().program, model.open().plan, mode, shares_memory=False)
 
 
+def on_host(model: MiniModel, mode: TransferMode) -> int:
+    """Bytes of host memory without a tier: what loads pass through, and copied outputs and conversions."""
+    return layout_of(model, mode).ring_bytes + host_bytes(model.open().program)
+
+
 def in_use_order(model: MiniModel) -> list[Slice]:
     """The slices that each run loads, by first use."""
     bundle = model.open()
@@ -143,7 +148,7 @@ def test_later_runs_read_nothing_that_the_tier_keeps_and_give_the_same_bits(
     monkeypatch.setattr(schedule, "passing_bytes", partial(passing_bytes, piece=PAGE))  # slices of several segments
     give_own_memory(monkeypatch, device)
     inputs, order = model.inputs(seed=3), in_use_order(model)
-    staging, sizes = layout_of(model, mode).ring_bytes, [whole_pages(each) for each in order]
+    staging, sizes = on_host(model, mode), [whole_pages(each) for each in order]
     budget = staging + {"all": sum(sizes), "half": sum(sizes) // 2, "staging": 0}[part]
     assert len(set(sizes)) == 1 and staging > 0
     every_second = order[::2][: len(order) // 2]  # of equal slices
@@ -191,7 +196,7 @@ def test_the_simulator_predicts_the_memory_and_the_loads_of_a_session(
 ) -> None:
     monkeypatch.setattr(schedule, "passing_bytes", partial(passing_bytes, piece=PAGE))
     model, layout = write_mini_bundle(tmp_path / "m.flashmem"), layout_of(write_mini_bundle(tmp_path / "n.flashmem"), mode)
-    budget = layout.ring_bytes + sum(map(whole_pages, in_use_order(model))) // 2
+    budget = on_host(model, mode) + sum(map(whole_pages, in_use_order(model))) // 2
     with Session(model.path, mode=mode, host_budget=budget) as session:
         first, later = (session.run(None, model.inputs()) and session.last_run for _ in range(2))
     assert first is not None and later is not None
@@ -208,33 +213,33 @@ def test_the_simulator_predicts_the_memory_and_the_loads_of_a_session(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_device_does_not_pay_for_staging_that_the_host_budget_counts(
-    mode: TransferMode, tmp_path: Path, apart: None
-) -> None:
+@pytest.mark.usefixtures("apart")
+def test_the_device_does_not_pay_for_what_the_host_budget_counts(mode: TransferMode, tmp_path: Path) -> None:
     model = write_mini_bundle(tmp_path / "m.flashmem")
     layout = layout_of(model, mode)
-    needed = fixed_bytes(model.open().program) + layout.total_bytes
+    needed, apart = fixed_bytes(model.open().program) + layout.total_bytes, on_host(model, mode)
     with pytest.raises(BudgetError) as refused:
         Session(model.path, mode=mode, budget=needed - 1)
     assert refused.value.smallest_bytes == needed
     with pytest.raises(BudgetError) as refused:
-        Session(model.path, mode=mode, budget=needed - layout.ring_bytes - 1, host_budget=layout.ring_bytes)
-    assert refused.value.smallest_bytes == needed - layout.ring_bytes
-    with Session(model.path, mode=mode, budget=needed - layout.ring_bytes, host_budget=layout.ring_bytes) as session:
+        Session(model.path, mode=mode, budget=needed - apart - 1, host_budget=apart)
+    assert refused.value.smallest_bytes == needed - apart
+    with Session(model.path, mode=mode, budget=needed - apart, host_budget=apart) as session:
         session.run(None, model.inputs())
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_host_budget_below_staging_names_the_smallest_that_works(mode: TransferMode, tmp_path: Path, apart: None) -> None:
     model = write_mini_bundle(tmp_path / "m.flashmem")
-    staging = layout_of(model, mode).ring_bytes
-    with pytest.raises(BudgetError, match=rf"^host budget .* is too small: staging .* {mode} needs {staging} bytes") as refused:
+    staging = on_host(model, mode)
+    with pytest.raises(BudgetError, match=rf"^host budget .* too small: staging .* {mode}, .* need {staging} bytes") as refused:
         Session(model.path, mode=mode, host_budget=staging - 1)
     assert "\n" not in str(refused.value)
     with Session(model.path, mode=mode, host_budget=refused.value.smallest_bytes) as session:
         np.testing.assert_allclose(session.run(None, model.inputs())[0], model.reference(model.inputs())[0], atol=2e-5)
         assert session.last_run is not None and session.last_run.memory.host is not None
-        assert session.last_run.memory.host.by_category["staging"] == staging == session.last_run.memory.host.peak_bytes
+        use = session.last_run.memory.host
+        assert sum(use.by_category.values()) == staging == use.peak_bytes and use.by_category["outputs"] > 0
 
 
 def test_where_memory_is_shared_there_is_one_budget(tmp_path: Path) -> None:
@@ -282,7 +287,7 @@ def test_what_stays_on_the_device_is_not_kept_on_the_host(tmp_path: Path, apart:
     again = reloaded([(replace(plan, weights=weights), model.open().program.slices)])
     assert len(stays) == 4 and {part.name for part in again} == {w.name for w in weights} - stays
     with Session(model.path, strategy="preload", host_budget="auto") as session:
-        assert session.host_budget == session._variants[0].layout.ring_bytes > 0
+        assert session.host_budget == session._variants[0].host_bytes > 0
         np.testing.assert_allclose(session.run(None, model.inputs())[0], model.reference(model.inputs())[0], atol=2e-5)
 
 
