@@ -106,8 +106,10 @@ def session(args: argparse.Namespace) -> None:
     before, begun = resident(), time.perf_counter()
     how: dict[str, Any] = {"strategy": "preload"} if args.reference else {"host_budget": args.host_budget}
     with flashmem.Session(bundle, device=args.device, mode=args.mode, **how) as opened:
+        over_time = [device_memory()]
         answers = opened.run(None, inputs)
         first, later, reports = time.perf_counter() - begun, [], []
+        over_time.append(device_memory())
         for _ in range(args.runs):
             since = time.perf_counter()
             again = opened.run(None, inputs)
@@ -115,12 +117,14 @@ def session(args: argparse.Namespace) -> None:
             assert all(np.array_equal(one, other) for one, other in zip(answers, again, strict=True))
             assert opened.last_run is not None
             reports.append(opened.last_run)
+        over_time.append(device_memory())
         device = most.stop()
     report, host = reports[-1], reports[-1].memory.host
     np.savez(args.answers, *answers)
     print(json.dumps({
         "first": first, "later": later, "loaded": sum(load.nbytes for load in report.loads), "copied": report.host_tier_bytes,
         "counted": max(each.memory.peak_bytes for each in reports), "counted_host": 0 if host is None else host.peak_bytes,
+        "over_time": [None if now is None or free is None else now - free for now in over_time],
         "device": None if device is None or free is None else device - free, "host": resident() - before, "before": before,
     }))  # fmt: skip
 
@@ -178,6 +182,9 @@ def report(args: argparse.Namespace, within: dict[str, Any], whole: dict[str, An
             f"| {each['loaded'] / 1e6:.0f} | {each['copied'] / 1e6:.0f} | {each['counted'] / 1e6:.0f}, {smi} "
             f"| {each['counted_host'] / 1e6:.0f}, {each['host'] / 1e6:.0f}, {each['before'] / 1e6:.0f} |"
         )
+    for name, each in (("within both budgets", within), ("all resident", whole)):
+        moments = ["-" if now is None else f"{now / 1e6:.0f}" for now in each["over_time"]]
+        print(f"{name}: by nvidia-smi {', '.join(moments)} MB when opened, after the first answer and after the last run")
     kept = within["counted"] <= budgets[0] and within["counted_host"] <= budgets[1]
     return 0 if equal and kept else 1
 

@@ -122,26 +122,29 @@ def test_what_loads_pass_through_counts_where_memory_is_not_shared(
         np.testing.assert_array_equal(got, wanted)
 
 
-def test_staging_slots_keep_to_every_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_keep_to_every_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Including unused space, since slices of different sizes share them in turn; answers equal the resident ones."""
     model, inputs = MODEL.with_name("gptneo-tiny.onnx"), examples("gptneo-tiny")
-    options: dict[str, Any] = {"device": _apart(tmp_path), "memory_path": "buffer", "mode": "interleave", "build": False}
-    with pytest.raises(BudgetError) as refused:
-        flashmem.compile(model, tmp_path / "none.flashmem", budget=1, **options)
-    least, pocl = refused.value.smallest_bytes, find_device("pocl")
+    device, pocl, pocl = _apart(tmp_path), find_device("pocl")
+    modes: tuple[TransferMode, ...] = ("interleave", "dma")
     monkeypatch.setattr("flashmem.runtime.request.options.find_device", lambda *_, **__: replace(pocl, unified_memory=False))
     wasted = []
-    for number, budget in enumerate((least, int(1.1 * least), int(1.3 * least))):
-        bundle = flashmem.compile(model, tmp_path / f"{number}.flashmem", budget=budget, **options)
-        layout = bundle.plan.layouts["interleave"]
-        assert fixed_bytes(bundle.program) + layout.total_bytes <= budget
-        placed = lay_out_pools(bundle.program.slices, replace(bundle.plan, shares_memory=True), ["interleave"])["interleave"]
-        wasted.append(layout.all_staging_bytes - placed.all_staging_bytes)
-        with flashmem.Session(bundle, mode="interleave", strategy="preload") as session:
-            expected = session.run(None, inputs)
-        with flashmem.Session(bundle, mode="interleave", budget=budget) as session:
-            for _ in range(2):
-                for got, wanted in zip(session.run(None, inputs), expected, strict=True):
-                    np.testing.assert_array_equal(got, wanted)
-                assert session.last_run is not None and session.last_run.memory.peak_bytes <= budget
+    for mode in modes:
+        options: dict[str, Any] = {"device": device, "memory_path": "buffer", "mode": mode, "build": False}
+        with pytest.raises(BudgetError) as refused:
+            flashmem.compile(model, tmp_path / "none.flashmem", budget=1, **options)
+        least = refused.value.smallest_bytes
+        for number, budget in enumerate((least, int(1.1 * least), int(1.3 * least))):
+            bundle = flashmem.compile(model, tmp_path / f"{mode}{number}.flashmem", budget=budget, **options)
+            layout = bundle.plan.layouts[mode]
+            assert fixed_bytes(bundle.program) + layout.total_bytes <= budget
+            placed = lay_out_pools(bundle.program.slices, replace(bundle.plan, shares_memory=True), modes)[mode]
+            wasted.append(layout.home_bytes + layout.all_staging_bytes - placed.home_bytes - placed.all_staging_bytes)
+            with flashmem.Session(bundle, mode=mode, strategy="preload") as session:
+                expected = session.run(None, inputs)
+            with flashmem.Session(bundle, mode=mode, budget=budget) as session:
+                for _ in range(2):
+                    for got, wanted in zip(session.run(None, inputs), expected, strict=True):
+                        np.testing.assert_array_equal(got, wanted)
+                    assert session.last_run is not None and session.last_run.memory.peak_bytes <= budget
     assert max(wasted) > 0
