@@ -125,7 +125,7 @@ def test_what_loads_pass_through_counts_where_memory_is_not_shared(
 def test_slots_keep_to_every_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Including unused space, since slices of different sizes share them in turn; answers equal the resident ones."""
     model, inputs = MODEL.with_name("gptneo-tiny.onnx"), examples("gptneo-tiny")
-    device, pocl, pocl = _apart(tmp_path), find_device("pocl")
+    device, pocl = _apart(tmp_path), find_device("pocl")
     modes: tuple[TransferMode, ...] = ("interleave", "dma")
     monkeypatch.setattr("flashmem.runtime.request.options.find_device", lambda *_, **__: replace(pocl, unified_memory=False))
     wasted = []
