@@ -13,6 +13,7 @@ from math import inf
 from flashmem.planning.arithmetic.clock import TimingModel, clock_of
 from flashmem.planning.arithmetic.measure import Measure
 from flashmem.planning.arithmetic.release_times import in_turn
+from flashmem.planning.latency.first_answer import first_plan
 from flashmem.planning.latency.tiers import expected_seconds, subsets
 from flashmem.schedule.host_tier import spread
 from flashmem.schedule.instance import Instance
@@ -84,6 +85,8 @@ def serving_later_runs(
     earliest of the plans.
     """
     kept = [read_early(instance, with_kept(instance, each, limit, measure)) for each in rooms if measure(each) <= limit]
+    if instance.mode == "interleave":
+        kept += [made for each in kept if (made := _in_w(instance, each)) is not None and measure(made) <= limit]
     worst = max(min(each.objective for each in kept), soonest * (1 + OWN_WORTH))
     return min((each for each in kept if each.objective <= worst), key=lambda each: by_later_runs(instance, each))
 
@@ -92,6 +95,18 @@ OWN_WORTH = 0.05
 """The share of the first answer that later runs may cost on a device with memory of its own: by the memory they get, and by
 slices of other sizes. There a load costs a run far more than the same bytes on the device, so weights that stay gain more than
 where later runs find them in the page cache of the same memory."""
+
+
+def _in_w(instance: Instance, plan: OverlapPlan) -> OverlapPlan | None:
+    """`plan`, whose kept weights are in W instead: they are copied to their places without staging, before the disk would wait
+    for it. Planned anew with the M_peak of `plan`; None if nothing is kept.
+    """
+    stays = frozenset(w.name for w in plan.weights if w.preload or w.keep)
+    if not any(w.keep for w in plan.weights):
+        return None
+    note = "weights that stay for later runs are in W: there they need no staging"
+    made = first_plan(replace(instance, m_peak=plan.m_peak), stays, quick=True)
+    return replace(made, asked=plan.asked, notes=(*made.notes, note))
 
 
 def read_early(instance: Instance, plan: OverlapPlan) -> OverlapPlan:

@@ -36,3 +36,19 @@ def test_a_large_head_is_cut_so_that_the_rest_of_a_budget_stays_on_the_device() 
     assert fixed_bytes(made.program) + layout.total_bytes <= budget
     assert stays >= 0.9 * (budget - fixed_bytes(made.program) - layout.ring_bytes - in_flight)
     assert in_flight < sum(part.nbytes for part in head) / 2
+
+
+def test_kernels_that_copy_keep_weights_too() -> None:
+    """In `interleave` weights that stay are in W, and need no staging: the first answer may still be only a little later."""
+    graph = prepare(TiedDecoder(6, 512, 8, 10000, joined=True).graph("decoder", 16))
+    options = resolve(read_limits(budget="64MB"), device="nvidia", mode="interleave", memory_path="buffer")
+    pipeline = Pipeline(graph, options, KernelSelector(options.descriptor, options.optimize, limited=True))
+    soonest = min(
+        replace(pipeline, slicing=Slicing(most=most)).attempt(frozenset()).plan.objective for most in (16 << 20, 4 << 20)
+    )
+    made, plan = plan_graph(graph, options)
+    layout = with_layouts(made.program, plan, ["interleave"]).layouts["interleave"]
+    assert fixed_bytes(made.program) + layout.total_bytes <= 64_000_000
+    assert plan.objective <= (1 + OWN_WORTH) * soonest
+    total = sum(w.nbytes for w in plan.weights)
+    assert 0.2 * total < sum(w.nbytes for w in plan.weights if w.preload or w.keep) < total
