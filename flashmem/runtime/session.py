@@ -59,8 +59,7 @@ class Session:
     Sessions that are open when Python exits are closed then.
 
     A bundle with several shape variants has one of them bound at a time, at first its own (`Bundle.index`). Inputs of other
-    shapes bind another variant instead. Memory is that of one variant, and weights of both stay resident
-    (docs/how-to/shapes.md).
+    shapes bind another variant instead. Weights that both keep stay resident (docs/how-to/shapes.md).
     """
 
     def __init__(
