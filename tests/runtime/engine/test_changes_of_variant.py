@@ -13,7 +13,9 @@ import flashmem
 from flashmem.base.types import TransferMode
 from flashmem.runtime.engine.bound_program import BoundProgram
 from flashmem.runtime.generation.generator import Generator
-from flashmem.runtime.opencl.context import find_device
+from flashmem.runtime.memory.accounts import Category
+from flashmem.runtime.memory.ledger import Ledger
+from flashmem.runtime.opencl.context import Memory, find_device
 from flashmem.schedule.loads import staying
 from tests.support.chain_model import WIDTH, chained, smallest_budget, write_chain
 from tests.support.gguf_models import SmallLlama
@@ -98,3 +100,31 @@ def test_variants_of_a_language_model_stay_bound_and_resident(
     for one, other in zip(found[:half], found[half:], strict=True):
         for a, b in zip(one, other, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("mode", ["dma", "interleave"])
+def test_no_buffer_of_weights_is_divided_on_a_device_with_memory_of_its_own(
+    mode: TransferMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVIDIA's driver would give each part memory of its own. A bundle compiled for shared memory is laid out anew."""
+    model = tmp_path / "chain.onnx"
+    weights = write_chain(model)
+    x = np.random.default_rng(2).standard_normal((9, WIDTH)).astype(np.float32)
+    whole = flashmem.compile(model, tmp_path / "whole.flashmem", device="pocl", shapes={"x": x.shape}, memory_path="buffer")
+    sizes = sum(part.file_bytes for part in whole.program.slices)
+    for device in (descriptor_with_own_memory(tmp_path), "pocl"):
+        options: dict[str, Any] = {"device": device, "mode": mode, "memory_path": "buffer", "shapes": {"x": x.shape}}
+        bundle = flashmem.compile(model, tmp_path / "m.flashmem", m_peak=sizes // 2, build=False, **options)
+        with monkeypatch.context() as patch:
+            give_own_memory(patch, find_device("pocl"))
+            parted, part = set[str](), Ledger.part
+
+            def spy(ledger: Ledger, category: Category, *place: Any, of: Any = part, seen: set[str] = parted) -> Memory:
+                seen.add(category)
+                return of(ledger, category, *place)
+
+            patch.setattr(Ledger, "part", spy)
+            with flashmem.Session(bundle, mode=mode) as session:
+                for _ in range(2):
+                    np.testing.assert_allclose(session.run(None, {"x": x})[0], chained(x, weights), rtol=0, atol=1e-4)
+            assert "arena" in parted and "weights" not in parted
