@@ -11,15 +11,17 @@ near the earliest, the size with the fastest later runs is used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from flashmem.base.errors import BudgetError
 from flashmem.compiler.adaptive.pipeline import Attempt, Pipeline
 from flashmem.compiler.weights.slicing import FINEST, LEAST_BYTES, Slicing
 from flashmem.planning.latency.later_runs import OWN_WORTH, by_later_runs
+from flashmem.planning.latency.tiers import least_expected_seconds
 from flashmem.planning.limits import Limits
-from flashmem.program.program import Program
+from flashmem.program.program import Program, fixed_bytes
+from flashmem.schedule.instance import Instance
 
 STEP = 4
 """Each size is 1 / STEP of the size before."""
@@ -39,7 +41,7 @@ def first_attempt(pipeline: Pipeline, limits: Limits) -> tuple[Pipeline, Attempt
     """
     attempts = _Attempts(pipeline, limits)
     if _later_runs_count(pipeline, limits):
-        if (found := _for_later_runs(list(attempts), limits)) is not None:
+        if (found := _for_later_runs(attempts, limits)) is not None:
             return found
     else:
         best: tuple[Pipeline, Attempt] | None = None
@@ -65,12 +67,14 @@ def first_attempt(pipeline: Pipeline, limits: Limits) -> tuple[Pipeline, Attempt
 class _Attempts:
     """The attempts that fit the limits, with slices from coarse to fine, each made when it is asked for.
 
-    `refused` is the error with the smallest budget of those that did not fit.
+    `refused` is the error with the smallest budget of those that did not fit. With `best`, the seconds of a later run, those
+    that cannot have a faster one are left out.
     """
 
     def __init__(self, pipeline: Pipeline, limits: Limits) -> None:
         self._pipeline, self._limits = pipeline, limits
         self.refused: BudgetError | None = None
+        self.best: float | None = None
 
     def __iter__(self) -> Iterator[tuple[Pipeline, Attempt]]:
         before, largest = Slicing(most=None), 0
@@ -81,6 +85,10 @@ class _Attempts:
             pipeline = replace(self._pipeline, slicing=slicing)
             generated = pipeline.generate(frozenset())
             largest = _largest(generated.program)
+            if self.best is not None:
+                instance = pipeline.instance(generated.program)
+                if not _may_be_faster(instance, generated.program, self._limits, self.best):
+                    continue
             try:
                 yield pipeline, pipeline.attempt(frozenset(), generated)
             except BudgetError as error:
@@ -94,23 +102,34 @@ def _later_runs_count(pipeline: Pipeline, limits: Limits) -> bool:
     return apart and limits.budget is not None and limits.strategy == "stream" and limits.resolved_objective != "paper"
 
 
-def _for_later_runs(attempts: Sequence[tuple[Pipeline, Attempt]], limits: Limits) -> tuple[Pipeline, Attempt] | None:
+def _for_later_runs(attempts: _Attempts, limits: Limits) -> tuple[Pipeline, Attempt] | None:
     """Of `attempts`, from coarse to fine, the one with the fastest later runs whose first answer is near the earliest.
 
-    For "steady" every first answer will do. Finer slices must be faster by `WORTH`. None without attempts.
+    For "steady" every first answer will do. Finer slices must be faster by `WORTH`; those that cannot be are not planned to the
+    end. None without attempts.
     """
     steady = limits.resolved_objective == "steady"
-    soonest = None if steady else min((tried.plan.objective for _, tried in attempts), default=0.0)
+    made = attempts if steady else list(attempts)
+    soonest = None if isinstance(made, _Attempts) else min((tried.plan.objective for _, tried in made), default=0.0)
     best: tuple[float, Pipeline, Attempt] | None = None
-    for pipeline, tried in attempts:
+    for pipeline, tried in made:
         if soonest is not None and tried.plan.objective > soonest * (1 + OWN_WORTH):
+            continue
+        if best is not None and not _may_be_faster(tried.instance, tried.generated.program, limits, best[0]):
             continue
         pipeline = replace(pipeline, soonest=soonest)
         plan = tried.plan if steady else pipeline.completed(tried)
         seconds = by_later_runs(tried.instance, plan)[0]
         if best is None or seconds < (1 - WORTH) * best[0]:
             best = seconds, pipeline, tried
+            attempts.best = seconds
     return None if best is None else best[1:]
+
+
+def _may_be_faster(instance: Instance, program: Program, limits: Limits, best: float) -> bool:
+    """Whether later runs of a plan for `instance`, within the budget, may be faster than `best` seconds by `WORTH`."""
+    assert limits.budget is not None
+    return least_expected_seconds(instance, limits.budget - fixed_bytes(program)) < (1 - WORTH) * best
 
 
 def _with_w_larger(pipeline: Pipeline, made: Attempt, limits: Limits) -> tuple[Pipeline, Attempt]:

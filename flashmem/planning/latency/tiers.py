@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from itertools import combinations
+from itertools import accumulate, combinations
 
 from flashmem.planning.arithmetic.clock import Compute, durations, needed_at
 from flashmem.planning.arithmetic.release_times import held_bytes
@@ -87,6 +87,20 @@ def expected_seconds(instance: Instance, plan: OverlapPlan) -> float:
     """
     run = _LaterRun(instance, plan)
     return math.sqrt(run.seconds(()) * run.seconds({w.name for w in run.streamed}))
+
+
+def least_expected_seconds(instance: Instance, room: int) -> float:
+    """A lower bound of `expected_seconds` for every plan of `instance` that has at most `room` bytes of weights on the device.
+
+    What does not fit is issued, read and copied in each run. The fewest loads are those of the largest weights.
+    """
+    assert instance.own is not None
+    own, sizes = instance.own, sorted((w.nbytes for w in instance.weights), reverse=True)
+    rest = max(0, sum(sizes) - room)
+    loads = next((count for count, nbytes in enumerate(accumulate(sizes, initial=0)) if nbytes >= rest), len(sizes))
+    compute = sum(layer.seconds for layer in instance.layers)
+    tier = max(compute, loads * own.load_seconds, rest / own.copy_bandwidth)
+    return math.sqrt(tier * max(tier, rest / own.read_bandwidth))
 
 
 def subsets(names: Sequence[str]) -> Iterator[frozenset[str]]:

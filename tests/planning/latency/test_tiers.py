@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import replace
 from functools import cache
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from flashmem.planning.latency.first_answer import first_plan
 from flashmem.planning.latency.later_runs import OWN_WORTH, by_later_runs, read_early, serving_later_runs, with_kept
-from flashmem.planning.latency.tiers import expected_seconds, tiered_seconds
+from flashmem.planning.latency.tiers import expected_seconds, least_expected_seconds, tiered_seconds
 from flashmem.schedule.check import check
 from flashmem.schedule.host_tier import spread
 from flashmem.schedule.instance import Instance, OwnMemory, WeightSpec
@@ -123,6 +124,23 @@ def test_no_other_resident_set_serves_both_kinds_of_sessions_better(problem: tup
     )
     assert expected_seconds(instance, made) ** 2 == pytest.approx(best, rel=1e-4)
     assert by_later_runs(instance, made)[0] == pytest.approx(expected_seconds(instance, made), abs=1e-6)
+
+
+@given(problems(), st.integers(0, 30))
+@settings(max_examples=60, deadline=None)
+def test_no_resident_set_beats_the_bound_that_ends_a_search(problem: tuple[Instance, OverlapPlan], device: int) -> None:
+    """Every set that fits beside nothing in flight, which is more than any layout has room for."""
+    instance, plan = problem
+    names = {w.name for w in plan.weights}
+    others = [kept(plan, chosen) for chosen in sets_of(names)]
+    best = min(
+        math.sqrt(reference(instance, each, ()) * reference(instance, each, names))
+        for each in others if kept_bytes(each) <= device
+    )  # fmt: skip
+    assert least_expected_seconds(instance, device) <= best * (1 + 1e-9)
+    assert least_expected_seconds(instance, sum(w.nbytes for w in instance.weights)) == pytest.approx(
+        sum(layer.seconds for layer in instance.layers)
+    )
 
 
 def test_bytes_are_spread_over_a_run() -> None:
