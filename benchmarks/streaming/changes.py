@@ -1,4 +1,4 @@
-"""Changes of shape variant: what the first run after one takes and loads, beside runs of one token after the other.
+"""Changes of shape variant: time and loads of the first run after one, beside runs of one token after another.
 
     python -m benchmarks.streaming.changes model.gguf --device nvidia --budget 320MB [--host-budget auto] [--shape]
 
