@@ -28,7 +28,7 @@ MORE = {
     "planning.planner": ["quality", "--models", "sd15-unet", "--devices", "nvidia", "--objectives", "first"],
     "serving.reopening": ["absent.flashmem"],
     "serving.requests": ["absent.flashmem"],
-    "streaming.beyond_memory": ["gpt2"],
+    "streaming.beyond": ["gpt2"],
     "streaming.changes": ["absent.gguf"],
 }
 """Required arguments of a benchmark, besides those under test."""

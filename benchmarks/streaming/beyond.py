@@ -1,6 +1,6 @@
 """A model larger than the device's and the host's budget together: it streams from disk through both.
 
-    python -m benchmarks.streaming.beyond_memory gptneo-2.7b --device nvidia --budget 2GB --host-budget 3GB [--runs 3]
+    python -m benchmarks.streaming.beyond gptneo-2.7b --device nvidia --budget 2GB --host-budget 3GB [--runs 3]
 
 The model is a known architecture with random weights. It is compiled for both budgets. A fresh process opens a session within
 them and runs it; another one keeps all weights on the device, without budgets, and gives the reference. Answers are compared
@@ -131,7 +131,7 @@ def session(args: argparse.Namespace) -> None:
 
 def child(args: argparse.Namespace, bundle: Path, answers: Path, *, reference: bool) -> dict[str, Any]:
     """The numbers of `session` in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.streaming.beyond_memory", args.model, "--device", args.device]
+    command = [sys.executable, "-m", "benchmarks.streaming.beyond", args.model, "--device", args.device]
     command += ["--mode", args.mode, "--host-budget", args.host_budget, "--runs", str(args.runs)]
     command += ["--bundle", str(bundle), "--answers", str(answers), *(["--reference"] if reference else [])]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=os.environ)
