@@ -1,4 +1,4 @@
-"""Five small networks, for which launches take longer than arithmetic: written for benchmarks/kernels/resident.py.
+"""Five small networks for benchmarks/kernels/resident.py: their launches take longer than arithmetic.
 
     python -m benchmarks.kernels.small_networks DIR
     python -m benchmarks.kernels.resident --zoo DIR --device pocl --models mobilenetv3-large efficientnet-b0 \\
@@ -12,7 +12,6 @@ bidirectional GRUs.
 
 from __future__ import annotations
 
-import argparse
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,6 +20,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
+from benchmarks.command import Arguments, run_command
 from flashmem.base.errors import MissingFileError
 from flashmem.compiler.ir.graph import Graph, Value
 from flashmem.tools.zoo.graph_file import write_random, write_with_random_weights
@@ -123,10 +123,10 @@ def write(folder: Path) -> None:
 
 def main() -> None:
     """Parse the command line, write the networks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("folder", type=Path, metavar="DIR")
     write(parser.parse_args().folder)
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)
