@@ -123,8 +123,8 @@ def compile(
             named past and present. A session keeps them on the device, and neither takes nor returns them.
         constants: values of inputs that never change, numbers or arrays by name. The bundle has no such inputs, and branches on
             them are folded.
-        max_length: of a GGUF file: words that the cache of keys and values holds, by default 2,048 or the model's context.
-        batch: of a GGUF file: requests that `BatchGenerator` answers at a time, each with a cache of its own; 1 by default, for
+        max_length: of a language model: tokens that the cache of keys and values holds, by default 2,048 or the model's context.
+        batch: of a language model: requests that `BatchGenerator` answers at a time, each with a cache of its own; 1 by default, for
             `Generator`.
         quantize: store float32 weights of products and tables as integers with scales: "int4" or "int8". `Bundle.meta` has the
             error of each as `quantised` (`flashmem.compiler.frontend.quantize`).
@@ -225,7 +225,7 @@ def _as_onnx(compilation: Compilation, *, sketch: bool = False) -> Iterator[_Sou
         return
     source = _Source(model)
     if compilation.kind == "folder":
-        language = read_folder(model, compilation.max_length)
+        language = read_folder(model, compilation.max_length, compilation.batch)
         source = _Source(language.path, language.language, language.rewrite, language.files)
     source = replace(source, files=(*source.files, *model_files(load_mapped(source.path), source.path)))
     if compilation.quantize is None:

@@ -184,7 +184,10 @@ def test_the_command_line(command: Command, file: Path) -> None:
     for words, said in (
         (("generate", file, "a", "--batch", "3"), "--batch is for flashmem compile and flashmem serve; leave it out"),
         (("generate", file, "--estimate", "--batch", "3"), "an estimate is of one request at a time; leave out --batch"),
-        (("compile", Path(__file__).parents[2] / "data" / "gptneo-tiny.onnx", "--batch", "3"), "--batch is for a GGUF file"),
+        (
+            ("compile", Path(__file__).parents[2] / "data" / "gptneo-tiny.onnx", "--batch", "3"),
+            "--batch is for a GGUF file or a folder of a language model",
+        ),
     ):
         refused = command(*words)
         assert refused.code == 2 and said in refused.err and refused.err.count("\n") == 1

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashmem.bundle.language import CANDIDATES, KEPT, LOGITS, TEMPERATURE
+from flashmem.base.errors import UserError
+from flashmem.bundle.language import CANDIDATES, IDS, KEPT, LOGITS, TEMPERATURE
 from flashmem.compiler.ir.graph import Graph, GraphPort, Node, Value
 
 
 def with_candidates(graph: Graph) -> Graph:
-    """`graph` of a language model (as imported) with the input temperature and the output candidates; logits in float32."""
+    """`graph` of a language model (as imported) with the input temperature and the output candidates; logits in float32.
+
+    Raises:
+        UserError: the rows of a batch do not stay apart in it.
+    """
     [logits] = [port.value for port in graph.outputs if port.name == LOGITS]
-    kept = min(KEPT, logits.shape[-1])
-    batch = logits.shape[0]
+    [ids] = [port.value for port in graph.inputs if port.name == IDS]
+    kept, batch = min(KEPT, logits.shape[-1]), ids.shape[0]
+    if logits.shape[:-2] != (batch,):
+        raise UserError(
+            f"the model cannot answer {batch} requests at a time: its logits have the shape {list(logits.shape)}; leave out --batch"
+        )
     temperature = Value(TEMPERATURE, (batch,) if batch > 1 else (), "float32")
     made = Value(CANDIDATES, (*logits.shape[:-1], 2 * kept + 1), "int32")
     made.producer = Node("Candidates", CANDIDATES, [logits, temperature], [made], {"k": kept})
