@@ -123,9 +123,9 @@ def compile(
             named past and present. A session keeps them on the device, and neither takes nor returns them.
         constants: values of inputs that never change, numbers or arrays by name. The bundle has no such inputs, and branches on
             them are folded.
-        max_length: of a language model: tokens that the cache of keys and values holds, by default 2,048 or the model's context.
-        batch: of a language model: requests that `BatchGenerator` answers at a time, each with a cache of its own; 1 by default, for
-            `Generator`.
+        max_length: of a language model: tokens that its cache holds, by default 2,048 or the model's context.
+        batch: of a language model: requests that `BatchGenerator` answers at a time, each with a cache of its own; 1 by
+            default, for `Generator`.
         quantize: store float32 weights of products and tables as integers with scales: "int4" or "int8". `Bundle.meta` has the
             error of each as `quantised` (`flashmem.compiler.frontend.quantize`).
         preload: weights that must be resident from the start.

@@ -71,7 +71,8 @@ def with_fixed_cache(model: onnx.ModelProto, size: CacheSize, path: Path) -> Non
     rows = next(value for value in graph.input if value.name == IDS).type.tensor_type.shape.dim[:1]
     if rows and rows[0].dim_value not in (0, size.batch):
         raise UserError(
-            f"{path} was exported for a batch of {rows[0].dim_value}; export it with an open batch, or compile it with that --batch"
+            f"{path} was exported for a batch of {rows[0].dim_value}; export it with an open batch, or compile it with that "
+            "--batch"
         )
     decoder = _Decoder(graph, path, max(each.version for each in model.opset_import if each.domain in ("", "ai.onnx")))
     decoder.add("TokenPositions", [IDS, TOTAL], POSITIONS)
@@ -281,7 +282,7 @@ class _Decoder:
                     )
 
     def find_positions(self, size: CacheSize) -> None:
-        """Replace each Range from the number of earlier tokens on by the positions, which differ between the rows of a batch."""
+        """Replace each Range from the number of earlier tokens on by the positions, which rows of a batch do not share."""
         ranges = {node.output[0]: node for node in self.graph.node if node.op_type == "Range"}
         for past in self._lengths(size):
             made = self._folded(ranges, past, size, {})

@@ -20,7 +20,8 @@ def with_candidates(graph: Graph) -> Graph:
     kept, batch = min(KEPT, logits.shape[-1]), ids.shape[0]
     if logits.shape[:-2] != (batch,):
         raise UserError(
-            f"the model cannot answer {batch} requests at a time: its logits have the shape {list(logits.shape)}; leave out --batch"
+            f"the model cannot answer {batch} requests at a time: its logits have the shape {list(logits.shape)}; leave out "
+            "--batch"
         )
     temperature = Value(TEMPERATURE, (batch,) if batch > 1 else (), "float32")
     made = Value(CANDIDATES, (*logits.shape[:-1], 2 * kept + 1), "int32")
