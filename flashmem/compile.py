@@ -26,7 +26,7 @@ from flashmem.compiler.frontend.external_data import model_files
 from flashmem.compiler.frontend.gguf.reader import converted
 from flashmem.compiler.frontend.gguf.weights import matrix, sketched
 from flashmem.compiler.frontend.importer import collect_unsupported, import_model
-from flashmem.compiler.frontend.language.candidates import with_candidates
+from flashmem.compiler.frontend.language.candidates import check_batch, with_candidates
 from flashmem.compiler.frontend.language.folder import read_folder
 from flashmem.compiler.frontend.language.model import Rewrite, unchanged
 from flashmem.compiler.frontend.mapped_file import load_mapped
@@ -211,8 +211,11 @@ class _Source:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def extend(self, graph: Graph) -> Graph:
-        """`graph`, as imported, with what only the graphs of language models have."""
-        return with_candidates(graph) if self.language else graph
+        """`graph`, as imported, with what only the graphs of language models have. Raises UserError."""
+        if not self.language:
+            return graph
+        check_batch(graph)
+        return with_candidates(graph)
 
 
 @contextmanager

@@ -10,19 +10,10 @@ from flashmem.compiler.ir.graph import Graph, GraphPort, Node, Value
 
 
 def with_candidates(graph: Graph) -> Graph:
-    """`graph` of a language model (as imported) with the input temperature and the output candidates; logits in float32.
-
-    Raises:
-        UserError: the rows of a batch do not stay apart in it.
-    """
+    """`graph` of a language model (as imported) with the input temperature and the output candidates; logits in float32."""
     [logits] = [port.value for port in graph.outputs if port.name == LOGITS]
-    [ids] = [port.value for port in graph.inputs if port.name == IDS]
-    kept, batch = min(KEPT, logits.shape[-1]), ids.shape[0]
-    if logits.shape[:-2] != (batch,):
-        raise UserError(
-            f"the model cannot answer {batch} requests at a time: its logits have the shape {list(logits.shape)}; leave out "
-            "--batch"
-        )
+    kept = min(KEPT, logits.shape[-1])
+    batch = logits.shape[0]
     temperature = Value(TEMPERATURE, (batch,) if batch > 1 else (), "float32")
     made = Value(CANDIDATES, (*logits.shape[:-1], 2 * kept + 1), "int32")
     made.producer = Node("Candidates", CANDIDATES, [logits, temperature], [made], {"k": kept})
@@ -33,3 +24,14 @@ def with_candidates(graph: Graph) -> Graph:
         outputs=[*outputs, GraphPort(CANDIDATES, "int32", made)],
         nodes=[*graph.nodes, made.producer],
     )
+
+
+def check_batch(graph: Graph) -> None:
+    """Raise UserError unless the rows of a batch stay apart in `graph` of a language model (as imported)."""
+    [logits] = [port.value for port in graph.outputs if port.name == LOGITS]
+    [ids] = [port.value for port in graph.inputs if port.name == IDS]
+    if logits.shape[:-2] != ids.shape[:1]:
+        raise UserError(
+            f"the model cannot answer {ids.shape[0]} requests at a time: its logits have the shape {list(logits.shape)}; leave "
+            "out --batch"
+        )
