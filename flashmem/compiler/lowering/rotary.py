@@ -27,9 +27,10 @@ _WIDEST = 8
 class _Turned:
     """Rotary positions as a kernel computes them: template values, and arguments besides the tensors.
 
-    `items`: vectors of a row. `numbers`: sizes and strides in the offsets of the tables' rows.
+    `tables`: of cosines and sines. `items`: vectors of a row. `numbers`: sizes and strides in the offsets of the tables' rows.
     """
 
+    tables: list[Value]
     values: dict[str, Any]
     rows: int
     items: int
@@ -71,7 +72,13 @@ def _turned(context: LoweringContext, group: FusionGroup) -> _Turned:
     }
     shape = KernelShape(rows=rows, columns=columns, run=columns, vector=vector)
     return _Turned(
-        values | {"numbers": len(numbers)}, rows, (half + rest) // vector, numbers, [half, rest] if rest else [half], shape
+        tables,
+        values | {"numbers": len(numbers)},
+        rows,
+        (half + rest) // vector,
+        numbers,
+        [half, rest] if rest else [half],
+        shape,
     )
 
 
@@ -86,7 +93,7 @@ def lower_rotary(context: LoweringContext, group: FusionGroup) -> None:
     local = context.work_group(items)
     over = "x" if context.buffers.overwritten.get(node) is node.input(0) else ""
     kernel = context.kernels.kernel("attention/rotary", attributes=context.attributes(local), over=over, **turned.values)
-    args = [context.operand(node.input(0)), context.tensor(group.output), *map(context.operand, node.inputs[1:])]
+    args = [context.operand(node.input(0)), context.tensor(group.output), *map(context.operand, turned.tables)]
     context.launch(group, kernel, [*args, *turned.numbers, turned.rows, *turned.sizes], items, local, turned.shape)
 
 
@@ -126,7 +133,7 @@ def lower_rotary_with_cache(context: LoweringContext, group: FusionGroup, scatte
         **turned.values,
     )
     read = [context.operand(updates), context.operand(indices)]
-    args = [context.operand(node.input(0)), context.tensor(group.output), *map(context.operand, node.inputs[1:]), *read]
+    args = [context.operand(node.input(0)), context.tensor(group.output), *map(context.operand, turned.tables), *read]
     args += [context.tensor(keys.output), context.tensor(values.output), context.status()]
     numbers = [*turned.numbers, turned.rows, *turned.sizes, count, steps, len(context.launches) + 1]
     moved = count * steps * (context.nbytes(updates) // updates.size + 2 * context.nbytes(keys.output) // keys.output.size)

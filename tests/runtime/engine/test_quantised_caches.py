@@ -198,9 +198,10 @@ def test_no_launch_has_a_cache_of_floats(tmp_path: Path) -> None:
         assert families["int8", number].count("scatter_quantised") == 2  # one for the keys and the values of a layer
 
 
-def test_int8_caches_break_no_rule_of_a_strict_device(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["int8", "fp16"])
+def test_caches_break_no_rule_of_a_strict_device(kind: str, tmp_path: Path) -> None:
     model = decoder(LENGTHS)
-    bundle = _decoder(tmp_path, device=DEVICES[0][0], build=False)
+    bundle = _decoder(tmp_path, device=DEVICES[0][0], build=False, state_precision=kind)
     for profile in PROFILES:
         with strict(profile) as device:
             with flashmem.Session(bundle) as session:
