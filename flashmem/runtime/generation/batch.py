@@ -32,7 +32,7 @@ from flashmem.bundle.language import BATCH_TOKENS, CANDIDATES, IDS, LOGITS, TEMP
 from flashmem.runtime.generation.candidates import Candidates, rows_of
 from flashmem.runtime.generation.generated_text import GeneratedText, GenerationReport
 from flashmem.runtime.generation.language_session import language_of, rows_in
-from flashmem.runtime.generation.options import Opening, OpeningOptions, TextOptions, TextRequest
+from flashmem.runtime.generation.options import ModelOpening, OpeningOptions, TextOptions, TextRequest
 from flashmem.runtime.generation.prompts import Prompt, tokens_of
 from flashmem.runtime.generation.tokenizer import Tokenizer
 
@@ -183,7 +183,7 @@ class BatchGenerator:
             UserError: no bundle of a language model for a batch; and the errors of `Session`.
             RunError: the device refuses.
         """
-        opening = Opening.resolved(**options)
+        opening = ModelOpening.resolved(**options)
         made = opening.bundle(bundle)
         self.language, count = language_of(made), rows_in(made)
         if count == 1:

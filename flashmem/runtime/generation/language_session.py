@@ -15,7 +15,7 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import CANDIDATES, IDS, LOGITS, TEMPERATURE, TOTAL, Language
 from flashmem.program.program import Program
 from flashmem.runtime.generation.candidates import Candidates, rows_of
-from flashmem.runtime.generation.options import Opening, OpeningOptions
+from flashmem.runtime.generation.options import ModelOpening, OpeningOptions
 
 _FEW = 4
 """So many last tokens of a prompt are read one by one, and more in a run that reads others again."""
@@ -34,7 +34,7 @@ class LanguageSession:
             UserError: no bundle, or one of another model; and the errors of `Session`.
             RunError: the device refuses.
         """
-        opening = Opening.resolved(**options)
+        opening = ModelOpening.resolved(**options)
         self.bundle = opening.bundle(bundle)
         self.language = language_of(self.bundle)
         if (rows := rows_in(self.bundle)) > 1:

@@ -50,7 +50,7 @@ class TextOptions(SamplingOptions, total=False):
 
 
 @dataclass(frozen=True)
-class Opening:
+class ModelOpening:
     """How a language model is opened; the fields are those of `OpeningOptions`, `model` those for a model."""
 
     device: str = "auto"
