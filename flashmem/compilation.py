@@ -142,8 +142,8 @@ def read_compilation(
         what = "is a folder without a language model" if model.is_dir() else "does not exist"
         raise MissingFileError(f"model {model} {what}; name an ONNX file")
     rows = 1 if batch is None else batch
-    if (kind := kind_of(model)) != "gguf" and rows != 1:
-        raise UserError(f"--batch is for a GGUF file, which {model} is not; leave it out")
+    if (kind := kind_of(model)) == "onnx" and rows != 1:
+        raise UserError(f"--batch is for a GGUF file or a folder of a language model, which {model} is not; leave it out")
     if not 1 <= rows <= MOST_ROWS:
         raise UserError(f"--batch {rows} is not possible; give a number from 1 to {MOST_ROWS}")
     if kind != "onnx":

@@ -26,7 +26,7 @@ from flashmem.compiler.frontend.external_data import model_files
 from flashmem.compiler.frontend.gguf.reader import converted
 from flashmem.compiler.frontend.gguf.weights import matrix, sketched
 from flashmem.compiler.frontend.importer import collect_unsupported, import_model
-from flashmem.compiler.frontend.language.candidates import with_candidates
+from flashmem.compiler.frontend.language.candidates import check_batch, with_candidates
 from flashmem.compiler.frontend.language.folder import read_folder
 from flashmem.compiler.frontend.language.model import Rewrite, unchanged
 from flashmem.compiler.frontend.mapped_file import load_mapped
@@ -123,9 +123,9 @@ def compile(
             named past and present. A session keeps them on the device, and neither takes nor returns them.
         constants: values of inputs that never change, numbers or arrays by name. The bundle has no such inputs, and branches on
             them are folded.
-        max_length: of a GGUF file: words that the cache of keys and values holds, by default 2,048 or the model's context.
-        batch: of a GGUF file: requests that `BatchGenerator` answers at a time, each with a cache of its own; 1 by default, for
-            `Generator`.
+        max_length: of a language model: tokens that its cache holds, by default 2,048 or the model's context.
+        batch: of a language model: requests that `BatchGenerator` answers at a time, each with a cache of its own; 1 by
+            default, for `Generator`.
         quantize: store float32 weights of products and tables as integers with scales: "int4" or "int8". `Bundle.meta` has the
             error of each as `quantised` (`flashmem.compiler.frontend.quantize`).
         preload: weights that must be resident from the start.
@@ -211,8 +211,11 @@ class _Source:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def extend(self, graph: Graph) -> Graph:
-        """`graph`, as imported, with what only the graphs of language models have."""
-        return with_candidates(graph) if self.language else graph
+        """`graph`, as imported, with what only the graphs of language models have. Raises UserError."""
+        if not self.language:
+            return graph
+        check_batch(graph)
+        return with_candidates(graph)
 
 
 @contextmanager
@@ -225,7 +228,7 @@ def _as_onnx(compilation: Compilation, *, sketch: bool = False) -> Iterator[_Sou
         return
     source = _Source(model)
     if compilation.kind == "folder":
-        language = read_folder(model, compilation.max_length)
+        language = read_folder(model, compilation.max_length, compilation.batch)
         source = _Source(language.path, language.language, language.rewrite, language.files)
     source = replace(source, files=(*source.files, *model_files(load_mapped(source.path), source.path)))
     if compilation.quantize is None:

@@ -155,14 +155,15 @@ def _others() -> Iterator[tuple[str, Graph]]:
 
 
 def _of_decoders() -> Iterator[tuple[str, Graph]]:
-    """Rotary positions in both forms, an RMS norm whose kernel also computes and writes the residual sum before it, a write
-    into a cache in int8, and both steps of candidates among a vocabulary.
+    """Rotary positions in both forms, alone and with writes into caches; an RMS norm whose kernel also computes and writes the
+    residual sum before it, a write into a cache in int8, and both steps of candidates among a vocabulary.
     """
     heads, rows = (1, ROWS, 12, HEAD), (1, ROWS, COLUMNS)
     for name, interleaved in (("rotary", False), ("rotary-interleaved", True)):
         g = Sketch()
         tables = [g.input(1, ROWS, 1, HEAD // 2) for _ in range(2)]
         yield name, g.finish(g.node("Rotary", [g.input(*heads), *tables], heads, half=HEAD // 2, interleaved=interleaved))
+        yield name.replace("rotary", "rotary_scatter"), _with_caches(interleaved)
     g = Sketch()
     total = g.node("Add", [g.input(*rows), g.input(*rows)], rows)
     norm = g.node("NormalizeRms", [total], rows, axes=(2,), epsilon=1e-5)
@@ -180,6 +181,33 @@ def _of_decoders() -> Iterator[tuple[str, Graph]]:
     logits = g.node("Neg", [g.input(1, 8, 128_256)], (1, 8, 128_256))
     graph = with_candidates(replace(g.finish(logits), outputs=[GraphPort(LOGITS, "float32", logits)]))
     yield from ((family, graph) for family in ("candidates_by_rank", "join_candidates"))
+
+
+def _with_caches(interleaved: bool) -> Graph:
+    """Rotary positions of one token's 10 heads of queries and 2 of keys, and the writes of keys and values into two states."""
+    g, heads, cache = Sketch(), (1, 1, 12, HEAD), (1, 2, ROWS, HEAD)
+    tables = [g.input(1, 1, 1, HEAD // 2) for _ in range(2)]
+    x = g.input(*heads)  # read again later, as a model reads its values there
+    turned = g.node("Rotary", [x, *tables], heads, half=HEAD // 2, interleaved=interleaved)
+    at, values, caches = g.input(2, 3, dtype="int64"), g.input(1, 1, 2, HEAD), [g.input(*cache) for _ in range(2)]
+    plan = {"items": (HEAD,), "index": (0,), "update": (1,), "target": (1,), "steps": 2, "index_step": 3}
+    plan |= {
+        "update_step": ((2, HEAD),),
+        "sizes": cache[:3],
+        "strides": (2 * ROWS, ROWS, 1),
+        "stride": HEAD,
+        "places": 2 * ROWS,
+    }
+    plan |= {"reduction": "none", "ordered": True, "covered": False, "fill": None}
+    new = [(turned, 10 * HEAD), (values, 0)]
+    written = [
+        g.node("ScatterAt", [past, at, updates], cache, **plan, update_start=start)
+        for past, (updates, start) in zip(caches, new, strict=True)
+    ]
+    ports = [GraphPort(f"present{number}", each.dtype, each) for number, each in enumerate(written)]
+    states = tuple((past.name, port.name) for past, port in zip(caches, ports, strict=True))
+    graph = g.finish(g.node("Add", [turned, x], heads))
+    return replace(graph, outputs=[*graph.outputs, *ports], states=states)
 
 
 def _grouped() -> Graph:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import flashmem
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.compilation import read_compilation
 from flashmem.compile import compile_rehearsal
+from flashmem.compiler.frontend.gguf.reader import converted
+from flashmem.compiler.frontend.gguf.weights import sketched
 from flashmem.tools.estimate import estimate_generation
 from tests.support.command_line import command_line
 from tests.support.gguf_models import SmallLlama
@@ -69,3 +75,31 @@ def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
     model = unpack(tmp_path) / "llama" / "model.onnx"
     with pytest.raises(UserError, match="has no tokenizer; an estimate is of a"):
         estimate_generation(model)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the page cache cannot be dropped here")
+def test_a_sketch_reads_little_of_the_file(tmp_path: Path) -> None:
+    """Of each large tensor no page comes into the page cache, and of small ones not those behind them."""
+    file = SmallLlama(layers=3, hidden=256, inner=8192, formats=("Q8_0",)).write(tmp_path / "m.gguf")
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if in_page_cache(file) > 0.1:
+        pytest.skip("the file system keeps all files in memory")
+    with converted(file, None, sketched):
+        pass
+    assert in_page_cache(file) < 0.5  # 8 of 20 MB: Linux reads them together with the fields at the beginning
+    with converted(file, None):
+        pass
+    assert in_page_cache(file) > 0.9
+
+
+def in_page_cache(file: Path) -> float:
+    """The share of the file's pages that are in the page cache (mincore)."""
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        pages = np.frombuffer(mapped, np.uint8)
+        found = np.zeros(-(-len(pages) // mmap.PAGESIZE), np.uint8)
+        address, size = ctypes.c_void_p(pages.ctypes.data), ctypes.c_size_t(len(pages))
+        assert ctypes.CDLL(None).mincore(address, size, found.ctypes.data_as(ctypes.c_void_p)) == 0
+        del pages
+        return float((found & 1).mean())

@@ -186,11 +186,11 @@ BUNDLE_OPTIONS: dict[str, Any] = {
     ],
     "max_length": Annotated[
         int | None,
-        typer.Option(metavar="N", help="Tokens that the cache of a .gguf model holds.", show_default="2048, or its context"),
+        typer.Option(metavar="N", help="Tokens that the cache of a language model holds.", show_default="2048, or its context"),
     ],
     "batch": Annotated[
         int | None,
-        typer.Option(metavar="N", help="Requests at a time that flashmem serve answers with a .gguf model.", show_default="1"),
+        typer.Option(metavar="N", help="Requests at a time that flashmem serve answers.", show_default="1"),
     ],
     "preload": Annotated[list[str] | None, typer.Option(metavar="WEIGHT", help="A weight to keep resident; repeatable.")],
     "memory_path": Annotated[MemoryPath | None, typer.Option(help="Memory objects for weights.", show_default="auto")],

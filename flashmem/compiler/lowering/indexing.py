@@ -148,7 +148,7 @@ def lower_scatter(context: LoweringContext, group: FusionGroup, beside: FusionGr
         kind=REGISTER[y.dtype],
         ordered=is_ordered,
         joined=_joined(y.dtype, given["reduction"]),
-        **_scattered(both),
+        **scattered(both),
     )
     args = [*_scatter_operands(context, both), context.status()]
     numbers = [count, steps, *([spans] if is_ordered else []), len(context.launches) + 1]
@@ -186,7 +186,7 @@ def lower_scatter_quantised(context: LoweringContext, group: FusionGroup, beside
         least=scalar_literal("float32", LEAST),
         largest_code=LARGEST_CODE,
         unit=scalar_literal("float32", 1 / LARGEST_CODE),
-        **_scattered(both),
+        **scattered(both),
     )
     args = [*_scatter_operands(context, both), context.status()]
     rows = len(both) * steps * count
@@ -197,7 +197,7 @@ def lower_scatter_quantised(context: LoweringContext, group: FusionGroup, beside
     context.launch(group, kernel, [*args, *numbers], items, local, shape, nbytes=nbytes, part="[scatter]", others=both[1:])
 
 
-def _scattered(groups: Sequence[FusionGroup]) -> dict[str, Any]:
+def scattered(groups: Sequence[FusionGroup]) -> dict[str, Any]:
     """Template values of scatters in one launch: where indices, updates and their targets are."""
     node = groups[0].main
     given = node.attributes

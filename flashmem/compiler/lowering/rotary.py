@@ -1,23 +1,45 @@
-"""Lowering of rotary positions: each work-item rotates a vector of pairs, or copies elements that do not rotate."""
+"""Lowering of rotary positions: each work-item rotates a vector of pairs, or copies elements that do not rotate.
+
+Of few tokens, the launch writes the new keys and values into their caches too (`writes_cache`).
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from flashmem.compiler.ir.broadcast import affine
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Value
 from flashmem.compiler.ir.strided import broadcast_strides
 from flashmem.compiler.lowering.context import LoweringContext
+from flashmem.compiler.lowering.indexing import scattered
 from flashmem.compiler.operators.vector import Vector
-from flashmem.program.launches import Arg, KernelShape
+from flashmem.program.launches import KernelShape
 
 _WIDEST = 8
 """The most pairs of a vector: neighbouring pairs are loaded as one vector of twice the width."""
 
 
-def lower_rotary(context: LoweringContext, group: FusionGroup) -> None:
-    """Lower Rotary to one launch."""
+@dataclass(frozen=True)
+class _Turned:
+    """Rotary positions as a kernel computes them: template values, and arguments besides the tensors.
+
+    `tables`: of cosines and sines. `items`: vectors of a row. `numbers`: sizes and strides in the offsets of the tables' rows.
+    """
+
+    tables: list[Value]
+    values: dict[str, Any]
+    rows: int
+    items: int
+    numbers: list[int]
+    sizes: list[int]
+    shape: KernelShape
+
+
+def _turned(context: LoweringContext, group: FusionGroup) -> _Turned:
     node = group.main
     x, half = node.input(0), node.attributes["half"]
     columns = x.shape[-1]
@@ -36,26 +58,86 @@ def lower_rotary(context: LoweringContext, group: FusionGroup) -> None:
         return affine(domain, strides, "row", size_as=argument, stride_as=argument)
 
     tables = [node.input(1), node.input(2)]
-    at = [row_of(table) for table in tables]
-    items = ((half + rest) // vector, rows)
-    local = context.work_group(items)
-    wide, interleaved = tables[0].shape[-1] > half, node.attributes["interleaved"]
-    kernel = context.kernels.kernel(
-        "attention/rotary",
-        attributes=context.attributes(local),
-        stored=context.stored(x),
-        made=context.stored(group.output),
-        tables=[context.stored(table) for table in tables],
-        at=at,
-        numbers=len(numbers),
-        wide=wide,
-        interleaved=interleaved,
-        copies=rest > 0,
-        vector=vector,
-        vec=Vector(vector).named("float"),
-        pair=Vector(2 * vector).named("float"),
-        over="x" if context.buffers.overwritten.get(node) is x else "",
-    )
-    args: list[Arg | int] = [context.operand(x), context.tensor(group.output), *map(context.operand, tables), *numbers]
+    values = {
+        "stored": context.stored(x),
+        "made": context.stored(group.output),
+        "tables": [context.stored(table) for table in tables],
+        "at": [row_of(table) for table in tables],
+        "wide": tables[0].shape[-1] > half,
+        "interleaved": node.attributes["interleaved"],
+        "copies": rest > 0,
+        "vector": vector,
+        "vec": Vector(vector).named("float"),
+        "pair": Vector(2 * vector).named("float"),
+    }
     shape = KernelShape(rows=rows, columns=columns, run=columns, vector=vector)
-    context.launch(group, kernel, [*args, rows, half, rest] if rest else [*args, rows, half], items, local, shape)
+    return _Turned(
+        tables,
+        values | {"numbers": len(numbers)},
+        rows,
+        (half + rest) // vector,
+        numbers,
+        [half, rest] if rest else [half],
+        shape,
+    )
+
+
+_MOST_STEPS = 64
+"""The most elements of a cache that a work-item writes, one after the other: one for each head of keys and each token."""
+
+
+def lower_rotary(context: LoweringContext, group: FusionGroup) -> None:
+    """Lower Rotary to one launch."""
+    node, turned = group.main, _turned(context, group)
+    items = (turned.items, turned.rows)
+    local = context.work_group(items)
+    over = "x" if context.buffers.overwritten.get(node) is node.input(0) else ""
+    kernel = context.kernels.kernel("attention/rotary", attributes=context.attributes(local), over=over, **turned.values)
+    args = [context.operand(node.input(0)), context.tensor(group.output), *map(context.operand, turned.tables)]
+    context.launch(group, kernel, [*args, *turned.numbers, turned.rows, *turned.sizes], items, local, turned.shape)
+
+
+def writes_cache(context: LoweringContext, group: FusionGroup, scatters: Sequence[FusionGroup]) -> bool:
+    """Whether the launch of a Rotary can write its rows, as keys, into one of two caches, and values into the other.
+
+    `scatters`: the two that one launch computes (`flashmem.compiler.lowering.indexing.delayed`).
+    """
+    if group.main.op != "Rotary" or group.epilogue or context.buffers.overwritten.get(group.main) is group.main.input(0):
+        return False
+    given = scatters[0].main.attributes
+    if scatters[0].main.op != "ScatterAt" or given["steps"] > _MOST_STEPS or given["reduction"] != "none":
+        return False
+    return [context.buffers.holds(group.output, each.main.input(2), 0) for each in scatters].count(True) == 1
+
+
+def lower_rotary_with_cache(context: LoweringContext, group: FusionGroup, scatters: Sequence[FusionGroup]) -> None:
+    """Lower Rotary and two scatters, for which `writes_cache` holds, to one launch."""
+    node, turned = group.main, _turned(context, group)
+    keys, values = sorted(scatters, key=lambda each: not context.buffers.holds(group.output, each.main.input(2), 0))
+    indices, updates = keys.main.input(1), values.main.input(2)
+    count, at = math.prod(keys.main.attributes["items"]), scattered([keys, values])
+    [(key_at, key_step), (value_at, value_step)] = at.pop("sources")
+    steps = keys.main.attributes["steps"]
+    items = (turned.items * turned.rows + 2 * count,)
+    local = context.work_group(items)
+    kernel = context.kernels.kernel(
+        "attention/rotary_scatter",
+        attributes=context.attributes(local),
+        new=context.stored(updates),
+        cached=context.stored(keys.output),
+        key_at=key_at,
+        key_step=key_step,
+        value_at=value_at,
+        value_step=value_step,
+        **at,
+        **turned.values,
+    )
+    read = [context.operand(updates), context.operand(indices)]
+    args = [context.operand(node.input(0)), context.tensor(group.output), *map(context.operand, turned.tables), *read]
+    args += [context.tensor(keys.output), context.tensor(values.output), context.status()]
+    numbers = [*turned.numbers, turned.rows, *turned.sizes, count, steps, len(context.launches) + 1]
+    moved = count * steps * (context.nbytes(updates) // updates.size + 2 * context.nbytes(keys.output) // keys.output.size)
+    nbytes = sum(context.nbytes(each) for each in (*node.inputs, group.output, indices) if each is not None) + moved
+    context.launch(
+        group, kernel, [*args, *numbers], items, local, turned.shape, nbytes=nbytes, part="[scatter]", others=[keys, values]
+    )

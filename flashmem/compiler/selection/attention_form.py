@@ -26,6 +26,12 @@ PRIVATE_BYTES = 24 << 10
 More vectors share a load, but must fit the nearest cache.
 """
 
+WIDE, FEW_QUERIES = 8, 8
+"""Where vectors have so many elements, a work-item has one of at most so many queries, in vectors of channels.
+
+Queries side by side would load keys and values one element at a time.
+"""
+
 WIDE_HEAD = 128
 """The largest head, in channels, for which a work-item of a block has many queries: their sums must fit its registers."""
 
@@ -199,10 +205,10 @@ def form_of(config: AttentionConfig, rows: int, depth: int, channels: int, wide:
                 each //= 2
             return SharedWeights(across, min(down, max(1, fitting // each)), each, config.keys, config.parts)
         case QueryRowsConfig():
-            vector = min(config.vector, fitting)
+            vector = 1 if config.lanes == 1 and wide >= WIDE and rows <= FEW_QUERIES else min(config.vector, fitting)
             if config.lanes > 1:
                 return QueryRows(vector, 1, config.lanes, 2 * config.keys, config.keys, wide)
             most = PRIVATE_BYTES // (4 * vector * (depth + channels))
-            vectors = max(1, min(config.queries // config.vector, -(-rows // vector), most))
+            vectors = max(1, min(config.queries // config.vector, -(-rows // vector), most)) if vector > 1 else 1
             return QueryRows(vector, vectors, 1, 8 * config.keys, config.keys, wide)
     raise TypeError(f"{config} has no form")

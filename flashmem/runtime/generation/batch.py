@@ -5,6 +5,10 @@ caches: one reads a token in each row, the other `BATCH_TOKENS` of a prompt. A r
 that mean nothing, at places behind its own, which it overwrites before it sees them. While some requests read their prompts and
 others do not, the two programs take turns. So what a row computes does not depend on the others: a request's tokens are those
 that it has alone.
+
+A row keeps the prompt of its last request. A prompt that begins in the same way takes that row, and reads only the rest. It has
+the same tokens as if it read all: runs begin at the same multiples of `BATCH_TOKENS`, so only those parts are reused that the
+same runs have written. Tokens that were generated are not, because they were read one by one.
 """
 
 from __future__ import annotations
@@ -18,29 +22,29 @@ from pathlib import Path
 from queue import SimpleQueue
 from time import perf_counter
 from types import TracebackType
-from typing import Literal, Self, Unpack
+from typing import Self, Unpack
 
 import numpy as np
 
 from flashmem.base.errors import RunError, UserError
-from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import BATCH_TOKENS, CANDIDATES, IDS, LOGITS, TEMPERATURE, TOTAL
 from flashmem.runtime.generation.candidates import Candidates, rows_of
 from flashmem.runtime.generation.generated_text import GeneratedText, GenerationReport
 from flashmem.runtime.generation.language_session import language_of, rows_in
+from flashmem.runtime.generation.options import ModelOpening, OpeningOptions, TextOptions, TextRequest
 from flashmem.runtime.generation.prompts import Prompt, tokens_of
-from flashmem.runtime.generation.sampling import Sampling
 from flashmem.runtime.generation.tokenizer import Tokenizer
-from flashmem.runtime.request.models import ModelOptions, bundle_for
-from flashmem.runtime.session import Session
 
 
 class _Request:
-    """A request: its tokens, of which `read` are in the cache of its row, and what its client gets."""
+    """A request: its tokens, of which `read` are in the cache of its row, and what its client gets.
+
+    `reused`: tokens of an earlier prompt that it need not read.
+    """
 
     def __init__(self, tokens: Sequence[int], made: GeneratedText) -> None:
-        self.tokens, self.made, self.prompt, self.read = list(tokens), made, len(tokens), 0
+        self.tokens, self.made, self.prompt, self.read, self.reused = list(tokens), made, len(tokens), 0, 0
         self.pieces: SimpleQueue[str | Exception | None] = SimpleQueue()  # None at the end
         self.is_cancelled = False
         self.report: GenerationReport | None = None
@@ -55,6 +59,22 @@ class _Request:
         """The tokens of its next run, and the place of the first; some are read again where fewer are left."""
         start = min(self.read, len(self.tokens) - count)
         return start, self.tokens[start : start + count]
+
+    def reusable(self, kept: Sequence[int]) -> int:
+        """How many of the tokens `kept` in a row it need not read: whole runs of its own, but for the last token."""
+        pairs = zip(self.tokens[:-1], kept, strict=False)
+        same = next((at for at, (new, old) in enumerate(pairs) if new != old), min(len(self.tokens) - 1, len(kept)))
+        return same // BATCH_TOKENS * BATCH_TOKENS
+
+    def reuse(self, count: int) -> None:
+        """Begin with `count` tokens in the cache."""
+        self.read = self.reused = count
+
+    def left_behind(self) -> list[int]:
+        """What it leaves for others: the tokens that runs from a multiple of `BATCH_TOKENS` on have read, and no later one."""
+        rest = self.prompt % BATCH_TOKENS
+        whole = self.prompt - rest - (BATCH_TOKENS if rest > 1 else 0)  # the last run reads some tokens of the one before again
+        return self.tokens[: max(0, min(whole, self.read // BATCH_TOKENS * BATCH_TOKENS))]
 
     def cancel(self) -> None:
         """Ask for its end; from any thread. Who waits for a piece gets the end."""
@@ -92,7 +112,7 @@ class _Request:
         count, later = self.made.count, max(1, self.made.count - 1)
         self.report = GenerationReport(
             prompt=self.prompt,
-            reused=0,
+            reused=self.reused,
             tokens=count,
             first_seconds=self._first - self._begun,
             token_seconds=(self._last - self._first) / later if count > 1 else 0.0,
@@ -152,38 +172,28 @@ class BatchGenerator:
     arrival.
     """
 
-    def __init__(
-        self,
-        bundle: Bundle | str | Path,
-        *,
-        device: str = "auto",
-        budget: int | str | None = None,
-        host_budget: int | str | None = None,
-        process_memory: int | str | None = None,
-        mode: TransferMode | Literal["auto"] = "auto",
-        **options: Unpack[ModelOptions],
-    ) -> None:
+    def __init__(self, bundle: Bundle | str | Path, **options: Unpack[OpeningOptions]) -> None:
         """Open a session; the arguments are those of `Generator`, without a draft model.
 
         Args:
             bundle: a bundle that was compiled for a `batch`; or the model and `batch=` among the options.
-            device, budget, host_budget, process_memory, mode, options: see `Generator`.
+            options: see `Generator`.
 
         Raises:
             UserError: no bundle of a language model for a batch; and the errors of `Session`.
             RunError: the device refuses.
         """
-        made = bundle_for(bundle, device=device, mode=mode, strategy="auto", budget=budget, build=True, options=options)
+        opening = ModelOpening.resolved(**options)
+        made = opening.bundle(bundle)
         self.language, count = language_of(made), rows_in(made)
         if count == 1:
             raise UserError(f"{made.path} answers one request at a time; compile the model with --batch 8, for instance")
         self.tokenizer = Tokenizer(self.language)
-        self._session = Session(
-            made, device=device, budget=budget, host_budget=host_budget, process_memory=process_memory, mode=mode
-        )
+        self._session = opening.session(made)
         self._lock = threading.Lock()  # held for all below, but not during runs
         self._waiting: deque[_Request] = deque()
         self._rows: list[_Request | None] = [None] * count
+        self._kept: list[list[int]] = [[] for _ in range(count)]  # tokens in the caches of rows without a request
         self._worker: threading.Thread | None = None
         self._is_closed = False
         self._read_prompts = False  # whether the last run did; of the worker alone
@@ -193,28 +203,15 @@ class BatchGenerator:
         """The requests that are answered at a time."""
         return len(self._rows)
 
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        repetition_penalty: float = 1.0,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-    ) -> Generation:
+    def generate(self, prompt: Prompt, **options: Unpack[TextOptions]) -> Generation:
         """Begin to answer a request, and return at once; the arguments are those of `Generator.generate`.
 
         Raises:
             UserError: as `Generator.generate`.
             RunError: the generator is closed.
         """
-        tokens = self.tokens_of(prompt)
-        sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
-        made = GeneratedText(self.language, self.tokenizer, tokens, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
-        request = _Request(tokens, made)
+        wanted, tokens = TextRequest.resolved(**options), self.tokens_of(prompt)
+        request = _Request(tokens, GeneratedText(self.language, self.tokenizer, tokens, wanted))
         with self._lock:
             if self._is_closed:
                 raise RunError("the generator is closed; open a new one")
@@ -258,7 +255,9 @@ class BatchGenerator:
                     self._end_all(error)
                 continue
             with self._lock:
-                self._rows = [None if request in ended else request for request in active]
+                for number, request in enumerate(active):
+                    if request in ended:
+                        self._free(number)
 
     def _next_rows(self) -> list[_Request | None]:
         """The rows of the next run: without requests that were cancelled, and with those that waited."""
@@ -266,18 +265,31 @@ class BatchGenerator:
             self._end_all(RunError("the generator was closed"))
         for number, request in enumerate(self._rows):
             if request is not None and request.is_cancelled:
-                self._rows[number] = request = None
-            while request is None and self._waiting:
-                candidate = self._waiting.popleft()
-                if not candidate.is_cancelled:
-                    self._rows[number] = request = candidate
+                self._free(number)
+        free = [number for number, request in enumerate(self._rows) if request is None]
+        while free and self._waiting:
+            request = self._waiting.popleft()
+            if request.is_cancelled:
+                continue
+            shared = {number: request.reusable(self._kept[number]) for number in free}
+            number = max(free, key=lambda each: (shared[each], -len(self._kept[each])))
+            request.reuse(shared[number])
+            self._rows[number], self._kept[number] = request, []
+            free.remove(number)
         return list(self._rows)
+
+    def _free(self, number: int) -> None:
+        """Free a row, whose request is over."""
+        request = self._rows[number]
+        assert request is not None
+        self._rows[number], self._kept[number] = None, request.left_behind()
 
     def _end_all(self, error: Exception) -> None:
         for request in (*self._rows, *self._waiting):
             if request is not None:
                 request.fail(error)
         self._rows = [None] * len(self._rows)
+        self._kept = [[] for _ in self._rows]
         self._waiting.clear()
 
     def _run(self, rows: Sequence[_Request | None]) -> list[_Request]:
@@ -294,6 +306,7 @@ class BatchGenerator:
         temperatures = np.ones(len(rows), np.float32)
         for number, request in enumerate(rows):
             if request is None:
+                totals[number] = len(self._kept[number]) + count
                 continue
             start = request.read
             if request in running:

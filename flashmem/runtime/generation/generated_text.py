@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from flashmem.base.errors import UserError
 from flashmem.bundle.language import Language
 from flashmem.runtime.generation.candidates import Candidates
-from flashmem.runtime.generation.sampling import Sampler, Sampling
+from flashmem.runtime.generation.options import TextRequest
+from flashmem.runtime.generation.sampling import Sampler
 from flashmem.runtime.generation.stops import Stops
 from flashmem.runtime.generation.tokenizer import Tokenizer
 
@@ -43,30 +44,19 @@ class GeneratedText:
     `Sampler`.
     """
 
-    def __init__(
-        self,
-        language: Language,
-        tokenizer: Tokenizer,
-        prompt: Sequence[int],
-        *,
-        max_new_tokens: int,
-        sampling: Sampling,
-        stop: str | Sequence[str],
-    ) -> None:
-        """Check what is asked for.
+    def __init__(self, language: Language, tokenizer: Tokenizer, prompt: Sequence[int], request: TextRequest) -> None:
+        """Check the prompt.
 
         Raises:
-            UserError: the prompt is longer than the cache, or `max_new_tokens` is out of range.
+            UserError: it is longer than the cache.
         """
         if len(prompt) > language.max_length:
             raise UserError(
                 f"the prompt has {len(prompt)} tokens, and the cache holds {language.max_length}; shorten the prompt, or "
                 "compile the model with a larger --max-length"
             )
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens {max_new_tokens} is not possible; give a number that is 1 or more")
-        self._language, self._tokenizer, self._most = language, tokenizer, max_new_tokens
-        self._sampler, self._stops = Sampler(sampling), Stops((stop,) if isinstance(stop, str) else tuple(stop))
+        self._language, self._tokenizer, self._most = language, tokenizer, request.max_new_tokens
+        self._sampler, self._stops = Sampler(request.sampling), Stops(request.stop)
         self._text_of = codecs.getincrementaldecoder("utf-8")("replace")
         self.summed_at = self._sampler.summed_at
         self.count, self.is_over, self.ended = 0, False, False

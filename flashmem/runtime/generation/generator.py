@@ -7,22 +7,20 @@ from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Literal, Self, Unpack
+from typing import Self, Unpack
 
 from flashmem.base.errors import UserError
-from flashmem.base.types import TransferMode
 from flashmem.base.units import parse_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.runtime.generation.conversation import Message, model_key, read_conversation, write_conversation
 from flashmem.runtime.generation.draft_model import DraftModel, check_same_tokens, needed_bytes
 from flashmem.runtime.generation.generated_text import GeneratedText, GenerationReport
 from flashmem.runtime.generation.language_session import LanguageSession
+from flashmem.runtime.generation.options import OpeningOptions, TextOptions, TextRequest
 from flashmem.runtime.generation.prompts import Prompt, tokens_of
-from flashmem.runtime.generation.sampling import Sampling
 from flashmem.runtime.generation.speculation import Drafter, Lookup, Payoff
 from flashmem.runtime.generation.steps import Steps
 from flashmem.runtime.generation.tokenizer import Tokenizer
-from flashmem.runtime.request.models import ModelOptions
 
 
 class Generator:
@@ -35,47 +33,33 @@ class Generator:
         self,
         bundle: Bundle | str | Path,
         *,
-        device: str = "auto",
-        budget: int | str | None = None,
-        host_budget: int | str | None = None,
-        process_memory: int | str | None = None,
-        mode: TransferMode | Literal["auto"] = "auto",
         draft: Bundle | str | Path | None = None,
-        **options: Unpack[ModelOptions],
+        **options: Unpack[OpeningOptions],
     ) -> None:
-        """Open a session; the other arguments are those of `Session`.
+        """Open a session.
 
         Args:
-            bundle: a bundle of a language model; or the model, which is compiled through the cache, with these `options` of
-                `flashmem.compile` (`max_length` for instance).
-            device, host_budget, process_memory, mode: see `Session`; no process memory with `draft`.
-            budget: most bytes to hold, with those of `draft`.
+            bundle: a bundle of a language model; or the model, which is compiled through the cache.
             draft: a bundle of a small model with the same tokens, whose drafts the model checks. It stays in memory.
+            options: `device`, `budget`, `host_budget`, `process_memory` and `mode`: see `Session`. The budget counts `draft`
+                too, and a process memory is for one model. For a model also those of `flashmem.compile` (`max_length` for
+                instance).
 
         Raises:
             UserError: no bundle, or one of another model; other tokens; and the errors of `Session`.
             RunError: the device refuses.
         """
         self._draft, self._draft_bytes = None, 0
-        if draft is not None and process_memory is not None:
+        if draft is not None and options.get("process_memory") is not None:
             raise UserError("the process memory is for one model; give a budget for a model with a draft")
         with ExitStack() as opened:
             if draft is not None:
-                draft = draft if isinstance(draft, Bundle) else Bundle.open(draft)
+                draft, device = draft if isinstance(draft, Bundle) else Bundle.open(draft), options.get("device", "auto")
                 self._draft_bytes = needed_bytes(draft, device)
                 self._draft = opened.enter_context(LanguageSession(draft, device=device, budget=self._draft_bytes))
-                budget = None if budget is None else max(0, parse_size(budget, what="budget") - self._draft_bytes)
-            self._model = opened.enter_context(
-                LanguageSession(
-                    bundle,
-                    device=device,
-                    budget=budget,
-                    host_budget=host_budget,
-                    process_memory=process_memory,
-                    mode=mode,
-                    **options,
-                )
-            )
+                if (budget := options.get("budget")) is not None:
+                    options["budget"] = max(0, parse_size(budget, what="budget") - self._draft_bytes)
+            self._model = opened.enter_context(LanguageSession(bundle, **options))
             if self._draft is not None:
                 check_same_tokens(self._model.language, self._draft.language)
             self._opened = opened.pop_all()
@@ -84,19 +68,7 @@ class Generator:
         self._payoffs = Payoff(), Payoff()  # of drafts from the text, and of those of the draft model
         self.last: GenerationReport | None = None  # of the last generation that ended
 
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        repetition_penalty: float = 1.0,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        speculate: bool = True,
-    ) -> Iterator[str]:
+    def generate(self, prompt: Prompt, *, speculate: bool = True, **options: Unpack[TextOptions]) -> Iterator[str]:
         """Continue a text, or answer a conversation; yields the new text in pieces, as it is generated.
 
         It ends at the model's own end, at one of the texts `stop` (which is not yielded), after `max_new_tokens`, or when the
@@ -104,19 +76,17 @@ class Generator:
 
         Args:
             prompt: a text to continue; messages, of which the last is the user's; or tokens.
-            max_new_tokens: the most tokens to generate.
-            temperature, top_k, top_p, repetition_penalty, seed: see `Sampling`. The default takes the likeliest token.
-            stop: texts that end the generation.
             speculate: check drafts of several tokens in one run where the text repeats itself and that saves time.
+            options: `max_new_tokens` (256 by default), `stop`, and `temperature`, `top_k`, `top_p`, `repetition_penalty` and
+                `seed` (`flashmem.runtime.generation.sampling.Sampling`). The default takes the likeliest token.
 
         Raises:
             UserError: a number out of range; a prompt without tokens, with unknown ones, or longer than the cache; messages
                 that the chat template does not take.
             RunError: a run fails, or gives no numbers.
         """
-        tokens = self.tokens_of(prompt)
-        sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
-        made = GeneratedText(self.language, self.tokenizer, tokens, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
+        request, tokens = TextRequest.resolved(**options), self.tokens_of(prompt)
+        made = GeneratedText(self.language, self.tokenizer, tokens, request)
         return self._generated(tokens, made, speculate)
 
     def tokens_of(self, prompt: Prompt) -> list[int]:

@@ -6,18 +6,16 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, Unpack
+from typing import Self, Unpack
 
 import numpy as np
 
 from flashmem.base.errors import UserError
-from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import CANDIDATES, IDS, LOGITS, TEMPERATURE, TOTAL, Language
 from flashmem.program.program import Program
 from flashmem.runtime.generation.candidates import Candidates, rows_of
-from flashmem.runtime.request.models import ModelOptions, bundle_for
-from flashmem.runtime.session import Session
+from flashmem.runtime.generation.options import ModelOpening, OpeningOptions
 
 _FEW = 4
 """So many last tokens of a prompt are read one by one, and more in a run that reads others again."""
@@ -29,24 +27,15 @@ class LanguageSession:
     `cached`: the tokens in its cache. `temperature`: of the sums in candidates, a normal float32 above 0.
     """
 
-    def __init__(
-        self,
-        bundle: Bundle | str | Path,
-        *,
-        device: str = "auto",
-        budget: int | str | None = None,
-        host_budget: int | str | None = None,
-        process_memory: int | str | None = None,
-        mode: TransferMode | Literal["auto"] = "auto",
-        **options: Unpack[ModelOptions],
-    ) -> None:
-        """Open a session; the arguments are those of `Session`.
+    def __init__(self, bundle: Bundle | str | Path, **options: Unpack[OpeningOptions]) -> None:
+        """Open a session.
 
         Raises:
             UserError: no bundle, or one of another model; and the errors of `Session`.
             RunError: the device refuses.
         """
-        self.bundle = bundle_for(bundle, device=device, mode=mode, strategy="auto", budget=budget, build=True, options=options)
+        opening = ModelOpening.resolved(**options)
+        self.bundle = opening.bundle(bundle)
         self.language = language_of(self.bundle)
         if (rows := rows_in(self.bundle)) > 1:
             raise UserError(
@@ -57,9 +46,7 @@ class LanguageSession:
         self.temperature = 1.0
         self.lengths = sorted((_tokens(each.program)[1] for each in self.bundle.variants), reverse=True)
         """Tokens that a run can read, the most first."""
-        self.session = Session(
-            self.bundle, device=device, budget=budget, host_budget=host_budget, process_memory=process_memory, mode=mode
-        )
+        self.session = opening.session(self.bundle)
 
     def reusable(self, tokens: Sequence[int]) -> int:
         """How many tokens of a text are in the cache; the last one is read anyway, for what follows it."""

@@ -113,6 +113,61 @@ def test_threads_ask_at_once_and_drop_what_they_began(generator: flashmem.BatchG
     assert found == wanted
 
 
+def left_behind(count: int) -> int:
+    """How many tokens of a prompt of `count` were read by runs that all prompts with this beginning make."""
+    runs = list(range(0, count - BATCH_TOKENS + 1, BATCH_TOKENS)) if count >= BATCH_TOKENS else []
+    again = count - BATCH_TOKENS if count % BATCH_TOKENS > 1 else count  # where the last run begins that is no such run
+    return max((at + BATCH_TOKENS for at in runs if at + BATCH_TOKENS <= again), default=0)
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 15, 16, 17, 23, 24, 33])
+def test_a_prompt_that_begins_as_an_earlier_one(bundle: flashmem.Bundle, count: int) -> None:
+    """Its runs are those of a prompt that is read whole, without those for tokens that a row still has; so is its text."""
+    first, rest = prompt(count, 7), prompt(20, 8)
+    asked = [first, first + rest, first[:-1] + rest[:5], rest + first]
+    alone_in_new = []
+    for tokens in asked:
+        with flashmem.BatchGenerator(bundle) as new:
+            alone_in_new.append(alone(new, tokens, max_new_tokens=10))
+    with flashmem.BatchGenerator(bundle) as generator:
+        found, reused = [alone(generator, first, max_new_tokens=10)], []
+        for tokens in asked[1:]:
+            beside = generator.generate(PROMPTS[4], max_new_tokens=20)
+            generation = generator.generate(tokens, max_new_tokens=10)
+            found.append("".join(generation))
+            list(beside)
+            assert generation.report is not None
+            reused.append(generation.report.reused)
+        again = generator.generate(first + rest, max_new_tokens=10)
+        assert ["".join(again), *found] == [alone_in_new[1], *alone_in_new]
+    whole, common = left_behind(count), (count - 1) // BATCH_TOKENS * BATCH_TOKENS
+    assert reused == [whole, common, 0]
+
+
+def test_a_cancelled_request_leaves_what_it_read(bundle: flashmem.Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, run = prompt(48, 3), Session.run
+    with flashmem.BatchGenerator(bundle) as generator:
+        wanted = alone(generator, tokens[:40] + prompt(5, 1), max_new_tokens=6)
+    with flashmem.BatchGenerator(bundle) as generator:
+        runs = 0
+
+        def counted(session: Session, *given: Any, **options: Any) -> Any:
+            nonlocal runs
+            runs += 1
+            if runs == 2:
+                leaving.close()
+            return run(session, *given, **options)
+
+        monkeypatch.setattr(Session, "run", counted)
+        with generator._lock:  # no run before the name is set
+            pass
+        leaving = generator.generate(tokens)
+        assert list(leaving) == []
+        later = generator.generate(tokens[:40] + prompt(5, 1), max_new_tokens=6)
+        assert "".join(later) == wanted
+        assert later.report is not None and later.report.reused == 16
+
+
 def test_one_load_of_the_weights_serves_all(tmp_path: Path) -> None:
     """Within a small budget a run loads what it loads for one request, and caches count in the budget."""
     file = SmallLlama(formats=("Q8_0",)).write(tmp_path / "m.gguf")
@@ -184,7 +239,10 @@ def test_the_command_line(command: Command, file: Path) -> None:
     for words, said in (
         (("generate", file, "a", "--batch", "3"), "--batch is for flashmem compile and flashmem serve; leave it out"),
         (("generate", file, "--estimate", "--batch", "3"), "an estimate is of one request at a time; leave out --batch"),
-        (("compile", Path(__file__).parents[2] / "data" / "gptneo-tiny.onnx", "--batch", "3"), "--batch is for a GGUF file"),
+        (
+            ("compile", Path(__file__).parents[2] / "data" / "gptneo-tiny.onnx", "--batch", "3"),
+            "--batch is for a GGUF file or a folder of a language model",
+        ),
     ):
         refused = command(*words)
         assert refused.code == 2 and said in refused.err and refused.err.count("\n") == 1

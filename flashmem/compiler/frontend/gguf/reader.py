@@ -6,6 +6,7 @@ Fields and tensors are read by the package `gguf`, which maps the file. ggml's d
 from __future__ import annotations
 
 import json
+import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from flashmem.base.extras import need
 from flashmem.bundle.language import CONTROL, PATTERNS
 from flashmem.compiler.frontend.gguf.decoder import Read, write_decoder
 from flashmem.compiler.frontend.gguf.kinds import decoder_of
-from flashmem.compiler.frontend.gguf.weights import matrix
+from flashmem.compiler.frontend.gguf.weights import matrix, sketched
 from flashmem.compiler.frontend.language.chat import chat_pieces
 from flashmem.compiler.frontend.language.model import END_TOKENS, LanguageModel, cache_length
 
@@ -38,7 +39,10 @@ def converted(path: Path, max_length: int | None, read: Read = matrix, batch: in
     with TemporaryDirectory(prefix="flashmem-gguf-") as folder:
         target = Path(folder) / f"{path.stem}.onnx"
         try:
-            language = _convert(GGUFFile(path), target, max_length, read, batch)
+            file = GGUFFile(path)
+            if read is sketched:
+                file.read_little()
+            language = _convert(file, target, max_length, read, batch)
         except (UserError, OSError):
             raise
         except Exception as error:  # for a damaged file, the package and numpy raise any kind of error
@@ -69,11 +73,16 @@ class GGUFFile:
 
             @data.setter
             def data(self, mapped: Any) -> None:
-                self._data = np.asarray(mapped)
+                self._data, self.mapping = np.asarray(mapped), mapped.base
 
         reader: Any = Reader(path)
-        self.path, self.fields = path, reader.fields
+        self.path, self.fields, self._mapping = path, reader.fields, reader.mapping
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+
+    def read_little(self) -> None:
+        """Read only the pages that are used from now on, and not those behind them, where the system can be asked for that."""
+        if hasattr(mmap, "MADV_RANDOM"):
+            self._mapping.madvise(mmap.MADV_RANDOM)
 
     def field(self, name: str, default: Any = None) -> Any:
         """The value of a field."""

@@ -2,7 +2,8 @@
 
 Such a file has inputs `input_ids`, `attention_mask`, perhaps `position_ids`, and for each layer `past_key_values.N.key` and
 `.value`, whose outputs are `present.N.key` and `.value`. Afterwards the inputs are the tokens and their number up to the last
-one (`flashmem.bundle.language`), and caches have room for `max_length` tokens. Two forms are known:
+one (`flashmem.bundle.language`), and caches have a fixed number of places. In a batch, each row has its own number of tokens.
+Two forms are known:
 
 - GroupQueryAttention nodes read and write the caches, as in files of onnxruntime-genai.
 - A Concat appends new keys and values, and scores get a mask, as in exports of transformers. New rows then replace those at
@@ -41,11 +42,12 @@ _UNARY = {"Cast", "Identity", "Tanh", "Mul", "Div", "Add", "Sub"}
 
 @dataclass(frozen=True)
 class CacheSize:
-    """The size of the caches: `heads` of keys, `size` elements each, `length` tokens."""
+    """The size of the caches: `heads` of keys, `size` elements each, places for `length` tokens, in each row of the `batch`."""
 
     heads: int
     size: int
     length: int
+    batch: int = 1
 
 
 def with_fixed_cache(model: onnx.ModelProto, size: CacheSize, path: Path) -> None:
@@ -66,16 +68,22 @@ def with_fixed_cache(model: onnx.ModelProto, size: CacheSize, path: Path) -> Non
         )
     if unknown := sorted(given - {IDS, MASK, POSITIONS, *pairs}):
         raise UserError(f"{path} has the input {unknown[0]!r}, which decoders of a text do not have")
+    rows = next(value for value in graph.input if value.name == IDS).type.tensor_type.shape.dim[:1]
+    if rows and rows[0].dim_value not in (0, size.batch):
+        raise UserError(
+            f"{path} was exported for a batch of {rows[0].dim_value}; export it with an open batch, or compile it with that "
+            "--batch"
+        )
     decoder = _Decoder(graph, path, max(each.version for each in model.opset_import if each.domain in ("", "ai.onnx")))
     decoder.add("TokenPositions", [IDS, TOTAL], POSITIONS)
     if all(decoder.is_grouped(past) for past in pairs):
-        decoder.count_in_attention()
-        decoder.add_mask(size.length)
+        decoder.count_in_attention(size.batch)
+        decoder.add_mask(size)
     else:
         decoder.check_masks(len(pairs) // 2, size)
         decoder.find_positions(size)
         decoder.write_in_place(pairs)
-    decoder.cut_rows()
+    decoder.cut_rows(size.batch)
     decoder.finish(pairs, size)
     if not any(opset.domain == OWN for opset in model.opset_import):
         model.opset_import.append(helper.make_opsetid(OWN, 1))
@@ -154,20 +162,24 @@ class _Decoder:
 
     # -- files of onnxruntime-genai
 
-    def count_in_attention(self) -> None:
+    def count_in_attention(self, batch: int) -> None:
         """Give grouped-query attention the numbers of tokens, which it has from the mask."""
+        last, longest = "flashmem.last", TOTAL
+        if batch > 1:
+            longest = "flashmem.longest"
+            self.add("ReduceMax", [TOTAL], longest, "", keepdims=0)
         for node in self.graph.node:
             if node.op_type == "GroupQueryAttention":
-                node.input[5:7] = ["flashmem.seqlens_k", TOTAL]
-        last = "flashmem.last"
+                node.input[5:7] = ["flashmem.seqlens_k", longest]
         self.add("Sub", [TOTAL, self.constant("flashmem.one", np.int32(1))], last, "")
-        self.add("Reshape", [last, self.constant("flashmem.single", np.array([1]))], "flashmem.seqlens_k", "")
+        self.add("Reshape", [last, self.constant("flashmem.each", np.array([batch]))], "flashmem.seqlens_k", "")
 
-    def add_mask(self, length: int) -> None:
+    def add_mask(self, size: CacheSize) -> None:
         """Compute the mask of tokens that are there, for what else reads it."""
         if self.users[MASK]:
-            keys = self.constant("flashmem.keys", np.arange(length, dtype=np.int32)[None])
-            self.add("Less", [keys, TOTAL], "flashmem.there", "")
+            keys = self.constant("flashmem.keys", np.arange(size.length, dtype=np.int32)[None])
+            self.add("Reshape", [TOTAL, self.constant("flashmem.column", np.array([size.batch, 1]))], "flashmem.counts", "")
+            self.add("Less", [keys, "flashmem.counts"], "flashmem.there", "")
             self.add("Cast", ["flashmem.there"], MASK, "", to=TensorProto.INT64)
 
     # -- exports of transformers
@@ -270,7 +282,7 @@ class _Decoder:
                     )
 
     def find_positions(self, size: CacheSize) -> None:
-        """Replace each Range from the number of earlier tokens on by the positions."""
+        """Replace each Range from the number of earlier tokens on by the positions, which rows of a batch do not share."""
         ranges = {node.output[0]: node for node in self.graph.node if node.op_type == "Range"}
         for past in self._lengths(size):
             made = self._folded(ranges, past, size, {})
@@ -279,8 +291,12 @@ class _Decoder:
                 name: node for name, node in ranges.items() if (each := made[name]) is not None and each.tolist() == expected
             }
         for name, node in ranges.items():
-            self.add("Reshape", [POSITIONS, self.constant(f"{name}.shape", np.array([-1]))], name, "")
-            self.graph.node.remove(node)
+            for user in self.users[name]:
+                if user.op_type == "Unsqueeze" and len(user.input) > 1 and self._integer(user.input[1]) == 0:
+                    user.op_type, user.input[:] = "Identity", [POSITIONS]
+            if size.batch == 1:
+                self.add("Reshape", [POSITIONS, self.constant(f"{name}.shape", np.array([-1]))], name, "")
+                self.graph.node.remove(node)
         self._index()
 
     def _lengths(self, size: CacheSize) -> tuple[int, int]:
@@ -313,8 +329,8 @@ class _Decoder:
 
     # -- both
 
-    def cut_rows(self) -> None:
-        """Compute logits of the rows that need them: all of a few tokens, and the last one of more."""
+    def cut_rows(self, batch: int) -> None:
+        """Compute logits of the rows that need them: all of a few tokens in a batch of one, else the last one."""
         name = LOGITS
         while (node := self.producer.get(name)) is not None and node.op_type in _UNARY:
             name = next((each for each in node.input if each in self.producer), "")
@@ -322,7 +338,9 @@ class _Decoder:
         if node.op_type not in _PRODUCTS or (node.op_type == "Gemm" and name != node.output[0]):
             raise UserError(f"{self.path} makes its logits by {node.op_type}, which is not supported; export it again")
         rows = "flashmem.rows"
-        cut = helper.make_node("LastRows", [node.input[0], IDS], [rows], name=rows, domain=OWN, few=CHECKED_TOKENS)
+        cut = helper.make_node(
+            "LastRows", [node.input[0], IDS], [rows], name=rows, domain=OWN, few=CHECKED_TOKENS if batch == 1 else 1
+        )
         self.graph.node.insert(list(self.graph.node).index(node), cut)
         self.producer[name].input[0] = rows
 
@@ -330,13 +348,14 @@ class _Decoder:
         """The inputs and outputs, and the nodes in their order, without those that nothing needs."""
         graph = self.graph
         kinds = {value.name: value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)}
-        shape: list[int | str] = [1, size.heads, size.length, size.size]
-        given = [helper.make_tensor_value_info(IDS, TensorProto.INT64, [1, "tokens"])]
-        given += [helper.make_tensor_value_info(TOTAL, TensorProto.INT32, [])]
+        batch = size.batch
+        shape: list[int | str] = [batch, size.heads, size.length, size.size]
+        given = [helper.make_tensor_value_info(IDS, TensorProto.INT64, [batch, "tokens"])]
+        given += [helper.make_tensor_value_info(TOTAL, TensorProto.INT32, [] if batch == 1 else [batch])]
         given += [helper.make_tensor_value_info(past, kinds[past], shape) for past in pairs]
         logits = next(value for value in graph.output if value.name == LOGITS)
         words = logits.type.tensor_type.shape.dim[-1]
-        made = [helper.make_tensor_value_info(LOGITS, kinds[LOGITS], [1, "rows", words.dim_value or words.dim_param])]
+        made = [helper.make_tensor_value_info(LOGITS, kinds[LOGITS], [batch, "rows", words.dim_value or words.dim_param])]
         made += [helper.make_tensor_value_info(present, kinds[present], shape) for present in pairs.values()]
         for values, new in ((graph.input, given), (graph.output, made)):
             del values[:]

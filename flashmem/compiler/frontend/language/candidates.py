@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashmem.bundle.language import CANDIDATES, KEPT, LOGITS, TEMPERATURE
+from flashmem.base.errors import UserError
+from flashmem.bundle.language import CANDIDATES, IDS, KEPT, LOGITS, TEMPERATURE
 from flashmem.compiler.ir.graph import Graph, GraphPort, Node, Value
 
 
@@ -23,3 +24,14 @@ def with_candidates(graph: Graph) -> Graph:
         outputs=[*outputs, GraphPort(CANDIDATES, "int32", made)],
         nodes=[*graph.nodes, made.producer],
     )
+
+
+def check_batch(graph: Graph) -> None:
+    """Raise UserError unless the rows of a batch stay apart in `graph` of a language model (as imported)."""
+    [logits] = [port.value for port in graph.outputs if port.name == LOGITS]
+    [ids] = [port.value for port in graph.inputs if port.name == IDS]
+    if logits.shape[:-2] != ids.shape[:1]:
+        raise UserError(
+            f"the model cannot answer {ids.shape[0]} requests at a time: its logits have the shape {list(logits.shape)}; leave "
+            "out --batch"
+        )

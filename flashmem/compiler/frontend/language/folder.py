@@ -15,7 +15,7 @@ from typing import Any
 import onnx
 
 from flashmem.base.errors import MissingFileError, UserError
-from flashmem.bundle.language import CONTROL, IDS
+from flashmem.bundle.language import BATCH_TOKENS, CONTROL, IDS
 from flashmem.compiler.frontend.language.cached_decoder import MASK, POSITIONS, CacheSize, with_fixed_cache
 from flashmem.compiler.frontend.language.chat import chat_pieces
 from flashmem.compiler.frontend.language.model import END_TOKENS, LanguageModel, cache_length
@@ -26,8 +26,8 @@ _TOKENIZER, _GENAI, _CONFIG = "tokenizer.json", "genai_config.json", "config.jso
 _CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length")
 
 
-def read_folder(path: Path, max_length: int | None) -> LanguageModel:
-    """The language model in the folder `path`. `max_length`: tokens that the cache holds.
+def read_folder(path: Path, max_length: int | None, batch: int = 1) -> LanguageModel:
+    """The language model in the folder `path`. `max_length`: tokens that the cache holds, in each row of the `batch`.
 
     Raises:
         MissingFileError: no decoder or no tokenizer.
@@ -35,7 +35,7 @@ def read_folder(path: Path, max_length: int | None) -> LanguageModel:
     """
     folder = _Folder(path)
     try:
-        return folder.model(max_length)
+        return folder.model(max_length, batch)
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -52,16 +52,17 @@ class _Folder:
         self.config = self._json(_CONFIG)
         self.config = self.config.get("text_config", self.config)
 
-    def model(self, max_length: int | None) -> LanguageModel:
+    def model(self, max_length: int | None, batch: int) -> LanguageModel:
         """The decoder, and its language."""
         decoder = self.genai.get("decoder", {})
-        length = cache_length(max_length, self._number(*_CONTEXT), self.path)
+        spare = BATCH_TOKENS if batch > 1 else 0  # places in the cache, for which the file must have positions
+        length = cache_length(max_length, self._number(*_CONTEXT), self.path, spare)
         onnx_file = self._decoder_file()
         heads = self._number("num_attention_heads", "n_head", "num_heads")
         keys = self._number("num_key_value_heads", default=heads)
         size = self._number("head_size", "head_dim", default=0) or self._number("hidden_size", "n_embd") // heads
         words = self._number("vocab_size")
-        rewrite = partial(_rewrite, names=_names(decoder), size=CacheSize(keys, size, length), path=onnx_file)
+        rewrite = partial(_rewrite, names=_names(decoder), size=CacheSize(keys, size, length + spare, batch), path=onnx_file)
         language = {**self.language(words), "max_length": length}
         return LanguageModel(onnx_file, json.dumps(language).encode(), rewrite, tuple(self.read))
 

@@ -40,14 +40,16 @@ class LanguageModel:
     files: tuple[Path, ...] = ()
 
 
-def cache_length(asked: int | None, context: int, path: Path) -> int:
-    """The tokens that the cache holds: `asked`, or a default.
+def cache_length(asked: int | None, context: int, path: Path, spare: int = 0) -> int:
+    """The tokens that the cache holds: `asked`, or a default. `spare`: further places that the context must have room for.
 
     Raises:
         UserError: the model at `path`, with that `context`, has no room for `asked`.
     """
+    most = context - spare
     if asked is None:
-        return min(MAX_LENGTH, context)
-    if not PROMPT_TOKENS <= asked <= context:
-        raise UserError(f"max_length {asked} is not between {PROMPT_TOKENS} and {context}, the context of {path}")
+        return min(MAX_LENGTH, most)
+    if not PROMPT_TOKENS <= asked <= most:
+        less = f" less {spare} places that a batch needs" if spare else ""
+        raise UserError(f"max_length {asked} is not between {PROMPT_TOKENS} and {most}, the context of {path}{less}")
     return asked

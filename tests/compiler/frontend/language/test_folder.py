@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,59 @@ def test_a_merged_decoder(copied: Callable[[str], Path], folders: Path) -> None:
     folder = copied("llama")
     merged(folder)
     check(generated(folder), folders / "llama")
+
+
+BATCHED = [PROMPT, PROMPT[:9], PROMPT[3:8], PROMPT[20:], PROMPT[::-1], PROMPT[:1]]
+"""More requests than rows, of different lengths."""
+
+
+@pytest.mark.parametrize(("name", "place"), CASES)
+def test_several_requests_at_a_time(name: str, place: tuple[str, str], copied: Callable[[str], Path]) -> None:
+    """Each request of a batch has the text that it has alone, and ONNX Runtime's likeliest tokens for it."""
+    folder, (device, path) = copied(name), place
+    options: dict[str, Any] = {"max_length": 96, "batch": 3, "device": device, "memory_path": path}
+    bundle = flashmem.compile(folder, folder.with_suffix(".flashmem"), **options)
+    compared = 0
+    with flashmem.BatchGenerator(bundle, device=device) as generator:
+        apart = ["".join(generator.generate(prompt, max_new_tokens=30)) for prompt in BATCHED]
+        begun = [generator.generate(prompt, max_new_tokens=30) for prompt in BATCHED]
+        assert ["".join(each) for each in begun] == apart
+        for prompt, text in zip(BATCHED, apart, strict=True):
+            sure = takewhile(lambda each: each[1] >= MARGIN, reference(folder, prompt, 30))
+            tokens = [*takewhile(lambda token: token not in generator.language.ends, (token for token, _ in sure))]
+            wanted = generator.tokenizer.decode(tokens).decode(errors="replace").rstrip("\ufffd")
+            assert text.startswith(wanted)
+            compared += len(tokens)
+    assert compared > 90
+
+
+def test_folders_that_cannot_be_batched(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    def refused(name: str, change: Callable[[onnx.GraphProto], None], message: str) -> None:
+        folder = copied(name)
+        changed(change)(folder)
+        with pytest.raises(UserError, match=message):
+            flashmem.compile(folder, tmp_path / "x.flashmem", max_length=96, batch=2, build=False)
+        shutil.rmtree(folder)
+
+    def one_text(graph: onnx.GraphProto) -> None:
+        graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
+
+    def joined_rows(graph: onnx.GraphProto) -> None:
+        graph.initializer.append(helper.make_tensor("one_row", onnx.TensorProto.INT64, [3], [1, -1, 32]))
+        made = next(node for node in graph.node if "logits" in node.output)
+        graph.node.insert(len(graph.node) - 1, helper.make_node("Reshape", [made.input[0], "one_row"], ["joined"]))
+        made.input[0] = "joined"
+
+    def positions_without_rows(graph: onnx.GraphProto) -> None:
+        unsqueeze = next(node for node in graph.node if node.op_type == "Unsqueeze" and "Range_output" in node.input[0])
+        graph.initializer.append(helper.make_tensor("a_row", onnx.TensorProto.INT64, [2], [1, -1]))
+        unsqueeze.op_type, unsqueeze.input[1] = "Reshape", "a_row"
+
+    refused("llama", one_text, r"was exported for a batch of 1; export it with an open batch")
+    refused("llama", joined_rows, r"cannot answer 2 requests at a time: its logits have the shape \[1, 1, 391\]; leave out")
+    refused(
+        "gemma", positions_without_rows, r"computes positions from past_key_values\.0\.key .*export it with the input position"
+    )
 
 
 @pytest.mark.thorough
@@ -192,6 +246,8 @@ def test_refusals(case: str, copied: Callable[[str], Path]) -> None:
 def test_a_length_beyond_the_context(folders: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^max_length 300 is not between 32 and 256, the context of "):
         flashmem.compile(folders / "llama", tmp_path / "x.flashmem", max_length=300)
+    with pytest.raises(UserError, match=r"^max_length 250 is not between 32 and 248, .* less 8 places that a batch needs$"):
+        flashmem.compile(folders / "llama", tmp_path / "x.flashmem", max_length=250, batch=2)
 
 
 def test_a_folder_of_something_else(tmp_path: Path) -> None:
