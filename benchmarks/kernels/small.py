@@ -1,6 +1,6 @@
 """Five small networks for benchmarks/kernels/resident.py: their launches take longer than arithmetic.
 
-    python -m benchmarks.kernels.small_networks DIR
+    python -m benchmarks.kernels.small DIR
     python -m benchmarks.kernels.resident --zoo DIR --device pocl --models mobilenetv3-large efficientnet-b0 \\
         voice-detector wakeword-head gru-tagger
 
