@@ -49,7 +49,7 @@ from flashmem.compiler.passes.pipeline import check_dump_folder, dump_graph, pre
 from flashmem.compiler.passes.quantised_caches import quantised_states
 from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.compiler.weights.sharing import NOTHING_STORED, StoredWeights
-from flashmem.compiler.weights.slicing import FINEST
+from flashmem.compiler.weights.slicing import Slicing
 from flashmem.planning.carried_instance import KEY as CARRIED
 from flashmem.planning.carried_instance import carried
 from flashmem.planning.memory.layout import lay_out_pools
@@ -524,10 +524,10 @@ def plan_graph(
         if options.limits.budget is None or not patches:
             raise
 
-        def finest(tiled: Graph) -> tuple[Generated, OverlapPlan]:
-            return _plan(tiled, options, watch, finest=True, earlier=earlier, least=least)
+        def sliced(tiled: Graph, slicing: Slicing) -> tuple[Generated, OverlapPlan]:
+            return _plan(tiled, options, watch, slicing=slicing, earlier=earlier, least=least)
 
-        tiled, note = fitting_patches(graph, options, refused, finest, watch)
+        tiled, note = fitting_patches(graph, options, refused, sliced, watch)
     generated, plan = _plan(tiled, options, watch, earlier=earlier, least=least)
     return generated, replace(plan, notes=(*plan.notes, note))
 
@@ -538,14 +538,14 @@ def _plan(
     watch: Watch,
     final: Callable[[Generated], None] = _ignore,
     *,
-    finest: bool = False,
+    slicing: Slicing | None = None,
     lowest_order: bool = True,
     earlier: StoredWeights = NOTHING_STORED,
     least: Reserved = NOTHING_RESERVED,
 ) -> tuple[Generated, OverlapPlan]:
     """Generate and plan `graph`, with the slices that are best under the limits.
 
-    `finest`: use the smallest slices, and split no fusion group. `lowest_order`, `earlier`, `least`: see `plan_graph`.
+    `slicing`: use this, and split no fusion group. `lowest_order`, `earlier`, `least`: see `plan_graph`.
     """
     limits, mode = options.limits, options.mode
     limited = limits.budget is not None or limits.m_peak is not None
@@ -559,8 +559,8 @@ def _plan(
         earlier=earlier,
         least=least,
     )
-    if finest:
-        attempt = replace(pipeline, slicing=FINEST).attempt(frozenset())
+    if slicing is not None:
+        attempt = replace(pipeline, slicing=slicing).attempt(frozenset())
         return attempt.generated, attempt.plan
     pipeline, first = first_attempt(pipeline, limits)
     generated, made = refine(graph, pipeline, first, limits, mode)
