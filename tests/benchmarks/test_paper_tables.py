@@ -18,7 +18,7 @@ from benchmarks.paper.tables import PUBLISHED, SHIPPED_FIT, judged
 from benchmarks.paper.tables_verdict import Judged, line_by_bytes, off_by, rank_correlation, verdict, within
 from benchmarks.planning import overlap, simulation
 from flashmem.base.errors import UserError
-from flashmem.compile import read_graph
+from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import fuse

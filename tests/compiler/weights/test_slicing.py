@@ -24,7 +24,7 @@ from flashmem.base.errors import BudgetError, RunError
 from flashmem.base.pages import page_size
 from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.cli.commands.plan import several_launches
-from flashmem.compile import plan_graph
+from flashmem.compiler.adaptive.plan_graph import plan_graph
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.decompose import decompose
