@@ -6,7 +6,7 @@ docs/reference/internals/architecture.md shows the pipeline.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,19 +18,17 @@ from flashmem.bundle.cache import find_or_make
 from flashmem.bundle.shape_variants import Shapes, shapes_text
 from flashmem.bundle.writer import BundleWriter
 from flashmem.compilation import DATA_FILES, Compilation, read_compilation, states_of
-from flashmem.compiler.adaptive.granularity import first_attempt
-from flashmem.compiler.adaptive.pipeline import Attempt, Pipeline, Watch
-from flashmem.compiler.adaptive.tiling import fitting_patches
-from flashmem.compiler.adaptive.unfusion import may_refine, refine
+from flashmem.compiler.adaptive.pipeline import Pipeline
+from flashmem.compiler.adaptive.plan_graph import plan_graph, refusal, with_layouts
 from flashmem.compiler.frontend.external_data import model_files
 from flashmem.compiler.frontend.gguf.reader import converted
 from flashmem.compiler.frontend.gguf.weights import matrix, sketched
-from flashmem.compiler.frontend.importer import collect_unsupported, import_model
 from flashmem.compiler.frontend.language.candidates import check_batch, with_candidates
 from flashmem.compiler.frontend.language.folder import read_folder
 from flashmem.compiler.frontend.language.model import Rewrite, unchanged
 from flashmem.compiler.frontend.mapped_file import load_mapped
 from flashmem.compiler.frontend.quantize import quantised
+from flashmem.compiler.frontend.read_graph import import_graph, read_graph
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.lowering.program import (
     NOTHING_RESERVED,
@@ -43,17 +41,14 @@ from flashmem.compiler.lowering.program import (
 )
 from flashmem.compiler.lowering.steady import with_steady
 from flashmem.compiler.memory.allocations import within_allocations
-from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.options import Options
-from flashmem.compiler.passes.pipeline import check_dump_folder, dump_graph, prepare
+from flashmem.compiler.passes.pipeline import check_dump_folder, dump_graph
 from flashmem.compiler.passes.quantised_caches import quantised_states
 from flashmem.compiler.selection.selector import KernelSelector
-from flashmem.compiler.weights.sharing import NOTHING_STORED, StoredWeights
-from flashmem.compiler.weights.slicing import FINEST
+from flashmem.compiler.weights.sharing import NOTHING_STORED
 from flashmem.planning.carried_instance import KEY as CARRIED
 from flashmem.planning.carried_instance import carried
-from flashmem.planning.memory.layout import lay_out_pools
-from flashmem.planning.planner import make_plan, planned_together, planning_instance
+from flashmem.planning.planner import planned_together, planning_instance
 from flashmem.program.program import Program
 from flashmem.runtime.kernels.ahead_of_time import BuildRequest, KernelBuilder
 from flashmem.runtime.kernels.ahead_of_time import with_binaries as carrying
@@ -64,9 +59,6 @@ if TYPE_CHECKING:
     import onnx
 
 Progress = Callable[[str, float], None]
-
-Extend = Callable[[Graph], Graph]
-"""Adds to a graph after its import."""
 
 
 def compile(
@@ -266,26 +258,6 @@ def compile_rehearsal(compilation: Compilation, output: Path, progress: Progress
         return made, max(refusal(graph, options, least=read.least).smallest_bytes for graph, options in pairs)
 
 
-def refusal(
-    graph: Graph,
-    options: Options,
-    *,
-    lowest_order: bool = True,
-    patches: bool = True,
-    least: Reserved = NOTHING_RESERVED,
-) -> BudgetError:
-    """The error of a budget that is too small for `graph`, which names the smallest; arguments as for `plan_graph`.
-
-    Memory limits in `options` are ignored.
-    """
-    asked = replace(options, limits=replace(options.limits, budget=1, m_peak=None))
-    try:
-        plan_graph(graph, asked, lowest_order=lowest_order, patches=patches, least=least)
-    except BudgetError as refused:
-        return refused
-    raise AssertionError("a session holds more than a byte")
-
-
 @dataclass(frozen=True)
 class _Graphs:
     """The graph of each variant, and what all of them reserve."""
@@ -477,130 +449,6 @@ def _variant(generated: Generated, plan: OverlapPlan, options: Options) -> Shape
 def _posed(program: Program, plan: OverlapPlan, options: Options) -> Instance:
     """The overlap-plan problem that `plan` solves, stored so that the bundle can be planned again for other budgets."""
     return planning_instance(program, options.descriptor, options.mode, replace(options.limits, chunk=plan.chunk_bytes))
-
-
-def _as_imported(graph: Graph) -> Graph:
-    """`graph` itself."""
-    return graph
-
-
-def read_graph(model: Path, options: Options, rewrite: Rewrite = unchanged, extend: Extend = _as_imported) -> Graph:
-    """The graph of `model`, after the passes of the compiler, ready for fusion. Reads no weights. See `import_graph`.
-
-    Raises:
-        UserError: the model cannot be read, or has something that cannot run.
-    """
-    graph = prepare(import_graph(model, options, rewrite, extend))
-    if options.state_precision == "int8" and not quantised_states(graph):
-        raise UserError(
-            f"no state of {model} is a cache of keys or values that attention alone reads, and others cannot be stored in "
-            "int8; use --state-precision fp16"
-        )
-    return graph
-
-
-def import_graph(model: Path, options: Options, rewrite: Rewrite = unchanged, extend: Extend = _as_imported) -> Graph:
-    """The graph of `model`, changed by `rewrite`, as imported and then extended, before the passes of the compiler.
-
-    Reads no weights.
-
-    Raises:
-        UserError: the model cannot be read, or has something that cannot run.
-    """
-    graph = import_model(model, options.shapes, why_unsupported, options.states, options.constants, rewrite)
-    collect_unsupported(graph, why_unsupported)
-    return replace(extend(graph), state_precision=options.state_precision)
-
-
-def _ignore(generated: Generated) -> None:
-    """Does nothing with a program."""
-
-
-def plan_graph(
-    graph: Graph,
-    options: Options,
-    watch: Watch = lambda step: nullcontext(),
-    final: Callable[[Generated], None] = _ignore,
-    *,
-    lowest_order: bool = True,
-    patches: bool = True,
-    earlier: StoredWeights = NOTHING_STORED,
-    least: Reserved = NOTHING_RESERVED,
-) -> tuple[Generated, OverlapPlan]:
-    """The middle of the pipeline: fuse operators, generate the program, and make its checked plan, without layouts.
-
-    Slices are the largest that the limits permit and that are fast; adaptive unfusion splits fusion groups where that improves
-    the plan. If the budget is too small even so, chains of operators are computed in patches (patch-based tiling).
-
-    `watch(step)` is entered for each "fuse", "generate" and "plan_and_check", however often they repeat, and for "patches".
-    `final` is called with the program before planning if the plan cannot change it: without limits on memory, and without
-    unfusion. `lowest_order`: order launches for the lowest peak memory. `patches`: permit patch-based tiling. `earlier`:
-    weights that a program for other shapes has placed. `least`: memory that the program reserves at least.
-
-    Raises:
-        UserError: the limits must change; a BudgetError names the smallest that work.
-    """
-    try:
-        return _plan(graph, options, watch, final, lowest_order=lowest_order, earlier=earlier, least=least)
-    except BudgetError as refused:
-        if options.limits.budget is None or not patches:
-            raise
-
-        def finest(tiled: Graph) -> tuple[Generated, OverlapPlan]:
-            return _plan(tiled, options, watch, finest=True, earlier=earlier, least=least)
-
-        tiled, note = fitting_patches(graph, options, refused, finest, watch)
-    generated, plan = _plan(tiled, options, watch, earlier=earlier, least=least)
-    return generated, replace(plan, notes=(*plan.notes, note))
-
-
-def _plan(
-    graph: Graph,
-    options: Options,
-    watch: Watch,
-    final: Callable[[Generated], None] = _ignore,
-    *,
-    finest: bool = False,
-    lowest_order: bool = True,
-    earlier: StoredWeights = NOTHING_STORED,
-    least: Reserved = NOTHING_RESERVED,
-) -> tuple[Generated, OverlapPlan]:
-    """Generate and plan `graph`, with the slices that are best under the limits.
-
-    `finest`: use the smallest slices, and split no fusion group. `lowest_order`, `earlier`, `least`: see `plan_graph`.
-    """
-    limits, mode = options.limits, options.mode
-    limited = limits.budget is not None or limits.m_peak is not None
-    pipeline = Pipeline(
-        graph,
-        options,
-        KernelSelector(options.descriptor, options.optimize, limited=limited),
-        watch=watch,
-        final=_ignore if limited or may_refine(limits, mode) else final,  # else another program may be planned
-        lowest_order=lowest_order,
-        earlier=earlier,
-        least=least,
-    )
-    if finest:
-        attempt = replace(pipeline, slicing=FINEST).attempt(frozenset())
-        return attempt.generated, attempt.plan
-    pipeline, first = first_attempt(pipeline, limits)
-    generated, made = refine(graph, pipeline, first, limits, mode)
-    if limits.resolved_objective != "steady":
-        made = pipeline.completed(Attempt(generated, pipeline.instance(generated.program), made))
-    notes = (f"{' and '.join(graph.widened)} of the model computed in float32",) if graph.widened else ()
-    return generated, replace(made, notes=(*made.notes, *notes))
-
-
-def plan_program(program: Program, options: Options) -> OverlapPlan:
-    """The overlap plan of an unchanged program, with the layouts of every transfer mode of its memory path."""
-    plan = make_plan(program, options.descriptor, options.mode, options.limits)
-    return with_layouts(program, plan, options.descriptor.modes[program.memory_path])
-
-
-def with_layouts(program: Program, plan: OverlapPlan, modes: Sequence[TransferMode]) -> OverlapPlan:
-    """`plan` with the layouts of `modes`."""
-    return replace(plan, layouts=lay_out_pools(program.slices, plan, modes, page_bytes=program.page_bytes))
 
 
 def _states_in_half(graph: Graph) -> dict[str, object]:

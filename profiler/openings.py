@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flashmem.base.types import TransferMode
 from flashmem.bundle.writer import BundleWriter
-from flashmem.compile import plan_program
+from flashmem.compiler.adaptive.plan_graph import plan_program
 from flashmem.compiler.ir.graph import Graph, GraphPort
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.options import Options

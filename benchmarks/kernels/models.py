@@ -19,7 +19,7 @@ import numpy as np
 
 import flashmem
 from flashmem.bundle.writer import BundleWriter
-from flashmem.compile import plan_graph, with_layouts
+from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.options import resolve
 from flashmem.planning.limits import read_limits

@@ -22,8 +22,8 @@ from pathlib import Path
 from benchmarks.command import Arguments, run_command
 from benchmarks.memory.budgets import Precision
 from flashmem.base.errors import BudgetError
-from flashmem.compile import read_graph
 from flashmem.compiler.adaptive.tiling import Patches
+from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.memory.launch_order import in_lowest_order
 from flashmem.compiler.options import Options

@@ -41,7 +41,8 @@ from benchmarks.processes import median, run_bundle, same_bits, take_turns, weig
 from benchmarks.zoo import MODELS, planned_again, within
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
-from flashmem.compile import plan_graph, read_graph, with_layouts
+from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
+from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.options import Options
 from flashmem.planning.limits import Limits

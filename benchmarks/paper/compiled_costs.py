@@ -25,7 +25,7 @@ from benchmarks.paper.tables import DEVICE, PRECISION, PUBLISHED, graphs_in
 from benchmarks.paper.tables_verdict import off_by
 from flashmem.base.errors import UserError
 from flashmem.base.types import TransferMode
-from flashmem.compile import plan_graph
+from flashmem.compiler.adaptive.plan_graph import plan_graph
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.pipeline import prepare

@@ -21,7 +21,8 @@ from typing import Any
 
 from benchmarks.command import Arguments, run_command
 from flashmem.base.errors import BudgetError
-from flashmem.compile import plan_graph, read_graph, with_layouts
+from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
+from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.options import Options, Precision
 from flashmem.compiler.passes.pipeline import prepare
@@ -31,9 +32,9 @@ from flashmem.schedule.plan import Strategy
 from flashmem.target.descriptor import DeviceDescriptor, descriptor_names, load_descriptor
 from flashmem.tools.simulation.scenario import describe
 from flashmem.tools.simulation.simulator import simulate
-from flashmem.tools.zoo.graphs import zoo_graph
+from flashmem.tools.zoo.graphs import check_architecture, zoo_graph
 
-MODELS = ("gptneo-125m", "gptneo-1.3b", "whisper-medium-text")
+MODELS = ("gptneo-125m", "gptneo-1.3b", "whisper-medium-encoder")
 DEVICES = ("adreno540", "adreno740", "mali-g715", "adreno750", "generic-cpu")
 """FlashMem's three other phones have an Adreno 540, an Adreno 740 and a Mali-G715."""
 
@@ -100,12 +101,15 @@ def main() -> None:
     parser.add_argument("--precision", choices=("fp32", "fp16"), default="fp16")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    files = {name: args.zoo and args.zoo / name / "model.onnx" for name in args.models}
+    for name, file in files.items():
+        if file is None or not file.is_file():
+            check_architecture(name)
     rows = []
     limits = [{"m_peak": args.m_peak}, *({"budget": budget} for budget in args.budgets)]
-    for name in args.models:
+    for name, file in files.items():
         for device in args.devices:
             descriptor = load_descriptor(device)
-            file = None if args.zoo is None else args.zoo / name / "model.onnx"
             graph = graph_of(name, file, descriptor, args.precision)
             for limit in limits:
                 weights, budget, found = predicted(graph, descriptor, limit, args.precision)

@@ -26,7 +26,7 @@ from benchmarks.processes import median, run_bundle, same_bits, take_turns, weig
 from benchmarks.zoo import MODELS, planned_again, within
 from flashmem.base.errors import BudgetError
 from flashmem.base.units import parse_size
-from flashmem.compile import read_graph
+from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.options import resolve

@@ -30,7 +30,8 @@ from typing import Any, get_args
 from benchmarks.command import Arguments, run_command
 from benchmarks.zoo import MODELS
 from flashmem.base.errors import BudgetError
-from flashmem.compile import plan_graph, plan_program, read_graph
+from flashmem.compiler.adaptive.plan_graph import plan_graph, plan_program
+from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.options import Options

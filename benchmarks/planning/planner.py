@@ -29,7 +29,8 @@ from typing import Any
 
 from benchmarks.command import Arguments, run_command
 from flashmem.base.errors import BudgetError, UserError
-from flashmem.compile import plan_graph, read_graph, with_layouts
+from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
+from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.pipeline import prepare

@@ -34,7 +34,7 @@ from benchmarks.streaming.host_tier import device_memory
 from benchmarks.streaming.random_weights import with_weights
 from flashmem.base.units import format_size, parse_size
 from flashmem.bundle.writer import BundleWriter
-from flashmem.compile import plan_graph, with_layouts
+from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.options import resolve
 from flashmem.planning.limits import read_limits

@@ -42,7 +42,8 @@ from benchmarks.streaming.loading import covered, pinned_rate, steps
 from benchmarks.streaming.random_weights import with_weights
 from flashmem.base.units import format_size
 from flashmem.bundle.writer import BundleWriter
-from flashmem.compile import plan_graph, read_graph, with_layouts
+from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
+from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.options import resolve
 from flashmem.planning.limits import read_limits

@@ -30,7 +30,7 @@ import flashmem
 from benchmarks.command import Arguments, run_command
 from flashmem.base.units import parse_size
 from flashmem.bundle.writer import BundleWriter
-from flashmem.compile import plan_graph, with_layouts
+from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.options import resolve
 from flashmem.planning.limits import read_limits

@@ -45,7 +45,8 @@ from benchmarks.streaming.models_page import page
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.base.files import written_whole
 from flashmem.bundle.bundle import Bundle
-from flashmem.compile import plan_graph, read_graph
+from flashmem.compiler.adaptive.plan_graph import plan_graph
+from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.options import resolve
 from flashmem.planning.limits import read_limits
 from flashmem.runtime.request.options import device_here

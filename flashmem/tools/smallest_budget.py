@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashmem.compile import refusal
+from flashmem.compiler.adaptive.plan_graph import refusal
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.options import Options
 
@@ -23,7 +23,7 @@ class SmallestBudget:
 
 
 def smallest_budget(graph: Graph, options: Options) -> SmallestBudget:
-    """Plan `graph` (from `compile.read_graph`) for a budget that is too small, and return the budgets in the refusal.
+    """Plan `graph` (from `read_graph`) for a budget that is too small, and return the budgets in the refusal.
 
     Memory limits in `options` are ignored.
     """

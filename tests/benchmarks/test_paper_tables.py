@@ -18,7 +18,7 @@ from benchmarks.paper.tables import PUBLISHED, SHIPPED_FIT, judged
 from benchmarks.paper.tables_verdict import Judged, line_by_bytes, off_by, rank_correlation, verdict, within
 from benchmarks.planning import overlap, simulation
 from flashmem.base.errors import UserError
-from flashmem.compile import read_graph
+from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import fuse
@@ -31,6 +31,7 @@ from flashmem.program.program import fixed_bytes
 from flashmem.runtime.request.options import choose_mode
 from flashmem.target.descriptor import DeviceDescriptor, Rates, load_descriptor
 from flashmem.tools.simulation.scenario import describe
+from flashmem.tools.zoo.graphs import check_architecture
 from tests.support.mini_bundle import write_mini_bundle
 from tests.support.paths import DATA
 
@@ -167,6 +168,11 @@ def test_the_share_of_published_widths_is_found(reached: float) -> None:
     assert fitted_share(program, descriptor, milliseconds) == pytest.approx(reached, rel=1e-3)
     with pytest.raises(UserError, match=r"no share of the published widths of adreno750 gives 1e\+06 ms"):
         fitted_share(program, descriptor, 1e6)
+
+
+def test_the_models_that_are_predicted_by_default_need_no_files() -> None:
+    for name in portability.MODELS:
+        check_architecture(name)
 
 
 def test_preloading_is_predicted_beside_streaming() -> None:

@@ -16,7 +16,7 @@ import flashmem
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.base.types import TransferMode
 from flashmem.bundle.writer import replace_plan
-from flashmem.compile import plan_program
+from flashmem.compiler.adaptive.plan_graph import plan_program
 from flashmem.compiler.options import Options
 from flashmem.planning import paper_limits, planner
 from flashmem.planning.limits import Limits

@@ -7,7 +7,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from flashmem.base.errors import BundleError
+from flashmem.base.errors import BudgetError, BundleError
 from flashmem.base.paths import TEMPLATES, cache_folder, is_foreign
 from flashmem.base.streams import say
 from flashmem.base.units import format_size, parse_size
@@ -55,7 +55,15 @@ def replan_bundle(path: Path, budget: str, output: Path | None) -> Path:
     """
     from flashmem.tools.learn import replan
 
-    return replan(Bundle.open(path), parse_size(budget, what="budget"), output).path
+    try:
+        return replan(Bundle.open(path), parse_size(budget, what="budget"), output).path
+    except BudgetError as error:
+        raise BudgetError(
+            f"{error}, or compile the model for this budget: slices of a bundle stay as they were cut",
+            smallest_bytes=error.smallest_bytes,
+            binding=error.binding,
+            without_patches=error.without_patches,
+        ) from error
 
 
 def list_cache(*, as_json: bool) -> None:

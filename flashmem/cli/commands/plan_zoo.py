@@ -45,7 +45,7 @@ def plan_architecture(name: str, options: CompileOptions) -> ZooPlan:
     if not options.unfusion and (options.mu is not None or options.alpha is not None):
         raise UserError("zoo: models are planned without unfusion; give --unfusion too, or leave --mu and --alpha out")
     with offline_half("planning"):
-        from flashmem.compile import plan_graph
+        from flashmem.compiler.adaptive.plan_graph import plan_graph
         from flashmem.compiler.passes.pipeline import prepare
         from flashmem.options import resolve
         from flashmem.tools.zoo.graphs import zoo_graph

@@ -2,7 +2,8 @@
 
 Without a memory limit, slices are as large as the device prefers (`compiler/weights/slicing.py`). Under a limit, a slice is in
 flight as a whole. Large slices leave no room to load ahead, and the largest ones determine the smallest budget that works. So a
-program is planned with slices of any size, then with smaller ones while the objective improves, or until the plan fits.
+program is planned with slices of any size, then with smaller ones while the objective improves, or until the plan fits. Those
+of less than the default are for small budgets.
 
 On a device with memory of its own, slices are chosen for later runs. Large slices take memory in flight that could hold
 weights; small ones cost launches and loads. So every size is planned with the weights that stay. Of those with a first answer
@@ -11,20 +12,20 @@ near the earliest, the size with the fastest later runs is used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from flashmem.base.errors import BudgetError
 from flashmem.compiler.adaptive.pipeline import Attempt, Pipeline
-from flashmem.compiler.weights.slicing import FINEST, LEAST_BYTES, Slicing
+from flashmem.compiler.weights.slicing import DEFAULT, LEAST_BYTES, STEP, Slicing, finer
 from flashmem.planning.latency.later_runs import OWN_WORTH, by_later_runs
 from flashmem.planning.latency.tiers import least_expected_seconds
 from flashmem.planning.limits import Limits
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.schedule.instance import Instance
 
-STEP = 4
-"""Each size is 1 / STEP of the size before."""
+LARGEST_PART = 64
+"""Slices of less than `LEAST_BYTES`, and of less than a budget divided by this, are used only if nothing else fits it."""
 
 UNPROVEN = 0.02
 """The gap above which W may have larger slices."""
@@ -58,7 +59,7 @@ def first_attempt(pipeline: Pipeline, limits: Limits) -> tuple[Pipeline, Attempt
     assert attempts.refused is not None
     if limits.m_peak is None:
         raise attempts.refused
-    pipeline = replace(pipeline, slicing=FINEST)  # M_peak does not limit W
+    pipeline = replace(pipeline, slicing=DEFAULT)  # M_peak does not limit W
     generated = pipeline.generate(frozenset())
     instance = replace(pipeline.instance(generated.program), w_may_grow=True)
     return pipeline, Attempt(generated, instance, pipeline.plan(instance, generated.program))
@@ -77,23 +78,33 @@ class _Attempts:
         self.best: float | None = None
 
     def __iter__(self) -> Iterator[tuple[Pipeline, Attempt]]:
-        before, largest = Slicing(most=None), 0
-        for slicing in _sizes(self._limits):
-            if largest and _is_same(slicing, before, largest):
-                continue
-            before = slicing
-            pipeline = replace(self._pipeline, slicing=slicing)
-            generated = pipeline.generate(frozenset())
-            largest = _largest(generated.program)
-            if self.best is not None:
-                instance = pipeline.instance(generated.program)
-                if not _may_be_faster(instance, generated.program, self._limits, self.best):
+        before, largest, weights_bytes, fits = Slicing(most=None), 0, 0, False
+
+        def attempts(sizes: Iterable[Slicing]) -> Iterator[tuple[Pipeline, Attempt]]:
+            nonlocal before, largest, weights_bytes, fits
+            for slicing in sizes:
+                if largest and _is_same(slicing, before, largest):
                     continue
-            try:
-                yield pipeline, pipeline.attempt(frozenset(), generated)
-            except BudgetError as error:
-                if self.refused is None or error.smallest_bytes < self.refused.smallest_bytes:
-                    self.refused = error
+                before = slicing
+                pipeline = replace(self._pipeline, slicing=slicing)
+                generated = pipeline.generate(frozenset())
+                largest, weights_bytes = _largest(generated.program), generated.program.weights_bytes
+                if self.best is not None:
+                    instance = pipeline.instance(generated.program)
+                    if not _may_be_faster(instance, generated.program, self._limits, self.best):
+                        continue
+                try:
+                    attempt = pipeline.attempt(frozenset(), generated)
+                except BudgetError as error:
+                    if self.refused is None or error.smallest_bytes < self.refused.smallest_bytes:
+                        self.refused = error
+                else:
+                    fits = True
+                    yield pipeline, attempt
+
+        yield from attempts(_sizes(self._limits))
+        if (budget := self._limits.budget) is not None:
+            yield from attempts(size for size in finer(weights_bytes) if not fits or size.least >= budget // LARGEST_PART)
 
 
 def _later_runs_count(pipeline: Pipeline, limits: Limits) -> bool:
@@ -158,7 +169,7 @@ def _sizes(limits: Limits) -> Iterator[Slicing]:
     while most > LEAST_BYTES:
         yield Slicing(most=most)
         most //= STEP
-    yield FINEST
+    yield DEFAULT
 
 
 def _is_better(tried: Attempt, best: Attempt) -> bool:

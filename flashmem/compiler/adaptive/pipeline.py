@@ -16,7 +16,7 @@ from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.compiler.weights.sharing import NOTHING_STORED, StoredWeights
-from flashmem.compiler.weights.slicing import FINEST, Slicing
+from flashmem.compiler.weights.slicing import DEFAULT, Slicing
 from flashmem.planning.planner import completed, plan_instance, planning_instance
 from flashmem.program.launches import LaunchOrder
 from flashmem.program.program import Program
@@ -57,7 +57,7 @@ class Pipeline:
     graph: Graph
     options: Options
     selector: KernelSelector
-    slicing: Slicing = FINEST
+    slicing: Slicing = DEFAULT
     watch: Watch = lambda step: nullcontext()
     final: Callable[[Generated], None] = lambda generated: None
     lowest_order: bool = True

@@ -26,7 +26,7 @@ from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.tiling.choice import Memory, PatchChoice
 from flashmem.compiler.tiling.patches import Chain, in_patches
-from flashmem.compiler.weights.slicing import LEAST_BYTES
+from flashmem.compiler.weights.slicing import Slicing, finest
 from flashmem.target.descriptor import DeviceDescriptor
 
 STEPS = (4.0, 3.0, 2.25, 1.75, 1.4, 1.2, 1.1, 1.0)
@@ -44,13 +44,19 @@ NAMED = 6
 LEAST_PATCH_BYTES = {"cpu": 1 << 20, "gpu": 4 << 20}
 """The least size of the largest result inside a patch, because a smaller launch leaves a device idle."""
 
+LEAST_PART = 16
+"""If activations are small, the largest result inside a patch may be smaller: the most bytes that are live, divided by this."""
+
 
 class Patches:
-    """The chains of a graph that may run in patches, on a device and in a precision."""
+    """The chains of a graph that may run in patches, on a device and in a precision.
+
+    `slicing`: the smallest slices of its weights.
+    """
 
     def __init__(self, graph: Graph, descriptor: DeviceDescriptor, precision: Literal["fp32", "fp16"]) -> None:
         self.graph, self.groups, self.aliases = graph, fuse(graph), AliasAnalysis(graph, half=precision == "fp16")
-        self.memory = _memory(graph, self.groups, self.aliases, precision == "fp16", LEAST_PATCH_BYTES[descriptor.kind])
+        self.memory, self.slicing = _memory(graph, self.groups, self.aliases, precision == "fp16", descriptor)
         self._choice = PatchChoice(graph, self.groups, self.aliases, self.memory)
 
     @property
@@ -80,12 +86,12 @@ def fitting_patches(
     graph: Graph,
     options: Options,
     refused: BudgetError,
-    attempt: Callable[[Graph], object],
+    attempt: Callable[[Graph, Slicing], object],
     watch: Callable[[str], AbstractContextManager[None]],
 ) -> tuple[Graph, str]:
     """`graph` with as few chains in patches as fit the budget that was `refused` without them; and a note for its plan.
 
-    `attempt` plans a graph, and raises a BudgetError if it does not fit.
+    `attempt` plans a graph with the slices that are given, and raises a BudgetError if it does not fit.
 
     Raises:
         BudgetError: no plan fits; the error names the smallest budget with patches, and the one without.
@@ -106,7 +112,7 @@ def fitting_patches(
             tried.add(chains)
             tiled = in_patches(graph, chains)
         try:
-            attempt(tiled)
+            attempt(tiled, patches.slicing)
         except BudgetError as error:
             if limit <= NEAR * least[1] and error.smallest_bytes < smallest.smallest_bytes:
                 smallest = error
@@ -139,7 +145,9 @@ def _too_small(budget: int, without: BudgetError, smallest: BudgetError) -> Budg
     )
 
 
-def _memory(graph: Graph, groups: Sequence[FusionGroup], aliases: AliasAnalysis, half: bool, least: int) -> Memory:
+def _memory(
+    graph: Graph, groups: Sequence[FusionGroup], aliases: AliasAnalysis, half: bool, descriptor: DeviceDescriptor
+) -> tuple[Memory, Slicing]:
     halves = stored_in_half(graph, aliases, activations=half)
 
     def storage(value: Value) -> StoredType:
@@ -161,4 +169,7 @@ def _memory(graph: Graph, groups: Sequence[FusionGroup], aliases: AliasAnalysis,
     alive: list[int] = []
     for group in groups:
         alive.append(known.get(group, alive[-1] if alive else 0))
-    return Memory(alive, nbytes, weight_bytes, 2 * LEAST_BYTES, least)
+    weights = {value for node in graph.nodes for value in node.inputs if value is not None and value.constant is not None}
+    slicing = finest(sum(map(weight_bytes, weights)))
+    least = min(LEAST_PATCH_BYTES[descriptor.kind], max(alive, default=0) // LEAST_PART)
+    return Memory(alive, nbytes, weight_bytes, 2 * slicing.least, least), slicing

@@ -45,6 +45,9 @@ _TEMPLATES = {
 _BYTES = ("char", "uchar")
 """Types of packed elements, counted in bytes."""
 
+NARROWEST = 8
+"""Columns of the narrowest panel that a budget may require: rows of packed codes of 4 bits are whole, and loads are vectors."""
+
 DEPTH_BLOCK = 64
 """The most steps of depth between two steps of the copy stream. A folded texture also ends a step at the end of a fold."""
 
@@ -97,8 +100,17 @@ def choice(
         halves = workload.storage == "float16" and context.stored(group.main.input(0)) == "half"
         config = context.selector.config(workload, [node.op for node in group.epilogue], widest, winograd, forms, halves)
         assert isinstance(config, Contraction)
-        context.configs[key] = config
+        stored = [columns for columns, depth in forms if depth == workload.depth]
+        context.configs[key] = _narrowed(config, max(stored)) if stored else _narrowed(config, widest)
     return context.configs[key]
+
+
+def _narrowed(config: Contraction, widest: int | None) -> Contraction:
+    """`config` with panels of at most `widest` columns, or `NARROWEST`: a slice has at least one panel. None: any width."""
+    if not isinstance(config, PlainContraction) or widest is None or config.columns <= widest:
+        return config
+    columns = max(NARROWEST, 1 << max(1, widest).bit_length() - 1)
+    return replace(config, columns=min(columns, config.columns), vector=min(config.vector, columns))
 
 
 def _with(tile: ContractionTile, binding: WeightBinding) -> ContractionTile:

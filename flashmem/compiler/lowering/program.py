@@ -26,7 +26,7 @@ from flashmem.compiler.memory.states import graph_states
 from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.compiler.weights.packing_list import OnPiece, PackingList, WeightSink
 from flashmem.compiler.weights.sharing import NOTHING_STORED, Placements, StoredWeights
-from flashmem.compiler.weights.slicing import FINEST, Slicing
+from flashmem.compiler.weights.slicing import DEFAULT, Slicing
 from flashmem.program.kernel_text import Source
 from flashmem.program.lanes import lane_kind
 from flashmem.program.launches import first_and_last
@@ -107,7 +107,7 @@ def generate(
     descriptor: DeviceDescriptor,
     *,
     precision: Literal["fp32", "fp16"] = "fp32",
-    slicing: Slicing = FINEST,
+    slicing: Slicing = DEFAULT,
     selector: KernelSelector | None = None,
     earlier: StoredWeights = NOTHING_STORED,
     cuts: Cuts | None = None,

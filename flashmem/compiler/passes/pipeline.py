@@ -24,6 +24,7 @@ from flashmem.compiler.passes.normalization import match_normalizations
 from flashmem.compiler.passes.qdq_fusion import fuse_qdq
 from flashmem.compiler.passes.quantised_caches import quantise_caches
 from flashmem.compiler.passes.rotary import match_rotary
+from flashmem.compiler.passes.rows_as_images import rows_as_images
 from flashmem.compiler.passes.split_matmul import split_matmuls
 from flashmem.compiler.passes.transpose_hoisting import hoist_transposes
 from flashmem.compiler.passes.transpose_sinking import sink_transposes
@@ -53,6 +54,8 @@ PASSES = (
     Pass("match-rotary", match_rotary, requires=("decomposed",)),
     # Products read 8-bit integers instead of the results of DequantizeLinear.
     Pass("fuse-qdq", fuse_qdq, requires=("decomposed",)),
+    # Slices and Concats between convolutions of one dimension work on images of one row.
+    Pass("rows-as-images", rows_as_images, requires=("decomposed",)),
     # Images around convolutions are stored with their channels last.
     Pass("assign-layouts", assign_layouts, requires=("decomposed",), ensures=("channels last",)),
     # softmax(f(Q K^T)) V becomes one operator for the passes below.

@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from flashmem.compiler.weights.packing import PackedSlice, Packing
 
 LEAST_BYTES = 4 << 20
-"""Default size of a slice: a few in flight keep a disk busy, and the smallest budget is little more than two of them."""
+"""Default size of a slice: a few in flight keep a disk busy."""
+
+SMALLEST_BYTES = 16 << 10
+"""The smallest size of a slice, for budgets that nothing larger fits. A read of less costs as much."""
+
+MOST_SLICES = 1024
+"""Slices of less than `LEAST_BYTES` are used if a model has at most so many: each is a launch in every run."""
+
+STEP = 4
+"""Each size is 1 / STEP of the size before."""
 
 MOST_BYTES = 1 << 30
 """The most bytes of a slice of several panels: kernels count its elements in 32 bits, and the compiler packs one at a time."""
@@ -49,5 +58,20 @@ class Slicing:
         return None if self.most is None else max(self.least, self.most) // column_bytes
 
 
-FINEST = Slicing()
-"""The slices of the smallest budgets."""
+DEFAULT = Slicing()
+"""Slices of up to `LEAST_BYTES`: the smallest whose launches and reads cost little."""
+
+
+def finer(weights_bytes: int) -> list[Slicing]:
+    """Slices of less than `LEAST_BYTES`, from coarse to fine, of a model with `weights_bytes` of weights; possibly none."""
+    sizes = []
+    size = LEAST_BYTES // STEP
+    while size >= SMALLEST_BYTES and weights_bytes <= MOST_SLICES * size:
+        sizes.append(Slicing(least=size, most=size))
+        size //= STEP
+    return sizes
+
+
+def finest(weights_bytes: int) -> Slicing:
+    """The slices of the smallest budgets of a model with `weights_bytes` of weights."""
+    return [DEFAULT, *finer(weights_bytes)][-1]

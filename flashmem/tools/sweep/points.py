@@ -17,7 +17,7 @@ from flashmem.base.child_processes import module_environment, python_module
 from flashmem.base.errors import BudgetError, RunError
 from flashmem.base.types import TransferMode
 from flashmem.bundle.writer import BundleWriter
-from flashmem.compile import plan_graph, with_layouts
+from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.ir.portable import PortableGraph
 from flashmem.compiler.lowering.program import Generated

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashmem.compile import plan_graph, with_layouts
 from flashmem.compiler.adaptive.pipeline import Pipeline
+from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.compiler.weights.slicing import LEAST_BYTES, Slicing

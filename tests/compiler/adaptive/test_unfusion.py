@@ -117,7 +117,7 @@ def test_a_cut_operator_begins_a_group(name: str) -> None:
 _GENERATED = """
 import hashlib, sys
 from flashmem.compiler.lowering.program import generate
-from flashmem.compile import read_graph
+from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.planning.limits import read_limits
 from flashmem.options import resolve

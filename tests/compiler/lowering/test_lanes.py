@@ -20,7 +20,8 @@ from onnx import TensorProto, helper
 
 from flashmem.base.errors import BundleError
 from flashmem.bundle.lane_bounds import check_lanes
-from flashmem.compile import plan_graph, read_graph
+from flashmem.compiler.adaptive.plan_graph import plan_graph
+from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.lowering.program import Generated
 from flashmem.compiler.lowering.templates import KernelLibrary, Lane, _environment
 from flashmem.compiler.options import Options

@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import flashmem
-from flashmem.compile import read_graph
+from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.lowering.program import Generated, generate
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.options import resolve

@@ -20,7 +20,7 @@ from onnx import helper, numpy_helper
 
 import flashmem
 from flashmem.base.types import TENSOR_ALIGNMENT
-from flashmem.compile import read_graph
+from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, Node
 from flashmem.compiler.lowering.program import generate

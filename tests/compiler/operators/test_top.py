@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 
-from flashmem.compile import read_graph
+from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.options import resolve

@@ -23,7 +23,7 @@ from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.compiler.weights.packing import WASTED, PackedSlice, Packing
-from flashmem.compiler.weights.slicing import FINEST, LEAST_BYTES, Slicing
+from flashmem.compiler.weights.slicing import DEFAULT, LEAST_BYTES, Slicing
 from flashmem.program.program import raw_bytes
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
@@ -139,13 +139,13 @@ def test_bundles_are_no_larger_than_their_weights(name: str) -> None:
     layers = fuse(graph)
     for device in ("adreno750", "mali-g715"):
         for precision in ("fp32", "fp16"):
-            for slicing in (FINEST, Slicing(most=None)):
+            for slicing in (DEFAULT, Slicing(most=None)):
                 program = generate(graph, layers, load_descriptor(device), precision=precision, slicing=slicing).program  # type: ignore[arg-type]
                 what = (name, device, precision, slicing)
                 assert program.weights_bytes <= 1.02 * elements(graph, precision == "fp16"), what
                 assert raw_bytes(program) <= program.weights_bytes <= 1.02 * raw_bytes(program), what
                 assert len({launch.kernel for launch in program.launches}) <= 40, what
-                if slicing is FINEST:
+                if slicing is DEFAULT:
                     assert all(part.file_bytes <= LEAST_BYTES for part in program.slices if part.is_image), what
 
 

@@ -24,13 +24,13 @@ from flashmem.base.errors import BudgetError, RunError
 from flashmem.base.pages import page_size
 from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.cli.commands.plan import several_launches
-from flashmem.compile import plan_graph
+from flashmem.compiler.adaptive.plan_graph import plan_graph
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.decompose import decompose
 from flashmem.compiler.passes.layout import assign_layouts
 from flashmem.compiler.weights.packing import Packing
-from flashmem.compiler.weights.slicing import FINEST, LEAST_BYTES, ROUNDS, Slicing
+from flashmem.compiler.weights.slicing import DEFAULT, LEAST_BYTES, ROUNDS, Slicing
 from flashmem.planning.arithmetic.clock import TimingModel
 from flashmem.planning.latency.first_answer import first_plan
 from flashmem.planning.limits import Limits
@@ -129,7 +129,7 @@ def test_the_smallest_budget_is_that_of_the_smallest_slices(
     assert fixed_bytes(program) + lay_out_pools(program.slices, plan, [mode])[mode].total_bytes <= smallest
     assert max(part.nbytes for part in program.slices) <= LEAST_BYTES
     monkeypatch.setattr(
-        importlib.import_module("flashmem.compiler.adaptive.granularity"), "_sizes", lambda limits: iter([FINEST])
+        importlib.import_module("flashmem.compiler.adaptive.granularity"), "_sizes", lambda limits: iter([DEFAULT])
     )
     with pytest.raises(BudgetError) as finest:
         planned(graph, "nvidia", mode, budget=1 << 20)
@@ -159,7 +159,7 @@ def test_slices_are_smaller_under_a_budget_as_far_as_that_is_worth_it(monkeypatc
     launches = [count for count, _ in found.values()]
     assert launches == sorted(launches, reverse=True) and launches[0] > launches[-1] == len(PRODUCTS)
     monkeypatch.setattr(
-        importlib.import_module("flashmem.compiler.adaptive.granularity"), "_sizes", lambda limits: iter([FINEST])
+        importlib.import_module("flashmem.compiler.adaptive.granularity"), "_sizes", lambda limits: iter([DEFAULT])
     )
     opening = load_descriptor("adreno750").rates.layer_seconds
     for budget, (count, seconds) in found.items():

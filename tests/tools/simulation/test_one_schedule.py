@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
-from flashmem.compile import plan_graph, read_graph, with_layouts
+from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
+from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.options import Options
 from flashmem.planning.arithmetic.clock import clock_of, needed_at
 from flashmem.planning.instance import build_instance

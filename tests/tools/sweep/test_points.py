@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import flashmem
-from flashmem.compile import read_graph
+from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.ir.graph import Graph, Placeholder
 from flashmem.compiler.ir.portable import PortableGraph, portable
 from flashmem.compiler.lowering.program import generate

@@ -1,0 +1,52 @@
+"""From an ONNX file to a graph that is ready for fusion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from flashmem.base.errors import UserError
+from flashmem.compiler.frontend.importer import collect_unsupported, import_model
+from flashmem.compiler.frontend.language.model import Rewrite, unchanged
+from flashmem.compiler.ir.graph import Graph
+from flashmem.compiler.operators import why_unsupported
+from flashmem.compiler.options import Options
+from flashmem.compiler.passes.pipeline import prepare
+from flashmem.compiler.passes.quantised_caches import quantised_states
+
+Extend = Callable[[Graph], Graph]
+"""Adds to a graph after its import."""
+
+
+def _as_imported(graph: Graph) -> Graph:
+    """`graph` itself."""
+    return graph
+
+
+def read_graph(model: Path, options: Options, rewrite: Rewrite = unchanged, extend: Extend = _as_imported) -> Graph:
+    """The graph of `model`, after the passes of the compiler, ready for fusion. Reads no weights. See `import_graph`.
+
+    Raises:
+        UserError: the model cannot be read, or has something that cannot run.
+    """
+    graph = prepare(import_graph(model, options, rewrite, extend))
+    if options.state_precision == "int8" and not quantised_states(graph):
+        raise UserError(
+            f"no state of {model} is a cache of keys or values that attention alone reads, and others cannot be stored in "
+            "int8; use --state-precision fp16"
+        )
+    return graph
+
+
+def import_graph(model: Path, options: Options, rewrite: Rewrite = unchanged, extend: Extend = _as_imported) -> Graph:
+    """The graph of `model`, changed by `rewrite`, as imported and then extended, before the passes of the compiler.
+
+    Reads no weights.
+
+    Raises:
+        UserError: the model cannot be read, or has something that cannot run.
+    """
+    graph = import_model(model, options.shapes, why_unsupported, options.states, options.constants, rewrite)
+    collect_unsupported(graph, why_unsupported)
+    return replace(extend(graph), state_precision=options.state_precision)
