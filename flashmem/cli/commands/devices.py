@@ -35,7 +35,9 @@ def show_devices(*, as_json: bool, can_measure: bool = True) -> None:
     for entry in described:
         _print(entry)
     if can_measure and not all(entry["rates_measured_here"] for entry in described):
-        say("flashmem devices --measure measures the rates of this machine in seconds, and plans then count on them")
+        out().print(
+            "flashmem devices --measure measures the rates of this machine in seconds. Plans then count on them.", markup=False
+        )
 
 
 def measure_devices() -> None:
