@@ -8,7 +8,7 @@ OpenCL's profiling events, on every memory path of the device, with the configs 
 Medians; ratios are the peer's time over flashmem's. Everything is resident. Layout conversions around a convolution are not
 counted.
 
-The groups "tensor cores" and "convolutions by tensor cores" are measured on halves on the buffer path: by the configs of the
+The groups "tensor cores", "convolutions by tensor cores" and "attention by tensor cores" are measured on halves on the buffer path: by the configs of the
 descriptor, by those without tensor cores, and by PyTorch in float16.
 
 Each shape is written to `--json` after its measurement. After `--seconds`, no further shape begins. `--models` adds whole
