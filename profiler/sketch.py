@@ -41,7 +41,7 @@ class Sketch:
     def node(self, op: str, inputs: Sequence[Value | None], shape: Sequence[int], **attributes: Any) -> Value:
         """Add a node; returns its output, which has the type of the first input that is no condition."""
         name = f"{op}{len(self.nodes)}"
-        given = next((each.dtype for each in inputs if each is not None and each.dtype != "bool"), "float32")
+        given: DType = next((each.dtype for each in inputs if each is not None and each.dtype != "bool"), "float32")
         output = Value(f"{name}.out", tuple(shape), given)
         node = Node(op, name, list(inputs), [output], attributes)
         output.producer = node

@@ -135,8 +135,16 @@ _WARP, _TILE = 32, 16
 _LOCAL = 48 << 10
 """Bytes of local memory of a work-group, at most: NVIDIA's limit for OpenCL."""
 
-_ROUND = 60.0
-"""Cost of a block of keys whatever its size, in multiplications of floats of a core: latencies of copies and of softmax."""
+_MULTIPLIED, _COPIED = 1 / 7.0, 3.5
+"""Cost of a product of attention and its share of softmax, and of copying a half, in multiplications of floats of a core. These
+and the next fit 85 pairs of a config and a shape on an H200, 2026-11-27.
+"""
+
+_ROUND, _ROUND_SCORE = 78.0, 0.35
+"""Cost of a block of keys for a group that is alone, and for each row of scores of a warp: latencies."""
+
+_BEGIN, _BEGIN_SCORE = 155.0, 1.3
+"""The same, once for each group."""
 
 
 @dataclass(frozen=True)
@@ -198,10 +206,11 @@ class TensorAttention(AttentionConfig):
     def cost(self, workload: Workload, device: EstimatedDevice, compiled: CompiledCost | None = None) -> float:
         """See `KernelConfig.cost`. The work-groups of a core share its copies and its matrix units."""
         groups = workload.batches * math.ceil(workload.rows / self.queries)
-        rounds = math.ceil(groups / max(1, device.parallelism // _CORE))
+        each = math.ceil(groups / max(1, device.parallelism // _CORE))
+        rounds, alone = math.ceil(workload.columns / self.keys), self.tiles * self.keys / self.parts
         copied, multiplied = 2 * self.keys * workload.depth, 2 * self.queries * self.keys * workload.depth
-        each = rounds * (_COPY * copied + multiplied / _RATE) / _CORE + _ROUND
-        return math.ceil(workload.columns / self.keys) * each
+        work = each * (_COPIED * copied + _MULTIPLIED * multiplied) / _CORE
+        return _BEGIN + _BEGIN_SCORE * alone + rounds * max(work, _ROUND + _ROUND_SCORE * alone)
 
 
 _REGISTERS = 168

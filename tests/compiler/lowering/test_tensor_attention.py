@@ -73,7 +73,7 @@ def model(*, complete: bool) -> Halves:
     """No size is a multiple of a block. If `complete`: masks that hide blocks, in the middle and for a whole query, too."""
     m = Halves()
     m.attention(2, 150, 203, 40, 40, 1 / math.sqrt(40))
-    m.attention(1, 131, 131, 16, 24, 0.3, mask=causal(131, 131))
+    m.attention(1, 150, 280, 16, 24, 0.3, mask=causal(150, 280))
     if not complete:
         return m
     m.attention(3, 70, 300, 64, 64, -0.2)
@@ -106,6 +106,8 @@ def test_answers(config: TensorAttention, device: Device, tmp_path: Path, monkey
     texts = kernel_texts(bundle.source.plain)
     launches = [launch for launch in bundle.program.launches if uses_tensor_cores(texts[launch.kernel])]
     assert [launch.shape.family for launch in launches] == ["attention"] * len(m.wanted)
+    masks = sum("mask_blocks" in launch.kernel for launch in bundle.program.launches)
+    assert masks == (3 if complete else 1), "where a mask is the same for all heads"
     modes, answers = load_descriptor(name).modes["buffer"], []
     for mode in (modes[0], "interleave") if complete else modes[:1]:
         with flashmem.Session(bundle, device=name, mode=mode) as session:
