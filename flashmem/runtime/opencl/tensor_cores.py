@@ -92,8 +92,8 @@ static inline void fm_put_halves(float4 v, __global half* place)
 """
 """Copies of 16 bytes to a byte of local memory, of which the rest after `bytes` is zero, in groups; a wait until all but the
 last `groups` have ended, at most 3. 16 x 16 halves of the left operand, or of the right one, and sums of 16 x 8. The numbers of
-the next work-item, so that each has four columns. Two halves in one word; a power of two, to 2 units in the last place. The largest number and the sum of four work-items,
-side by side. Four halves, stored at a multiple of 8 bytes.
+the next work-item, so that each has four columns. Two halves in one word. A power of two, to 2 units in the last place. The
+largest number and the sum of four work-items, side by side. Four halves, stored at a multiple of 8 bytes.
 """
 
 

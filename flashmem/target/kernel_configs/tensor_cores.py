@@ -1,4 +1,4 @@
-"""Kernel configs of contractions and attention on matrix units: NVIDIA's tensor cores, which multiply small blocks of halves."""
+"""Kernel configs of contractions and attention on matrix units: NVIDIA's tensor cores multiply small blocks of halves."""
 
 from __future__ import annotations
 

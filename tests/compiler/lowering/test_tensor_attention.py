@@ -1,4 +1,4 @@
-"""Attention in half by tensor cores: their kernels without PTX agree with float64 on CPUs, for every config of every descriptor."""
+"""Attention in half by tensor cores: its kernels without PTX agree with float64 on CPUs, for every config of a descriptor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import Device
 from flashmem.target.descriptor import DeviceDescriptor, descriptor_names, load_descriptor
 from flashmem.target.kernel_configs.tensor_cores import TensorAttention
-from flashmem.target.kernel_configs.workload import Workload
 from tests.support.attention_cases import LOWEST, Model
 
 SHIPPED = [
