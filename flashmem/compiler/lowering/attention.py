@@ -158,10 +158,9 @@ def _by_tensor_cores(context: LoweringContext, attention: _Attention) -> TensorA
     words = zip(attention.tensors, attention.accesses, (2, 8, 8, 4), strict=True)
     if not all(context.stored(each) == "half" and _in_words(access, n) for each, access, n in words):
         return None
+    widest = replace(w, depth=max(query.channels, value.channels), storage="float16")
     fitting = [
-        each
-        for each in context.descriptor.configs_of("attention")
-        if isinstance(each, TensorAttention) and each.fits(replace(w, depth=max(query.channels, value.channels)))
+        each for each in context.descriptor.configs_of("attention") if isinstance(each, TensorAttention) and each.fits(widest)
     ]
     return min(fitting, key=lambda each: each.cost(w, context.descriptor.estimated), default=None)
 

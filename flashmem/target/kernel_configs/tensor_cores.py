@@ -195,9 +195,10 @@ class TensorAttention(AttentionConfig):
         return max(staged, sums)
 
     def fits(self, workload: Workload) -> bool:
-        """Whether it can compute `workload`, which is in half: heads of whole chunks that fit local memory and registers."""
+        """Whether it can compute `workload`: in half, with heads of whole chunks that fit local memory and registers."""
         depth = workload.depth
-        return depth % _CHUNK == 0 and self.bytes_for(depth, depth) <= _LOCAL and self._registers(depth) <= _REGISTERS
+        halves = workload.storage == "float16" and depth % _CHUNK == 0
+        return halves and self.bytes_for(depth, depth) <= _LOCAL and self._registers(depth) <= _REGISTERS
 
     def _registers(self, depth: int) -> int:
         """Registers of queries, scores and sums of a work-item."""

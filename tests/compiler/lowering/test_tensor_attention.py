@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import Device
 from flashmem.target.descriptor import DeviceDescriptor, descriptor_names, load_descriptor
 from flashmem.target.kernel_configs.tensor_cores import TensorAttention
+from flashmem.target.kernel_configs.workload import Workload
 from tests.support.attention_cases import LOWEST, Model
 
 SHIPPED = [
@@ -115,3 +117,24 @@ def test_answers(config: TensorAttention, device: Device, tmp_path: Path, monkey
         np.testing.assert_allclose(answer, wanted, rtol=0, atol=error)
     for one, other in zip(answers[0], answers[-1], strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_only_heads_of_whole_chunks_in_half_fit() -> None:
+    halves = Workload("attention", "buffer", 197, 64, 197, 12, "float16")
+    for config in SHIPPED:
+        assert config.fits(halves)
+        for changes in ({"storage": "float32"}, {"depth": 60}, {"depth": 512}):
+            assert not config.fits(replace(halves, **changes)), changes
+    assert {config.name for config in SHIPPED if config.fits(replace(halves, depth=128))} == {"attention-tensor-64-wide"}
+
+
+def test_few_queries_share_their_keys_among_warps() -> None:
+    """As measured on an H200: few groups are slower than their latencies, many are bound by their work."""
+    nvidia = load_descriptor("nvidia").estimated
+
+    def fastest(heads: int, rows: int, depth: int) -> TensorAttention:
+        workload = Workload("attention", "buffer", rows, depth, rows, heads, "float16")
+        return min(SHIPPED, key=lambda each: each.cost(workload, nvidia))
+
+    assert fastest(12, 128, 64).parts == fastest(12, 197, 64).parts == 2
+    assert fastest(8, 4096, 40).queries == fastest(20, 1500, 64).queries == 128
