@@ -12,7 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
 from flashmem.base.types import MemoryPath
+from flashmem.compiler.ir.builder import constant
 from flashmem.compiler.ir.graph import Graph, Node
 from flashmem.target.kernel_configs.workload import Workload
 from flashmem.tools.zoo.graphs import zoo_graph
@@ -155,7 +158,10 @@ class Batched(Shape):
 
 @dataclass(frozen=True)
 class Attention(Shape):
-    """softmax(Q x K transposed, scaled) x V, [heads, rows, width] each; K and V have `keys` rows (0: as many as Q)."""
+    """softmax(Q x K transposed, scaled) x V, [heads, rows, width] each; K and V have `keys` rows (0: as many as Q).
+
+    `causal`: a mask hides from each row of Q the rows of K behind it.
+    """
 
     _FLOPS = 4  # two products
 
@@ -163,9 +169,11 @@ class Attention(Shape):
     rows: int
     width: int
     keys: int = 0
+    causal: bool = False
 
     def __str__(self) -> str:
-        return f"{self.heads}x{self.rows}x{self.width}" + (f" of {self.keys} keys" if self.keys else "")
+        of = f" of {self.keys} keys" if self.keys else ""
+        return f"{self.heads}x{self.rows}x{self.width}{of}{' causal' if self.causal else ''}"
 
     @property
     def elements(self) -> int:
@@ -184,6 +192,12 @@ class Attention(Shape):
         turned = g.node("Transpose", [k], (1, self.heads, self.width, keys), perm=[0, 1, 3, 2])
         scores = g.node("MatMul", [q, turned], (1, self.heads, self.rows, keys))
         scaled = g.node("Mul", [scores, g.weight()], scores.shape)
+        if self.causal:  # by ends that are given, so that no mask is a weight, whose numbers would be arbitrary
+            ends = constant("ends", np.arange(1, self.rows + 1, dtype=np.int32).reshape(1, 1, -1, 1))
+            given = g.node("Min", [g.input(1, 1, self.rows, 1, dtype="int32"), ends], ends.shape)  # the larger is given
+            places = constant("places", np.arange(keys, dtype=np.int32).reshape(1, 1, 1, -1))
+            seen = g.node("Less", [places, given], (1, 1, self.rows, keys))
+            scaled = g.node("Where", [seen, scaled, constant("lowest", np.array(np.finfo(np.float32).min))], scores.shape)
         weights = g.node("Softmax", [scaled], scores.shape, axis=-1)
         return g.finish(g.node("MatMul", [weights, v], q.shape))
 

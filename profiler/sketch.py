@@ -39,9 +39,10 @@ class Sketch:
         return Value(f"w{len(self.nodes)}.codes", (depth, columns), "float32", weight)
 
     def node(self, op: str, inputs: Sequence[Value | None], shape: Sequence[int], **attributes: Any) -> Value:
-        """Add a node; returns its output, which has the type of the first input."""
+        """Add a node; returns its output: a condition of Less, else of the type of the first input that is no condition."""
         name = f"{op}{len(self.nodes)}"
-        output = Value(f"{name}.out", tuple(shape), "float32" if inputs[0] is None else inputs[0].dtype)
+        given: DType = next((each.dtype for each in inputs if each is not None and each.dtype != "bool"), "float32")
+        output = Value(f"{name}.out", tuple(shape), "bool" if op == "Less" else given)
         node = Node(op, name, list(inputs), [output], attributes)
         output.producer = node
         self.nodes.append(node)

@@ -19,7 +19,8 @@ LOW_BITS = "low bits"
 DECODING = "decode attention"
 TENSOR_CORES = "tensor cores"
 TENSOR_CONVOLUTIONS = "convolutions by tensor cores"
-HALVES = (TENSOR_CORES, TENSOR_CONVOLUTIONS)
+TENSOR_ATTENTION = "attention by tensor cores"
+HALVES = (TENSOR_CORES, TENSOR_CONVOLUTIONS, TENSOR_ATTENTION)
 """Groups whose operands and results are halves."""
 
 MODELS = ("gptneo-125m", "gptneo-1.3b", "vit-b16", "sd-unet", "whisper-medium-encoder", "resnet50")
@@ -29,6 +30,9 @@ _REFERENCE: tuple[Shape, ...] = (
 )  # fmt: skip
 _ATTENTION: tuple[Shape, ...] = (
     Attention(12, 197, 64), Attention(12, 128, 64), Attention(8, 4096, 40), Attention(20, 1500, 64),
+)  # fmt: skip
+_DECODERS: tuple[Shape, ...] = (  # prompts of Llama-like decoders
+    Attention(32, 2048, 64, causal=True), Attention(32, 2048, 128), Attention(32, 2048, 128, causal=True),
 )  # fmt: skip
 _SAM2: tuple[Shape, ...] = (  # Hiera tiny, 1024 pixels: windows, as batches of heads, and one global
     Attention(100, 196, 96), Attention(4, 4096, 96), Attention(1024, 64, 96), Attention(200, 49, 96),
@@ -47,8 +51,8 @@ class Case:
 def cases(descriptor: DeviceDescriptor) -> list[Case]:
     """The cases for a device: the table's shapes, then one of each group in turn, so that no group is missed.
 
-    The operators of `cliffs` follow, and on a GPU those of `low_bits`, products and convolutions again in half, and the
-    attention of `decoding`.
+    The operators of `cliffs` follow, and on a GPU those of `low_bits`, products, convolutions and attention again in half, and
+    the attention of `decoding`.
     """
     models, others = _of_models(descriptor.kind), [Case(CLIFFS, each) for each in cliffs()]
     if descriptor.kind == "gpu":
@@ -58,6 +62,7 @@ def cases(descriptor: DeviceDescriptor) -> list[Case]:
         others += [Case(TENSOR_CORES, shape) for shape in dict.fromkeys((largest, *products))]
         convolutions = (case.shape for case in models if isinstance(case.shape, Convolution))
         others += [Case(TENSOR_CONVOLUTIONS, shape) for shape in dict.fromkeys(convolutions)]
+        others += [Case(TENSOR_ATTENTION, shape) for shape in (*_ATTENTION, *_DECODERS)]
         others += [Case(DECODING, each) for each in decoding(descriptor)]
     return [*models, *others]
 

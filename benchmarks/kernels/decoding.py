@@ -12,11 +12,12 @@ from onnx import helper, numpy_helper
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.operators.quantised_rows import row_bytes
 from flashmem.target.descriptor import DeviceDescriptor
+from flashmem.target.kernel_configs.workload import Workload
 
 from .cliffs import folder, imported
 
-FAMILIES = ("attention", "split_keys", "join_chunks")
-"""The kernel families of attention. Others, which write new rows into the cache, are not measured."""
+FAMILIES = ("attention", "split_keys", "join_chunks", "mask_blocks")
+"""The kernel families of attention. Others, which write new rows into the cache or compute masks, are not measured."""
 
 _CAPACITY = 8192
 """Keys that fit the cache."""
@@ -107,14 +108,19 @@ class Decode:
 
 
 def decoding(descriptor: DeviceDescriptor) -> tuple[Decode, ...]:
-    """Two sizes of decoders at four lengths, with each config of `descriptor` that shares the keys of few queries."""
-    configs = [each.name for each in descriptor.configs_of("attention") if each.kind in ("split-keys", "query-rows")]
-    configs = [name for name in configs if name not in {each.name for each in descriptor.plain("attention")}]
+    """Two sizes of decoders at four lengths, with each config of `descriptor` that shares the keys of few queries.
+
+    A config is measured where it fits: tokens of all heads that share keys are queries of one matrix.
+    """
+    plain = descriptor.plain("attention")
+    configs = [each for each in descriptor.configs_of("attention") if each.kind in ("split-keys", "query-rows")]
+    configs = [each for each in configs if each.name not in {other.name for other in plain}]
     tokens = [(heads, size, keys, stored, 1) for heads, size in (((32, 4), 64), ((32, 8), 128)) for stored in ("fp16", "int8")
               for keys in (64, 512, 2048, 8192)]  # fmt: skip
     tokens += [(((32, 4)), 64, keys, "fp16", 8) for keys in (512, 2048)]
     return tuple(
-        Decode(*heads, size, keys, "fp16" if stored == "fp16" else "int8", config, rows)
+        Decode(*heads, size, keys, "fp16" if stored == "fp16" else "int8", config.name, rows)
         for heads, size, keys, stored, rows in tokens
         for config in configs
+        if config.fits(Workload("attention", "buffer", heads[0] // heads[1] * rows, size, _CAPACITY, heads[1]))
     )

@@ -8,8 +8,9 @@ OpenCL's profiling events, on every memory path of the device, with the configs 
 Medians; ratios are the peer's time over flashmem's. Everything is resident. Layout conversions around a convolution are not
 counted.
 
-The groups "tensor cores" and "convolutions by tensor cores" are measured on halves on the buffer path: by the configs of the
-descriptor, by those without tensor cores, and by PyTorch in float16.
+The groups "tensor cores", "convolutions by tensor cores" and "attention by tensor cores" are measured on halves on the
+buffer path: by the configs of the descriptor, by those without tensor cores, and by PyTorch in float16. Masks of causal
+attention are computed before.
 
 Each shape is written to `--json` after its measurement. After `--seconds`, no further shape begins. `--models` adds whole
 models with everything resident, compared with PyTorch's eager mode (benchmarks/kernels/models.py). `--from FILE` measures
@@ -40,6 +41,7 @@ from benchmarks.kernels.peers import Peer, peer_of
 from flashmem.base.files import written_whole
 from flashmem.base.types import MemoryPath
 from flashmem.compiler.lowering.program import Generated
+from flashmem.profiler.shapes import Attention
 from flashmem.profiler.timing import Stand, generated
 from flashmem.runtime.engine.executor import Command
 from flashmem.runtime.opencl.context import CompiledProgram
@@ -145,7 +147,8 @@ class Bench:
                 future.result()
                 program = self.stand.build(work.made[path])
                 layouts = getattr(work.case.shape, "layouts", False)
-                families = FAMILIES if isinstance(work.case.shape, Decode) else ()
+                causal = isinstance(work.case.shape, Attention) and work.case.shape.causal
+                families = FAMILIES if causal or isinstance(work.case.shape, Decode) else ()
                 ready[path] = self.stand.commands(work.made[path], program, layouts=layouts, families=families)
             except Exception as error:
                 self._failed(work, path, error)

@@ -103,7 +103,8 @@ class Cuda:
             drawn = torch.rand(*sizes, device="cuda") + 0.5
             if not half:
                 return drawn
-            return drawn.half().to(memory_format=torch.channels_last if len(sizes) == 4 else torch.contiguous_format)
+            last = isinstance(shape, Convolution) and len(sizes) == 4
+            return drawn.half().to(memory_format=torch.channels_last if last else torch.contiguous_format)
 
         if isinstance(shape, Matmul):
             a, b = draw(shape.rows, shape.depth), draw(shape.depth, shape.columns)
@@ -116,7 +117,7 @@ class Cuda:
             return lambda: functional.conv2d(x, w, stride=shape.stride, padding=shape.pads)
         keys = shape.keys or shape.rows
         q, k, v = (draw(1, shape.heads, rows, shape.width) for rows in (shape.rows, keys, keys))
-        return lambda: functional.scaled_dot_product_attention(q, k, v)
+        return lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=shape.causal)
 
 
 class Cpu:

@@ -23,7 +23,7 @@ from flashmem.target.kernel_configs.contraction import (
 )
 from flashmem.target.kernel_configs.kinds import KINDS, config_from, table_of
 from flashmem.target.kernel_configs.rows import RowConfig
-from flashmem.target.kernel_configs.tensor_cores import TensorContraction
+from flashmem.target.kernel_configs.tensor_cores import TensorAttention, TensorContraction
 
 CODES: dict[KernelConfig, str] = {
     PlainContraction("c", 8, 4, 4, (8, 8)): "8-4-4-8x8-0-0-1",
@@ -37,6 +37,7 @@ CODES: dict[KernelConfig, str] = {
     KeyBlockConfig("c", 8, 2, (8, 16), channels=32): "8-2-2-8x16-32-0-1",
     SharedWeightsConfig("c", 4, 2, (1, 16), parts=4): "4-2-2-1x16-0-0-4",
     SplitKeysConfig("c", 8, 64, lanes=128, most=32): "8-64-64-128x1-0-32-128",
+    TensorAttention("c", 32, 64, parts=2, pipeline=2): "32-64-2-128x1-1-1-2-t",
     RowConfig("c", 4, 64, subgroups=True): "1-4-4-1x1-0-0-64-subgroups",
 }
 """One config of each kind, and its key in tuning databases: a change would make all measurements void."""

@@ -1,4 +1,4 @@
-"""Lowering of attention: one launch, or for few queries over many keys two."""
+"""Lowering of attention: one launch, or for few queries over many keys two. In half, by tensor cores if the device has them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
 from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.operators.attention import Access, Scores
 from flashmem.compiler.operators.vector import STORED, scalar_literal
-from flashmem.compiler.selection.attention_form import QueryRows, form_of, split_form
+from flashmem.compiler.selection.attention_form import QueryRows, TensorForm, form_of, split_form, tensor_form
 from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.kernel_configs.attention import AttentionConfig, SplitKeysConfig
+from flashmem.target.kernel_configs.tensor_cores import TensorAttention
 from flashmem.target.kernel_configs.workload import Workload
 
 
@@ -52,6 +53,11 @@ class _Attention:
         return [access.start for access in self.accesses[:3]]
 
     @property
+    def scale(self) -> float:
+        """The factor of the products of queries and keys."""
+        return float(self.group.main.attributes["scale"])
+
+    @property
     def macs(self) -> int:
         """Multiplications of both products."""
         w, (query, _, value, _) = self.workload, self.accesses
@@ -65,18 +71,27 @@ class _Attention:
             rows=w.batches * w.rows, columns=value.channels, depth=w.columns, run=query.channels, stride=key.channel
         )
 
-    def body(self, context: LoweringContext, vector: int, *, down: bool = False) -> PointwiseBody:
-        """The operators on scores, for vectors of `vector` of them, of queries with `down`."""
+    def body(
+        self, context: LoweringContext, vector: int, *, down: bool = False, behind: PointwiseBody | None = None
+    ) -> PointwiseBody:
+        """The operators on scores, for vectors of `vector` of them, of queries with `down`.
+
+        Its parameters follow those of the body `behind`.
+        """
         shape = self.scores.shape
-        return PointwiseBody(self.nodes, self.seed, shape, len(shape) - 1, vector, context.storage, down)
+        before = (len(behind.operands), len(behind.numbers)) if behind else (0, 0)
+        return PointwiseBody(self.nodes, self.seed, shape, len(shape) - 1, vector, context.storage, down, behind=before)
 
 
 def lower_attention(context: LoweringContext, group: FusionGroup) -> None:
-    """Lower FusedAttention to one launch, or to two where the device has a config that splits keys, and it fits."""
+    """Lower FusedAttention: to two launches where a config of the device splits keys and fits, else to one."""
     attention = _attention(context, group)
     split = _splitting(context, attention)
+    tensor = None if split else _by_tensor_cores(context, attention)
     if split is not None:
         _launch_split(context, attention, split)
+    elif tensor is not None:
+        _launch_tensor(context, attention, tensor)
     else:
         _launch_whole(context, attention)
 
@@ -125,6 +140,105 @@ def _splitting(context: LoweringContext, attention: _Attention) -> SplitKeysConf
         if isinstance(each, SplitKeysConfig) and each.fits(attention.workload):
             return each
     return None
+
+
+_HIDING = frozenset({"Where", "Add"})
+"""Steps by which a mask hides keys. No product in half changes a sum of at most -1e30 by more than its rounding."""
+
+_MANY = 4
+"""Blocks of keys from which masks are looked at before."""
+
+
+def _by_tensor_cores(context: LoweringContext, attention: _Attention) -> TensorAttention | None:
+    """The device's fastest config by its estimate that computes such an attention by tensor cores; None if none does.
+
+    Queries, keys, values and answers are halves, in rows that are read and written in words.
+    """
+    w, (query, _, value, _) = attention.workload, attention.accesses
+    words = zip(attention.tensors, attention.accesses, (2, 8, 8, 4), strict=True)
+    if not all(context.stored(each) == "half" and _in_words(access, n) for each, access, n in words):
+        return None
+    widest = replace(w, depth=max(query.channels, value.channels), storage="float16")
+    fitting = [
+        each for each in context.descriptor.configs_of("attention") if isinstance(each, TensorAttention) and each.fits(widest)
+    ]
+    return min(fitting, key=lambda each: each.cost(w, context.descriptor.estimated), default=None)
+
+
+def _in_words(access: Access, elements: int) -> bool:
+    """Whether rows start at a multiple of `elements` elements, and have whole words of so many neighbours."""
+    starts = (access.start, access.channels, *(stride for _, stride in (*access.batch, *access.row)))
+    return access.scale is None and access.channel == 1 and not any(each % elements for each in starts)
+
+
+def _skips(attention: _Attention, config: TensorAttention) -> bool:
+    """Whether it pays to find out which blocks of keys a mask hides.
+
+    It is the same mask for all batches, only `_HIDING` steps compute with scores, and there are many blocks.
+    """
+    w, shape, made, hiding = attention.workload, attention.scores.shape, {attention.seed}, False
+    if w.rows <= config.queries or w.columns < _MANY * config.keys or w.rows % shape[-2]:
+        return False
+    for node in attention.nodes:
+        if made.intersection(node.inputs):
+            if node.op not in _HIDING or (node.op == "Where" and node.input(0) in made):
+                return False
+            made.update(node.outputs)
+            hiding = True
+    inside = {attention.seed, *(value for node in attention.nodes for value in node.outputs)}
+    operands = {value for node in attention.nodes for value in node.inputs if value is not None} - inside
+    return hiding and all(math.prod(value.shape[:-2]) == 1 for value in operands)
+
+
+def _launch_mask_blocks(context: LoweringContext, attention: _Attention, form: TensorForm, epilogue: PointwiseBody) -> Arg:
+    """Append a launch that finds out what the mask does to each block of queries and keys; returns its answers."""
+    w, group = attention.workload, attention.group
+    down, across = -(-w.rows // form.rows), -(-w.columns // form.keys)
+    found = Value(f"{group.output.name}.masks", (down * across,), "uint8")
+    values = {"f": form, "attributes": context.attributes(form.local), **context.epilogue_values(epilogue)}
+    kernel = context.kernels.kernel("attention/mask_blocks", **values)
+    nbytes = context.nbytes(found) + sum(context.nbytes(operand.value) for operand in epilogue.operands)
+    shape = KernelShape(rows=w.rows, columns=w.columns, vector=2)
+    args: list[Arg | int] = [context.tensor(found), *context.operand_args(epilogue), w.rows, w.columns]
+    context.launch(group, kernel, args, (form.items * across, down), form.local, shape, nbytes=nbytes, part="[masks]")
+    return context.tensor(found)
+
+
+def _launch_tensor(context: LoweringContext, attention: _Attention, config: TensorAttention) -> None:
+    """Append one launch on tensor cores."""
+    w, (query, _, value, _) = attention.workload, attention.accesses
+    form = tensor_form(config, query.channels, value.channels, skips=_skips(attention, config))
+    epilogue = attention.body(context, 2)
+    values = {**attention.values, **context.epilogue_values(epilogue), "attributes": context.attributes(form.local), "f": form}
+    masks = [_launch_mask_blocks(context, attention, form, epilogue)] if form.skips else []
+    strides: list[int] = []
+    places = zip(attention.accesses, ("query", "key", "key", "query"), map(context.stored, attention.tensors), strict=True)
+    q, k, v, y = (_template_values(access, row, stored, strides, vectors=False) for access, row, stored in places)
+    scaled = bool(attention.nodes) or attention.scale <= 0
+    kernel = context.kernels.kernel(
+        "attention/tensor_attention",
+        q=q,
+        k=k,
+        v=v,
+        y=y,
+        strides=range(len(strides)),
+        scaled=scaled,
+        factor=scalar_literal("float32", math.log2(math.e) * (1 if scaled else attention.scale)),
+        **values,
+    )
+    pointers = [*map(context.operand, attention.tensors[:3]), context.tensor(attention.group.output), *masks]
+    pointers += [*attention.dropped, *attention.filled, *context.operand_args(epilogue)]
+    numbers = [w.batches, w.rows, w.columns, w.batches * w.rows, *attention.starts, *attention.ends, *strides]
+    context.launch(
+        attention.group,
+        kernel,
+        [*pointers, *numbers],
+        (form.items * -(-w.rows // form.rows), w.batches),
+        form.local,
+        form.described(replace(attention.shape, family="attention")),
+        macs=attention.macs,
+        nbytes=attention.nbytes + sum(context.nbytes(operand.value) for operand in epilogue.operands),
+    )
 
 
 def _launch_whole(context: LoweringContext, attention: _Attention) -> None:

@@ -19,6 +19,7 @@ from flashmem.target.kernel_configs.attention import (
     SharedWeightsConfig,
     SplitKeysConfig,
 )
+from flashmem.target.kernel_configs.tensor_cores import TensorAttention
 
 PRIVATE_BYTES = 24 << 10
 """The most bytes of queries and sums that a work-item of several vectors keeps.
@@ -179,6 +180,62 @@ def split_form(config: SplitKeysConfig, rows: int, channels: int) -> SplitKeys:
     each = min(config.queries, 1 << (rows - 1).bit_length(), SUMMED * (1 << (lanes // quads).bit_length() - 1))
     sharing, groups = min(each, max(1, lanes // config.keys)), max(1, each // SUMMED)
     return SplitKeys(lanes, each, config.keys, sharing, quads, groups, lanes // (quads * groups), lanes // quads)
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """Attention form of tensor cores: a work-group of `items` work-items has `rows` queries, in `parts` parts of `part_items`.
+
+    Heads have `depth` channels, values `channels`, and a warp has `tiles` tiles of 16 queries. `stages` blocks of `keys` keys
+    are in local memory. Keys are `key_pitch` and values `value_pitch` chunks of 8 halves apart there. `skips`: blocks that a
+    mask hides are found and left out.
+    """
+
+    items: int
+    parts: int
+    tiles: int
+    rows: int
+    keys: int
+    stages: int
+    depth: int
+    channels: int
+    key_pitch: int
+    value_pitch: int
+    local_bytes: int
+    skips: bool
+
+    @property
+    def part_items(self) -> int:
+        """Work-items of a part."""
+        return self.items // self.parts
+
+    @property
+    def part_keys(self) -> int:
+        """Keys of a block that a part has."""
+        return self.keys // self.parts
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a block of keys and values."""
+        return 16 * self.keys * (self.key_pitch + self.value_pitch)
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The work-group."""
+        return (self.items, 1)
+
+    def described(self, shape: KernelShape) -> KernelShape:
+        """`shape` with the numbers of this config."""
+        return replace(shape, vector=4, tile_rows=self.tiles, tile_columns=4, k_block=self.keys, slice_k=self.parts)
+
+
+def tensor_form(config: TensorAttention, depth: int, channels: int, *, skips: bool) -> TensorForm:
+    """Fit `config` to heads of `depth` channels and values of `channels`."""
+    pitches = config.stage_pitches(depth, channels)
+    return TensorForm(
+        config.items, config.parts, config.tiles, config.queries, config.keys, config.pipeline, depth, channels, *pitches,
+        config.bytes_for(depth, channels), skips,
+    )  # fmt: skip
 
 
 AttentionForm = QueryRows | KeyBlock | SharedWeights

@@ -53,6 +53,35 @@ static inline float4 fm_neighbours(float4 c, int odd)
     asm volatile("shfl.sync.bfly.b32 %0, %1, 1, 31, -1;" : "=f"(other.y) : "f"(given.y));
     return odd ? (float4)(other, c.zw) : (float4)(c.xy, other);
 }
+static inline uint fm_two_halves(float2 v)
+{
+    uint r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(v.y), "f"(v.x));
+    return r;
+}
+static inline float fm_exp2(float x)
+{
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+static inline float2 fm_shuffled(float2 v, int distance)
+{
+    float2 r;
+    asm volatile("shfl.sync.bfly.b32 %0, %1, %2, 31, -1;" : "=f"(r.x) : "f"(v.x), "r"(distance));
+    asm volatile("shfl.sync.bfly.b32 %0, %1, %2, 31, -1;" : "=f"(r.y) : "f"(v.y), "r"(distance));
+    return r;
+}
+static inline float2 fm_largest_of_four(float2 v)
+{
+    v = fmax(v, fm_shuffled(v, 1));
+    return fmax(v, fm_shuffled(v, 2));
+}
+static inline float2 fm_sum_of_four(float2 v)
+{
+    v += fm_shuffled(v, 1);
+    return v + fm_shuffled(v, 2);
+}
 static inline void fm_put_halves(float4 v, __global half* place)
 {
     uint2 r;
@@ -63,7 +92,8 @@ static inline void fm_put_halves(float4 v, __global half* place)
 """
 """Copies of 16 bytes to a byte of local memory, of which the rest after `bytes` is zero, in groups; a wait until all but the
 last `groups` have ended, at most 3. 16 x 16 halves of the left operand, or of the right one, and sums of 16 x 8. The numbers of
-the next work-item, so that each has four columns. Four halves, stored at a multiple of 8 bytes.
+the next work-item, so that each has four columns. Two halves in one word. A power of two, to 2 units in the last place. The
+largest number and the sum of four work-items, side by side. Four halves, stored at a multiple of 8 bytes.
 """
 
 

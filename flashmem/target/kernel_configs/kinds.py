@@ -18,7 +18,7 @@ from flashmem.target.kernel_configs.contraction import (
     Winograd,
 )
 from flashmem.target.kernel_configs.rows import RowConfig
-from flashmem.target.kernel_configs.tensor_cores import TensorContraction
+from flashmem.target.kernel_configs.tensor_cores import TensorAttention, TensorContraction
 
 _CLASSES: tuple[type[KernelConfig], ...] = (
     PlainContraction,
@@ -31,6 +31,7 @@ _CLASSES: tuple[type[KernelConfig], ...] = (
     KeyBlockConfig,
     SharedWeightsConfig,
     SplitKeysConfig,
+    TensorAttention,
     RowConfig,
 )
 KINDS: Mapping[str, type[KernelConfig]] = {each.kind: each for each in _CLASSES}

@@ -35,7 +35,7 @@ from flashmem.target.kernel_configs.contraction import (
     StagedContraction,
     Winograd,
 )
-from flashmem.target.kernel_configs.tensor_cores import TensorContraction
+from flashmem.target.kernel_configs.tensor_cores import TensorAttention, TensorContraction
 from flashmem.target.kernel_configs.workload import Workload
 from tests.support.compared import DEVICES, Nodes, apart, by_runtime, outside_halves, require_right
 from tests.support.inputs import floats
@@ -251,6 +251,9 @@ def test_shipped_configs_can_be_built(name: str) -> None:
                 assert config.queries % config.vector == 0
             case SharedWeightsConfig():
                 assert config.queries in (1, 2, 4) and config.local_size[1] % 4 == 0
+            case TensorAttention():
+                assert config.queries % (16 * config.tiles) == config.keys % (16 * config.parts) == 0
+                assert 2 <= config.pipeline <= 5 and config.fits(Workload("attention", "buffer", 128, 64, 128, 12, "float16"))
             case SplitKeysConfig():
                 assert all(each & (each - 1) == 0 for each in (config.queries, config.keys, config.lanes))
                 assert config.queries <= config.lanes >= 128
