@@ -112,10 +112,13 @@ def _fits(launch: Launch, texts: Mapping[str, str]) -> bool:
 
 
 def _function(name: str, text: str) -> _Function:
-    """The kernel of section `text` as a function that has its work-item as its first parameters."""
+    """The kernel of section `text` as a function that has its work-item as its first parameters.
+
+    Its parameters are not `restrict`: what one call writes, the next one reads.
+    """
     kernel = _KERNEL.search(text)
     assert kernel is not None
-    parameters = kernel[2].replace("\n", " ")
+    parameters = kernel[2].replace("\n", " ").replace(" restrict ", " ")
     types = tuple(each.strip().rpartition(" ")[0] for each in parameters.split(","))
     head = f"static void {name}(const size_t chain_x, const size_t chain_y, const size_t chain_z, {parameters.strip()})"
     return _Function(name, text[: kernel.start()] + head + text[kernel.end() :], types)
@@ -220,9 +223,8 @@ def _case(number: int, function: _Function) -> str:
     lines, at = [], 4
     for place, kind in enumerate(function.types):
         if "*" in kind:
-            plain = kind.replace("restrict", "").strip()
             offset = f"(uint)row[{at + 1}] | (ulong)row[{at + 2}] << 32"
-            lines.append(f"{plain} const a{place} = ({plain})(memory[row[{at}]] + ({offset}));")
+            lines.append(f"{kind} const a{place} = ({kind})(memory[row[{at}]] + ({offset}));")
             at += 3
         else:
             bare = kind.replace("const", "").strip()
