@@ -411,9 +411,10 @@ class BoundProgram:
         after = self.weights.places_for(opened, layout)
         self.opened, self._compiled, self.has_run = opened, kernels, False
         device, ledger = self._device, self.ledger
-        self.activations = Activations(device, opened, ledger, device.queue)
         resident = frozenset[str]() if after is None else stays
+        # First the weights, which frees what this variant has no use for: its activations may be larger.
         self.weights = WeightStore(device, opened, ledger, plan, layout, after=after, resident=resident)
+        self.activations = Activations(device, opened, ledger, device.queue)
         self.kernels = BoundKernels(device, opened, kernels, self.activations, self.states, self.weights)
 
     def release_weights(self) -> None:
