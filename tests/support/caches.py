@@ -118,7 +118,7 @@ def kernels_unoptimised(monkeypatch: pytest.MonkeyPatch) -> None:
 def launches_unchained(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave chains out, whose kernels are compiled in addition: all launches of a tiny model are small."""
 
-    def unchained(program: Program, source: Source, descriptor: DeviceDescriptor) -> tuple[Program, Source]:
+    def unchained(program: Program, source: Source, descriptor: DeviceDescriptor, cores: int) -> tuple[Program, Source]:
         return program, source
 
     _set_chains(monkeypatch, unchained)

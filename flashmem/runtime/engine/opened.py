@@ -68,7 +68,9 @@ class OpenedBundle:
         Raises:
             BundleError: the weight file is missing, or its length has changed.
         """
-        program, source = with_chains(program_on(bundle.program, device), bundle.source, bundle.descriptor)
+        program, source = with_chains(
+            program_on(bundle.program, device), bundle.source, bundle.descriptor, device.compute_units
+        )
         self.bundle, self.program, self.source, self.mode, self.lanes = bundle, program, source, mode, lanes
         self.tier = tier
         self._device, self._verify_weights = device, verify_weights

@@ -123,7 +123,7 @@ class KernelBuilder:
         device = device_for(request.descriptor.name, self._asked)
         if device is None:
             return None
-        program, source = with_chains(request.program, request.source, request.descriptor)
+        program, source = with_chains(request.program, request.source, request.descriptor, device.compute_units)
         try:
             mode = choose_mode(
                 descriptor_for(device, request.descriptor.probed),

@@ -18,6 +18,7 @@ from onnx import helper, numpy_helper
 import flashmem
 from flashmem import Bundle, Session
 from flashmem.program.launches import Arg
+from flashmem.program.tensors import State
 from flashmem.runtime.kernels import chains
 from flashmem.runtime.kernels.chains import with_chains
 from flashmem.target.descriptor import load_descriptor
@@ -65,7 +66,7 @@ def _model(path: Path) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def _chained_layers(bundle: Bundle) -> list[tuple[int, int]]:
-    program, _ = with_chains(bundle.program, bundle.source, bundle.descriptor)
+    program, _ = with_chains(bundle.program, bundle.source, bundle.descriptor, 2)
     return [(each.first, each.last) for each in program.steady if each.launch.kernel.startswith("chain_")]
 
 
@@ -109,12 +110,15 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return flashmem.compile(folder / "m.onnx", folder / "b", device="generic-cpu", memory_path="buffer", build=False)
 
 
-def test_only_launches_that_cost_less_than_their_launch_are_chained(bundle: Bundle) -> None:
+def test_only_launches_that_cost_less_than_their_launch_are_chained(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     one, *_ = _chained_layers(bundle)
     first, last = one
     large = replace(bundle.program.launches[first + 2], macs=10**8, global_size=(64, 64), local_size=(1, 1))
     launches = (*bundle.program.launches[: first + 2], large, *bundle.program.launches[first + 3 :])
-    cut, _ = with_chains(replace(bundle.program, launches=launches), bundle.source, bundle.descriptor)
+    changed = replace(bundle.program, launches=launches)
+    assert with_chains(changed, bundle.source, bundle.descriptor, 2)[0] is changed, "the large one is nearly all of a run"
+    monkeypatch.setattr(chains, "WORTH", 0)
+    cut, _ = with_chains(replace(bundle.program, launches=launches), bundle.source, bundle.descriptor, 2)
     assert [(each.first, each.last) for each in cut.steady][:2] == [(first, first + 2), (first + 4, last)]
 
 
@@ -130,12 +134,25 @@ def test_no_chain_is_longer_than_an_interrupted_run_may_wait(bundle: Bundle, mon
 def test_no_table_is_larger_than_any_device_has_for_constants(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = _chained_layers(bundle)
     monkeypatch.setattr(chains, "MOST_NUMBERS", 80)
-    program, source = with_chains(bundle.program, bundle.source, bundle.descriptor)
+    program, source = with_chains(bundle.program, bundle.source, bundle.descriptor, 2)
     sizes = [int(size) for size in re.findall(r"__constant int chain_\w+_table\[(\d+)\]", source.plain)]
     assert len(sizes) == len(program.steady) > len(whole) and max(sizes) <= 80
     for each in program.steady:
         numbers = sum(chains._numbers(launch) for launch in program.launches[each.first - 1 : each.last])
         assert numbers in sizes
+
+
+def test_a_program_has_few_chains_and_none_with_states(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chains, "MOST_NUMBERS", 80)
+    every = _chained_layers(bundle)
+    monkeypatch.setattr(chains, "MOST_CHAINS", 2)
+    monkeypatch.setattr(chains, "WORTH", 0)
+    few = _chained_layers(bundle)
+    assert len(few) == 2 < len(every) and set(few) < set(every)
+    assert min(last - first for first, last in few) >= min(last - first for first, last in every)
+    state = State("s", "t", (1,), "float32", bundle.program.tensors[0].name)
+    kept = replace(bundle.program, states=(state,))
+    assert with_chains(kept, bundle.source, bundle.descriptor, 2)[0] is kept
 
 
 @pytest.mark.parametrize("line", ["barrier(CLK_LOCAL_MEM_FENCE);", "__local float shared[4];", "int n = get_num_groups(0);"])
@@ -151,7 +168,7 @@ def test_kernels_of_work_groups_are_not_chained(bundle: Bundle, line: str) -> No
 
 @pytest.mark.parametrize("device", ["nvidia", "adreno750", "mali-g710"])
 def test_other_devices_have_none(bundle: Bundle, device: str) -> None:
-    program, source = with_chains(bundle.program, bundle.source, load_descriptor(device))
+    program, source = with_chains(bundle.program, bundle.source, load_descriptor(device), 2)
     assert program is bundle.program and source is bundle.source
 
 
