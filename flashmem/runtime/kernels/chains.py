@@ -62,8 +62,8 @@ def with_chains(program: Program, source: Source, descriptor: DeviceDescriptor, 
     texts = kernel_texts(source.plain)
     seconds = _Seconds(program, descriptor, cores)
     saved = {run: seconds.saved(program.launches[run[0] - 1 : run[1]]) for run in _runs(program, texts, seconds)}
-    chosen = sorted(sorted(saved, key=lambda run: -saved[run])[:MOST_CHAINS])
-    if sum(saved[run] for run in chosen) < WORTH * seconds.of_all(program.launches):
+    chosen = sorted(sorted((run for run in saved if saved[run] > 0), key=lambda run: -saved[run])[:MOST_CHAINS])
+    if not chosen or sum(saved[run] for run in chosen) < WORTH * seconds.of_all(program.launches):
         return program, source
     made, kernels = [], dict[str, str]()
     for first, last in chosen:
