@@ -54,7 +54,7 @@ class Predictor:
         self._load_columns = _columns(slowdown, LOAD_FEATURES)
         self.basis = basis
         self._here = basis  # of the processor that is predicted
-        self._elsewhere: dict[str, Predictor] = {}
+        self._elsewhere: dict[tuple[float, ...], Predictor] = {}  # by the rates there
         self._path = memory_path
         self._known: dict[LaunchFeatures, float] = {}
         self._curves: dict[tuple[LaunchFeatures, TransferMode], NDArray[np.float64]] = {}
@@ -86,12 +86,11 @@ class Predictor:
             return self
         known = trained.mode_rates.get(f"{self._path} {mode}")
         scale = rates.cached_bandwidth / known if known else 1.0
-        here = Basis(*compute, {name: scale * rate for name, rate in trained.mode_rates.items()}, trained.source)
-        if repr(here) not in self._elsewhere:
-            made = Predictor(self._seconds, self._slowdown, trained, self._path)
-            made._here = here
-            self._elsewhere[repr(here)] = made
-        return self._elsewhere[repr(here)]
+        there = *compute, scale
+        if there not in self._elsewhere:
+            made = self._elsewhere[there] = Predictor(self._seconds, self._slowdown, trained, self._path)
+            made._here = Basis(*compute, {name: scale * rate for name, rate in trained.mode_rates.items()}, trained.source)
+        return self._elsewhere[there]
 
     def seconds(self, launch: Launch, weight_bytes: int = 0) -> float:
         """Latency alone."""

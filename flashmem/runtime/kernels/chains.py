@@ -59,11 +59,14 @@ def with_chains(program: Program, source: Source, descriptor: DeviceDescriptor, 
     """
     if descriptor.kind != "cpu" or program.memory_path != "buffer" or program.states:
         return program, source
-    texts = kernel_texts(source.plain)
     seconds = _Seconds(program, descriptor, cores)
+    least = WORTH * seconds.of_all(program.launches)
+    if sum(max(0.0, seconds.gain(launch)) for launch in program.launches) < least:  # before any text is read
+        return program, source
+    texts = kernel_texts(source.plain)
     saved = {run: seconds.saved(program.launches[run[0] - 1 : run[1]]) for run in _runs(program, texts, seconds)}
     chosen = sorted(sorted((run for run in saved if saved[run] > 0), key=lambda run: -saved[run])[:MOST_CHAINS])
-    if not chosen or sum(saved[run] for run in chosen) < WORTH * seconds.of_all(program.launches):
+    if not chosen or sum(saved[run] for run in chosen) < least:
         return program, source
     made, kernels = [], dict[str, str]()
     for first, last in chosen:
@@ -109,9 +112,17 @@ class _Seconds:
 def _runs(program: Program, texts: Mapping[str, str], seconds: _Seconds) -> Iterator[tuple[int, int]]:
     """First and last layers of the chains: neighbours that a chain may contain and that gain from it, at least two."""
     taken = {layer for each in program.steady for layer in range(each.first, each.last + 1)}
+    known: dict[tuple[str, tuple[int, ...] | None], bool] = {}
+
+    def may_be_chained(launch: Launch) -> bool:
+        key = launch.kernel, launch.local_size
+        if key not in known:
+            known[key] = _fits(launch, texts)
+        return known[key]
+
     begun, total, numbers = 1, 0.0, 0
     for layer, launch in enumerate((*program.launches, None), start=1):
-        fits = launch is not None and layer not in taken and _fits(launch, texts) and seconds.gain(launch) > 0
+        fits = launch is not None and layer not in taken and seconds.gain(launch) > 0 and may_be_chained(launch)
         took, more = (seconds.alone(launch), _numbers(launch)) if fits and launch is not None else (0.0, 0)
         if not fits or total + took > LONGEST_SECONDS or numbers + more > MOST_NUMBERS:
             if layer - begun > 1:
