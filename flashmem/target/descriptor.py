@@ -20,7 +20,7 @@ from flashmem.base.types import DEFAULT_PAGE, MemoryPath, TransferMode
 from flashmem.target.instruction_set import INSTRUCTION_SETS, PANEL, InstructionSet
 from flashmem.target.kernel_configs.attention import KeyBlockConfig, QueryRowsConfig, SharedWeightsConfig
 from flashmem.target.kernel_configs.config import EstimatedDevice, KernelConfig
-from flashmem.target.kernel_configs.contraction import PlainContraction
+from flashmem.target.kernel_configs.contraction import PlainContraction, Winograd
 from flashmem.target.kernel_configs.kinds import config_from, table_of
 from flashmem.target.kernel_configs.registers import RegisterFile
 from flashmem.target.kernel_configs.rows import RowConfig
@@ -34,9 +34,9 @@ MOST_LOADER_THREADS = 64
 class PlainTile:
     """The plain tile: outputs of one work-item, up to `rows` rows of `columns` channels, in vectors of `vector` floats.
 
-    `columns` is also the width of a packed panel. `local_size` is the work-group (columns first). `lanes` work-items share one
-    row of a reduction (1 on CPUs, where a work-item is a thread's vector loop). A CPU's tile follows from its instruction set
-    unless it is stated.
+    `panel` is the width of a packed panel, of which a wider tile reads several; 0: that of the tile. `local_size` is the
+    work-group (columns first). `lanes` work-items share one row of a reduction (1 on CPUs, where a work-item is a thread's
+    vector loop). A CPU's tile follows from its instruction set unless it is stated.
     """
 
     rows: int = INSTRUCTION_SETS["avx2"].rows
@@ -44,10 +44,18 @@ class PlainTile:
     vector: int = PANEL
     local_size: tuple[int, int] = (1, 1)
     lanes: int = 1
+    panel: int = 0
 
     def config(self, family: str) -> PlainContraction:
         """The config of contractions of `family` that computes this tile."""
-        return PlainContraction("tile", self.rows, self.columns, self.vector, self.local_size, families=(family,))
+        return PlainContraction(
+            "tile", self.rows, self.columns, self.vector, self.local_size, families=(family,), panel_columns=self.panel
+        )
+
+
+def cpu_tile(instructions: InstructionSet) -> PlainTile:
+    """The plain tile of a CPU."""
+    return PlainTile(instructions.rows, PANEL * instructions.panels, PANEL, panel=PANEL)
 
 
 MultiplyAdd = Literal["fma", "mad", "expression"]
@@ -216,8 +224,8 @@ class DeviceDescriptor:
     def for_instruction_set(self, name: str) -> DeviceDescriptor:
         """The same CPU where kernels are compiled for instruction set `name`; unchanged if it states none, or this one.
 
-        The tile follows from the registers, and arithmetic rates change with the bytes of one. It has no configs and no tuning
-        database: they were chosen for other registers.
+        The tile and that of Winograd's algorithm follow from the registers, and arithmetic rates change with the bytes of one. It
+        has no tuning database: kernels were measured with other registers.
 
         Raises:
             UserError: `name` is unknown.
@@ -227,7 +235,10 @@ class DeviceDescriptor:
         kind = _instructions(name, self.name)
         width = kind.register_bytes / INSTRUCTION_SETS[self.instruction_set].register_bytes
         rates = replace(self.rates, gemm_flops=self.rates.gemm_flops * width, conv_flops=self.rates.conv_flops * width)
-        return replace(self, instruction_set=name, tile=PlainTile(kind.rows), configs=(), tuned="", rates=rates)
+        tile = cpu_tile(kind)
+        winograd = next((each for each in self.configs if isinstance(each, Winograd)), None)
+        configs = () if winograd is None else (replace(winograd, rows=tile.rows, columns=tile.columns, vector=tile.vector),)
+        return replace(self, instruction_set=name, tile=tile, configs=configs, tuned="", rates=rates)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], *, where: str = "device descriptor") -> DeviceDescriptor:
@@ -239,7 +250,7 @@ class DeviceDescriptor:
         values = dict(data)
         tile = dict(values.get("tile", {}))
         if instructions := values.get("instruction_set"):
-            tile = {"rows": _instructions(instructions, where).rows} | tile
+            tile = asdict(cpu_tile(_instructions(instructions, where))) | tile
         values["tile"] = build(PlainTile, tile, where)
         values["code"] = build(CodeStyle, values.get("code", {}), where)
         values["registers"] = build(RegisterFile, values["registers"], where) if values.get("registers") else None

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PANEL = 16
-"""Columns of the plain tile and of its panels of packed weights: 64 bytes, a line of the caches."""
+"""Columns of a panel of packed weights, on every CPU: 64 bytes, a line of the caches."""
 
 MOST_ROWS = 14
 """The most rows of the plain tile, so that the rows of common products waste few."""
+
+PAIR_ROWS = 8
+"""Rows of a tile of two panels. With more, products of few rows waste more than each loaded weight saves."""
 
 
 @dataclass(frozen=True)
@@ -19,13 +22,21 @@ class InstructionSet:
     register_bytes: int
 
     @property
-    def rows(self) -> int:
-        """Rows of the tallest tile of PANEL columns that fits the registers.
-
-        They hold its sums, one row of weights and one number of the left operand.
+    def panels(self) -> int:
+        """Panels across the plain tile: two, if the registers hold `PAIR_ROWS` rows of them, so that a number of the left operand
+        is read for twice as many products.
         """
-        across = -(-4 * PANEL // self.register_bytes)
-        return min(MOST_ROWS, (self.registers - 1) // across - 1)
+        return 2 if self._rows(2) >= PAIR_ROWS else 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of the plain tile: as many as the registers hold."""
+        return PAIR_ROWS if self.panels == 2 else min(MOST_ROWS, self._rows(1))
+
+    def _rows(self, panels: int) -> int:
+        """Rows whose sums fit the registers beside one row of weights and one number of the left operand."""
+        across = -(-4 * PANEL * panels // self.register_bytes)
+        return (self.registers - 1) // across - 1
 
 
 INSTRUCTION_SETS = {

@@ -76,6 +76,8 @@ def _tile(
     config = given or plain or choice(context, group, workload, packed=packed, winograd=winograd)
     if activation != "half" or weights != "float16":
         config = config.in_float()
+    if isinstance(config, PlainContraction) and not packed:
+        config = replace(config, panel_columns=0)
     config = config.cut(workload)
     staged = config.staged_depth
     vectors = context.descriptor.code.vector_loads and floats and not staged and run % 4 == 0
@@ -107,7 +109,7 @@ def choice(
 
 def _narrowed(config: Contraction, widest: int | None) -> Contraction:
     """`config` with panels of at most `widest` columns, or `NARROWEST`: a slice has at least one panel. None: any width."""
-    if not isinstance(config, PlainContraction) or widest is None or config.columns <= widest:
+    if not isinstance(config, PlainContraction) or widest is None or config.panel <= widest:
         return config
     columns = max(NARROWEST, 1 << max(1, widest).bit_length() - 1)
     return replace(config, columns=min(columns, config.columns), vector=min(config.vector, columns))
@@ -187,13 +189,13 @@ def lower_packed(
         family, context.memory_path, rows, depth, columns // groups, groups, binding.storage,
         taps=depth // run, stride=max(node.attributes.get("strides", (1,))),
     )  # fmt: skip
-    given, panels = _quantised(context, workload, binding)
+    given, packed_panel = _quantised(context, workload, binding)
     if given is None and (binding.codes is None or binding.zero is not None or binding.scale is not None or not stageable):
         given = context.descriptor.tile.config(family)
     tile = _with(
         _tile(context, group, workload, run, packed=binding.codes is not None, given=given, winograd=winograd), binding
     )
-    tile = replace(tile, panels=panels)
+    tile = replace(tile, packed_panel=packed_panel)
     if family == "matmul" and context.descriptor.kind == "cpu" and tile.rows == 1 and _sums_unscaled(tile):
         words = bool(tile.nibbles) and not tile.texture and tile.panel in (16, 32)
         tile = replace(tile, words=words, strands=1 if words else max(1, min(_MOST_STRANDS, _SUMMED_COLUMNS // tile.columns)))
@@ -211,6 +213,8 @@ def lower_packed(
         parts = [PackedSlice(0, packing.panels, 4 * packing.panels * depth * tile.panel)]
     else:
         parts = context.parts(node, packing, tile.launched(rows, 1)[0])
+    if tile.panels > 1 and not tile.k_block and max(part.panels for part in parts) == 1:  # none has a neighbour
+        tile = replace(tile, config=replace(tile.config, columns=tile.panel))
     texture, scattered = parts[0].width > 0, group.moved is not None
     tile = replace(tile, texture=texture, folded=texture and parts[0].height < depth, scattered=scattered)
     if tile.strands and not texture:  # steps of a literal number, if all are alike
@@ -285,7 +289,8 @@ def _sums_unscaled(tile: ContractionTile) -> bool:
 
 
 def _quantised(context: LoweringContext, workload: Workload, binding: WeightBinding) -> tuple[Contraction | None, int]:
-    """The config by which a GPU multiplies floats by quantised weights, if it has one, and the panels that its block spans.
+    """The config by which a GPU multiplies floats by quantised weights, if it has one, and the width of packed panels, if its
+    block spans several.
 
     Panels are those of the plain config for every number of rows, because all shapes of a model share its packed weights. For
     few rows, work-items share the depth of a panel. Otherwise the config with a K-block that is fastest for floats dequantises
@@ -293,20 +298,20 @@ def _quantised(context: LoweringContext, workload: Workload, binding: WeightBind
     """
     scaled = binding.weight_scale is not None and binding.zero is binding.scale is None
     if workload.family != "matmul" or workload.storage not in CODES or not scaled:
-        return None, 1
+        return None, 0
     descriptor = context.descriptor
     listed = descriptor.configs_of(workload.family)
     for each in listed:
         if isinstance(each, SlicedContraction) and each.fits(workload) and binding.block % each.steps == 0:
-            return each, 1
+            return each, 0
     panel = descriptor.tile.config(workload.family).cut(workload).panel
     staged = [each for each in listed if isinstance(each, StagedContraction) and each.panel % panel == 0]
     times = seconds(descriptor, replace(workload, storage="float32")) if staged else {}
     known = [each for each in staged if each in times]
     if not known:
-        return None, 1
+        return None, 0
     fastest = min(known, key=lambda each: times[each])
-    return fastest, fastest.panel // panel
+    return fastest, panel
 
 
 def _launched(node: Node, tile: ContractionTile, rows: int, panels: int, phases: tuple[int, int]) -> tuple[int, int]:

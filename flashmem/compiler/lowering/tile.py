@@ -33,7 +33,8 @@ class ContractionTile:
     stored with columns first.
     `depth_vector`: steps of depth of the left operand that a plain config reads by one load; a row has a multiple of them.
     `strands`: products with quantised weights are summed unscaled, in so many sums in turn; 0: weights are dequantised first.
-    `words`: such weights of 4 bits are read eight words at a time. `panels`: panels of packed weights across a group's block.
+    `words`: such weights of 4 bits are read eight words at a time. `packed_panel`: the width of packed panels, if a group's
+    block spans several.
     """
 
     config: Contraction
@@ -58,7 +59,7 @@ class ContractionTile:
     depth_vector: int = 1
     strands: int = 0
     words: bool = False
-    panels: int = 1
+    packed_panel: int = 0
 
     @property
     def rows(self) -> int:
@@ -172,7 +173,12 @@ class ContractionTile:
     @property
     def panel(self) -> int:
         """Columns of a panel of packed weights."""
-        return self.config.panel // self.panels
+        return self.packed_panel or self.config.panel
+
+    @property
+    def panels(self) -> int:
+        """Panels of packed weights side by side that a work-item reads, or a group that shares its operands."""
+        return (self.block_columns if self.k_block else self.columns) // self.panel
 
     @property
     def panel_elements(self) -> int:

@@ -102,9 +102,14 @@ class Contraction(KernelConfig):
         return math.prod(self.local_size) * self.parts
 
     @property
+    def most_panel(self) -> int:
+        """The most columns of a panel of packed weights, if a work-item reads several panels side by side; 0 if it reads one."""
+        return 0
+
+    @property
     def panel(self) -> int:
         """Columns of a panel of packed weights: those of a work-item, or of a work-group that shares its operands."""
-        return self.block[1] if self.staged_depth else self.columns
+        return self.block[1] if self.staged_depth else min(self.most_panel or self.columns, self.columns)
 
     @property
     def left_pitch(self) -> int:
@@ -129,12 +134,13 @@ class Contraction(KernelConfig):
     def cut(self, workload: Workload) -> Self:
         """The config for `workload`: a number of rows that wastes few, and panels no wider than needed."""
         rows, columns = self._cut(workload)
-        return replace(self, rows=rows, columns=columns, vector=min(self.vector, columns))
+        return replace(self, rows=rows, columns=columns, vector=min(self.vector, columns, self.most_panel or columns))
 
     def _cut(self, workload: Workload) -> tuple[int, int]:
         """Rows and columns of `cut`."""
         least = 8 if workload.storage.endswith("int4") else 4
-        columns = max(least, min(self.columns, _filled(workload.columns)))
+        most = self.columns if reads_neighbours(workload) else self.panel
+        columns = max(least, min(most, _filled(workload.columns)))
         most = min(self.rows, workload.rows)
         whole = {height: -(-workload.rows // height) * height for height in range(most, most // 2, -1)}
         return next(height for height, size in whole.items() if size <= _IDLE_ROWS * min(whole.values())), columns
@@ -189,12 +195,19 @@ class PlainContraction(Contraction):
     """A contraction whose work-items read both operands where they are.
 
     With `half`, products of that many steps of depth are summed in half where operands are stored in half. The sums are added
-    in float. The device needs cl_khr_fp16.
+    in float. The device needs cl_khr_fp16. With `panel_columns`, panels of packed weights are that wide, and an item with more
+    columns reads neighbouring panels. `vector` is then no wider.
     """
 
     kind: ClassVar[str] = "plain"
 
     half: int = field(default=0, kw_only=True)
+    panel_columns: int = field(default=0, kw_only=True)
+
+    @property
+    def most_panel(self) -> int:
+        """See `Contraction.most_panel`."""
+        return self.panel_columns
 
     @property
     def half_run(self) -> int:
@@ -310,7 +323,8 @@ class SlicedContraction(Contraction):
 class Winograd(Contraction):
     """Computes 3x3 convolutions of stride 1 by Winograd's F(2x2, 3x3), and nothing else. `rows` are tiles of 2 x 2 pixels.
 
-    `channels` are transformed at a time, a multiple of `vector`. `steady`: for `--optimize steady` only.
+    `channels` are transformed at a time, a multiple of `vector`. `steady`: for `--optimize steady` only. `panel_columns`: as in
+    `PlainContraction`.
     """
 
     kind: ClassVar[str] = "winograd"
@@ -318,6 +332,12 @@ class Winograd(Contraction):
     families: tuple[str, ...] = field(default=("conv",), init=False)
     channels: int = field(kw_only=True)
     steady: bool = field(default=False, kw_only=True)
+    panel_columns: int = field(default=0, kw_only=True)
+
+    @property
+    def most_panel(self) -> int:
+        """See `Contraction.most_panel`."""
+        return self.panel_columns
 
     @property
     def code(self) -> str:
@@ -370,6 +390,15 @@ def in_group(config: Contraction, workload: Workload) -> bool:
     """Whether a panel of `config` has columns of one group only, if `workload` is a grouped convolution."""
     grouped = workload.family == "conv" and workload.batches > 1
     return not (grouped and config.panel > _filled(workload.columns))
+
+
+def reads_neighbours(workload: Workload) -> bool:
+    """Whether a work-item may read neighbouring panels of the weights: floats of one group.
+
+    Panels of different groups belong to different channels of the input, and zero points and scales are loaded by panel.
+    """
+    floats = workload.storage in ("float32", "float16")
+    return workload.family in CONTRACTIONS and floats and (workload.batches == 1 or workload.family == "matmul_dynamic")
 
 
 def transformed(workload: Workload, tiles: int | None = None) -> Workload:

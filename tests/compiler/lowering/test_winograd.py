@@ -25,6 +25,7 @@ from tests.support.inputs import floats
 
 ALONE = Winograd("alone", 2, 16, 8, channels=16)
 SHARED = StagedWinograd("shared", 4, 8, (2, 2), channels=4)
+BESIDE = Winograd("beside", 2, 32, 8, channels=16, panel_columns=8)
 PLAIN = PlainContraction("tile", 2, 16, 8, families=("conv",))
 
 
@@ -38,7 +39,7 @@ def convolved(x: Any, weight: Any, pads: tuple[int, int, int, int]) -> Any:
 
 @pytest.mark.parametrize(
     ("config", "device", "path"),
-    [*((ALONE, *place) for place in PLACES), *((SHARED, *place) for place in DEVICES)],
+    [*((config, *place) for config in (ALONE, BESIDE) for place in PLACES), *((SHARED, *place) for place in DEVICES)],
     ids=lambda each: getattr(each, "name", each),
 )
 def test_answers(config: KernelConfig, device: str, path: MemoryPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

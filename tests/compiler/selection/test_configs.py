@@ -48,11 +48,12 @@ CONFIGS = [
     StagedContraction("odd group", 2, 4, (3, 5), k_block=8, slice_k=2),
     StagedContraction("one row", 1, 4, (1, 4), k_block=16, two_stage=True, slice_k=4),
 ]
+BESIDE = PlainContraction("beside", 4, 16, 4, panel_columns=4)
 PLACES = [(device.descriptor_name, path) for device in list_devices() for path in descriptor_for(device).memory_paths]
 CASES = [(CONFIGS[0], *place) for place in DEVICES] + [
     (config, DEVICES[0][0], ("texture", "buffer")[index % 2]) for index, config in enumerate(CONFIGS[1:])
-]  # fmt: skip
-"""One config on all devices, the others on the first: PoCL takes a minute to build such kernels."""
+] + [(BESIDE, *place) for place in PLACES]  # fmt: skip
+"""One staged config on all devices, the others on the first: PoCL takes a minute to build such kernels."""
 
 
 def model() -> Nodes:
@@ -117,9 +118,9 @@ def test_answers(config: Contraction, device: str, path: MemoryPath, tmp_path: P
     file.write_bytes(proto.SerializeToString())
     bundle = flashmem.compile(file, tmp_path / "b", device=device, memory_path=path, precision=precision)
     assert {launch.shape.family for launch in bundle.program.launches} >= set(CONTRACTIONS)
-    assert all(
-        len(set(launch.local_size or ())) > 1 for launch in bundle.program.launches if launch.shape.family in CONTRACTIONS
-    )
+    contractions = [launch.shape for launch in bundle.program.launches if launch.shape.family in CONTRACTIONS]
+    assert all(shape.k_block == config.staged_depth for shape in contractions)
+    assert max(shape.tile_columns for shape in contractions) == config.columns
     answers = []
     for mode in load_descriptor(device).modes[path]:
         with flashmem.Session(bundle, device=device, mode=mode) as session:
