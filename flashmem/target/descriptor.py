@@ -179,6 +179,12 @@ class DeviceDescriptor:
         return self.kind == "cpu" and any("map" in modes for modes in self.modes.values())
 
     @property
+    def vector_floats(self) -> int:
+        """Floats of a vector register of a CPU, at least 8: the compiler halves vectors that its registers do not hold."""
+        known = INSTRUCTION_SETS.get(self.instruction_set, INSTRUCTION_SETS["avx2"])
+        return max(8, known.register_bytes // 4)
+
+    @property
     def shares_memory(self) -> bool:
         """Whether host and device share one memory. If not, a load into device memory is a copy from pinned memory."""
         return any("alias" in modes for modes in self.modes.values())

@@ -26,6 +26,7 @@ from flashmem.compiler.selection.configs import seconds
 from flashmem.compiler.weights.packing import PackedSlice, Packing, phases_of, weight_columns, weight_matrix
 from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.descriptor import DeviceDescriptor
+from flashmem.target.instruction_set import PANEL
 from flashmem.target.kernel_configs.contraction import (
     CODES,
     Contraction,
@@ -197,7 +198,7 @@ def lower_packed(
     )
     tile = replace(tile, packed_panel=packed_panel)
     if family == "matmul" and context.descriptor.kind == "cpu" and tile.rows == 1 and _sums_unscaled(tile):
-        words = bool(tile.nibbles) and not tile.texture and tile.panel in (16, 32)
+        words = context.descriptor.vector_floats if tile.nibbles and not tile.texture and tile.panel == PANEL else 0
         tile = replace(tile, words=words, strands=1 if words else max(1, min(_MOST_STRANDS, _SUMMED_COLUMNS // tile.columns)))
     # Zero points and scales of a block are loaded between steps of the loop, so no step may span two blocks.
     step = max(n for n in range(1, DEPTH_BLOCK + 1) if binding.block % n == 0) if binding.block else DEPTH_BLOCK

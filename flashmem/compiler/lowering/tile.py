@@ -33,7 +33,7 @@ class ContractionTile:
     stored with columns first.
     `depth_vector`: steps of depth of the left operand that a plain config reads by one load; a row has a multiple of them.
     `strands`: products with quantised weights are summed unscaled, in so many sums in turn; 0: weights are dequantised first.
-    `words`: such weights of 4 bits are read eight words at a time. `packed_panel`: the width of packed panels, if a group's
+    `words`: such weights of 4 bits are read so many words at a time. `packed_panel`: the width of packed panels, if a group's
     block spans several.
     """
 
@@ -58,7 +58,7 @@ class ContractionTile:
     looped: bool = False
     depth_vector: int = 1
     strands: int = 0
-    words: bool = False
+    words: int = 0
     packed_panel: int = 0
 
     @property
