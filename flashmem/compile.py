@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.base.types import MemoryPath, Optimize, Quantize, StatePrecision, States, TransferMode
-from flashmem.bundle.bundle import Bundle, ShapeVariant
+from flashmem.bundle.bundle import Bundle, Code, ShapeVariant
 from flashmem.bundle.cache import find_or_make
 from flashmem.bundle.shape_variants import Shapes, shapes_text
 from flashmem.bundle.writer import BundleWriter
@@ -30,6 +30,7 @@ from flashmem.compiler.frontend.mapped_file import load_mapped
 from flashmem.compiler.frontend.quantize import quantised
 from flashmem.compiler.frontend.read_graph import import_graph, read_graph
 from flashmem.compiler.ir.graph import Graph
+from flashmem.compiler.lowering.instruction_sets import for_other_instruction_sets
 from flashmem.compiler.lowering.program import (
     NOTHING_RESERVED,
     Generated,
@@ -299,6 +300,7 @@ def _compile(
             kernels.begin(request)
 
     graphs, earlier = read.graphs, NOTHING_STORED
+    elsewhere: dict[int, dict[str, Generated]] = {}
     made: dict[int, tuple[Generated, OverlapPlan]] = {}
     for index in largest_first(graphs):
         progress("plan", len(made) / len(graphs))
@@ -309,6 +311,7 @@ def _compile(
             raise _most_needed(
                 refused, read, variants, [each for each in range(len(graphs)) if each not in (*made, index)]
             ) from refused
+        elsewhere[index] = for_other_instruction_sets(generated, options.descriptor.instruction_set)
         generated = with_steady(generated)
         begin(generated, plan)
         plan = with_layouts(generated.program, plan, options.descriptor.modes[generated.program.memory_path])
@@ -332,7 +335,7 @@ def _compile(
             bundle.leave_empty(joined[0].program.constants_offset)
             write_constants([*joined.values()][-1], bundle)
         bundle.commit_all(
-            [_variant(joined[index], made[index][1], each) for index, each in enumerate(variants)],
+            [_variant(joined[index], made[index][1], each, elsewhere[index]) for index, each in enumerate(variants)],
             options.descriptor.portable,
             {**_about(model, options), **_states_in_half(graphs[0]), **source.meta, DATA_FILES: data},
             source.language,
@@ -437,13 +440,21 @@ def largest_first(graphs: Sequence[Graph]) -> list[int]:
     return sorted(range(len(graphs)), key=lambda index: (-elements(index), index))
 
 
-def _variant(generated: Generated, plan: OverlapPlan, options: Options) -> ShapeVariant:
-    """One shape variant of the bundle."""
+def _variant(generated: Generated, plan: OverlapPlan, options: Options, elsewhere: Mapping[str, Generated]) -> ShapeVariant:
+    """One shape variant of the bundle. `elsewhere`: the program for other instruction sets."""
+    program = generated.program
+    codes = {
+        name: Code(
+            replace(program, launches=each.program.launches, steady=each.program.steady, joined=each.program.joined),
+            each.source,
+        )
+        for name, each in elsewhere.items()
+    }
     own = {
         "shapes": {name: list(shape) for name, shape in options.shapes.items()},
-        CARRIED: carried(_posed(generated.program, plan, options)),
+        CARRIED: carried(_posed(program, plan, options)),
     }
-    return ShapeVariant(generated.program, plan, generated.source, own)
+    return ShapeVariant(program, plan, generated.source, own, codes)
 
 
 def _posed(program: Program, plan: OverlapPlan, options: Options) -> Instance:

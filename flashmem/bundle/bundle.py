@@ -15,6 +15,9 @@ A bundle is a folder, NAME.flashmem. It holds a manifest and the version directo
                          (flashmem.runtime.kernels.cache)
         language.json    of a language model: its tokenizer and chat template (flashmem.bundle.language)
 
+A bundle for CPUs has program, kernels.cl and kernels_lane.cl again for instruction sets with another tile (program.avx2.json
+...), over the same weights and plan. `Bundle.for_instruction_set` reads them.
+
 A model compiled for several shapes has the first five files again for each further *shape variant* (program.1.json ...). All
 variants share one weights.bin: a weight that two of them read is stored once. Their constants begin at the same offset; each
 variant reads as many bytes from there as it needs.
@@ -47,17 +50,19 @@ from flashmem.bundle.manifest import (
     LANGUAGE,
     WEIGHTS,
     check_weights_size,
+    instruction_set_files,
     read_binaries,
     read_checked,
     read_manifest,
     variant_files,
 )
-from flashmem.bundle.validation import check_bundle, check_types, check_variants
+from flashmem.bundle.validation import check_bundle, check_elsewhere, check_types, check_variants
 from flashmem.bundle.version_directories import MANIFEST, current_version
 from flashmem.program.kernel_text import Source
 from flashmem.program.program import Program
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor
+from flashmem.target.instruction_set import other_tiles, same_tile
 
 READ_BYTES = 8 << 20
 """Bytes of weights that one system call reads or writes."""
@@ -67,13 +72,25 @@ OWN = ("shapes", "layers", "learned")
 
 
 @dataclass(frozen=True)
+class Code:
+    """A program and its kernels."""
+
+    program: Program
+    source: Source
+
+
+@dataclass(frozen=True)
 class ShapeVariant:
-    """A program, its plan and its kernels for one set of input shapes. `own` is the metadata of this variant alone."""
+    """A program, its plan and its kernels for one set of input shapes. `own` is the metadata of this variant alone.
+
+    `elsewhere`: the code for CPUs with another tile, by instruction set, when a bundle is written.
+    """
 
     program: Program
     plan: OverlapPlan
     source: Source
     own: Mapping[str, Any]
+    elsewhere: Mapping[str, Code] = field(default_factory=dict)
     checksums: Checksums = field(default_factory=lambda: Checksums(0, {}, (), {}))  # empty before the bundle is written
 
 
@@ -151,6 +168,28 @@ class Bundle:
         """The same bundle with shape variant `index` selected."""
         return self if index == self.index else replace(self, index=index)
 
+    def for_instruction_set(self, name: str) -> Bundle:
+        """The bundle with the launches and kernels for a CPU with instruction set `name`, over the same weights and plans.
+
+        It is the same if it was compiled for that tile, or has no other. Then `descriptor.instruction_set` stays.
+
+        Raises:
+            BundleError: the files for it are damaged, or the bundle was replaced since it was opened.
+        """
+        own = self.descriptor.instruction_set
+        if not name or not own or same_tile(name, own):
+            return self
+        manifest = read_manifest(self.path)
+        if self.path / manifest["version_directory"] != self.files:
+            raise BundleError(f"bundle {self.path} was replaced since it was opened; open it again")
+        stored = next((each for each in other_tiles(own) if same_tile(each, name)), None)
+        if stored is None or any(each not in manifest["files"] for each in instruction_set_files(0, stored)):
+            return self
+        variants = tuple(
+            _read_elsewhere(self.path, manifest, index, stored, variant) for index, variant in enumerate(self.variants)
+        )
+        return replace(self, variants=variants, descriptor=self.descriptor.for_instruction_set(stored))
+
     def with_plan(self, plan: OverlapPlan, meta: Mapping[str, Any]) -> Bundle:
         """A copy in memory with another plan for the selected variant. The files do not change."""
         changed = replace(self.variants[self.index], plan=plan, own=own_part(meta))
@@ -222,6 +261,35 @@ class Bundle:
         raise BundleError(f"{self.weights_path} is damaged: {what} is not what was written; compile the model again")
 
 
+def _read_elsewhere(path: Path, manifest: Mapping[str, Any], index: int, name: str, variant: ShapeVariant) -> ShapeVariant:
+    """`variant` with the code for the tile of instruction set `name`, checked. It has its own code if it needs no other."""
+    files = instruction_set_files(index, name)
+    if files[0] not in manifest["files"]:
+        return variant
+    text, plain, lane = (read_checked(path, each, manifest).decode() for each in files)
+    try:
+        program = Program.from_json(parsed(text))
+    except _UNREADABLE as error:
+        raise _damaged(path, error) from error
+    check_code(program, plain, lane)
+    check_bundle(program, variant.plan)
+    check_elsewhere(variant.program, program)
+    return replace(variant, program=program, source=_source(program, plain, lane))
+
+
+def check_code(program: Program, plain: str, lane: str) -> None:
+    """Raise BundleError unless a program's kernels are harmless, and access only its memory."""
+    check_options(program.build_options)
+    for text in (plain, lane):
+        check_source(text)
+    check_bounds(program, plain)
+    check_lanes(program, lane)
+
+
+def _source(program: Program, plain: str, lane: str) -> Source:
+    return Source(plain, lane, tuple(sorted({launch.kernel for launch in program.launches})))
+
+
 def own_part(meta: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of `meta` about one shape variant."""
     return {key: meta[key] for key in OWN if key in meta}
@@ -242,15 +310,10 @@ def _read_variant(path: Path, manifest: Mapping[str, Any], index: int, own: Mapp
         raise _damaged(path, error) from error
     del texts
     check_bundle(program, plan)
-    check_options(program.build_options)
-    for text in (plain, lane):
-        check_source(text)
-    check_bounds(program, plain)
-    check_lanes(program, lane)
+    check_code(program, plain, lane)
     if program.weights_bytes != manifest["weights"]["nbytes"]:
         raise BundleError(f"bundle {path} is damaged: its program is for another {WEIGHTS}; compile the model again")
-    source = Source(plain, lane, tuple(sorted({launch.kernel for launch in program.launches})))
-    return ShapeVariant(program, plan, source, own, unpack_checksums(stored, program))
+    return ShapeVariant(program, plan, _source(program, plain, lane), own, checksums=unpack_checksums(stored, program))
 
 
 _UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)

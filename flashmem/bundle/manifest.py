@@ -15,7 +15,7 @@ from flashmem.base.errors import BundleError, UserError
 from flashmem.base.files import open_regular, read_regular
 from flashmem.bundle.version_directories import MANIFEST, MANIFEST_BYTES, is_version_name
 
-FORMAT_VERSION = 18
+FORMAT_VERSION = 19
 WEIGHTS = "weights.bin"
 BINARIES = "binaries.bin"
 LANGUAGE = "language.json"
@@ -29,6 +29,14 @@ def variant_files(index: int) -> tuple[str, ...]:
     if not index:
         return _VARIANT_FILES
     return tuple(f"{name}.{index}.{ending}" for name, _, ending in (each.partition(".") for each in _VARIANT_FILES))
+
+
+def instruction_set_files(index: int, name: str) -> tuple[str, ...]:
+    """File names of shape variant `index` for CPUs with the tile of instruction set `name`: program, kernels, kernels with
+    stream lanes.
+    """
+    program, _, plain, lane, _ = variant_files(index)
+    return tuple(f"{stem}.{name}.{ending}" for stem, _, ending in (each.rpartition(".") for each in (program, plain, lane)))
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

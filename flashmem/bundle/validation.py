@@ -12,7 +12,7 @@ import re
 import types
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
@@ -69,6 +69,16 @@ def check_variants(programs: Sequence[Program]) -> None:
         for part in program.slices:
             _require(slices.setdefault(part.name, part) == part, f"two of its shape variants have another slice {part.name!r}")
         _require(_state_tensors(program) == _state_tensors(first), "its shape variants have their states in other places")
+
+
+def check_elsewhere(program: Program, other: Program) -> None:
+    """Raise BundleError unless two validated programs differ in nothing but their launches, as for other instruction sets."""
+    same = replace(other, launches=program.launches, steady=program.steady, joined=program.joined) == program
+    _require(same, "its programs for other instruction sets use other memory")
+    reads, others = (
+        [{arg.value for arg in launch.args if arg.kind == "slice"} for launch in each.launches] for each in (program, other)
+    )
+    _require(reads == others, "its programs for other instruction sets read other slices")
 
 
 def _state_tensors(program: Program) -> list[Tensor]:

@@ -17,11 +17,17 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import BundleError, UserError
 from flashmem.base.version import __version__
-from flashmem.bundle.bundle import READ_BYTES, Bundle, ShapeVariant, blocks_of_file, checksum_of_file, common_part, own_part
+from flashmem.bundle.bundle import (
+    READ_BYTES,
+    Bundle,
+    ShapeVariant,
+    blocks_of_file,
+    check_code,
+    checksum_of_file,
+    common_part,
+    own_part,
+)
 from flashmem.bundle.checksums import ChecksummedRange, checksum, content_hash, pack_checksums
-from flashmem.bundle.kernel_bounds import check_bounds
-from flashmem.bundle.kernel_source import check_source
-from flashmem.bundle.lane_bounds import check_lanes
 from flashmem.bundle.language import Language
 from flashmem.bundle.manifest import (
     BINARIES,
@@ -31,11 +37,12 @@ from flashmem.bundle.manifest import (
     compact,
     disk_errors,
     fingerprint,
+    instruction_set_files,
     manifest_text,
     read_manifest,
     variant_files,
 )
-from flashmem.bundle.validation import check_bundle, check_variants
+from flashmem.bundle.validation import check_bundle, check_elsewhere, check_variants
 from flashmem.bundle.version_directories import MANIFEST, Draft
 from flashmem.program.kernel_text import Source
 from flashmem.program.program import Program
@@ -146,10 +153,7 @@ class BundleWriter:
                     raise BundleError(f"the program is for {program.weights_bytes} bytes of weights, {self._size} were written")
                 # The checks of Bundle.open, so that no bundle is written that cannot be opened.
                 check_bundle(program, variant.plan)
-                for text in (source.plain, source.lane):
-                    check_source(text)
-                check_bounds(program, source.plain)
-                check_lanes(program, source.lane)
+                check_code(program, source.plain, source.lane)
                 texts = (
                     compact(program.to_json()),
                     compact(variant.plan.to_json()),
@@ -158,6 +162,12 @@ class BundleWriter:
                     pack_checksums(program, self._checksum, self._content_hash),
                 )
                 contents |= zip(variant_files(index), texts, strict=True)
+                for name, code in variant.elsewhere.items():
+                    check_bundle(code.program, variant.plan)
+                    check_code(code.program, code.source.plain, code.source.lane)
+                    check_elsewhere(program, code.program)
+                    own = (compact(code.program.to_json()), code.source.plain.encode(), code.source.lane.encode())
+                    contents |= zip(instruction_set_files(index, name), own, strict=True)
             check_variants([variant.program for variant in variants])
             if language:
                 Language.from_json(language)
@@ -262,9 +272,7 @@ def _with_files(bundle: Bundle, contents: Mapping[str, bytes], entries: Mapping[
     with disk_errors(path):
         draft = Draft(path)
         try:
-            texts = [name for index in range(len(bundle.variants)) for name in variant_files(index)]
-            language = [LANGUAGE] if LANGUAGE in manifest["files"] else []
-            kept = (*texts, *([BINARIES] if bundle.binaries else []), *language)
+            kept = [name for name in manifest["files"] if name != BINARIES or bundle.binaries]
             for name in (*kept, WEIGHTS):
                 if name not in contents:
                     _link_or_copy(bundle.files / name, draft.folder / name)

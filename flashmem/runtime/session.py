@@ -126,6 +126,7 @@ class Session:
             raise UserError("the process memory gives the budget; give either it or budgets")
         self.process_memory = None if process_memory is None else read_process_memory(process_memory)
         self.device = device_here(device, prefer=opened.descriptor.name)
+        opened = opened.for_instruction_set(self.device.instruction_set)
         self.strategy: Strategy = choose_strategy(opened.plan, strategy)
         self.mode = mode_for(opened, self.device, mode, self.strategy)
         bundles = map(opened.variant, range(len(opened.variants)))

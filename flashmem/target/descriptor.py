@@ -230,8 +230,8 @@ class DeviceDescriptor:
     def for_instruction_set(self, name: str) -> DeviceDescriptor:
         """The same CPU where kernels are compiled for instruction set `name`; unchanged if it states none, or this one.
 
-        The tile and that of Winograd's algorithm follow from the registers, and arithmetic rates change with the bytes of one. It
-        has no tuning database: kernels were measured with other registers.
+        Its tiles, also that of Winograd's algorithm, follow from the registers, and arithmetic rates change with the bytes of
+        one. It has no tuning database: kernels were measured with other registers.
 
         Raises:
             UserError: `name` is unknown.

@@ -23,8 +23,9 @@ class InstructionSet:
 
     @property
     def panels(self) -> int:
-        """Panels across the plain tile: two, if the registers hold `PAIR_ROWS` rows of them, so that a number of the left operand
-        is read for twice as many products.
+        """Panels across the plain tile: two, if the registers hold `PAIR_ROWS` rows of them.
+
+        Then a number of the left operand is read for twice as many products.
         """
         return 2 if self._rows(2) >= PAIR_ROWS else 1
 
@@ -47,3 +48,17 @@ INSTRUCTION_SETS = {
     "neon": InstructionSet(32, 16),
 }
 """By name. Those of x86-64 are in their order: each includes the ones before it. `avx2` has multiply-adds too."""
+
+_IN_BUNDLES = ("avx2", "avx512")
+"""Instruction sets for whose tiles a bundle for CPUs has kernels. Others have the tile of one of them, or no tile fits."""
+
+
+def other_tiles(name: str) -> tuple[str, ...]:
+    """Instruction sets of `_IN_BUNDLES` that have another plain tile than `name`; none for "", which is not a CPU's."""
+    return tuple(each for each in _IN_BUNDLES if name and not same_tile(each, name))
+
+
+def same_tile(one: str, other: str) -> bool:
+    """Whether two instruction sets have the same plain tile, and so the same kernels."""
+    first, second = INSTRUCTION_SETS[one], INSTRUCTION_SETS[other]
+    return (first.rows, first.panels) == (second.rows, second.panels)

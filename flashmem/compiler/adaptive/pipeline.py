@@ -10,6 +10,7 @@ from functools import partial
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, Node
 from flashmem.compiler.lowering.context import Cuts as SlicesOfWeights
+from flashmem.compiler.lowering.context import PackedBefore
 from flashmem.compiler.lowering.program import NOTHING_RESERVED, Generated, Reserved, generate
 from flashmem.compiler.memory.launch_order import in_lowest_order
 from flashmem.compiler.options import Options
@@ -118,20 +119,32 @@ class Pipeline:
 
     def _lowered(self, groups: Sequence[FusionGroup], order: LaunchOrder | None) -> Generated:
         made = self._generated(groups, self.selector)
-        again = partial(self._for_later_runs, groups, made.cuts)
-        return replace(made, program=replace(made.program, order=order), again=again)
+        again = partial(self._for_later_runs, groups, PackedBefore(made.cuts))
+        elsewhere = partial(self._for_instruction_set, groups, made.cuts)
+        return replace(made, program=replace(made.program, order=order), again=again, elsewhere=elsewhere)
 
-    def _for_later_runs(self, groups: Sequence[FusionGroup], packed: SlicesOfWeights) -> Generated | None:
+    def _for_later_runs(self, groups: Sequence[FusionGroup], packed: PackedBefore) -> Generated | None:
         """The program that is faster in later runs over the same packed weights; None if it is the same."""
-        if not self.selector.differs_later() and all(len(parts) == 1 for parts in packed.values()):
+        if not self.selector.differs_later() and all(len(parts) == 1 for parts in packed.cuts.values()):
             return None
         return self._generated(groups, self.selector.for_later_runs(), packed)
 
+    def _for_instruction_set(self, groups: Sequence[FusionGroup], packed: SlicesOfWeights, name: str) -> Generated:
+        """The program of a CPU with instruction set `name` over the same packed weights."""
+        descriptor, limited = self.options.descriptor.for_instruction_set(name), self.options.limits.budget is not None
+        selector = KernelSelector(descriptor, self.options.optimize, limited=limited)
+        other = replace(self, options=replace(self.options, descriptor=descriptor), selector=selector)
+        before = PackedBefore(packed, joined=False, kept=True)
+        made = other._generated(groups, selector, before)
+        if selector.select():
+            made = other._generated(groups, selector, before)
+        return replace(made, again=partial(other._for_later_runs, groups, replace(before, joined=True)))
+
     def _generated(
-        self, groups: Sequence[FusionGroup], selector: KernelSelector, packed: SlicesOfWeights | None = None
+        self, groups: Sequence[FusionGroup], selector: KernelSelector, packed: PackedBefore | None = None
     ) -> Generated:
         slicing = replace(self.slicing, later=self.options.optimize == "steady")
         return generate(
             self.graph, groups, self.options.descriptor, precision=self.options.precision, slicing=slicing, selector=selector,
-            earlier=self.earlier, cuts=packed, least=self.least,
+            earlier=self.earlier, before=packed, least=self.least,
         )  # fmt: skip

@@ -41,6 +41,24 @@ Cuts = Mapping[tuple[Value, Packing], Sequence[PackedSlice]]
 """The slices of packed weights, by weight and packing."""
 
 
+@dataclass(frozen=True)
+class PackedBefore:
+    """The slices of weights that another program of the same graph has packed.
+
+    `joined`: one launch reads contiguous slices. `kept`: only configs that read these forms are chosen.
+    """
+
+    cuts: Cuts = field(default_factory=dict)
+    joined: bool = True
+    kept: bool = False
+
+    def forms(self, weight: Value) -> frozenset[tuple[int, int]]:
+        """Columns of a panel and depth of the packed forms of `weight`, if these are kept."""
+        if not self.kept:
+            return frozenset()
+        return frozenset((packing.panel, packing.depth) for value, packing in self.cuts if value is weight)
+
+
 MOST_OFFSET = 1 << 32
 """Offsets in bytes are below this number in kernels with aligned vector loads: they have 32 bits."""
 
@@ -75,8 +93,8 @@ class StoredTensor:
 class LoweringContext:
     """A program under construction, to which lowerings add. Values with the same place and size in memory share a tensor.
 
-    `half`: float weights are packed in half. `earlier`: weights that programs for other shapes have placed in the file. `cuts`:
-    the slices of weights that the file already has.
+    `half`: float weights are packed in half. `earlier`: weights that programs for other shapes have placed in the file.
+    `before`: those of another program for these shapes.
     """
 
     descriptor: DeviceDescriptor
@@ -95,7 +113,7 @@ class LoweringContext:
     constants: bytearray = field(default_factory=bytearray)
     packed: dict[tuple[Value, Packing], list[tuple[str, PackedSlice]]] = field(default_factory=dict)
     configs: dict[tuple[Value, Workload, bool], Contraction] = field(default_factory=dict)
-    cuts: Cuts = field(default_factory=dict)
+    before: PackedBefore = field(default_factory=PackedBefore)
     status_value: Value | None = None
     _names: dict[tuple[BufferRange, int], str] = field(default_factory=dict)
     _slice_names: set[str] = field(default_factory=set)
@@ -202,8 +220,9 @@ class LoweringContext:
         weight = node.input(1)
         if (weight, packing) in self.packed:
             return [part for _, part in self.packed[weight, packing]]
-        if (weight, packing) in self.cuts:
-            return joinable(self.cuts[weight, packing], self.descriptor)
+        if (weight, packing) in self.before.cuts:
+            parts = self.before.cuts[weight, packing]
+            return joinable(parts, self.descriptor) if self.before.joined else list(parts)
         found = self.earlier.packed_as(node, packing)
         return self.slicing.slices(packing, row_items) if found is None else list(found.parts)
 

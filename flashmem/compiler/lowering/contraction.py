@@ -99,7 +99,7 @@ def choice(
     key = (group.main.input(1), replace(workload, rows=0), winograd)
     if not packed or key not in context.configs:
         widest = context.slicing.widest(workload.depth * (2 if workload.storage == "float16" else 4)) if packed else None
-        forms = context.earlier.forms(group.main) if packed else frozenset()
+        forms = context.before.forms(group.main.input(1)) or context.earlier.forms(group.main) if packed else frozenset()
         halves = workload.storage == "float16" and context.stored(group.main.input(0)) == "half"
         config = context.selector.config(workload, [node.op for node in group.epilogue], widest, winograd, forms, halves)
         assert isinstance(config, Contraction)

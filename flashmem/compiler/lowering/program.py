@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from flashmem.base.types import SLACK, TENSOR_ALIGNMENT, StoredType
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, GraphPort, Node, Value
-from flashmem.compiler.lowering.context import Cuts, LoweringContext
+from flashmem.compiler.lowering.context import Cuts, LoweringContext, PackedBefore
 from flashmem.compiler.lowering.host_embedding import place_rows
 from flashmem.compiler.lowering.outputs import read_early
 from flashmem.compiler.lowering.registry import lower_all
@@ -49,6 +49,7 @@ class Generated:
     placements: Placements
     cuts: Cuts = field(default_factory=dict, repr=False)  # the slices of its packed weights
     again: Callable[[], Generated | None] | None = field(default=None, repr=False)  # makes the program of later runs
+    elsewhere: Callable[[str], Generated] | None = field(default=None, repr=False)  # that of a CPU with an instruction set
 
     def write(self, sink: WeightSink, on_piece: OnPiece = lambda name, nbytes: None) -> None:
         """Write the weight file of this program alone: see `PackingList.write`."""
@@ -110,14 +111,14 @@ def generate(
     slicing: Slicing = DEFAULT,
     selector: KernelSelector | None = None,
     earlier: StoredWeights = NOTHING_STORED,
-    cuts: Cuts | None = None,
+    before: PackedBefore | None = None,
     least: Reserved = NOTHING_RESERVED,
 ) -> Generated:
     """Generate the program of `groups` for the default memory path of `descriptor`. `Generated.write` reads the weights later.
 
     `selector` selects the config of each contraction; by default it is the fastest config. `earlier`: weights already in the
-    file, of programs for other shapes; they are read for comparison. `cuts`: existing slices of its own weights; contiguous
-    ones are joined. `least`: memory that is reserved at least.
+    file, of programs for other shapes; they are read for comparison. `before`: existing slices of its own weights. `least`:
+    memory that is reserved at least.
     """
     path = descriptor.memory_paths[0]
     half = precision == "fp16"
@@ -158,7 +159,7 @@ def generate(
         weights,
         earlier,
     )
-    context.cuts = cuts or {}
+    context.before = before or PackedBefore()
     for value in (*gathered, *(state.port.value for state in states)):
         context.tensor(value)
     lower_all(context, launched)

@@ -25,15 +25,15 @@ def with_steady(first: Generated) -> Generated:
     later = first.again() if first.again is not None else None
     if later is None or later.cuts.keys() != first.cuts.keys():  # it would need them in another packing
         return first
-    matched = _Matched(first, later)
+    matched = MatchedPrograms(first, later)
     found = tuple(
         SteadyLaunch(number, number + len(cold) - 1, launch)
-        for number, cold, made in _pairs(first.program.launches, later.program.launches)
+        for number, cold, made in pairs(first.program.launches, later.program.launches)
         if (launch := matched.launch(cold, made)) is not None
     )
     if not found:
         return first
-    read = {name for each in found for name in _read(each.launch)}
+    read = {name for each in found for name in slices_read(each.launch)}
     joined = tuple(matched.joined[name] for name in sorted(read & matched.joined.keys()))
     texts, more = kernel_texts(first.source.plain), kernel_texts(later.source.plain)
     texts |= {each.launch.kernel: more[each.launch.kernel] for each in found}
@@ -41,7 +41,7 @@ def with_steady(first: Generated) -> Generated:
     return replace(first, program=replace(first.program, steady=found, joined=joined), source=source)
 
 
-def _pairs(first: Sequence[Launch], later: Sequence[Launch]) -> Iterator[tuple[int, Sequence[Launch], Launch]]:
+def pairs(first: Sequence[Launch], later: Sequence[Launch]) -> Iterator[tuple[int, Sequence[Launch], Launch]]:
     """Launches of later runs, each with the launches it replaces and their first launch's number, until the programs differ."""
     start = 0
     for launch in later:
@@ -57,12 +57,13 @@ def _pairs(first: Sequence[Launch], later: Sequence[Launch]) -> Iterator[tuple[i
         start = end
 
 
-def _read(launch: Launch) -> list[str]:
+def slices_read(launch: Launch) -> list[str]:
+    """The names of the slices among the arguments of `launch`."""
     return [str(arg.value) for arg in launch.args if arg.kind == "slice"]
 
 
 @dataclass
-class _Matched:
+class MatchedPrograms:
     """Two programs over the same weights: translates launches of the second to the memory of the first."""
 
     first: Generated
@@ -81,7 +82,7 @@ class _Matched:
         if len(cold) == 1 and same == (cold[0].kernel, cold[0].global_size, cold[0].local_size):
             return None
         touched = {str(arg.value) for launch in cold for arg in launch.args if arg.kind == "tensor"}
-        read = [name for launch in cold for name in _read(launch)]
+        read = [name for launch in cold for name in slices_read(launch)]
         args = [self._argument(arg, read, touched) for arg in made.args]
         here = [arg for arg in args if arg is not None]
         parts = {part for arg in here if arg.kind == "slice" for part in self._parts(str(arg.value))}

@@ -134,7 +134,8 @@ class KernelSelector:
         [plain, *_] = self._descriptor.plain(workload.family)
         times = {v: time for v, time in seconds(self._descriptor, workload).items() if self._allowed(v, request, plain)}
         if request.forms:
-            there = [config for config in dict.fromkeys((*times, plain)) if packed_form(workload, config) in request.forms]
+            listed = dict.fromkeys((*times, *self._descriptor.configs_of(workload.family), plain))
+            there = [config for config in listed if packed_form(workload, config) in request.forms]
             times = {config: times.get(config, max(times.values(), default=0.0)) for config in there} or times
         rate = self._weights_rate
         return {config: time + packed_bytes(workload, config) / rate for config, time in (times or {plain: 0.0}).items()}

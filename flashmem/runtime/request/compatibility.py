@@ -19,6 +19,7 @@ from flashmem.runtime.request.options import choose_mode
 from flashmem.schedule.plan import PoolLayout
 from flashmem.schedule.residency import Strategy, preloaded_layout
 from flashmem.target.descriptor import DeviceDescriptor, descriptor_names
+from flashmem.target.instruction_set import same_tile
 
 
 def usable_modes(bundle: Bundle, device: Device, mode: str) -> DeviceDescriptor:
@@ -44,9 +45,9 @@ def usable_modes(bundle: Bundle, device: Device, mode: str) -> DeviceDescriptor:
         text = f"{bundle.path} was compiled for {target} and runs on {here}; compiled for that, it would be faster"
         warnings.warn(FlashmemWarning(text), stacklevel=4)
     compiled, here = bundle.descriptor.instruction_set, device.instruction_set
-    if target == device.descriptor_name and compiled and here and compiled != here:
+    if target == device.descriptor_name and compiled and here and not same_tile(compiled, here):
         text = f"{bundle.path} was compiled for a processor with {compiled}, and this one has {here}"
-        warnings.warn(FlashmemWarning(f"{text}; compiled here, or for generic-cpu, it would be faster"), stacklevel=4)
+        warnings.warn(FlashmemWarning(f"{text}; compiled here, it would be faster"), stacklevel=4)
     descriptor = descriptor_for(device, bundle.descriptor.probed)
     path = bundle.program.memory_path
     if not reasons or path not in descriptor.modes:

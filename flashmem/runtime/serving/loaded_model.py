@@ -54,6 +54,7 @@ class LoadedModel(Engine):
             UserError: the device lacks the mode, or cannot run the kernels.
             RunError: the driver refuses the kernels.
         """
+        bundle = bundle.for_instruction_set(device.device.instruction_set)
         chosen = mode_for(bundle, device.device, mode)
         opened = OpenedBundle(bundle, device.device, chosen, verify_weights=verify_weights)
         super().__init__(opened, device, apart=build_apart, warm_up=prepare)

@@ -103,7 +103,7 @@ class Contraction(KernelConfig):
 
     @property
     def most_panel(self) -> int:
-        """The most columns of a panel of packed weights, if a work-item reads several panels side by side; 0 if it reads one."""
+        """The most columns of a panel of packed weights, if a work-item reads several side by side; 0 if it reads one."""
         return 0
 
     @property

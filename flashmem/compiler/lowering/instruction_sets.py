@@ -1,0 +1,42 @@
+"""Kernels for CPUs with other instruction sets: the same program, over the same packed weights and in the same memory.
+
+All CPUs have one packing of weights (`target.instruction_set.PANEL`), and the tile that is fastest depends on the registers.
+So the program is generated again for each other tile (`Generated.elsewhere`), and compared launch by launch. A launch that
+computes the same in the same memory replaces the first program's. The plan stays as it is: layers and slices are the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flashmem.compiler.lowering.program import Generated
+from flashmem.compiler.lowering.steady import MatchedPrograms, pairs, with_steady
+from flashmem.program.kernel_text import Source, kernel_source, kernel_texts
+from flashmem.target.instruction_set import other_tiles
+
+
+def for_other_instruction_sets(first: Generated, instruction_set: str) -> dict[str, Generated]:
+    """`first`, which is for `instruction_set`, with the launches of each other tile that differ, by instruction set.
+
+    None for a GPU, whose `instruction_set` is "".
+    """
+    if first.elsewhere is None:
+        return {}
+    made = {name: _with_launches_of(first, first.elsewhere(name)) for name in other_tiles(instruction_set)}
+    return {name: each for name, each in made.items() if each.program != first.program}
+
+
+def _with_launches_of(first: Generated, other: Generated) -> Generated:
+    """`first` with the launches of `other` where they differ and read and write the same memory, and its steady launches."""
+    matched, launches = MatchedPrograms(first, other), list(first.program.launches)
+    for number, cold, made in pairs(first.program.launches, other.program.launches):
+        if len(cold) == 1 and (launch := matched.launch(cold, made)) is not None:
+            launches[number - 1] = launch
+    kernels = {launch.kernel for launch in launches}
+    plain = kernel_texts(other.source.plain) | kernel_texts(first.source.plain)
+    lane = kernel_texts(other.source.lane) | kernel_texts(first.source.lane)
+    lane = {name: text for name, text in lane.items() if name in kernels or name not in plain}  # also those that only copy
+    plain = {name: text for name, text in plain.items() if name in kernels}
+    source = Source(kernel_source(plain), kernel_source(lane), tuple(sorted(kernels)))
+    program = replace(first.program, launches=tuple(launches), steady=(), joined=())
+    return with_steady(replace(first, program=program, source=source, again=other.again))
