@@ -198,7 +198,8 @@ def lower_packed(
     )
     tile = replace(tile, packed_panel=packed_panel)
     if family == "matmul" and context.descriptor.kind == "cpu" and tile.rows == 1 and _sums_unscaled(tile):
-        words = context.descriptor.vector_floats if tile.nibbles and not tile.texture and tile.panel == PANEL else 0
+        in_words = tile.nibbles and not tile.texture and tile.vector == tile.panel == PANEL
+        words = context.descriptor.vector_floats if in_words else 0
         tile = replace(tile, words=words, strands=1 if words else max(1, min(_MOST_STRANDS, _SUMMED_COLUMNS // tile.columns)))
     # Zero points and scales of a block are loaded between steps of the loop, so no step may span two blocks.
     step = max(n for n in range(1, DEPTH_BLOCK + 1) if binding.block % n == 0) if binding.block else DEPTH_BLOCK

@@ -393,12 +393,14 @@ def in_group(config: Contraction, workload: Workload) -> bool:
 
 
 def reads_neighbours(workload: Workload) -> bool:
-    """Whether a work-item may read neighbouring panels of the weights: floats of one group.
+    """Whether a work-item may read neighbouring panels of the weights.
 
-    Panels of different groups belong to different channels of the input, and zero points and scales are loaded by panel.
+    Those of different groups see other channels. A row of quantised weights needs the registers for more sums of one panel.
     """
+    if workload.family == "matmul_dynamic":
+        return True
     floats = workload.storage in ("float32", "float16")
-    return workload.family in CONTRACTIONS and floats and (workload.batches == 1 or workload.family == "matmul_dynamic")
+    return workload.family in CONTRACTIONS and workload.batches == 1 and (floats or workload.rows > 1)
 
 
 def transformed(workload: Workload, tiles: int | None = None) -> Workload:
