@@ -13,6 +13,7 @@ from typing import Any
 from flashmem.base.types import TransferMode
 from flashmem.runtime.opencl.devices import Device
 from flashmem.target.descriptor import DeviceDescriptor, Rates
+from flashmem.target.instruction_set import other_tiles
 
 from .bench import LANE_BYTES, Bench
 from .dataset import Row
@@ -24,6 +25,8 @@ GPU_GEMMS = ((512, 1024, 1024), (1024, 2048, 2048), (4096, 2048, 2048))
 TRAFFIC_ELEMENTS, ONE_GROUP = (48 << 20) // 12, 64
 _COPY_BYTES = 32 << 20
 DELAYED_GEMM = (197, 768, 3072)
+WORTH = 0.05
+"""The least fraction of the time that another instruction set's tile must save; less is within the noise of a machine."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,26 @@ def measure_main_rates(device: Device, descriptor: DeviceDescriptor, folder: Pat
         found["disk_bandwidth"] = bench.loads.cold_rate(mode)
         found["load_seconds"] = bench.loads.slice_seconds(mode)
     return found
+
+
+def fastest_tile(device: Device, descriptor: DeviceDescriptor, folder: Path) -> str:
+    """The instruction set whose plain tile multiplies fastest on a CPU, of those whose kernels every bundle has, in about 1 s.
+
+    It depends on the runtime's compiler too, which may prefer narrower registers than the processor has. Tiles take turns. It
+    is that of the device unless another one saves `WORTH` of the time; "" for a GPU.
+
+    Raises:
+        RunError: the device refuses a kernel.
+    """
+    own = device.instruction_set
+    if not own:
+        return ""
+    flops: dict[str, float] = {}
+    for name in (own, *other_tiles(own)) * 2:
+        with Bench(device, descriptor.for_instruction_set(name), folder) as bench:
+            found = _gemm(bench, *CPU_GEMMS[0]) * (1 if name == own else 1 - WORTH)
+        flops[name] = max(found, flops.get(name, 0.0))
+    return max(flops, key=lambda name: flops[name])
 
 
 def lane_contention(rows: Sequence[Row], mode_rates: dict[str, float], path: str) -> float | None:

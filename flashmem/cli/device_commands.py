@@ -22,8 +22,9 @@ from flashmem.cli.commands.options import (
 
 def devices(
     measure: Annotated[
-        bool, typer.Option("--measure", help="first measure devices whose rates are another processor's, a few seconds each")
-    ] = False,
+        bool,
+        typer.Option("--measure/--no-measure", help="First measure devices whose rates are another processor's, in seconds."),
+    ] = True,
     json: Json = False,
 ) -> None:
     """Show the devices of this machine, the memory path and transfer mode of each, and why other modes do not work."""

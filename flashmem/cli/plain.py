@@ -113,7 +113,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _devices(arguments: argparse.Namespace) -> None:
     from flashmem.cli.commands.devices import show_devices
 
-    show_devices(as_json=arguments.json, can_measure=False)
+    show_devices(as_json=arguments.json)
 
 
 def _run(arguments: argparse.Namespace) -> None:

@@ -20,9 +20,8 @@ from flashmem.runtime.kernels import ahead_of_time, chains
 from flashmem.runtime.kernels.cache import Build, CachedKernels
 from flashmem.runtime.kernels.cache_files import ProgramCache
 from flashmem.runtime.kernels.required import RequiredKernel
-from flashmem.runtime.opencl import devices
+from flashmem.runtime.opencl import measured_rates
 from flashmem.runtime.opencl.context import CompiledProgram, Context
-from flashmem.runtime.opencl.measured_rates import with_measured_rates
 from flashmem.runtime.serving.runtime import Runtime
 from flashmem.runtime.session import Session
 from flashmem.target.descriptor import DeviceDescriptor
@@ -42,6 +41,7 @@ def empty_bundle_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+_read_measured = measured_rates._read
 _save, _init = CachedKernels.save, CachedKernels.__init__
 _compile_here, _compile_apart = compiling.compile_here, compiling.compile_apart
 
@@ -136,12 +136,12 @@ def _set_chains(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
 
 def rates_as_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the rates that were measured on this machine: plans are the same on every one."""
-    monkeypatch.setattr(devices, "with_measured_rates", lambda descriptor, device: descriptor)
+    monkeypatch.setattr(measured_rates, "_read", lambda file: measured_rates._Measured())
 
 
 def rates_as_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
     """Undo `rates_as_shipped`."""
-    monkeypatch.setattr(devices, "with_measured_rates", with_measured_rates)
+    monkeypatch.setattr(measured_rates, "_read", _read_measured)
 
 
 def kernels_built_as_for_users(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from flashmem.base.errors import UserError
+from flashmem.base.errors import RunError, UserError
 from flashmem.base.extras import need
 from flashmem.base.paths import cache_folder, make_private, why_unusable
 from flashmem.base.streams import say
@@ -18,8 +18,8 @@ from flashmem.runtime.opencl.measured_rates import keep_measured_rates
 from flashmem.runtime.opencl.processor import processor_of, rates_are_of, rates_said
 
 
-def show_devices(*, as_json: bool, can_measure: bool = True) -> None:
-    """Print the devices, with a mark at the choice of `auto`. `can_measure`: the command has --measure.
+def show_devices(*, as_json: bool) -> None:
+    """Print the devices, with a mark at the choice of `auto`.
 
     Raises:
         NoDeviceError: no device.
@@ -34,32 +34,32 @@ def show_devices(*, as_json: bool, can_measure: bool = True) -> None:
         return
     for entry in described:
         _print(entry)
-    if can_measure and not all(entry["rates_measured_here"] for entry in described):
-        out().print(
-            "flashmem devices --measure measures the rates of this machine in seconds. Plans then count on them.", markup=False
-        )
 
 
 def measure_devices() -> None:
     """Measure the rates of devices whose descriptor has another processor's, and keep them in the user's cache.
 
-    Raises:
-        NoDeviceError: no device.
-        UserError: the compiler is not installed, or the cache cannot be written.
-        RunError: a device refuses a kernel.
+    What cannot be measured or kept is said, and the devices are used with the rates that they have.
     """
-    need("measuring", "jinja2", "onnx")
-    from flashmem.profiler.rates import measure_main_rates
+    try:
+        need("measuring", "jinja2", "onnx")
+    except UserError:  # a desk without the compiler: rates of another processor are said in the list
+        return
+    from flashmem.profiler.rates import fastest_tile, measure_main_rates
 
-    found = list_devices()
-    if not found:
-        raise no_device()
-    for device in found:
+    for device in list_devices():
         descriptor = descriptor_for(device)
-        if not rates_are_of(descriptor, device):
-            say(f"measuring {device.name} ({descriptor.name})")
+        if rates_are_of(descriptor, device):
+            continue
+        say(f"measuring {device.name} ({descriptor.name})")
+        try:
             with tempfile.TemporaryDirectory(prefix="flashmem-", dir=_on_the_disk_of_bundles()) as folder:
-                keep_measured_rates(device, measure_main_rates(device, descriptor, Path(folder)))
+                tile = fastest_tile(device, descriptor, Path(folder))
+                if tile:
+                    descriptor = descriptor.for_instruction_set(tile)
+                keep_measured_rates(device, measure_main_rates(device, descriptor, Path(folder)), tile)
+        except (UserError, RunError) as error:
+            say(str(error))
 
 
 def _on_the_disk_of_bundles() -> Path:

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from flashmem.base.errors import NoDeviceError
 from flashmem.base.pages import page_size
 from flashmem.base.types import TRANSFER_MODES, MemoryPath, TransferMode
-from flashmem.runtime.opencl.measured_rates import with_measured_rates
+from flashmem.runtime.opencl.measured_rates import tile_of, with_measured_rates
 from flashmem.target.descriptor import (
     IMPORT_HOST_MEMORY,
     SHUFFLES,
@@ -211,7 +211,7 @@ def descriptor_for(device: Device, probed: Mapping[str, str] = MappingProxyType(
     """
     base = load_descriptor(device.descriptor_name).with_probed(passed_probes(device, probed))
     if device.instruction_set:
-        base = base.for_instruction_set(device.instruction_set)
+        base = base.for_instruction_set(tile_of(device))
     reasons = why_not(device, probed)
     paths: tuple[MemoryPath, ...] = tuple(path for path in base.memory_paths if path == "buffer" or device.has_images)
     modes: dict[str, tuple[TransferMode, ...]] = {path: _offered(base, path, reasons[path]) for path in paths}

@@ -1,7 +1,8 @@
 """Rates measured on this machine, kept in the user's cache: they replace those of a device's descriptor.
 
-A shipped descriptor's rates are of the processor that they were measured on. `flashmem devices --measure` measures the main
-ones here (`flashmem.profiler.rates.measure_main_rates`). They are valid for one driver, processor and instruction set.
+A shipped descriptor's rates are of the processor that they were measured on. `flashmem devices` measures the main ones here
+(`flashmem.profiler.rates.measure_main_rates`), and which of a CPU's tiles is fastest. They are valid for one driver, processor
+and instruction set.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from flashmem.base.files import written_whole
 from flashmem.base.paths import cache_folder, make_private, why_unusable
 from flashmem.runtime.opencl.processor import processor_of
 from flashmem.target.descriptor import DeviceDescriptor, Rates
+from flashmem.target.instruction_set import INSTRUCTION_SETS
 
 if TYPE_CHECKING:
     from flashmem.runtime.opencl.devices import Device
@@ -29,15 +31,20 @@ _NAMES = frozenset(each.name for each in fields(Rates)) - {"contention"}
 
 def with_measured_rates(descriptor: DeviceDescriptor, device: Device) -> DeviceDescriptor:
     """The descriptor of `device` with the rates that were measured here; unchanged if none were."""
-    found = _read(_file(device))
+    found = _read(_file(device)).rates
     if not found:
         return descriptor
     rates = Rates(**{**vars(descriptor.rates), **found})
     return replace(descriptor, rates=rates, measured=True, measured_on=processor_of(device))
 
 
-def keep_measured_rates(device: Device, rates: Mapping[str, float]) -> None:
-    """Keep rates of `device`, by the names of the fields of `Rates`.
+def tile_of(device: Device) -> str:
+    """The instruction set whose tile was fastest here; without measurements, that of the device. "" for a GPU."""
+    return _read(_file(device)).tile or device.instruction_set if device.instruction_set else ""
+
+
+def keep_measured_rates(device: Device, rates: Mapping[str, float], tile: str = "") -> None:
+    """Keep rates of `device`, by the names of the fields of `Rates`, and the instruction set whose `tile` is fastest.
 
     Raises:
         UserError: the cache folder cannot be written.
@@ -48,7 +55,9 @@ def keep_measured_rates(device: Device, rates: Mapping[str, float]) -> None:
     try:
         make_private(file.parent)
         with written_whole(file, private=True) as written:
-            written.write(json.dumps({"processor": processor_of(device), "rates": dict(rates)}, indent=1).encode())
+            written.write(
+                json.dumps({"processor": processor_of(device), "rates": dict(rates), "tile": tile}, indent=1).encode()
+            )
     except OSError as error:
         raise UserError(f"measured rates cannot be kept in {file.parent}: {error.strerror}") from error
 
@@ -58,11 +67,21 @@ def _file(device: Device) -> Path:
     return cache_folder("rates") / f"{device.descriptor_name}-{hashlib.blake2b(about.encode(), digest_size=8).hexdigest()}.json"
 
 
-def _read(file: Path) -> dict[str, float]:
-    """The rates in `file`; none if it is missing, damaged, or another user's."""
+@dataclass(frozen=True)
+class _Measured:
+    """What was measured of a device: rates by name, and the instruction set with the fastest tile; empty if nothing was."""
+
+    rates: Mapping[str, float] = field(default_factory=dict)
+    tile: str = ""
+
+
+def _read(file: Path) -> _Measured:
+    """What `file` says; nothing if it is missing, damaged, or another user's."""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         if why_unusable(file.parent) is None:
-            found = json.loads(file.read_text(encoding="utf-8"))["rates"]
-            if found.keys() <= _NAMES and all(math.isfinite(rate) and rate > 0 for rate in found.values()):
-                return {name: float(rate) for name, rate in found.items()}
-    return {}
+            found = json.loads(file.read_text(encoding="utf-8"))
+            rates, tile = found["rates"], found["tile"]
+            numbers = rates.keys() <= _NAMES and all(math.isfinite(rate) and rate > 0 for rate in rates.values())
+            if numbers and tile in ("", *INSTRUCTION_SETS):
+                return _Measured({name: float(rate) for name, rate in rates.items()}, tile)
+    return _Measured()

@@ -15,6 +15,7 @@ from flashmem.base.types import TEXEL_BYTES, TRANSFER_MODES, TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.program.program import Program
 from flashmem.runtime.opencl.devices import Device, descriptor_for
+from flashmem.runtime.opencl.measured_rates import tile_of
 from flashmem.runtime.request.options import choose_mode
 from flashmem.schedule.plan import PoolLayout
 from flashmem.schedule.residency import Strategy, preloaded_layout
@@ -44,7 +45,7 @@ def usable_modes(bundle: Bundle, device: Device, mode: str) -> DeviceDescriptor:
         here = f"{device.name} ({device.descriptor_name})"
         text = f"{bundle.path} was compiled for {target} and runs on {here}; compiled for that, it would be faster"
         warnings.warn(FlashmemWarning(text), stacklevel=4)
-    compiled, here = bundle.descriptor.instruction_set, device.instruction_set
+    compiled, here = bundle.descriptor.instruction_set, tile_of(device)
     if target == device.descriptor_name and compiled and here and not same_tile(compiled, here):
         text = f"{bundle.path} was compiled for a processor with {compiled}, and this one has {here}"
         warnings.warn(FlashmemWarning(f"{text}; compiled here, it would be faster"), stacklevel=4)

@@ -17,6 +17,7 @@ from flashmem.runtime.engine.opened import OpenedBundle
 from flashmem.runtime.engine.replanned import NO_TIMES, instance_of, refused
 from flashmem.runtime.engine.run import Run
 from flashmem.runtime.opencl.context import Queue
+from flashmem.runtime.opencl.measured_rates import tile_of
 from flashmem.runtime.request.compatibility import mode_for
 from flashmem.runtime.serving.sharing import Need, Turn
 from flashmem.schedule.loads import Load, kept_within, pages
@@ -54,7 +55,7 @@ class LoadedModel(Engine):
             UserError: the device lacks the mode, or cannot run the kernels.
             RunError: the driver refuses the kernels.
         """
-        bundle = bundle.for_instruction_set(device.device.instruction_set)
+        bundle = bundle.for_instruction_set(tile_of(device.device))
         chosen = mode_for(bundle, device.device, mode)
         opened = OpenedBundle(bundle, device.device, chosen, verify_weights=verify_weights)
         super().__init__(opened, device, apart=build_apart, warm_up=prepare)

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import flashmem
 from flashmem.base.errors import UserError
 from flashmem.base.paths import VARIABLE
 from flashmem.cli.main import app
 from flashmem.runtime.opencl import measured_rates
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import Device, descriptor_for
-from flashmem.runtime.opencl.measured_rates import keep_measured_rates
+from flashmem.runtime.opencl.measured_rates import keep_measured_rates, tile_of
 from flashmem.runtime.opencl.processor import processor_of, rates_are_of
 from flashmem.target.descriptor import Rates
+from flashmem.target.instruction_set import INSTRUCTION_SETS, other_tiles
+from tests.runtime.opencl.test_compile_target import write_model
 from tests.support.caches import rates_as_for_users
 
 DEVICES = pytest.mark.parametrize("device", list_devices(), ids=lambda device: device.descriptor_name)
@@ -55,7 +60,8 @@ def test_they_are_of_one_driver_processor_and_instruction_set(device: Device, mo
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", "{}", '{"rates": 3}', '{"rates": {"gemm_flops": -1}}', '{"rates": {"gemm_flops": "1"}}',
-     '{"rates": {"gemm_flops": NaN}}', '{"rates": {"contention": 1}}', '{"rates": {"speed": 1.0}}'],
+     '{"rates": {"gemm_flops": NaN}}', '{"rates": {"contention": 1}}', '{"rates": {"speed": 1.0}}',
+     '{"rates": {"gemm_flops": 1}}', '{"rates": {"gemm_flops": 1}, "tile": "mmx"}', '{"rates": {"gemm_flops": 1}, "tile": 3}'],
 )  # fmt: skip
 def test_a_damaged_file_is_as_good_as_none(device: Device, text: str, cache: Path) -> None:
     shipped = descriptor_for(device)
@@ -72,6 +78,32 @@ def test_a_cache_that_cannot_be_written_is_named(device: Device, monkeypatch: py
         keep_measured_rates(device, RATES)
 
 
+@pytest.mark.parametrize("device", [device for device in list_devices() if device.instruction_set])
+def test_the_tile_that_was_fastest_is_used(device: Device, tmp_path: Path) -> None:
+    inputs, expected = write_model(tmp_path / "m.onnx", "Softmax")
+    before = flashmem.compile(tmp_path / "m.onnx", tmp_path / "before.flashmem", device=device.descriptor_name, build=False)
+    [other] = other_tiles(device.instruction_set)
+    assert tile_of(device) == before.descriptor.instruction_set == device.instruction_set
+    keep_measured_rates(device, RATES, other)
+    assert tile_of(device) == other == descriptor_for(device).instruction_set
+    after = flashmem.compile(tmp_path / "m.onnx", tmp_path / "after.flashmem", device=device.descriptor_name, build=False)
+    for bundle in (before, after):
+        with warnings.catch_warnings(), flashmem.Session(bundle, device=device.descriptor_name) as session:
+            warnings.simplefilter("error")
+            assert session.bundle.program.launches[0].kernel == after.program.launches[0].kernel
+            np.testing.assert_allclose(session.run(None, inputs)[0], expected, rtol=0, atol=1e-5)
+    assert before.program.launches[0].kernel != after.program.launches[0].kernel
+
+
+@DEVICES
+def test_what_cannot_be_kept_is_said(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "/dev/null/cache")
+    done = CliRunner().invoke(app, ["devices"])
+    assert done.exit_code == 0 and device.name in done.stdout
+    if not rates_are_of(descriptor_for(device), device):
+        assert "/dev/null/cache" in done.stderr and "set FLASHMEM_CACHE_DIR" in done.stderr
+
+
 def test_the_command_measures_each_device_once(cache: Path) -> None:
     def run(*options: str) -> tuple[str, str]:
         done = CliRunner().invoke(app, ["devices", *options])
@@ -79,12 +111,13 @@ def test_the_command_measures_each_device_once(cache: Path) -> None:
         return done.stdout, done.stderr
 
     here = [device for device in list_devices() if not rates_are_of(descriptor_for(device), device)]
-    assert ("devices --measure" in run()[0]) == bool(here)
-    first = run("--measure")[1]
+    assert "measuring" not in run("--no-measure")[1]
+    first = run()[1]
     assert first.count("measuring ") == len(here) == len(list(cache.glob("*.json")))
     names = {each.name for each in list_devices()}
-    assert "measuring" not in run("--measure")[1]
+    assert "measuring" not in run()[1]
     described = json.loads(run("--json")[0])["devices"]
     assert {each["name"] for each in described} == names and all(each["rates_measured_here"] for each in described)
     for file in cache.glob("*.json"):
-        assert json.loads(file.read_text())["rates"].keys() <= Rates.__dataclass_fields__.keys()
+        found = json.loads(file.read_text())
+        assert found["rates"].keys() <= Rates.__dataclass_fields__.keys() and found["tile"] in ("", *INSTRUCTION_SETS)
