@@ -31,8 +31,8 @@ class TensorContraction(Contraction):
     A work-group has `pipeline` K-blocks of both operands in local memory: while it multiplies one, the others are being copied.
     Its `local_size` work-items are warps of 16 x 2, which multiply blocks of 16 * `rows` x 2 * `columns`. It has `slice_k`
     parts of so many work-items. Each part multiplies its share of every K-block; their sums are added in a fixed order.
-    `columns` are a multiple of 8, a part's share is one of 16 steps, and `pipeline` is 2 to 5. Work-items of a group are a
-    multiple of the chunks in a line of either operand.
+    `columns` are a multiple of 8, a part's share is one of 16 steps, and `pipeline` is 2 to 5. `copiers` further work-items,
+    whole warps, only copy; if there are none, all copy. Those that copy are a multiple of the chunks in a line of either operand.
 
     Of a class: `element` of both operands in memory, `itemsize` of its bytes, `chunk` elements that are copied to local memory
     at a time (16 bytes), `step` steps of depth of one instruction, and `storage` of the workloads (`Workload.storage`).
@@ -57,6 +57,7 @@ class TensorContraction(Contraction):
     k_block: int = field(kw_only=True)
     pipeline: int = field(kw_only=True)
     slice_k: int = field(default=1, kw_only=True)
+    copiers: int = field(default=0, kw_only=True)
 
     @property
     def needs(self) -> frozenset[Feature]:
@@ -66,7 +67,17 @@ class TensorContraction(Contraction):
     @property
     def code(self) -> str:
         """See `KernelConfig.code`."""
-        return f"{super().code}-t"
+        return f"{super().code}-t" + (f"-{self.copiers}" if self.copiers else "")
+
+    @property
+    def items(self) -> int:
+        """Number of work-items of a work-group."""
+        return super().items + self.copiers
+
+    @property
+    def copying(self) -> int:
+        """Number of work-items that copy."""
+        return self.copiers or self.items
 
     @property
     def staged_depth(self) -> int:
@@ -102,12 +113,12 @@ class TensorContraction(Contraction):
     @property
     def left_chunks(self) -> int:
         """Chunks of the left operand's K-block that a work-item copies."""
-        return -(-self.block[0] * self.k_block // self.chunk // self.items)
+        return -(-self.block[0] * self.k_block // self.chunk // self.copying)
 
     @property
     def right_chunks(self) -> int:
         """Chunks of the right operand's K-block that a work-item copies."""
-        return -(-self.block[1] * self.k_block // self.chunk // self.items)
+        return -(-self.block[1] * self.k_block // self.chunk // self.copying)
 
     @property
     def stage_bytes(self) -> int:

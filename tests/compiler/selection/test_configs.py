@@ -239,7 +239,8 @@ def test_shipped_configs_can_be_built(name: str) -> None:
                 (high, wide), chunk = config.warp_items, config.chunk
                 assert down % high == across % wide == config.columns % 8 == depth % (config.step * config.slice_k) == 0
                 assert config.local_bytes % 16 == 0 and (config.storage == "float16" or config.rows % 2 == 0)
-                assert 2 <= config.pipeline <= 5 and config.items % math.lcm(depth // chunk, config.panel // chunk) == 0
+                assert 2 <= config.pipeline <= 5 and config.copying % math.lcm(depth // chunk, config.panel // chunk) == 0
+                assert config.copiers % 32 == 0
             case SlicedContraction(lanes=lanes):
                 assert lanes >= 8 and lanes & (lanes - 1) == 0
                 tile = load_descriptor(name).tile
