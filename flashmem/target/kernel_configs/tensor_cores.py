@@ -32,7 +32,7 @@ class TensorContraction(Contraction):
     Its `local_size` work-items are warps of 16 x 2, which multiply blocks of 16 * `rows` x 2 * `columns`. It has `slice_k`
     parts of so many work-items. Each part multiplies its share of every K-block; their sums are added in a fixed order.
     `columns` are a multiple of 8, a part's share is one of 16 steps, and `pipeline` is 2 to 5. `copiers` further work-items,
-    whole warps, only copy; if there are none, all copy. Those that copy are a multiple of the chunks in a line of either operand.
+    whole warps, only copy; if there are none, all copy. Those that copy are a multiple of the chunks in a line of an operand.
 
     Of a class: `element` of both operands in memory, `itemsize` of its bytes, `chunk` elements that are copied to local memory
     at a time (16 bytes), `step` steps of depth of one instruction, and `storage` of the workloads (`Workload.storage`).
