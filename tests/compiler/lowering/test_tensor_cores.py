@@ -23,7 +23,9 @@ from flashmem.runtime.opencl.tensor_cores import with_instructions
 from flashmem.target.descriptor import descriptor_names, load_descriptor
 from flashmem.target.kernel_configs.tensor_cores import TensorContraction, Tf32Contraction
 from flashmem.target.kernel_configs.workload import TF32, Workload
+from flashmem.tools.verify import compare, reference
 from tests.support.compared import Nodes, require_right
+from tests.support.zoo_data import DATA, examples
 
 PRECISIONS: dict[str, Any] = {"float16": "fp16", TF32: "tf32"}
 SHIPPED = [
@@ -120,6 +122,27 @@ def test_floats_are_rounded_to_ten_bits(tmp_path: Path, monkeypatch: pytest.Monk
     sizes = np.abs(rounded(left)) @ np.abs(rounded(right))
     assert (np.abs(answer - exact) <= 72 * 2.0**-23 * sizes).all()
     assert (np.abs(left.astype(np.float64) @ right - exact) > 2.0**-12 * sizes).any(), "rounding makes a difference"
+
+
+@pytest.mark.parametrize("name", ["resnet-tiny", "vit-tiny", "gptneo-tiny"])
+def test_models_in_tf32_are_within_its_tolerance(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime computes the same model in float32; the error is that of rounded operands, far above that of sums."""
+    select, config, model = KernelSelector.config, LAST[1], DATA / f"{name}.onnx"
+
+    def rounding(self: KernelSelector, workload: Workload, *asked: Any, **given: Any) -> Any:
+        return config if config.fits(workload) else select(self, workload, *asked, **given)
+
+    monkeypatch.setattr(KernelSelector, "config", rounding)
+    monkeypatch.setattr("flashmem.options.check_precision", lambda *given: None)
+    device = HERE[0].descriptor_name
+    bundle = flashmem.compile(model, tmp_path / "b", device=device, memory_path="buffer", precision="tf32")
+    assert any(map(uses_tensor_cores, kernel_texts(bundle.source.plain).values()))
+    inputs = examples(name)
+    with flashmem.Session(bundle, device=device) as session:
+        answers = session.run(None, inputs)
+    wanted = reference(model, inputs, [port.name for port in bundle.program.outputs])
+    found = compare(answers, wanted, bundle.program.lowest_precision)
+    assert found.ok and found.relative_error > 1e-5
 
 
 def test_tf32_changes_products_and_convolutions_only(tmp_path: Path) -> None:
