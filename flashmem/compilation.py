@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashmem.base.errors import MissingFileError, UserError
-from flashmem.base.types import MemoryPath, Optimize, Quantize, StatePrecision, States, TransferMode
+from flashmem.base.types import MemoryPath, Optimize, Precision, Quantize, StatePrecision, States, TransferMode
 from flashmem.base.version import __version__
 from flashmem.bundle import cache
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import BATCH_TOKENS, CHECKED_TOKENS, IDS, MOST_ROWS, PROMPT_TOKENS, is_language_folder
 from flashmem.bundle.shape_variants import Shapes, checked_variants
-from flashmem.compiler.options import Options, Precision
+from flashmem.compiler.options import Options
 from flashmem.compiler.selection.tuning_database import content_hash
 from flashmem.options import resolve
 from flashmem.planning.limits import read_limits

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashmem.base.errors import BudgetError, UserError
-from flashmem.base.types import MemoryPath, Optimize, Quantize, StatePrecision, States, TransferMode
+from flashmem.base.types import MemoryPath, Optimize, Precision, Quantize, StatePrecision, States, TransferMode
 from flashmem.bundle.bundle import Bundle, Code, ShapeVariant
 from flashmem.bundle.cache import find_or_make
 from flashmem.bundle.shape_variants import Shapes, shapes_text
@@ -71,7 +71,7 @@ def compile(
     m_peak: int | str | None = None,
     lambda_: float | None = None,
     chunk: int | str | None = None,
-    precision: Literal["fp32", "fp16"] = "fp32",
+    precision: Precision = "fp32",
     state_precision: StatePrecision | None = None,
     shapes: Shapes | Sequence[Shapes] | None = None,
     states: States | None = None,
@@ -107,7 +107,8 @@ def compile(
         lambda_: weighs latency (0) against memory (1); in the paper's objective, loading distance against W. The default is 0,
             or the paper's 0.9 for objective "paper".
         chunk: S, the unit of transfer; by default at most a quarter of what the median launch can carry.
-        precision: the stored type of weights and activations; sums are fp32.
+        precision: the stored type of weights and activations; sums are fp32. "tf32": they are stored in fp32, and NVIDIA's
+            tensor cores round the operands of products with weights and of convolutions to 10 bits of mantissa.
         state_precision: the stored type of states, by default fp16 for a GGUF file, and `precision` for others. "int8": caches
             of keys and values in 8 bits, with a float32 scale for each row of a head, and other states in half.
         shapes: sizes for open dimensions, by input. Or several of these, for a bundle with one shape variant each and common

@@ -10,13 +10,13 @@ import math
 import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.errors import RunError
-from flashmem.base.types import POOL_ALIGNMENT, TEXEL_BYTES
+from flashmem.base.types import POOL_ALIGNMENT, TEXEL_BYTES, Precision
 from flashmem.compiler.ir.graph import Graph, GraphPort
 from flashmem.compiler.lowering.program import Generated, generate
 from flashmem.compiler.passes.fusion import fuse
@@ -40,7 +40,7 @@ _LAYOUT = ("movement",)
 """Kernels that only rearrange data that another operator of a model would have left in place."""
 
 
-def generated(graph: Graph, descriptor: DeviceDescriptor, precision: Literal["fp32", "fp16"] = "fp32") -> Generated:
+def generated(graph: Graph, descriptor: DeviceDescriptor, precision: Precision = "fp32") -> Generated:
     """The program of `graph` as in `flashmem compile`, but with every weight in one slice if the device allows it.
 
     With `precision` "fp16", inputs and outputs are halves, as activations between the operators of a model are.

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from flashmem.base.errors import RunError, UserError
 from flashmem.base.files import written_whole
-from flashmem.base.types import MemoryPath
+from flashmem.base.types import MemoryPath, Precision
 from flashmem.compiler.lowering.program import Generated
 from flashmem.compiler.selection.configs import candidates, estimates
 from flashmem.compiler.selection.tuning_database import SUFFIX, VERSION, Timing, TuningDatabase, parse_database
@@ -28,14 +28,18 @@ from flashmem.runtime.opencl.devices import Device, descriptor_for
 from flashmem.runtime.request.options import device_here
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 from flashmem.target.kernel_configs.config import KernelConfig
-from flashmem.target.kernel_configs.workload import Workload
+from flashmem.target.kernel_configs.tensor_cores import TensorContraction
+from flashmem.target.kernel_configs.workload import TF32, Workload
 
 from .descriptor import name_table
 from .shapes import Attention, Batched, Convolution, Matmul, RowSoftmax, Shape
 from .timing import Stand, generated
 
 Progress = Callable[[str, float], None]
-Storage = Literal["float32", "float16"]
+Storage = Literal["float32", "float16", "tf32"]
+"""`Workload.storage` of measured operators."""
+
+_PRECISIONS: dict[Storage, Precision] = {"float32": "fp32", "float16": "fp16", "tf32": "tf32"}
 
 _AHEAD = 12  # workloads whose kernels are built while others are measured, if that disturbs nothing
 _LONGEST = 0.1  # fraction of the time for one workload, estimated from known rates
@@ -57,7 +61,7 @@ class TuningRequest:
 
 @dataclass(frozen=True)
 class Case:
-    """One workload to measure: an operator on a memory path, its weights stored as `storage`."""
+    """One workload to measure: an operator on a memory path, with `storage` as in `Workload`."""
 
     shape: Shape
     path: MemoryPath
@@ -114,16 +118,18 @@ def shapes() -> tuple[Shape, ...]:
 _HALVES = (Matmul(128, 768, 3072), Matmul(1024, 1024, 4096), Matmul(1, 768, 3072), Convolution(256, 14, 14, 256, (3, 3)))
 
 
-def cases(paths: Sequence[MemoryPath], *, halves: bool = False) -> list[Case]:
+def cases(paths: Sequence[MemoryPath], *, halves: bool = False, tf32: bool = False) -> list[Case]:
     """All cases on the device's default path, then those with weights on other paths, then float16 weights and activations.
 
-    `halves`: the device has configs for these alone, so all products and convolutions are measured in half.
+    `halves`: the device has configs for these alone, so all products and convolutions are measured in half. `tf32`: the same of
+    `--precision tf32`.
     """
     first, *others = paths
     listed = [Case(shape, first) for shape in shapes()]
     listed += [Case(shape, path) for path in others for shape in shapes() if isinstance(shape, Matmul | Convolution)]
     packed = tuple(shape for shape in shapes() if isinstance(shape, Matmul | Convolution))
-    return listed + [Case(shape, first, "float16") for shape in dict.fromkeys((*_HALVES, *(packed if halves else ())))]
+    listed += [Case(shape, first, "float16") for shape in dict.fromkeys((*_HALVES, *(packed if halves else ())))]
+    return listed + [Case(shape, first, TF32) for shape in (packed if tf32 else ())]
 
 
 @dataclass
@@ -154,8 +160,8 @@ def tune(request: TuningRequest, progress: Progress, every: Iterable[Case] | Non
     name = descriptor.name
     about = {"device": device.name, "platform": device.platform, "driver": device.driver_version, "version": VERSION}
     database = _Growing(folder / f"{name}{SUFFIX}", about, resume=request.resume)
-    halves = any("mma" in config.needs for config in descriptor.configs)
-    listed = [case for case in (cases(descriptor.memory_paths, halves=halves) if every is None else every)]
+    units = {config.storage for config in descriptor.configs if isinstance(config, TensorContraction)}
+    listed = list(every or cases(descriptor.memory_paths, halves="float16" in units, tf32=TF32 in units))
     wanted = [
         case
         for case in listed
@@ -286,7 +292,7 @@ class _Tuner:
 
     def _begin(self, work: _Work) -> _Work:
         """Generate and begin to build every config that fits the device."""
-        precision: Literal["fp32", "fp16"] = "fp16" if work.case.storage == "float16" else "fp32"
+        precision = _PRECISIONS[work.case.storage]
         here = self._descriptor.on_path(work.case.path)
         for config in work.configs:
             why = self._too_large(config)

@@ -83,7 +83,11 @@ def test_a_device_that_is_neither_here_nor_described_is_told_what_there_is() -> 
         ({"budget": "1MB", "m_peak": "1MB"}, "budget and M_peak cannot both be given"),
         ({"objective": "beauty"}, "objective 'beauty' is unknown; name one of: auto, first, steady, paper"),
         ({"strategy": "preload"}, "strategy 'preload' is unknown"),
-        ({"precision": "int4"}, "precision 'int4' is unknown; name one of: fp32, fp16"),
+        ({"precision": "int4"}, "precision 'int4' is unknown; name one of: fp32, fp16, tf32"),
+        (
+            {"precision": "tf32", "device": "adreno750"},
+            "tf32 is for NVIDIA.s tensor cores .*, which device adreno750 does not have",
+        ),
         ({"lambda_": 1.5}, "lambda 1.5 is not between 0 and 1"),
         ({"lambda_": float("nan")}, "lambda nan is not between"),
         ({"mu": -1.0}, "mu -1.0 is not a number of 0 or more"),

@@ -3,10 +3,11 @@
     python -m benchmarks.kernels.accuracy [--device pocl] [--models resnet50 vit-b16 ...] [--json FILE]
 
 PyTorch evaluates each model in float64, with the float32 weights and inputs of its export (`flashmem zoo export`, seed 0).
-Flashmem runs the export on the device in float32, with `--precision fp16`, and with `--quantize int8` and `int4`; ONNX Runtime
-runs it in float32. An error is the largest difference from float64 over all elements, as a fraction of the range of an output
-in float64. The largest of all outputs is shown. With random weights the errors of quantised models say what rounding does to
-them, and nothing of the quality of answers. Needs the extras `zoo`, `bench` and `desktop`.
+Flashmem runs the export on the device in float32, with `--precision tf32` if the device has it, with `--precision fp16`, and
+with `--quantize int8` and `int4`; ONNX Runtime runs it in float32. An error is the largest difference from float64 over all
+elements, as a fraction of the range of an output in float64. The largest of all outputs is shown. With random weights the
+errors of quantised models say what rounding does to them, and nothing of the quality of answers. Needs the extras `zoo`,
+`bench` and `desktop`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ from numpy.typing import NDArray
 
 import flashmem
 from benchmarks.command import Arguments, run_command
+from flashmem.base.errors import UserError
 from flashmem.base.files import written_whole
+from flashmem.base.types import Precision
+from flashmem.options import check_precision
+from flashmem.runtime.request.options import find_descriptor
 from flashmem.tools.zoo.export import export, seeded_network
 
 MODELS: Mapping[str, int | None] = {
@@ -34,6 +39,7 @@ MODELS: Mapping[str, int | None] = {
 
 WAYS: Mapping[str, dict[str, Any]] = {
     "fp32": {},
+    "tf32": {"precision": "tf32"},
     "fp16": {"precision": "fp16"},
     "int8": {"quantize": "int8"},
     "int4": {"quantize": "int4"},
@@ -60,7 +66,7 @@ def error(answers: Sequence[Array], right: Sequence[Array]) -> float:
     return max(float(np.abs(one - other).max() / (np.ptp(other) or np.abs(other).max())) for one, other in pairs)
 
 
-def measure(name: str, size: int | None, device: str) -> dict[str, float]:
+def measure(name: str, size: int | None, device: str, ways: Mapping[str, dict[str, Any]]) -> dict[str, float]:
     """The error of each way."""
     import onnxruntime
 
@@ -70,11 +76,20 @@ def measure(name: str, size: int | None, device: str) -> dict[str, float]:
         peer = onnxruntime.InferenceSession(str(model), providers=["CPUExecutionProvider"])
         found = {"ONNX Runtime": error(peer.run(None, inputs), right)}
         del peer
-        for way, options in WAYS.items():
+        for way, options in ways.items():
             bundle = flashmem.compile(model, Path(folder) / f"{way}.flashmem", device=device, **options)
             with flashmem.Session(bundle, device=device) as session:
                 found[way] = error(session.run(None, inputs), right)
     return found
+
+
+def _offered(device: str, precision: Precision) -> bool:
+    """Whether the device multiplies in `precision`."""
+    try:
+        check_precision(find_descriptor(device), precision)
+    except UserError:
+        return False
+    return True
 
 
 def main() -> None:
@@ -85,11 +100,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the numbers are kept as they come")
     args = parser.parse_args()
     parser.check_device(args.device)
-    columns = ["ONNX Runtime", *WAYS]
+    ways = {way: options for way, options in WAYS.items() if _offered(args.device, options.get("precision", "fp32"))}
+    columns = ["ONNX Runtime", *ways]
     print(f"| {args.device} | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}", flush=True)
     every = {}
     for name in args.models:
-        every[name] = measure(name, MODELS[name], args.device)
+        every[name] = measure(name, MODELS[name], args.device, ways)
         print(f"| {name} | {' | '.join(f'{every[name][each]:.1e}' for each in columns)} |", flush=True)
         if args.json is not None:
             with written_whole(args.json) as file:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from flashmem.base.types import Precision
 from flashmem.profiler.shapes import Attention, Convolution, Matmul, Shape, unet_shapes, zoo_shapes
 from flashmem.target.descriptor import DeviceDescriptor
 
@@ -20,8 +21,13 @@ DECODING = "decode attention"
 TENSOR_CORES = "tensor cores"
 TENSOR_CONVOLUTIONS = "convolutions by tensor cores"
 TENSOR_ATTENTION = "attention by tensor cores"
-HALVES = (TENSOR_CORES, TENSOR_CONVOLUTIONS, TENSOR_ATTENTION)
-"""Groups whose operands and results are halves."""
+TF32_PRODUCTS = "products in tf32"
+TF32_CONVOLUTIONS = "convolutions in tf32"
+LOW_PRECISION: Mapping[str, Precision] = {
+    TENSOR_CORES: "fp16", TENSOR_CONVOLUTIONS: "fp16", TENSOR_ATTENTION: "fp16",
+    TF32_PRODUCTS: "tf32", TF32_CONVOLUTIONS: "tf32",
+}  # fmt: skip
+"""Groups that tensor cores compute, with the precision of both sides. Operands and results of "fp16" are halves."""
 
 MODELS = ("gptneo-125m", "gptneo-1.3b", "vit-b16", "sd-unet", "whisper-medium-encoder", "resnet50")
 
@@ -51,18 +57,21 @@ class Case:
 def cases(descriptor: DeviceDescriptor) -> list[Case]:
     """The cases for a device: the table's shapes, then one of each group in turn, so that no group is missed.
 
-    The operators of `cliffs` follow, and on a GPU those of `low_bits`, products, convolutions and attention again in half, and
-    the attention of `decoding`.
+    The operators of `cliffs` follow, and on a GPU those of `low_bits`, products, convolutions and attention again in half,
+    products and convolutions in TF32, and the attention of `decoding`.
     """
     models, others = _of_models(descriptor.kind), [Case(CLIFFS, each) for each in cliffs()]
     if descriptor.kind == "gpu":
         others += [Case(LOW_BITS, each) for each in low_bits()]
         largest, *_ = _REFERENCE
-        products = (case.shape for case in models if case.group != REFERENCE and isinstance(case.shape, Matmul))
-        others += [Case(TENSOR_CORES, shape) for shape in dict.fromkeys((largest, *products))]
-        convolutions = (case.shape for case in models if isinstance(case.shape, Convolution))
-        others += [Case(TENSOR_CONVOLUTIONS, shape) for shape in dict.fromkeys(convolutions)]
-        others += [Case(TENSOR_ATTENTION, shape) for shape in (*_ATTENTION, *_DECODERS)]
+        of_models = dict.fromkeys(case.shape for case in models if case.group != REFERENCE)
+        products = [largest, *(shape for shape in of_models if isinstance(shape, Matmul))]
+        convolutions = [shape for shape in of_models if isinstance(shape, Convolution)]
+        groups: dict[str, Sequence[Shape]] = {
+            TENSOR_CORES: products, TENSOR_CONVOLUTIONS: convolutions, TENSOR_ATTENTION: (*_ATTENTION, *_DECODERS),
+            TF32_PRODUCTS: products, TF32_CONVOLUTIONS: convolutions,
+        }  # fmt: skip
+        others += [Case(group, shape) for group, shapes in groups.items() for shape in shapes]
         others += [Case(DECODING, each) for each in decoding(descriptor)]
     return [*models, *others]
 

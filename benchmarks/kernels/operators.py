@@ -10,7 +10,8 @@ counted.
 
 The groups "tensor cores", "convolutions by tensor cores" and "attention by tensor cores" are measured on halves on the
 buffer path: by the configs of the descriptor, by those without tensor cores, and by PyTorch in float16. Masks of causal
-attention are computed before.
+attention are computed before. "products in tf32" and "convolutions in tf32" are measured likewise with `--precision tf32`,
+beside PyTorch with TF32 on.
 
 Each shape is written to `--json` after its measurement. After `--seconds`, no further shape begins. `--models` adds whole
 models with everything resident, compared with PyTorch's eager mode (benchmarks/kernels/models.py). `--from FILE` measures
@@ -35,11 +36,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import Arguments, run_command
-from benchmarks.kernels.cases import ATTENTION, CLIFFS, DECODING, HALVES, LOW_BITS, REFERENCE, Case, cases
+from benchmarks.kernels.cases import ATTENTION, CLIFFS, DECODING, LOW_BITS, LOW_PRECISION, REFERENCE, Case, cases
 from benchmarks.kernels.decoding import FAMILIES, Decode
 from benchmarks.kernels.peers import Peer, peer_of
 from flashmem.base.files import written_whole
-from flashmem.base.types import MemoryPath
+from flashmem.base.types import MemoryPath, Precision
 from flashmem.compiler.lowering.program import Generated
 from flashmem.profiler.shapes import Attention
 from flashmem.profiler.timing import Stand, generated
@@ -56,12 +57,12 @@ _PAUSE = 0.15  # seconds between them: OpenBLAS and ONNX Runtime threads spin fo
 
 
 _OTHER = "without tensor cores"
-"""The column of a case in half with the device's other configs."""
+"""The column of a case of tensor cores with the device's other configs."""
 
 
 @dataclass
 class _Work:
-    """A case with its kernels being built, by memory path; of halves, also by the other configs."""
+    """A case with its kernels being built, by memory path; of tensor cores, also by the other configs."""
 
     case: Case
     made: dict[str, Generated] = field(default_factory=dict)
@@ -118,20 +119,20 @@ class Bench:
 
     def _begin(self, case: Case) -> _Work:
         work = _Work(case)
-        half = case.group in HALVES
-        for path, descriptor in self._descriptors(half).items():
+        precision = LOW_PRECISION.get(case.group, "fp32")
+        for path, descriptor in self._descriptors(precision).items():
             try:
                 if isinstance(case.shape, Decode):
                     descriptor = replace(descriptor, only=case.shape.config)
-                work.made[path] = generated(case.shape.graph(), descriptor, "fp16" if half else "fp32")
+                work.made[path] = generated(case.shape.graph(), descriptor, precision)
                 work.building[path] = self._builders.submit(self.stand.build, work.made[path])
             except Exception as error:  # an error of one kernel; the others are measured
                 work.failed[path] = _sentence(error)
         return work
 
-    def _descriptors(self, half: bool) -> dict[str, DeviceDescriptor]:
+    def _descriptors(self, precision: Precision) -> dict[str, DeviceDescriptor]:
         """The descriptors by which a case is compiled, by the name of its column."""
-        if not half:
+        if precision == "fp32":
             return {path: self.descriptor.on_path(path) for path in self.paths}
         buffer = self.descriptor.on_path("buffer")
         others = tuple(config for config in buffer.configs if "mma" not in config.needs)
@@ -162,11 +163,12 @@ class Bench:
                     self._failed(work, path, error)
             try:
                 if self.peer is not None and "peer" not in work.failed and not isinstance(work.case.shape, Decode):
-                    half = work.case.group in HALVES
-                    times.setdefault("peer", []).append(self.peer.seconds(work.case.shape, half=half))
+                    precision = LOW_PRECISION.get(work.case.group, "fp32")
+                    times.setdefault("peer", []).append(self.peer.seconds(work.case.shape, precision))
             except Exception as error:
                 work.failed["peer"] = _sentence(error)
-        case, shape, itemsize = work.case, work.case.shape, 2 if work.case.group in HALVES else 4
+        case, shape = work.case, work.case.shape
+        itemsize = 2 if LOW_PRECISION.get(case.group) == "fp16" else 4
         return {
             "group": case.group, "kind": type(shape).__name__, "shape": str(shape), "count": case.count, "flops": shape.flops,
             "bytes": shape.nbytes if isinstance(shape, Decode) else itemsize * shape.elements, "failed": work.failed,
@@ -220,14 +222,14 @@ def markdown(data: Row) -> str:
         "| shapes of | count | " + " | ".join(f"{path}: mean, least" for path in paths) + " |",
         "|---|---|" + "---|" * len(paths),
     ]
-    for group in dict.fromkeys(row["group"] for row in rows if row["group"] not in HALVES):
+    for group in dict.fromkeys(row["group"] for row in rows if row["group"] not in LOW_PRECISION):
         those = [row for row in rows if row["group"] == group]
         cells = []
         for path in paths:
             ratios = [found for row in those if (found := ratio(row, path))]
             cells.append(f"{mean(ratios):.2f}, {min(ratios):.2f}" if ratios else "")
         lines.append(f"| {group} | {len(those)} | " + " | ".join(cells) + " |")
-    products = [row for row in rows if row["group"] not in (REFERENCE, ATTENTION, *HALVES) and row["kind"] == "Matmul"]
+    products = [row for row in rows if row["group"] not in (REFERENCE, ATTENTION, *LOW_PRECISION) and row["kind"] == "Matmul"]
     for path in paths:
         ratios = [found for row in products if (found := ratio(row, path))]
         if ratios:
@@ -239,8 +241,8 @@ def markdown(data: Row) -> str:
     ]
     decoding = [row for row in rows if row["group"] == DECODING]
     timed = [row for row in rows if row["group"] in (CLIFFS, LOW_BITS)]
-    halves = [row for row in rows if row["group"] in HALVES]
-    for row in (row for row in rows if row not in timed and row not in decoding and row not in halves):
+    low = [row for row in rows if row["group"] in LOW_PRECISION]
+    for row in (row for row in rows if row not in timed and row not in decoding and row not in low):
         rates = [f"{row['flops'] / s / unit:.3g}" if (s := row["seconds"].get(who)) else "" for who in (*paths, "peer")]
         ratios_cell = " / ".join(f"{found:.2f}" if (found := ratio(row, path)) else "–" for path in paths)
         lines.append(f"| {row['group']} | {row['shape']} | {' | '.join(rates)} | {ratios_cell} |")
@@ -266,8 +268,8 @@ def markdown(data: Row) -> str:
         for path in (path for path in paths if path in row["seconds"]):
             s = row["seconds"][path]
             lines.append(f"| {row['shape']} ({path}) | {1e6 * s:.3g} | {1e6 * bound:.3g} | {bound / s:.2f} |")
-    if halves:
-        lines += ["", *_of_halves(halves)]
+    if low:
+        lines += ["", *_by_tensor_cores(low)]
     failed = [f"- {row['shape']}, {who}: {why}" for row in rows for who, why in row["failed"].items()]
     if failed:
         lines += ["", "Failed:", "", *failed]
@@ -279,23 +281,23 @@ def markdown(data: Row) -> str:
     return text
 
 
-def _of_halves(rows: Sequence[Row]) -> Iterator[str]:
-    """The lines about operators on halves."""
+def _by_tensor_cores(rows: Sequence[Row]) -> Iterator[str]:
+    """The lines about operators in half and in TF32."""
     for group in dict.fromkeys(row["group"] for row in rows):
         for who in ("buffer", _OTHER):
             ratios = [found for row in rows if row["group"] == group and (found := ratio(row, who))]
             if ratios:
                 name = group if who == "buffer" else f"{group}: {who}"
-                yield f"In half, {name}: {len(ratios)} shapes, mean {mean(ratios):.2f}, least {min(ratios):.2f}."
+                yield f"{LOW_PRECISION[group]}, {name}: {len(ratios)} shapes, mean {mean(ratios):.2f}, least {min(ratios):.2f}."
                 yield ""
-    yield "| in half | TFLOP/s | without tensor cores | peer | ratios |"
-    yield "|---|---|---|---|---|"
+    yield "| shapes of | shape | TFLOP/s | without tensor cores | peer | ratios |"
+    yield "|---|---|---|---|---|---|"
     for row in rows:
         rates = [
             f"{row['flops'] / s / 1e12:.3g}" if (s := row["seconds"].get(who)) else "" for who in ("buffer", _OTHER, "peer")
         ]
         ratios_cell = " / ".join(f"{found:.2f}" if (found := ratio(row, who)) else "–" for who in ("buffer", _OTHER))
-        yield f"| {row['shape']} | {' | '.join(rates)} | {ratios_cell} |"
+        yield f"| {row['group']} | {row['shape']} | {' | '.join(rates)} | {ratios_cell} |"
 
 
 def measure(args: argparse.Namespace) -> Row:

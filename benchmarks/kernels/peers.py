@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from benchmarks.kernels.cliffs import Single
+from flashmem.base.types import Precision
 from flashmem.profiler.shapes import Attention, Batched, Convolution, Matmul, Shape
 
 _SECONDS = 0.1  # a shape is repeated for this long
@@ -25,14 +26,14 @@ class Peer(Protocol):
 
     about: str
 
-    def seconds(self, shape: Shape | Single, *, half: bool = False) -> float:
-        """The median time of one call, on halves if `half`. Raises the library's errors."""
+    def seconds(self, shape: Shape | Single, precision: Precision = "fp32") -> float:
+        """The median time of one call; operands and results of "fp16" are halves. Raises the library's errors."""
 
 
 class Cuda:
-    """PyTorch's kernels: cuBLAS, cuDNN and scaled_dot_product_attention in float32, TF32 off, all other settings default.
+    """PyTorch's kernels: cuBLAS, cuDNN and scaled_dot_product_attention, all settings default, but TF32 as `precision` says.
 
-    Convolutions of halves have channels last, as flashmem's.
+    Convolutions by tensor cores have channels last, as flashmem's.
 
     Timed by events around the replay of a CUDA graph of 20 calls. Host time is excluded, as for flashmem.
     """
@@ -42,16 +43,15 @@ class Cuda:
 
         if not torch.cuda.is_available():
             raise RuntimeError("PyTorch finds no CUDA device")
-        torch.backends.cuda.matmul.allow_tf32 = False
-        torch.backends.cudnn.allow_tf32 = False
         self._torch: Any = torch
         self.about = f"PyTorch {torch.__version__}, {torch.cuda.get_device_name()}"
 
-    def seconds(self, shape: Shape | Single, *, half: bool = False) -> float:
+    def seconds(self, shape: Shape | Single, precision: Precision = "fp32") -> float:
         """Seconds of one call."""
         torch = self._torch
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
         with torch.inference_mode():
-            call = self._call(shape, half)
+            call = self._call(shape, precision)
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):
                 for _ in range(3):
@@ -93,7 +93,7 @@ class Cuda:
         torch.cuda.synchronize()
         return float(start.elapsed_time(end)) * 1e-3
 
-    def _call(self, shape: Shape | Single, half: bool) -> Callable[[], Any]:
+    def _call(self, shape: Shape | Single, precision: Precision) -> Callable[[], Any]:
         if isinstance(shape, Single):
             raise RuntimeError(f"PyTorch has no call for {shape}")
         torch = self._torch
@@ -101,10 +101,10 @@ class Cuda:
 
         def draw(*sizes: int) -> Any:
             drawn = torch.rand(*sizes, device="cuda") + 0.5
-            if not half:
-                return drawn
-            last = isinstance(shape, Convolution) and len(sizes) == 4
-            return drawn.half().to(memory_format=torch.channels_last if last else torch.contiguous_format)
+            if precision == "fp16":
+                drawn = drawn.half()
+            last = isinstance(shape, Convolution) and len(sizes) == 4 and precision != "fp32"
+            return drawn.to(memory_format=torch.channels_last) if last else drawn
 
         if isinstance(shape, Matmul):
             a, b = draw(shape.rows, shape.depth), draw(shape.depth, shape.columns)
@@ -138,10 +138,10 @@ class Cpu:
             f"numpy {np.__version__} ({blas or 'its BLAS'}), ONNX Runtime {onnxruntime.__version__}, {self.threads} cores"
         )
 
-    def seconds(self, shape: Shape | Single, *, half: bool = False) -> float:
+    def seconds(self, shape: Shape | Single, precision: Precision = "fp32") -> float:
         """Seconds of one call."""
-        if half:
-            raise RuntimeError("no library here is measured on halves")
+        if precision != "fp32":
+            raise RuntimeError(f"no library here is measured in {precision}")
         call = self._product(shape) if isinstance(shape, Matmul | Batched) else self._operator(shape)
         call()
         once = _clock(call)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kernels.cases import HALVES
+from benchmarks.kernels.cases import LOW_PRECISION
 from flashmem.tools.plots.figure import COLOURS, MARKERS, figure, legend_below, plain_axes
 
 Row = dict[str, Any]
@@ -17,7 +17,7 @@ def draw(data: Row, path: Path) -> None:
     Raises:
         UserError: matplotlib is missing.
     """
-    about, rows = data["about"], [row for row in data["rows"] if row["seconds"] and row["group"] not in HALVES]
+    about, rows = data["about"], [row for row in data["rows"] if row["seconds"] and row["group"] not in LOW_PRECISION]
     if not rows:
         raise SystemExit("nothing was measured, so there is nothing to draw")
     ours = about["paths"]

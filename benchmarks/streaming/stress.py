@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 import flashmem
 from benchmarks.command import Arguments, run_command
 from flashmem.base.errors import BudgetError, RunError, UserError
-from flashmem.base.types import MemoryPath, TransferMode
+from flashmem.base.types import MemoryPath, Precision, TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.program.program import Program
 from flashmem.runtime.engine.opened import planned_variant
@@ -162,13 +162,13 @@ def source_of(model: str, folder: Path) -> Path:
     return source
 
 
-def compile_all(source: Path, path: MemoryPath, device: str, folder: Path) -> dict[str, Path]:
+def compile_all(source: Path, path: MemoryPath, device: str, precision: Precision, folder: Path) -> dict[str, Path]:
     """The bundles of a model on one memory path, by budget."""
-    stem = f"{source.stem}.{device_here(device).descriptor_name}.{path}"
+    stem = f"{source.stem}.{device_here(device).descriptor_name}.{path}.{precision}"
     made = {name: folder / f"{stem}.{name}.flashmem" for name in BUDGETS}
 
     def compiled(name: str, budget: int | None) -> Bundle:
-        return flashmem.compile(source, made[name], device=device, memory_path=path, budget=budget)
+        return flashmem.compile(source, made[name], device=device, memory_path=path, precision=precision, budget=budget)
 
     if not all(bundle.exists() for bundle in made.values()):
         bundle, here = compiled("none", None), device_here(device)
@@ -190,10 +190,10 @@ def cases(args: argparse.Namespace, folder: Path) -> list[Case]:
     wanted = [(source_of(model, folder), path) for model in args.models for path in paths if path in (args.paths or [path])]
     if args.jobs > 1:
         with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
-            making = [pool.submit(compile_all, *each, args.device, folder) for each in wanted]
+            making = [pool.submit(compile_all, *each, args.device, args.precision, folder) for each in wanted]
             made = [future.result() for future in making]
     else:
-        made = [compile_all(*each, args.device, folder) for each in wanted]
+        made = [compile_all(*each, args.device, args.precision, folder) for each in wanted]
     found = []
     for (source, path), bundles in zip(wanted, made, strict=True):
         for budget in args.budgets:
@@ -229,6 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--budgets", nargs="+", choices=BUDGETS, default=BUDGETS, help="default: all; the smallest is the slowest"
     )
+    parser.add_argument("--precision", choices=get_args(Precision), default="fp32", help="tf32 needs --paths buffer")
     parser.add_argument("--host-budget", help="of the sessions: a size, or auto (docs/explanation/streaming.md, the host tier)")
     parser.add_argument("--bundles", type=Path, help="a folder to keep models and bundles in")
     parser.add_argument("--jobs", type=int, default=2, help="processes that compile")

@@ -35,6 +35,10 @@ States = Mapping[str, str] | Literal["auto"]
 """The output that becomes each input of the next run, by the input's name; "auto": pairs that are named past and present."""
 
 
+Precision = Literal["fp32", "fp16", "tf32"]
+"""The stored type of weights and activations. "tf32": float32, of which tensor cores round the operands of products."""
+
+
 StatePrecision = Literal["fp32", "fp16", "int8"]
 """The stored type of states. "int8": caches of keys and values in 8 bits with a scale for each row; other states in half."""
 

@@ -164,9 +164,7 @@ def sweep(
         typer.Option("--lambda", metavar="NUMBER,...", help="Latency (0) against memory (1).", show_default="0; paper: 0.9"),
     ] = None,
     mu: Annotated[str, typer.Option(metavar="NUMBER,...", help="Weights of loading distance in adaptive unfusion.")] = "0.1",
-    precision: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Stored types of weights and activations: fp32, fp16.")
-    ] = "fp32",
+    precision: Annotated[str, typer.Option(metavar="NAME,...", help="As of flashmem compile: fp32, fp16, tf32.")] = "fp32",
     device: Annotated[str, typer.Option(metavar="NAME,...", help="Local devices, descriptors, or 'auto'.")] = "auto",
     chunk: Annotated[str, typer.Option(metavar="SIZE", help="Unit of transfer (S).")] = "auto",
     shape: Shape = None,

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from flashmem.base.types import Optimize, StatePrecision, States, TransferMode
+from flashmem.base.types import Optimize, Precision, StatePrecision, States, TransferMode
 from flashmem.planning.limits import Limits
 from flashmem.target.descriptor import DeviceDescriptor
-
-Precision = Literal["fp32", "fp16"]
 
 
 @dataclass(frozen=True)

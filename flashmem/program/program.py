@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
-from flashmem.base.types import DEFAULT_PAGE, ITEMSIZE, MemoryPath
+from flashmem.base.types import DEFAULT_PAGE, ITEMSIZE, MemoryPath, Precision
 from flashmem.program.launches import Arg, Joined, KernelShape, Launch, LaunchOrder, SteadyLaunch, first_and_last
 from flashmem.program.tensors import HostEmbeddingLookup, Port, Slice, State, Tensor, array_bytes, panel_bytes
 
@@ -21,7 +21,7 @@ class Program:
     """The device program, without the weights and the plan."""
 
     memory_path: MemoryPath
-    precision: Literal["fp32", "fp16"]
+    precision: Precision
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     tensors: tuple[Tensor, ...]
@@ -44,7 +44,7 @@ class Program:
     states_bytes: int = 0
 
     @property
-    def lowest_precision(self) -> Literal["fp32", "fp16"]:
+    def lowest_precision(self) -> Precision:
         """The lowest of the precisions in which weights, activations and states are stored."""
         kept = {state.tensor for state in self.states if state.dtype == "float32"}
         halves = any(tensor.dtype == "float16" for tensor in self.tensors if tensor.name in kept)

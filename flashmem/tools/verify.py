@@ -13,13 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.errors import MissingFileError, UserError
-from flashmem.base.types import Quantize, StatePrecision
+from flashmem.base.types import Precision, Quantize, StatePrecision
 from flashmem.program.tensors import ONNX_NAMES, State
 
-TOLERANCE: dict[StatePrecision, float] = {"fp32": 1e-3, "fp16": 1e-2, "int8": 5e-2}
+TOLERANCE: dict[Precision | StatePrecision, float] = {"fp32": 1e-3, "tf32": 4e-3, "fp16": 1e-2, "int8": 5e-2}
 """The largest accepted error, as a fraction of the range of the reference output, by the lowest precision of what is stored.
 
-A code of a cache in int8 is off by up to 1/254 of the largest element of its row, eight times as much as half.
+TF32 has 10 bits of mantissa. Rounding an operand changes it by at most 2^-11, and a product by 2^-10; four times that are
+allowed for all products in a row. Half has as many bits, and also rounds what is stored between products. A code of a cache in
+int8 is off by up to 1/254 of the largest element of its row, eight times as much as half.
 """
 
 
@@ -115,7 +117,9 @@ def _fixed(port: Any, value: Any) -> NDArray[Any]:
     return np.resize(array, port.shape)  # as many elements, or one for all
 
 
-def compare(answers: Sequence[NDArray[Any]], references: Sequence[NDArray[Any]], precision: StatePrecision) -> Verification:
+def compare(
+    answers: Sequence[NDArray[Any]], references: Sequence[NDArray[Any]], precision: Precision | StatePrecision
+) -> Verification:
     """Compare output by output. NaN or infinity is infinitely wrong unless the other output has the same."""
     errors = [_errors(answer, expected) for answer, expected in zip(answers, references, strict=True)]
     absolute = max((error for error, _ in errors), default=0.0)
@@ -123,14 +127,15 @@ def compare(answers: Sequence[NDArray[Any]], references: Sequence[NDArray[Any]],
     return Verification(relative <= TOLERANCE[precision], absolute, relative)
 
 
-def complaint(verification: Verification, precision: StatePrecision) -> str:
+def complaint(verification: Verification, precision: Precision | StatePrecision) -> str:
     """The message for a failed verification."""
     if precision == "fp16" and not np.isfinite(verification.relative_error):
         return (
             "the answer holds infinities or NaN where ONNX Runtime's holds numbers: fp16 stores what passes 65504 as infinity; "
             "use --precision fp32"
         )
-    rounding_less = {"fp16": "; --precision fp32 rounds less", "int8": "; --state-precision fp16 rounds less"}
+    more = "; --precision fp32 rounds less"
+    rounding_less = {"fp16": more, "tf32": more, "int8": "; --state-precision fp16 rounds less"}
     advice = rounding_less.get(precision, "")
     return (
         f"the answer differs from ONNX Runtime's by {verification.relative_error:.2g} of the output's range; "

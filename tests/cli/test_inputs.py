@@ -218,6 +218,8 @@ def test_tolerances() -> None:
     assert not compare([expected + 1.1e-3], [expected], "fp32").ok
     assert compare([expected + 0.9e-2], [expected], "fp16").ok
     assert not compare([expected + 1.1e-2], [expected], "fp16").ok
+    assert compare([expected + 3.9 * 2.0**-10], [expected], "tf32").ok
+    assert not compare([expected + 4.2 * 2.0**-10], [expected], "tf32").ok
 
 
 def test_the_worst_output_counts() -> None:

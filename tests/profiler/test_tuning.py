@@ -39,7 +39,7 @@ from flashmem.target.descriptor import DeviceDescriptor, PlainTile, load_descrip
 from flashmem.target.kernel_configs.config import KernelConfig
 from flashmem.target.kernel_configs.contraction import PlainContraction, StagedContraction
 from flashmem.target.kernel_configs.tensor_cores import TensorContraction
-from flashmem.target.kernel_configs.workload import Workload
+from flashmem.target.kernel_configs.workload import TF32, Workload
 from tests.support.paths import DATA, ROOT
 
 CONFIGS = (
@@ -263,7 +263,7 @@ def test_the_command_says_what_it_did(pocl_table: tuple[Path, TuningResult], mon
     from flashmem.cli.main import app
 
     folder, _ = pocl_table
-    monkeypatch.setattr("flashmem.profiler.tuning.cases", lambda paths, halves: list(CASES))
+    monkeypatch.setattr("flashmem.profiler.tuning.cases", lambda paths, halves, tf32: list(CASES))
     done = CliRunner().invoke(app, ["tune", "--device", str(folder / "pocl.toml"), "--minutes", "0.1"])
     assert done.exit_code == 0 and done.stdout.strip() == str(folder / "pocl.toml")
     assert CliRunner().invoke(app, ["tune", "--family", "cake"]).exit_code == 2
@@ -289,6 +289,19 @@ def test_the_compiler_asks_for_the_product_that_is_measured(shape: Shape, path: 
     made = generated(shape.graph(), POCL.on_path(path))
     assert asked == [shape.workload(path)]  # type: ignore[arg-type]
     assert sum(launch.macs for launch in made.program.launches) * 2 == shape.flops
+
+
+def test_products_in_tf32_are_measured_as_the_compiler_asks_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Workload] = []
+    config = KernelSelector.config
+    monkeypatch.setattr(KernelSelector, "config", lambda self, *given: asked.append(given[0]) or config(self, *given))
+    for shape in (Matmul(9, 12, 20), Convolution(4, 9, 9, 8, (3, 3), (2, 2))):
+        generated(shape.graph(), load_descriptor("nvidia").on_path("buffer"), "tf32")
+        assert asked.pop() == shape.workload("buffer", TF32)
+    generated(Batched(2, 5, 6, 7).graph(), load_descriptor("nvidia"), "tf32")
+    assert asked == [Batched(2, 5, 6, 7).workload("buffer")], "products of activations are in float32"
+    found = cases(("buffer", "texture"), halves=True, tf32=True)
+    assert len(set(found)) == len(found) and sum(case.storage == TF32 for case in found) > 50
 
 
 def test_shapes_of_models() -> None:

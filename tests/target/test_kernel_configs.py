@@ -23,7 +23,7 @@ from flashmem.target.kernel_configs.contraction import (
 )
 from flashmem.target.kernel_configs.kinds import KINDS, config_from, table_of
 from flashmem.target.kernel_configs.rows import RowConfig
-from flashmem.target.kernel_configs.tensor_cores import TensorAttention, TensorContraction
+from flashmem.target.kernel_configs.tensor_cores import TensorAttention, TensorContraction, Tf32Contraction
 
 CODES: dict[KernelConfig, str] = {
     PlainContraction("c", 8, 4, 4, (8, 8)): "8-4-4-8x8-0-0-1",
@@ -31,6 +31,8 @@ CODES: dict[KernelConfig, str] = {
     StagedContraction("c", 4, 8, (2, 16), k_block=64, two_stage=True, slice_k=8): "4-8-4-2x16-64-1-8",
     SlicedContraction("c", 8, 8, lanes=128, steps=8): "8-8-4-1x1-0-0-128-8",
     TensorContraction("c", 2, 16, (32, 4), k_block=64, pipeline=3, slice_k=2): "2-16-4-32x4-64-2-2-t",
+    Tf32Contraction("c", 4, 8, (16, 8), k_block=32, pipeline=3, slice_k=2): "4-8-4-16x8-32-2-2-tf",
+    TensorContraction("c", 2, 16, (32, 4), k_block=64, pipeline=3, copiers=128): "2-16-4-32x4-64-2-1-t-128",
     Winograd("c", 7, 64, 16, channels=32): "7-64-16-1x1-0-0-1-w32",
     StagedWinograd("c", 4, 8, (2, 1), channels=4): "4-8-4-2x1-4-0-16-w4",
     QueryRowsConfig("c", 8, 4, 2, lanes=64): "8-4-2-1x1-0-0-64",

@@ -22,10 +22,11 @@ class Quantize(StrEnum):
 
 
 class Precision(StrEnum):
-    """How weights are stored."""
+    """How weights and activations are stored, and multiplied."""
 
     FP32 = "fp32"
     FP16 = "fp16"
+    TF32 = "tf32"
 
 
 class StatePrecision(StrEnum):
@@ -157,7 +158,12 @@ BUNDLE_OPTIONS: dict[str, Any] = {
     ],
     "chunk": Annotated[str | None, typer.Option(metavar="SIZE", help="Unit of transfer (S).", show_default="auto")],
     "precision": Annotated[
-        Precision | None, typer.Option(help="fp16: weights and activations stored in half; sums in fp32.", show_default="fp32")
+        Precision | None,
+        typer.Option(
+            help="fp16: weights and activations stored in half; sums in fp32. tf32: operands of products rounded by NVIDIA's "
+            "tensor cores.",
+            show_default="fp32",
+        ),
     ],
     "state_precision": Annotated[
         StatePrecision | None,

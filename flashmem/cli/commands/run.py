@@ -15,7 +15,7 @@ from flashmem.base.errors import MissingFileError, NoDeviceError, RunError, User
 from flashmem.base.extras import offline_half
 from flashmem.base.files import check_target
 from flashmem.base.streams import say
-from flashmem.base.types import StatePrecision, TransferMode
+from flashmem.base.types import Precision, StatePrecision, TransferMode
 from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import is_bundle
@@ -172,7 +172,7 @@ def _run_with(model: Path, compiling: CompileOptions, options: RunOptions, made:
         raise RunError(complaint(verification, _lowest_precision(bundle)))
 
 
-def _lowest_precision(bundle: Bundle) -> StatePrecision:
+def _lowest_precision(bundle: Bundle) -> Precision | StatePrecision:
     """The lowest precision in which anything of `bundle` is stored, apart from integers of the model."""
     return "int8" if bundle.meta.get("state_precision") == "int8" else bundle.program.lowest_precision
 

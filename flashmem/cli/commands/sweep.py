@@ -7,11 +7,13 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import get_args
 
 from flashmem.base.errors import MissingFileError, RunError, UserError
 from flashmem.base.extras import offline_half
 from flashmem.base.files import check_target
 from flashmem.base.streams import say
+from flashmem.base.types import Precision
 from flashmem.base.units import parse_shape, parse_size
 from flashmem.cli.commands.temporary_cache import have_cache
 from flashmem.cli.output.console import ProgressCallback, progress
@@ -65,7 +67,7 @@ class SweepOptions:
         return Grid(
             models=[str(model) for model in self.models],
             devices=words(self.device, "--device"),
-            precisions=words(self.precision, "--precision", ("fp32", "fp16")),
+            precisions=words(self.precision, "--precision", get_args(Precision)),
             m_peaks=sizes(self.m_peak, "--m-peak"),
             budgets=sizes(self.budget, "--budget"),
             lambdas=numbers(self.lambda_ or ("0.9" if self.objective == "paper" else "0"), "--lambda", low=0, high=1),

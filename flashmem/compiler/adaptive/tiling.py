@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal
 
 from flashmem.base.errors import BudgetError
-from flashmem.base.types import ITEMSIZE, StoredType
+from flashmem.base.types import ITEMSIZE, Precision, StoredType
 from flashmem.base.units import format_size
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, Value
@@ -54,7 +53,7 @@ class Patches:
     `slicing`: the smallest slices of its weights.
     """
 
-    def __init__(self, graph: Graph, descriptor: DeviceDescriptor, precision: Literal["fp32", "fp16"]) -> None:
+    def __init__(self, graph: Graph, descriptor: DeviceDescriptor, precision: Precision) -> None:
         self.graph, self.groups, self.aliases = graph, fuse(graph), AliasAnalysis(graph, half=precision == "fp16")
         self.memory, self.slicing = _memory(graph, self.groups, self.aliases, precision == "fp16", descriptor)
         self._choice = PatchChoice(graph, self.groups, self.aliases, self.memory)

@@ -15,7 +15,7 @@ from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
 from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.operators.attention import Access, Scores
 from flashmem.compiler.operators.vector import STORED, scalar_literal
-from flashmem.compiler.selection.attention_form import QueryRows, TensorForm, form_of, split_form, tensor_form
+from flashmem.compiler.selection.attention_form import KeyBlock, QueryRows, TensorForm, form_of, split_form, tensor_form
 from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.kernel_configs.attention import AttentionConfig, SplitKeysConfig
 from flashmem.target.kernel_configs.tensor_cores import TensorAttention
@@ -255,6 +255,8 @@ def _launch_whole(context: LoweringContext, attention: _Attention) -> None:
     places = zip(attention.accesses, ("query", "key", "key", "query"), map(context.stored, attention.tensors), strict=True)
     vectors = context.descriptor.code.vector_loads and all(context.nbytes(each) < MOST_OFFSET for each in attention.tensors)
     q, k, v, y = (_template_values(access, row, stored, strides, vectors=vectors) for access, row, stored in places)
+    for operand, access, each in zip((q, k, v), attention.accesses, attention.tensors, strict=False):
+        operand["width"] = _width(access, context.stored(each)) if isinstance(form, KeyBlock) else 1
     kernel = context.kernels.kernel(
         "attention/attention",
         f=form,

@@ -93,13 +93,14 @@ class StoredTensor:
 class LoweringContext:
     """A program under construction, to which lowerings add. Values with the same place and size in memory share a tensor.
 
-    `half`: float weights are packed in half. `earlier`: weights that programs for other shapes have placed in the file.
-    `before`: those of another program for these shapes.
+    `half`: float weights are packed in half. `tf32`: products of floats may round their operands to TF32. `earlier`: weights
+    that programs for other shapes have placed in the file. `before`: those of another program for these shapes.
     """
 
     descriptor: DeviceDescriptor
     memory_path: MemoryPath
     half: bool
+    tf32: bool
     slicing: Slicing
     kernels: KernelLibrary
     selector: KernelSelector

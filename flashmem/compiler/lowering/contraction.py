@@ -34,7 +34,7 @@ from flashmem.target.kernel_configs.contraction import (
     SlicedContraction,
     StagedContraction,
 )
-from flashmem.target.kernel_configs.workload import Workload
+from flashmem.target.kernel_configs.workload import TF32, Workload
 
 _TEMPLATES = {
     "matmul": "contraction/matmul",
@@ -70,12 +70,12 @@ def _tile(
 
     `run`: steps of depth that are read contiguously. `winograd`: as in `compiler.selection.selector.KernelRequest`.
     """
-    node, weights = group.main, workload.storage
+    node, weights = group.main, workload.weights
     scalar, activation = REGISTER[node.outputs[0].dtype], context.stored(node.input(0))
     floats = scalar == "float" and activation in ("float", "half") and weights in ("float32", "float16")
     plain = None if floats else context.descriptor.tile.config(workload.family)
     config = given or plain or choice(context, group, workload, packed=packed, winograd=winograd)
-    if activation != "half" or weights != "float16":
+    if workload.storage != TF32 and (activation != "half" or weights != "float16"):
         config = config.in_float()
     if isinstance(config, PlainContraction) and not packed:
         config = replace(config, panel_columns=0)
@@ -187,7 +187,7 @@ def lower_packed(
     depth, columns = weight_matrix(node)
     binding = read_weights(context, node)
     workload = Workload(
-        family, context.memory_path, rows, depth, columns // groups, groups, binding.storage,
+        family, context.memory_path, rows, depth, columns // groups, groups, _storage(context, node, binding, stageable),
         taps=depth // run, stride=max(node.attributes.get("strides", (1,))),
     )  # fmt: skip
     given, packed_panel = _quantised(context, workload, binding)
@@ -278,6 +278,15 @@ def lower_packed(
             nbytes=context.nbytes(node.input(0)) + ITEMSIZE[context.storage(group.output)] * rows * part.panels * tile.panel,
             part=f"[{i}]" if len(sliced) > 1 else "",
         )
+
+
+def _storage(context: LoweringContext, node: Node, binding: WeightBinding, stageable: bool) -> str:
+    """`Workload.storage` of a product with these weights: `TF32` if it is asked for, and both operands are floats.
+
+    `stageable`: see `lower_packed`.
+    """
+    floats = binding.storage == "float32" and context.stored(node.input(0)) == "float"
+    return TF32 if context.tf32 and floats and stageable and binding.codes is not None else binding.storage
 
 
 _SUMMED_COLUMNS, _MOST_STRANDS = 64, 4

@@ -162,7 +162,10 @@ def _steps(run: int, stride: int, phase: int, rows: int) -> list[tuple[int, list
 
 
 def can_be_winograd(context: LoweringContext, node: Node) -> bool:
-    """Whether F(2x2, 3x3) can compute `node`: floats, constant weights, 3x3 taps, dilation and stride 1, one group."""
+    """Whether F(2x2, 3x3) can compute `node`: floats, constant weights, 3x3 taps, dilation and stride 1, one group.
+
+    Its sums are those of floats, so `--precision fp16` and `tf32` do without it.
+    """
     x, weight, attributes = node.input(0), node.input(1), node.attributes
     return (
         node.op == "Conv"
@@ -170,7 +173,7 @@ def can_be_winograd(context: LoweringContext, node: Node) -> bool:
         and {int(attributes["group"]), *attributes["strides"], *attributes["dilations"]} == {1}
         and weight.constant is not None
         and not isinstance(weight.constant, QuantizedConstant)
-        and not context.half
+        and not (context.half or context.tf32)
         and (weight.dtype, context.storage(x)) == ("float32", "float32")
     )
 

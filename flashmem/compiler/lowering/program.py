@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.base.types import SLACK, TENSOR_ALIGNMENT, StoredType
+from flashmem.base.types import SLACK, TENSOR_ALIGNMENT, Precision, StoredType
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, GraphPort, Node, Value
 from flashmem.compiler.lowering.context import Cuts, LoweringContext, PackedBefore
@@ -107,7 +107,7 @@ def generate(
     groups: Sequence[FusionGroup],
     descriptor: DeviceDescriptor,
     *,
-    precision: Literal["fp32", "fp16"] = "fp32",
+    precision: Precision = "fp32",
     slicing: Slicing = DEFAULT,
     selector: KernelSelector | None = None,
     earlier: StoredWeights = NOTHING_STORED,
@@ -152,6 +152,7 @@ def generate(
         descriptor,
         path,
         half,
+        precision == "tf32",
         slicing,
         KernelLibrary(descriptor.code),
         selector or KernelSelector(descriptor),

@@ -15,9 +15,6 @@ from flashmem.target.kernel_configs.tensor_cores import TensorContraction
 _ELEMENT = {"float32": "float", "float16": "half", "int4": "uchar", "uint4": "uchar"}
 """OpenCL C types of packed elements that differ from those of tensors; two integers of 4 bits are one element."""
 
-_BETWEEN_ROWS, _BETWEEN_VECTORS = 16, 8
-"""Distances between the outputs of a work-item on tensor cores: the rows and columns of one instruction."""
-
 
 @dataclass(frozen=True)
 class ContractionTile:
@@ -193,13 +190,13 @@ class ContractionTile:
     def row_offset(self, i: int) -> int:
         """Distance in rows from a work-item's first row to its i-th."""
         if self.tensor:
-            return i * _BETWEEN_ROWS
+            return i * self.tensor.between[0]
         return i % self.row_run + i // self.row_run * self.row_run * self.down if self.k_block else i
 
     def column_offset(self, j: int) -> int:
         """Distance in columns from a work-item's first column to the first of its j-th vector."""
         if self.tensor:
-            return j * _BETWEEN_VECTORS
+            return j * self.tensor.between[1]
         return j * self.vector * (self.across if self.k_block else 1)
 
     def row_items(self, rows: str) -> str:

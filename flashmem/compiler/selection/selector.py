@@ -15,7 +15,7 @@ from flashmem.compiler.selection.configs import seconds
 from flashmem.target.descriptor import DeviceDescriptor
 from flashmem.target.kernel_configs.config import KernelConfig
 from flashmem.target.kernel_configs.contraction import Contraction, Winograd
-from flashmem.target.kernel_configs.workload import Workload
+from flashmem.target.kernel_configs.workload import TF32, Workload
 
 BUILD_SECONDS = 0.1
 """Seconds to compile one kernel when a bundle is compiled: assumed for every device."""
@@ -29,7 +29,7 @@ WORTH = 0.02
 MOST_PADDING = 2
 """The most bytes of packed weights of a grouped convolution, as a multiple of their elements."""
 
-_ITEMSIZE = {"float32": 4.0, "float16": 2.0, "int4": 0.5, "uint4": 0.5}
+_ITEMSIZE = {"float32": 4.0, TF32: 4.0, "float16": 2.0, "int4": 0.5, "uint4": 0.5}
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class KernelSelector:
             self._limited or not request.winograd or (config.steady and self._optimize != "steady")
         ):
             return False
-        if "mma" in config.needs and not request.halves:
+        if "mma" in config.needs and not (request.halves or request.workload.storage == TF32):
             return False
         wide = isinstance(config, Contraction) and request.widest is not None and config.block[1] > request.widest
         return config == plain or not (wide or self._pads_groups(config, request.workload))

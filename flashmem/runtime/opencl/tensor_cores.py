@@ -10,7 +10,7 @@ from flashmem.program.kernel_text import uses_tensor_cores
 
 _FUNCTIONS = r"""
 #define FM_TENSOR_CORES
-static inline void fm_copy(uint place, __global const half* source, int bytes)
+static inline void fm_copy(uint place, __global const void* source, int bytes)
 {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" :: "r"(place), "l"(source), "r"(bytes) : "memory");
 }
@@ -42,6 +42,21 @@ static inline uint4 fm_fragment_by_columns(uint place)
 static inline float4 fm_mma(uint4 a, uint2 b, float4 c)
 {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c.x), "+f"(c.y), "+f"(c.z), "+f"(c.w) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
+    return c;
+}
+static inline uint4 fm_tf32(uint4 v)
+{
+    uint4 r;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r.x) : "f"(as_float(v.x)));
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r.y) : "f"(as_float(v.y)));
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r.z) : "f"(as_float(v.z)));
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r.w) : "f"(as_float(v.w)));
+    return r;
+}
+static inline float4 fm_mma_tf32(uint4 a, uint2 b, float4 c)
+{
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c.x), "+f"(c.y), "+f"(c.z), "+f"(c.w) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
     return c;
 }
@@ -91,9 +106,10 @@ static inline void fm_put_halves(float4 v, __global half* place)
 }
 """
 """Copies of 16 bytes to a byte of local memory, of which the rest after `bytes` is zero, in groups; a wait until all but the
-last `groups` have ended, at most 3. 16 x 16 halves of the left operand, or of the right one, and sums of 16 x 8. The numbers of
-the next work-item, so that each has four columns. Two halves in one word. A power of two, to 2 units in the last place. The
-largest number and the sum of four work-items, side by side. Four halves, stored at a multiple of 8 bytes.
+last `groups` have ended, at most 3. 16 x 16 halves (or 16 x 8 floats) of the left operand, 16 x 16 halves of the right one, and
+sums of 16 x 8. Four floats rounded to TF32, and sums of 16 x 8 from such operands. The numbers of the next work-item, so that
+each has four columns. Two halves in one word. A power of two, to 2 units in the last place. The largest number and the sum of
+four work-items, side by side. Four halves, stored at a multiple of 8 bytes.
 """
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeGuard, get_args
 
 from flashmem.base.errors import UserError
-from flashmem.base.types import MemoryPath, Optimize, Quantize, StatePrecision, States, TransferMode
+from flashmem.base.types import MemoryPath, Optimize, Precision, Quantize, StatePrecision, States, TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import is_language_folder
 from flashmem.bundle.shape_variants import Shapes
@@ -35,7 +35,7 @@ class ModelOptions(TypedDict, total=False):
     m_peak: int | str | None
     lambda_: float | None
     chunk: int | str | None
-    precision: Literal["fp32", "fp16"]
+    precision: Precision
     state_precision: StatePrecision | None
     shapes: Shapes | Sequence[Shapes] | None
     states: States | None

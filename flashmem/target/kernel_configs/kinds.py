@@ -18,13 +18,14 @@ from flashmem.target.kernel_configs.contraction import (
     Winograd,
 )
 from flashmem.target.kernel_configs.rows import RowConfig
-from flashmem.target.kernel_configs.tensor_cores import TensorAttention, TensorContraction
+from flashmem.target.kernel_configs.tensor_cores import TensorAttention, TensorContraction, Tf32Contraction
 
 _CLASSES: tuple[type[KernelConfig], ...] = (
     PlainContraction,
     StagedContraction,
     SlicedContraction,
     TensorContraction,
+    Tf32Contraction,
     Winograd,
     StagedWinograd,
     QueryRowsConfig,

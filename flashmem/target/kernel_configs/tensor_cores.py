@@ -9,22 +9,13 @@ from typing import ClassVar, Self
 from flashmem.target.kernel_configs.attention import AttentionConfig
 from flashmem.target.kernel_configs.config import CompiledCost, EstimatedDevice, Feature
 from flashmem.target.kernel_configs.contraction import Contraction, StagedContraction, in_group
-from flashmem.target.kernel_configs.workload import Workload
-
-_DOWN, _ACROSS = 16, 2
-"""Work-items of a warp in the direction of rows and of columns, as their results are arranged."""
+from flashmem.target.kernel_configs.workload import TF32, Workload
 
 _CHUNK = 8
 """Halves that are copied to local memory at a time: 16 bytes."""
 
 _STEP = 16
-"""Steps of depth of one instruction."""
-
-_RATE = 13.0
-"""Multiplications of halves in the time of one of floats. This and the next fit 20 products on an H200, 2026-11-26."""
-
-_COPY = 6.0
-"""Cost of copying a half to local memory, in multiplications of floats of its core."""
+"""Steps of depth of one instruction on halves."""
 
 _CORE = 2048
 """Work-items of a core, at most: NVIDIA's programming guide, compute capability 8.0 and 9.0."""
@@ -40,17 +31,33 @@ class TensorContraction(Contraction):
     A work-group has `pipeline` K-blocks of both operands in local memory: while it multiplies one, the others are being copied.
     Its `local_size` work-items are warps of 16 x 2, which multiply blocks of 16 * `rows` x 2 * `columns`. It has `slice_k`
     parts of so many work-items. Each part multiplies its share of every K-block; their sums are added in a fixed order.
-    `columns` are a multiple of 8, a part's share is one of 16 steps, and `pipeline` is 2 to 5. Work-items of a group are a
-    multiple of the chunks in a line of either operand.
+    `columns` are a multiple of 8, a part's share is one of 16 steps, and `pipeline` is 2 to 5. `copiers` further work-items,
+    whole warps, only copy; if there are none, all copy. Those that copy are a multiple of the chunks in a line of an operand.
+
+    Of a class: `element` of both operands in memory, `itemsize` of its bytes, `chunk` elements that are copied to local memory
+    at a time (16 bytes), `step` steps of depth of one instruction, and `storage` of the workloads (`Workload.storage`).
+    `warp_items` (down, across) arranges a warp's results: a work-item has rows and vectors of four columns at distances
+    `between`. `rate`: multiplications in the time of one by plain arithmetic. `copy`: the cost of copying an element, in
+    multiplications of floats of its core. Both fit 20 products on an H200, 2026-11-26.
     """
 
     kind: ClassVar[str] = "tensor"
+    element: ClassVar[str] = "half"
+    itemsize: ClassVar[int] = 2
+    chunk: ClassVar[int] = _CHUNK
+    step: ClassVar[int] = _STEP
+    storage: ClassVar[str] = "float16"
+    warp_items: ClassVar[tuple[int, int]] = (16, 2)
+    between: ClassVar[tuple[int, int]] = (16, 8)
+    rate: ClassVar[float] = 13.0
+    copy: ClassVar[float] = 6.0
 
     vector: int = field(default=4, init=False)
     families: tuple[str, ...] = field(default=("matmul", "conv"), init=False)
     k_block: int = field(kw_only=True)
     pipeline: int = field(kw_only=True)
     slice_k: int = field(default=1, kw_only=True)
+    copiers: int = field(default=0, kw_only=True)
 
     @property
     def needs(self) -> frozenset[Feature]:
@@ -60,7 +67,17 @@ class TensorContraction(Contraction):
     @property
     def code(self) -> str:
         """See `KernelConfig.code`."""
-        return f"{super().code}-t"
+        return f"{super().code}-t" + (f"-{self.copiers}" if self.copiers else "")
+
+    @property
+    def items(self) -> int:
+        """Number of work-items of a work-group."""
+        return super().items + self.copiers
+
+    @property
+    def copying(self) -> int:
+        """Number of work-items that copy."""
+        return self.copiers or self.items
 
     @property
     def staged_depth(self) -> int:
@@ -80,44 +97,45 @@ class TensorContraction(Contraction):
     @property
     def warps_down(self) -> int:
         """Warps of a part, one below the other."""
-        return self.local_size[0] // _DOWN
+        return self.local_size[0] // self.warp_items[0]
 
     @property
     def warp(self) -> tuple[int, int]:
         """Rows and columns of the outputs of a warp."""
-        return _DOWN * self.rows, _ACROSS * self.columns
+        down, across = self.warp_items
+        return down * self.rows, across * self.columns
 
     @property
     def steps(self) -> int:
         """Instructions along the depth of a part's share of a K-block."""
-        return self.k_block // _STEP // self.slice_k
+        return self.k_block // self.step // self.slice_k
 
     @property
     def left_chunks(self) -> int:
         """Chunks of the left operand's K-block that a work-item copies."""
-        return -(-self.block[0] * self.k_block // _CHUNK // self.items)
+        return -(-self.block[0] * self.k_block // self.chunk // self.copying)
 
     @property
     def right_chunks(self) -> int:
         """Chunks of the right operand's K-block that a work-item copies."""
-        return -(-self.block[1] * self.k_block // _CHUNK // self.items)
+        return -(-self.block[1] * self.k_block // self.chunk // self.copying)
 
     @property
     def stage_bytes(self) -> int:
         """Bytes of local memory for one K-block of both operands."""
-        return 2 * self.k_block * sum(self.block)
+        return self.itemsize * self.k_block * sum(self.block)
 
     def fits(self, workload: Workload) -> bool:
-        """Whether it can compute `workload`: weights in half in a buffer, and whole chunks of the depth of each tap."""
-        whole = workload.depth // workload.taps % _CHUNK == 0
-        return workload.path == "buffer" and workload.storage == "float16" and whole and in_group(self, workload)
+        """Whether it can compute `workload`: weights of its type in a buffer, and whole chunks of the depth of each tap."""
+        whole = workload.depth // workload.taps % self.chunk == 0
+        return workload.path == "buffer" and workload.storage == self.storage and whole and in_group(self, workload)
 
     def cut(self, workload: Workload) -> Self:
         """The config itself: its work-groups are whole."""
         return self
 
     def in_float(self) -> StagedContraction:
-        """A config for the same packed weights and a left operand in float."""
+        """A config for the same packed weights and a left operand of another type."""
         across = self.panel // 4
         return StagedContraction(self.name, 4, 4, (_FLOAT_ITEMS, across), k_block=_FLOAT_STEPS, two_stage=True)
 
@@ -126,7 +144,32 @@ class TensorContraction(Contraction):
         down, across = self.block
         groups = workload.batches * math.ceil(workload.rows / down) * math.ceil(workload.columns / across)
         rounds = math.ceil(groups / max(1, device.parallelism // _CORE))
-        return rounds * workload.depth * (_COPY * (down + across) + down * across / _RATE) / _CORE
+        return rounds * workload.depth * (self.copy * (down + across) + down * across / self.rate) / _CORE
+
+
+@dataclass(frozen=True)
+class Tf32Contraction(TensorContraction):
+    """A contraction of two operands in float by tensor cores, which round them to TF32: 8 bits of exponent, 10 of mantissa.
+
+    Its warps are 8 x 4 work-items, which multiply blocks of 8 * `rows` x 4 * `columns`, and a part's share of a K-block is one
+    of 8 steps. `rows` are even; everything else is as above. `rate` and `copy` are those of halves for twice the bytes.
+    """
+
+    kind: ClassVar[str] = "tensor-tf32"
+    element: ClassVar[str] = "float"
+    itemsize: ClassVar[int] = 4
+    chunk: ClassVar[int] = 4
+    step: ClassVar[int] = 8
+    storage: ClassVar[str] = TF32
+    warp_items: ClassVar[tuple[int, int]] = (8, 4)
+    between: ClassVar[tuple[int, int]] = (8, 16)
+    rate: ClassVar[float] = 6.5
+    copy: ClassVar[float] = 12.0
+
+    @property
+    def code(self) -> str:
+        """See `KernelConfig.code`."""
+        return f"{super().code}f"
 
 
 _WARP, _TILE = 32, 16

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 from flashmem.base.types import MemoryPath
+
+TF32: Final = "tf32"
+"""The storage of a workload whose weights are float32, and whose operands may be rounded to TF32 when they are multiplied."""
 
 
 @dataclass(frozen=True)
@@ -14,7 +18,7 @@ class Workload:
 
     Convolution: `depth` counts every tap (a multiple of `taps`), `stride` is its stride, `batches` its groups. Attention:
     `rows` are queries, `columns` keys, `depth` is the width of a head, `batches` counts heads. Reductions of rows: `depth` is
-    the length of a row. `storage`: the type of packed weights.
+    the length of a row. `storage`: the type of packed weights, or `TF32`.
     """
 
     family: str
@@ -26,6 +30,11 @@ class Workload:
     storage: str = "float32"
     taps: int = 1
     stride: int = 1
+
+    @property
+    def weights(self) -> str:
+        """The type of packed weights."""
+        return "float32" if self.storage == TF32 else self.storage
 
     @property
     def macs(self) -> int:

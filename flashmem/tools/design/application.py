@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from flashmem.base.errors import MissingFileError, UserError
+from flashmem.base.types import Precision
 from flashmem.base.units import parse_size
-from flashmem.compiler.options import Precision
 from flashmem.target.descriptor import descriptor_names, load_descriptor
 
 Metric = Literal[

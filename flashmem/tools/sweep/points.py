@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 
 from flashmem.base.child_processes import module_environment, python_module
 from flashmem.base.errors import BudgetError, RunError
-from flashmem.base.types import TransferMode
+from flashmem.base.types import Precision, TransferMode
 from flashmem.bundle.writer import BundleWriter
 from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
 from flashmem.compiler.ir.graph import Graph
@@ -129,7 +129,7 @@ def _planned(subject: Subject, point: Point) -> tuple[dict[str, Cell], _Planned 
         mu=point.mu,
         objective=cast(Literal["auto", "first", "steady", "paper"], point.objective_asked),
     )
-    options = Options(subject.descriptor, subject.mode, limits, cast(Literal["fp32", "fp16"], point.precision))
+    options = Options(subject.descriptor, subject.mode, limits, cast(Precision, point.precision))
     begun = time.perf_counter()
     try:
         planned = _plan(subject, options)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 from flashmem.base.errors import NoDeviceError, UserError
-from flashmem.base.types import TransferMode
+from flashmem.base.types import Precision, TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.shape_variants import read_variants
 from flashmem.compile import compile as compile_model
@@ -16,6 +16,7 @@ from flashmem.compiler.ir.portable import portable
 from flashmem.compiler.memory.constants import RESIDENT_CONSTANT_BYTES
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.pipeline import prepare
+from flashmem.options import check_precision
 from flashmem.planning.limits import Limits
 from flashmem.runtime.request.options import choose_mode, device_here, find_descriptor
 from flashmem.target.descriptor import DeviceDescriptor, descriptor_names
@@ -48,6 +49,7 @@ def target_of(point: Point) -> SweepTarget:
     if name is not None:
         _check_architecture(name, point)
     descriptor = find_descriptor(point.device)
+    check_precision(descriptor, cast(Precision, point.precision))
     return SweepTarget(descriptor, choose_mode(descriptor, point.mode))
 
 
@@ -65,7 +67,7 @@ def subject_of(point: Point) -> Subject:
     if name is not None:
         graph = prepare(zoo_graph(name))
         return Subject(descriptor, mode, portable(graph, RESIDENT_CONSTANT_BYTES))
-    path, precision = Path(point.model), cast(Literal["fp32", "fp16"], point.precision)
+    path, precision = Path(point.model), cast(Precision, point.precision)
     [shapes, *others] = read_variants(point.shape.split())
     if others:
         raise UserError("--shape names several shape variants, and a sweep is of one; name each input once")

@@ -150,6 +150,7 @@ def test_exports_keep_no_scores(name: str, count: int) -> None:
     "config",
     [
         KeyBlockConfig("deep", 4, 4, (4, 8), channels=32),
+        KeyBlockConfig("wide", 8, 4, (2, 4), channels=32),
         KeyBlockConfig("shallow", 8, 2, (2, 4), channels=8),
         QueryRowsConfig("dealt", 8, 2, 8, lanes=16),
         QueryRowsConfig("rows", 12, 4, 4),
@@ -162,7 +163,7 @@ def test_any_numbers_of_a_config(config: AttentionConfig, tmp_path: Path, monkey
     listed = replace(descriptor_for(find_device(device)), configs=(config,), only=config.name)
     monkeypatch.setattr("flashmem.runtime.request.options.descriptor_for", lambda device: listed)
     model = Model()
-    for rows, keys, size, value_size in ((7, 70, 20, 9), (19, 37, 20, 9)):
+    for rows, keys, size, value_size in ((7, 70, 20, 9), (19, 37, 20, 9), (18, 75, 20, 12)):
         plain(model, 1, 2, rows, keys, size, value_size)
     _compare(model, device, device, path, tmp_path)
     launches = flashmem.Bundle.open(tmp_path / "b.flashmem").program.launches
@@ -170,4 +171,4 @@ def test_any_numbers_of_a_config(config: AttentionConfig, tmp_path: Path, monkey
     numbers = [(shape.tile_columns, shape.k_block, shape.slice_k) for shape in taken]
     channels = config.channels if isinstance(config, KeyBlockConfig) else 0
     lanes = config.lanes if isinstance(config, QueryRowsConfig) else 1
-    assert numbers.count((config.keys, channels, lanes)) == (1 if lanes > 1 else 2)
+    assert numbers.count((config.keys, channels, lanes)) == (1 if lanes > 1 else 3)

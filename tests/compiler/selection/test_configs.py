@@ -237,9 +237,11 @@ def test_shipped_configs_can_be_built(name: str) -> None:
             case StagedContraction(k_block=depth):
                 assert depth % 4 == depth % config.slice_k == 0 == config.local_bytes % 16
             case TensorContraction(k_block=depth, local_size=(down, across)):
-                assert down % 16 == across % 2 == config.columns % 8 == depth % (16 * config.slice_k) == 0
-                assert config.local_bytes % 16 == 0
-                assert 2 <= config.pipeline <= 5 and config.items % math.lcm(depth // 8, config.panel // 8) == 0
+                (high, wide), chunk = config.warp_items, config.chunk
+                assert down % high == across % wide == config.columns % 8 == depth % (config.step * config.slice_k) == 0
+                assert config.local_bytes % 16 == 0 and (config.storage == "float16" or config.rows % 2 == 0)
+                assert 2 <= config.pipeline <= 5 and config.copying % math.lcm(depth // chunk, config.panel // chunk) == 0
+                assert config.copiers % 32 == 0
             case SlicedContraction(lanes=lanes):
                 assert lanes >= 8 and lanes & (lanes - 1) == 0
                 tile = load_descriptor(name).tile
