@@ -242,7 +242,7 @@ class DeviceDescriptor:
         width = kind.register_bytes / INSTRUCTION_SETS[self.instruction_set].register_bytes
         rates = replace(self.rates, gemm_flops=self.rates.gemm_flops * width, conv_flops=self.rates.conv_flops * width)
         tile = cpu_tile(kind)
-        winograd = next((each for each in self.configs if isinstance(each, Winograd)), None)
+        winograd = next((each for each in self.configs if isinstance(each, Winograd) and each.panel_columns == PANEL), None)
         configs = () if winograd is None else (replace(winograd, rows=tile.rows, columns=tile.columns, vector=tile.vector),)
         return replace(self, instruction_set=name, tile=tile, configs=configs, tuned="", rates=rates)
 
