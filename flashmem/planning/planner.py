@@ -255,7 +255,7 @@ def _for_later_runs(
             if not own:
                 rooms.append(leanest(plan, least, make, lambda each: each.objective))
             if own or objective == "steady":
-                rooms += ladder(plan, least, make)
+                rooms += ladder(instance, plan, least, make)
         if own and objective == "first":
             plan = serving_later_runs(instance, rooms, limit, measure, soonest)
         else:

@@ -86,7 +86,7 @@ def _rooms(variant: VariantProblem, budget: int) -> list[OverlapPlan]:
     def make(m_peak: int) -> OverlapPlan:
         return first_plan(replace(instance, m_peak=m_peak), chosen, quick=True)
 
-    plans = [*ladder(roomiest, min(smallest_m_peak(instance, chosen)[0], roomiest.m_peak), make), roomiest]
+    plans = [*ladder(instance, roomiest, min(smallest_m_peak(instance, chosen)[0], roomiest.m_peak), make), roomiest]
     return [replace(plan, asked=asked) for plan in plans]
 
 

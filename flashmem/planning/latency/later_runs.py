@@ -85,9 +85,13 @@ _EXACT = 6
 """The most streamed weights of which every choice is tried. It takes a layout for each."""
 
 
-def ladder(best: OverlapPlan, least: int, make: Callable[[int], OverlapPlan]) -> list[OverlapPlan]:
-    """The plans of `make` in several M_peak, from `least` bytes to half of what `best` has more."""
-    return [make(least + (best.m_peak - least) * part // 8) for part in (0, 1, 2, 4)]
+def ladder(instance: Instance, best: OverlapPlan, least: int, make: Callable[[int], OverlapPlan]) -> list[OverlapPlan]:
+    """The plans of `make` in several M_peak, from about `least` bytes to half of what `best` has more.
+
+    Where memory is shared, the first has a 32nd more: in the least memory a loader thread waits until another slice is freed.
+    """
+    first = 0 if instance.own is not None else 1
+    return [make(least + (best.m_peak - least) * part // 32) for part in (first, 4, 8, 16)]
 
 
 def serving_later_runs(
