@@ -15,11 +15,13 @@ from flashmem.base.errors import BudgetError, UserError
 from flashmem.base.types import MemoryPath, Optimize, Precision, Quantize, StatePrecision, States, TransferMode
 from flashmem.bundle.bundle import Bundle, Code, ShapeVariant
 from flashmem.bundle.cache import find_or_make
+from flashmem.bundle.language import Language
 from flashmem.bundle.shape_variants import Shapes, shapes_text
 from flashmem.bundle.writer import BundleWriter
 from flashmem.compilation import DATA_FILES, Compilation, read_compilation, states_of
 from flashmem.compiler.adaptive.pipeline import Pipeline
 from flashmem.compiler.adaptive.plan_graph import plan_graph, refusal, with_layouts
+from flashmem.compiler.adaptive.prompt_runs import with_longer_run
 from flashmem.compiler.frontend.external_data import model_files
 from flashmem.compiler.frontend.gguf.reader import converted
 from flashmem.compiler.frontend.gguf.weights import matrix, sketched
@@ -173,7 +175,7 @@ def compile(
     )
     if dump_passes is not None:
         with compilation.in_a_file() as filed, _as_onnx(filed) as source:
-            _dump_passes(source, Path(dump_passes), compilation.variants)
+            _dump_passes(source, Path(dump_passes), filed)
     with KernelBuilder(device, lambda fraction: progress("build kernels", fraction)) as kernels:
 
         def make(place: Path) -> Bundle:
@@ -181,7 +183,7 @@ def compile(
             with compilation.in_a_file() as filed, _as_onnx(filed) as source, _adding(after=hint):
                 if filed is not compilation:
                     source = replace(source, meta={**source.meta, "model_path": ""})
-                read = _read(source, filed.variants, progress)
+                read = _read(source, filed, progress)
                 return _compile(filed, source, read, place, progress, kernels if build else None)
 
         bundle = make(Path(output)) if output is not None else find_or_make(compilation.name, make, compilation.describes)
@@ -233,12 +235,15 @@ def _as_onnx(compilation: Compilation, *, sketch: bool = False) -> Iterator[_Sou
         yield replace(source, path=made.path, meta=meta)
 
 
-def _dump_passes(source: _Source, folder: Path, variants: Sequence[Options]) -> None:
+def _dump_passes(source: _Source, folder: Path, compilation: Compilation) -> None:
     """Write the graph of each variant before and after each pass.
 
     Imports the model for this alone, so that it works even when the bundle is in the cache.
     """
     check_dump_folder(folder)
+    variants = compilation.variants
+    if compilation.is_language:
+        variants = _read(source, compilation, lambda stage, fraction: None).variants
     for number, options in enumerate(variants, start=1):
         place = folder if len(variants) == 1 else folder / f"variant-{number}"
         check_dump_folder(place)
@@ -254,25 +259,42 @@ def compile_rehearsal(compilation: Compilation, output: Path, progress: Progress
     if compilation.quantize is not None:
         raise UserError("--estimate reads no weights, and --quantize needs them; leave out one of them")
     with _as_onnx(compilation, sketch=True) as source:
-        read = _read(source, compilation.variants, progress)
+        read = _read(source, compilation, progress)
         made = _compile(compilation, source, read, output, progress, None, with_weights=False)
-        pairs = zip(read.graphs, compilation.variants, strict=True)
-        return made, max(refusal(graph, options, least=read.least).smallest_bytes for graph, options in pairs)
+        least = read.first(len(compilation.variants))
+        pairs = zip(least.graphs, least.variants, strict=True)
+        return made, max(refusal(graph, options, least=least.least).smallest_bytes for graph, options in pairs)
 
 
 @dataclass(frozen=True)
 class _Graphs:
-    """The graph of each variant, and what all of them reserve."""
+    """The variants of a model, the graph of each, and what all of them reserve."""
 
+    variants: tuple[Options, ...]
     graphs: Sequence[Graph]
     least: Reserved
 
+    def first(self, count: int) -> _Graphs:
+        """The first `count` variants."""
+        if count == len(self.variants):
+            return self
+        variants, graphs = self.variants[:count], self.graphs[:count]
+        return _Graphs(variants, graphs, _reserved(graphs, variants))
 
-def _read(source: _Source, variants: Sequence[Options], progress: Progress) -> _Graphs:
-    """Read the graphs of `variants`. Raises UserError like `_read_graphs`."""
+
+def _read(source: _Source, compilation: Compilation, progress: Progress) -> _Graphs:
+    """Read the graph of each variant; of a language model perhaps one more. Raises UserError like `_read_graphs`."""
     progress("import", 0.0)
+    variants = compilation.variants
     graphs = _read_graphs(source, variants)
-    return _Graphs(graphs, _reserved(graphs, variants))
+    if compilation.is_language and compilation.batch == 1:
+
+        def read(options: Options) -> Graph:
+            return read_graph(source.path, options, source.rewrite, source.extend)
+
+        longest = Language.from_json(source.language).max_length
+        variants, graphs = with_longer_run(variants, graphs, longest, read)
+    return _Graphs(variants, graphs, _reserved(graphs, variants))
 
 
 def _compile(
@@ -287,9 +309,29 @@ def _compile(
 ) -> Bundle:
     """Compile all shape variants, whose graphs were `read`, into one bundle. `source` has the ONNX file of the model.
 
-    `kernels` are built while plans are made, and weights are packed and written.
+    `kernels` are built while plans are made, and weights are packed and written. A variant that is not among those of
+    `compilation` is left out if the budget is too small for it.
     """
-    model, variants = compilation.model, compilation.variants
+    try:
+        return _compiled(compilation, source, read, output, progress, kernels, with_weights=with_weights)
+    except BudgetError:
+        least = read.first(len(compilation.variants))
+        if least is read:
+            raise
+    return _compiled(compilation, source, least, output, progress, kernels, with_weights=with_weights)
+
+
+def _compiled(
+    compilation: Compilation,
+    source: _Source,
+    read: _Graphs,
+    output: Path,
+    progress: Progress,
+    kernels: KernelBuilder | None,
+    *,
+    with_weights: bool,
+) -> Bundle:
+    model, variants = compilation.model, read.variants
     [options, *_] = variants
     data = states_of(file for file in source.files if file.resolve() != model.resolve())
 

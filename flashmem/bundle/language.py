@@ -47,6 +47,9 @@ PROMPT_TOKENS, CHECKED_TOKENS = 32, 8
 runs read one.
 """
 
+LONG_RUNS = (64, 128)
+"""Tokens of a prompt that a further run reads where that is worth it (`compiler.adaptive.prompt_runs`): one of these."""
+
 BATCH_TOKENS = 8
 """Tokens of a prompt that a run reads in each row of a batch (`runtime.generation.batch`). The cache has room for as many more
 than `max_length`.

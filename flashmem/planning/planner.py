@@ -18,6 +18,7 @@ from flashmem.planning.budget import roomiest, with_staging_that_fits
 from flashmem.planning.instance import build_instance
 from flashmem.planning.latency.first_answer import first_plan, forced_preload, judged, smallest_m_peak
 from flashmem.planning.latency.later_runs import (
+    by_cache_and_disk,
     by_later_runs,
     ladder,
     later_seconds,
@@ -102,12 +103,12 @@ def planned_together(
 ) -> list[OverlapPlan]:
     """The checked plans of shape variants of one bundle that keep the same weights, if they can (`planning.variants`).
 
-    Their own plans otherwise, and where no weights stay on a device with memory of its own. `variants`: each program, and the
-    plan that it has alone.
+    Their own plans otherwise, in modes in which no weights stay between variants, and for first answers where memory is shared.
+    `variants`: each program, and the plan that it has alone.
     """
     objective, plans = limits.resolved_objective, [plan for _, plan in variants]
-    apart = not descriptor.shares_memory and mode == "dma"
-    if not apart or limits.budget is None or limits.strategy != "stream" or objective == "paper":
+    stays = mode == "dma" if not descriptor.shares_memory else mode in ("map", "dma") and objective == "steady"
+    if not stays or limits.budget is None or limits.strategy != "stream" or objective == "paper":
         return plans
     threads, piece = min(plan.loader_threads for plan in plans), min(plan.piece_bytes for plan in plans)
     problems = []
@@ -254,12 +255,13 @@ def _for_later_runs(
             if not own:
                 rooms.append(leanest(plan, least, make, lambda each: each.objective))
             if own or objective == "steady":
-                rooms += ladder(plan, least, make)
+                rooms += ladder(instance, plan, least, make)
         if own and objective == "first":
             plan = serving_later_runs(instance, rooms, limit, measure, soonest)
         else:
             kept = [with_kept(instance, each, limit, measure) for each in rooms if measure(each) <= limit]
-            plan = min(kept, key=lambda each: by_later_runs(instance, each))
+            order = by_later_runs if objective == "first" else by_cache_and_disk
+            plan = min(kept, key=lambda each: order(instance, each))
     return plan if objective == "first" else _as_steady(instance, plan, program, limits)
 
 

@@ -49,7 +49,7 @@ def plan_again(
         return first_plan(replace(instance, m_peak=m_peak), preload, quick=True)
 
     if keep and instance.own is not None:
-        rooms = [plan, *(ladder(plan, least, make) if plan.m_peak > least else ())]
+        rooms = [plan, *(ladder(instance, plan, least, make) if plan.m_peak > least else ())]
         return _sealed(program, instance, mode, serving_later_runs(instance, rooms, budget, measure, plan.objective), budget)
     if plan.m_peak > least:
         lean = leanest(plan, least, make, lambda each: each.objective, near=budget // _NEAR)

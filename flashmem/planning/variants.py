@@ -1,7 +1,7 @@
 """Shape variants of one bundle, planned together, so that a session changes between them without loading weights again.
 
-On a device with memory of its own each variant keeps some weights for later runs. Planned alone, variants keep different ones,
-for which memory seldom suffices at once. Here they keep the same. The variant with the least computing chooses them: it hides
+Each variant keeps some weights for later runs. Planned alone, variants keep different ones, for which memory seldom suffices at
+once. Here they keep the same. The variant with the least computing chooses them: it hides
 loads least. The bytes in flight of all variants then use the same memory in turn, so the largest of them limits what stays.
 """
 
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from math import sqrt
 
 from flashmem.base.errors import BudgetError
 from flashmem.planning.arithmetic.measure import Measure
 from flashmem.planning.budget import plan_within
 from flashmem.planning.latency.first_answer import first_plan, forced_preload, smallest_m_peak
-from flashmem.planning.latency.later_runs import OWN_WORTH, by_later_runs, keeping, ladder, read_early, with_kept
+from flashmem.planning.latency.later_runs import OWN_WORTH, by_cache_and_disk, keeping, ladder, read_early, with_kept
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.loads import staying
 from flashmem.schedule.plan import Objective, OverlapPlan
@@ -46,7 +47,7 @@ def plan_together(variants: Sequence[VariantProblem], budget: int, objective: Ob
     """
     if len({staying(each.plan) for each in variants}) == 1:
         return None
-    alone = [by_later_runs(each.instance, each.plan)[0] for each in variants]
+    alone = [_later(each.instance, each.plan) for each in variants]
     try:
         rooms = [_rooms(each, budget) for each in variants]
     except BudgetError:  # not with this staging
@@ -63,11 +64,17 @@ def plan_together(variants: Sequence[VariantProblem], budget: int, objective: Ob
             pairs = zip(variants, made, soonest, strict=True)
             if any(plan.objective > max(each.plan.objective, (1 + OWN_WORTH) * early) for each, plan, early in pairs):
                 continue
-        later = [by_later_runs(each.instance, plan)[0] for each, plan in zip(variants, made, strict=True)]
+        later = [_later(each.instance, plan) for each, plan in zip(variants, made, strict=True)]
         ratios = [seconds / own if own else 1.0 for seconds, own in zip(later, alone, strict=True)]
         if max(ratios) <= 1 + TOGETHER_WORTH and (best is None or sum(ratios) < best[0]):
             best = sum(ratios), made
     return None if best is None else best[1]
+
+
+def _later(instance: Instance, plan: OverlapPlan) -> float:
+    """Seconds of a later run: where memory is shared, between those with the file in the page cache and on the disk."""
+    seconds = by_cache_and_disk(instance, plan)[0]
+    return seconds if instance.own is not None else sqrt(seconds)
 
 
 def _rooms(variant: VariantProblem, budget: int) -> list[OverlapPlan]:
@@ -79,7 +86,7 @@ def _rooms(variant: VariantProblem, budget: int) -> list[OverlapPlan]:
     def make(m_peak: int) -> OverlapPlan:
         return first_plan(replace(instance, m_peak=m_peak), chosen, quick=True)
 
-    plans = [*ladder(roomiest, min(smallest_m_peak(instance, chosen)[0], roomiest.m_peak), make), roomiest]
+    plans = [*ladder(instance, roomiest, min(smallest_m_peak(instance, chosen)[0], roomiest.m_peak), make), roomiest]
     return [replace(plan, asked=asked) for plan in plans]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from flashmem.base.errors import UserError
-from flashmem.bundle.language import CANDIDATES, IDS, PROMPT_TOKENS, TEMPERATURE, TOTAL
+from flashmem.bundle.language import CANDIDATES, IDS, TEMPERATURE, TOTAL
 from flashmem.compilation import read_compilation
 from flashmem.compile import Progress, compile_rehearsal
 from flashmem.runtime.session import Session
@@ -29,8 +29,8 @@ class GenerationEstimate:
     """What generation with a model takes.
 
     Sizes in bytes: `smallest` budget, `weights` of its bundle, memory at most (`peak`), and weights that each later token loads
-    (`token_bytes`). `prompt_seconds`: to read `PROMPT_TOKENS` of a prompt. `token_seconds`: for each later token. Both with
-    `filled` tokens in the cache, which holds `max_length`, and with the weights in the page cache.
+    (`token_bytes`). `prompt_seconds`: to read `prompt_tokens` of a prompt, the most that a run reads. `token_seconds`: for each
+    later token. Both with `filled` tokens in the cache, which holds `max_length`, and with the weights in the page cache.
     """
 
     device: str
@@ -42,6 +42,7 @@ class GenerationEstimate:
     peak: int
     token_bytes: int
     token_seconds: float
+    prompt_tokens: int
     prompt_seconds: float
 
 
@@ -65,12 +66,14 @@ def estimate_generation(model: Path, progress: Progress = lambda stage, fraction
         with Session(bundle, device=options.get("device", "auto")) as session:
 
             def run(tokens: int) -> float:
-                given = {IDS: np.zeros((1, tokens), np.int64), TOTAL: np.array(filled + tokens, np.int32)}
+                total = min(filled + tokens, language.max_length)
+                given = {IDS: np.zeros((1, tokens), np.int64), TOTAL: np.array(total, np.int32)}
                 session.run([CANDIDATES], {**given, TEMPERATURE: np.array(1, np.float32)})
                 assert session.last_run is not None
                 return session.last_run.latency.exec
 
-            prompt_seconds = min(run(PROMPT_TOKENS) for _ in range(2))
+            prompt_tokens = max(port.shape[1] for each in bundle.variants for port in each.program.inputs if port.name == IDS)
+            prompt_seconds = min(run(prompt_tokens) for _ in range(2))
             token_seconds = median([run(1) for _ in range(1 + _TOKENS)][1:])
             last = session.last_run
             assert last is not None
@@ -84,5 +87,6 @@ def estimate_generation(model: Path, progress: Progress = lambda stage, fraction
                 peak=last.memory.peak_bytes,
                 token_bytes=sum(load.nbytes for load in last.loads),
                 token_seconds=token_seconds,
+                prompt_tokens=prompt_tokens,
                 prompt_seconds=prompt_seconds,
             )

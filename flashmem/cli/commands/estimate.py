@@ -8,7 +8,7 @@ from pathlib import Path
 from flashmem.base.errors import UserError
 from flashmem.base.extras import offline_half
 from flashmem.base.units import format_size
-from flashmem.bundle.language import PROMPT_TOKENS, is_bundle
+from flashmem.bundle.language import is_bundle
 from flashmem.cli.commands.compiling import CompileOptions
 from flashmem.cli.output.console import emit_json, print_facts, progress
 
@@ -37,7 +37,7 @@ def show_estimate(model: Path, compiling: CompileOptions, *, as_json: bool) -> N
             "device": made.device,
             "memory": f"{format_size(made.peak)} at most, with {budget}; the smallest budget is {format_size(made.smallest)}",
             "weights": f"{format_size(made.weights)}, {loaded}",
-            "speed": f"{1 / made.token_seconds:.1f} tokens a second, {PROMPT_TOKENS} tokens of a prompt in "
+            "speed": f"{1 / made.token_seconds:.1f} tokens a second, {made.prompt_tokens} tokens of a prompt in "
             f"{made.prompt_seconds:.2f} s: with {made.filled} of {made.max_length} tokens in the cache, and the weights in the "
             f"page cache or in memory",
         }

@@ -303,6 +303,8 @@ def report_json(outcome: Outcome, options: RunOptions, verification: Verificatio
             "by_category": dict(memory.by_category),
         },
         "plan": summary(outcome.bundle.plan, outcome.bundle.program),
+        "direct_bytes": sum(each.direct_bytes for each in outcome.reports),
+        "no_direct_reads": first.no_direct_reads,
     }
     if memory.host is not None:
         copied = later[-1].host_tier_bytes if later else 0
@@ -334,6 +336,8 @@ def _print(outcome: Outcome, options: RunOptions, verification: Verification | N
         "memory": f"{format_size(peak)} at most, {format_size(memory.average_bytes)} on average, {budget}{process}",
         "plan": f"{plan.proof}, by {plan.tier}, {plan.preload_ratio:.0%} of the weights preloaded",
     }
+    if direct := sum(each.direct_bytes for each in outcome.reports):
+        facts["weight file"] = f"larger than the memory that is left: {format_size(direct)} read past the page cache"
     if memory.host is not None:
         facts["host memory"] = _host_memory(memory.host, later)
     if len(outcome.bundle.variants) > 1:

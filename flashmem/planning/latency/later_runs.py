@@ -20,13 +20,15 @@ from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan, PlannedWeight
 
 
-def later_seconds(instance: Instance, plan: OverlapPlan) -> float:
-    """Predicted latency of a later run: W and kept weights are resident, the file is in the page cache."""
+def later_seconds(instance: Instance, plan: OverlapPlan, *, cached: bool = True) -> float:
+    """Predicted latency of a later run: W and kept weights are resident, the file is in the page cache, or on the disk if not
+    `cached`.
+    """
     streamed = {w.name: w for w in plan.weights if not (w.preload or w.keep)}
     rest = replace(
         instance,
         weights=tuple(w for w in instance.weights if w.name in streamed),
-        load_bandwidth=inf if instance.host_bandwidth < inf else instance.load_bandwidth,
+        load_bandwidth=inf if cached and instance.host_bandwidth < inf else instance.load_bandwidth,
         opening_seconds=0.0,
     )
     releases = {name: w.read_layer for name, w in streamed.items()}
@@ -67,13 +69,29 @@ def by_later_runs(instance: Instance, plan: OverlapPlan) -> tuple[float, int]:
     return round(seconds, 6), -sum(w.nbytes for w in plan.weights if w.keep)
 
 
+def by_cache_and_disk(instance: Instance, plan: OverlapPlan) -> tuple[float, int]:
+    """Sort key of plans by their later runs, where memory may or may not hold the file: the product of their latencies with the
+    file in the page cache and on the disk, so that no plan is good in one case and bad in the other; then bytes read.
+
+    On a device with memory of its own, that of `by_later_runs`, because the host tier holds loads or not.
+    """
+    seconds, kept = by_later_runs(instance, plan)
+    if instance.own is None:
+        seconds *= later_seconds(instance, plan, cached=False)
+    return seconds, kept
+
+
 _EXACT = 6
 """The most streamed weights of which every choice is tried. It takes a layout for each."""
 
 
-def ladder(best: OverlapPlan, least: int, make: Callable[[int], OverlapPlan]) -> list[OverlapPlan]:
-    """The plans of `make` in several M_peak, from `least` bytes to half of what `best` has more."""
-    return [make(least + (best.m_peak - least) * part // 8) for part in (0, 1, 2, 4)]
+def ladder(instance: Instance, best: OverlapPlan, least: int, make: Callable[[int], OverlapPlan]) -> list[OverlapPlan]:
+    """The plans of `make` in several M_peak, from about `least` bytes to half of what `best` has more.
+
+    Where memory is shared, the first has a 32nd more: in the least memory a loader thread waits until another slice is freed.
+    """
+    first = 0 if instance.own is not None else 1
+    return [make(least + (best.m_peak - least) * part // 32) for part in (first, 4, 8, 16)]
 
 
 def serving_later_runs(

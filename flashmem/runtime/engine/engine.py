@@ -61,6 +61,7 @@ class Engine:
         self.steady = False  # whether the last run used steady kernels
         self.opening_seconds = 0.0  # added to the first run's latency
         self.left: frozenset[str] = frozenset()  # outputs of the last run that can still be read
+        self._direct_bytes = 0  # read past the page cache before the last run ended
         self._loads = False  # whether the last run had weights to load or to free
         self._apart, self._warms_up = apart, warm_up
         self._warm_up = self._new_warm_up()
@@ -220,7 +221,12 @@ class Engine:
         use = MemoryUse.of(bound.ledger, ended, device.budget.limit, device.start_rss, host)
         latency = Latency(init + ended - since, init, ended - since)
         self.opening_seconds = 0.0
-        return [results[name] for name in names], RunReport(latency, use, tuple(loads), tuple(layers), self.steady, ended)
+        direct = self.opened.file.direct
+        before, self._direct_bytes = self._direct_bytes, direct.nbytes
+        report = RunReport(
+            latency, use, tuple(loads), tuple(layers), self.steady, ended, self._direct_bytes - before, direct.refused
+        )
+        return [results[name] for name in names], report
 
     def later_outputs(self, names: Sequence[str]) -> dict[str, Array]:
         """Outputs of the last run that are `left`, by name; none is afterwards.

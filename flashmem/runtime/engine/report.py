@@ -88,7 +88,9 @@ class RunReport:
 
     `loads` may begin before the run does. A load without a step "read" in mode "dma" or "interleave" is a copy from the host
     tier. `steady`: the run used the kernels of later runs. `ended` is when the outputs were in
-    host memory; the run, without the session's creation, began `latency.exec` seconds before.
+    host memory; the run, without the session's creation, began `latency.exec` seconds before. `direct_bytes`: bytes that were
+    read past the page cache since the last run, because memory cannot hold the weight file. `no_direct_reads`: why the file
+    system refuses such reads, if it has.
     """
 
     latency: Latency
@@ -97,6 +99,8 @@ class RunReport:
     layers: tuple[TimedInterval, ...]
     steady: bool = False
     ended: float = 0.0
+    direct_bytes: int = 0
+    no_direct_reads: str = ""
 
     @property
     def host_tier_bytes(self) -> int:

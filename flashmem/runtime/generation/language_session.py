@@ -60,7 +60,10 @@ class LanguageSession:
         """
         while True:
             rest = len(tokens) - at
-            length = next(each for each in self.lengths if each <= rest or (each <= len(tokens) and rest > _FEW))
+            length = next(each for each in self.lengths if each <= rest)
+            if rest > _FEW:  # the shortest run with all of them, or the longest one
+                able = [each for each in self.lengths if each <= len(tokens)]
+                length = min((each for each in able if each >= rest), default=able[0])
             start = min(at, len(tokens) - length)
             rows = self.run(tokens[start : start + length], start)
             at = start + length

@@ -17,6 +17,7 @@ from functools import partial
 from flashmem.base.errors import RunError
 from flashmem.base.types import TEXEL_BYTES, Channel
 from flashmem.runtime.memory.accounts import Account, Budget, Category
+from flashmem.runtime.memory.arena import new_pages
 from flashmem.runtime.opencl.context import Bytes, Context, Memory, Queue, release
 
 _OF_TENSORS: tuple[Category, ...] = ("arena", "states", "outputs")
@@ -36,8 +37,13 @@ class Ledger(Account):
         weakref.finalize(self, _release, self._objects, self._maps).atexit = False  # if nobody closes it
 
     def buffer(self, category: Category, nbytes: int, what: str, *, host_visible: bool = False) -> Memory:
-        """Allocate a device buffer, until `give_back`. Raises RunError beyond the budget or if the device refuses."""
+        """Allocate a device buffer, until `give_back`. Raises RunError beyond the budget or if the device refuses.
+
+        One that is `host_visible` is on whole pages where kernels use host memory, so that a disk can write to it directly.
+        """
         make = partial(self._context.buffer, nbytes, host_visible=host_visible, of_tensors=category in _OF_TENSORS)
+        if host_visible and self._context.device.kind == "cpu":
+            make = partial(self._context.scratch, new_pages(nbytes)[:nbytes])
         return self._allocate(category, nbytes, what, make)
 
     def wrapped(self, category: Category, data: Bytes, what: str) -> Memory:

@@ -79,8 +79,10 @@ class MemoryArbiter:
         for loaded in self.models():
             bound = loaded.bound
             if bound is not None:
-                ledger = bound.ledger
-                held += ledger.total - (ledger.by_category.get("weights", 0) if loaded.streams_pages else 0)
+                ledger, pages = bound.ledger, 0
+                if loaded.streams_pages:
+                    pages = max(0, ledger.by_category.get("weights", 0) - bound.opened.file.owned_bytes)
+                held += ledger.total - pages
         return held
 
     def plan(self, loaded: LoadedModel) -> OverlapPlan:

@@ -37,6 +37,8 @@ from flashmem.bundle.cache import forget
 from flashmem.bundle.checksums import Checksum, ChecksummedRange, checksum
 from flashmem.bundle.version_directories import hold_shared
 from flashmem.runtime.memory.pressure import available
+from flashmem.runtime.streaming.direct import DirectReader
+from flashmem.runtime.streaming.owned_pages import OwnedPages
 
 Bytes = NDArray[np.uint8]
 
@@ -100,6 +102,8 @@ class WeightFile:
         self.missed = False  # some bytes were not in the page cache when read
         self.stays = True  # in the page cache after its use, if memory has room
         self._looked = -inf
+        self.direct = DirectReader(self._descriptor)
+        self._owned: OwnedPages | None = None  # once memory has no room for the file
         self._announcer: threading.Thread | None = None
         self._closing = False
         self._keepers, self._keeping = 1, threading.Lock()
@@ -120,13 +124,28 @@ class WeightFile:
             os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def read_into(self, data: Bytes, offset: int) -> None:
-        """Fill `data` with the bytes at `offset`.
+        """Fill `data` with the bytes at `offset`; past the page cache if the file does not stay there.
 
         Raises:
             RunError: the file was truncated, or the disk fails.
         """
-        self._fill(data.data, offset)
-        self._let_pages_go(offset, data.nbytes)
+        if not self.stays and self.direct.takes(data, offset):
+            got = self._read_direct(data, offset)
+            data, offset = data[got:], offset + got
+        if data.nbytes:
+            self._fill(data.data, offset)
+            self._let_pages_go(offset, data.nbytes)
+
+    def _read_direct(self, data: Bytes, offset: int) -> int:
+        """Fill `data` past the page cache, as far as the file system reads so; returns the bytes read."""
+        self.missed = True
+        try:
+            return self.direct.read_into(data, offset)
+        except OSError as error:
+            raise self._unread(data.nbytes, offset, error) from error
+
+    def _unread(self, nbytes: int, offset: int, error: OSError) -> RunError:
+        return RunError(f"reading {nbytes} bytes at {offset} of {self.path} failed: {error.strerror}")
 
     def _fill(self, view: memoryview, offset: int) -> None:
         if self._not_waiting:
@@ -139,7 +158,7 @@ class WeightFile:
             try:
                 got = os.preadv(self._descriptor, [view], offset)
             except OSError as error:
-                raise RunError(f"reading {len(view)} bytes at {offset} of {self.path} failed: {error.strerror}") from error
+                raise self._unread(len(view), offset, error) from error
             if got == 0:
                 raise RunError(f"short read: {self.path} ends before byte {offset + len(view)}; it was changed while in use")
             view = view[got:]
@@ -208,13 +227,23 @@ class WeightFile:
                 self._address = self._mapped.ctypes.data
             return self._mapped
 
+    @property
+    def owned_bytes(self) -> int:
+        """Bytes of the mapping that are memory of this process, and not pages of the file."""
+        return self._owned.nbytes if self._owned is not None else 0
+
     def populate(self, offset: int, nbytes: int) -> None:
         """Read pages of the mapping in, so that kernels never wait for the disk. `offset` is a multiple of the page size.
 
+        If the file does not stay in the page cache, they are memory of this process, until `drop` of the same range.
+
         Raises:
-            RunError: the file was truncated, or the disk fails.
+            RunError: the file was truncated, the disk fails, or no memory is left.
         """
         mapped, self.missed = self.mapped, True
+        if not self.stays:
+            self.read_into(self._own().take(self._address + offset, offset, nbytes), offset)
+            return
         if os.fstat(self._descriptor).st_size < offset + nbytes:
             raise RunError(f"short read: {self.path} ends before byte {offset + nbytes}; it was changed while in use")
         if self._can_populate:
@@ -227,12 +256,19 @@ class WeightFile:
         self.expect(offset, nbytes)
         mapped[offset : offset + nbytes : SYSTEM_PAGE].max()
 
+    def _own(self) -> OwnedPages:
+        with self._mapping:
+            self._owned = self._owned or OwnedPages(self._descriptor)
+            return self._owned
+
     def drop(self, offset: int, nbytes: int) -> None:
         """Drop pages of the mapping. The page cache may keep them, but they are no longer this process's memory.
 
         Raises:
             RunError: the system refuses.
         """
+        if self._owned is not None and self._owned.give_back(self._address + offset, offset):
+            return
         if self._libc.madvise(self._address + offset, nbytes, _MADV_DONTNEED) != 0:
             code = ctypes.get_errno()
             raise RunError(f"dropping {nbytes} bytes at {offset} of {self.path} failed: {os.strerror(code)}")
@@ -305,6 +341,7 @@ class WeightFile:
         if self._announcer is not None:
             self._announcer.join()  # it must not use a descriptor that another file has reused
         self._mapped = None
+        self.direct.close()
         self._file.close()
 
 
