@@ -18,12 +18,13 @@ from collections.abc import Callable
 from typing import Any
 
 from flashmem.runtime.opencl import undocumented
-from flashmem.runtime.opencl.binding import checked, cl
-from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory, event_seconds
+from flashmem.runtime.opencl.binding import checked
+from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory
 from flashmem.runtime.opencl.shared_memory import NO_EVENTS, SharedMemory, WaitList, address_of, enqueue_copy
 
 _SIZE, _POINTER = ctypes.c_size_t, ctypes.c_void_p
 _NOT_BLOCKING = ctypes.c_uint(0)
+_START_AND_END = (ctypes.c_uint(0x1282), ctypes.c_uint(0x1283))  # CL_PROFILING_COMMAND_START, CL_PROFILING_COMMAND_END
 
 
 class CopyEvent:
@@ -46,7 +47,12 @@ class CopyEvent:
 
     def seconds(self) -> tuple[float, float]:
         """Start and end of the completed copy, in seconds of the device's clock; its queue profiles."""
-        return event_seconds(cl.Event.from_int_ptr(self.int_ptr, retain=True))
+        times, library = (ctypes.c_ulonglong * 2)(), self._library
+        for at, what in enumerate(_START_AND_END):
+            place = ctypes.byref(times, at * ctypes.sizeof(ctypes.c_ulonglong))
+            code = library.clGetEventProfilingInfo(_POINTER(self.int_ptr), what, _SIZE(8), place, None)
+            checked("read a command's times", code)
+        return times[0] * 1e-9, times[1] * 1e-9
 
     def __del__(self) -> None:
         self._library.clReleaseEvent(_POINTER(self.int_ptr))

@@ -6,14 +6,16 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from flashmem.bundle.checksums import checksum
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory, Queue, event_seconds, wait
+from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory, event_seconds, wait
 from flashmem.runtime.opencl.copier import Copier, CopyEvent
 from flashmem.runtime.streaming.host_tier import HostTier
+from flashmem.runtime.streaming.ring import Ring, RingPart
 from flashmem.runtime.streaming.transfer import BeginCopy, Transfer, TransferLoad, in_pool
 from flashmem.runtime.streaming.weight_file import WeightFile
-from flashmem.schedule.loads import WORD, Load, Segment, whole_words
+from flashmem.schedule.loads import Load, Segment, whole_words
 from flashmem.schedule.plan import PoolLayout
 from flashmem.schedule.shared_memory import WeightMemory, weight_memory
 
@@ -81,33 +83,8 @@ def _write_to(copier: Copier, buffer: Memory, data: Bytes, first_byte: int, behi
     return copier.write(buffer, data, offset=first_byte, behind=behind)
 
 
-class _Ring:
-    """Staging ring: pinned host memory that loads pass through, always mapped, with a part for each loader thread."""
-
-    def __init__(self, queue: Queue, ledger: Ledger, nbytes: int, threads: int) -> None:
-        """Map it through `queue`. Raises RunError if it exceeds the budget or the device refuses."""
-        self._ledger = ledger
-        self._part_bytes = nbytes // threads // WORD * WORD
-        self._mapped: Bytes | None = None
-        if nbytes:
-            memory = ledger.buffer("staging", nbytes, "the ring that loads pass through", host_visible=True)
-            self._mapped = ledger.mapped(queue, memory, nbytes)
-
-    @property
-    def open(self) -> bool:
-        """Whether it is mapped."""
-        return self._mapped is not None
-
-    def part(self, thread: int) -> Bytes:
-        """The part of a thread."""
-        assert self._mapped is not None
-        return self._mapped[thread * self._part_bytes : (thread + 1) * self._part_bytes]
-
-    def close(self) -> None:
-        """Unmap it."""
-        if self._mapped is not None:
-            self._ledger.unmap(self._mapped)
-            self._mapped = None
+PIECES = 2
+"""Pieces of a thread's part of the ring, of which one is read while others are copied."""
 
 
 class MovingTransfer(Transfer):
@@ -116,7 +93,7 @@ class MovingTransfer(Transfer):
     Loads of slices that the host tier keeps pass through their places there, all others through the ring.
     """
 
-    _ring: _Ring
+    _ring: Ring
 
     def __init__(
         self,
@@ -137,6 +114,11 @@ class MovingTransfer(Transfer):
         self.memories = self._homes.memories
         if after:
             self.arrived = after.arrived
+
+    def _new_ring(self, layout: PoolLayout) -> Ring:
+        """Allocate and map the ring. Where copies follow launches, a thread reads one piece while another one is copied."""
+        pieces = PIECES if self.follows_launches else 1
+        return Ring(self._copier.queue, self._staging_ledger, layout.ring_bytes, layout.threads, pieces)
 
     def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
         """A sub-buffer of the pool, if the slices have the same order there as in the file."""
@@ -161,12 +143,6 @@ class MovingTransfer(Transfer):
         self._arrives(load.part, copy)
         return copy
 
-    def _begun(self, turn: TransferLoad) -> None:
-        """See `Transfer`: launches may follow the last copy, which is flushed first."""
-        if self.follows_launches:
-            self._copier.flush()
-            turn.enqueued()
-
     def clock_apart(self) -> float:
         """What the host's clock is ahead of that of copies, in seconds."""
         marker = self._copier.queue.marker()
@@ -182,16 +158,52 @@ class MovingTransfer(Transfer):
         return self._home(part)
 
     def _pass(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad, begin: BeginCopy) -> None:
-        """Read a segment, unless the host tier holds it, and copy it on with `begin` (see `_copy`)."""
+        """Read a segment, unless the host tier holds it, and copy it on with `begin`."""
         tier = self._tier
         place = None if tier is None else tier.place(part, segment)
         if tier is None or place is None:
-            self._copy(part, segment, self._ring.part(thread), turn, begin)
+            self._through_ring(part, segment, self._ring.part(thread), turn, begin)
             return
         if not tier.holds(part, segment):
             self._read(part, segment, place, turn)
             tier.keep(part, segment)
         self._copy_on(part, place, segment.first, turn, begin)
+
+    def _through_ring(self, part: Slice, segment: Segment, ring: RingPart, turn: TransferLoad, begin: BeginCopy) -> None:
+        """Read the segment into staging and copy it on, piece by piece; images in whole rows.
+
+        After the release, `begin` receives a piece, its first byte in the slice, and the event that the copy waits for, and
+        enqueues the copy. RunError: the slice is damaged, and its last piece is not copied.
+        """
+        step, end, value = ring.most(part.row_pitch if part.is_image else 1), segment.first + segment.nbytes, 0
+        for first in range(segment.first, end, step):
+            piece = ring.piece(min(step, end - first))
+            self.file.read_into(piece, part.offset + first)
+            if self.checksums is not None:
+                value = checksum(piece.data, value)
+                if first + step >= end:
+                    self.file.compare_checksum(f"slice {part.name!r}", value, self.checksums[part.name])
+            turn.did("read")
+            ring.copying(self._copy_on(part, piece, first, turn, begin, last=first + step >= end), piece.nbytes)
+
+    def _copy_on(
+        self, part: Slice, piece: Bytes, first: int, turn: TransferLoad, begin: BeginCopy, *, last: bool = True
+    ) -> CopyEvent:
+        """Copy a piece from byte `first` of the slice on, after the release.
+
+        Launches may follow it on the device, or it is waited for here.
+        """
+        copy = begin(piece, first, turn.wait_for_release())
+        self._arrives(part, copy)
+        if self.follows_launches:
+            turn.copying(copy)
+            if last:
+                self._copier.flush()
+                turn.enqueued()
+        else:
+            copy.wait()
+            turn.did("copy")
+        return copy
 
 
 class DmaTransfer(MovingTransfer):
@@ -213,10 +225,10 @@ class DmaTransfer(MovingTransfer):
         if after is not None and after._ring.open:  # both stay in use
             self._ring = after._ring
         else:
-            self._ring = _Ring(self._copier.queue, self._staging_ledger, layout.ring_bytes, layout.threads)
+            self._ring = self._new_ring(layout)
 
     def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
-        """Read and copy, in pieces of the size of a ring part; from the host tier at once."""
+        """Read and copy, in pieces that the thread's part of the ring has room for; from the host tier at once."""
         self._pass(part, segment, thread, turn, self._target(part))
 
     def leave(self) -> None:
@@ -249,7 +261,7 @@ class InterleaveTransfer(MovingTransfer):
         self._maps = context.queue() if layout.staging else None
         self.staged: dict[str, Memory] = _staging(ledger, slices, layout)  # the source of the kernels' copies
         # Allocated last: it is mapped, and mapped memory must not be released after a later failure.
-        self._ring = _Ring(self._copier.queue, self._staging_ledger, layout.ring_bytes, layout.threads)
+        self._ring = self._new_ring(layout)
 
     def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
         """Read into staging."""

@@ -13,11 +13,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 
 from flashmem.base.errors import RunError
 from flashmem.program.tensors import Slice
 from flashmem.runtime.opencl.context import Event
+from flashmem.runtime.opencl.copier import CopyEvent
 from flashmem.runtime.streaming.transfer import Transfer, TransferLoad
 from flashmem.schedule.loads import LOOKED_AT, Load, Step, TimedInterval
 
@@ -25,13 +27,19 @@ from flashmem.schedule.loads import LOOKED_AT, Load, Step, TimedInterval
 class _Turn:
     """One load of a run: its steps, and whether it is released."""
 
-    __slots__ = ("_load", "_run", "loaded", "start", "steps")
+    __slots__ = ("_load", "_run", "copies", "loaded", "start", "steps")
 
     def __init__(self, run: LoaderRun, load: Load) -> None:
         self._run, self._load = run, load
         self.loaded = False
         self.start = time.perf_counter()
         self.steps: list[tuple[Step, float]] = []
+        self.copies: list[CopyEvent] = []
+
+    def copying(self, copy: CopyEvent) -> None:
+        """Keep a copy that the run waits for at its end."""
+        self.copies.append(copy)
+        self._run.copies.append(copy)
 
     def did(self, what: Step) -> None:
         """Record the time since the last call as spent on `what`."""
@@ -75,6 +83,8 @@ class LoaderRun:
         self.loaded = {load.part.name: False for load in loads}
         self._missing = Counter(load.part.name for load in loads)  # segments, by slice
         self.intervals: list[TimedInterval] = []
+        self.copies: list[CopyEvent] = []  # for which no thread waits
+        self._copying: list[tuple[TimedInterval, CopyEvent]] = []  # loads, and the last copy of each
         self._transfer = transfer
         self._loads = loads
         self._frees = frees if transfer.frees else {}
@@ -189,6 +199,7 @@ class LoaderRun:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
+        self._end_copies()
         if self._to_free:
             while self._to_free:
                 self._transfer.free(self._to_free.pop())
@@ -196,6 +207,20 @@ class LoaderRun:
                 self._tell_freed()
         if self._failure is not None:
             raise RunError(self._failure)
+
+    def _end_copies(self) -> None:
+        """Wait for all copies, and record when the device made them. A copy that failed is a failure of the run."""
+        copies, copying = self.copies, self._copying
+        self.copies, self._copying = [], []
+        try:
+            for copy in copies:
+                copy.wait()
+            apart = self._transfer.clock_apart() if copying else 0.0
+            for interval, last in copying:
+                end = last.seconds()[1] + apart
+                self.intervals.append(replace(interval, end=end, steps=(*interval.steps, ("copy", end))))
+        except RunError as error:
+            self._failure = self._failure or str(error)
 
     def _work(self, thread: int) -> None:
         try:
@@ -211,7 +236,10 @@ class LoaderRun:
                 steps, nbytes = tuple(turn.steps), load.segment.nbytes
                 interval = TimedInterval(name, turn.start, time.perf_counter(), thread, steps, nbytes, load.after)
                 with self._changed:
-                    self.intervals.append(interval)
+                    if turn.copies:
+                        self._copying.append((interval, turn.copies[-1]))
+                    else:
+                        self.intervals.append(interval)
                     self._loading -= 1
         except _StoppedError:
             return
