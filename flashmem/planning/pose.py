@@ -38,14 +38,18 @@ def pose(
 
 
 def staged_within(instance: Instance, limit: int) -> Instance:
-    """`instance` with as much staging as a memory limit of `limit` bytes permits."""
+    """`instance` with as much staging as a memory limit of `limit` bytes permits; with all where it is in other memory."""
+    if instance.own is not None:
+        return replace(instance, piece_bytes=PASSING_BYTES)
     piece = max(1, min(PASSING_BYTES, limit // _PIECES))
     threads = max(min(LOADER_THREADS, instance.loader_threads), min(instance.loader_threads, limit // (_RINGS * piece)))
     return replace(instance, piece_bytes=piece, loader_threads=threads)
 
 
 def staged_least(instance: Instance) -> Instance:
-    """`instance` with the least staging that works."""
+    """`instance` with the least staging that works, if the limit covers it."""
+    if instance.own is not None:
+        return instance
     return replace(instance, piece_bytes=1, loader_threads=min(LOADER_THREADS, instance.loader_threads))
 
 

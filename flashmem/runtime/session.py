@@ -139,11 +139,11 @@ class Session:
         own_first = sorted(self._variants, key=lambda variant: variant is not self._ready)
         host = planned_host_memory(host_budget, own_first, self.device, self.mode)
         self.host_budget = None if host is None else host.budget
-        needed = max(variant.needed(host_apart=host is not None) for variant in self._variants)
+        needed = max(variant.needed() for variant in self._variants)
         self.budget = choose_budget(budget, opened.budget_bytes, needed, mode=self.mode, strategy=self.strategy)
-        self._variants = sharing_memory(self._variants, self.device, self.mode, self.budget, host_apart=host is not None)
+        self._variants = sharing_memory(self._variants, self.device, self.mode, self.budget)
         self._ready = self._variants[opened.index]
-        self._needed = max(variant.needed(host_apart=host is not None) for variant in self._variants)
+        self._needed = max(variant.needed() for variant in self._variants)
         self.last_run: RunReport | None = None
         self._process = os.getpid()
         self._lock = threading.RLock()

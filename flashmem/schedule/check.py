@@ -84,8 +84,9 @@ def _check_memory(plan: OverlapPlan, instance: Instance) -> None:
         if held > plan.m_peak:
             raise PlanViolation("C2", f"{held} bytes in flight at layer {layer}, M_peak is {plan.m_peak}")
     layout = plan.layouts.get(plan.mode)
-    if layout is not None and layout.in_flight_bytes > plan.m_peak:
-        raise PlanViolation("C2", f"the layout needs {layout.in_flight_bytes} bytes outside W, M_peak is {plan.m_peak}")
+    in_flight = 0 if layout is None else layout.in_flight_bytes(shares_memory=plan.shares_memory)
+    if in_flight > plan.m_peak:
+        raise PlanViolation("C2", f"the layout needs {in_flight} bytes outside W, M_peak is {plan.m_peak}")
 
 
 def _check_capacities(plan: OverlapPlan, instance: Instance) -> None:

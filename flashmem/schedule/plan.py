@@ -184,10 +184,13 @@ class PoolLayout:
         """All bytes of the layout."""
         return self.home_bytes + self.all_staging_bytes + self.ring_bytes + self.mapped_peak_bytes
 
-    @property
-    def in_flight_bytes(self) -> int:
-        """Bytes outside W, which M_peak limits."""
-        return self.total_bytes - self.resident_bytes
+    def budgeted_bytes(self, *, shares_memory: bool) -> int:
+        """Bytes within a session's budget: all, or where host and device do not share their memory, those on the device."""
+        return self.total_bytes - self.ring_bytes * (not shares_memory)
+
+    def in_flight_bytes(self, *, shares_memory: bool) -> int:
+        """Bytes outside W, which M_peak limits, as `budgeted_bytes` counts them."""
+        return self.budgeted_bytes(shares_memory=shares_memory) - self.resident_bytes
 
 
 @dataclass(frozen=True)

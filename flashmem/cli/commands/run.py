@@ -365,7 +365,10 @@ def _print_made(bundle: Bundle, made: MadeInputs, options: RunOptions, classes: 
 
 def _host_memory(host: HostMemoryUse, later: Sequence[RunReport]) -> str:
     """Host memory of the runs, and how much of the weights that a later run loads was there."""
-    text = f"{format_size(host.peak_bytes)} of {format_size(host.budget_bytes)}"
+    text = format_size(host.peak_bytes)
+    if host.budget_bytes is None:
+        return text
+    text += f" of {format_size(host.budget_bytes)}"
     if not later:
         return text
     loaded, copied = sum(load.nbytes for load in later[-1].loads), later[-1].host_tier_bytes

@@ -12,11 +12,12 @@ from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory, event_seconds, wait
 from flashmem.runtime.opencl.copier import Copier, CopyEvent
 from flashmem.runtime.streaming.host_tier import HostTier
-from flashmem.runtime.streaming.ring import Ring, RingPart
+from flashmem.runtime.streaming.ring import Ring
 from flashmem.runtime.streaming.transfer import BeginCopy, Transfer, TransferLoad, in_pool
 from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.loads import Load, Segment, whole_words
 from flashmem.schedule.plan import PoolLayout
+from flashmem.schedule.residency import SPARE_PIECES
 from flashmem.schedule.shared_memory import WeightMemory, weight_memory
 
 
@@ -83,10 +84,6 @@ def _write_to(copier: Copier, buffer: Memory, data: Bytes, first_byte: int, behi
     return copier.write(buffer, data, offset=first_byte, behind=behind)
 
 
-PIECES = 2
-"""Pieces of a thread's part of the ring, of which one is read while others are copied."""
-
-
 class MovingTransfer(Transfer):
     """Base of transfers that copy slices to permanent places; a transfer made `after` another one reuses its memory objects.
 
@@ -116,9 +113,9 @@ class MovingTransfer(Transfer):
             self.arrived = after.arrived
 
     def _new_ring(self, layout: PoolLayout) -> Ring:
-        """Allocate and map the ring. Where copies follow launches, a thread reads one piece while another one is copied."""
-        pieces = PIECES if self.follows_launches else 1
-        return Ring(self._copier.queue, self._staging_ledger, layout.ring_bytes, layout.threads, pieces)
+        """Allocate the ring, with a piece for each thread, and spare ones where copies follow launches."""
+        pieces = layout.threads + SPARE_PIECES * self.follows_launches
+        return Ring(self._copier.queue, self._staging_ledger, layout.ring_bytes, pieces, apart=self.follows_launches)
 
     def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
         """A sub-buffer of the pool, if the slices have the same order there as in the file."""
@@ -157,41 +154,48 @@ class MovingTransfer(Transfer):
         """Copies of a streamed slice."""
         return self._home(part)
 
-    def _pass(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad, begin: BeginCopy) -> None:
+    def _pass(self, part: Slice, segment: Segment, turn: TransferLoad, begin: BeginCopy) -> None:
         """Read a segment, unless the host tier holds it, and copy it on with `begin`."""
         tier = self._tier
         place = None if tier is None else tier.place(part, segment)
         if tier is None or place is None:
-            self._through_ring(part, segment, self._ring.part(thread), turn, begin)
+            self._through_ring(part, segment, turn, begin)
             return
         if not tier.holds(part, segment):
             self._read(part, segment, place, turn)
             tier.keep(part, segment)
         self._copy_on(part, place, segment.first, turn, begin)
 
-    def _through_ring(self, part: Slice, segment: Segment, ring: RingPart, turn: TransferLoad, begin: BeginCopy) -> None:
+    def _through_ring(self, part: Slice, segment: Segment, turn: TransferLoad, begin: BeginCopy) -> None:
         """Read the segment into staging and copy it on, piece by piece; images in whole rows.
 
         After the release, `begin` receives a piece, its first byte in the slice, and the event that the copy waits for, and
         enqueues the copy. RunError: the slice is damaged, and its last piece is not copied.
         """
-        step, end, value = ring.most(part.row_pitch if part.is_image else 1), segment.first + segment.nbytes, 0
-        for first in range(segment.first, end, step):
-            piece = ring.piece(min(step, end - first))
-            self.file.read_into(piece, part.offset + first)
-            if self.checksums is not None:
-                value = checksum(piece.data, value)
-                if first + step >= end:
-                    self.file.compare_checksum(f"slice {part.name!r}", value, self.checksums[part.name])
-            turn.did("read")
-            ring.copying(self._copy_on(part, piece, first, turn, begin, last=first + step >= end), piece.nbytes)
+        first, end, value = segment.first, segment.first + segment.nbytes, 0
+        while first < end:
+            piece, copy = self._ring.take(), None
+            try:
+                most = piece.nbytes // part.row_pitch * part.row_pitch if part.is_image else piece.nbytes
+                data = piece[: min(most, end - first)]
+                self.file.read_into(data, part.offset + first)
+                last = first + data.nbytes >= end
+                if self.checksums is not None:
+                    value = checksum(data.data, value)
+                    if last:
+                        self.file.compare_checksum(f"slice {part.name!r}", value, self.checksums[part.name])
+                turn.did("read")
+                copy = self._copy_on(part, data, first, turn, begin, last=last)
+                first += data.nbytes
+            finally:
+                self._ring.give_back(piece, copy)
 
     def _copy_on(
         self, part: Slice, piece: Bytes, first: int, turn: TransferLoad, begin: BeginCopy, *, last: bool = True
-    ) -> CopyEvent:
+    ) -> CopyEvent | None:
         """Copy a piece from byte `first` of the slice on, after the release.
 
-        Launches may follow it on the device, or it is waited for here.
+        Returns the copy if it is under way, and launches may follow it on the device; None if it is complete.
         """
         copy = begin(piece, first, turn.wait_for_release())
         self._arrives(part, copy)
@@ -200,14 +204,14 @@ class MovingTransfer(Transfer):
             if last:
                 self._copier.flush()
                 turn.enqueued()
-        else:
-            copy.wait()
-            turn.did("copy")
-        return copy
+            return copy
+        copy.wait()
+        turn.did("copy")
+        return None
 
 
 class DmaTransfer(MovingTransfer):
-    """`dma`: reads into the thread's part of the ring, or the host tier, and copies from there to the slice's place."""
+    """`dma`: reads into a piece of the ring, or the host tier, and copies from there to the slice's place."""
 
     reads_ahead = True
 
@@ -228,8 +232,8 @@ class DmaTransfer(MovingTransfer):
             self._ring = self._new_ring(layout)
 
     def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
-        """Read and copy, in pieces that the thread's part of the ring has room for; from the host tier at once."""
-        self._pass(part, segment, thread, turn, self._target(part))
+        """Read and copy, in pieces of the ring; from the host tier at once."""
+        self._pass(part, segment, turn, self._target(part))
 
     def leave(self) -> None:
         """Unmap the ring."""
@@ -266,7 +270,7 @@ class InterleaveTransfer(MovingTransfer):
     def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
         """Read into staging."""
         if self._maps is None:
-            self._pass(part, segment, thread, turn, self._target(part))
+            self._pass(part, segment, turn, self._target(part))
             return
         place, arrives = self.staged[part.name], partial(self._arrives, part)
         with self._maps.mapped(place, segment.nbytes, offset=segment.first, unmapped=arrives) as view:
@@ -274,7 +278,7 @@ class InterleaveTransfer(MovingTransfer):
 
     def preload(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
         """Read, and copy to the permanent place."""
-        self._pass(part, segment, thread, turn, self._home(part))
+        self._pass(part, segment, turn, self._home(part))
 
     def _target(self, part: Slice) -> BeginCopy:
         """Copies to the slice's place in staging."""

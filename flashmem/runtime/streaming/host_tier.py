@@ -18,7 +18,7 @@ from flashmem.base.errors import RunError
 from flashmem.base.units import format_size
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.accounts import Budget
-from flashmem.runtime.memory.arena import new_pages
+from flashmem.runtime.memory.arena import large_pages
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Bytes, Context
 from flashmem.schedule.host_tier import SliceIdentity, identity, tier_bytes
@@ -34,8 +34,8 @@ class HostTier:
     Loader threads call `place`, `holds` and `keep`. No two threads load the same segment at once.
     """
 
-    def __init__(self, context: Context, budget: int, slices: Sequence[Slice]) -> None:
-        """Allocate the places of `slices`. `budget`: the limit on pinned host memory in bytes, staging included.
+    def __init__(self, context: Context, budget: int | None, slices: Sequence[Slice]) -> None:
+        """Allocate the places of `slices`. `budget`: the most bytes of pinned host memory, staging included; None: no limit.
 
         Raises:
             RunError: the device refuses, or the budget does.
@@ -54,7 +54,7 @@ class HostTier:
 
     def _allocate(self, slices: Sequence[Slice]) -> None:
         nbytes = sum(map(tier_bytes, slices))
-        view = new_pages(nbytes)[:nbytes]
+        view = large_pages(nbytes)
         try:
             self.ledger.wrapped("weights", view, "the host tier")
         except RunError as error:

@@ -217,7 +217,7 @@ class LoaderRun:
                 copy.wait()
             apart = self._transfer.clock_apart() if copying else 0.0
             for interval, last in copying:
-                end = last.seconds()[1] + apart
+                end = last.end() + apart
                 self.intervals.append(replace(interval, end=end, steps=(*interval.steps, ("copy", end))))
         except RunError as error:
             self._failure = self._failure or str(error)
