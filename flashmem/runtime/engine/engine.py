@@ -354,7 +354,14 @@ class Engine:
             )
 
     def wait_prepared(self) -> None:
-        """Wait until the warm-up that has begun is complete. Any thread may call it."""
+        """Wait until the warm-up that has begun is complete, and the host tier has its memory. Any thread may call it.
+
+        Raises:
+            RunError: memory of the host tier was refused.
+        """
+        tier = self.opened.tier
+        if tier is not None:
+            tier.wait()
         warm_up = self._warm_up
         if warm_up is not None:
             warm_up.wait()

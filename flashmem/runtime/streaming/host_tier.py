@@ -1,8 +1,9 @@
 """The host tier: packed weights in pinned host memory, for a device with memory of its own.
 
-The first run reads each slice of the tier straight into its place there, and copies it to the device from there. Later runs
-only copy. A place is written once, before the first copy from it, and never again. So copies from the tier need no order among
-themselves; those to the device follow the rules of all copies (docs/research/opencl-notes.md, copies in defined order).
+The first run that finds the place of a slice allocated reads it straight into that place, and copies it to the device from
+there. Later runs only copy. A place is written once, before the first copy from it, and never again. So copies from the tier
+need no order among themselves; those to the device follow the rules of all copies (docs/research/opencl-notes.md, copies in
+defined order).
 
 Memory is a few blocks of pages of the process, each with a buffer over it (CL_MEM_USE_HOST_PTR), which pins it. Only the pages
 are used: commands copy from them, and neither a command nor a map sees the buffers. For a buffer that was ever mapped, NVIDIA's
@@ -24,50 +25,68 @@ from flashmem.runtime.opencl.context import Bytes, Context
 from flashmem.schedule.host_tier import SliceIdentity, identity, tier_bytes
 from flashmem.schedule.loads import Segment
 
-_BLOCK_BYTES = 256 << 20
-"""Most bytes of one pinned buffer with several slices."""
+_BLOCK_BYTES = 16 << 20
+"""Most bytes of one pinned buffer with several slices. Pinning one takes a millisecond, while no other thread runs Python."""
 
 
 class HostTier:
     """Pinned places for a fixed set of slices, and the account of a session's host memory: this tier and staging.
 
-    Loader threads call `place`, `holds` and `keep`. No two threads load the same segment at once.
+    A thread allocates the places, in the order of their use, so that neither opening nor the first answer waits for them. A
+    slice that is loaded before it has a place is loaded without. Loader threads call `place`, `holds` and `keep`. No two
+    threads load the same segment at once.
     """
 
     def __init__(self, context: Context, budget: int | None, slices: Sequence[Slice]) -> None:
-        """Allocate the places of `slices`. `budget`: the most bytes of pinned host memory, staging included; None: no limit.
-
-        Raises:
-            RunError: the device refuses, or the budget does.
-        """
+        """Begin to allocate. `budget`: the most bytes of pinned host memory, staging included; None: no limit."""
         self.ledger = Ledger(context, Budget(budget, "host budget"))
         self.complete: set[SliceIdentity] = set()  # slices of which all bytes have been read; it only grows
         self._lock = threading.Lock()
         self._places: dict[SliceIdentity, Bytes] = {}
         self._read: dict[SliceIdentity, set[Segment]] = {}
+        self._closing = False
+        self._failure: str | None = None
+        blocks = list(_blocks(slices, context.device.max_alloc_bytes))
+        self._thread = threading.Thread(target=self._allocate_all, args=(blocks,), name="flashmem-host-tier", daemon=True)
+        if blocks:
+            self._thread.start()
+
+    def _allocate_all(self, blocks: Sequence[Sequence[Slice]]) -> None:
         try:
-            for block in _blocks(slices, context.device.max_alloc_bytes):
+            for block in blocks:
+                if self._closing:
+                    return
                 self._allocate(block)
-        except BaseException:
-            self.close()
-            raise
+        except (RunError, OSError, MemoryError) as error:
+            nbytes = sum(tier_bytes(part) for block in blocks for part in block)
+            self._failure = (
+                f"{format_size(nbytes)} of pinned host memory for weights were refused ({error}); lower the host budget"
+            )
 
     def _allocate(self, slices: Sequence[Slice]) -> None:
         nbytes = sum(map(tier_bytes, slices))
         view = large_pages(nbytes)
-        try:
-            self.ledger.wrapped("weights", view, "the host tier")
-        except RunError as error:
-            raise RunError(
-                f"{format_size(nbytes)} of pinned host memory for weights were refused ({error}); lower the host budget"
-            ) from error
-        first = 0
+        self.ledger.wrapped("weights", view, "the host tier")
+        first, places = 0, dict[SliceIdentity, Bytes]()
         for part in slices:
-            self._places[identity(part)] = view[first : first + part.file_bytes]
+            places[identity(part)] = view[first : first + part.file_bytes]
             first += tier_bytes(part)
+        self._places |= places
+
+    def wait(self) -> None:
+        """Wait until all places are allocated. Raises RunError if the budget or the device refused them."""
+        if self._thread.ident is not None:
+            self._thread.join()
+        self.check()
+
+    def check(self) -> None:
+        """Raise RunError if the budget or the device refused places."""
+        if self._failure is not None:
+            raise RunError(self._failure)
 
     def place(self, part: Slice, segment: Segment) -> Bytes | None:
-        """The place of a segment; None if the tier does not keep the slice."""
+        """The place of a segment; None if the tier does not keep the slice, or not yet. Raises RunError like `check`."""
+        self.check()
         place = self._places.get(identity(part))
         return None if place is None else place[segment.first : segment.first + segment.nbytes]
 
@@ -88,8 +107,11 @@ class HostTier:
 
     def close(self) -> None:
         """Free everything. No load may be in progress. Closing again does nothing."""
-        self._places.clear()
+        self._closing = True
+        if self._thread.ident is not None:
+            self._thread.join()
         self.ledger.close()
+        self._places.clear()
 
 
 def _blocks(slices: Sequence[Slice], most: int) -> Iterator[list[Slice]]:
