@@ -216,6 +216,8 @@ class Engine:
             bound.activations.check_status()
         results = bound.activations.outputs(wanted, read)
         self.left = bound.activations.left(results.keys())
+        if bound.opened.tier is not None:
+            bound.opened.tier.begin()
         ended, init, device = perf_counter(), self.opening_seconds, self.device
         use = MemoryUse.of(bound.ledger, ended, device.budget.limit, device.start_rss, host)
         latency = Latency(init + ended - since, init, ended - since)

@@ -32,13 +32,12 @@ _BLOCK_BYTES = 16 << 20
 class HostTier:
     """Pinned places for a fixed set of slices, and the account of a session's host memory: this tier and staging.
 
-    A thread allocates the places, in the order of their use, so that neither opening nor the first answer waits for them. A
-    slice that is loaded before it has a place is loaded without. Loader threads call `place`, `holds` and `keep`. No two
-    threads load the same segment at once.
+    After `begin`, a thread allocates the places in the order of their use. A slice that is loaded before it has a place is
+    loaded without. Loader threads call `place`, `holds` and `keep`. No two threads load the same segment at once.
     """
 
     def __init__(self, context: Context, budget: int | None, slices: Sequence[Slice]) -> None:
-        """Begin to allocate. `budget`: the most bytes of pinned host memory, staging included; None: no limit."""
+        """Allocates nothing yet. `budget`: the most bytes of pinned host memory, staging included; None: no limit."""
         self.ledger = Ledger(context, Budget(budget, "host budget"))
         self.complete: set[SliceIdentity] = set()  # slices of which all bytes have been read; it only grows
         self._lock = threading.Lock()
@@ -46,19 +45,23 @@ class HostTier:
         self._read: dict[SliceIdentity, set[Segment]] = {}
         self._closing = False
         self._failure: str | None = None
-        blocks = list(_blocks(slices, context.device.max_alloc_bytes))
-        self._thread = threading.Thread(target=self._allocate_all, args=(blocks,), name="flashmem-host-tier", daemon=True)
-        if blocks:
+        self._blocks = list(_blocks(slices, context.device.max_alloc_bytes))
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Begin to allocate, unless that has begun. The first answer would wait for it: a GiB takes 0.2 s."""
+        if self._thread is None and self._blocks and not self._closing:
+            self._thread = threading.Thread(target=self._allocate_all, name="flashmem-host-tier", daemon=True)
             self._thread.start()
 
-    def _allocate_all(self, blocks: Sequence[Sequence[Slice]]) -> None:
+    def _allocate_all(self) -> None:
         try:
-            for block in blocks:
+            for block in self._blocks:
                 if self._closing:
                     return
                 self._allocate(block)
         except (RunError, OSError, MemoryError) as error:
-            nbytes = sum(tier_bytes(part) for block in blocks for part in block)
+            nbytes = sum(tier_bytes(part) for block in self._blocks for part in block)
             self._failure = (
                 f"{format_size(nbytes)} of pinned host memory for weights were refused ({error}); lower the host budget"
             )
@@ -74,8 +77,8 @@ class HostTier:
         self._places |= places
 
     def wait(self) -> None:
-        """Wait until all places are allocated. Raises RunError if the budget or the device refused them."""
-        if self._thread.ident is not None:
+        """Wait until the places are allocated, if that has begun. Raises RunError if the budget or the device refused them."""
+        if self._thread is not None:
             self._thread.join()
         self.check()
 
@@ -108,7 +111,7 @@ class HostTier:
     def close(self) -> None:
         """Free everything. No load may be in progress. Closing again does nothing."""
         self._closing = True
-        if self._thread.ident is not None:
+        if self._thread is not None:
             self._thread.join()
         self.ledger.close()
         self._places.clear()

@@ -145,6 +145,7 @@ def wait_for_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def waiting(tier: HostTier, *arguments: Any) -> None:
         make(tier, *arguments)
+        tier.begin()
         tier.wait()
 
     monkeypatch.setattr(HostTier, "__init__", waiting)
@@ -362,6 +363,7 @@ def test_host_memory_that_the_device_refuses_names_the_option(
     monkeypatch.setattr(HostTier, "_allocate", refuse)
     monkeypatch.setattr("flashmem.runtime.streaming.host_tier._BLOCK_BYTES", 200_000)
     with Session(model.path, mode="dma", host_budget="auto") as session:
+        session.run(None, model.inputs())
         with pytest.raises(RunError, match=r"pinned host memory .* refused \(out of host memory\); lower the host budget"):
             session.prepared()
         with pytest.raises(RunError, match=r"of pinned host memory .* refused \(out of host memory\); lower the host budget"):
@@ -408,8 +410,8 @@ def test_a_session_that_closes_does_not_wait_for_all_places(
 
     monkeypatch.setattr(HostTier, "_allocate", slow)
     monkeypatch.setattr("flashmem.runtime.streaming.host_tier._BLOCK_BYTES", PAGE)
-    with Session(model.path, mode="dma", host_budget="auto"):
-        pass
+    with Session(model.path, mode="dma", host_budget="auto") as session:
+        session.run(None, model.inputs())
     assert sum(made) < len(in_use_order(model)) and not pinned.live
 
 
@@ -418,6 +420,8 @@ def test_buffers_of_the_tier_are_no_larger_than_the_device_allows(tmp_path: Path
     part = write_mini_bundle(tmp_path / "m.flashmem").open().program.slices[0]
     slices = [replace(part, offset=10**6 * n, nbytes=PAGE) for n in range(8)]
     tier = HostTier(Context(device), 8 * PAGE, slices)
+    assert tier.ledger.total == 0
+    tier.begin()
     tier.wait()
     assert [nbytes for _, _, nbytes in tier.ledger._objects] == [3 * PAGE, 3 * PAGE, 2 * PAGE]
     assert tier.ledger.total == 8 * PAGE
