@@ -25,9 +25,10 @@ from flashmem.planning.latency.later_runs import (
     serving_later_runs,
     with_kept,
 )
+from flashmem.planning.latency.tiers import with_pinned
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory.layout import lay_out_pools
-from flashmem.planning.pose import staged_within
+from flashmem.planning.pose import staged_within, with_host_budget
 from flashmem.planning.variants import VariantProblem, plan_together
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.schedule.check import check
@@ -38,10 +39,16 @@ from flashmem.target.descriptor import DeviceDescriptor
 
 
 def planning_instance(program: Program, descriptor: DeviceDescriptor, mode: TransferMode, limits: Limits) -> Instance:
-    """The planning problem that `make_plan` solves. Without an M_peak, all weights may be in flight."""
+    """The planning problem that `make_plan` solves. Without an M_peak, all weights may be in flight.
+
+    Raises:
+        UserError: a host budget that is too small, or for a device that shares the host's memory.
+    """
     total = sum(part.nbytes for part in program.slices)
     m_peak = limits.m_peak or max(2 * total, 1)  # one mode keeps every byte twice
     instance = build_instance(program, descriptor, chunk_bytes=limits.chunk, m_peak=m_peak, mode=mode)
+    if limits.host_budget is not None:
+        instance = with_host_budget(instance, program, limits.host_budget)
     limit = limits.m_peak or limits.budget
     return instance if limit is None else staged_within(instance, limit)
 
@@ -140,6 +147,7 @@ def _sealed(instance: Instance, plan: OverlapPlan, program: Program, mode: Trans
     """
     if plan.objective_kind == "first" and not limits.resolved_lambda:  # otherwise the bound is for the memory lambda leaves
         plan = judged(_roomiest(instance, plan, program, limits), plan)
+    plan = with_pinned(instance, plan)
     in_flight = _in_flight(program, mode)(plan)
     plan = replace(plan, m_peak=max(in_flight, limits.m_peak or plan.m_peak))
     check(plan, replace(instance, m_peak=plan.m_peak))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from flashmem.base.types import TransferMode
-from flashmem.program.program import Program
+from flashmem.base.errors import BudgetError, UserError
+from flashmem.base.types import POOL_ALIGNMENT, TransferMode
+from flashmem.program.program import Program, host_bytes, pinned_output_bytes
 from flashmem.schedule.instance import Instance, LayerSpec, OwnMemory, WeightSpec
 from flashmem.schedule.plan import LOADER_THREADS, PASSING_BYTES
+from flashmem.schedule.residency import host_ring_bytes
 from flashmem.target.descriptor import DeviceDescriptor
 
 
@@ -35,6 +37,27 @@ def pose(
         host.get(mode, rates.cached_bandwidth), opening, PASSING_BYTES,
         loader_threads=descriptor.loader_threads, shares_memory=descriptor.shares_memory, own=own,
     )  # fmt: skip
+
+
+def with_host_budget(instance: Instance, program: Program, nbytes: int) -> Instance:
+    """`instance` for sessions with a host budget of `nbytes`, of which staging and outputs leave a part for weights.
+
+    Raises:
+        UserError: the device shares the host's memory. Or a BudgetError: staging and outputs need more.
+    """
+    if instance.own is None:
+        raise UserError("the device shares its memory with the host, and the budget limits both; leave the host budget out")
+    others = host_ring_bytes(program, instance.loader_threads) + host_bytes(program)
+    if nbytes < others:
+        raise BudgetError(
+            f"host budget of {nbytes} bytes is too small: staging and outputs need {others} bytes of host memory; give "
+            "so much, or leave it out",
+            smallest_bytes=others,
+            binding="staging and outputs",
+        )
+    rounding = POOL_ALIGNMENT * len(instance.weights)  # places are whole pages
+    room = max(0, nbytes - others - pinned_output_bytes(program) - rounding)
+    return replace(instance, own=replace(instance.own, host_bytes=room))
 
 
 def staged_within(instance: Instance, limit: int) -> Instance:

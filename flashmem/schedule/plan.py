@@ -69,7 +69,8 @@ class PlannedWeight:
     W uses none of the bytes in flight, so its release time only determines which others are read before it; 0: none.
     `moves` holds (layer, chunks) with chunks > 0, ascending: x_{w,l}; the first of these layers is z_w. It is freed when layer
     `last_use` is done, unless `keep` is set: then it stays resident for later runs. A move at layer `first_use` itself
-    (strategy "on-demand" only) is made before that layer computes, with nothing beside it.
+    (strategy "on-demand" only) is made before that layer computes, with nothing beside it. `pinned`: later runs copy it from
+    the host tier, in the host budget that the plan was made for.
     """
 
     name: str
@@ -81,6 +82,7 @@ class PlannedWeight:
     read_layer: int = 0
     moves: tuple[tuple[int, int], ...] = ()
     keep: bool = False
+    pinned: bool = False
 
     @property
     def first_mover(self) -> int:

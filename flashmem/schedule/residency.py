@@ -41,9 +41,13 @@ def with_host_ring(program: Program, layout: PoolLayout) -> PoolLayout:
 
     A thread reads a piece in one call, and copies of the spare ones are under way meanwhile.
     """
+    return replace(layout, piece_bytes=HOST_PIECE_BYTES, ring_bytes=host_ring_bytes(program, layout.threads))
+
+
+def host_ring_bytes(program: Program, threads: int) -> int:
+    """Bytes of the ring in host memory for so many loader threads."""
     largest = max((passing_bytes(part, HOST_PIECE_BYTES) for part in program.slices), default=0)
-    ring = (layout.threads + SPARE_PIECES) * (-(-largest // POOL_ALIGNMENT) * POOL_ALIGNMENT)
-    return replace(layout, piece_bytes=HOST_PIECE_BYTES, ring_bytes=ring)
+    return (threads + SPARE_PIECES) * (-(-largest // POOL_ALIGNMENT) * POOL_ALIGNMENT)
 
 
 HOST_PIECE_BYTES = 12 << 20

@@ -117,6 +117,8 @@ def _run_with(model: Path, compiling: CompileOptions, options: RunOptions, made:
     files = [path for path in (options.input, None if made is None else made.arrays) if path is not None]
     if not is_bundle(model) and options.strategy != "preload":
         compiling = replace(compiling, strategy=options.strategy)  # the session checks it for a bundle
+        if options.host_budget != "auto":
+            compiling = replace(compiling, host_budget=options.host_budget)
     use_one_device()
     compiling, process = within_process(compiling, options.process_memory, options.host_budget, compiles=not is_bundle(model))
     if not is_bundle(model):

@@ -24,7 +24,7 @@ from flashmem.runtime.request.options import choose_host_budget
 from flashmem.runtime.streaming.host_tier import HostTier
 from flashmem.runtime.streaming.interleaved import LayerMoves, layer_moves
 from flashmem.runtime.streaming.weight_file import CheckedTable, Reader, WeightFile
-from flashmem.schedule.host_tier import reloaded, tier_bytes, tier_slices
+from flashmem.schedule.host_tier import planned_there, reloaded, tier_bytes, tier_slices
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
 from flashmem.schedule.residency import Strategy, preloaded, preloaded_layout, session_bytes, streamed_layout
 from flashmem.schedule.shared_memory import PlacedVariant, shared_layouts
@@ -189,7 +189,8 @@ def planned_host_memory(
     budget = choose_host_budget(asked, staging, weights, mode=mode, shares_memory=device.unified_memory)
     if budget is None:
         return None if device.unified_memory else HostMemory(None, ())
-    return HostMemory(budget, tier_slices(again, max(0, budget - staging - outputs)))
+    planned = planned_there((variant.plan, variant.program.slices) for variant in variants)
+    return HostMemory(budget, tier_slices(again, max(0, budget - staging - outputs), planned))
 
 
 class Kernels:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from flashmem.base.types import POOL_ALIGNMENT
 from flashmem.bundle.checksums import checksum
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
@@ -84,6 +85,11 @@ def _write_to(copier: Copier, buffer: Memory, data: Bytes, first_byte: int, behi
     return copier.write(buffer, data, offset=first_byte, behind=behind)
 
 
+JOINED_BYTES = 1 << 20
+"""Most bytes of loads that are read together. A thread takes longer for all else of a load than for so many bytes; more would
+keep the other threads from reading."""
+
+
 class MovingTransfer(Transfer):
     """Base of transfers that copy slices to permanent places; a transfer made `after` another one reuses its memory objects.
 
@@ -129,6 +135,38 @@ class MovingTransfer(Transfer):
     def holds_all(self, loads: Sequence[Load]) -> bool:
         """Whether the host tier holds the bytes of all `loads`."""
         return self._tier is not None and all(self._tier.holds(load.part, load.segment) for load in loads)
+
+    def joins(self, loads: Sequence[Load], other: Load) -> bool:
+        """Whether the segments of `loads` and of `other` follow each other in the file and are small.
+
+        Only where copies follow launches, and the ring is their only memory on the way.
+        """
+        if not self.follows_launches or self.checksums is not None:
+            return False
+        (first, _), (last, nbytes), (begin, more) = loads[0].place, loads[-1].place, other.place
+        return (
+            0 <= begin - last - nbytes < POOL_ALIGNMENT
+            and begin + more - first <= JOINED_BYTES
+            and (self._tier is None or not any(map(self._tier.keeps, (loads[-1].part, other.part))))
+        )
+
+    def load_together(self, loads: Sequence[Load], turns: Sequence[TransferLoad]) -> None:
+        """See `Transfer`: the loads share a piece of the ring, and each is a copy of its own."""
+        start, (last, nbytes) = loads[0].place[0], loads[-1].place
+        piece, copy = self._ring.take(), None
+        try:
+            self.file.read_into(piece[: last + nbytes - start], start)
+            for turn in turns:
+                turn.did("read")
+            for load, turn in zip(loads, turns, strict=True):
+                data = piece[load.place[0] - start :][: load.segment.nbytes]
+                begin = self._home(load.part) if load.preload else self._target(load.part)
+                copy = self._copy_on(load.part, data, load.segment.first, turn, begin, last=False)
+            self._copier.flush()
+            for turn in turns:
+                turn.enqueued()
+        finally:
+            self._ring.give_back(piece, copy)  # the queue is in order, so the last copy is complete last
 
     def copy_held(self, load: Load, behind: Event | None) -> CopyEvent:
         """Enqueue and flush the copy of a load that the host tier holds. Raises RunError."""

@@ -93,6 +93,10 @@ class HostTier:
         place = self._places.get(identity(part))
         return None if place is None else place[segment.first : segment.first + segment.nbytes]
 
+    def keeps(self, part: Slice) -> bool:
+        """Whether a slice has a place."""
+        return identity(part) in self._places
+
     def holds(self, part: Slice, segment: Segment) -> bool:
         """Whether the bytes of a segment are in their place."""
         key = identity(part)

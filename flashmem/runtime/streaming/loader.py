@@ -225,22 +225,16 @@ class LoaderRun:
     def _work(self, thread: int) -> None:
         try:
             self._start_next()
-            while (load := self._take()) is not None:
-                turn, name = _Turn(self, load), load.part.name
-                if load.preload:
+            while loads := self._take():
+                turns = [_Turn(self, load) for load in loads]
+                load, turn = loads[0], turns[0]
+                if len(loads) > 1:
+                    self._transfer.load_together(loads, turns)
+                elif load.preload:
                     self._transfer.preload(load.part, load.segment, thread, turn)
                 else:
                     self._transfer.load(load.part, load.segment, thread, turn)
-                if not turn.loaded:
-                    self.load_done(load, turn)
-                steps, nbytes = tuple(turn.steps), load.segment.nbytes
-                interval = TimedInterval(name, turn.start, time.perf_counter(), thread, steps, nbytes, load.after)
-                with self._changed:
-                    if turn.copies:
-                        self._copying.append((interval, turn.copies[-1]))
-                    else:
-                        self.intervals.append(interval)
-                    self._loading -= 1
+                self._note(loads, turns, thread)
         except _StoppedError:
             return
         except BaseException as error:
@@ -249,6 +243,21 @@ class LoaderRun:
                 self._stopping = True
                 self._changed.notify_all()
                 self._arrived.notify_all()
+
+    def _note(self, loads: Sequence[Load], turns: Sequence[_Turn], thread: int) -> None:
+        """Record loads that a thread has made, but for copies under way."""
+        end = time.perf_counter()
+        for load, turn in zip(loads, turns, strict=True):
+            if not turn.loaded:
+                self.load_done(load, turn)
+            steps, nbytes = tuple(turn.steps), load.segment.nbytes
+            interval = TimedInterval(load.part.name, turn.start, end, thread, steps, nbytes, load.after)
+            if turn.copies:
+                self._copying.append((interval, turn.copies[-1]))
+            else:
+                self.intervals.append(interval)
+        with self._changed:
+            self._loading -= len(loads)
 
     def load_done(self, load: Load, turn: TransferLoad) -> None:
         """A load has ended, or launches may follow it on the device: its slice is loaded if it was the last one."""
@@ -277,29 +286,28 @@ class LoaderRun:
                 self._changed.wait()
             self._unreleased -= 1
 
-    def _take(self) -> Load | None:
-        """The next released load; frees slices first. None when the run stops."""
+    def _take(self) -> list[Load]:
+        """The next released load, and those to make with it; frees slices first. Empty when the run stops."""
         while True:
             with self._changed:
                 number = None
                 while not self._stopping and not self._to_free and (number := self._next()) is None:
                     self._changed.wait()
                 if self._stopping:
-                    return None
+                    return []
                 frees, self._to_free = self._to_free, []
                 self._freeing += bool(frees)
-                load = None
+                loads = []
                 if number is not None:
-                    load = self._loads[number]
-                    self._taken[number] = True
-                    self._loading += 1
+                    loads = self._joined(number)
+                    self._loading += len(loads)
                     file = self._transfer.file
                     # Where the file does not stay, what is read ahead would take the place of what loads read.
                     ahead = self._announce(number) if file.stays and (self._announces or file.missed) else ()
-            if load is not None:
+            if loads:
                 for each in ahead:
                     self._transfer.expect(each.part, each.segment)
-                return load
+                return loads
             for part in frees:
                 self._transfer.free(part)
             if frees:
@@ -307,6 +315,18 @@ class LoaderRun:
                     self._freeing -= 1
                     self._tell_freed()
                     self._changed.notify_all()
+
+    def _joined(self, number: int) -> list[Load]:
+        """Take load `number`, and those behind it that are made together with it."""
+        loads, first = [self._loads[number]], self._loads[number]
+        self._taken[number] = True
+        while self._admit is None and (number := number + 1) < len(self._loads) and not self._taken[number]:
+            load = self._loads[number]
+            if load.after > first.after or load.preload != first.preload or not self._transfer.joins(loads, load):
+                break
+            self._taken[number] = True
+            loads.append(load)
+        return loads
 
     def _next(self) -> int | None:
         """The next load to start; None while slices are being freed, or without memory for it."""

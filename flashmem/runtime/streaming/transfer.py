@@ -20,7 +20,7 @@ from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory
 from flashmem.runtime.opencl.copier import CopyEvent
 from flashmem.runtime.streaming.weight_file import WeightFile
-from flashmem.schedule.loads import Segment, Step, whole_words
+from flashmem.schedule.loads import Load, Segment, Step, whole_words
 
 BeginCopy = Callable[[Bytes, int, Event | None], CopyEvent]
 """Enqueues the copy of a piece, which starts at a byte of its slice, behind an event."""
@@ -77,6 +77,14 @@ class Transfer(ABC):
     def preload(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
         """Load a segment of a slice of W completely."""
         self.load(part, segment, thread, turn)
+
+    def joins(self, loads: Sequence[Load], other: Load) -> bool:
+        """Whether `load_together` can make `other` too with `loads`, which come before it."""
+        return False
+
+    def load_together(self, loads: Sequence[Load], turns: Sequence[TransferLoad]) -> None:
+        """Make several loads that `joins` permits, with one read. None of them is released after the first one."""
+        raise NotImplementedError
 
     def complete(self, part: Slice, turn: TransferLoad) -> None:  # noqa: B027 - most modes have nothing left to do
         """Finish the load of a slice whose segments are all loaded. Launches wait for it. Raises RunError."""

@@ -17,12 +17,12 @@ from flashmem.base.types import ITEMSIZE, POOL_ALIGNMENT, TransferMode
 from flashmem.planning.instance import build_instance
 from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.program.lanes import lane_kind
-from flashmem.program.program import Program, copied_outputs, output_bytes, scratch_bytes
+from flashmem.program.program import Program, copied_outputs, output_bytes, pinned_output_bytes, scratch_bytes
 from flashmem.program.tensors import Port, Slice, panel_bytes
 from flashmem.runtime.engine.report import HostMemoryUse
 from flashmem.runtime.memory.accounts import Category
 from flashmem.runtime.streaming.interleaved import CopyStream, LayerMoves, layer_moves, needed_slices
-from flashmem.schedule.host_tier import SliceIdentity, identity, reloaded, tier_bytes, tier_slices
+from flashmem.schedule.host_tier import SliceIdentity, identity, planned_there, reloaded, tier_bytes, tier_slices
 from flashmem.schedule.loads import Load, Segment, planned_frees, planned_loads, read_while_opening
 from flashmem.schedule.plan import LOADER_THREADS, OverlapPlan, PoolLayout
 from flashmem.schedule.residency import Strategy, preloaded, preloaded_layout, streamed_layout
@@ -208,8 +208,10 @@ def describe(
     on_host: dict[Category, int] = {
         "outputs": output_bytes(program), "staging": scratch_bytes(program) + layout.ring_bytes
     }  # fmt: skip
-    left = 0 if host_budget is None else host_budget - sum(on_host.values())
-    kept_there = () if host_budget is None else tier_slices(reloaded([(plan, program.slices)]), left)
+    kept_there: tuple[Slice, ...] = ()
+    if host_budget is not None:
+        left, variant = host_budget - sum(on_host.values()) - pinned_output_bytes(program), [(plan, program.slices)]
+        kept_there = tier_slices(reloaded(variant), max(0, left), planned_there(variant))
     in_tier = {identity(part) for part in kept_there}
     travel = _Travel(mode, layout, program.page_bytes, in_tier)
     return Scenario(

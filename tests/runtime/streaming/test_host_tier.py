@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import flashmem
 from flashmem import Session
 from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.base.types import TransferMode
@@ -33,7 +34,7 @@ from flashmem.runtime.request.options import choose_host_budget
 from flashmem.runtime.streaming.host_tier import HostTier
 from flashmem.schedule import loads as schedule
 from flashmem.schedule import residency
-from flashmem.schedule.host_tier import reloaded, tier_slices
+from flashmem.schedule.host_tier import identity, planned_there, reloaded, tier_slices
 from flashmem.schedule.loads import Segment
 from flashmem.schedule.plan import PoolLayout
 from flashmem.schedule.residency import session_bytes, streamed_layout
@@ -41,7 +42,8 @@ from flashmem.tools.simulation.scenario import describe
 from flashmem.tools.simulation.simulator import simulate
 from tests.runtime.streaming.test_weight_checks import damage
 from tests.support.mini_bundle import MiniModel, write_mini_bundle
-from tests.support.own_memory import Reads, give_own_memory, reads_of_files
+from tests.support.own_memory import Reads, descriptor_with_own_memory, give_own_memory, reads_of_files, wait_for_tiers
+from tests.support.zoo_data import examples
 
 PAGE = 4096
 MODES: tuple[TransferMode, ...] = ("dma", "interleave")
@@ -137,18 +139,6 @@ def pass_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedule, "PASSING_BYTES", PAGE)
     monkeypatch.setattr(residency, "HOST_PIECE_BYTES", PAGE)
     wait_for_tiers(monkeypatch)
-
-
-def wait_for_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sessions that open wait for the memory of their tier."""
-    make = HostTier.__init__
-
-    def waiting(tier: HostTier, *arguments: Any) -> None:
-        make(tier, *arguments)
-        tier.begin()
-        tier.wait()
-
-    monkeypatch.setattr(HostTier, "__init__", waiting)
 
 
 def whole_pages(part: Slice) -> int:
@@ -440,3 +430,54 @@ def test_buffers_of_the_tier_are_no_larger_than_the_device_allows(tmp_path: Path
     tier.close()
     tier.close()
     assert tier.ledger.total == 0 and tier.place(slices[0], whole) is None
+
+
+def test_the_tier_keeps_what_its_plan_says_and_then_others(tmp_path: Path, apart: None) -> None:
+    model = write_mini_bundle(tmp_path / "m.flashmem")
+    bundle, order = model.open(), in_use_order(model)
+    names = {order[0].name, order[1].name, order[2].name}  # spread over the run, other slices would be kept
+    weights = tuple(replace(w, pinned=w.name in names) for w in bundle.plan.weights)
+    planned = planned_there([(replace(bundle.plan, weights=weights), bundle.program.slices)])
+    assert planned == {identity(part) for part in order[:3]}
+    size = whole_pages(order[0])
+    assert {part.name for part in tier_slices(order, 3 * size, planned)} == names
+    assert {part.name for part in tier_slices(order, 2 * size, planned)} < names
+    more = {part.name for part in tier_slices(order, 5 * size, planned)}
+    assert names < more and len(more) == 5
+    assert {part.name for part in tier_slices(order, 3 * size)} != names
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_bundle_compiled_for_a_host_budget_has_its_slices_there(
+    mode: TransferMode, tmp_path: Path, apart: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of what later runs load fits the host: all of it is what the plan chose, and bits are those of a resident run."""
+    wait_for_tiers(monkeypatch)
+    model = Path(__file__).parents[2] / "data" / "gptneo-tiny.onnx"
+    options: dict[str, Any] = {
+        "device": descriptor_with_own_memory(tmp_path), "memory_path": "buffer", "mode": mode, "build": False,
+    }  # fmt: skip
+    with pytest.raises(BudgetError) as refused:
+        flashmem.compile(model, tmp_path / "none.flashmem", budget=1, **options)
+    budget = int(1.2 * refused.value.smallest_bytes)
+    plain = flashmem.compile(model, tmp_path / "plain.flashmem", budget=budget, **options)
+    assert not any(w.pinned for w in plain.plan.weights)
+    with pytest.raises(BudgetError, match="host budget of 5000 bytes is too small: staging and outputs need") as small:
+        flashmem.compile(model, tmp_path / "none.flashmem", budget=budget, host_budget=5000, **options)
+    streamed = sum(w.nbytes for w in plain.plan.weights if not (w.preload or w.keep))
+    host = small.value.smallest_bytes + PAGE * len(plain.plan.weights) + streamed // 2
+    bundle = flashmem.compile(model, tmp_path / "m.flashmem", budget=budget, host_budget=host, **options)
+    pinned = {w.name for w in bundle.plan.weights if w.pinned}
+    assert pinned and not any(w.keep or w.preload for w in bundle.plan.weights if w.pinned)
+    inputs = examples("gptneo-tiny")
+    with Session(bundle, mode=mode, strategy="preload") as session:
+        expected = session.run(None, inputs)
+    with Session(bundle, mode=mode, budget=budget, host_budget=host) as session:
+        for run in range(3):
+            assert_same(session.run(None, inputs), expected)
+            report = session.last_run
+            assert report is not None and report.memory.host is not None and report.memory.host.peak_bytes <= host
+            if run:
+                assert {load.name for load in report.loads if "read" not in dict(load.steps)} >= pinned
+    with pytest.raises(UserError, match="shares its memory with the host"):
+        flashmem.compile(model, tmp_path / "none.flashmem", device="pocl", budget="1MB", host_budget="1MB", build=False)

@@ -11,13 +11,17 @@ import pytest
 
 from flashmem import Session
 from flashmem.base.errors import BudgetError
+from flashmem.base.types import TransferMode
 from flashmem.program.lanes import lane_kind
 from flashmem.program.program import fixed_bytes, host_bytes
 from flashmem.runtime.opencl.context import Queue, list_devices
 from flashmem.runtime.opencl.devices import Device, descriptor_for
+from flashmem.runtime.streaming import copied
 from flashmem.runtime.streaming.interleaved import layer_moves, needed_slices
+from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.residency import session_bytes, streamed_layout
 from tests.support.mini_bundle import LAYERS, SLICES, WIDTH, MiniModel, write_mini_bundle
+from tests.support.own_memory import give_own_memory
 
 MemoryPath = Literal["buffer", "texture"]
 Channel = Literal["float", "half"]
@@ -127,6 +131,36 @@ def test_where_memory_is_not_shared_staging_is_slots_that_are_never_mapped_and_l
     assert list(mapped.values()) == [program.constants_bytes]  # the ring is pages of the process
     with pytest.raises(BudgetError, match="budget"):
         Session(model.path, mode="interleave", budget=held - 1)
+
+
+@pytest.mark.parametrize(("device", "path"), CASES)
+@pytest.mark.parametrize("mode", ["dma", "interleave"])
+def test_where_memory_is_not_shared_adjacent_slices_are_read_together(
+    device: Device, path: MemoryPath, mode: TransferMode, models: dict[tuple[str, str], MiniModel],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    model, reads, joined = models[path, "float"], list[int](), copied.JOINED_BYTES
+    inputs, read_into = model.inputs(seed=6), WeightFile.read_into
+    whole = sum(part.file_bytes for part in model.open().program.slices)
+
+    def spy(file: WeightFile, data: Any, offset: int) -> None:
+        reads.append(data.nbytes)
+        read_into(file, data, offset)
+
+    give_own_memory(monkeypatch, device)
+    monkeypatch.setattr(WeightFile, "read_into", spy)
+    made = []
+    for most in (0, joined):
+        monkeypatch.setattr(copied, "JOINED_BYTES", most)
+        reads.clear()
+        with Session(model.path, mode=mode, prepare=False) as session:
+            made.append(session.run(None, inputs))
+        assert sum(reads) >= whole
+        made.append(len(reads))
+    (alone, calls, together, fewer) = made
+    assert fewer < calls
+    for got, wanted in zip(together, alone, strict=True):
+        np.testing.assert_array_equal(got, wanted)
 
 
 @pytest.mark.parametrize("path", ["buffer", "texture"])
