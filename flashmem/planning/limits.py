@@ -19,7 +19,8 @@ class Limits:
     fastest plan, for the others.
 
     `chunk` is S. None means the largest size that gives the median reusable layer at least four chunks. `units`: the units of
-    the paper's objective. `host_budget`: of sessions on a device with memory of its own. `strategy`: "stream" selects the planner; any other value selects a baseline for comparison.
+    the paper's objective. `host_budget`: that of sessions on a device with memory of its own. `strategy`: "stream" selects the
+    planner; any other value selects a baseline for comparison.
 
     Adaptive unfusion (`flashmem.compiler.adaptive.unfusion`) ranks layers by lambda |W_new| + `mu` times the loading distance.
     It splits a layer if C_l grows by at least the share `alpha`. The paper gives neither value: `mu` is the weight of distance

@@ -47,12 +47,17 @@ def with_host_ring(program: Program, layout: PoolLayout) -> PoolLayout:
 def host_ring_bytes(program: Program, threads: int) -> int:
     """Bytes of the ring in host memory for so many loader threads."""
     largest = max((passing_bytes(part, HOST_PIECE_BYTES) for part in program.slices), default=0)
+    largest = max(largest, min(JOINED_BYTES, sum(part.file_bytes for part in program.slices)))
     return (threads + SPARE_PIECES) * (-(-largest // POOL_ALIGNMENT) * POOL_ALIGNMENT)
 
 
 HOST_PIECE_BYTES = 12 << 20
 """Most bytes of a piece of a ring in host memory. A read of 3.4 MB took a thread 0.55 ms there, and all else that the thread
 does for a piece 0.35 ms, so larger pieces load faster (docs/research/measurements.md)."""
+
+JOINED_BYTES = 1 << 20
+"""Most bytes of loads that are read together. A thread takes longer for all else of a load than for so many bytes; more would
+keep the other threads from reading."""
 
 SPARE_PIECES = 2
 """Pieces of such a ring beside one for each loader thread: those that copies under way read."""

@@ -18,7 +18,7 @@ from flashmem.runtime.streaming.transfer import BeginCopy, Transfer, TransferLoa
 from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.loads import Load, Segment, whole_words
 from flashmem.schedule.plan import PoolLayout
-from flashmem.schedule.residency import SPARE_PIECES
+from flashmem.schedule.residency import JOINED_BYTES, SPARE_PIECES
 from flashmem.schedule.shared_memory import WeightMemory, weight_memory
 
 
@@ -85,11 +85,6 @@ def _write_to(copier: Copier, buffer: Memory, data: Bytes, first_byte: int, behi
     return copier.write(buffer, data, offset=first_byte, behind=behind)
 
 
-JOINED_BYTES = 1 << 20
-"""Most bytes of loads that are read together. A thread takes longer for all else of a load than for so many bytes; more would
-keep the other threads from reading."""
-
-
 class MovingTransfer(Transfer):
     """Base of transfers that copy slices to permanent places; a transfer made `after` another one reuses its memory objects.
 
@@ -146,7 +141,7 @@ class MovingTransfer(Transfer):
         (first, _), (last, nbytes), (begin, more) = loads[0].place, loads[-1].place, other.place
         return (
             0 <= begin - last - nbytes < POOL_ALIGNMENT
-            and begin + more - first <= JOINED_BYTES
+            and begin + more - first <= min(JOINED_BYTES, self._ring.piece_bytes)
             and (self._tier is None or not any(map(self._tier.keeps, (loads[-1].part, other.part))))
         )
 

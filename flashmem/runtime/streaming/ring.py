@@ -33,6 +33,7 @@ class Ring:
         self._mapped: Bytes | None = None
         self._free: list[Bytes] = []
         self._copying: deque[tuple[Bytes, CopyEvent]] = deque()
+        self.piece_bytes = nbytes // pieces // WORD * WORD
         if not nbytes:
             return
         if apart:
@@ -41,7 +42,7 @@ class Ring:
         else:
             buffer = ledger.buffer("staging", nbytes, "the ring that loads pass through", host_visible=True)
             memory = self._mapped = ledger.mapped(queue, buffer, nbytes)
-        each = nbytes // pieces // WORD * WORD
+        each = self.piece_bytes
         self._free = [memory[number * each : (number + 1) * each] for number in range(pieces)]
 
     @property
