@@ -89,10 +89,10 @@ class Session:
             strategy: "auto" follows the plan, of any strategy. "preload" makes everything resident first, as other engines do.
                 Any other name must be the strategy that the bundle was compiled with.
             budget: most bytes to hold; the bundle's by default, and no limit with "preload". A model is compiled for it.
-            host_budget: most bytes of pinned host memory, for a device with memory of its own: for staging, which `budget` then
-                does not count, and for weights that later runs copy from there instead of reading them. "auto": half of the
+            host_budget: most bytes of pinned host memory, for a device with memory of its own: for staging and outputs, and for
+                weights that later runs copy from there instead of reading them. "auto": half of the
                 memory that the system has left, at most what the session can use; nothing where host and device share memory.
-                None: `budget` limits host and device together, and no weights are kept on the host.
+                None: no limit, and no weights are kept on the host.
             process_memory: most bytes that the whole process may hold resident, in place of `budget`. The budget is then less
                 by what the process holds when the device's context exists, and by `SLACK` of
                 `flashmem.runtime.request.process_memory`. The model is planned for it, if its own plan needs more.

@@ -479,5 +479,6 @@ def test_a_bundle_compiled_for_a_host_budget_has_its_slices_there(
             assert report is not None and report.memory.host is not None and report.memory.host.peak_bytes <= host
             if run:
                 assert {load.name for load in report.loads if "read" not in dict(load.steps)} >= pinned
+    monkeypatch.undo()
     with pytest.raises(UserError, match="shares its memory with the host"):
         flashmem.compile(model, tmp_path / "none.flashmem", device="pocl", budget="1MB", host_budget="1MB", build=False)

@@ -1,0 +1,73 @@
+"""Permanent places of slices on a device, in transfer modes that copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flashmem.program.tensors import Slice
+from flashmem.runtime.memory.ledger import Ledger
+from flashmem.runtime.opencl.context import Bytes, Event, Memory
+from flashmem.runtime.opencl.copier import Copier, CopyEvent
+from flashmem.runtime.streaming.transfer import in_pool
+from flashmem.schedule.loads import whole_words
+from flashmem.schedule.plan import PoolLayout
+from flashmem.schedule.shared_memory import WeightMemory, weight_memory
+
+
+class Homes:
+    """The places: textures for images, buffers or parts of them for other slices."""
+
+    def __init__(
+        self, ledger: Ledger, slices: Sequence[Slice], layout: PoolLayout, after: Homes | None, *, apart: bool
+    ) -> None:
+        """Allocate the memory objects of `layout` (`weight_memory`). `after`: the places of another shape variant; objects that
+        both have stay allocated, and its others are freed.
+
+        Raises:
+            RunError: the device or the budget refuses.
+        """
+        self._ledger, self._memory = ledger, weight_memory(layout, slices, apart=apart)
+        memory, before, has = self._memory, WeightMemory({}, {}, {}), dict[str, Memory]()
+        if after is not None:
+            before, has = after._memory, after._objects
+        stays = {name for name in has if name in memory.buffers and before.buffers.get(name) == memory.buffers[name]}
+        stays |= {name for name in has if name in memory.textures and before.textures.get(name) == memory.textures[name]}
+        ledger.free([handle for name, handle in has.items() if name not in stays])
+        self._objects: dict[str, Memory] = {name: handle for name, handle in has.items() if name in stays}
+        for name, slot in memory.textures.items():
+            if name not in stays:
+                self._objects[name] = ledger.image("weights", slot.width, slot.height, slot.channel, name)
+        for name, nbytes in memory.buffers.items():
+            if name not in stays:
+                self._objects[name] = ledger.buffer("weights", nbytes, name)
+        self.memories: dict[str, Memory] = {}
+        for part in slices:
+            name, offset = memory.place_of[part.name]
+            whole = self._objects[name]
+            alone = apart and not offset  # a sub-buffer would take memory of its own (docs/research/opencl-notes.md)
+            parted = name in memory.buffers and not alone
+            self.memories[part.name] = ledger.part("weights", whole, offset, whole_words(part.file_bytes)) if parted else whole
+
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+        """A sub-buffer of the pool, if the slices have the same order there as in the file."""
+        name, _ = self._memory.place_of.get(parts[0].name, ("", 0))
+        offsets = {each: offset for each, (where, offset) in self._memory.place_of.items() if where == name}
+        return in_pool(self._ledger, self._objects[name], offsets, parts) if name in self._memory.buffers else None
+
+    def write(self, copier: Copier, part: Slice, data: Bytes, first_byte: int, behind: Event | None) -> CopyEvent:
+        """Begin to copy `data`, which starts at `first_byte` of the slice, to the slice's place, behind an event.
+
+        Images are copied in whole rows.
+        """
+        memory = self.memories[part.name]
+        if part.is_image:
+            return copier.write_image(
+                memory,
+                data,
+                first_row=first_byte // part.row_pitch,
+                width=part.width,
+                rows=data.nbytes // part.row_pitch,
+                row_pitch=part.row_pitch,
+                behind=behind,
+            )
+        return copier.write(memory, data, offset=first_byte, behind=behind)
