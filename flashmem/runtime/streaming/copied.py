@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from flashmem.base.types import POOL_ALIGNMENT
@@ -12,14 +12,73 @@ from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory, event_seconds, wait
 from flashmem.runtime.opencl.copier import Copier, CopyEvent
-from flashmem.runtime.streaming.homes import Homes
 from flashmem.runtime.streaming.host_tier import HostTier
 from flashmem.runtime.streaming.ring import Ring
-from flashmem.runtime.streaming.transfer import BeginCopy, Transfer, TransferLoad
+from flashmem.runtime.streaming.transfer import BeginCopy, Transfer, TransferLoad, in_pool
 from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.loads import Load, Segment, whole_words
 from flashmem.schedule.plan import PoolLayout
 from flashmem.schedule.residency import JOINED_BYTES, SPARE_PIECES
+from flashmem.schedule.shared_memory import WeightMemory, weight_memory
+
+
+class _Homes:
+    """Permanent places of slices in modes that copy: textures for images, parts of buffers for the others."""
+
+    def __init__(
+        self, ledger: Ledger, slices: Sequence[Slice], layout: PoolLayout, after: _Homes | None, *, apart: bool
+    ) -> None:
+        """Allocate the memory objects of `layout` (`weight_memory`). `after`: the places of another shape variant; objects that
+        both have stay allocated, and its others are freed.
+
+        Raises:
+            RunError: the device or the budget refuses.
+        """
+        self._ledger, self._memory = ledger, weight_memory(layout, slices, apart=apart)
+        memory, before, has = self._memory, WeightMemory({}, {}, {}), dict[str, Memory]()
+        if after is not None:
+            before, has = after._memory, after._objects
+        stays = {name for name in has if name in memory.buffers and before.buffers.get(name) == memory.buffers[name]}
+        stays |= {name for name in has if name in memory.textures and before.textures.get(name) == memory.textures[name]}
+        ledger.free([handle for name, handle in has.items() if name not in stays])
+        self._objects: dict[str, Memory] = {name: handle for name, handle in has.items() if name in stays}
+        for name, slot in memory.textures.items():
+            if name not in stays:
+                self._objects[name] = ledger.image("weights", slot.width, slot.height, slot.channel, name)
+        for name, nbytes in memory.buffers.items():
+            if name not in stays:
+                self._objects[name] = ledger.buffer("weights", nbytes, name)
+        self.memories: dict[str, Memory] = {}
+        for part in slices:
+            name, offset = memory.place_of[part.name]
+            whole = self._objects[name]
+            alone = apart and not offset  # a sub-buffer would take memory of its own (docs/research/opencl-notes.md)
+            parted = name in memory.buffers and not alone
+            self.memories[part.name] = ledger.part("weights", whole, offset, whole_words(part.file_bytes)) if parted else whole
+
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+        """A sub-buffer of the pool, if the slices have the same order there as in the file."""
+        name, _ = self._memory.place_of.get(parts[0].name, ("", 0))
+        offsets = {each: offset for each, (where, offset) in self._memory.place_of.items() if where == name}
+        return in_pool(self._ledger, self._objects[name], offsets, parts) if name in self._memory.buffers else None
+
+    def write(self, copier: Copier, part: Slice, data: Bytes, first_byte: int, behind: Event | None) -> CopyEvent:
+        """Begin to copy `data`, which starts at `first_byte` of the slice, to the slice's place, behind an event.
+
+        Images are copied in whole rows.
+        """
+        memory = self.memories[part.name]
+        if part.is_image:
+            return copier.write_image(
+                memory,
+                data,
+                first_row=first_byte // part.row_pitch,
+                width=part.width,
+                rows=data.nbytes // part.row_pitch,
+                row_pitch=part.row_pitch,
+                behind=behind,
+            )
+        return copier.write(memory, data, offset=first_byte, behind=behind)
 
 
 def _write_to(copier: Copier, buffer: Memory, data: Bytes, first_byte: int, behind: Event | None) -> CopyEvent:
@@ -47,10 +106,9 @@ class MovingTransfer(Transfer):
         super().__init__(file)
         self.follows_launches = apart = not context.device.unified_memory
         self._tier = tier
-        self._reserved: dict[int, Bytes] = {}  # by thread: a piece for its next load
         self._staging_ledger = ledger if tier is None else tier.ledger  # counts host memory
         self._copier: Copier = after._copier if after else Copier(context, profiling=apart)
-        self._homes: Homes = Homes(ledger, slices, layout, after._homes if after else None, apart=apart)
+        self._homes: _Homes = _Homes(ledger, slices, layout, after._homes if after else None, apart=apart)
         self.memories = self._homes.memories
         if after:
             self.arrived = after.arrived
@@ -58,7 +116,6 @@ class MovingTransfer(Transfer):
     def _new_ring(self, layout: PoolLayout) -> Ring:
         """Allocate the ring, with a piece for each thread, and spare ones where copies follow launches."""
         pieces = layout.threads + SPARE_PIECES * self.follows_launches
-        self.most_ahead = pieces
         return Ring(self._copier.queue, self._staging_ledger, layout.ring_bytes, pieces, apart=self.follows_launches)
 
     def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
@@ -88,54 +145,23 @@ class MovingTransfer(Transfer):
             and (self._tier is None or not any(map(self._tier.keeps, (loads[-1].part, other.part))))
         )
 
-    def load_together(self, loads: Sequence[Load], thread: int, turns: Sequence[TransferLoad]) -> None:
+    def load_together(self, loads: Sequence[Load], turns: Sequence[TransferLoad]) -> None:
         """See `Transfer`: the loads share a piece of the ring, and each is a copy of its own."""
         start, (last, nbytes) = loads[0].place[0], loads[-1].place
-        piece = self._piece(thread)
-        data = piece[: last + nbytes - start]
-        self._read_piece(data, start, piece)
-        copies = _Copies(self, piece)
-        for load, turn in zip(loads, turns, strict=True):
-            turn.did("read")
-            begin = self._home(load.part) if load.preload else self._target(load.part)
-            copies.add(load.part, data[load.place[0] - start :][: load.segment.nbytes], load.segment.first, turn, begin)
-        turns[0].when_released(copies)
-
-    def prepare(self, thread: int, stopped: Callable[[], bool]) -> bool:
-        """Before a thread takes a load: get a piece. A load that is needed first thus never waits for those behind it, whose
-        pieces wait for their release.
-        """
-        if self.follows_launches and self._ring.open and thread not in self._reserved:
-            piece = self._ring.take(stopped)
-            if piece is None:
-                return False
-            self._reserved[thread] = piece
-        return True
-
-    def settle(self, thread: int) -> None:
-        """Return the piece that a thread has got."""
-        piece = self._reserved.pop(thread, None)
-        if piece is not None:
-            self._ring.give_back(piece, None)
-
-    def wake(self) -> None:
-        """Let threads that wait for a piece look whether the run was stopped."""
-        self._ring.wake()
-
-    def _piece(self, thread: int) -> Bytes:
-        piece = self._reserved.pop(thread, None)
-        if piece is None:
-            piece = self._ring.take()
-        assert piece is not None
-        return piece
-
-    def _read_piece(self, data: Bytes, offset: int, piece: Bytes) -> None:
-        """Read into `data`, in a piece that goes back if that fails. Raises RunError."""
+        piece, copy = self._ring.take(), None
         try:
-            self.file.read_into(data, offset)
-        except BaseException:
-            self._ring.give_back(piece, None)
-            raise
+            self.file.read_into(piece[: last + nbytes - start], start)
+            for turn in turns:
+                turn.did("read")
+            for load, turn in zip(loads, turns, strict=True):
+                data = piece[load.place[0] - start :][: load.segment.nbytes]
+                begin = self._home(load.part) if load.preload else self._target(load.part)
+                copy = self._copy_on(load.part, data, load.segment.first, turn, begin, last=False)
+            self._copier.flush()
+            for turn in turns:
+                turn.enqueued()
+        finally:
+            self._ring.give_back(piece, copy)  # the queue is in order, so the last copy is complete last
 
     def copy_held(self, load: Load, behind: Event | None) -> CopyEvent:
         """Enqueue and flush the copy of a load that the host tier holds. Raises RunError."""
@@ -146,18 +172,6 @@ class MovingTransfer(Transfer):
         self._copier.flush()
         self._arrives(load.part, copy)
         return copy
-
-    def began(self, part: Slice, copy: CopyEvent) -> None:
-        """A copy of a slice is enqueued, for which launches that use it wait."""
-        self._arrives(part, copy)
-
-    def flush(self) -> None:
-        """Let launches wait for the copies so far. Raises RunError."""
-        self._copier.flush()
-
-    def give_back(self, piece: Bytes, copy: CopyEvent | None) -> None:
-        """Return a piece, which `copy` still reads, to the ring."""
-        self._ring.give_back(piece, copy)
 
     def clock_apart(self) -> float:
         """What the host's clock is ahead of that of copies, in seconds."""
@@ -173,93 +187,60 @@ class MovingTransfer(Transfer):
         """Copies of a streamed slice."""
         return self._home(part)
 
-    def _pass(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad, begin: BeginCopy) -> None:
+    def _pass(self, part: Slice, segment: Segment, turn: TransferLoad, begin: BeginCopy) -> None:
         """Read a segment, unless the host tier holds it, and copy it on with `begin`."""
         tier = self._tier
         place = None if tier is None else tier.place(part, segment)
         if tier is None or place is None:
-            if self.follows_launches and self.checksums is None and segment.nbytes <= self._ring.piece_bytes:
-                self._through_a_piece(part, segment, thread, turn, begin)
-            else:
-                self._through_ring(part, segment, thread, turn, begin)
+            self._through_ring(part, segment, turn, begin)
             return
         if not tier.holds(part, segment):
             self._read(part, segment, place, turn)
             tier.keep(part, segment)
-        copies = _Copies(self, None)
-        copies.add(part, place, segment.first, turn, begin)
-        turn.when_released(copies)
+        self._copy_on(part, place, segment.first, turn, begin)
 
-    def _through_a_piece(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad, begin: BeginCopy) -> None:
-        """Read a segment into one piece. It is copied on when it is released, while the thread makes other loads."""
-        piece = self._piece(thread)
-        data = piece[: segment.nbytes]
-        self._read_piece(data, part.offset + segment.first, piece)
-        turn.did("read")
-        copies = _Copies(self, piece)
-        copies.add(part, data, segment.first, turn, begin)
-        turn.when_released(copies)
+    def _through_ring(self, part: Slice, segment: Segment, turn: TransferLoad, begin: BeginCopy) -> None:
+        """Read the segment into staging and copy it on, piece by piece; images in whole rows.
 
-    def _through_ring(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad, begin: BeginCopy) -> None:
-        """Read the segment into staging and copy it on, in several turns of a piece; images in whole rows.
-
-        After the release, `begin` receives the data, its first byte in the slice, and the event that the copy waits for, and
-        enqueues the copy. It completes before the next turn. RunError: the slice is damaged, and its last part is not copied.
+        After the release, `begin` receives a piece, its first byte in the slice, and the event that the copy waits for, and
+        enqueues the copy. RunError: the slice is damaged, and its last piece is not copied.
         """
-        piece, end, value = self._piece(thread), segment.first + segment.nbytes, 0
-        step = piece.nbytes // part.row_pitch * part.row_pitch if part.is_image else piece.nbytes
-        try:
-            for first in range(segment.first, end, step):
-                data = piece[: min(step, end - first)]
+        first, end, value = segment.first, segment.first + segment.nbytes, 0
+        while first < end:
+            piece, copy = self._ring.take(), None
+            try:
+                most = piece.nbytes // part.row_pitch * part.row_pitch if part.is_image else piece.nbytes
+                data = piece[: min(most, end - first)]
                 self.file.read_into(data, part.offset + first)
+                last = first + data.nbytes >= end
                 if self.checksums is not None:
                     value = checksum(data.data, value)
-                    if first + step >= end:
+                    if last:
                         self.file.compare_checksum(f"slice {part.name!r}", value, self.checksums[part.name])
                 turn.did("read")
-                copy = begin(data, first, turn.wait_for_release())
-                self._arrives(part, copy)
-                copy.wait()
-                turn.did("copy")
-        finally:
-            self._ring.give_back(piece, None)
+                copy = self._copy_on(part, data, first, turn, begin, last=last)
+                first += data.nbytes
+            finally:
+                self._ring.give_back(piece, copy)
 
+    def _copy_on(
+        self, part: Slice, piece: Bytes, first: int, turn: TransferLoad, begin: BeginCopy, *, last: bool = True
+    ) -> CopyEvent | None:
+        """Copy a piece from byte `first` of the slice on, after the release.
 
-class _Copies:
-    """The copies of loads whose bytes are in host memory: in a piece of the ring, or in the host tier."""
-
-    def __init__(self, transfer: MovingTransfer, piece: Bytes | None) -> None:
-        """`piece`: goes back to the ring with the copies."""
-        self._transfer, self._piece = transfer, piece
-        self._parts: list[tuple[Slice, Bytes, int, TransferLoad, BeginCopy]] = []
-
-    def add(self, part: Slice, data: Bytes, first: int, turn: TransferLoad, begin: BeginCopy) -> None:
-        """Add the copy of `data`, which starts at byte `first` of the slice."""
-        self._parts.append((part, data, first, turn, begin))
-
-    def begin(self, *, late: bool) -> None:
-        """Enqueue and flush all of them; launches may follow. Raises RunError."""
-        copy: CopyEvent | None = None
-        try:
-            for part, data, first, turn, begin in self._parts:
-                if late:
-                    turn.did("wait")
-                copy = begin(data, first, turn.launch())
-                self._transfer.began(part, copy)
-                turn.copying(copy)
-            self._transfer.flush()
-        finally:  # the queue is in order, so the last copy is complete last
-            self._give_back(copy)
-        for *_, turn, _ in self._parts:
-            turn.enqueued()
-
-    def cancel(self) -> None:
-        """They will never begin."""
-        self._give_back(None)
-
-    def _give_back(self, copy: CopyEvent | None) -> None:
-        if self._piece is not None:
-            self._transfer.give_back(self._piece, copy)
+        Returns the copy if it is under way, and launches may follow it on the device; None if it is complete.
+        """
+        copy = begin(piece, first, turn.wait_for_release())
+        self._arrives(part, copy)
+        if self.follows_launches:
+            turn.copying(copy)
+            if last:
+                self._copier.flush()
+                turn.enqueued()
+            return copy
+        copy.wait()
+        turn.did("copy")
+        return None
 
 
 class DmaTransfer(MovingTransfer):
@@ -279,13 +260,13 @@ class DmaTransfer(MovingTransfer):
     ) -> None:
         super().__init__(context, ledger, file, slices, layout, after, tier)
         if after is not None and after._ring.open:  # both stay in use
-            self._ring, self.most_ahead = after._ring, after.most_ahead
+            self._ring = after._ring
         else:
             self._ring = self._new_ring(layout)
 
     def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
         """Read and copy, in pieces of the ring; from the host tier at once."""
-        self._pass(part, segment, thread, turn, self._target(part))
+        self._pass(part, segment, turn, self._target(part))
 
     def leave(self) -> None:
         """Unmap the ring."""
@@ -322,7 +303,7 @@ class InterleaveTransfer(MovingTransfer):
     def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
         """Read into staging."""
         if self._maps is None:
-            self._pass(part, segment, thread, turn, self._target(part))
+            self._pass(part, segment, turn, self._target(part))
             return
         place, arrives = self.staged[part.name], partial(self._arrives, part)
         with self._maps.mapped(place, segment.nbytes, offset=segment.first, unmapped=arrives) as view:
@@ -330,7 +311,7 @@ class InterleaveTransfer(MovingTransfer):
 
     def preload(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
         """Read, and copy to the permanent place."""
-        self._pass(part, segment, thread, turn, self._home(part))
+        self._pass(part, segment, turn, self._home(part))
 
     def _target(self, part: Slice) -> BeginCopy:
         """Copies to the slice's place in staging."""

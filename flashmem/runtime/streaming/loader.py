@@ -20,19 +20,18 @@ from flashmem.base.errors import RunError
 from flashmem.program.tensors import Slice
 from flashmem.runtime.opencl.context import Event
 from flashmem.runtime.opencl.copier import CopyEvent
-from flashmem.runtime.streaming.transfer import ReleasedCopies, Transfer, TransferLoad
+from flashmem.runtime.streaming.transfer import Transfer, TransferLoad
 from flashmem.schedule.loads import LOOKED_AT, Load, Step, TimedInterval
 
 
 class _Turn:
     """One load of a run: its steps, and whether it is released."""
 
-    __slots__ = ("_load", "_run", "copies", "left", "loaded", "start", "steps")
+    __slots__ = ("_load", "_run", "copies", "loaded", "start", "steps")
 
     def __init__(self, run: LoaderRun, load: Load) -> None:
         self._run, self._load = run, load
         self.loaded = False
-        self.left = False  # its copies are left to the run
         self.start = time.perf_counter()
         self.steps: list[tuple[Step, float]] = []
         self.copies: list[CopyEvent] = []
@@ -51,16 +50,7 @@ class _Turn:
         if not self._run.is_done(self._load.after):
             self._run.wait_for(self._load.after)
             self.did("wait")
-        return self.launch()
-
-    def launch(self) -> Event | None:
-        """The event of the launch that has released it; None if that is complete."""
         return self._run.launches.get(self._load.after)
-
-    def when_released(self, copies: ReleasedCopies) -> None:
-        """Begin `copies` once it is released. Raises _StoppedError if the run stops before."""
-        self.left = True
-        self._run.when_released(self._load.after, copies)
 
     def enqueued(self) -> None:
         """Let launches follow: the last copy is enqueued, or complete."""
@@ -94,8 +84,7 @@ class LoaderRun:
         self._missing = Counter(load.part.name for load in loads)  # segments, by slice
         self.intervals: list[TimedInterval] = []
         self.copies: list[CopyEvent] = []  # for which no thread waits
-        self._pending: list[tuple[int, ReleasedCopies]] = []  # read, and to be copied when a launch releases them
-        self._left: list[tuple[TimedInterval, _Turn]] = []  # loads whose copies are left to the run
+        self._copying: list[tuple[TimedInterval, CopyEvent]] = []  # loads, and the last copy of each
         self._transfer = transfer
         self._loads = loads
         self._frees = frees if transfer.frees else {}
@@ -145,35 +134,12 @@ class LoaderRun:
         return self._transfer.follows_launches
 
     def launched(self, layer: int, event: Event) -> None:
-        """Launch `layer` is enqueued and flushed, and `event` is its event: release loads that wait for it on the device.
-
-        Copies of those that are read already are enqueued here: no other thread has to wake up first. Raises RunError.
-        """
+        """Launch `layer` is enqueued and flushed, and `event` is its event: release loads that wait for it on the device."""
         if layer in self.wakes:
             with self._changed:
                 self.launches[layer] = event
                 self._done = layer
-                released = [copies for after, copies in self._pending if after <= layer]
-                self._pending = [each for each in self._pending if each[0] > layer]
                 self._changed.notify_all()
-            try:
-                while released:
-                    released.pop(0).begin(late=True)
-            finally:
-                for copies in released:
-                    copies.cancel()
-
-    def when_released(self, after: int, copies: ReleasedCopies) -> None:
-        """Begin `copies` now, if launch `after` releases loads, else in `launched`. Raises _StoppedError if the run stops."""
-        with self._changed:
-            released = self.is_done(after)
-            if not released and not self._stopping:
-                self._pending.append((after, copies))
-                return
-        if not released:
-            copies.cancel()
-            raise _StoppedError
-        copies.begin(late=False)
 
     def layer_done(self, layer: int) -> None:
         """Launch `layer` and all before it are complete: free slices last used there, and release waiting loads."""
@@ -198,8 +164,7 @@ class LoaderRun:
         """Whether the disk is free for other models: nothing is loading, and nothing can before the next launch ends."""
         with self._changed:
             following = self._following()
-            waiting, most = self._unreleased + len(self._pending), max(self._count, self._transfer.most_ahead)
-            begins = following is not None and (self.is_done(self._loads[following].after) or waiting < most)
+            begins = following is not None and (self.is_done(self._loads[following].after) or self._unreleased < self._count)
             return self._stopping or (not begins and self._loading == self._unreleased)
 
     def wake(self) -> None:
@@ -232,12 +197,8 @@ class LoaderRun:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        self._transfer.wake()
         for thread in self._threads:
             thread.join()
-        for _, copies in self._pending:
-            copies.cancel()
-        self._pending = []
         self._end_copies()
         if self._to_free:
             while self._to_free:
@@ -249,27 +210,26 @@ class LoaderRun:
 
     def _end_copies(self) -> None:
         """Wait for all copies, and record when the device made them. A copy that failed is a failure of the run."""
-        copies, left = self.copies, self._left
-        self.copies, self._left = [], []
+        copies, copying = self.copies, self._copying
+        self.copies, self._copying = [], []
         try:
             for copy in copies:
                 copy.wait()
-            apart = self._transfer.clock_apart() if copies else 0.0
-            for interval, turn in left:
-                if turn.copies:  # none if the run was stopped before their release
-                    end = turn.copies[-1].end() + apart
-                    self.intervals.append(replace(interval, end=end, steps=(*turn.steps, ("copy", end))))
+            apart = self._transfer.clock_apart() if copying else 0.0
+            for interval, last in copying:
+                end = last.end() + apart
+                self.intervals.append(replace(interval, end=end, steps=(*interval.steps, ("copy", end))))
         except RunError as error:
             self._failure = self._failure or str(error)
 
     def _work(self, thread: int) -> None:
         try:
             self._start_next()
-            while self._transfer.prepare(thread, self._stops) and (loads := self._take()):
+            while loads := self._take():
                 turns = [_Turn(self, load) for load in loads]
                 load, turn = loads[0], turns[0]
                 if len(loads) > 1:
-                    self._transfer.load_together(loads, thread, turns)
+                    self._transfer.load_together(loads, turns)
                 elif load.preload:
                     self._transfer.preload(load.part, load.segment, thread, turn)
                 else:
@@ -283,23 +243,17 @@ class LoaderRun:
                 self._stopping = True
                 self._changed.notify_all()
                 self._arrived.notify_all()
-            self._transfer.wake()
-        finally:
-            self._transfer.settle(thread)
-
-    def _stops(self) -> bool:
-        return self._stopping
 
     def _note(self, loads: Sequence[Load], turns: Sequence[_Turn], thread: int) -> None:
         """Record loads that a thread has made, but for copies under way."""
-        end, left = time.perf_counter(), turns[0].left
+        end = time.perf_counter()
         for load, turn in zip(loads, turns, strict=True):
-            if not turn.loaded and not left:
+            if not turn.loaded:
                 self.load_done(load, turn)
             steps, nbytes = tuple(turn.steps), load.segment.nbytes
             interval = TimedInterval(load.part.name, turn.start, end, thread, steps, nbytes, load.after)
-            if left:
-                self._left.append((interval, turn))
+            if turn.copies:
+                self._copying.append((interval, turn.copies[-1]))
             else:
                 self.intervals.append(interval)
         with self._changed:

@@ -8,18 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
 
 from flashmem.runtime.memory.arena import large_pages
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Bytes, Queue
 from flashmem.runtime.opencl.copier import CopyEvent
 from flashmem.schedule.loads import WORD
-
-
-def never() -> bool:
-    """False: nothing stops the caller."""
-    return False
 
 
 class Ring:
@@ -35,12 +29,11 @@ class Ring:
         Raises:
             RunError: the budget or the device refuses it.
         """
-        self._ledger, self._changed = ledger, threading.Condition()
+        self._ledger, self._lock = ledger, threading.Lock()
         self._mapped: Bytes | None = None
         self._free: list[Bytes] = []
         self._copying: deque[tuple[Bytes, CopyEvent]] = deque()
         self.piece_bytes = nbytes // pieces // WORD * WORD
-        self._open = bool(nbytes)
         if not nbytes:
             return
         if apart:
@@ -55,43 +48,28 @@ class Ring:
     @property
     def open(self) -> bool:
         """Whether it has memory."""
-        return self._open
+        return bool(self._free or self._copying)
 
-    def take(self, stopped: Callable[[], bool] = never) -> Bytes | None:
-        """A piece, whose bytes no copy reads; None if there is none until `stopped` (see `wake`).
-
-        Raises:
-            RunError: a copy from the piece failed.
-        """
-        with self._changed:
-            while not (self._free or self._copying):
-                if stopped():
-                    return None
-                self._changed.wait()
+    def take(self) -> Bytes:
+        """A piece, whose bytes no copy reads. Raises RunError if such a copy failed."""
+        with self._lock:
             if self._free:
                 return self._free.pop()
             piece, copy = self._copying.popleft()
         copy.wait()
         return piece
 
-    def wake(self) -> None:
-        """Let threads that wait for a piece look whether they are stopped."""
-        with self._changed:
-            self._changed.notify_all()
-
     def give_back(self, piece: Bytes, copy: CopyEvent | None) -> None:
         """Return a piece, which `copy` still reads."""
-        with self._changed:
+        with self._lock:
             if copy is None:
                 self._free.append(piece)
             else:
                 self._copying.append((piece, copy))
-            self._changed.notify()
 
     def close(self) -> None:
         """Unmap it, once no copy reads it. Raises RunError if one failed, or the device refuses."""
         copying = [copy for _, copy in self._copying]
-        self._open = False
         self._free.clear()
         self._copying.clear()
         try:

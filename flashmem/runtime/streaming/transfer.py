@@ -26,34 +26,11 @@ BeginCopy = Callable[[Bytes, int, Event | None], CopyEvent]
 """Enqueues the copy of a piece, which starts at a byte of its slice, behind an event."""
 
 
-class ReleasedCopies(Protocol):
-    """Copies that may begin once their load is released."""
-
-    def begin(self, *, late: bool) -> None:
-        """Enqueue them. `late`: they have waited for the release. Raises RunError."""
-        ...
-
-    def cancel(self) -> None:
-        """They will never begin."""
-        ...
-
-
 class TransferLoad(Protocol):
     """One load of a run, as a transfer sees it."""
 
     def wait_for_release(self) -> Event | None:
         """Wait until the load is released. Only then may its planned places be written, behind the event if there is one."""
-        ...
-
-    def when_released(self, copies: ReleasedCopies) -> None:
-        """Begin `copies` now, if the load is released; else the thread of the launches begins them when it is.
-
-        Nobody waits for them here. A load may call this once, at its end, and may be the first of several that share `copies`.
-        """
-        ...
-
-    def launch(self) -> Event | None:
-        """The event of the launch that has released it; None if that is complete."""
         ...
 
     def enqueued(self) -> None:
@@ -81,9 +58,6 @@ class Transfer(ABC):
     follows_launches = False
     """Whether copies wait on the device for launches, so that a load is released when its launch is enqueued, not complete."""
 
-    most_ahead = 0
-    """Where copies follow launches, the most loads that are read and wait for their release."""
-
     binds_late = False
     """Whether a slice has a memory object only while it is loaded (`memories`), so that arguments are set before a launch."""
 
@@ -108,19 +82,9 @@ class Transfer(ABC):
         """Whether `load_together` can make `other` too with `loads`, which come before it."""
         return False
 
-    def load_together(self, loads: Sequence[Load], thread: int, turns: Sequence[TransferLoad]) -> None:
+    def load_together(self, loads: Sequence[Load], turns: Sequence[TransferLoad]) -> None:
         """Make several loads that `joins` permits, with one read. None of them is released after the first one."""
         raise NotImplementedError
-
-    def prepare(self, thread: int, stopped: Callable[[], bool]) -> bool:
-        """Before a thread takes a load: get the memory that it reads into; False if the run was stopped meanwhile."""
-        return True
-
-    def settle(self, thread: int) -> None:  # noqa: B027 - most threads have no memory of their own
-        """A thread ends: return what it got to `prepare` a load."""
-
-    def wake(self) -> None:  # noqa: B027 - no other mode waits in `prepare`
-        """Let threads that `prepare` look whether the run was stopped."""
 
     def complete(self, part: Slice, turn: TransferLoad) -> None:  # noqa: B027 - most modes have nothing left to do
         """Finish the load of a slice whose segments are all loaded. Launches wait for it. Raises RunError."""

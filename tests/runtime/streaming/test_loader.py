@@ -138,7 +138,7 @@ class Joining(Noted):
     def joins(self, loads: Sequence[Load], other: Load) -> bool:
         return len(loads) < 3 and int(other.part.name[1:]) == int(loads[-1].part.name[1:]) + 1
 
-    def load_together(self, loads: Sequence[Load], thread: int, turns: Sequence[TransferLoad]) -> None:
+    def load_together(self, loads: Sequence[Load], turns: Sequence[TransferLoad]) -> None:
         self.together.append([load.part.name for load in loads])
         for turn in turns:
             turn.did("read")
@@ -161,80 +161,6 @@ def test_adjacent_loads_are_made_together_but_none_that_is_released_later_or_alr
     alone.wait("w1")
     alone.stop()
     assert len(transfer.together) == 1  # each is admitted by itself
-
-
-class Leaving(Noted):
-    """Copies that follow launches, left to the run. A thread needs one of `pieces` for a load, until the copy begins."""
-
-    follows_launches = True
-
-    def __init__(self, pieces: int) -> None:
-        super().__init__(reads_ahead=True)
-        self.most_ahead, self._pieces, self._stopped = pieces, threading.Semaphore(pieces), False
-        self.begun: list[tuple[str, Any, bool, int]] = []
-        self.cancelled: list[str] = []
-
-    def prepare(self, thread: int, stopped: Callable[[], bool]) -> bool:
-        while not self._pieces.acquire(timeout=0.005):
-            if stopped():
-                return False
-        return True
-
-    def settle(self, thread: int) -> None:
-        self._pieces.release()
-
-    def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
-        self.done.append(("read", part.name))
-        turn.did("read")
-        outer = self
-
-        class Copies:
-            def begin(self, *, late: bool) -> None:
-                outer.begun.append((part.name, turn.launch(), late, threading.get_ident()))
-                outer._pieces.release()
-                turn.copying(SimpleNamespace(wait=lambda: None, end=lambda: 1.0))  # type: ignore[arg-type]
-                turn.enqueued()
-
-            def cancel(self) -> None:
-                outer.cancelled.append(part.name)
-                outer._pieces.release()
-
-        turn.when_released(Copies())
-
-    def clock_apart(self) -> float:
-        return 10.0
-
-
-def test_copies_of_what_is_read_begin_with_the_launch_that_releases_them_in_its_thread() -> None:
-    transfer, launch, here = Leaving(pieces=4), SimpleNamespace(), threading.get_ident()
-    run = LoaderRun(transfer, loads(0, 2, 2, 2, 3, 3), {}, threads=2)
-    run.wait("w0")
-    until(lambda: len(transfer.done) == 5)  # one is copied, and four are read by two threads: as many as there are pieces
-    time.sleep(0.02)
-    assert len(transfer.done) == 5 and [name for name, *_ in transfer.begun] == ["w0"] and run.idle
-    run.launched(2, launch)
-    assert [each for each in transfer.begun[1:] if each[3] == here] == [(f"w{n}", launch, True, here) for n in (1, 2, 3)]
-    assert run.loaded == {"w0": True, "w1": True, "w2": True, "w3": True, "w4": False, "w5": False}
-    until(lambda: len(transfer.done) == 6)
-    run.stop()
-    assert sorted(transfer.cancelled) == ["w4", "w5"]
-    steps = {interval.name: [what for what, _ in interval.steps] for interval in run.intervals}
-    assert steps == {f"w{n}": ["read", "copy"] for n in range(4)} and {each.end for each in run.intervals} == {11.0}
-
-
-def test_a_copy_that_cannot_begin_ends_the_launch_and_cancels_the_others() -> None:
-    transfer = Leaving(pieces=4)
-    run = LoaderRun(transfer, loads(1, 1, 1), {}, threads=3)
-    until(lambda: len(transfer.done) == 3 and len(run._pending) == 3)
-
-    def fail() -> None:
-        raise RunError("the device refuses")
-
-    run._pending[1][1].begin = lambda *, late: fail()  # type: ignore[method-assign]
-    with pytest.raises(RunError, match="the device refuses"):
-        run.launched(1, SimpleNamespace())
-    run.stop()
-    assert len(transfer.begun) == 1 and len(transfer.cancelled) == 1
 
 
 def test_loads_of_the_host_tier_are_enqueued_with_the_launches_that_release_them() -> None:
