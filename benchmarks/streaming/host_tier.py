@@ -11,9 +11,9 @@ which the median of `--runs` later runs counts. The file is in the page cache.
 - *by hand*: with PyTorch, where it is installed, for decoders: blocks of the same sizes within the same device budget, the
   others copied from pinned memory on a second stream, two ahead. Its weights are random, and its answer is not compared.
 
-*First answer* includes the opening of the session. The tier is allocated after it. *Read* and *copy* are the parts of a later run in
-which at least one loader thread did so. *Bound* is the larger of two times: what a later run loads at the rate of one large
-copy from pinned memory, and a run with everything resident. The answers of sessions that stream are compared, bit for bit.
+*First answer* includes the opening of the session; the tier is allocated after it. *Read* and *copy* are the parts of a later
+run in which at least one loader thread did so. *Bound* is the larger of two times: what a later run loads at the rate of one
+large copy from pinned memory, and a run with everything resident. The answers of sessions that stream are compared, bit for bit.
 
 The device's memory is what nvidia-smi reports while the session is open, above what it reported before; - without it.
 """
