@@ -13,7 +13,7 @@ which the median of `--runs` later runs counts. The file is in the page cache.
 
 *First answer* includes the opening of the session; the tier is allocated after it. *Read* and *copy* are the parts of a later
 run in which at least one loader thread did so. *Bound* is the larger of two times: what a later run loads at the rate of one
-large copy from pinned memory, and a run with everything resident. The answers of sessions that stream are compared, bit for bit.
+large copy from pinned memory, and a run with everything resident. Answers of sessions that stream are compared, bit for bit.
 
 The device's memory is what nvidia-smi reports while the session is open, above what it reported before; - without it.
 """
