@@ -118,7 +118,7 @@ def planned_loads(
         return (max(w.read_layer, 1) if mode == "map" else 0, needed, w.first_use)
 
     loads: list[Load] = []
-    most = max(PASSING_BYTES, layout.piece_bytes)
+    most = layout.segment_bytes or PASSING_BYTES
     for w in sorted((w for w in plan.weights if preload or not w.preload), key=order):
         part, after = slices[w.name], free.get(w.name, 0)
         divided = segmented and w.name not in undivided

@@ -141,7 +141,7 @@ class PoolLayout:
     or rows of an image. In `dma` these are all loads. In `interleave` they are those of W, and all loads if the layout has
     staging slots.
 
-    `threads`: the number of loader threads.
+    `threads`: the number of loader threads. `segment_bytes`: about the most bytes of a segment, 0 for `PASSING_BYTES`.
 
     Mode `map` allocates nothing: `mapped_peak_bytes` is the most that is resident at once. `resident_bytes` of the total belong
     to W; M_peak limits the rest.
@@ -160,6 +160,7 @@ class PoolLayout:
     resident_bytes: int = 0
     ring_bytes: int = 0
     threads: int = LOADER_THREADS
+    segment_bytes: int = 0
 
     def larger_than(self, most: int) -> tuple[str, int] | None:
         """The first allocation above `most` bytes: what takes it, for a message, and its bytes."""

@@ -41,7 +41,8 @@ def with_host_ring(program: Program, layout: PoolLayout) -> PoolLayout:
 
     A thread reads a piece in one call, and copies of the spare ones are under way meanwhile.
     """
-    return replace(layout, piece_bytes=HOST_PIECE_BYTES, ring_bytes=host_ring_bytes(program, layout.threads))
+    ring = host_ring_bytes(program, layout.threads)
+    return replace(layout, piece_bytes=HOST_PIECE_BYTES, segment_bytes=HOST_PIECE_BYTES, ring_bytes=ring)
 
 
 def host_ring_bytes(program: Program, threads: int) -> int:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from time import monotonic, sleep
@@ -32,7 +31,7 @@ from flashmem.runtime.opencl.context import Context, list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.serving.loaded_model import LoadedModel
 from flashmem.schedule import loads as schedule
-from flashmem.schedule.plan import passing_bytes
+from flashmem.schedule import residency
 from flashmem.tools.doctor import selftest
 from tests.support.caches import kernels_built_by_runs
 from tests.support.mini_bundle import write_mini_bundle
@@ -72,7 +71,8 @@ def _nothing_saved(monkeypatch: pytest.MonkeyPatch) -> None:
 def _segments() -> Iterator[None]:
     """Slices in segments of one page, so that threads share those of small models too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule, "passing_bytes", partial(passing_bytes, piece=4096))
+        patch.setattr(schedule, "PASSING_BYTES", 4096)
+        patch.setattr(residency, "HOST_PIECE_BYTES", 4096)
         yield
 
 
