@@ -1,7 +1,7 @@
 """Make a plan from a program and the user's limits: choose the objective and M_peak, and keep the budget.
 
 *Budget* is the most memory that flashmem uses at any moment. It includes preloaded and in-flight weights with their padding,
-staging, activations, constants, and arrays that outputs are copied to. On a device with memory of its own it is the memory there.
+staging, activations, constants, and arrays that outputs are copied to. On a device with memory of its own it is that memory.
 """
 
 from __future__ import annotations

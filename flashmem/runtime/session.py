@@ -472,10 +472,11 @@ class Session:
             self._variants, self._ready, self._needed, self.budget = variants, ready, needed, limit
 
     def prepared(self) -> None:
-        """Wait until the steady kernels of the next run are ready, if it has any. For measurements.
+        """Wait until the steady kernels of the next run are ready, if it has any, and the host tier has its memory. For
+        measurements.
 
         Raises:
-            RunError: called inside a run of the same thread.
+            RunError: called inside a run of the same thread, or memory of the host tier was refused.
         """
         with self._alone("prepared"):
             self._engine.wait_prepared()
