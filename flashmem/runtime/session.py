@@ -120,7 +120,14 @@ class Session:
         if not isinstance(device, str):
             raise UserError(f"the device is {described(device)}; give its name as text, or 'auto'")
         opened = bundle_for(
-            bundle, device=device, mode=mode, strategy=strategy, budget=budget, build=build_apart, options=compiling
+            bundle,
+            device=device,
+            mode=mode,
+            strategy=strategy,
+            budget=budget,
+            host_budget=host_budget,
+            build=build_apart,
+            options=compiling,
         )
         if process_memory is not None and (budget is not None or host_budget is not None):
             raise UserError("the process memory gives the budget; give either it or budgets")

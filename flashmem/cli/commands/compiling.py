@@ -40,8 +40,8 @@ class CompileOptions:
 
     device: str | None = None
     budget: str | None = None
-    m_peak: str | None = None
     host_budget: str | None = None
+    m_peak: str | None = None
     lambda_: float | None = None
     chunk: str | None = None
     precision: str | None = None
