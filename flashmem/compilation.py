@@ -130,6 +130,7 @@ def read_compilation(
     alpha: float = 0.1,
     units: Units = "share",
     optimize: Optimize = "cold",
+    host_budget: int | str | None = None,
 ) -> Compilation:
     """Resolve the arguments of `flashmem.compile`, which documents them.
 
@@ -167,7 +168,7 @@ def read_compilation(
         objective = "steady"  # a model is run many times for one answer
     limits = read_limits(
         budget=budget, m_peak=m_peak, chunk=chunk, lambda_=lambda_, objective=objective, preload=preload, strategy=strategy,
-        unfusion=unfusion, mu=mu, alpha=alpha, units=units,
+        unfusion=unfusion, mu=mu, alpha=alpha, units=units, host_budget=host_budget,
     )  # fmt: skip
     options = resolve(
         limits, device=device, memory_path=memory_path, mode=mode, precision=precision,

@@ -71,6 +71,7 @@ def compile(
     device: str = "auto",
     budget: int | str | None = None,
     m_peak: int | str | None = None,
+    host_budget: int | str | None = None,
     lambda_: float | None = None,
     chunk: int | str | None = None,
     precision: Precision = "fp32",
@@ -104,8 +105,10 @@ def compile(
         output: the bundle's folder (`model.flashmem`). None keeps it in the user's cache, where an equal call finds it again.
             If the cache cannot be written, it is kept until the process ends, with a warning.
         device: "auto", part of the name of a local device, or the name or file of a descriptor.
-        budget: most bytes that flashmem may hold on the device and in host staging together; None for no limit.
+        budget: most bytes that flashmem may hold: on a device with memory of its own there, else in all; None for no limit.
         m_peak: most bytes in flight in addition to W (FlashMem §3.1), for planning with the paper's parameters.
+        host_budget: the host budget that sessions will have, for a device with memory of its own: what stays there and in
+            pinned host memory is then chosen together.
         lambda_: weighs latency (0) against memory (1); in the paper's objective, loading distance against W. The default is 0,
             or the paper's 0.9 for objective "paper".
         chunk: S, the unit of transfer; by default at most a quarter of what the median launch can carry.
@@ -152,6 +155,7 @@ def compile(
         device=device,
         budget=budget,
         m_peak=m_peak,
+        host_budget=host_budget,
         lambda_=lambda_,
         chunk=chunk,
         precision=precision,

@@ -11,9 +11,9 @@ which the median of `--runs` later runs counts. The file is in the page cache.
 - *by hand*: with PyTorch, where it is installed, for decoders: blocks of the same sizes within the same device budget, the
   others copied from pinned memory on a second stream, two ahead. Its weights are random, and its answer is not compared.
 
-*First answer* includes the opening of the session, which allocates the tier. *Read* and *copy* are the parts of a later run in
-which at least one loader thread did so. *Bound* is the larger of two times: what a later run loads at the rate of one large
-copy from pinned memory, and a run with everything resident. The answers of sessions that stream are compared, bit for bit.
+*First answer* includes the opening of the session; the tier is allocated after it. *Read* and *copy* are the parts of a later
+run in which at least one loader thread did so. *Bound* is the larger of two times: what a later run loads at the rate of one
+large copy from pinned memory, and a run with everything resident. Answers of sessions that stream are compared, bit for bit.
 
 The device's memory is what nvidia-smi reports while the session is open, above what it reported before; - without it.
 """
@@ -47,11 +47,12 @@ from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.options import resolve
 from flashmem.planning.limits import read_limits
-from flashmem.program.program import Program, host_bytes
+from flashmem.program.program import Program, host_bytes, pinned_output_bytes
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.request.options import device_here
 from flashmem.schedule.host_tier import reloaded, tier_bytes
+from flashmem.schedule.residency import streamed_layout
 from flashmem.tools.zoo.graphs import check_architecture, zoo_graph
 
 PIECE = 4 << 20
@@ -265,9 +266,9 @@ def main() -> None:
         random_numbers = np.random.default_rng(0)
         inputs = {p.name: random_numbers.integers(0, 100, p.shape).astype(p.dtype) for p in program.inputs}
         bundle = flashmem.Bundle.open(small)
-        layout = bundle.plan.layouts[args.mode]
+        layout = streamed_layout(program, bundle.plan, args.mode, shares_memory=False)
         again = sum(map(tier_bytes, reloaded([(bundle.plan, program.slices)])))
-        others = layout.ring_bytes + host_bytes(program)
+        others = layout.ring_bytes + host_bytes(program) + pinned_output_bytes(program)
         budgets = {"no tier": None, "half tier": others + again // 2, "tier": others + again}
 
         def opener(name: str) -> Callable[[], flashmem.Session]:

@@ -43,6 +43,7 @@ from flashmem.base.types import MemoryPath, Precision, TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.program.program import Program
 from flashmem.runtime.engine.opened import planned_variant
+from flashmem.runtime.opencl.copier import CopyEvent
 from flashmem.runtime.request.compatibility import usable_modes
 from flashmem.runtime.request.options import device_here, find_descriptor
 from flashmem.runtime.streaming import loader
@@ -97,6 +98,13 @@ class Delays:
 
             def did(self, what: Step) -> None:
                 super().did(what)
+                self.sleep()
+
+            def copying(self, copy: CopyEvent) -> None:
+                super().copying(copy)
+                self.sleep()
+
+            def sleep(self) -> None:
                 if self.sleeps:
                     time.sleep(self.sleeps.pop())
 

@@ -389,6 +389,7 @@ def _check_layout(program: Program, mode: str, layout: PoolLayout, preloaded: Co
     """Require that every place in `layout` is inside its pool, texture slot or staging."""
     _require(mode in ("map", "alias", "dma", "interleave"), f"it has a layout for the unknown transfer mode {mode!r}")
     _require(1 <= layout.threads <= MOST_LOADER_THREADS, f"its layout for mode {mode} is for {layout.threads} loader threads")
+    _require(layout.segment_bytes == 0, f"its layout for mode {mode} states segments, which only a session does")
     if mode == "map":
         return
     for part in program.slices:

@@ -19,7 +19,8 @@ class Limits:
     fastest plan, for the others.
 
     `chunk` is S. None means the largest size that gives the median reusable layer at least four chunks. `units`: the units of
-    the paper's objective. `strategy`: "stream" selects the planner; any other value selects a baseline for comparison.
+    the paper's objective. `host_budget`: that of sessions on a device with memory of its own. `strategy`: "stream" selects the
+    planner; any other value selects a baseline for comparison.
 
     Adaptive unfusion (`flashmem.compiler.adaptive.unfusion`) ranks layers by lambda |W_new| + `mu` times the loading distance.
     It splits a layer if C_l grows by at least the share `alpha`. The paper gives neither value: `mu` is the weight of distance
@@ -40,6 +41,7 @@ class Limits:
     mu: float = 0.1
     alpha: float = 0.1
     units: Units = "share"
+    host_budget: int | None = None
 
     def __post_init__(self) -> None:
         if self.budget is not None and self.m_peak is not None:
@@ -87,6 +89,7 @@ def read_limits(
     mu: float = Limits.mu,
     alpha: float = Limits.alpha,
     units: Units = Limits.units,
+    host_budget: int | str | None = None,
 ) -> Limits:
     """Limits from sizes in text form, for instance "256MB".
 
@@ -105,4 +108,5 @@ def read_limits(
         mu=mu,
         alpha=alpha,
         units=units,
+        host_budget=None if host_budget is None else parse_size(host_budget, what="host budget"),
     )

@@ -59,6 +59,7 @@ def paper_plan_within(
     """The paper's objective under a budget: W and M_peak share the budget, with the largest share for M_peak that works."""
     assert limits.budget is not None
     smallest, _ = smallest_m_peak(program_instance, preload)
+    fixed = fixed_bytes(program, shares_memory=program_instance.shares_memory)
     for share in _SHARES:
         m_peak = max(smallest, int(limits.budget * share))
         plan = solve(
@@ -74,14 +75,12 @@ def paper_plan_within(
         if in_all(plan) <= limits.budget:
             # A proof for this split of the budget does not hold for other splits. So the bound is for plans that may use the
             # whole budget for W and the whole budget for bytes in flight.
-            room = max(m_peak, limits.budget - fixed_bytes(program))
+            room = max(m_peak, limits.budget - fixed)
             roomy = replace(program_instance, m_peak=room)
             bound = proven_bound(roomy, preload, limits.resolved_lambda, room, limits.units, _SECONDS_EACH)
             return replace(plan, bound=min(bound, plan.objective))
     # The other planner knows the smallest budget, or finds a plan between the shares tried above.
-    plan = fastest_within(
-        program_instance, operators_of(program), limits.budget, in_all, preload, 0.0, fixed=fixed_bytes(program)
-    )
+    plan = fastest_within(program_instance, operators_of(program), limits.budget, in_all, preload, 0.0, fixed=fixed)
     return replace(
         plan, notes=(*plan.notes, "no plan of the paper's objective fits the budget; this one is for the first answer")
     )

@@ -1,7 +1,7 @@
 """Make a plan from a program and the user's limits: choose the objective and M_peak, and keep the budget.
 
-*Budget* is the most memory that flashmem uses at any moment on the device and in host staging. It includes preloaded and
-in-flight weights with their padding, staging, activations, constants, and arrays that outputs are copied to.
+*Budget* is the most memory that flashmem uses at any moment. It includes preloaded and in-flight weights with their padding,
+staging, activations, constants, and arrays that outputs are copied to. On a device with memory of its own it is that memory.
 """
 
 from __future__ import annotations
@@ -26,22 +26,30 @@ from flashmem.planning.latency.later_runs import (
     serving_later_runs,
     with_kept,
 )
+from flashmem.planning.latency.tiers import with_pinned
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory.layout import lay_out_pools
-from flashmem.planning.pose import staged_within
+from flashmem.planning.pose import staged_within, with_host_budget
 from flashmem.planning.variants import VariantProblem, plan_together
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.schedule.check import check
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import BoundScope, OverlapPlan
+from flashmem.schedule.residency import session_bytes
 from flashmem.target.descriptor import DeviceDescriptor
 
 
 def planning_instance(program: Program, descriptor: DeviceDescriptor, mode: TransferMode, limits: Limits) -> Instance:
-    """The planning problem that `make_plan` solves. Without an M_peak, all weights may be in flight."""
+    """The planning problem that `make_plan` solves. Without an M_peak, all weights may be in flight.
+
+    Raises:
+        UserError: a host budget that is too small, or for a device that shares the host's memory.
+    """
     total = sum(part.nbytes for part in program.slices)
     m_peak = limits.m_peak or max(2 * total, 1)  # one mode keeps every byte twice
     instance = build_instance(program, descriptor, chunk_bytes=limits.chunk, m_peak=m_peak, mode=mode)
+    if limits.host_budget is not None:
+        instance = with_host_budget(instance, program, limits.host_budget)
     limit = limits.m_peak or limits.budget
     return instance if limit is None else staged_within(instance, limit)
 
@@ -131,7 +139,7 @@ def _roomiest(instance: Instance, plan: OverlapPlan, program: Program, limits: L
     """`instance` with the largest M_peak that any plan with the same W can have within the user's limits."""
     if limits.m_peak is not None:
         return replace(instance, m_peak=max(limits.m_peak, plan.m_peak))
-    return roomiest(instance, plan, None if limits.budget is None else limits.budget - fixed_bytes(program))
+    return roomiest(instance, plan, None if limits.budget is None else limits.budget - _fixed(program, instance))
 
 
 def _sealed(instance: Instance, plan: OverlapPlan, program: Program, mode: TransferMode, limits: Limits) -> OverlapPlan:
@@ -140,6 +148,7 @@ def _sealed(instance: Instance, plan: OverlapPlan, program: Program, mode: Trans
     """
     if plan.objective_kind == "first" and not limits.resolved_lambda:  # otherwise the bound is for the memory lambda leaves
         plan = judged(_roomiest(instance, plan, program, limits), plan)
+    plan = with_pinned(instance, plan)
     in_flight = _in_flight(program, mode)(plan)
     plan = replace(plan, m_peak=max(in_flight, limits.m_peak or plan.m_peak))
     check(plan, replace(instance, m_peak=plan.m_peak))
@@ -147,14 +156,27 @@ def _sealed(instance: Instance, plan: OverlapPlan, program: Program, mode: Trans
 
 
 def _in_all(program: Program, mode: TransferMode) -> Measure:
-    """Measure all bytes of a session."""
-    fixed = fixed_bytes(program)
-    return lambda plan: fixed + lay_out_pools(program.slices, plan, [mode], page_bytes=program.page_bytes)[mode].total_bytes
+    """Measure all bytes that a session's budget limits."""
+
+    def measure(plan: OverlapPlan) -> int:
+        layout = lay_out_pools(program.slices, plan, [mode], page_bytes=program.page_bytes)[mode]
+        return session_bytes(program, layout, shares_memory=plan.shares_memory)
+
+    return measure
+
+
+def _fixed(program: Program, instance: Instance) -> int:
+    return fixed_bytes(program, shares_memory=instance.shares_memory)
 
 
 def _in_flight(program: Program, mode: TransferMode) -> Measure:
     """Measure the bytes that M_peak limits."""
-    return lambda plan: lay_out_pools(program.slices, plan, [mode], page_bytes=program.page_bytes)[mode].in_flight_bytes
+
+    def measure(plan: OverlapPlan) -> int:
+        layout = lay_out_pools(program.slices, plan, [mode], page_bytes=program.page_bytes)[mode]
+        return layout.in_flight_bytes(shares_memory=plan.shares_memory)
+
+    return measure
 
 
 def _plan(instance: Instance, program: Program, mode: TransferMode, limits: Limits) -> OverlapPlan:
@@ -196,7 +218,7 @@ def _first_plan(
     if limit is None:
         return fastest(instance, operators, preload, lambda_)
     if limits.m_peak is None:
-        return fastest_within(instance, operators, limit, measure, preload, lambda_, fixed=fixed_bytes(program))
+        return fastest_within(instance, operators, limit, measure, preload, lambda_, fixed=_fixed(program, instance))
     refused: BudgetError | None = None
     streamed: OverlapPlan | None = None  # the plan that streams every slice that can be streamed
     for part in (1, *(_TOO_LARGE if instance.w_may_grow else ())):
@@ -269,7 +291,7 @@ def _as_steady(instance: Instance, plan: OverlapPlan, program: Program, limits: 
     """`plan`, judged by its later runs."""
     seconds = later_seconds(instance, plan)
     note = f"a later run is predicted to take {seconds:.4g} s, the first answer {plan.objective:.4g} s"
-    bound, scope = _steady_bound(instance, plan, limits, fixed_bytes(program))
+    bound, scope = _steady_bound(instance, plan, limits, _fixed(program, instance))
     if seconds - bound <= 1e-9 * seconds:
         bound = seconds
     return replace(plan, objective_kind="steady", objective=seconds, bound=bound, bound_scope=scope, notes=(*plan.notes, note))
@@ -312,7 +334,7 @@ def _slices_of(program: Program, names: tuple[str, ...]) -> frozenset[str]:
 
 def _baseline(instance: Instance, program: Program, limits: Limits, preload: frozenset[str], measure: Measure) -> OverlapPlan:
     """The plan of a baseline strategy."""
-    baseline = Baseline(limits.strategy, operators_of(program), preload, limits.resolved_lambda, fixed_bytes(program))
+    baseline = Baseline(limits.strategy, operators_of(program), preload, limits.resolved_lambda, _fixed(program, instance))
     if limits.budget is not None:
         return baseline.within(instance, limits.budget, measure)
     if limits.strategy == "resident-first":

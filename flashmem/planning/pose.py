@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from flashmem.base.types import TransferMode
-from flashmem.program.program import Program
+from flashmem.base.errors import BudgetError, UserError
+from flashmem.base.types import POOL_ALIGNMENT, TransferMode
+from flashmem.program.program import Program, host_bytes, pinned_output_bytes
 from flashmem.schedule.instance import Instance, LayerSpec, OwnMemory, WeightSpec
 from flashmem.schedule.plan import LOADER_THREADS, PASSING_BYTES
+from flashmem.schedule.residency import host_ring_bytes
 from flashmem.target.descriptor import DeviceDescriptor
 
 
@@ -37,15 +39,40 @@ def pose(
     )  # fmt: skip
 
 
+def with_host_budget(instance: Instance, program: Program, nbytes: int) -> Instance:
+    """`instance` for sessions with a host budget of `nbytes`, of which staging and outputs leave a part for weights.
+
+    Raises:
+        UserError: the device shares the host's memory. Or a BudgetError: staging and outputs need more.
+    """
+    if instance.own is None:
+        raise UserError("the device shares its memory with the host, and the budget limits both; leave the host budget out")
+    others = host_ring_bytes(program, instance.loader_threads) + host_bytes(program)
+    if nbytes < others:
+        raise BudgetError(
+            f"host budget of {nbytes} bytes is too small: staging and outputs need {others} bytes of host memory; give "
+            "so much, or leave it out",
+            smallest_bytes=others,
+            binding="staging and outputs",
+        )
+    rounding = POOL_ALIGNMENT * len(instance.weights)  # places are whole pages
+    room = max(0, nbytes - others - pinned_output_bytes(program) - rounding)
+    return replace(instance, own=replace(instance.own, host_bytes=room))
+
+
 def staged_within(instance: Instance, limit: int) -> Instance:
-    """`instance` with as much staging as a memory limit of `limit` bytes permits."""
+    """`instance` with as much staging as a memory limit of `limit` bytes permits; with all where it is in other memory."""
+    if instance.own is not None:
+        return replace(instance, piece_bytes=PASSING_BYTES)
     piece = max(1, min(PASSING_BYTES, limit // _PIECES))
     threads = max(min(LOADER_THREADS, instance.loader_threads), min(instance.loader_threads, limit // (_RINGS * piece)))
     return replace(instance, piece_bytes=piece, loader_threads=threads)
 
 
 def staged_least(instance: Instance) -> Instance:
-    """`instance` with the least staging that works."""
+    """`instance` with the least staging that works, if the limit covers it."""
+    if instance.own is not None:
+        return instance
     return replace(instance, piece_bytes=1, loader_threads=min(LOADER_THREADS, instance.loader_threads))
 
 

@@ -20,6 +20,7 @@ from flashmem.program.program import Program, fixed_bytes
 from flashmem.schedule.check import check
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan
+from flashmem.schedule.residency import session_bytes
 
 _NEAR = 8
 """A part (divisor) of the budget too small to justify another plan: with less memory, a plan needs more time."""
@@ -68,13 +69,19 @@ def smallest_budget(program: Program, instance: Instance, mode: TransferMode, pr
 
 
 def _measure(program: Program, mode: TransferMode) -> Measure:
-    fixed = fixed_bytes(program)
-    return lambda plan: fixed + lay_out_pools(program.slices, plan, [mode], page_bytes=program.page_bytes)[mode].total_bytes
+    def measure(plan: OverlapPlan) -> int:
+        layout = lay_out_pools(program.slices, plan, [mode], page_bytes=program.page_bytes)[mode]
+        return session_bytes(program, layout, shares_memory=plan.shares_memory)
+
+    return measure
 
 
 def _sealed(program: Program, instance: Instance, mode: TransferMode, plan: OverlapPlan, budget: int | None) -> OverlapPlan:
-    plan = judged(roomiest(instance, plan, None if budget is None else budget - fixed_bytes(program)), plan)
+    fixed = fixed_bytes(program, shares_memory=instance.shares_memory)
+    plan = judged(roomiest(instance, plan, None if budget is None else budget - fixed), plan)
     layouts = lay_out_pools(program.slices, plan, [mode], page_bytes=program.page_bytes)
-    plan = replace(plan, layouts=dict(layouts), m_peak=max(plan.m_peak, layouts[mode].in_flight_bytes))
+    plan = replace(
+        plan, layouts=dict(layouts), m_peak=max(plan.m_peak, layouts[mode].in_flight_bytes(shares_memory=plan.shares_memory))
+    )
     check(plan, replace(instance, m_peak=plan.m_peak), program.slices)
     return plan

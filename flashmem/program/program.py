@@ -105,13 +105,17 @@ class Program:
         )
 
 
-def fixed_bytes(program: Program) -> int:
-    """Bytes that a session uses under any plan: activations, states, constants, and `host_bytes`."""
-    return program.arena_bytes + program.states_bytes + program.constants_bytes + host_bytes(program)
+def fixed_bytes(program: Program, *, shares_memory: bool = True) -> int:
+    """Bytes within a session's budget under any plan: activations, states and constants.
+
+    And `host_bytes`, if host and device share their memory: then the budget limits both.
+    """
+    on_device = program.arena_bytes + program.states_bytes + program.constants_bytes
+    return on_device + host_bytes(program) * shares_memory
 
 
 def host_bytes(program: Program) -> int:
-    """The part of `fixed_bytes` in host memory, also with a device that does not share it: copied outputs and scratch."""
+    """Bytes of a session in host memory also with a device that does not share it: copied outputs, and scratch."""
     return output_bytes(program) + scratch_bytes(program)
 
 
@@ -127,6 +131,16 @@ def raw_bytes(program: Program) -> int:
 
 SMALL_OUTPUT = 1 << 16
 """Bytes: a smaller output is copied. The candidates of `bundle.language.MOST_ROWS` rows are smaller."""
+
+
+LARGE_OUTPUT = 1 << 20
+"""Bytes: an output of so many has pinned pages on a device with memory of its own (`runtime.memory.output_pages`)."""
+
+
+def pinned_output_bytes(program: Program) -> int:
+    """Bytes of pinned pages for outputs beside `host_bytes`: the caller may hold the arrays of one run during the next one."""
+    copied = (port for port in copied_outputs(program) if port.tensor is not None)
+    return sum(nbytes for port in copied if (nbytes := array_bytes(port)) >= LARGE_OUTPUT)
 
 
 def copied_outputs(program: Program) -> tuple[Port, ...]:

@@ -90,10 +90,10 @@ class Session:
             strategy: "auto" follows the plan, of any strategy. "preload" makes everything resident first, as other engines do.
                 Any other name must be the strategy that the bundle was compiled with.
             budget: most bytes to hold; the bundle's by default, and no limit with "preload". A model is compiled for it.
-            host_budget: most bytes of pinned host memory, for a device with memory of its own: for staging, which `budget` then
-                does not count, and for weights that later runs copy from there instead of reading them. "auto": half of the
+            host_budget: most bytes of pinned host memory, for a device with memory of its own: for staging and outputs, and for
+                weights that later runs copy from there instead of reading them. "auto": half of the
                 memory that the system has left, at most what the session can use; nothing where host and device share memory.
-                None: `budget` limits host and device together, and no weights are kept on the host.
+                None: no limit, and no weights are kept on the host.
             process_memory: most bytes that the whole process may hold resident, in place of `budget`. The budget is then less
                 by what the process holds when the device's context exists, and by `SLACK` of
                 `flashmem.runtime.request.process_memory`. The model is planned for it, if its own plan needs more.
@@ -121,7 +121,14 @@ class Session:
         if not isinstance(device, str):
             raise UserError(f"the device is {described(device)}; give its name as text, or 'auto'")
         opened = bundle_for(
-            bundle, device=device, mode=mode, strategy=strategy, budget=budget, build=build_apart, options=compiling
+            bundle,
+            device=device,
+            mode=mode,
+            strategy=strategy,
+            budget=budget,
+            host_budget=host_budget,
+            build=build_apart,
+            options=compiling,
         )
         if process_memory is not None and (budget is not None or host_budget is not None):
             raise UserError("the process memory gives the budget; give either it or budgets")
@@ -141,11 +148,11 @@ class Session:
         own_first = sorted(self._variants, key=lambda variant: variant is not self._ready)
         host = planned_host_memory(host_budget, own_first, self.device, self.mode)
         self.host_budget = None if host is None else host.budget
-        needed = max(variant.needed(host_apart=host is not None) for variant in self._variants)
+        needed = max(variant.needed() for variant in self._variants)
         self.budget = choose_budget(budget, opened.budget_bytes, needed, mode=self.mode, strategy=self.strategy)
-        self._variants = sharing_memory(self._variants, self.device, self.mode, self.budget, host_apart=host is not None)
+        self._variants = sharing_memory(self._variants, self.device, self.mode, self.budget)
         self._ready = self._variants[opened.index]
-        self._needed = max(variant.needed(host_apart=host is not None) for variant in self._variants)
+        self._needed = max(variant.needed() for variant in self._variants)
         self.last_run: RunReport | None = None
         self._process = os.getpid()
         self._lock = threading.RLock()
@@ -474,10 +481,11 @@ class Session:
             self._variants, self._ready, self._needed, self.budget = variants, ready, needed, limit
 
     def prepared(self) -> None:
-        """Wait until the steady kernels of the next run are ready, if it has any. For measurements.
+        """Wait until the steady kernels of the next run are ready, if it has any, and the host tier has its memory. For
+        measurements.
 
         Raises:
-            RunError: called inside a run of the same thread.
+            RunError: called inside a run of the same thread, or memory of the host tier was refused.
         """
         with self._alone("prepared"):
             self._engine.wait_prepared()

@@ -32,6 +32,7 @@ def check(plan: OverlapPlan, instance: Instance, slices: Sequence[Slice] = ()) -
         PlanViolation: the first rule found broken.
     """
     check_rules(plan, instance, slices)
+    _check_pinned(plan, instance)
     _check_seconds(plan, instance)
 
 
@@ -41,6 +42,8 @@ def check_rules(plan: OverlapPlan, instance: Instance, slices: Sequence[Slice] =
     for w in plan.weights:
         _check_moves(w, w.first_use if plan.strategy == "on-demand" else w.first_use - 1)
     _check_memory(plan, instance)
+    if any(w.pinned and (w.preload or w.keep) for w in plan.weights):
+        raise PlanViolation("host", "a weight that stays on the device is in pinned memory too")
     _check_capacities(plan, instance)
     _check_objective(plan)
     dims = {s.name: s for s in slices}
@@ -84,8 +87,16 @@ def _check_memory(plan: OverlapPlan, instance: Instance) -> None:
         if held > plan.m_peak:
             raise PlanViolation("C2", f"{held} bytes in flight at layer {layer}, M_peak is {plan.m_peak}")
     layout = plan.layouts.get(plan.mode)
-    if layout is not None and layout.in_flight_bytes > plan.m_peak:
-        raise PlanViolation("C2", f"the layout needs {layout.in_flight_bytes} bytes outside W, M_peak is {plan.m_peak}")
+    in_flight = 0 if layout is None else layout.in_flight_bytes(shares_memory=plan.shares_memory)
+    if in_flight > plan.m_peak:
+        raise PlanViolation("C2", f"the layout needs {in_flight} bytes outside W, M_peak is {plan.m_peak}")
+
+
+def _check_pinned(plan: OverlapPlan, instance: Instance) -> None:
+    """Check that weights in pinned memory fit what the host has for them."""
+    room = 0 if instance.own is None else instance.own.host_bytes or 0
+    if (needed := sum(w.nbytes for w in plan.weights if w.pinned)) > room:
+        raise PlanViolation("host", f"{needed} bytes of weights are in pinned memory, which has {room} for them")
 
 
 def _check_capacities(plan: OverlapPlan, instance: Instance) -> None:

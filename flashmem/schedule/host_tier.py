@@ -5,7 +5,7 @@ Pure functions of plans and slices, without OpenCL. Sessions and the simulator s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from flashmem.base.types import POOL_ALIGNMENT
 from flashmem.program.tensors import Slice
@@ -37,15 +37,25 @@ def reloaded(variants: Iterable[tuple[OverlapPlan, Sequence[Slice]]]) -> tuple[S
     return tuple(found.values())
 
 
-def tier_slices(slices: Iterable[Slice], nbytes: int) -> tuple[Slice, ...]:
-    """The slices to keep within `nbytes`, of `slices` in the order of their use.
+def planned_there(variants: Iterable[tuple[OverlapPlan, Sequence[Slice]]]) -> frozenset[SliceIdentity]:
+    """The slices that a plan keeps in pinned memory, as it was made for a host budget."""
+    found = set[SliceIdentity]()
+    for plan, slices in variants:
+        names = {w.name for w in plan.weights if w.pinned}
+        found |= {identity(part) for part in slices if part.name in names}
+    return frozenset(found)
+
+
+def tier_slices(slices: Iterable[Slice], nbytes: int, first: Collection[SliceIdentity] = frozenset()) -> tuple[Slice, ...]:
+    """The slices to keep within `nbytes`, of `slices` in the order of their use: those of `first` before others.
 
     Each byte kept saves the same time of reading, but only if another slice is copied while one is read. So the slices kept
     are spread evenly over the run. The set is fixed: a run reads its slices in one order, and replacing the one used last
     would lose each slice before its next use.
     """
     parts, kept, left = list(slices), set[int](), nbytes
-    for at in spread([tier_bytes(part) for part in parts], nbytes):
+    spaced = spread([tier_bytes(part) for part in parts], nbytes)
+    for at in sorted(spaced, key=lambda at: identity(parts[at]) not in first):
         if tier_bytes(parts[at]) <= left:
             kept.add(at)
             left -= tier_bytes(parts[at])

@@ -59,11 +59,13 @@ class OwnMemory:
 
     Issuing takes `load_seconds`, for one load at a time. Bytes in the page cache are read into pinned memory at
     `read_bandwidth` bytes per second. Bytes in pinned memory are copied at `copy_bandwidth`, one load after the other.
+    `host_bytes`: what sessions keep of weights in pinned memory at most; None: not known when planning.
     """
 
     load_seconds: float
     read_bandwidth: float
     copy_bandwidth: float
+    host_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from flashmem.base.pages import page_size, whole_pages
 from flashmem.base.types import TransferMode
 from flashmem.program.program import Program
 from flashmem.program.tensors import Slice
-from flashmem.schedule.plan import OverlapPlan, PlannedWeight, PoolLayout, passing_bytes
+from flashmem.schedule.plan import PASSING_BYTES, OverlapPlan, PlannedWeight, PoolLayout, passing_bytes
 from flashmem.schedule.residency import free_from
 from flashmem.target.descriptor import Rates
 
@@ -36,15 +36,15 @@ class Segment:
     nbytes: int
 
 
-def segments(part: Slice, mode: TransferMode) -> tuple[Segment, ...]:
-    """The segments of a slice, each small enough to pass through staging at once.
+def segments(part: Slice, mode: TransferMode, most: int = PASSING_BYTES) -> tuple[Segment, ...]:
+    """The segments of a slice, each of about `most` bytes and small enough to pass through staging at once.
 
     They are whole rows of an image, or whole pages in mode `map`. Small segments keep the readahead of the disk short. One
     segment is one copy, because copies cost a driver more than their bytes do.
     """
     unit = part.row_pitch if part.is_image and mode != "map" else page_size()
     units = -(-part.file_bytes // unit)
-    passing = passing_bytes(part)
+    passing = passing_bytes(part, most)
     count = 1 if part.file_bytes <= passing else -(-units // (passing // unit))
     ends = [min(units * i // count * unit, part.file_bytes) for i in range(count + 1)]
     return tuple(Segment(first, end - first) for first, end in pairwise(ends))
@@ -109,7 +109,7 @@ def planned_loads(
 ) -> tuple[Load, ...]:
     """The loads of a run, sorted by the first layer that needs each. With `preload` also those of W, as for layer 1.
 
-    With `segmented`, each slice but those `undivided` is divided into the segments of `mode`.
+    With `segmented`, each slice but those `undivided` is divided into the segments of `mode` that pass through the ring.
     """
     free = free_from(plan, slices, layout, mode)
 
@@ -118,10 +118,12 @@ def planned_loads(
         return (max(w.read_layer, 1) if mode == "map" else 0, needed, w.first_use)
 
     loads: list[Load] = []
+    most = layout.segment_bytes or PASSING_BYTES
     for w in sorted((w for w in plan.weights if preload or not w.preload), key=order):
         part, after = slices[w.name], free.get(w.name, 0)
         divided = segmented and w.name not in undivided
-        loads += [Load(part, segment, after, w.preload) for segment in (segments(part, mode) if divided else (whole(part),))]
+        found = segments(part, mode, most) if divided else (whole(part),)
+        loads += [Load(part, segment, after, w.preload) for segment in found]
     return tuple(loads)
 
 

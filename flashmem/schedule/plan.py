@@ -69,7 +69,8 @@ class PlannedWeight:
     W uses none of the bytes in flight, so its release time only determines which others are read before it; 0: none.
     `moves` holds (layer, chunks) with chunks > 0, ascending: x_{w,l}; the first of these layers is z_w. It is freed when layer
     `last_use` is done, unless `keep` is set: then it stays resident for later runs. A move at layer `first_use` itself
-    (strategy "on-demand" only) is made before that layer computes, with nothing beside it.
+    (strategy "on-demand" only) is made before that layer computes, with nothing beside it. `pinned`: later runs copy it from
+    the host tier, in the host budget that the plan was made for.
     """
 
     name: str
@@ -81,6 +82,7 @@ class PlannedWeight:
     read_layer: int = 0
     moves: tuple[tuple[int, int], ...] = ()
     keep: bool = False
+    pinned: bool = False
 
     @property
     def first_mover(self) -> int:
@@ -139,7 +141,7 @@ class PoolLayout:
     or rows of an image. In `dma` these are all loads. In `interleave` they are those of W, and all loads if the layout has
     staging slots.
 
-    `threads`: the number of loader threads.
+    `threads`: the number of loader threads. `segment_bytes`: about the most bytes of a segment, 0 for `PASSING_BYTES`.
 
     Mode `map` allocates nothing: `mapped_peak_bytes` is the most that is resident at once. `resident_bytes` of the total belong
     to W; M_peak limits the rest.
@@ -158,6 +160,7 @@ class PoolLayout:
     resident_bytes: int = 0
     ring_bytes: int = 0
     threads: int = LOADER_THREADS
+    segment_bytes: int = 0
 
     def larger_than(self, most: int) -> tuple[str, int] | None:
         """The first allocation above `most` bytes: what takes it, for a message, and its bytes."""
@@ -184,10 +187,13 @@ class PoolLayout:
         """All bytes of the layout."""
         return self.home_bytes + self.all_staging_bytes + self.ring_bytes + self.mapped_peak_bytes
 
-    @property
-    def in_flight_bytes(self) -> int:
-        """Bytes outside W, which M_peak limits."""
-        return self.total_bytes - self.resident_bytes
+    def budgeted_bytes(self, *, shares_memory: bool) -> int:
+        """Bytes within a session's budget: all, or where host and device do not share their memory, those on the device."""
+        return self.total_bytes - self.ring_bytes * (not shares_memory)
+
+    def in_flight_bytes(self, *, shares_memory: bool) -> int:
+        """Bytes outside W, which M_peak limits, as `budgeted_bytes` counts them."""
+        return self.budgeted_bytes(shares_memory=shares_memory) - self.resident_bytes
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from flashmem.base.errors import UserError
 from flashmem.base.types import POOL_ALIGNMENT, TEXEL_BYTES, TransferMode
-from flashmem.program.program import Program
+from flashmem.program.program import Program, fixed_bytes
 from flashmem.program.tensors import Slice
 from flashmem.schedule.buffer_slots import in_slots, staging_slots
 from flashmem.schedule.plan import OverlapPlan, PoolLayout, TextureSlot, passing_bytes
@@ -31,8 +31,41 @@ def streamed_layout(program: Program, plan: OverlapPlan, mode: TransferMode, *, 
         modes = ", ".join(plan.layouts) or "none"
         raise UserError(f"the bundle has no layout for transfer mode {mode!r}, only for: {modes}; name one of them or compile")
     layout = plan.layouts[mode]
-    if shares_memory or not plan.shares_memory or mode not in ("dma", "interleave"):
+    if shares_memory or mode not in ("dma", "interleave"):
         return layout
+    return with_host_ring(program, layout if not plan.shares_memory else _in_slots(program, plan, mode, layout))
+
+
+def with_host_ring(program: Program, layout: PoolLayout) -> PoolLayout:
+    """`layout` with the ring for a device with memory of its own: in host memory, where larger pieces cost no weights a place.
+
+    A thread reads a piece in one call, and copies of the spare ones are under way meanwhile.
+    """
+    ring = host_ring_bytes(program, layout.threads)
+    return replace(layout, piece_bytes=HOST_PIECE_BYTES, segment_bytes=HOST_PIECE_BYTES, ring_bytes=ring)
+
+
+def host_ring_bytes(program: Program, threads: int) -> int:
+    """Bytes of the ring in host memory for so many loader threads."""
+    largest = max((passing_bytes(part, HOST_PIECE_BYTES) for part in program.slices), default=0)
+    largest = max(largest, min(JOINED_BYTES, sum(part.file_bytes for part in program.slices)))
+    return (threads + SPARE_PIECES) * (-(-largest // POOL_ALIGNMENT) * POOL_ALIGNMENT)
+
+
+HOST_PIECE_BYTES = 12 << 20
+"""Most bytes of a piece of a ring in host memory. A read of 3.4 MB took a thread 0.55 ms there, and all else that the thread
+does for a piece 0.35 ms, so larger pieces load faster (docs/research/measurements.md)."""
+
+JOINED_BYTES = 1 << 20
+"""Most bytes of loads that are read together. A thread takes longer for all else of a load than for so many bytes; more would
+keep the other threads from reading."""
+
+SPARE_PIECES = 2
+"""Pieces of such a ring beside one for each loader thread: those that copies under way read."""
+
+
+def _in_slots(program: Program, plan: OverlapPlan, mode: TransferMode, layout: PoolLayout) -> PoolLayout:
+    """`layout`, planned for shared memory, with slots in place of one buffer."""
     slices = {part.name: part for part in program.slices}
     planned = [(slices[w.name], w) for w in plan.weights]
     begins = [w.first_mover if mode == "interleave" else w.read_layer for w in plan.weights]
@@ -40,8 +73,12 @@ def streamed_layout(program: Program, plan: OverlapPlan, mode: TransferMode, *, 
     if not layout.staging:
         return layout
     slots, slot_of = staging_slots(planned)
-    ring = layout.threads * _largest_piece(program)
-    return replace(layout, staging_bytes=0, staging={}, staging_slots=slots, staging_slot_of=slot_of, ring_bytes=ring)
+    return replace(layout, staging_bytes=0, staging={}, staging_slots=slots, staging_slot_of=slot_of)
+
+
+def session_bytes(program: Program, layout: PoolLayout, *, shares_memory: bool) -> int:
+    """Bytes that the budget of a session limits: on a device with memory of its own, those there."""
+    return fixed_bytes(program, shares_memory=shares_memory) + layout.budgeted_bytes(shares_memory=shares_memory)
 
 
 def free_from(plan: OverlapPlan, slices: Mapping[str, Slice], layout: PoolLayout, mode: TransferMode) -> dict[str, int]:
@@ -95,7 +132,7 @@ def preloaded(plan: OverlapPlan) -> OverlapPlan:
     return replace(plan, weights=weights)
 
 
-def preloaded_layout(program: Program, mode: TransferMode, threads: int) -> PoolLayout:
+def preloaded_layout(program: Program, mode: TransferMode, threads: int, *, shares_memory: bool) -> PoolLayout:
     """A layout in which every slice has its own memory, with the staging that loads of `mode` need."""
     unit = program.page_bytes if mode == "map" else POOL_ALIGNMENT
     sizes = {part.name: -(-part.file_bytes // unit) * unit for part in program.slices}
@@ -117,7 +154,9 @@ def preloaded_layout(program: Program, mode: TransferMode, threads: int) -> Pool
     layout = PoolLayout(
         pool_bytes=end, offsets=offsets, slots=tuple(slots), slot_of=slot_of, resident_bytes=resident, threads=threads
     )
-    return layout if mode == "alias" else replace(layout, ring_bytes=threads * _largest_piece(program))
+    if mode == "alias":
+        return layout
+    return replace(layout, ring_bytes=threads * _largest_piece(program)) if shares_memory else with_host_ring(program, layout)
 
 
 def _largest_piece(program: Program) -> int:

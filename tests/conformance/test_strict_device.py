@@ -7,7 +7,6 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from time import monotonic, sleep
@@ -32,7 +31,7 @@ from flashmem.runtime.opencl.context import Context, list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.serving.loaded_model import LoadedModel
 from flashmem.schedule import loads as schedule
-from flashmem.schedule.plan import passing_bytes
+from flashmem.schedule import residency
 from flashmem.tools.doctor import selftest
 from tests.support.caches import kernels_built_by_runs
 from tests.support.mini_bundle import write_mini_bundle
@@ -72,7 +71,8 @@ def _nothing_saved(monkeypatch: pytest.MonkeyPatch) -> None:
 def _segments() -> Iterator[None]:
     """Slices in segments of one page, so that threads share those of small models too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule, "passing_bytes", partial(passing_bytes, piece=4096))
+        patch.setattr(schedule, "PASSING_BYTES", 4096)
+        patch.setattr(residency, "HOST_PIECE_BYTES", 4096)
         yield
 
 
@@ -182,7 +182,7 @@ def test_a_host_tier_breaks_no_rule(
 
 @pytest.mark.parametrize("host_budget", [None, "auto"])
 @pytest.mark.parametrize("mode", ["dma", "interleave"])
-def test_pinned_memory_that_nobody_frees_is_unmapped_and_released(
+def test_pinned_memory_that_nobody_frees_is_never_mapped_and_released(
     mode: str, host_budget: str | None, bundles: dict[tuple[str, str], Bundle]
 ) -> None:
     profile = next(profile for profile in PROFILES if not profile.unified_memory)
@@ -190,8 +190,8 @@ def test_pinned_memory_that_nobody_frees_is_unmapped_and_released(
         session = flashmem.Session(bundles["gptneo-tiny", "buffer"], mode=mode, host_budget=host_budget)  # type: ignore[arg-type]
         session.run(None, examples("gptneo-tiny"))
         tier, bound = session._engine.opened.tier, session._engine.bound
-        assert bound is not None and (tier is None) == (host_budget is None) and device.rules.mapped
-        ledger = weakref.ref(bound.ledger if tier is None else tier.ledger)
+        assert bound is not None and tier is not None and not device.rules.mapped
+        ledger = weakref.ref(tier.ledger)
         del session, tier, bound
         until = monotonic() + 60
         while ledger() is not None and monotonic() < until:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from flashmem.program.kernel_text import kernel_texts
 from flashmem.runtime.kernels import build_worker
 from flashmem.runtime.opencl.context import Context, list_devices
 from flashmem.schedule import loads as schedule
-from flashmem.schedule.plan import passing_bytes
+from flashmem.schedule import residency
 from tests.conformance.random_graphs.graph import draw
 from tests.conformance.random_graphs.judge import judge
 from tests.conformance.random_graphs.listed import listed
@@ -67,7 +66,8 @@ def _small_segments_and_a_cache(tmp_path_factory: pytest.TempPathFactory) -> Ite
     """Slices in small segments, so that threads share those of small models too; and a separate kernel cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(schedule, "passing_bytes", partial(passing_bytes, piece=BAND))
+        patch.setattr(schedule, "PASSING_BYTES", BAND)
+        patch.setattr(residency, "HOST_PIECE_BYTES", BAND)
         yield
 
 

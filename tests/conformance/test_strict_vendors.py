@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import Device, descriptor_for, why_not
 from flashmem.runtime.opencl.launching import RECORDABLE_QUEUES
 from flashmem.schedule import loads as schedule
-from flashmem.schedule.plan import passing_bytes
+from flashmem.schedule import residency
 from flashmem.target.descriptor import IMPORT_HOST_MEMORY
 from tests.support.mini_bundle import LAYERS, SLICES, write_mini_bundle
 from tests.support.strict_device import PROFILES, Profile, StrictOpenCL
@@ -39,7 +38,8 @@ def _segments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Slices in segments of one page, so that threads share those of small models too; and a separate kernel cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(schedule, "passing_bytes", partial(passing_bytes, piece=4096))
+        patch.setattr(schedule, "PASSING_BYTES", 4096)
+        patch.setattr(residency, "HOST_PIECE_BYTES", 4096)
         yield
 
 

@@ -14,8 +14,8 @@ from flashmem.bundle.writer import replace_plan
 from flashmem.planning.carried_instance import KEY, carried_instance
 from flashmem.planning.planner import planning_instance
 from flashmem.planning.replanning import plan_again, smallest_budget
-from flashmem.program.program import fixed_bytes
 from flashmem.schedule.instance import Instance
+from flashmem.schedule.residency import session_bytes
 from flashmem.tools.learn import limits_of
 from tests.support.paths import DATA
 
@@ -49,7 +49,8 @@ def test_every_budget_from_the_smallest_on_is_kept(bundle: Bundle, mode: str) ->
     for part in (1.0, 1.05, 1.3, 2.0, 5.0):
         for keep in (False, True):
             plan = plan_again(bundle.program, instance, mode, int(smallest * part), (), keep=keep)  # type: ignore[arg-type]
-            assert fixed_bytes(bundle.program) + plan.layouts[mode].total_bytes <= int(smallest * part)
+            needed = session_bytes(bundle.program, plan.layouts[mode], shares_memory=instance.shares_memory)
+            assert needed <= int(smallest * part)
     with pytest.raises(BudgetError) as refused:
         plan_again(bundle.program, instance, mode, smallest - 1, (), keep=False)  # type: ignore[arg-type]
     assert refused.value.smallest_bytes == smallest

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from flashmem.program.tensors import Slice
 from flashmem.runtime.opencl.context import Bytes
 from flashmem.runtime.opencl.devices import Device
 from flashmem.runtime.request import options
+from flashmem.runtime.streaming.host_tier import HostTier
 from flashmem.runtime.streaming.weight_file import WeightFile
 
 
@@ -22,6 +24,18 @@ def give_own_memory(monkeypatch: pytest.MonkeyPatch, device: Device, *, by_addre
     """Sessions find `device`, as one that shares no memory with its host; `by_address`: see `Device.by_address`."""
     imitated = replace(device, unified_memory=False, by_address=by_address)
     monkeypatch.setattr(options, "find_device", lambda *_, **__: imitated)
+
+
+def wait_for_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions that open have the memory of their tier at once, so that the first run fills it."""
+    make = HostTier.__init__
+
+    def waiting(tier: HostTier, *arguments: Any) -> None:
+        make(tier, *arguments)
+        tier.begin()
+        tier.wait()
+
+    monkeypatch.setattr(HostTier, "__init__", waiting)
 
 
 def descriptor_with_own_memory(folder: Path) -> str:
@@ -45,11 +59,11 @@ class Reads:
         self.slices, self.nbytes = {part.name: part for part in slices}, Counter()
 
     def note(self, offset: int, nbytes: int) -> None:
-        """Count a read."""
+        """Count a read, which may be of several slices."""
         for part in self.slices.values():
-            if part.offset <= offset < part.offset + part.file_bytes:
-                assert offset + nbytes <= part.offset + part.file_bytes
-                self.nbytes[part.name] += nbytes
+            common = min(offset + nbytes, part.offset + part.file_bytes) - max(offset, part.offset)
+            if common > 0:
+                self.nbytes[part.name] += common
 
     def taken(self) -> dict[str, int]:
         """The reads since the last call."""

@@ -40,6 +40,7 @@ class CompileOptions:
 
     device: str | None = None
     budget: str | None = None
+    host_budget: str | None = None
     m_peak: str | None = None
     lambda_: float | None = None
     chunk: str | None = None
@@ -315,7 +316,20 @@ def open_bundle(
 
 
 _TARGET = ("device", "memory_path", "mode", "precision", "state_precision", "optimize")
-_LIMITS = ("budget", "m_peak", "chunk", "lambda_", "objective", "preload", "strategy", "unfusion", "mu", "alpha", "units")
+_LIMITS = (
+    "budget",
+    "m_peak",
+    "chunk",
+    "lambda_",
+    "objective",
+    "preload",
+    "strategy",
+    "unfusion",
+    "mu",
+    "alpha",
+    "units",
+    "host_budget",
+)
 _LAST_SECONDS = 10
 
 _OPENED, _STEP = 8 << 20, 4 << 20

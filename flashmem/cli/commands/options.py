@@ -132,7 +132,7 @@ HostBudget = Annotated[
         "--host-budget",
         metavar="SIZE|auto",
         help="Limit on host memory for staging and for weights that later runs copy; for a device with memory of its own.",
-        show_default="none: staging counts in --budget",
+        show_default="none: no weights are kept there",
     ),
 ]
 ProcessMemory = Annotated[
@@ -149,7 +149,13 @@ BUNDLE_OPTIONS: dict[str, Any] = {
     "device": Device,
     "budget": Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Limit on all memory: weights, activations and staging; for instance 256MB."),
+        typer.Option(metavar="SIZE", help="Limit on all memory, on a GPU with memory of its own on that; for instance 256MB."),
+    ],
+    "host_budget": Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Host budget of sessions, to choose what stays on a GPU and what on the host together."
+        ),
     ],
     "m_peak": Annotated[str | None, typer.Option(metavar="SIZE", help="Limit on weights in flight only, as in the paper.")],
     "lambda_": Annotated[

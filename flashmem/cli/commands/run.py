@@ -117,6 +117,8 @@ def _run_with(model: Path, compiling: CompileOptions, options: RunOptions, made:
     files = [path for path in (options.input, None if made is None else made.arrays) if path is not None]
     if not is_bundle(model) and options.strategy != "preload":
         compiling = replace(compiling, strategy=options.strategy)  # the session checks it for a bundle
+        if options.host_budget != "auto":
+            compiling = replace(compiling, host_budget=options.host_budget)
     use_one_device()
     compiling, process = within_process(compiling, options.process_memory, options.host_budget, compiles=not is_bundle(model))
     if not is_bundle(model):
@@ -369,7 +371,10 @@ def _print_made(bundle: Bundle, made: MadeInputs, options: RunOptions, classes: 
 
 def _host_memory(host: HostMemoryUse, later: Sequence[RunReport]) -> str:
     """Host memory of the runs, and how much of the weights that a later run loads was there."""
-    text = f"{format_size(host.peak_bytes)} of {format_size(host.budget_bytes)}"
+    text = format_size(host.peak_bytes)
+    if host.budget_bytes is None:
+        return text
+    text += f" of {format_size(host.budget_bytes)}"
     if not later:
         return text
     loaded, copied = sum(load.nbytes for load in later[-1].loads), later[-1].host_tier_bytes

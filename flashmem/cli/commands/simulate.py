@@ -18,7 +18,7 @@ from flashmem.cli.commands.plan_summary import summary
 from flashmem.cli.commands.plan_zoo import ZooPlan, plan_architecture
 from flashmem.cli.commands.timeline import write_prediction
 from flashmem.cli.output.console import emit_json, print_facts
-from flashmem.program.program import Program, fixed_bytes, host_bytes
+from flashmem.program.program import Program, host_bytes
 from flashmem.runtime.opencl.processor import rates_said
 from flashmem.runtime.request.options import (
     choose_budget,
@@ -30,7 +30,7 @@ from flashmem.runtime.request.options import (
 )
 from flashmem.schedule.host_tier import reloaded, tier_bytes
 from flashmem.schedule.plan import OverlapPlan
-from flashmem.schedule.residency import Strategy, preloaded
+from flashmem.schedule.residency import Strategy, preloaded, session_bytes
 from flashmem.target.descriptor import DeviceDescriptor
 from flashmem.tools.plots.figure import model_name, require_matplotlib
 from flashmem.tools.simulation.scenario import Disk, describe, layout_for
@@ -139,13 +139,13 @@ def _subject(model: Path, compiling: CompileOptions, options: SimulateOptions) -
 def _simulate(subject: _Subject, mode: str, budget: str | None, strategy: Strategy, options: SimulateOptions) -> _Simulated:
     program, plan, descriptor = subject.program, subject.plan, subject.descriptor
     chosen = choose_mode(descriptor, mode, path=program.memory_path, planned=subject.mode, strategy=strategy)
-    layout = layout_for(program, plan, chosen, strategy)
+    layout = layout_for(program, plan, chosen, strategy, shares_memory=descriptor.shares_memory)
     again = sum(map(tier_bytes, reloaded([(preloaded(plan) if strategy == "preload" else plan, program.slices)])))
     on_host = layout.ring_bytes + host_bytes(program)
     host = choose_host_budget(
         options.host_budget, on_host, again, mode=chosen, shares_memory=descriptor.shares_memory, here=False
     )
-    needed = fixed_bytes(program) + layout.total_bytes - (host is not None) * on_host
+    needed = session_bytes(program, layout, shares_memory=descriptor.shares_memory)
     limit = choose_budget(budget, subject.budget_bytes, needed, mode=chosen, strategy=strategy)
     if strategy != "preload":
         plan = replace(plan, layouts={chosen: layout})
@@ -192,7 +192,8 @@ def _print(simulated: _Simulated, options: SimulateOptions) -> None:
     latency, memory = prediction.report.latency, prediction.report.memory
     budget = "no budget" if memory.budget_bytes is None else f"budget {format_size(memory.budget_bytes)}"
     if (host := memory.host) is not None:
-        budget += f"; on the host {format_size(host.peak_bytes)} of {format_size(host.budget_bytes)}"
+        of = "" if host.budget_bytes is None else f" of {format_size(host.budget_bytes)}"
+        budget += f"; on the host {format_size(host.peak_bytes)}{of}"
     answer = f"{1e3 * latency.integrated:.1f} ms ({1e3 * latency.init:.1f} to prepare, {1e3 * latency.exec:.1f} to run)"
     busy = {"disk": "disk", "read": "reading the page cache", "copy": "copying", "compute": "compute"}
     print_facts(

@@ -140,7 +140,7 @@ def _for_later_runs(attempts: _Attempts, limits: Limits) -> tuple[Pipeline, Atte
 def _may_be_faster(instance: Instance, program: Program, limits: Limits, best: float) -> bool:
     """Whether later runs of a plan for `instance`, within the budget, may be faster than `best` seconds by `WORTH`."""
     assert limits.budget is not None
-    return least_expected_seconds(instance, limits.budget - fixed_bytes(program)) < (1 - WORTH) * best
+    return least_expected_seconds(instance, limits.budget - fixed_bytes(program, shares_memory=False)) < (1 - WORTH) * best
 
 
 def _with_w_larger(pipeline: Pipeline, made: Attempt, limits: Limits) -> tuple[Pipeline, Attempt]:

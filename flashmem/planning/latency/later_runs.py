@@ -14,7 +14,7 @@ from flashmem.planning.arithmetic.clock import TimingModel, clock_of
 from flashmem.planning.arithmetic.measure import Measure
 from flashmem.planning.arithmetic.release_times import in_turn
 from flashmem.planning.latency.first_answer import first_plan
-from flashmem.planning.latency.tiers import expected_seconds, subsets
+from flashmem.planning.latency.tiers import EXACT, expected_seconds, subsets
 from flashmem.schedule.host_tier import spread
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan, PlannedWeight
@@ -54,7 +54,7 @@ def with_kept(instance: Instance, plan: OverlapPlan, limit: int | None, measure:
     found = [_filled(plan, order, limit, measure) for order in orders]
     if instance.own is not None:
         found = [_topped_up(each, order, limit, measure) for each, order in zip(found, orders, strict=True)]
-    if instance.own is not None and len(streamed) <= _EXACT:
+    if instance.own is not None and len(streamed) <= EXACT:  # a layout for each
         every = (keeping(plan, chosen) for chosen in subsets([w.name for w in streamed]))
         found += [each for each in every if measure(each) <= limit]
     return min((*found, plan), key=lambda each: by_later_runs(instance, each))
@@ -79,10 +79,6 @@ def by_cache_and_disk(instance: Instance, plan: OverlapPlan) -> tuple[float, int
     if instance.own is None:
         seconds *= later_seconds(instance, plan, cached=False)
     return seconds, kept
-
-
-_EXACT = 6
-"""The most streamed weights of which every choice is tried. It takes a layout for each."""
 
 
 def ladder(instance: Instance, best: OverlapPlan, least: int, make: Callable[[int], OverlapPlan]) -> list[OverlapPlan]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, combinations
 
 from flashmem.planning.arithmetic.clock import Compute, durations, needed_at
 from flashmem.planning.arithmetic.release_times import held_bytes
+from flashmem.schedule.host_tier import spread
 from flashmem.schedule.instance import Instance, OwnMemory
 from flashmem.schedule.plan import OverlapPlan, PlannedWeight
 
@@ -49,6 +51,24 @@ class _LaterRun:
                 self.streamed, int(held_bytes(instance, releases, moves).max(initial=0)), len(instance.layers)
             )
 
+    def pinned(self, room: int) -> frozenset[str]:
+        """The weights to keep within `room` bytes of pinned memory."""
+        if sum(w.nbytes for w in self.streamed) <= room:
+            return frozenset(w.name for w in self.streamed)
+        if len(self.streamed) <= EXACT:
+            found = [
+                frozenset(w.name for w in chosen)
+                for size in range(len(self.streamed) + 1)
+                for chosen in combinations(self.streamed, size)
+                if sum(w.nbytes for w in chosen) <= room
+            ]
+        else:
+            spaced = [self.streamed[at] for at in spread([w.nbytes for w in self.streamed], room)]
+            largest = sorted(self.streamed, key=lambda w: -w.nbytes)
+            found = [_filling(order, room) for order in (spaced, self.streamed, self.streamed[::-1], largest)]
+        nbytes = {w.name: w.nbytes for w in self.streamed}
+        return min(found, key=lambda names: (round(self.seconds(names), 9), -sum(map(nbytes.__getitem__, names))))
+
     def seconds(self, pinned: Collection[str]) -> float:
         own, compute = self.own, Compute(self.durations, 0.0)
         issued = read = copied = 0.0
@@ -63,6 +83,16 @@ class _LaterRun:
             need = self.needs[w.name]
             compute.ready[need] = max(compute.ready[need], copied)
         return compute.until(len(self.durations))
+
+
+def _filling(order: Sequence[PlannedWeight], room: int) -> frozenset[str]:
+    """The weights that fit `room` bytes, taken in `order`."""
+    chosen = set[str]()
+    for w in order:
+        if w.nbytes <= room:
+            chosen.add(w.name)
+            room -= w.nbytes
+    return frozenset(chosen)
 
 
 def _opened(streamed: Sequence[PlannedWeight], limit: int, layers: int) -> list[int]:
@@ -81,12 +111,36 @@ def _opened(streamed: Sequence[PlannedWeight], limit: int, layers: int) -> list[
 
 
 def expected_seconds(instance: Instance, plan: OverlapPlan) -> float:
-    """The geometric mean of a later run without a host tier, and of one with all that it loads in the tier.
+    """Predicted seconds of a later run with the host tier that serves it best (`pinned_weights`).
 
-    A plan is made before a session has a host budget, so both count alike.
+    Where no host budget is known, the geometric mean of a run without a tier, and of one with all that it loads in the tier:
+    both count alike.
     """
     run = _LaterRun(instance, plan)
+    if run.own.host_bytes is not None:
+        return run.seconds(run.pinned(run.own.host_bytes))
     return math.sqrt(run.seconds(()) * run.seconds({w.name for w in run.streamed}))
+
+
+def pinned_weights(instance: Instance, plan: OverlapPlan) -> frozenset[str]:
+    """The streamed weights of `plan` to keep in pinned host memory, within the bytes that `instance` has for them.
+
+    Those with which a later run is the fastest: of up to `EXACT` weights of every choice, otherwise of several orders.
+    """
+    run = _LaterRun(instance, plan)
+    return frozenset() if run.own.host_bytes is None else run.pinned(run.own.host_bytes)
+
+
+def with_pinned(instance: Instance, plan: OverlapPlan) -> OverlapPlan:
+    """`plan` with its `pinned_weights` named, on a device with memory of its own."""
+    if instance.own is None:
+        return plan
+    chosen = pinned_weights(instance, plan)
+    return replace(plan, weights=tuple(replace(w, pinned=w.name in chosen) for w in plan.weights))
+
+
+EXACT = 6
+"""The most streamed weights of which every choice is tried."""
 
 
 def least_expected_seconds(instance: Instance, room: int) -> float:
@@ -100,6 +154,8 @@ def least_expected_seconds(instance: Instance, room: int) -> float:
     loads = next((count for count, nbytes in enumerate(accumulate(sizes, initial=0)) if nbytes >= rest), len(sizes))
     compute = sum(layer.seconds for layer in instance.layers)
     tier = max(compute, loads * own.load_seconds, rest / own.copy_bandwidth)
+    if own.host_bytes is not None:
+        return max(tier, (rest - own.host_bytes) / own.read_bandwidth)
     return math.sqrt(tier * max(tier, rest / own.read_bandwidth))
 
 

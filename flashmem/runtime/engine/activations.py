@@ -19,6 +19,7 @@ from flashmem.runtime.engine.output_values import OutputValue
 from flashmem.runtime.engine.ports import from_device, gather_rows, to_device
 from flashmem.runtime.memory.arena import Bytes, move_out, new_pages
 from flashmem.runtime.memory.ledger import Ledger
+from flashmem.runtime.memory.output_pages import OutputPages
 from flashmem.runtime.opencl.context import Event, Memory, Queue
 
 Array = NDArray[Any]
@@ -42,6 +43,7 @@ class Activations:
         self._of_host = ledger if opened.tier is None else opened.tier.ledger
         self._output_bytes, self._scratch_bytes = output_bytes(program), scratch_bytes(program)
         self._copied = copied_outputs(program)
+        self._pinned = None if device.device.unified_memory else OutputPages(self._of_host)
         self._sent: list[Array] = []  # small inputs of the run, which the queue may still have to read
         self._pages = {
             port.name: (opened.tensors[port.tensor].offset, array_bytes(port))
@@ -85,7 +87,11 @@ class Activations:
 
     def leave(self) -> None:
         """Another shape variant uses the memory, until `enter`."""
-        self._of_host.release("outputs", self._output_bytes)
+        replaced = 0
+        if self._pinned is not None:
+            replaced = self._pinned.replaced
+            self._pinned.close()
+        self._of_host.release("outputs", self._output_bytes - replaced)
         self._of_host.release("staging", self._scratch_bytes)
 
     def _load_constants(self, queue: Queue) -> None:
@@ -168,7 +174,7 @@ class Activations:
 
     def read_later(self, port: Port) -> tuple[Array, Event]:
         """Read an output after the enqueued launches; the event completes when the array is filled."""
-        data = np.empty(port.shape, np.dtype(port.dtype))
+        data = self._array(port, np.dtype(port.dtype))
         return data, self._queue.read_later(data, self._ports[str(port.tensor)])
 
     def keep(self, port: Port, value: OutputValue) -> Event:
@@ -211,9 +217,14 @@ class Activations:
         return range(offset // page_size(), -(-(offset + nbytes) // page_size()))
 
     def _copy(self, port: Port) -> Array:
-        data = np.empty(port.shape, np.dtype(self._opened.tensors[str(port.tensor)].dtype))
+        data = self._array(port, np.dtype(self._opened.tensors[str(port.tensor)].dtype))
         self._read(data, str(port.tensor))
         return from_device(port, data)
+
+    def _array(self, port: Port, dtype: np.dtype[Any]) -> Array:
+        """An array for a copy of an output."""
+        data = None if self._pinned is None else self._pinned.array(port.name, port.shape, dtype)
+        return np.empty(port.shape, dtype) if data is None else data
 
     def _read(self, data: Array, tensor: str) -> None:
         if data.nbytes:

@@ -456,6 +456,9 @@ class BoundProgram:
             self._device.queue.finish()
         with suppress(RunError):  # and has nothing to free
             self.weights.close()
+        self.activations.leave()
+        if self.opened.tier is not None:  # it may serve another bound program
+            self.opened.tier.ledger.give_back("staging")
         self.kernels.forget()
         self.activations.forget()
         self.states.forget()

@@ -217,6 +217,8 @@ class Engine:
             bound.activations.check_status()
         results = bound.activations.outputs(wanted, read)
         self.left = bound.activations.left(results.keys())
+        if bound.opened.tier is not None:
+            bound.opened.tier.begin()
         ended, init, device = perf_counter(), self.opening_seconds, self.device
         use = MemoryUse.of(bound.ledger, ended, device.budget.limit, device.start_rss, host)
         latency = Latency(init + ended - since, init, ended - since)
@@ -360,7 +362,14 @@ class Engine:
             )
 
     def wait_prepared(self) -> None:
-        """Wait until the warm-up that has begun is complete. Any thread may call it."""
+        """Wait until the warm-up that has begun is complete, and the host tier has its memory. Any thread may call it.
+
+        Raises:
+            RunError: memory of the host tier was refused.
+        """
+        tier = self.opened.tier
+        if tier is not None:
+            tier.wait()
         warm_up = self._warm_up
         if warm_up is not None:
             warm_up.wait()

@@ -11,7 +11,7 @@ from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.checksums import Checksum, table_blocks
 from flashmem.program.lanes import lane_kind
-from flashmem.program.program import Program, fixed_bytes, host_bytes
+from flashmem.program.program import Program, host_bytes, pinned_output_bytes
 from flashmem.program.tensors import Slice
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.kernels.build_processes import build_apart
@@ -24,9 +24,9 @@ from flashmem.runtime.request.options import choose_host_budget
 from flashmem.runtime.streaming.host_tier import HostTier
 from flashmem.runtime.streaming.interleaved import LayerMoves, layer_moves
 from flashmem.runtime.streaming.weight_file import CheckedTable, Reader, WeightFile
-from flashmem.schedule.host_tier import reloaded, tier_bytes, tier_slices
+from flashmem.schedule.host_tier import planned_there, reloaded, tier_bytes, tier_slices
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
-from flashmem.schedule.residency import Strategy, preloaded, preloaded_layout, streamed_layout
+from flashmem.schedule.residency import Strategy, preloaded, preloaded_layout, session_bytes, streamed_layout
 from flashmem.schedule.shared_memory import PlacedVariant, shared_layouts
 
 
@@ -113,16 +113,20 @@ class OpenedBundle:
 
 @dataclass(frozen=True)
 class PlannedVariant:
-    """A shape variant with its plan and layout in one transfer mode and strategy. `program` is as the device runs it."""
+    """A shape variant with its plan and layout in one transfer mode and strategy. `program` is as the device runs it.
+
+    `shares_memory`: the device does, with the host.
+    """
 
     bundle: Bundle
     program: Program
     plan: OverlapPlan
     layout: PoolLayout
+    shares_memory: bool
 
-    def needed(self, *, host_apart: bool = False) -> int:
-        """Bytes that the budget of a session of this variant requires. `host_apart`: a host budget counts `host_bytes`."""
-        return fixed_bytes(self.program) + self.layout.total_bytes - (self.host_bytes if host_apart else 0)
+    def needed(self) -> int:
+        """Bytes that the budget of a session of this variant requires."""
+        return session_bytes(self.program, self.layout, shares_memory=self.shares_memory)
 
     @property
     def host_bytes(self) -> int:
@@ -138,23 +142,23 @@ def planned_variant(bundle: Bundle, device: Device, mode: TransferMode, strategy
     """
     program, plan, shares = program_on(bundle.program, device), bundle.plan, device.unified_memory
     if strategy == "preload":
-        layout = preloaded_layout(program, mode, plan.loader_threads)
-        return PlannedVariant(bundle, program, preloaded(plan), layout)
-    return PlannedVariant(bundle, program, plan, streamed_layout(program, plan, mode, shares_memory=shares))
+        layout = preloaded_layout(program, mode, plan.loader_threads, shares_memory=shares)
+        return PlannedVariant(bundle, program, preloaded(plan), layout, shares)
+    return PlannedVariant(bundle, program, plan, streamed_layout(program, plan, mode, shares_memory=shares), shares)
 
 
 def sharing_memory(
-    variants: Sequence[PlannedVariant], device: Device, mode: TransferMode, limit: int | None, *, host_apart: bool = False
+    variants: Sequence[PlannedVariant], device: Device, mode: TransferMode, limit: int | None
 ) -> list[PlannedVariant]:
     """The shape variants of a session with a budget of `limit` bytes, with weights in memory objects that they share.
 
-    In modes that copy. `host_apart`: as in `PlannedVariant.needed`. Without a limit, memory is at most that of the largest.
+    In modes that copy. Without a limit, memory is at most that of the largest.
     """
     if len(variants) == 1 or mode not in ("dma", "interleave"):
         return list(variants)
     room = max(each.layout.home_bytes for each in variants)
     if limit is not None:
-        room = limit - max(each.needed(host_apart=host_apart) - each.layout.home_bytes for each in variants)
+        room = limit - max(each.needed() - each.layout.home_bytes for each in variants)
     placed = [PlacedVariant(each.plan, each.layout, each.program.slices) for each in variants]
     layouts = shared_layouts(placed, room, apart=not device.unified_memory)
     return [replace(each, layout=layout) for each, layout in zip(variants, layouts, strict=True)]
@@ -162,29 +166,31 @@ def sharing_memory(
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The host memory of a session with a host budget: its limit in bytes, and the slices to keep there beside the rest."""
+    """The host memory of a session: its limit in bytes (None: no limit), and the slices to keep there beside the rest."""
 
-    budget: int
+    budget: int | None
     slices: tuple[Slice, ...]
 
 
 def planned_host_memory(
     asked: int | str | None, variants: Sequence[PlannedVariant], device: Device, mode: TransferMode
 ) -> HostMemory | None:
-    """The host memory of a session for the host budget that a user asked for (`choose_host_budget`); None without one.
+    """The host memory of a session for the host budget that a user asked for (`choose_host_budget`).
 
-    Slices of the first of `variants` are kept first.
+    None where the budget counts it: device and host share it. Slices of the first of `variants` are kept first.
 
     Raises:
         UserError: as `choose_host_budget`.
     """
-    if asked is None:
-        return None
     staging = max(variant.host_bytes for variant in variants)
     again = reloaded((variant.plan, variant.program.slices) for variant in variants)
-    weights = sum(map(tier_bytes, again))
+    outputs = max(pinned_output_bytes(variant.program) for variant in variants)
+    weights = sum(map(tier_bytes, again)) + outputs
     budget = choose_host_budget(asked, staging, weights, mode=mode, shares_memory=device.unified_memory)
-    return None if budget is None else HostMemory(budget, tier_slices(again, budget - staging))
+    if budget is None:
+        return None if device.unified_memory else HostMemory(None, ())
+    planned = planned_there((variant.plan, variant.program.slices) for variant in variants)
+    return HostMemory(budget, tier_slices(again, max(0, budget - staging - outputs), planned))
 
 
 class Kernels:

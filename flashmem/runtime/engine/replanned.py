@@ -66,4 +66,4 @@ def within(own: PlannedVariant, device: Device, mode: TransferMode, limit: int |
     most = fixed_bytes(program) + _PLENTY * sum(part.nbytes for part in program.slices) if limit is None else limit
     plan: OverlapPlan = plan_again(program, instance, mode, most, own.plan.asked, keep=True)
     layout = streamed_layout(program, plan, mode, shares_memory=device.unified_memory)
-    return PlannedVariant(bundle, program, plan, layout)
+    return PlannedVariant(bundle, program, plan, layout, device.unified_memory)

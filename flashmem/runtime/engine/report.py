@@ -25,21 +25,19 @@ class Latency:
 
 @dataclass(frozen=True)
 class HostMemoryUse:
-    """Pinned host memory of a session with a host budget, in bytes: weights of the host tier, and staging.
+    """Host memory of a session on a device with memory of its own, in bytes: the host tier, staging, and copied outputs.
 
-    `by_category` splits the peak of the run.
+    `by_category` splits the peak of the run. `budget_bytes`: the host budget, if there is one.
     """
 
     peak_bytes: int
-    budget_bytes: int
+    budget_bytes: int | None
     by_category: dict[Category, int]
 
     @classmethod
     def of(cls, account: Account) -> Self:
-        """The use that `account`, which has a limit, counted since the begin of its history."""
-        limit = account.shared.limit
-        assert limit is not None
-        return cls(account.peak, limit, dict(account.peak_by_category))
+        """The use that `account` counted since the begin of its history."""
+        return cls(account.peak, account.shared.limit, dict(account.peak_by_category))
 
 
 @dataclass(frozen=True)

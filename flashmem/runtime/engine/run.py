@@ -106,12 +106,12 @@ class Run:
         try:
             executor = bound.kernels.ready_executor()
             done = executor.run(loader, layers if traced else None, check, after, done=self._done, halted=halted)
+            self.stop()  # while the outputs are copied
             for event in reading:
                 wait(event)
         except BaseException:
             bound.kernels.executor.drain()  # nothing may be freed while the device reads it
             raise
-        self.stop()
         if done == len(bound.opened.program.launches):
             bound.ran(self.schedule.resident)
         return Executed(tuple(loader.intervals) if loader else (), tuple(layers), arrays, done)

@@ -56,4 +56,4 @@ def needed_bytes(bundle: Bundle, device: str) -> int:
     here, strategy = device_here(device, prefer=bundle.descriptor.name), choose_strategy(bundle.plan, "auto")
     mode = mode_for(bundle, here, "auto", strategy)
     variants = [bundle.variant(index) for index in range(len(bundle.variants))]
-    return max(planned_variant(each, here, mode, strategy).needed(host_apart=False) for each in variants)
+    return max(planned_variant(each, here, mode, strategy).needed() for each in variants)

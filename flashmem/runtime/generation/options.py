@@ -75,6 +75,7 @@ class ModelOpening:
             mode=self.mode,
             strategy="auto",
             budget=self.budget,
+            host_budget=self.host_budget,
             build=True,
             options=self.model,
         )

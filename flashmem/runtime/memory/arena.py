@@ -24,6 +24,8 @@ _MOVE = 1 | 2 | 4
 """MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP (Linux 5.7)."""
 
 _MADV_DONTNEED = 4
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23  # the second one since Linux 5.14
+_LARGE = 2 << 20
 _PIECE_BYTES = 1 << 20
 
 
@@ -33,6 +35,18 @@ def new_pages(nbytes: int) -> Bytes:
     """
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     return np.frombuffer(mmap.mmap(-1, whole_pages(nbytes), **private), np.uint8)
+
+
+def large_pages(nbytes: int) -> Bytes:
+    """Memory as of `new_pages`, all of it allocated now, in large pages where the system has them: that takes a third of the
+    time, and while it lasts other threads run. Elsewhere each page is allocated at its first touch.
+    """
+    whole = new_pages(nbytes + _LARGE)
+    memory = whole[-whole.ctypes.data % _LARGE :][:nbytes]
+    libc = ctypes.CDLL(None)
+    for advice in (_MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
+        libc.madvise(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(whole_pages(nbytes)), ctypes.c_int(advice))
+    return memory
 
 
 def move_out(arena: Bytes, places: Sequence[Place]) -> list[Bytes]:

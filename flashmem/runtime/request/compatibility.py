@@ -70,7 +70,8 @@ def mode_for(bundle: Bundle, device: Device, mode: str, strategy: Strategy = "st
     chosen = choose_mode(descriptor, mode, path=path, planned=planned, strategy=strategy, layouts=laid_out)
     if strategy == "preload":
         for variant in bundle.variants:
-            layout = preloaded_layout(variant.program, chosen, variant.plan.loader_threads)
+            threads, shares = variant.plan.loader_threads, device.unified_memory
+            layout = preloaded_layout(variant.program, chosen, threads, shares_memory=shares)
             if reason := _too_large(layout, device):
                 raise UserError(f"bundle {bundle.path} cannot be preloaded here: {reason}; stream it")
     return chosen

@@ -28,8 +28,8 @@ _MODEL_FILES = (".onnx", ".gguf")
 
 
 class ModelOptions(TypedDict, total=False):
-    """The options of `flashmem.compile` that a session accepts for a model, besides its own `device`, `mode`, `strategy` and
-    `budget`.
+    """The options of `flashmem.compile` that a session accepts for a model, besides its own `device`, `mode`, `strategy`,
+    `budget` and `host_budget`.
     """
 
     m_peak: int | str | None
@@ -68,12 +68,13 @@ def bundle_for(
     mode: TransferMode | Literal["auto"],
     strategy: str,
     budget: int | str | None,
+    host_budget: int | str | None,
     build: bool,
     options: ModelOptions,
 ) -> Bundle:
     """The bundle that `given` is, names by its path, or is compiled to.
 
-    A model is compiled for the session's `device`, `mode`, `strategy` and `budget`, and for `options`. `build`: build its
+    A model is compiled for the session's `device`, `mode`, `strategy` and budgets, and for `options`. `build`: build its
     kernels then, in child processes.
 
     Raises:
@@ -92,7 +93,9 @@ def bundle_for(
         raise UserError(
             f"{what} is no bundle, and the compiler is not installed here; compile it elsewhere, and copy the bundle"
         )
-    planned = {"strategy": strategy} if strategy in get_args(PlannedStrategy) else {}
+    planned: dict[str, Any] = {"strategy": strategy} if strategy in get_args(PlannedStrategy) else {}
+    if host_budget not in (None, "auto") and strategy != "preload":
+        planned["host_budget"] = host_budget
     made = importlib.import_module(_OFFLINE).cached_bundle(
         given, build=build, device=device, mode=mode, budget=budget, **planned, **options
     )

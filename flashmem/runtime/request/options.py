@@ -159,7 +159,7 @@ def choose_budget(
 def choose_host_budget(
     asked: int | str | None, staging: int, weights: int, *, mode: TransferMode, shares_memory: bool, here: bool = True
 ) -> int | None:
-    """The host budget of a session in bytes; None if `budget` limits host and device together.
+    """The host budget of a session in bytes; None if there is none, or no memory of its own for it.
 
     Args:
         asked: a size; "auto": half of the memory that the system has left, at most what the session can use; None: no budget.

@@ -20,6 +20,7 @@ from flashmem.runtime.opencl.context import Queue
 from flashmem.runtime.opencl.measured_rates import tile_of
 from flashmem.runtime.request.compatibility import mode_for
 from flashmem.runtime.serving.sharing import Need, Turn
+from flashmem.runtime.streaming.host_tier import HostTier
 from flashmem.schedule.loads import Load, kept_within, pages
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
 from flashmem.schedule.residency import streamed_layout
@@ -58,6 +59,8 @@ class LoadedModel(Engine):
         bundle = bundle.for_instruction_set(tile_of(device.device))
         chosen = mode_for(bundle, device.device, mode)
         opened = OpenedBundle(bundle, device.device, chosen, verify_weights=verify_weights)
+        if not device.device.unified_memory:
+            opened.tier = HostTier(device.context, None, ())  # counts host memory
         super().__init__(opened, device, apart=build_apart, warm_up=prepare)
         self.begun_under: int | None = None  # the budget's limit at the start of `current`
         self.bound_under: int | None = None  # the budget's limit for which the bound program was planned
@@ -80,13 +83,21 @@ class LoadedModel(Engine):
     @cached_property
     def fixed(self) -> int:
         """Bytes of a bound program under any plan."""
-        return fixed_bytes(self.opened.program)
+        return fixed_bytes(self.opened.program, shares_memory=self._shares_memory)
+
+    @property
+    def _shares_memory(self) -> bool:
+        return self.device.device.unified_memory
+
+    def _weights(self, plan: OverlapPlan) -> int:
+        """Bytes of a plan's layout that the budget counts."""
+        return self._layout(plan).budgeted_bytes(shares_memory=self._shares_memory)
 
     @cached_property
     def smallest(self) -> int:
         """The smallest budget in which the model runs, in bytes. Any thread may ask."""
         if self._instance is None:
-            return self.fixed + self._layout(self.opened.bundle.plan).total_bytes
+            return self.fixed + self._weights(self.opened.bundle.plan)
         from flashmem.planning.replanning import smallest_budget
 
         return smallest_budget(self.opened.program, self._instance, self.opened.mode, self.opened.bundle.plan.asked)
@@ -132,7 +143,7 @@ class LoadedModel(Engine):
     @cached_property
     def _bundled_bytes(self) -> float:
         plan = self.opened.bundle.plan
-        return self.fixed + self._layout(plan).total_bytes if self.opened.mode in plan.layouts else inf
+        return self.fixed + self._weights(plan) if self.opened.mode in plan.layouts else inf
 
     def refuse_below(self, limit: int | None) -> None:
         """Raise BudgetError if no plan fits `limit` bytes."""
@@ -150,7 +161,7 @@ class LoadedModel(Engine):
 
             return plan_again(opened.program, self._instance, opened.mode, limit, opened.bundle.plan.asked, keep=keep)
         plan = opened.bundle.plan
-        needed = self.fixed + self._layout(plan).total_bytes
+        needed = self.fixed + self._weights(plan)
         if limit is not None and needed > limit:
             raise refused(opened.bundle.path.name, needed, limit, opened.mode, NO_TIMES)
         return plan
@@ -165,7 +176,7 @@ class LoadedModel(Engine):
 
     def need(self, plan: OverlapPlan) -> Need:
         """Bytes of a bound program under `plan`, and of a run in addition; in mode `map` without resident slices."""
-        weights = self._layout(plan).total_bytes
+        weights = self._weights(plan)
         return Need(self.fixed, weights) if self.streams_pages else Need(self.fixed + weights, 0)
 
     def try_bind(self, plan: OverlapPlan, queue: Queue) -> bool:

@@ -54,8 +54,8 @@ class Runtime:
         """Loads nothing yet.
 
         Args:
-            budget: most bytes that all models together may hold on the device and in host staging; None for no limit, "auto"
-                for the memory that the system can spare (`flashmem.runtime.memory.pressure`).
+            budget: most bytes that all models together may hold, on the device if it has memory of its own; None for no limit,
+                "auto" for the memory that the system can spare (`flashmem.runtime.memory.pressure`).
             device: "auto", or a name that `flashmem.runtime.request.options.device_here` accepts.
             on_pressure: the fate of a run when the budget falls below its model's minimum: "finish" lets it end within its
                 earlier grant, "fail" ends it with a BudgetError at the next launch.

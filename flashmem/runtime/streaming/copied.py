@@ -6,15 +6,19 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from flashmem.base.types import POOL_ALIGNMENT
+from flashmem.bundle.checksums import checksum
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory, Queue, event_seconds, wait
+from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory, event_seconds, wait
 from flashmem.runtime.opencl.copier import Copier, CopyEvent
 from flashmem.runtime.streaming.host_tier import HostTier
+from flashmem.runtime.streaming.ring import Ring
 from flashmem.runtime.streaming.transfer import BeginCopy, Transfer, TransferLoad, in_pool
 from flashmem.runtime.streaming.weight_file import WeightFile
-from flashmem.schedule.loads import WORD, Load, Segment, whole_words
+from flashmem.schedule.loads import Load, Segment, whole_words
 from flashmem.schedule.plan import PoolLayout
+from flashmem.schedule.residency import JOINED_BYTES, SPARE_PIECES
 from flashmem.schedule.shared_memory import WeightMemory, weight_memory
 
 
@@ -81,42 +85,13 @@ def _write_to(copier: Copier, buffer: Memory, data: Bytes, first_byte: int, behi
     return copier.write(buffer, data, offset=first_byte, behind=behind)
 
 
-class _Ring:
-    """Staging ring: pinned host memory that loads pass through, always mapped, with a part for each loader thread."""
-
-    def __init__(self, queue: Queue, ledger: Ledger, nbytes: int, threads: int) -> None:
-        """Map it through `queue`. Raises RunError if it exceeds the budget or the device refuses."""
-        self._ledger = ledger
-        self._part_bytes = nbytes // threads // WORD * WORD
-        self._mapped: Bytes | None = None
-        if nbytes:
-            memory = ledger.buffer("staging", nbytes, "the ring that loads pass through", host_visible=True)
-            self._mapped = ledger.mapped(queue, memory, nbytes)
-
-    @property
-    def open(self) -> bool:
-        """Whether it is mapped."""
-        return self._mapped is not None
-
-    def part(self, thread: int) -> Bytes:
-        """The part of a thread."""
-        assert self._mapped is not None
-        return self._mapped[thread * self._part_bytes : (thread + 1) * self._part_bytes]
-
-    def close(self) -> None:
-        """Unmap it."""
-        if self._mapped is not None:
-            self._ledger.unmap(self._mapped)
-            self._mapped = None
-
-
 class MovingTransfer(Transfer):
     """Base of transfers that copy slices to permanent places; a transfer made `after` another one reuses its memory objects.
 
     Loads of slices that the host tier keeps pass through their places there, all others through the ring.
     """
 
-    _ring: _Ring
+    _ring: Ring
 
     def __init__(
         self,
@@ -138,6 +113,11 @@ class MovingTransfer(Transfer):
         if after:
             self.arrived = after.arrived
 
+    def _new_ring(self, layout: PoolLayout) -> Ring:
+        """Allocate the ring, with a piece for each thread, and spare ones where copies follow launches."""
+        pieces = layout.threads + SPARE_PIECES * self.follows_launches
+        return Ring(self._copier.queue, self._staging_ledger, layout.ring_bytes, pieces, apart=self.follows_launches)
+
     def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
         """A sub-buffer of the pool, if the slices have the same order there as in the file."""
         return self._homes.joined(whole, parts)
@@ -151,6 +131,38 @@ class MovingTransfer(Transfer):
         """Whether the host tier holds the bytes of all `loads`."""
         return self._tier is not None and all(self._tier.holds(load.part, load.segment) for load in loads)
 
+    def joins(self, loads: Sequence[Load], other: Load) -> bool:
+        """Whether the segments of `loads` and of `other` follow each other in the file and are small.
+
+        Only where copies follow launches, and the ring is their only memory on the way.
+        """
+        if not self.follows_launches or self.checksums is not None:
+            return False
+        (first, _), (last, nbytes), (begin, more) = loads[0].place, loads[-1].place, other.place
+        return (
+            0 <= begin - last - nbytes < POOL_ALIGNMENT
+            and begin + more - first <= min(JOINED_BYTES, self._ring.piece_bytes)
+            and (self._tier is None or not any(map(self._tier.keeps, (loads[-1].part, other.part))))
+        )
+
+    def load_together(self, loads: Sequence[Load], turns: Sequence[TransferLoad]) -> None:
+        """See `Transfer`: the loads share a piece of the ring, and each is a copy of its own."""
+        start, (last, nbytes) = loads[0].place[0], loads[-1].place
+        piece, copy = self._ring.take(), None
+        try:
+            self.file.read_into(piece[: last + nbytes - start], start)
+            for turn in turns:
+                turn.did("read")
+            for load, turn in zip(loads, turns, strict=True):
+                data = piece[load.place[0] - start :][: load.segment.nbytes]
+                begin = self._home(load.part) if load.preload else self._target(load.part)
+                copy = self._copy_on(load.part, data, load.segment.first, turn, begin, last=False)
+            self._copier.flush()
+            for turn in turns:
+                turn.enqueued()
+        finally:
+            self._ring.give_back(piece, copy)  # the queue is in order, so the last copy is complete last
+
     def copy_held(self, load: Load, behind: Event | None) -> CopyEvent:
         """Enqueue and flush the copy of a load that the host tier holds. Raises RunError."""
         place = None if self._tier is None else self._tier.place(load.part, load.segment)
@@ -160,12 +172,6 @@ class MovingTransfer(Transfer):
         self._copier.flush()
         self._arrives(load.part, copy)
         return copy
-
-    def _begun(self, turn: TransferLoad) -> None:
-        """See `Transfer`: launches may follow the last copy, which is flushed first."""
-        if self.follows_launches:
-            self._copier.flush()
-            turn.enqueued()
 
     def clock_apart(self) -> float:
         """What the host's clock is ahead of that of copies, in seconds."""
@@ -181,21 +187,64 @@ class MovingTransfer(Transfer):
         """Copies of a streamed slice."""
         return self._home(part)
 
-    def _pass(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad, begin: BeginCopy) -> None:
-        """Read a segment, unless the host tier holds it, and copy it on with `begin` (see `_copy`)."""
+    def _pass(self, part: Slice, segment: Segment, turn: TransferLoad, begin: BeginCopy) -> None:
+        """Read a segment, unless the host tier holds it, and copy it on with `begin`."""
         tier = self._tier
         place = None if tier is None else tier.place(part, segment)
         if tier is None or place is None:
-            self._copy(part, segment, self._ring.part(thread), turn, begin)
+            self._through_ring(part, segment, turn, begin)
             return
         if not tier.holds(part, segment):
             self._read(part, segment, place, turn)
             tier.keep(part, segment)
         self._copy_on(part, place, segment.first, turn, begin)
 
+    def _through_ring(self, part: Slice, segment: Segment, turn: TransferLoad, begin: BeginCopy) -> None:
+        """Read the segment into staging and copy it on, piece by piece; images in whole rows.
+
+        After the release, `begin` receives a piece, its first byte in the slice, and the event that the copy waits for, and
+        enqueues the copy. RunError: the slice is damaged, and its last piece is not copied.
+        """
+        first, end, value = segment.first, segment.first + segment.nbytes, 0
+        while first < end:
+            piece, copy = self._ring.take(), None
+            try:
+                most = piece.nbytes // part.row_pitch * part.row_pitch if part.is_image else piece.nbytes
+                data = piece[: min(most, end - first)]
+                self.file.read_into(data, part.offset + first)
+                last = first + data.nbytes >= end
+                if self.checksums is not None:
+                    value = checksum(data.data, value)
+                    if last:
+                        self.file.compare_checksum(f"slice {part.name!r}", value, self.checksums[part.name])
+                turn.did("read")
+                copy = self._copy_on(part, data, first, turn, begin, last=last)
+                first += data.nbytes
+            finally:
+                self._ring.give_back(piece, copy)
+
+    def _copy_on(
+        self, part: Slice, piece: Bytes, first: int, turn: TransferLoad, begin: BeginCopy, *, last: bool = True
+    ) -> CopyEvent | None:
+        """Copy a piece from byte `first` of the slice on, after the release.
+
+        Returns the copy if it is under way, and launches may follow it on the device; None if it is complete.
+        """
+        copy = begin(piece, first, turn.wait_for_release())
+        self._arrives(part, copy)
+        if self.follows_launches:
+            turn.copying(copy)
+            if last:
+                self._copier.flush()
+                turn.enqueued()
+            return copy
+        copy.wait()
+        turn.did("copy")
+        return None
+
 
 class DmaTransfer(MovingTransfer):
-    """`dma`: reads into the thread's part of the ring, or the host tier, and copies from there to the slice's place."""
+    """`dma`: reads into a piece of the ring, or the host tier, and copies from there to the slice's place."""
 
     reads_ahead = True
 
@@ -213,11 +262,11 @@ class DmaTransfer(MovingTransfer):
         if after is not None and after._ring.open:  # both stay in use
             self._ring = after._ring
         else:
-            self._ring = _Ring(self._copier.queue, self._staging_ledger, layout.ring_bytes, layout.threads)
+            self._ring = self._new_ring(layout)
 
     def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
-        """Read and copy, in pieces of the size of a ring part; from the host tier at once."""
-        self._pass(part, segment, thread, turn, self._target(part))
+        """Read and copy, in pieces of the ring; from the host tier at once."""
+        self._pass(part, segment, turn, self._target(part))
 
     def leave(self) -> None:
         """Unmap the ring."""
@@ -249,12 +298,12 @@ class InterleaveTransfer(MovingTransfer):
         self._maps = context.queue() if layout.staging else None
         self.staged: dict[str, Memory] = _staging(ledger, slices, layout)  # the source of the kernels' copies
         # Allocated last: it is mapped, and mapped memory must not be released after a later failure.
-        self._ring = _Ring(self._copier.queue, self._staging_ledger, layout.ring_bytes, layout.threads)
+        self._ring = self._new_ring(layout)
 
     def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
         """Read into staging."""
         if self._maps is None:
-            self._pass(part, segment, thread, turn, self._target(part))
+            self._pass(part, segment, turn, self._target(part))
             return
         place, arrives = self.staged[part.name], partial(self._arrives, part)
         with self._maps.mapped(place, segment.nbytes, offset=segment.first, unmapped=arrives) as view:
@@ -262,7 +311,7 @@ class InterleaveTransfer(MovingTransfer):
 
     def preload(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
         """Read, and copy to the permanent place."""
-        self._pass(part, segment, thread, turn, self._home(part))
+        self._pass(part, segment, turn, self._home(part))
 
     def _target(self, part: Slice) -> BeginCopy:
         """Copies to the slice's place in staging."""

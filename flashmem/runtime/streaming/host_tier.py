@@ -1,8 +1,9 @@
 """The host tier: packed weights in pinned host memory, for a device with memory of its own.
 
-The first run reads each slice of the tier straight into its place there, and copies it to the device from there. Later runs
-only copy. A place is written once, before the first copy from it, and never again. So copies from the tier need no order among
-themselves; those to the device follow the rules of all copies (docs/research/opencl-notes.md, copies in defined order).
+The first run that finds the place of a slice allocated reads it straight into that place, and copies it to the device from
+there. Later runs only copy. A place is written once, before the first copy from it, and never again. So copies from the tier
+need no order among themselves; those to the device follow the rules of all copies (docs/research/opencl-notes.md, copies in
+defined order).
 
 Memory is a few blocks of pages of the process, each with a buffer over it (CL_MEM_USE_HOST_PTR), which pins it. Only the pages
 are used: commands copy from them, and neither a command nor a map sees the buffers. For a buffer that was ever mapped, NVIDIA's
@@ -18,58 +19,83 @@ from flashmem.base.errors import RunError
 from flashmem.base.units import format_size
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.accounts import Budget
-from flashmem.runtime.memory.arena import new_pages
+from flashmem.runtime.memory.arena import large_pages
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Bytes, Context
 from flashmem.schedule.host_tier import SliceIdentity, identity, tier_bytes
 from flashmem.schedule.loads import Segment
 
-_BLOCK_BYTES = 256 << 20
-"""Most bytes of one pinned buffer with several slices."""
+_BLOCK_BYTES = 16 << 20
+"""Most bytes of one pinned buffer with several slices. Pinning one takes a millisecond, while no other thread runs Python."""
 
 
 class HostTier:
     """Pinned places for a fixed set of slices, and the account of a session's host memory: this tier and staging.
 
-    Loader threads call `place`, `holds` and `keep`. No two threads load the same segment at once.
+    After `begin`, a thread allocates the places in the order of their use. A slice that is loaded before it has a place is
+    loaded without. Loader threads call `place`, `holds` and `keep`. No two threads load the same segment at once.
     """
 
-    def __init__(self, context: Context, budget: int, slices: Sequence[Slice]) -> None:
-        """Allocate the places of `slices`. `budget`: the limit on pinned host memory in bytes, staging included.
-
-        Raises:
-            RunError: the device refuses, or the budget does.
-        """
+    def __init__(self, context: Context, budget: int | None, slices: Sequence[Slice]) -> None:
+        """Allocates nothing yet. `budget`: the most bytes of pinned host memory, staging included; None: no limit."""
         self.ledger = Ledger(context, Budget(budget, "host budget"))
         self.complete: set[SliceIdentity] = set()  # slices of which all bytes have been read; it only grows
         self._lock = threading.Lock()
         self._places: dict[SliceIdentity, Bytes] = {}
         self._read: dict[SliceIdentity, set[Segment]] = {}
+        self._closing = False
+        self._failure: str | None = None
+        self._blocks = list(_blocks(slices, context.device.max_alloc_bytes))
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Begin to allocate, unless that has begun. The first answer would wait for it: a GiB takes 0.2 s."""
+        if self._thread is None and self._blocks and not self._closing:
+            self._thread = threading.Thread(target=self._allocate_all, name="flashmem-host-tier", daemon=True)
+            self._thread.start()
+
+    def _allocate_all(self) -> None:
         try:
-            for block in _blocks(slices, context.device.max_alloc_bytes):
+            for block in self._blocks:
+                if self._closing:
+                    return
                 self._allocate(block)
-        except BaseException:
-            self.close()
-            raise
+        except (RunError, OSError, MemoryError) as error:
+            nbytes = sum(tier_bytes(part) for block in self._blocks for part in block)
+            self._failure = (
+                f"{format_size(nbytes)} of pinned host memory for weights were refused ({error}); lower the host budget"
+            )
 
     def _allocate(self, slices: Sequence[Slice]) -> None:
         nbytes = sum(map(tier_bytes, slices))
-        view = new_pages(nbytes)[:nbytes]
-        try:
-            self.ledger.wrapped("weights", view, "the host tier")
-        except RunError as error:
-            raise RunError(
-                f"{format_size(nbytes)} of pinned host memory for weights were refused ({error}); lower the host budget"
-            ) from error
-        first = 0
+        view = large_pages(nbytes)
+        self.ledger.wrapped("weights", view, "the host tier")
+        first, places = 0, dict[SliceIdentity, Bytes]()
         for part in slices:
-            self._places[identity(part)] = view[first : first + part.file_bytes]
+            places[identity(part)] = view[first : first + part.file_bytes]
             first += tier_bytes(part)
+        self._places |= places
+
+    def wait(self) -> None:
+        """Wait until the places are allocated, if that has begun. Raises RunError if the budget or the device refused them."""
+        if self._thread is not None:
+            self._thread.join()
+        self.check()
+
+    def check(self) -> None:
+        """Raise RunError if the budget or the device refused places."""
+        if self._failure is not None:
+            raise RunError(self._failure)
 
     def place(self, part: Slice, segment: Segment) -> Bytes | None:
-        """The place of a segment; None if the tier does not keep the slice."""
+        """The place of a segment; None if the tier does not keep the slice, or not yet. Raises RunError like `check`."""
+        self.check()
         place = self._places.get(identity(part))
         return None if place is None else place[segment.first : segment.first + segment.nbytes]
+
+    def keeps(self, part: Slice) -> bool:
+        """Whether a slice has a place."""
+        return identity(part) in self._places
 
     def holds(self, part: Slice, segment: Segment) -> bool:
         """Whether the bytes of a segment are in their place."""
@@ -88,8 +114,11 @@ class HostTier:
 
     def close(self) -> None:
         """Free everything. No load may be in progress. Closing again does nothing."""
-        self._places.clear()
+        self._closing = True
+        if self._thread is not None:
+            self._thread.join()
         self.ledger.close()
+        self._places.clear()
 
 
 def _blocks(slices: Sequence[Slice], most: int) -> Iterator[list[Slice]]:

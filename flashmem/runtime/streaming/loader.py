@@ -13,11 +13,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 
 from flashmem.base.errors import RunError
 from flashmem.program.tensors import Slice
 from flashmem.runtime.opencl.context import Event
+from flashmem.runtime.opencl.copier import CopyEvent
 from flashmem.runtime.streaming.transfer import Transfer, TransferLoad
 from flashmem.schedule.loads import LOOKED_AT, Load, Step, TimedInterval
 
@@ -25,13 +27,19 @@ from flashmem.schedule.loads import LOOKED_AT, Load, Step, TimedInterval
 class _Turn:
     """One load of a run: its steps, and whether it is released."""
 
-    __slots__ = ("_load", "_run", "loaded", "start", "steps")
+    __slots__ = ("_load", "_run", "copies", "loaded", "start", "steps")
 
     def __init__(self, run: LoaderRun, load: Load) -> None:
         self._run, self._load = run, load
         self.loaded = False
         self.start = time.perf_counter()
         self.steps: list[tuple[Step, float]] = []
+        self.copies: list[CopyEvent] = []
+
+    def copying(self, copy: CopyEvent) -> None:
+        """Keep a copy that the run waits for at its end."""
+        self.copies.append(copy)
+        self._run.copies.append(copy)
 
     def did(self, what: Step) -> None:
         """Record the time since the last call as spent on `what`."""
@@ -75,6 +83,8 @@ class LoaderRun:
         self.loaded = {load.part.name: False for load in loads}
         self._missing = Counter(load.part.name for load in loads)  # segments, by slice
         self.intervals: list[TimedInterval] = []
+        self.copies: list[CopyEvent] = []  # for which no thread waits
+        self._copying: list[tuple[TimedInterval, CopyEvent]] = []  # loads, and the last copy of each
         self._transfer = transfer
         self._loads = loads
         self._frees = frees if transfer.frees else {}
@@ -189,6 +199,7 @@ class LoaderRun:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
+        self._end_copies()
         if self._to_free:
             while self._to_free:
                 self._transfer.free(self._to_free.pop())
@@ -197,22 +208,33 @@ class LoaderRun:
         if self._failure is not None:
             raise RunError(self._failure)
 
+    def _end_copies(self) -> None:
+        """Wait for all copies, and record when the device made them. A copy that failed is a failure of the run."""
+        copies, copying = self.copies, self._copying
+        self.copies, self._copying = [], []
+        try:
+            for copy in copies:
+                copy.wait()
+            apart = self._transfer.clock_apart() if copying else 0.0
+            for interval, last in copying:
+                end = last.end() + apart
+                self.intervals.append(replace(interval, end=end, steps=(*interval.steps, ("copy", end))))
+        except RunError as error:
+            self._failure = self._failure or str(error)
+
     def _work(self, thread: int) -> None:
         try:
             self._start_next()
-            while (load := self._take()) is not None:
-                turn, name = _Turn(self, load), load.part.name
-                if load.preload:
+            while loads := self._take():
+                turns = [_Turn(self, load) for load in loads]
+                load, turn = loads[0], turns[0]
+                if len(loads) > 1:
+                    self._transfer.load_together(loads, turns)
+                elif load.preload:
                     self._transfer.preload(load.part, load.segment, thread, turn)
                 else:
                     self._transfer.load(load.part, load.segment, thread, turn)
-                if not turn.loaded:
-                    self.load_done(load, turn)
-                steps, nbytes = tuple(turn.steps), load.segment.nbytes
-                interval = TimedInterval(name, turn.start, time.perf_counter(), thread, steps, nbytes, load.after)
-                with self._changed:
-                    self.intervals.append(interval)
-                    self._loading -= 1
+                self._note(loads, turns, thread)
         except _StoppedError:
             return
         except BaseException as error:
@@ -221,6 +243,21 @@ class LoaderRun:
                 self._stopping = True
                 self._changed.notify_all()
                 self._arrived.notify_all()
+
+    def _note(self, loads: Sequence[Load], turns: Sequence[_Turn], thread: int) -> None:
+        """Record loads that a thread has made, but for copies under way."""
+        end = time.perf_counter()
+        for load, turn in zip(loads, turns, strict=True):
+            if not turn.loaded:
+                self.load_done(load, turn)
+            steps, nbytes = tuple(turn.steps), load.segment.nbytes
+            interval = TimedInterval(load.part.name, turn.start, end, thread, steps, nbytes, load.after)
+            if turn.copies:
+                self._copying.append((interval, turn.copies[-1]))
+            else:
+                self.intervals.append(interval)
+        with self._changed:
+            self._loading -= len(loads)
 
     def load_done(self, load: Load, turn: TransferLoad) -> None:
         """A load has ended, or launches may follow it on the device: its slice is loaded if it was the last one."""
@@ -249,29 +286,28 @@ class LoaderRun:
                 self._changed.wait()
             self._unreleased -= 1
 
-    def _take(self) -> Load | None:
-        """The next released load; frees slices first. None when the run stops."""
+    def _take(self) -> list[Load]:
+        """The next released load, and those to make with it; frees slices first. Empty when the run stops."""
         while True:
             with self._changed:
                 number = None
                 while not self._stopping and not self._to_free and (number := self._next()) is None:
                     self._changed.wait()
                 if self._stopping:
-                    return None
+                    return []
                 frees, self._to_free = self._to_free, []
                 self._freeing += bool(frees)
-                load = None
+                loads = []
                 if number is not None:
-                    load = self._loads[number]
-                    self._taken[number] = True
-                    self._loading += 1
+                    loads = self._joined(number)
+                    self._loading += len(loads)
                     file = self._transfer.file
                     # Where the file does not stay, what is read ahead would take the place of what loads read.
                     ahead = self._announce(number) if file.stays and (self._announces or file.missed) else ()
-            if load is not None:
+            if loads:
                 for each in ahead:
                     self._transfer.expect(each.part, each.segment)
-                return load
+                return loads
             for part in frees:
                 self._transfer.free(part)
             if frees:
@@ -279,6 +315,18 @@ class LoaderRun:
                     self._freeing -= 1
                     self._tell_freed()
                     self._changed.notify_all()
+
+    def _joined(self, number: int) -> list[Load]:
+        """Take load `number`, and those behind it that are made together with it."""
+        loads, first = [self._loads[number]], self._loads[number]
+        self._taken[number] = True
+        while self._admit is None and (number := number + 1) < len(self._loads) and not self._taken[number]:
+            load = self._loads[number]
+            if load.after > first.after or load.preload != first.preload or not self._transfer.joins(loads, load):
+                break
+            self._taken[number] = True
+            loads.append(load)
+        return loads
 
     def _next(self) -> int | None:
         """The next load to start; None while slices are being freed, or without memory for it."""

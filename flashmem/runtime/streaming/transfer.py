@@ -20,7 +20,7 @@ from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory
 from flashmem.runtime.opencl.copier import CopyEvent
 from flashmem.runtime.streaming.weight_file import WeightFile
-from flashmem.schedule.loads import Segment, Step, whole_words
+from flashmem.schedule.loads import Load, Segment, Step, whole_words
 
 BeginCopy = Callable[[Bytes, int, Event | None], CopyEvent]
 """Enqueues the copy of a piece, which starts at a byte of its slice, behind an event."""
@@ -35,6 +35,10 @@ class TransferLoad(Protocol):
 
     def enqueued(self) -> None:
         """Its last copy is enqueued and flushed: launches that wait for its event may follow."""
+        ...
+
+    def copying(self, copy: CopyEvent) -> None:
+        """A copy of it, for which nobody waits here, is enqueued: the run waits for it at its end."""
         ...
 
     def did(self, what: Step) -> None:
@@ -74,6 +78,14 @@ class Transfer(ABC):
         """Load a segment of a slice of W completely."""
         self.load(part, segment, thread, turn)
 
+    def joins(self, loads: Sequence[Load], other: Load) -> bool:
+        """Whether `load_together` can make `other` too with `loads`, which come before it."""
+        return False
+
+    def load_together(self, loads: Sequence[Load], turns: Sequence[TransferLoad]) -> None:
+        """Make several loads that `joins` permits, with one read. None of them is released after the first one."""
+        raise NotImplementedError
+
     def complete(self, part: Slice, turn: TransferLoad) -> None:  # noqa: B027 - most modes have nothing left to do
         """Finish the load of a slice whose segments are all loaded. Launches wait for it. Raises RunError."""
 
@@ -86,6 +98,10 @@ class Transfer(ABC):
 
     def free(self, part: Slice) -> None:  # noqa: B027 - most modes reuse a fixed place and have nothing to do
         """Free a streamed slice after its last use."""
+
+    def clock_apart(self) -> float:
+        """What the host's clock is ahead of that of copies, in seconds, where copies follow launches."""
+        raise NotImplementedError
 
     @property
     def frees(self) -> bool:
@@ -109,39 +125,6 @@ class Transfer(ABC):
     def _check(self, part: Slice, place: Bytes) -> None:
         if self.checksums is not None:
             self.file.compare_checksum(f"slice {part.name!r}", checksum(place.data), self.checksums[part.name])
-
-    def _copy(self, part: Slice, segment: Segment, through: Bytes, turn: TransferLoad, begin: BeginCopy) -> None:
-        """Read the segment into staging and copy it on, piece by piece; images in whole rows.
-
-        After the release, `begin` receives a piece, its first byte in the slice, and the event that the copy waits for, and
-        enqueues the copy. It completes before the next piece is read. RunError: the slice is damaged, and its last piece is not
-        copied.
-        """
-        step = through.nbytes // part.row_pitch * part.row_pitch if part.is_image else through.nbytes
-        end, value = segment.first + segment.nbytes, 0
-        for first in range(segment.first, end, step):
-            piece = through[: min(step, end - first)]
-            self.file.read_into(piece, part.offset + first)
-            if self.checksums is not None:
-                value = checksum(piece.data, value)
-                if first + step >= end:
-                    self.file.compare_checksum(f"slice {part.name!r}", value, self.checksums[part.name])
-            turn.did("read")
-            self._copy_on(part, piece, first, turn, begin, last=first + step >= end)
-
-    def _begun(self, turn: TransferLoad) -> None:  # noqa: B027 - only copies that follow launches have something to do
-        """The last copy of a load is enqueued."""
-
-    def _copy_on(
-        self, part: Slice, piece: Bytes, first: int, turn: TransferLoad, begin: BeginCopy, *, last: bool = True
-    ) -> None:
-        """Copy a piece from byte `first` of the slice on, after the release, and wait until it is copied."""
-        copy = begin(piece, first, turn.wait_for_release())
-        self._arrives(part, copy)
-        if last:
-            self._begun(turn)
-        copy.wait()
-        turn.did("copy")
 
     def leave(self) -> None:  # noqa: B027 - some have places of weights only
         """Free everything but the places of weights, which the transfer made `after` this one reuses."""

@@ -17,15 +17,15 @@ from flashmem.base.types import ITEMSIZE, POOL_ALIGNMENT, TransferMode
 from flashmem.planning.instance import build_instance
 from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.program.lanes import lane_kind
-from flashmem.program.program import Program, copied_outputs, output_bytes, scratch_bytes
+from flashmem.program.program import Program, copied_outputs, output_bytes, pinned_output_bytes, scratch_bytes
 from flashmem.program.tensors import Port, Slice, panel_bytes
 from flashmem.runtime.engine.report import HostMemoryUse
 from flashmem.runtime.memory.accounts import Category
 from flashmem.runtime.streaming.interleaved import CopyStream, LayerMoves, layer_moves, needed_slices
-from flashmem.schedule.host_tier import SliceIdentity, identity, reloaded, tier_bytes, tier_slices
+from flashmem.schedule.host_tier import SliceIdentity, identity, planned_there, reloaded, tier_bytes, tier_slices
 from flashmem.schedule.loads import Load, Segment, planned_frees, planned_loads, read_while_opening
 from flashmem.schedule.plan import LOADER_THREADS, OverlapPlan, PoolLayout
-from flashmem.schedule.residency import Strategy, preloaded, preloaded_layout
+from flashmem.schedule.residency import Strategy, preloaded, preloaded_layout, streamed_layout
 from flashmem.target.descriptor import DeviceDescriptor
 
 Disk = Literal["cold", "cached"]
@@ -155,15 +155,18 @@ def _from_tier(loads: Sequence[SimulatedLoad]) -> tuple[SimulatedLoad, ...]:
     )
 
 
-def layout_for(program: Program, plan: OverlapPlan, mode: TransferMode, strategy: Strategy = "stream") -> PoolLayout:
-    """The runtime's layout of slices: the plan's layout for `mode`, computed here if the plan has none."""
+def layout_for(
+    program: Program, plan: OverlapPlan, mode: TransferMode, strategy: Strategy = "stream", *, shares_memory: bool = True
+) -> PoolLayout:
+    """The runtime's layout of slices: the plan's layout for `mode`, computed here if the plan has none.
+
+    `shares_memory`: the device does, with the host.
+    """
     if strategy == "preload":
-        return preloaded_layout(program, mode, plan.loader_threads)
-    return (
-        plan.layouts[mode]
-        if mode in plan.layouts
-        else lay_out_pools(program.slices, plan, [mode], page_bytes=program.page_bytes)[mode]
-    )
+        return preloaded_layout(program, mode, plan.loader_threads, shares_memory=shares_memory)
+    if mode not in plan.layouts:
+        plan = replace(plan, layouts=dict(lay_out_pools(program.slices, plan, [mode], page_bytes=program.page_bytes)))
+    return streamed_layout(program, plan, mode, shares_memory=shares_memory)
 
 
 def describe(
@@ -184,7 +187,7 @@ def describe(
     """
     rates = descriptor.rates
     slices = {part.name: part for part in program.slices}
-    layout = layout_for(program, plan, mode, strategy)
+    layout = layout_for(program, plan, mode, strategy, shares_memory=descriptor.shares_memory)
     if strategy == "preload":
         plan = preloaded(plan)
     instance = build_instance(program, descriptor, chunk_bytes=plan.chunk_bytes, m_peak=plan.m_peak, mode=mode)
@@ -201,12 +204,14 @@ def describe(
         )
 
     loads = planned_loads(plan, slices, layout, mode, preload=True)
-    apart = host_budget is not None
+    apart = host_budget is not None or not descriptor.shares_memory
     on_host: dict[Category, int] = {
         "outputs": output_bytes(program), "staging": scratch_bytes(program) + layout.ring_bytes
     }  # fmt: skip
-    left = 0 if host_budget is None else host_budget - sum(on_host.values())
-    kept_there = tier_slices(reloaded([(plan, program.slices)]), left) if apart else ()
+    kept_there: tuple[Slice, ...] = ()
+    if host_budget is not None:
+        left, variant = host_budget - sum(on_host.values()) - pinned_output_bytes(program), [(plan, program.slices)]
+        kept_there = tier_slices(reloaded(variant), max(0, left), planned_there(variant))
     in_tier = {identity(part) for part in kept_there}
     travel = _Travel(mode, layout, program.page_bytes, in_tier)
     return Scenario(
@@ -249,13 +254,13 @@ def describe(
             if kept
             else ()
         ),
-        host=_host_memory(host_budget, on_host, kept_there),
+        host=_host_memory(host_budget, on_host, kept_there) if apart else None,
     )
 
 
-def _host_memory(budget: int | None, others: Mapping[Category, int], kept: Sequence[Slice]) -> HostMemoryUse | None:
+def _host_memory(budget: int | None, others: Mapping[Category, int], kept: Sequence[Slice]) -> HostMemoryUse:
     use: dict[Category, int] = {"weights": sum(map(tier_bytes, kept)), **others}
-    return None if budget is None else HostMemoryUse(sum(use.values()), budget, use)
+    return HostMemoryUse(sum(use.values()), budget, use)
 
 
 def _port_bytes(program: Program, ports: Sequence[Port]) -> int:
@@ -347,7 +352,7 @@ def _gathered_bytes(program: Program) -> int:
 def _allocations(program: Program, layout: PoolLayout, *, apart: bool) -> tuple[Allocation, ...]:
     """The allocations in the engine's order, without mapped pages, which change during a run.
 
-    `apart`: a host budget counts those in host memory.
+    `apart`: the device has memory of its own, and a session counts those in host memory apart.
     """
     on_host = (Allocation("outputs", output_bytes(program)), Allocation("staging", scratch_bytes(program)))
     return (

@@ -7,6 +7,8 @@ It models the concurrency and the waits of runtime/{session,run,executor,loader}
 - Loader threads free slices, then take the next released load. If loads pass through staging of a thread, it reads one
   load before its release and copies it afterwards. Threads share one read rate, and one copy rate or a copy engine, which makes
   one copy at a time. The fixed cost of a slice is interpreter time, for one thread at a time.
+- With a copy engine a thread does not wait for its copy. It takes the next load while pieces of the ring are free, and the copy
+  begins at its release.
 - The device runs launches in order, each after its slices are loaded, for the time that the planner computes with the copies
   during it. The host costs nothing: it always waits for the oldest launch in flight, so loads are released when a launch ends.
 """
@@ -21,6 +23,7 @@ from itertools import pairwise
 from flashmem.runtime.engine.report import Latency, MemoryUse, RunReport
 from flashmem.runtime.memory.accounts import Category
 from flashmem.schedule.loads import LOOKED_AT, Step, TimedInterval
+from flashmem.schedule.residency import SPARE_PIECES
 from flashmem.tools.simulation.events import Events, Process, Work
 from flashmem.tools.simulation.scenario import Machine, Scenario, SimulatedLoad
 
@@ -199,6 +202,16 @@ class _SimulatedRun:
         self._disk_queue.append(load)
         self._backlog += load.nbytes
 
+    def read(self, load: SimulatedLoad, steps: list[tuple[Step, float]]) -> Process:
+        """The steps of a loader thread before the copy of a load, with a copy engine."""
+        yield Work("slice", self.machine.load_seconds)
+        nbytes = sum(nbytes for resource, nbytes in load.pieces if resource == "read")
+        if nbytes:
+            yield Work("read", nbytes)
+            if self.machine.disk_bandwidth is not None:
+                yield lambda: (load.name, load.first) in self._in_cache
+            steps.append(("read", self.events.now))
+
     def transfer(self, load: SimulatedLoad, is_released: Callable[[], bool], steps: list[tuple[Step, float]]) -> Process:
         """The steps of a loader thread for one load, which it adds to `steps`. `is_released` returns whether it is released."""
         yield Work("slice", self.machine.load_seconds)
@@ -230,6 +243,7 @@ class _Loader:
         self._done = 0
         self._to_free: list[str] = []
         self._stopping = False
+        self._copying = 0  # loads that are read, and not yet copied
         for number in range(min(threads, len(loads))):
             simulated.events.start(self._work(number))
 
@@ -270,12 +284,36 @@ class _Loader:
             if load.held:
                 simulated.memory.change(start, "weights", load.held)
             steps: list[tuple[Step, float]] = []
-            yield from simulated.transfer(load, lambda after=load.after: after <= self._done, steps)  # type: ignore[misc]
-            loaded = TimedInterval(load.name, start, events.now, thread, tuple(steps), load.nbytes, load.after)
-            simulated.loads.append(loaded)
-            self._missing[load.name] -= 1
-            if not self._missing[load.name]:
-                del self._missing[load.name]
+            if simulated.machine.copy_engine:
+                yield from simulated.read(load, steps)
+                self._copying += 1
+                events.start(self._copy(load, start, thread, steps))
+                yield lambda: self._stopping or self._copying <= SPARE_PIECES
+            else:
+                yield from simulated.transfer(load, self._released(load), steps)
+                self._loaded(load, start, thread, steps)
+
+    def _released(self, load: SimulatedLoad) -> Callable[[], bool]:
+        return lambda: load.after <= self._done
+
+    def _copy(self, load: SimulatedLoad, start: float, thread: int, steps: list[tuple[Step, float]]) -> Process:
+        """The copy of a load that has been read."""
+        released, events = self._released(load), self._simulated.events
+        if not released():
+            yield released
+            steps.append(("wait", events.now))
+        yield Work("copy", sum(nbytes for resource, nbytes in load.pieces if resource == "copy"))
+        steps.append(("copy", events.now))
+        self._copying -= 1
+        self._loaded(load, start, thread, steps)
+
+    def _loaded(self, load: SimulatedLoad, start: float, thread: int, steps: Sequence[tuple[Step, float]]) -> None:
+        simulated = self._simulated
+        made = TimedInterval(load.name, start, simulated.events.now, thread, tuple(steps), load.nbytes, load.after)
+        simulated.loads.append(made)
+        self._missing[load.name] -= 1
+        if not self._missing[load.name]:
+            del self._missing[load.name]
 
     def _free(self) -> None:
         for name in self._to_free:

@@ -13,6 +13,7 @@ from flashmem.options import resolve
 from flashmem.planning.latency.later_runs import OWN_WORTH
 from flashmem.planning.limits import read_limits
 from flashmem.program.program import fixed_bytes
+from flashmem.schedule.residency import session_bytes
 from flashmem.tools.zoo.graphs import TiedDecoder
 
 
@@ -33,8 +34,8 @@ def test_a_large_head_is_cut_so_that_the_rest_of_a_budget_stays_on_the_device() 
     layout = with_layouts(made.program, plan, ["dma"]).layouts["dma"]
     stays = sum(w.nbytes for w in plan.weights if w.preload or w.keep)
     in_flight = layout.home_bytes - stays
-    assert fixed_bytes(made.program) + layout.total_bytes <= budget
-    assert stays >= 0.9 * (budget - fixed_bytes(made.program) - layout.ring_bytes - in_flight)
+    assert session_bytes(made.program, layout, shares_memory=False) <= budget
+    assert stays >= 0.9 * (budget - fixed_bytes(made.program, shares_memory=False) - in_flight)
     assert in_flight < sum(part.nbytes for part in head) / 2
 
 
@@ -48,7 +49,7 @@ def test_kernels_that_copy_keep_weights_too() -> None:
     )
     made, plan = plan_graph(graph, options)
     layout = with_layouts(made.program, plan, ["interleave"]).layouts["interleave"]
-    assert fixed_bytes(made.program) + layout.total_bytes <= 64_000_000
+    assert session_bytes(made.program, layout, shares_memory=False) <= 64_000_000
     assert plan.objective <= (1 + OWN_WORTH) * soonest
     total = sum(w.nbytes for w in plan.weights)
     assert 0.2 * total < sum(w.nbytes for w in plan.weights if w.preload or w.keep) < total

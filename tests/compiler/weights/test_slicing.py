@@ -45,6 +45,7 @@ from flashmem.schedule.check import check
 from flashmem.schedule.instance import Instance, WeightSpec
 from flashmem.schedule.loads import segments
 from flashmem.schedule.plan import PASSING_BYTES, OverlapPlan, passing_bytes
+from flashmem.schedule.residency import session_bytes
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 from flashmem.tools.simulation.scenario import describe
 from flashmem.tools.simulation.simulator import simulate
@@ -126,7 +127,8 @@ def test_the_smallest_budget_is_that_of_the_smallest_slices(
         planned(graph, "nvidia", mode, budget=1 << 20)
     smallest = refused.value.smallest_bytes
     program, plan = planned(graph, "nvidia", mode, budget=smallest, objective=objective)
-    assert fixed_bytes(program) + lay_out_pools(program.slices, plan, [mode])[mode].total_bytes <= smallest
+    layout = lay_out_pools(program.slices, plan, [mode])[mode]
+    assert session_bytes(program, layout, shares_memory=plan.shares_memory) <= smallest
     assert max(part.nbytes for part in program.slices) <= LEAST_BYTES
     monkeypatch.setattr(
         importlib.import_module("flashmem.compiler.adaptive.granularity"), "_sizes", lambda limits: iter([DEFAULT])
@@ -140,7 +142,8 @@ def test_the_smallest_budget_is_that_of_the_smallest_slices(
 def test_reads_of_the_papers_plan_run_ahead_as_far_as_its_layout_has_room(mode: TransferMode) -> None:
     m_peak = 24 << 20
     program, plan = planned(graph_of(128, *PRODUCTS), "nvidia", mode, m_peak=m_peak, objective="paper")
-    assert lay_out_pools(program.slices, plan, [mode])[mode].in_flight_bytes <= m_peak
+    layout = lay_out_pools(program.slices, plan, [mode])[mode]
+    assert layout.in_flight_bytes(shares_memory=plan.shares_memory) <= m_peak
     assert any(w.read_layer < w.first_mover for w in plan.weights if not w.preload)
     instance = planning_instance(program, load_descriptor("nvidia"), mode, Limits(m_peak=m_peak, objective="paper"))
     timing = TimingModel(instance, {w.name: w.moves for w in plan.weights if not w.preload})

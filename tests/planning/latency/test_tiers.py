@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from flashmem.planning.latency.first_answer import first_plan
 from flashmem.planning.latency.later_runs import OWN_WORTH, by_later_runs, read_early, serving_later_runs, with_kept
-from flashmem.planning.latency.tiers import expected_seconds, least_expected_seconds, tiered_seconds
+from flashmem.planning.latency.tiers import expected_seconds, least_expected_seconds, tiered_seconds, with_pinned
 from flashmem.schedule.check import check
 from flashmem.schedule.host_tier import spread
 from flashmem.schedule.instance import Instance, OwnMemory, WeightSpec
-from flashmem.schedule.plan import OverlapPlan
+from flashmem.schedule.plan import OverlapPlan, PlanViolation
 from tests.support.planning_instances import layers_of
 
 CHUNK = 4
@@ -124,6 +124,55 @@ def test_no_other_resident_set_serves_both_kinds_of_sessions_better(problem: tup
     )
     assert expected_seconds(instance, made) ** 2 == pytest.approx(best, rel=1e-4)
     assert by_later_runs(instance, made)[0] == pytest.approx(expected_seconds(instance, made), abs=1e-6)
+
+
+@given(problems(), st.integers(0, 30), st.integers(0, 30))
+@settings(max_examples=60, deadline=None)
+def test_no_other_division_among_three_memories_is_faster(
+    problem: tuple[Instance, OverlapPlan], device: int, host: int
+) -> None:
+    """With a host budget, what stays on the device and what in pinned memory is one choice: every pair of sets is tried."""
+    instance, plan = problem
+    assert instance.own is not None
+    instance = replace(instance, own=replace(instance.own, host_bytes=host))
+    made = with_pinned(instance, with_kept(instance, plan, device, kept_bytes))
+    names, sizes = {w.name for w in plan.weights}, {w.name: w.nbytes for w in plan.weights}
+    pinned = {w.name for w in made.weights if w.pinned}
+    assert kept_bytes(made) <= device and sum(map(sizes.__getitem__, pinned)) <= host
+    assert not any(w.pinned and w.keep for w in made.weights)
+    everything = 2 * sum(sizes.values())
+    check(replace(made, m_peak=everything), replace(instance, m_peak=everything))
+    best = min(
+        reference(instance, each, there)
+        for chosen in sets_of(names)
+        if kept_bytes(each := kept(plan, chosen)) <= device
+        for there in sets_of(names - chosen)
+        if sum(map(sizes.__getitem__, there)) <= host
+    )
+    assert reference(instance, made, pinned) == pytest.approx(best, rel=1e-4)
+    assert expected_seconds(instance, made) == pytest.approx(best, rel=1e-4)
+    assert least_expected_seconds(instance, device) <= best * (1 + 1e-9)
+
+
+def test_more_than_a_few_weights_are_chosen_at_least_as_well_as_by_spreading() -> None:
+    layers = tuple(replace(layer, seconds=1.0) for layer in layers_of([9] * 13))
+    weights = tuple(WeightSpec(f"w{n}", 4 if n % 3 else 8, n + 2, n + 2) for n in range(12))
+    own = OwnMemory(0.1, 2.0, 8.0, host_bytes=30)
+    instance = Instance(
+        layers, weights, CHUNK, 20, 1.0, mode="dma", host_bandwidth=2.0, piece_bytes=3, shares_memory=False, own=own
+    )
+    plan = first_plan(instance)
+    made = with_pinned(instance, plan)
+    pinned = {w.name for w in made.weights if w.pinned}
+    assert 0 < sum(w.nbytes for w in weights if w.name in pinned) <= 30
+    sizes, even, left = [w.nbytes for w in weights], set[str](), 30
+    for at in spread(sizes, 30):
+        if sizes[at] <= left:
+            even.add(weights[at].name)
+            left -= sizes[at]
+    assert reference(instance, plan, pinned) <= reference(instance, plan, even)
+    with pytest.raises(PlanViolation, match="pinned memory, which has"):
+        check(made, replace(instance, own=replace(own, host_bytes=3)))
 
 
 @given(problems(), st.integers(0, 30))

@@ -204,7 +204,7 @@ def test_pools_of_every_mode_pass_the_checker(instance: Instance, images: bool, 
     plan = solve(instance, time_limit=0.1) if paper else first_plan(instance)
     slices = slices_for(instance, images=images)
     layouts = lay_out_pools(slices, plan, ["map", "alias", "dma", "interleave"], loader_threads=3)
-    plan = replace(plan, m_peak=max(instance.m_peak, layouts["map"].in_flight_bytes))
+    plan = replace(plan, m_peak=max(instance.m_peak, layouts["map"].in_flight_bytes(shares_memory=plan.shares_memory)))
     check(replace(plan, layouts=layouts), replace(instance, m_peak=plan.m_peak), slices)
     apart = lay_out_pools(slices, replace(plan, shares_memory=False), ["interleave"], loader_threads=3)["interleave"]
     check(replace(plan, layouts={"interleave": apart}), replace(instance, m_peak=plan.m_peak), slices)

@@ -160,7 +160,7 @@ def test_options_that_mean_nothing_are_refused(tmp_path: Path) -> None:
 
 
 def test_every_option_of_compile_about_the_bundle_is_a_sessions() -> None:
-    mine = {"device", "mode", "strategy", "budget"}
+    mine = {"device", "mode", "strategy", "budget", "host_budget"}
     about_the_call = {"build", "with_binaries", "dump_passes", "progress"}
     known = flashmem.compile.__kwdefaults__
     assert known is not None

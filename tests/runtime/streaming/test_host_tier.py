@@ -5,7 +5,10 @@ A device with memory of its own is imitated: a CPU runtime that says it shares n
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +18,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import flashmem
 from flashmem import Session
 from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.base.types import TransferMode
@@ -29,15 +33,17 @@ from flashmem.runtime.request import options
 from flashmem.runtime.request.options import choose_host_budget
 from flashmem.runtime.streaming.host_tier import HostTier
 from flashmem.schedule import loads as schedule
-from flashmem.schedule.host_tier import reloaded, tier_slices
+from flashmem.schedule import residency
+from flashmem.schedule.host_tier import identity, planned_there, reloaded, tier_slices
 from flashmem.schedule.loads import Segment
-from flashmem.schedule.plan import PoolLayout, passing_bytes
-from flashmem.schedule.residency import streamed_layout
+from flashmem.schedule.plan import PoolLayout
+from flashmem.schedule.residency import session_bytes, streamed_layout
 from flashmem.tools.simulation.scenario import describe
 from flashmem.tools.simulation.simulator import simulate
 from tests.runtime.streaming.test_weight_checks import damage
 from tests.support.mini_bundle import MiniModel, write_mini_bundle
-from tests.support.own_memory import Reads, give_own_memory, reads_of_files
+from tests.support.own_memory import Reads, descriptor_with_own_memory, give_own_memory, reads_of_files, wait_for_tiers
+from tests.support.zoo_data import examples
 
 PAGE = 4096
 MODES: tuple[TransferMode, ...] = ("dma", "interleave")
@@ -128,6 +134,13 @@ def in_use_order(model: MiniModel) -> list[Slice]:
     return [parts[name] for name in sorted(streamed, key=lambda name: uses[name][0])]
 
 
+def pass_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices have several segments, of a page each; sessions that open wait for the memory of their tier."""
+    monkeypatch.setattr(schedule, "PASSING_BYTES", PAGE)
+    monkeypatch.setattr(residency, "HOST_PIECE_BYTES", PAGE)
+    wait_for_tiers(monkeypatch)
+
+
 def whole_pages(part: Slice) -> int:
     return -(-part.file_bytes // PAGE) * PAGE
 
@@ -145,7 +158,7 @@ def test_later_runs_read_nothing_that_the_tier_keeps_and_give_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: Reads, pinned: Pinned,
 ) -> None:  # fmt: skip
     model = write_mini_bundle(tmp_path / "m.flashmem", path)
-    monkeypatch.setattr(schedule, "passing_bytes", partial(passing_bytes, piece=PAGE))  # slices of several segments
+    pass_pages(monkeypatch)
     give_own_memory(monkeypatch, device)
     inputs, order = model.inputs(seed=3), in_use_order(model)
     staging, sizes = on_host(model, mode), [whole_pages(each) for each in order]
@@ -155,12 +168,14 @@ def test_later_runs_read_nothing_that_the_tier_keeps_and_give_the_same_bits(
     kept = {each.name for each in {"all": order, "half": every_second, "staging": []}[part]}
     with Session(model.path, mode=mode) as session:
         expected = session.run(None, inputs)
-        assert session.host_budget is None and session.last_run is not None and session.last_run.memory.host is None
-        usual = session.last_run.memory.peak_bytes
+        assert session.host_budget is None and session.last_run is not None
+        use = session.last_run.memory
+        assert use.host is not None and (use.host.budget_bytes, use.host.peak_bytes) == (None, staging)
+        usual = use.peak_bytes
     np.testing.assert_allclose(expected[0], model.reference(inputs)[0], rtol=0, atol=2e-5)
     constants, pinned.most = model.open().program.constants_bytes, 0
     reads.watch(model.open().program.slices)
-    with Session(model.path, mode=mode, budget=usual - staging, host_budget=budget, prepare=prepare) as session:
+    with Session(model.path, mode=mode, budget=usual, host_budget=budget, prepare=prepare) as session:
         loaded = {each.name: each.file_bytes for each in order}
         for run in range(4):
             if run:
@@ -168,7 +183,7 @@ def test_later_runs_read_nothing_that_the_tier_keeps_and_give_the_same_bits(
             assert_same(session.run(None, inputs), expected)
             report = session.last_run
             assert report is not None and report.memory.host is not None
-            assert report.memory.peak_bytes == usual - staging == session.budget
+            assert report.memory.peak_bytes == usual == session.budget
             assert report.memory.host.peak_bytes == staging + sum(sizes[: len(kept)]) <= budget == session.host_budget
             if run == 0:
                 assert {load.name for load in report.loads} >= loaded.keys() and report.host_tier_bytes == 0
@@ -194,7 +209,7 @@ def test_later_runs_read_nothing_that_the_tier_keeps_and_give_the_same_bits(
 def test_the_simulator_predicts_the_memory_and_the_loads_of_a_session(
     mode: TransferMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: None
 ) -> None:
-    monkeypatch.setattr(schedule, "passing_bytes", partial(passing_bytes, piece=PAGE))
+    pass_pages(monkeypatch)
     model, layout = write_mini_bundle(tmp_path / "m.flashmem"), layout_of(write_mini_bundle(tmp_path / "n.flashmem"), mode)
     budget = on_host(model, mode) + sum(map(whole_pages, in_use_order(model))) // 2
     with Session(model.path, mode=mode, host_budget=budget) as session:
@@ -214,18 +229,19 @@ def test_the_simulator_predicts_the_memory_and_the_loads_of_a_session(
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.usefixtures("apart")
-def test_the_device_does_not_pay_for_what_the_host_budget_counts(mode: TransferMode, tmp_path: Path) -> None:
+def test_the_budget_of_a_device_with_memory_of_its_own_does_not_pay_for_host_memory(mode: TransferMode, tmp_path: Path) -> None:
     model = write_mini_bundle(tmp_path / "m.flashmem")
-    layout = layout_of(model, mode)
-    needed, apart = fixed_bytes(model.open().program) + layout.total_bytes, on_host(model, mode)
-    with pytest.raises(BudgetError) as refused:
-        Session(model.path, mode=mode, budget=needed - 1)
-    assert refused.value.smallest_bytes == needed
-    with pytest.raises(BudgetError) as refused:
-        Session(model.path, mode=mode, budget=needed - apart - 1, host_budget=apart)
-    assert refused.value.smallest_bytes == needed - apart
-    with Session(model.path, mode=mode, budget=needed - apart, host_budget=apart) as session:
-        session.run(None, model.inputs())
+    program, layout, apart = model.open().program, layout_of(model, mode), on_host(model, mode)
+    needed = fixed_bytes(program) - host_bytes(program) + layout.home_bytes + layout.all_staging_bytes
+    assert needed == session_bytes(program, layout, shares_memory=False)
+    for host in (None, apart):
+        with pytest.raises(BudgetError) as refused:
+            Session(model.path, mode=mode, budget=needed - 1, host_budget=host)
+        assert refused.value.smallest_bytes == needed
+        with Session(model.path, mode=mode, budget=needed, host_budget=host) as session:
+            session.run(None, model.inputs())
+            assert session.last_run is not None and session.last_run.memory.peak_bytes == needed
+            assert session.last_run.memory.host is not None and session.last_run.memory.host.peak_bytes == apart
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -292,9 +308,12 @@ def test_what_stays_on_the_device_is_not_kept_on_the_host(tmp_path: Path, apart:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_damage_is_found_when_a_slice_is_read_into_the_tier(mode: TransferMode, tmp_path: Path, apart: None) -> None:
+def test_damage_is_found_when_a_slice_is_read_into_the_tier(
+    mode: TransferMode, tmp_path: Path, apart: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = write_mini_bundle(tmp_path / "m.flashmem")
     part = in_use_order(model)[4]
+    wait_for_tiers(monkeypatch)
     with Session(model.path, mode=mode, host_budget="auto", verify_weights=True) as session:
         expected = session.run(None, model.inputs())
         session._engine.stop_ahead()
@@ -324,18 +343,66 @@ def test_a_session_that_cannot_be_bound_frees_its_host_memory(
 def test_host_memory_that_the_device_refuses_names_the_option(
     tmp_path: Path, apart: None, pinned: Pinned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, allowed, scratch = write_mini_bundle(tmp_path / "m.flashmem"), [True, True, False], Context.scratch
+    model, allowed, allocate = write_mini_bundle(tmp_path / "m.flashmem"), [True, False], HostTier._allocate
 
-    def refuse(self: Context, data: Any) -> Any:
+    def refuse(tier: HostTier, slices: Sequence[Slice]) -> None:
         if not allowed.pop(0):
             raise RunError("out of host memory")
-        return scratch(self, data)
+        allocate(tier, slices)
 
-    monkeypatch.setattr(Context, "scratch", refuse)
+    monkeypatch.setattr(HostTier, "_allocate", refuse)
     monkeypatch.setattr("flashmem.runtime.streaming.host_tier._BLOCK_BYTES", 200_000)
-    with pytest.raises(RunError, match=r"of pinned host memory .* refused \(out of host memory\); lower the host budget"):
-        Session(model.path, mode="dma", host_budget="auto")
+    with Session(model.path, mode="dma", host_budget="auto") as session:
+        session.run(None, model.inputs())
+        with pytest.raises(RunError, match=r"pinned host memory .* refused \(out of host memory\); lower the host budget"):
+            session.prepared()
+        with pytest.raises(RunError, match=r"of pinned host memory .* refused \(out of host memory\); lower the host budget"):
+            session.run(None, model.inputs())
     assert not pinned.live and not allowed
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_slices_that_are_loaded_before_they_have_a_place_get_it_in_a_later_run(
+    mode: TransferMode, tmp_path: Path, apart: None, pinned: Pinned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, go, allocate = write_mini_bundle(tmp_path / "m.flashmem"), threading.Event(), HostTier._allocate
+    loaded = sum(part.file_bytes for part in in_use_order(model))
+
+    def late(tier: HostTier, slices: Sequence[Slice]) -> None:
+        assert go.wait(20)
+        allocate(tier, slices)
+
+    monkeypatch.setattr(HostTier, "_allocate", late)
+    with Session(model.path, mode=mode, host_budget="auto", prepare=False) as session:
+        copied, answers = [], []
+        for run in range(4):
+            answers.append(session.run(None, model.inputs()))
+            assert session.last_run is not None
+            copied.append(session.last_run.host_tier_bytes)
+            if run == 1:
+                go.set()
+                session.prepared()
+    assert copied == [0, 0, 0, loaded]
+    for answer in answers:
+        assert_same(answer, answers[0])
+    assert not pinned.live
+
+
+def test_a_session_that_closes_does_not_wait_for_all_places(
+    tmp_path: Path, apart: None, pinned: Pinned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, made, allocate = write_mini_bundle(tmp_path / "m.flashmem"), list[int](), HostTier._allocate
+
+    def slow(tier: HostTier, slices: Sequence[Slice]) -> None:
+        time.sleep(0.2)
+        made.append(len(slices))
+        allocate(tier, slices)
+
+    monkeypatch.setattr(HostTier, "_allocate", slow)
+    monkeypatch.setattr("flashmem.runtime.streaming.host_tier._BLOCK_BYTES", PAGE)
+    with Session(model.path, mode="dma", host_budget="auto") as session:
+        session.run(None, model.inputs())
+    assert sum(made) < len(in_use_order(model)) and not pinned.live
 
 
 def test_buffers_of_the_tier_are_no_larger_than_the_device_allows(tmp_path: Path) -> None:
@@ -343,6 +410,9 @@ def test_buffers_of_the_tier_are_no_larger_than_the_device_allows(tmp_path: Path
     part = write_mini_bundle(tmp_path / "m.flashmem").open().program.slices[0]
     slices = [replace(part, offset=10**6 * n, nbytes=PAGE) for n in range(8)]
     tier = HostTier(Context(device), 8 * PAGE, slices)
+    assert tier.ledger.total == 0
+    tier.begin()
+    tier.wait()
     assert [nbytes for _, _, nbytes in tier.ledger._objects] == [3 * PAGE, 3 * PAGE, 2 * PAGE]
     assert tier.ledger.total == 8 * PAGE
     whole = Segment(0, PAGE)
@@ -360,3 +430,55 @@ def test_buffers_of_the_tier_are_no_larger_than_the_device_allows(tmp_path: Path
     tier.close()
     tier.close()
     assert tier.ledger.total == 0 and tier.place(slices[0], whole) is None
+
+
+def test_the_tier_keeps_what_its_plan_says_and_then_others(tmp_path: Path, apart: None) -> None:
+    model = write_mini_bundle(tmp_path / "m.flashmem")
+    bundle, order = model.open(), in_use_order(model)
+    names = {order[0].name, order[1].name, order[2].name}  # spread over the run, other slices would be kept
+    weights = tuple(replace(w, pinned=w.name in names) for w in bundle.plan.weights)
+    planned = planned_there([(replace(bundle.plan, weights=weights), bundle.program.slices)])
+    assert planned == {identity(part) for part in order[:3]}
+    size = whole_pages(order[0])
+    assert {part.name for part in tier_slices(order, 3 * size, planned)} == names
+    assert {part.name for part in tier_slices(order, 2 * size, planned)} < names
+    more = {part.name for part in tier_slices(order, 5 * size, planned)}
+    assert names < more and len(more) == 5
+    assert {part.name for part in tier_slices(order, 3 * size)} != names
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_bundle_compiled_for_a_host_budget_has_its_slices_there(
+    mode: TransferMode, tmp_path: Path, apart: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of what later runs load fits the host: all of it is what the plan chose, and bits are those of a resident run."""
+    wait_for_tiers(monkeypatch)
+    model = Path(__file__).parents[2] / "data" / "gptneo-tiny.onnx"
+    options: dict[str, Any] = {
+        "device": descriptor_with_own_memory(tmp_path), "memory_path": "buffer", "mode": mode, "build": False,
+    }  # fmt: skip
+    with pytest.raises(BudgetError) as refused:
+        flashmem.compile(model, tmp_path / "none.flashmem", budget=1, **options)
+    budget = int(1.2 * refused.value.smallest_bytes)
+    plain = flashmem.compile(model, tmp_path / "plain.flashmem", budget=budget, **options)
+    assert not any(w.pinned for w in plain.plan.weights)
+    with pytest.raises(BudgetError, match="host budget of 5000 bytes is too small: staging and outputs need") as small:
+        flashmem.compile(model, tmp_path / "none.flashmem", budget=budget, host_budget=5000, **options)
+    streamed = sum(w.nbytes for w in plain.plan.weights if not (w.preload or w.keep))
+    host = small.value.smallest_bytes + PAGE * len(plain.plan.weights) + streamed // 2
+    bundle = flashmem.compile(model, tmp_path / "m.flashmem", budget=budget, host_budget=host, **options)
+    pinned = {w.name for w in bundle.plan.weights if w.pinned}
+    assert pinned and not any(w.keep or w.preload for w in bundle.plan.weights if w.pinned)
+    inputs = examples("gptneo-tiny")
+    with Session(bundle, mode=mode, strategy="preload") as session:
+        expected = session.run(None, inputs)
+    with Session(bundle, mode=mode, budget=budget, host_budget=host) as session:
+        for run in range(3):
+            assert_same(session.run(None, inputs), expected)
+            report = session.last_run
+            assert report is not None and report.memory.host is not None and report.memory.host.peak_bytes <= host
+            if run:
+                assert {load.name for load in report.loads if "read" not in dict(load.steps)} >= pinned
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="shares its memory with the host"):
+        flashmem.compile(model, tmp_path / "none.flashmem", device="pocl", budget="1MB", host_budget="1MB", build=False)

@@ -18,7 +18,7 @@ from flashmem.runtime.opencl.context import find_device
 from flashmem.schedule.host_tier import identity
 from tests.support.chain_model import WIDTH, chained, smallest_budget, write_chain
 from tests.support.gguf_models import SmallLlama
-from tests.support.own_memory import Reads, descriptor_with_own_memory, give_own_memory, reads_of_files
+from tests.support.own_memory import Reads, descriptor_with_own_memory, give_own_memory, reads_of_files, wait_for_tiers
 
 MODES: tuple[TransferMode, ...] = ("dma", "interleave")
 
@@ -52,6 +52,7 @@ def test_variants_with_other_places_read_a_shared_slice_once(
     budget = int(1.1 * smallest_budget(model, tmp_path, **options))
     bundle = flashmem.compile(model, tmp_path / "m.flashmem", budget=budget, **options)
     give_own_memory(monkeypatch, find_device("pocl"))
+    wait_for_tiers(monkeypatch)
     every = every_slice(bundle)
     assert len(every) < sum(len(each.program.slices) for each in variants_of(bundle))  # some are shared
     again = [{w.name for w in each.plan.weights if not (w.preload or w.keep)} for each in variants_of(bundle)]
@@ -93,6 +94,7 @@ def test_a_language_model_reads_each_slice_once(
     budget = int(1.1 * smallest_budget(file, tmp_path, **options))
     bundle = flashmem.compile(file, tmp_path / "m.flashmem", budget=budget, **options)
     give_own_memory(monkeypatch, find_device("pocl"))
+    wait_for_tiers(monkeypatch)
     with Generator(bundle, mode=mode, host_budget="auto") as generator:
         reads.watch(every_slice(bundle))
         for _ in range(2):

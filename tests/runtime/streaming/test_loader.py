@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -126,6 +126,41 @@ def test_a_copy_that_follows_a_launch_is_a_load_when_it_is_enqueued() -> None:
     transfer.copied.set()
     run.stop()
     assert sorted(interval.name for interval in run.intervals) == ["w0", "w1", "w2"]
+
+
+class Joining(Noted):
+    """Loads of slices with following numbers are made together, up to three."""
+
+    def __init__(self) -> None:
+        super().__init__(reads_ahead=True)
+        self.together: list[list[str]] = []
+
+    def joins(self, loads: Sequence[Load], other: Load) -> bool:
+        return len(loads) < 3 and int(other.part.name[1:]) == int(loads[-1].part.name[1:]) + 1
+
+    def load_together(self, loads: Sequence[Load], turns: Sequence[TransferLoad]) -> None:
+        self.together.append([load.part.name for load in loads])
+        for turn in turns:
+            turn.did("read")
+        for turn in turns:
+            turn.wait_for_release()
+            turn.did("copy")
+
+
+def test_adjacent_loads_are_made_together_but_none_that_is_released_later_or_already_taken() -> None:
+    transfer = Joining()
+    run = LoaderRun(transfer, loads(0, 0, 0, 0, 1, 0, 1), {}, threads=1)
+    for name in ("w0", "w3", "w5"):
+        run.wait(name)
+    assert transfer.together == [["w0", "w1", "w2"]]  # then w3 alone, since w4 waits; w5 alone, since w6 does
+    run.layer_done(1)
+    run.wait("w6")
+    run.stop()
+    assert sorted(each.name for each in run.intervals) == [f"w{n}" for n in range(7)]
+    alone = LoaderRun(transfer, loads(0, 0), {}, threads=1, admit=lambda load: True)
+    alone.wait("w1")
+    alone.stop()
+    assert len(transfer.together) == 1  # each is admitted by itself
 
 
 def test_loads_of_the_host_tier_are_enqueued_with_the_launches_that_release_them() -> None:

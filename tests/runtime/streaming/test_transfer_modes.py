@@ -11,13 +11,17 @@ import pytest
 
 from flashmem import Session
 from flashmem.base.errors import BudgetError
+from flashmem.base.types import TransferMode
 from flashmem.program.lanes import lane_kind
-from flashmem.program.program import fixed_bytes
+from flashmem.program.program import fixed_bytes, host_bytes
 from flashmem.runtime.opencl.context import Queue, list_devices
 from flashmem.runtime.opencl.devices import Device, descriptor_for
+from flashmem.runtime.streaming import copied
 from flashmem.runtime.streaming.interleaved import layer_moves, needed_slices
-from flashmem.schedule.residency import streamed_layout
+from flashmem.runtime.streaming.weight_file import WeightFile
+from flashmem.schedule.residency import session_bytes, streamed_layout
 from tests.support.mini_bundle import LAYERS, SLICES, WIDTH, MiniModel, write_mini_bundle
+from tests.support.own_memory import give_own_memory
 
 MemoryPath = Literal["buffer", "texture"]
 Channel = Literal["float", "half"]
@@ -108,12 +112,13 @@ def test_where_memory_is_not_shared_staging_is_slots_that_are_never_mapped_and_l
     monkeypatch.setattr(Queue, "map", spy)
     monkeypatch.setattr("flashmem.runtime.request.options.find_device", lambda *_, **__: replace(device, unified_memory=False))
     program, plan = model.open().program, model.open().plan
-    piece = -(-max(part.file_bytes for part in program.slices) // 4096) * 4096  # no slice is divided
+    piece = min(1 << 20, sum(part.file_bytes for part in program.slices))  # no slice is divided, and several pass together
+    piece = -(-piece // 4096) * 4096
     layout = streamed_layout(program, plan, "interleave", shares_memory=False)
-    ring = layout.threads * piece
+    ring = (layout.threads + 2) * piece
     slots = sum(layout.staging_slots)
-    held = fixed_bytes(program) + plan.layouts["interleave"].home_bytes + slots + ring
-    assert layout.total_bytes + fixed_bytes(program) == held and len(layout.staging_slots) > 1
+    held = fixed_bytes(program, shares_memory=False) + plan.layouts["interleave"].home_bytes + slots
+    assert session_bytes(program, layout, shares_memory=False) == held and len(layout.staging_slots) > 1
     with Session(model.path, mode="interleave", strategy="preload") as session:
         expected = session.run(None, inputs)
     mapped.clear()
@@ -122,9 +127,41 @@ def test_where_memory_is_not_shared_staging_is_slots_that_are_never_mapped_and_l
             for got, wanted in zip(session.run(None, inputs), expected, strict=True):
                 np.testing.assert_array_equal(got, wanted)
             assert session.last_run is not None and session.last_run.memory.peak_bytes == held
-    assert sorted(mapped.values()) == sorted((program.constants_bytes, ring))
+            host = session.last_run.memory.host
+            assert host is not None and host.peak_bytes == ring + host_bytes(program)
+    assert list(mapped.values()) == [program.constants_bytes]  # the ring is pages of the process
     with pytest.raises(BudgetError, match="budget"):
         Session(model.path, mode="interleave", budget=held - 1)
+
+
+@pytest.mark.parametrize(("device", "path"), CASES)
+@pytest.mark.parametrize("mode", ["dma", "interleave"])
+def test_where_memory_is_not_shared_adjacent_slices_are_read_together(
+    device: Device, path: MemoryPath, mode: TransferMode, models: dict[tuple[str, str], MiniModel],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    model, reads, joined = models[path, "float"], list[int](), copied.JOINED_BYTES
+    inputs, read_into = model.inputs(seed=6), WeightFile.read_into
+    whole = sum(part.file_bytes for part in model.open().program.slices)
+
+    def spy(file: WeightFile, data: Any, offset: int) -> None:
+        reads.append(data.nbytes)
+        read_into(file, data, offset)
+
+    give_own_memory(monkeypatch, device)
+    monkeypatch.setattr(WeightFile, "read_into", spy)
+    made = []
+    for most in (0, joined):
+        monkeypatch.setattr(copied, "JOINED_BYTES", most)
+        reads.clear()
+        with Session(model.path, mode=mode, prepare=False) as session:
+            made.append(session.run(None, inputs))
+        assert sum(reads) >= whole
+        made.append(len(reads))
+    (alone, calls, together, fewer) = made
+    assert fewer < calls
+    for got, wanted in zip(together, alone, strict=True):
+        np.testing.assert_array_equal(got, wanted)
 
 
 @pytest.mark.parametrize("path", ["buffer", "texture"])

@@ -21,6 +21,7 @@ from tests.support.strict_device.vendors import Vendors
 _IMAGE_PITCH_ALIGNMENT, _IMAGE_BASE_ALIGNMENT, _SVM_CAPABILITIES = 0x104A, 0x104B, 0x1053
 _CREATE_TYPE_REGION = 0x1220
 _EVENT_COMMAND_EXECUTION_STATUS = 0x11D3
+_PROFILING_COMMAND_START, _PROFILING_COMMAND_END = 0x1282, 0x1283
 
 
 class StrictLibrary:
@@ -141,6 +142,13 @@ class StrictLibrary:
     def _clGetEventInfo(self, event: Any, parameter: Any, size: Any, value: Any, _: Any) -> int:
         assert _number(parameter) == _EVENT_COMMAND_EXECUTION_STATUS
         ctypes.cast(value, ctypes.POINTER(ctypes.c_int))[0] = self._event(_number(event)).command_execution_status
+        return 0
+
+    def _clGetEventProfilingInfo(self, event: Any, parameter: Any, size: Any, value: Any, _: Any) -> int:
+        times = self._event(_number(event)).profile
+        time = {_PROFILING_COMMAND_START: lambda: times.start, _PROFILING_COMMAND_END: lambda: times.end}[_number(parameter)]()
+        assert _number(size) == ctypes.sizeof(ctypes.c_ulonglong)
+        ctypes.cast(value, ctypes.POINTER(ctypes.c_ulonglong))[0] = time
         return 0
 
     def _clRetainEvent(self, event: Any) -> int:
