@@ -25,6 +25,9 @@ from tests.support.bundle_changes import files_of, rewrite
 from tests.support.compared import DEVICES, Nodes, require_right
 from tests.support.inputs import floats
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*was compiled for a processor with")
+"""One code after another runs on this processor."""
+
 CPUS = [device for device, _ in DEVICES if load_descriptor(device).kind == "cpu"]
 PLACES: list[tuple[str, MemoryPath]] = [(device, path) for device in CPUS for path in load_descriptor(device).memory_paths]
 
