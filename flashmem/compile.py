@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.base.types import MemoryPath, Optimize, Precision, Quantize, StatePrecision, States, TransferMode
-from flashmem.bundle.bundle import Bundle, Code, ShapeVariant
+from flashmem.bundle.bundle import Bundle, ProgramCode, ShapeVariant
 from flashmem.bundle.cache import find_or_make
 from flashmem.bundle.language import Language
 from flashmem.bundle.shape_variants import Shapes, shapes_text
@@ -491,7 +491,7 @@ def _variant(generated: Generated, plan: OverlapPlan, options: Options, elsewher
     """One shape variant of the bundle. `elsewhere`: the program for other instruction sets."""
     program = generated.program
     codes = {
-        name: Code(
+        name: ProgramCode(
             replace(program, launches=each.program.launches, steady=each.program.steady, joined=each.program.joined),
             each.source,
         )

@@ -1,4 +1,4 @@
-"""Host cost of a kernel launch in steady state: flashmem's executor, plain and recorded, and pyopencl's calls.
+"""Host cost of a kernel launch in steady state: flashmem's executor, plain and recorded, and pyopencl.
 
     python -m benchmarks.kernels.launches [--device pocl] [--launches 500] [--repeats 30] [--json o.json]
 

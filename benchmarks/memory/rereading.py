@@ -1,4 +1,4 @@
-"""Tiled chains: read weights again for each tile, compared with keeping them from the first tile to the last.
+"""Tiled chains: read weights again for each tile, compared with keeping them from first to last tile.
 
     python -m benchmarks.memory.rereading --zoo DIR [--device pocl] [--models NAME...] [--precisions fp32 fp16]
 

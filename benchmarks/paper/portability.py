@@ -1,4 +1,4 @@
-"""First and later answers predicted for phones that are not here: streamed, and with all weights loaded first.
+"""First and later answers predicted for phones that are not here: streamed, or with weights loaded first.
 
     python -m benchmarks.paper.portability [--models gptneo-125m gptneo-1.3b ...] [--devices adreno540 ...] [--zoo DIR]
 

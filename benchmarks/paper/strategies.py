@@ -1,4 +1,4 @@
-"""Plans of flashmem compared with simpler strategies in one budget, and with preloading (FlashMem, Figure 9).
+"""Plans of flashmem compared with simpler strategies in one budget, and with preloading (Figure 9).
 
     python -m benchmarks.paper.strategies --zoo DIR --device pocl [--budgets 64MB 128MB] [--disk cold] [--runs 5] [--plot t.png]
 

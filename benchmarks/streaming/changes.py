@@ -1,4 +1,4 @@
-"""Changes of shape variant: time and loads of the first run after one, beside runs of one token after another.
+"""Changes of shape variant: time and loads of the first run after one, beside runs of single tokens.
 
     python -m benchmarks.streaming.changes model.gguf --device nvidia --budget 320MB [--host-budget auto] [--shape]
 

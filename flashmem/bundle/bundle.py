@@ -72,7 +72,7 @@ OWN = ("shapes", "layers", "learned")
 
 
 @dataclass(frozen=True)
-class Code:
+class ProgramCode:
     """A program and its kernels."""
 
     program: Program
@@ -90,7 +90,7 @@ class ShapeVariant:
     plan: OverlapPlan
     source: Source
     own: Mapping[str, Any]
-    elsewhere: Mapping[str, Code] = field(default_factory=dict)
+    elsewhere: Mapping[str, ProgramCode] = field(default_factory=dict)
     checksums: Checksums = field(default_factory=lambda: Checksums(0, {}, (), {}))  # empty before the bundle is written
 
 
