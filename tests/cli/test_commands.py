@@ -46,10 +46,10 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_devices_names_what_is_here(flashmem: Command) -> None:
-    listed = flashmem("devices", "--json").json["devices"]
+    listed = flashmem("devices", "--no-measure", "--json").json["devices"]
     assert [entry["descriptor"] for entry in listed] == DEVICES
     assert [entry["auto"] for entry in listed].count(True) == 1
-    report = flashmem("devices")
+    report = flashmem("devices", "--no-measure")
     for entry in listed:
         assert entry["transfer_mode"] in entry["modes"][entry["memory_path"]]
         assert set(entry["modes"]["buffer"]) | set(entry["not_possible"]["buffer"]) == {"map", "alias", "dma", "interleave"}

@@ -47,7 +47,7 @@ class AtImport:
 sys.meta_path.insert(0, AtImport())
 from flashmem.__main__ import main
 {before}
-sys.argv = ["flashmem", "devices"]
+sys.argv = ["flashmem", "devices", "--no-measure"]
 main()
 """
 
@@ -188,13 +188,13 @@ def test_an_interrupt_ends_a_search_of_the_solver() -> None:
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        ("devices --json | head -c 0; exit ${PIPESTATUS[0]}", 1, ""),
-        ("devices > /dev/full", 2, "flashmem: no space left on the disk; free some or write elsewhere\n"),
-        ("devices --json > /dev/full", 2, "flashmem: no space left on the disk; free some or write elsewhere\n"),
+        ("devices --no-measure --json | head -c 0; exit ${PIPESTATUS[0]}", 1, ""),
+        ("devices --no-measure > /dev/full", 2, "flashmem: no space left on the disk; free some or write elsewhere\n"),
+        ("devices --no-measure --json > /dev/full", 2, "flashmem: no space left on the disk; free some or write elsewhere\n"),
         ("--version > /dev/full", 2, "flashmem: no space left on the disk; free some or write elsewhere\n"),
-        ("devices >&-", 0, ""),
-        ("devices 2>&-", 0, ""),
-        ("devices <&- >&- 2>&-", 0, ""),
+        ("devices --no-measure >&-", 0, ""),
+        ("devices --no-measure 2>&-", 0, ""),
+        ("devices --no-measure <&- >&- 2>&-", 0, ""),
     ],
 )
 def test_streams_without_a_reader_or_room(words: str, code: int, said: str) -> None:

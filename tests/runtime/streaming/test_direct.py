@@ -148,12 +148,12 @@ def test_own_memory_replaces_pages_of_the_mapping_until_they_are_dropped(path: P
 
 
 def owned_ranges(address: int, nbytes: int) -> list[str]:
-    """The ranges of this process's memory maps from `address` on that are of no file."""
-    found = []
+    """The ranges of this process's memory maps in these bytes that are of no file. The last one may go on behind them."""
+    found, end = [], address + -(-nbytes // UNIT) * UNIT
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         span, _, _, _, inode, *_ = line.split()
         first, last = (int(each, 16) for each in span.split("-"))
-        if address <= first and last <= address + -(-nbytes // UNIT) * UNIT and inode == "0":
+        if first < end and last > address and inode == "0":
             found.append(line)
     return found
 
