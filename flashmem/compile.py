@@ -316,27 +316,7 @@ def _compile(
     `kernels` are built while plans are made, and weights are packed and written. A variant that is not among those of
     `compilation` is left out if the budget is too small for it.
     """
-    try:
-        return _compiled(compilation, source, read, output, progress, kernels, with_weights=with_weights)
-    except BudgetError:
-        least = read.first(len(compilation.variants))
-        if least is read:
-            raise
-    return _compiled(compilation, source, least, output, progress, kernels, with_weights=with_weights)
-
-
-def _compiled(
-    compilation: Compilation,
-    source: _Source,
-    read: _Graphs,
-    output: Path,
-    progress: Progress,
-    kernels: KernelBuilder | None,
-    *,
-    with_weights: bool,
-) -> Bundle:
-    model, variants = compilation.model, read.variants
-    [options, *_] = variants
+    model, options = compilation.model, compilation.variants[0]
     data = states_of(file for file in source.files if file.resolve() != model.resolve())
 
     def begin(generated: Generated, plan: OverlapPlan | None = None) -> None:
@@ -346,27 +326,14 @@ def _compiled(
             )
             kernels.begin(request)
 
-    graphs, earlier = read.graphs, NOTHING_STORED
-    elsewhere: dict[int, dict[str, Generated]] = {}
-    made: dict[int, tuple[Generated, OverlapPlan]] = {}
-    for index in largest_first(graphs):
-        progress("plan", len(made) / len(graphs))
-        try:
-            with _adding(before=_among(variants, index)):
-                generated, plan = plan_graph(graphs[index], variants[index], final=begin, earlier=earlier, least=read.least)
-        except BudgetError as refused:
-            raise _most_needed(
-                refused, read, variants, [each for each in range(len(graphs)) if each not in (*made, index)]
-            ) from refused
-        elsewhere[index] = for_other_instruction_sets(generated, options.descriptor.instruction_set)
-        generated = with_steady(generated)
-        begin(generated, plan)
-        plan = with_layouts(generated.program, plan, options.descriptor.modes[generated.program.memory_path])
-        made[index] = generated, within_allocations(generated.program, plan, options.descriptor, options.mode)
-        if len(graphs) > 1:
-            earlier = stored_by(generated, earlier)
-    if len(graphs) > 1:
-        made = _keeping_the_same(made, options)
+    try:
+        made, elsewhere = _planned(read, progress, begin)
+    except BudgetError:
+        least = read.first(len(compilation.variants))
+        if least is read:
+            raise
+        read = least
+        made, elsewhere = _planned(read, progress, begin)
     joined = dict(zip(made, sharing_weights([generated for generated, _ in made.values()]), strict=True))
     nbytes = joined[0].program.weights_bytes
 
@@ -382,12 +349,44 @@ def _compiled(
             bundle.leave_empty(joined[0].program.constants_offset)
             write_constants([*joined.values()][-1], bundle)
         bundle.commit_all(
-            [_variant(joined[index], made[index][1], each, elsewhere[index]) for index, each in enumerate(variants)],
+            [_variant(joined[index], made[index][1], each, elsewhere[index]) for index, each in enumerate(read.variants)],
             options.descriptor.portable,
-            {**_about(model, options), **_states_in_half(graphs[0]), **source.meta, DATA_FILES: data},
+            {**_about(model, options), **_states_in_half(read.graphs[0]), **source.meta, DATA_FILES: data},
             source.language,
         )
     return Bundle.open(output)
+
+
+def _planned(
+    read: _Graphs, progress: Progress, begin: Callable[[Generated, OverlapPlan | None], None]
+) -> tuple[dict[int, tuple[Generated, OverlapPlan]], dict[int, dict[str, Generated]]]:
+    """The program and the plan of each variant, and its programs for other instruction sets, by the variant's number.
+
+    `begin` is called with each program, first without its plan. Raises BudgetError: a variant does not fit the budget.
+    """
+    graphs, variants, earlier = read.graphs, read.variants, NOTHING_STORED
+    options = variants[0]
+    elsewhere: dict[int, dict[str, Generated]] = {}
+    made: dict[int, tuple[Generated, OverlapPlan]] = {}
+    for index in largest_first(graphs):
+        progress("plan", len(made) / len(graphs))
+        try:
+            with _adding(before=_among(variants, index)):
+                generated, plan = plan_graph(
+                    graphs[index], variants[index], final=lambda each: begin(each, None), earlier=earlier, least=read.least
+                )
+        except BudgetError as refused:
+            raise _most_needed(
+                refused, read, variants, [each for each in range(len(graphs)) if each not in (*made, index)]
+            ) from refused
+        elsewhere[index] = for_other_instruction_sets(generated, options.descriptor.instruction_set)
+        generated = with_steady(generated)
+        begin(generated, plan)
+        plan = with_layouts(generated.program, plan, options.descriptor.modes[generated.program.memory_path])
+        made[index] = generated, within_allocations(generated.program, plan, options.descriptor, options.mode)
+        if len(graphs) > 1:
+            earlier = stored_by(generated, earlier)
+    return _keeping_the_same(made, options) if len(graphs) > 1 else made, elsewhere
 
 
 def _keeping_the_same(
@@ -490,13 +489,7 @@ def largest_first(graphs: Sequence[Graph]) -> list[int]:
 def _variant(generated: Generated, plan: OverlapPlan, options: Options, elsewhere: Mapping[str, Generated]) -> ShapeVariant:
     """One shape variant of the bundle. `elsewhere`: the program for other instruction sets."""
     program = generated.program
-    codes = {
-        name: ProgramCode(
-            replace(program, launches=each.program.launches, steady=each.program.steady, joined=each.program.joined),
-            each.source,
-        )
-        for name, each in elsewhere.items()
-    }
+    codes = {name: ProgramCode(program.with_launches_of(each.program), each.source) for name, each in elsewhere.items()}
     own = {
         "shapes": {name: list(shape) for name, shape in options.shapes.items()},
         CARRIED: carried(_posed(program, plan, options)),

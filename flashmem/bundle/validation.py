@@ -12,7 +12,7 @@ import re
 import types
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
@@ -73,8 +73,7 @@ def check_variants(programs: Sequence[Program]) -> None:
 
 def check_elsewhere(program: Program, other: Program) -> None:
     """Raise BundleError unless two validated programs differ in nothing but their launches, as for other instruction sets."""
-    same = replace(other, launches=program.launches, steady=program.steady, joined=program.joined) == program
-    _require(same, "its programs for other instruction sets use other memory")
+    _require(other.with_launches_of(program) == program, "its programs for other instruction sets use other memory")
     reads, others = (
         [{arg.value for arg in launch.args if arg.kind == "slice"} for launch in each.launches] for each in (program, other)
     )

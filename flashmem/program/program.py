@@ -8,7 +8,7 @@ for each slice of its weight. Layers are numbered 1..N in execution order, as in
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from flashmem.base.types import DEFAULT_PAGE, ITEMSIZE, MemoryPath, Precision
@@ -62,6 +62,10 @@ class Program:
             nbytes, raw = sum(part.nbytes for part in parts), sum(part.raw for part in parts)
             found[joined.name] = Slice(joined.name, parts[0].weight, parts[0].offset, nbytes, raw=raw)
         return found
+
+    def with_launches_of(self, other: Program) -> Program:
+        """This program with the launches of `other`, for first and later runs."""
+        return replace(self, launches=other.launches, steady=other.steady, joined=other.joined)
 
     def to_json(self) -> dict[str, Any]:
         """The program as JSON data, for the bundle."""

@@ -53,20 +53,15 @@ class _LaterRun:
 
     def pinned(self, room: int) -> frozenset[str]:
         """The weights to keep within `room` bytes of pinned memory."""
-        if sum(w.nbytes for w in self.streamed) <= room:
-            return frozenset(w.name for w in self.streamed)
+        nbytes = {w.name: w.nbytes for w in self.streamed}
+        if sum(nbytes.values()) <= room:
+            return frozenset(nbytes)
         if len(self.streamed) <= EXACT:
-            found = [
-                frozenset(w.name for w in chosen)
-                for size in range(len(self.streamed) + 1)
-                for chosen in combinations(self.streamed, size)
-                if sum(w.nbytes for w in chosen) <= room
-            ]
+            found = [names for names in subsets(list(nbytes)) if sum(map(nbytes.__getitem__, names)) <= room]
         else:
             spaced = [self.streamed[at] for at in spread([w.nbytes for w in self.streamed], room)]
             largest = sorted(self.streamed, key=lambda w: -w.nbytes)
             found = [_filling(order, room) for order in (spaced, self.streamed, self.streamed[::-1], largest)]
-        nbytes = {w.name: w.nbytes for w in self.streamed}
         return min(found, key=lambda names: (round(self.seconds(names), 9), -sum(map(nbytes.__getitem__, names))))
 
     def seconds(self, pinned: Collection[str]) -> float:

@@ -27,18 +27,18 @@ from flashmem.schedule.loads import LOOKED_AT, Load, Step, TimedInterval
 class _Turn:
     """One load of a run: its steps, and whether it is released."""
 
-    __slots__ = ("_load", "_run", "copies", "loaded", "start", "steps")
+    __slots__ = ("_load", "_run", "last_copy", "loaded", "start", "steps")
 
     def __init__(self, run: LoaderRun, load: Load) -> None:
         self._run, self._load = run, load
         self.loaded = False
         self.start = time.perf_counter()
         self.steps: list[tuple[Step, float]] = []
-        self.copies: list[CopyEvent] = []
+        self.last_copy: CopyEvent | None = None  # under way
 
     def copying(self, copy: CopyEvent) -> None:
         """Keep a copy that the run waits for at its end."""
-        self.copies.append(copy)
+        self.last_copy = copy
         self._run.copies.append(copy)
 
     def did(self, what: Step) -> None:
@@ -252,8 +252,8 @@ class LoaderRun:
                 self.load_done(load, turn)
             steps, nbytes = tuple(turn.steps), load.segment.nbytes
             interval = TimedInterval(load.part.name, turn.start, end, thread, steps, nbytes, load.after)
-            if turn.copies:
-                self._copying.append((interval, turn.copies[-1]))
+            if turn.last_copy is not None:
+                self._copying.append((interval, turn.last_copy))
             else:
                 self.intervals.append(interval)
         with self._changed:
