@@ -183,7 +183,8 @@ class Bundle:
         if self.path / manifest["version_directory"] != self.files:
             raise BundleError(f"bundle {self.path} was replaced since it was opened; open it again")
         stored = next((each for each in other_tiles(own) if same_tile(each, name)), None)
-        if stored is None or any(each not in manifest["files"] for each in instruction_set_files(0, stored)):
+        names = [] if stored is None else [instruction_set_files(index, stored)[0] for index in range(len(self.variants))]
+        if stored is None or not any(each in manifest["files"] for each in names):
             return self
         variants = tuple(
             _read_elsewhere(self.path, manifest, index, stored, variant) for index, variant in enumerate(self.variants)

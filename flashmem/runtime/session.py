@@ -34,8 +34,7 @@ from flashmem.runtime.engine.replanned import within
 from flashmem.runtime.engine.report import RunReport
 from flashmem.runtime.engine.states import States
 from flashmem.runtime.engine.stopping import RunStoppedError, deadline, held_until, in_time, never
-from flashmem.runtime.opencl.measured_rates import tile_of
-from flashmem.runtime.request.compatibility import mode_for
+from flashmem.runtime.request.compatibility import for_processor, mode_for
 from flashmem.runtime.request.models import ModelOptions, bundle_for, is_model
 from flashmem.runtime.request.options import choose_budget, choose_strategy, device_here
 from flashmem.runtime.request.process_memory import budget_within, read_process_memory, too_small
@@ -134,7 +133,7 @@ class Session:
             raise UserError("the process memory gives the budget; give either it or budgets")
         self.process_memory = None if process_memory is None else read_process_memory(process_memory)
         self.device = device_here(device, prefer=opened.descriptor.name)
-        opened = opened.for_instruction_set(tile_of(self.device))
+        opened = for_processor(opened, self.device)
         self.strategy: Strategy = choose_strategy(opened.plan, strategy)
         self.mode = mode_for(opened, self.device, mode, self.strategy)
         bundles = map(opened.variant, range(len(opened.variants)))

@@ -146,3 +146,22 @@ def test_a_gpu_has_one_code(tmp_path: Path) -> None:
     bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / "m.flashmem", device="adreno740", build=False)
     assert not [each.name for each in bundle.files.iterdir() if ".avx" in each.name]
     assert bundle.for_instruction_set("avx2") is bundle
+
+
+@pytest.mark.skipif(not CPUS, reason="no CPU runtime here")
+def test_a_variant_that_needs_no_other_code_keeps_its_own(tmp_path: Path) -> None:
+    """Whichever of the variants that is."""
+    nodes = Nodes()
+    nodes.node("MatMul", nodes.input(floats(19, 52)), nodes.constant(floats(52, 168)))
+    proto = nodes.proto()
+    proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "rows"
+    (tmp_path / "m.onnx").write_bytes(proto.SerializeToString())
+    bundle = flashmem.compile(
+        tmp_path / "m.onnx", tmp_path / "m.flashmem", device=CPUS[0], build=False, shapes=[{"x0": (19, 52)}, {"x0": (7, 52)}]
+    )
+    [stored] = other_tiles(bundle.descriptor.instruction_set)
+    absent = instruction_set_files(0, stored)
+    rewrite(bundle.path, "manifest.json", lambda manifest: [manifest["files"].pop(name) for name in absent])
+    first, second = Bundle.open(bundle.path).for_instruction_set(stored).variants
+    assert first.program == bundle.variants[0].program
+    assert second.program != bundle.variants[1].program

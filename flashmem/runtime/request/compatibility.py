@@ -23,10 +23,25 @@ from flashmem.target.descriptor import DeviceDescriptor, descriptor_names
 from flashmem.target.instruction_set import same_tile
 
 
+def for_processor(bundle: Bundle, device: Device) -> Bundle:
+    """`bundle` with the code for the tile that is fastest on `device`, if it has some; warns if it has none.
+
+    Raises:
+        BundleError: see `Bundle.for_instruction_set`.
+    """
+    here = tile_of(device)
+    found = bundle.for_instruction_set(here)
+    compiled = found.descriptor.instruction_set
+    if bundle.descriptor.name == device.descriptor_name and compiled and here and not same_tile(compiled, here):
+        text = f"{bundle.path} was compiled for a processor with {compiled}, and this one has {here}"
+        warnings.warn(FlashmemWarning(f"{text}; compiled here, it would be faster"), stacklevel=3)
+    return found
+
+
 def usable_modes(bundle: Bundle, device: Device, mode: str) -> DeviceDescriptor:
     """The descriptor of `device`, with the transfer modes that can run `bundle`; `mode` is the requested one, or "auto".
 
-    Warns if the bundle was compiled for another device, or another instruction set.
+    Warns if the bundle was compiled for another device.
 
     Raises:
         UserError: the device cannot run the bundle, or not in that mode.
@@ -45,10 +60,6 @@ def usable_modes(bundle: Bundle, device: Device, mode: str) -> DeviceDescriptor:
         here = f"{device.name} ({device.descriptor_name})"
         text = f"{bundle.path} was compiled for {target} and runs on {here}; compiled for that, it would be faster"
         warnings.warn(FlashmemWarning(text), stacklevel=4)
-    compiled, here = bundle.descriptor.instruction_set, tile_of(device)
-    if target == device.descriptor_name and compiled and here and not same_tile(compiled, here):
-        text = f"{bundle.path} was compiled for a processor with {compiled}, and this one has {here}"
-        warnings.warn(FlashmemWarning(f"{text}; compiled here, it would be faster"), stacklevel=4)
     descriptor = descriptor_for(device, bundle.descriptor.probed)
     path = bundle.program.memory_path
     if not reasons or path not in descriptor.modes:

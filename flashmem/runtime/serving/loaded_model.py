@@ -17,8 +17,7 @@ from flashmem.runtime.engine.opened import OpenedBundle
 from flashmem.runtime.engine.replanned import NO_TIMES, instance_of, refused
 from flashmem.runtime.engine.run import Run
 from flashmem.runtime.opencl.context import Queue
-from flashmem.runtime.opencl.measured_rates import tile_of
-from flashmem.runtime.request.compatibility import mode_for
+from flashmem.runtime.request.compatibility import for_processor, mode_for
 from flashmem.runtime.serving.sharing import Need, Turn
 from flashmem.runtime.streaming.host_tier import HostTier
 from flashmem.schedule.loads import Load, kept_within, pages
@@ -56,7 +55,7 @@ class LoadedModel(Engine):
             UserError: the device lacks the mode, or cannot run the kernels.
             RunError: the driver refuses the kernels.
         """
-        bundle = bundle.for_instruction_set(tile_of(device.device))
+        bundle = for_processor(bundle, device.device)
         chosen = mode_for(bundle, device.device, mode)
         opened = OpenedBundle(bundle, device.device, chosen, verify_weights=verify_weights)
         if not device.device.unified_memory:

@@ -18,7 +18,7 @@ from flashmem.planning.capacity.choice import default_model
 from flashmem.planning.capacity.roofline import Roofline
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import Device
-from flashmem.runtime.request.compatibility import usable_modes
+from flashmem.runtime.request.compatibility import for_processor, usable_modes
 from flashmem.runtime.serving.runtime import Runtime
 from flashmem.runtime.session import Session
 from flashmem.target.descriptor import load_descriptor
@@ -144,7 +144,7 @@ def test_another_instruction_set_is_one_sentence(mini: MiniModel, here: str, tol
     bundle = replace(opened, descriptor=descriptor)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        usable_modes(bundle, device, "auto")
+        for_processor(bundle, device)
     said = [str(each.message) for each in found if "compiled for" in str(each.message)]
     assert len(said) == told
     assert all(f"was compiled for a processor with avx512, and this one has {here}; compiled here, it" in each for each in said)
