@@ -34,6 +34,11 @@ class Arguments(argparse.ArgumentParser):
         """`--device NAME`, which `check_device` checks."""
         self.add_argument("--device", default=default, help="a local device (`flashmem devices`)")
 
+    def add_language_model(self) -> None:
+        """The file of a language model, by default model.gguf, and `--device`."""
+        self.add_argument("model", type=Path, nargs="?", default=Path("model.gguf"), metavar="model.gguf")
+        self.add_device()
+
     def check_device(self, name: str) -> None:
         """Exit unless the device is on this machine."""
         try:

@@ -26,8 +26,7 @@ PROMPT = "Once upon a time there was a dog who lived on a boat. Each morning"
 def main() -> None:
     """Compile for one request and for several, then generate with both in turn."""
     parser = Arguments(__doc__)
-    parser.add_argument("model", type=Path, nargs="?", default=Path("model.gguf"), metavar="model.gguf")
-    parser.add_device()
+    parser.add_language_model()
     parser.add_argument("--budget", help="of each session, for instance 60MB")
     parser.add_argument("--rows", type=int, default=8, help="requests at a time")
     parser.add_argument("--max-length", type=int, default=64, help="tokens of each cache")

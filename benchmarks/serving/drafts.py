@@ -39,8 +39,7 @@ PROMPTS = {
 def main() -> None:
     """Compile, then generate each answer with and without drafts."""
     parser = Arguments(__doc__)
-    parser.add_argument("model", type=Path, nargs="?", default=Path("model.gguf"), metavar="model.gguf")
-    parser.add_device()
+    parser.add_language_model()
     parser.add_argument("--budget", help="of flashmem, for instance 60MB")
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=5)

@@ -77,8 +77,7 @@ class Reference:
 def main() -> None:
     """Compile, generate with both, compare."""
     parser = Arguments(__doc__)
-    parser.add_argument("model", type=Path, nargs="?", default=Path("model.gguf"), metavar="model.gguf")
-    parser.add_device()
+    parser.add_language_model()
     parser.add_argument("--budget", help="of flashmem, for instance 60MB")
     parser.add_argument("--kv", choices=("fp32", "fp16", "int8"), help="stored type of the cache; fp16 without it")
     parser.add_argument("--tokens", type=int, default=64)

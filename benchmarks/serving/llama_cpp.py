@@ -141,8 +141,7 @@ def _measured(command: list[str], limit: int | None, dropped: list[Path]) -> lis
 def main() -> None:
     """Compile, and let both generate in turn."""
     parser = Arguments(__doc__)
-    parser.add_argument("model", type=Path, nargs="?", default=Path("model.gguf"), metavar="model.gguf")
-    parser.add_device()
+    parser.add_language_model()
     parser.add_argument("--budget", default="350MB", help="of flashmem")
     parser.add_argument("--limit", default="600MB", help="of each process")
     parser.add_argument("--node", type=Path, default=Path("node_modules"), help="the folder with node-llama-cpp")

@@ -27,8 +27,7 @@ _AROUND = 20
 def main() -> None:
     """Compile, then read one token after the other."""
     parser = Arguments(__doc__)
-    parser.add_argument("model", type=Path, nargs="?", default=Path("model.gguf"), metavar="model.gguf")
-    parser.add_device()
+    parser.add_language_model()
     parser.add_argument("--budget", help="of the session, for instance 80MB")
     parser.add_argument("--kv", choices=("fp32", "fp16", "int8"), help="stored type of the cache; fp16 without it")
     parser.add_argument("--tokens", type=int, default=1000)

@@ -34,8 +34,7 @@ _PROMPTS, _MORE = 3, 8
 def main() -> None:
     """Compile for each length, then let processes take turns."""
     parser = Arguments(__doc__)
-    parser.add_argument("model", type=Path, nargs="?", default=Path("model.gguf"), metavar="model.gguf")
-    parser.add_device()
+    parser.add_language_model()
     parser.add_argument("--budget", help="of each session, for instance 60MB")
     parser.add_argument("--limit", help="of the memory of each process")
     parser.add_argument("--tokens", type=int, default=512, help="of the prompt")
