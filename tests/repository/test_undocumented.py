@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
+import threading
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -59,7 +62,6 @@ def test_pyopencl_has_the_copies_without_checks(name: str) -> None:
 def test_pyopencl_names_its_compiled_module_and_its_switches() -> None:
     assert Path(pyopencl._cl.__file__).is_file(), _gone("pyopencl", "_cl.__file__", _OPENCL)
     assert hasattr(pyopencl.Kernel, "_set_arg_buf"), _gone("pyopencl", "Kernel._set_arg_buf", _OPENCL)
-    assert hasattr(pyopencl, "_PYOPENCL_NO_CACHE"), _gone("pyopencl", "_PYOPENCL_NO_CACHE", _OPENCL)
 
 
 def test_pyopencl_writes_no_python_function_for_a_kernel_made_inside(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +80,44 @@ def test_pyopencl_writes_no_python_function_for_a_kernel_made_inside(monkeypatch
     written.clear()
     with undocumented.without_invokers():
         kernel = pyopencl.Kernel(program, "set")
-    assert kernel.num_args == 1 and not written, what
+        assert kernel.num_args == 1 and not written, what
+        other = threading.Thread(target=pyopencl.Kernel, args=(program, "set"))
+        other.start()
+        other.join()
+        assert len(written) == 1, "the kernel of another thread has its function"
+    pyopencl.Kernel(program, "set")
+    assert len(written) == 2
+
+
+_UNUSED = """
+import sys, threading
+from flashmem.runtime.opencl import context as opencl, undocumented
+
+def imported():
+    return sorted({"pyopencl.tools", "pyopencl.invoker"} & {*sys.modules})
+
+assert not imported(), imported()
+cl, device = opencl.cl, opencl.find_device().handle
+program = cl._cl._Program(cl.Context([device]), b"kernel void set(global int *x) { *x = 1; }")
+program._build(b"", [device])
+with undocumented.without_invokers():
+    cl.Kernel(program, "set")
+assert not imported(), imported()
+with undocumented.without_invokers():
+    other = threading.Thread(target=lambda: kernels.append(cl.Kernel(program, "set")))
+    kernels = []
+    other.start()
+    other.join()
+    cl.Kernel(program, "set")
+assert kernels[0].set_args and imported() == ["pyopencl.invoker", "pyopencl.tools"], imported()
+assert cl.cltypes.float4.itemsize == 16
+cl.Kernel(program, "set")
+"""
+
+
+def test_unused_modules_of_pyopencl_are_imported_for_those_who_use_them() -> None:
+    done = subprocess.run([sys.executable, "-c", _UNUSED], capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
 
 
 def test_onnxscript_folds_as_the_importer_needs_it() -> None:

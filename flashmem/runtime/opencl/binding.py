@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from flashmem.base.errors import NoDeviceError, RunError
+from flashmem.runtime.opencl.postponed import postponed
 
 # pytools prints two lines on stderr in each process if an optional compiled package is not installed.
 warnings.filterwarnings("ignore", "Unable to import recommended hash")
 
 try:
-    import pyopencl
+    with postponed("pyopencl.cltypes"):  # vector types, which flashmem does not use; 60 ms with what they import
+        import pyopencl
 except ImportError as error:
     raise NoDeviceError(f"pyopencl cannot be loaded ({error}); install an OpenCL loader and pyopencl") from error
 

@@ -6,7 +6,6 @@ No other module uses them; `tests/repository/test_undocumented.py` checks that t
   memory without the checks and the wrapper objects of `enqueue_copy`.
 - `Kernel._set_arg_buf`: sets an argument that is a number. `Kernel.set_arg` finds the kind by exceptions, 5 us each.
 - `pyopencl.invoker`: writes a Python function for every kernel object, which flashmem never calls.
-- `pyopencl._PYOPENCL_NO_CACHE`: whether `pyopencl.invoker` opens a database in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
-import sqlite3
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 from flashmem.runtime.opencl.binding import cl as cl
@@ -53,7 +52,8 @@ def set_number(kernel: Any, index: int, number: Any) -> None:
     kernel._set_arg_buf(index, number)
 
 
-_INVOKERS = threading.RLock()
+_INVOKER = "pyopencl.invoker"
+_STANDING_IN = threading.RLock()
 
 
 @contextmanager
@@ -61,28 +61,26 @@ def without_invokers() -> Iterator[None]:
     """Create kernels in the body without Python call functions, which flashmem never uses.
 
     pyopencl generates and compiles Python code for these. That costs 0.2 ms a kernel object: 0.1 s for a model of 500 launches.
+    The module that does it is not even imported: that takes 30 ms, and opens a database in the user's cache folder.
     """
-    invoker = _invokers()
-    with _INVOKERS:  # two threads would each restore the other's replacement
-        generate, thread = invoker.generate_enqueue_and_set_args, threading.get_ident()
+    thread, stands_in = threading.get_ident(), ModuleType(_INVOKER)
 
-        def skip_here(*args: Any, **kwargs: Any) -> Any:
-            return (None, None) if threading.get_ident() == thread else generate(*args, **kwargs)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            return None, None
+        if real is None and sys.modules.get(_INVOKER) is stands_in:
+            del sys.modules[_INVOKER]
+        module = real or importlib.import_module(_INVOKER)
+        return module.generate_enqueue_and_set_args(*args, **kwargs)
 
-        invoker.generate_enqueue_and_set_args = skip_here
+    stands_in.__dict__["generate_enqueue_and_set_args"] = generate
+    with _STANDING_IN:  # two threads would each restore the other's module
+        real = sys.modules.get(_INVOKER)
+        sys.modules[_INVOKER] = stands_in
         try:
             yield
         finally:
-            invoker.generate_enqueue_and_set_args = generate
-
-
-def _invokers() -> Any:
-    """The module `pyopencl.invoker`. Its import opens a database in the user's cache folder, or fails to."""
-    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None  # closing a database that failed to open raises
-    try:
-        return importlib.import_module("pyopencl.invoker")
-    except (OSError, sqlite3.Error):
-        cl._PYOPENCL_NO_CACHE = True
-    finally:
-        sys.unraisablehook = hook
-    return importlib.import_module("pyopencl.invoker")
+            if real is not None:
+                sys.modules[_INVOKER] = real
+            elif sys.modules.get(_INVOKER) is stands_in:
+                del sys.modules[_INVOKER]
