@@ -7,6 +7,7 @@ the model's type where that is exact. Python's floats are also rounded, to the n
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
@@ -61,7 +62,7 @@ def arrays_by_name(inputs: Any, ports: Iterable[Typed]) -> dict[str, Input]:
 
 
 def _array(name: str, value: Any, dtype: str) -> Input:
-    if isinstance(value, np.ma.MaskedArray):
+    if "numpy.ma" in sys.modules and isinstance(value, np.ma.MaskedArray):  # else its import would take 10 ms
         raise ValueError(f"input {name!r} is a masked array; give one without a mask, for instance with filled")
     if isinstance(value, OutputValue):
         return value if value.host is None else value.host

@@ -23,6 +23,8 @@ from flashmem.runtime.streaming.weight_file import Reader
 
 Array = NDArray[Any]
 
+_SCRATCH_BYTES = 1 << 17  # of table rows that are converted together
+
 
 def chosen_outputs(ports: Sequence[Port], output_names: Any) -> list[str]:
     """The requested outputs, or all for None. Raises ValueError for anything but a sequence of one or more names of `ports`."""
@@ -129,24 +131,27 @@ def gather_rows(file: Reader, gather: HostEmbeddingLookup, indices: Array, store
     result = np.empty((wrapped.size, gather.columns), np.dtype(stored))
     span = panel_bytes(gather)
     panels, group = np.unique(wrapped // gather.panel, return_inverse=True)
-    for panel in panels:
-        file.expect(gather.offset + int(panel) * gather.row_stride, span)
-    scratch = np.empty(span, np.uint8)
+    places = [gather.offset + int(panel) * gather.row_stride for panel in panels]
+    for place in places:
+        file.expect(place, span)
+    scratch = np.empty((min(max(1, _SCRATCH_BYTES // span), panels.size), -(-span // dtype.itemsize)), dtype)
+    raw, count = scratch.view(np.uint8)[:, :span], len(scratch)
     rows = as_strided(
-        scratch[: dtype.itemsize].view(dtype), (gather.panel, gather.columns), (dtype.itemsize, gather.column_stride)
+        scratch, (count, gather.panel, gather.columns), (scratch.strides[0], dtype.itemsize, gather.column_stride)
     )
     order = np.argsort(group, kind="stable")
-    ends = np.cumsum(np.bincount(group, minlength=panels.size)) if panels.size else panels
-    first = 0
-    for panel, last in zip(panels, ends, strict=True):
-        file.read_into(scratch, gather.offset + int(panel) * gather.row_stride)
-        places = order[first:last]
-        result[places] = _unpacked(scratch, gather) if nibbles else rows[wrapped[places] % gather.panel]
-        first = last
+    starts = np.searchsorted(group[order], np.arange(panels.size + 1))
+    for first in range(0, panels.size, max(1, count)):
+        several = places[first : first + count]
+        for piece, place in zip(raw, several, strict=False):
+            file.read_into(piece, place)
+        here = order[starts[first] : starts[first + len(several)]]
+        which = group[here] - first
+        result[here] = _unpacked(raw, gather)[which] if nibbles else rows[which, wrapped[here] % gather.panel]
     return result.reshape(*indices.shape, gather.columns)
 
 
-def _unpacked(row: NDArray[np.uint8], gather: HostEmbeddingLookup) -> Array:
-    """Unpack a row of 4-bit integers, low nibble first."""
-    both = np.stack((row & 15, row >> 4), axis=-1).reshape(-1)[: gather.columns]
+def _unpacked(rows: NDArray[np.uint8], gather: HostEmbeddingLookup) -> Array:
+    """Unpack rows of 4-bit integers, low nibble first."""
+    both = np.stack((rows & 15, rows >> 4), axis=-1).reshape(len(rows), -1)[:, : gather.columns]
     return both if gather.dtype == "uint4" else (both ^ 8).view(np.int8) - np.int8(8)

@@ -6,6 +6,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import flashmem
 from flashmem import Bundle, Runtime, Session
 from flashmem.base.types import StoredType
 from flashmem.program.tensors import HostEmbeddingLookup, Port, Tensor, numpy_dtype, port_dtype
+from flashmem.runtime.engine import ports
 from flashmem.runtime.engine.ports import from_device, gather_rows, to_device
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.streaming.weight_file import WeightFile
@@ -154,11 +156,13 @@ def test_what_goes_to_the_device_and_back_is_unchanged(dtype: str, half: str) ->
     panel=st.sampled_from([1, 4, 7]),
     dtype=st.sampled_from(["float32", "float16"]),
     offset=st.integers(0, 50),
+    together=st.sampled_from([1, 80, 1 << 17]),
     data=st.data(),
 )
 def test_gathered_rows_are_numpys(
-    rows: int, columns: int, panel: int, dtype: Any, offset: int, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+    rows: int, columns: int, panel: int, dtype: Any, offset: int, together: int, data: st.DataObject,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:  # fmt: skip
     shape = data.draw(st.sampled_from([(), (0,), (3,), (2, 3)]))
     count = int(np.prod(shape))
     indices = np.array(data.draw(st.lists(st.integers(-rows, rows - 1), min_size=count, max_size=count)), np.int64)
@@ -171,9 +175,9 @@ def test_gathered_rows_are_numpys(
     path.write_bytes(bytes(offset) + packed.tobytes())
     pitch = table.itemsize * panel
     file = WeightFile(path, path.stat().st_size)
-    got = gather_rows(
-        file, HostEmbeddingLookup("i", "t", offset, rows, columns, pitch * columns, pitch, dtype, panel), indices, "float32"
-    )
+    gather = HostEmbeddingLookup("i", "t", offset, rows, columns, pitch * columns, pitch, dtype, panel)
+    with mock.patch.object(ports, "_SCRATCH_BYTES", together):
+        got = gather_rows(file, gather, indices, "float32")
     file.close()
     assert got.dtype == np.float32
     np.testing.assert_array_equal(got, table[indices].astype(np.float32))
