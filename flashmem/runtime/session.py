@@ -22,7 +22,7 @@ from flashmem.base.types import TransferMode
 from flashmem.base.units import budget_text, parse_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.runtime.engine.batches import Batch, check_batch, looped
-from flashmem.runtime.engine.device_state import DeviceInUse
+from flashmem.runtime.engine.device_state import opened_apart
 from flashmem.runtime.engine.engine import Engine
 from flashmem.runtime.engine.futures import BackgroundRuns
 from flashmem.runtime.engine.given_arrays import arrays_by_name, described
@@ -34,6 +34,7 @@ from flashmem.runtime.engine.replanned import within
 from flashmem.runtime.engine.report import RunReport
 from flashmem.runtime.engine.states import States
 from flashmem.runtime.engine.stopping import RunStoppedError, deadline, held_until, in_time, never
+from flashmem.runtime.opencl.context import begin_to_start_drivers
 from flashmem.runtime.request.compatibility import for_processor, mode_for
 from flashmem.runtime.request.models import ModelOptions, bundle_for, is_model
 from flashmem.runtime.request.options import choose_budget, choose_strategy, device_here
@@ -119,6 +120,7 @@ class Session:
             raise UserError(f"a session is opened with a bundle, a model or the path of one, not with {described(bundle)}")
         if not isinstance(device, str):
             raise UserError(f"the device is {described(device)}; give its name as text, or 'auto'")
+        begin_to_start_drivers()
         opened = bundle_for(
             bundle,
             device=device,
@@ -133,6 +135,7 @@ class Session:
             raise UserError("the process memory gives the budget; give either it or budgets")
         self.process_memory = None if process_memory is None else read_process_memory(process_memory)
         self.device = device_here(device, prefer=opened.descriptor.name)
+        opening = opened_apart(self.device, profiling=trace)
         opened = for_processor(opened, self.device)
         self.strategy: Strategy = choose_strategy(opened.plan, strategy)
         self.mode = mode_for(opened, self.device, mode, self.strategy)
@@ -140,10 +143,8 @@ class Session:
         self._variants = [planned_variant(each, self.device, self.mode, self.strategy) for each in bundles]
         self._own = self._variants  # with the plans of the bundle
         self._ready = self._variants[opened.index]
-        in_use = None
         if self.process_memory is not None:
-            in_use = DeviceInUse(self.device, None, profiling=trace)
-            budget = self._fit_process(self.process_memory, in_use.start_rss)
+            budget = self._fit_process(self.process_memory, opening.result().start_rss)
         own_first = sorted(self._variants, key=lambda variant: variant is not self._ready)
         host = planned_host_memory(host_budget, own_first, self.device, self.mode)
         self.host_budget = None if host is None else host.budget
@@ -160,7 +161,7 @@ class Session:
         file = OpenedBundle(self.bundle, self.device, self.mode, verify_weights=verify_weights, lanes=lanes)
         try:
             self._announce(file)
-            in_use = in_use or DeviceInUse(self.device, None, profiling=trace)
+            in_use = opening.result()
             in_use.budget.limit = self.budget
             if host is not None:
                 file.tier = HostTier(in_use.context, host.budget, host.slices)

@@ -349,20 +349,20 @@ class BoundProgram:
         try:
             if beside is None:
                 self.states = States(opened.program, ledger, device.queue)
-                self.activations = Activations(device, opened, ledger, queue)
                 self.weights = WeightStore(device, opened, ledger, plan, layout)
             else:
                 before = beside.weights
                 resident = before.keep_for(opened, plan, layout)
                 beside.activations.leave()
                 self.states = beside.states
-                self.activations = Activations(device, opened, ledger, queue, beside.activations)
                 serves = before.serves(opened, layout)
                 self.weights = WeightStore(
                     device, opened, ledger, plan, layout,
                     after=None if serves else before.transfer, beside=before.transfer if serves else None, resident=resident,
                 )  # fmt: skip
             try:
+                of = None if beside is None else beside.activations
+                self.activations: Activations = Activations(device, opened, ledger, queue, of)
                 self.kernels = BoundKernels(device, opened, kernels, self.activations, self.states, self.weights)
             except BaseException:
                 self.weights.close()

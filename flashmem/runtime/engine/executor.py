@@ -291,6 +291,8 @@ class Executor:
                 after[layer]()
             while flying and layer - flying[0][0] >= self._apart:
                 retire()
+        if loader is not None and loader.follows_launches:
+            loader.collect()
         while flying:
             retire()
         if trace is not None:

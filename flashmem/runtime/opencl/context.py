@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.base.errors import FlashmemWarning, NoDeviceError, RunError
+from flashmem.base.errors import FlashmemWarning, NoDeviceError, RunError, UserError
 from flashmem.base.interrupts import is_command
 from flashmem.base.types import Channel
 from flashmem.program.kernel_text import shuffles
@@ -34,7 +35,7 @@ from flashmem.runtime.opencl.compile_target import compile_target, driver_variab
 from flashmem.runtime.opencl.devices import IMAGE_FROM_BUFFER, NVIDIA_ATTRIBUTES, Device, choose, passed_probes
 from flashmem.runtime.opencl.devices import descriptor_for as descriptor_for
 from flashmem.runtime.opencl.devices import why_not as why_not
-from flashmem.runtime.opencl.icd import vendors_folder
+from flashmem.runtime.opencl.icd import installed_drivers, vendors_folder
 from flashmem.runtime.opencl.instruction_set import instruction_set
 from flashmem.runtime.opencl.launching import (
     COMMAND_BUFFERS,
@@ -72,16 +73,46 @@ _started_in: int | None = None
 """The process that started the drivers: this one, or the one it was forked from."""
 
 
-@functools.cache
+_starting = threading.Lock()
+
+
 def list_devices() -> tuple[Device, ...]:
     """All OpenCL devices, including those of drivers from pip. Starts the drivers once in a process.
 
     Those of one driver, after `use_driver` or a search with `use_one_device`. Empty if no driver is installed.
+
+    Raises:
+        UserError: no temporary folder can be written.
     """
+    with _starting:
+        return _listed()
+
+
+def begin_to_start_drivers() -> None:
+    """Start the drivers in a thread, for which `list_devices` then waits: some take 0.1 s. Nothing if one of several is to be
+    loaded, which is not decided yet.
+    """
+
+    def work() -> None:
+        with suppress(UserError):  # the caller of `list_devices` gets it again
+            list_devices()
+
+    if not _listed.cache_info().currsize and not (_one_driver and len(installed_drivers()) > 1):
+        threading.Thread(target=work, name="flashmem-drivers", daemon=True).start()
+
+
+def forget_devices() -> None:
+    """Let the next `list_devices` look again. For tests: the loader never starts a driver twice."""
+    _listed.cache_clear()
+
+
+@functools.cache
+def _listed() -> tuple[Device, ...]:
     global _started_in
     _started_in = os.getpid()
     one_thread_a_core()
     with vendors_folder(_only), writable_pocl_cache():
+        undocumented.start_drivers()
         try:
             platforms = cl.get_platforms()
         except cl.Error:  # PLATFORM_NOT_FOUND_KHR
@@ -99,7 +130,7 @@ def list_devices() -> tuple[Device, ...]:
 def use_driver(driver: str | None) -> None:
     """Load only this one of `icd.installed_drivers`, if no driver is loaded yet."""
     global _only
-    if not list_devices.cache_info().currsize:
+    if not _listed.cache_info().currsize:
         _only = driver
 
 
@@ -123,7 +154,7 @@ def find_device(name: str = "auto", prefer: str | None = None) -> Device:
     Raises:
         NoDeviceError: no device, or none of that name.
     """
-    if _one_driver and not list_devices.cache_info().currsize:
+    if _one_driver and not _listed.cache_info().currsize:
         use_driver(driver_table.driver_of(name, prefer))
     try:
         return choose(list_devices(), name, prefer)
@@ -351,8 +382,7 @@ class Context:
             )
         if device.compiles_at_launch:
             check_room()
-        with _explained("create a context"):
-            self.handle = cl.Context([device.handle])
+        self.handle = undocumented.make_context(device.handle)
         self._queues: weakref.WeakSet[Queue] = weakref.WeakSet()
 
     def queue(self, *, profiling: bool = False) -> Queue:

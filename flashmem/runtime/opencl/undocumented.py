@@ -3,7 +3,8 @@
 No other module uses them; `tests/repository/test_undocumented.py` checks that they exist.
 
 - `pyopencl._cl`: the compiled module. Its file names the OpenCL library that pyopencl is linked with, and its functions copy
-  memory without the checks and the wrapper objects of `enqueue_copy`.
+  memory without the checks and the wrapper objects of `enqueue_copy`. pyopencl keeps the interpreter lock while a driver starts
+  and makes a context, 0.1 s each on NVIDIA; the library itself does not need it.
 - `Kernel._set_arg_buf`: sets an argument that is a number. `Kernel.set_arg` finds the kind by exceptions, 5 us each.
 - `pyopencl.invoker`: writes a Python function for every kernel object, which flashmem never calls.
 """
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from flashmem.runtime.opencl.binding import checked
 from flashmem.runtime.opencl.binding import cl as cl
 
 
@@ -28,6 +30,25 @@ def library(*, locked: bool = False) -> Any:
     """The OpenCL library that pyopencl is linked with, for ctypes. With `locked`, calls keep the interpreter lock."""
     path: str = cl._cl.__file__
     return ctypes.PyDLL(path) if locked else ctypes.CDLL(path)
+
+
+def start_drivers() -> None:
+    """Let the OpenCL loader start the drivers; other threads run meanwhile."""
+    library().clGetPlatformIDs(ctypes.c_uint(0), None, ctypes.byref(ctypes.c_uint()))
+
+
+def make_context(device: Any) -> Any:
+    """A new context of one device; other threads run meanwhile.
+
+    Raises:
+        RunError: the driver refuses.
+    """
+    create, code = library().clCreateContext, ctypes.c_int()
+    create.restype = ctypes.c_void_p
+    devices = (ctypes.c_void_p * 1)(device.int_ptr)
+    made = create(None, ctypes.c_uint(1), devices, None, None, ctypes.byref(code))
+    checked("create a context", code.value)
+    return cl.Context.from_int_ptr(made, retain=False)
 
 
 def enqueue_write_buffer(queue: Any, buffer: Any, data: Any, offset: int) -> Any:

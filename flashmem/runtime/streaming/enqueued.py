@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from flashmem.base.errors import RunError
 from flashmem.runtime.opencl.context import Event
 from flashmem.runtime.opencl.copier import CopyEvent
 from flashmem.runtime.streaming.copied import MovingTransfer
@@ -34,6 +35,7 @@ class EnqueuedLoads:
         self._transfer = transfer
         self._waiting: list[Load] = list(loads)
         self._copies: list[tuple[Load, CopyEvent]] = []
+        self._failure: str | None = None
         self._enqueue(done, None)
 
     def launched(self, layer: int, event: Event) -> None:
@@ -67,17 +69,27 @@ class EnqueuedLoads:
         """Require that slice `name` is loaded: a launch that needs it comes after the one that released its load."""
         assert self.loaded[name]
 
+    def collect(self) -> None:
+        """Wait for the copies so far, and record when the device made them; `stop` raises the error of one that failed."""
+        copies, self._copies = self._copies, []
+        try:
+            for _, copy in copies:
+                copy.wait()
+            apart = self._transfer.clock_apart() if copies else 0.0
+            times = [copy.seconds() for _, copy in copies]
+        except RunError as error:
+            self._failure = self._failure or str(error)
+            return
+        for (load, _), (start, end) in zip(copies, times, strict=True):
+            start, end, nbytes = start + apart, end + apart, load.segment.nbytes
+            self.intervals.append(TimedInterval(load.part.name, start, end, 0, (("copy", end),), nbytes, load.after))
+
     def stop(self) -> None:
-        """Wait for the copies, and record when the device made them. Raises RunError if one failed."""
-        copies, self._copies, self._waiting = self._copies, [], []
-        for _, copy in copies:
-            copy.wait()
-        if copies:
-            apart = self._transfer.clock_apart()
-            for load, copy in copies:
-                start, end = (seconds + apart for seconds in copy.seconds())
-                name, nbytes = load.part.name, load.segment.nbytes
-                self.intervals.append(TimedInterval(name, start, end, 0, (("copy", end),), nbytes, load.after))
+        """End the loads. Raises RunError if a copy failed."""
+        self._waiting = []
+        self.collect()
+        if self._failure is not None:
+            raise RunError(self._failure)
 
 
 def enqueued_loads(transfer: Transfer, loads: Sequence[Load], done: int) -> EnqueuedLoads | None:

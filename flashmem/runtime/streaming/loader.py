@@ -39,7 +39,7 @@ class _Turn:
     def copying(self, copy: CopyEvent) -> None:
         """Keep a copy that the run waits for at its end."""
         self.last_copy = copy
-        self._run.copies.append(copy)
+        self._run.copying(copy)
 
     def did(self, what: Step) -> None:
         """Record the time since the last call as spent on `what`."""
@@ -83,7 +83,7 @@ class LoaderRun:
         self.loaded = {load.part.name: False for load in loads}
         self._missing = Counter(load.part.name for load in loads)  # segments, by slice
         self.intervals: list[TimedInterval] = []
-        self.copies: list[CopyEvent] = []  # for which no thread waits
+        self._copies: list[CopyEvent] = []  # for which no thread waits
         self._copying: list[tuple[TimedInterval, CopyEvent]] = []  # loads, and the last copy of each
         self._transfer = transfer
         self._loads = loads
@@ -199,7 +199,7 @@ class LoaderRun:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
-        self._end_copies()
+        self.collect()
         if self._to_free:
             while self._to_free:
                 self._transfer.free(self._to_free.pop())
@@ -208,19 +208,31 @@ class LoaderRun:
         if self._failure is not None:
             raise RunError(self._failure)
 
-    def _end_copies(self) -> None:
-        """Wait for all copies, and record when the device made them. A copy that failed is a failure of the run."""
-        copies, copying = self.copies, self._copying
-        self.copies, self._copying = [], []
+    def copying(self, copy: CopyEvent) -> None:
+        """Keep a copy until `collect`."""
+        with self._changed:
+            self._copies.append(copy)
+
+    def collect(self) -> None:
+        """Wait for the copies so far, and record when the device made them. A copy that failed is a failure of the run.
+
+        For the thread of the launches when it has enqueued all of them: the device works meanwhile.
+        """
+        with self._changed:
+            copies, copying = self._copies, self._copying
+            self._copies, self._copying = [], []
         try:
             for copy in copies:
                 copy.wait()
             apart = self._transfer.clock_apart() if copying else 0.0
-            for interval, last in copying:
-                end = last.end() + apart
-                self.intervals.append(replace(interval, end=end, steps=(*interval.steps, ("copy", end))))
+            ends = [last.end() + apart for _, last in copying]
         except RunError as error:
             self._failure = self._failure or str(error)
+            return
+        self.intervals += [
+            replace(interval, end=end, steps=(*interval.steps, ("copy", end)))
+            for (interval, _), end in zip(copying, ends, strict=True)
+        ]
 
     def _work(self, thread: int) -> None:
         try:
@@ -252,10 +264,11 @@ class LoaderRun:
                 self.load_done(load, turn)
             steps, nbytes = tuple(turn.steps), load.segment.nbytes
             interval = TimedInterval(load.part.name, turn.start, end, thread, steps, nbytes, load.after)
-            if turn.last_copy is not None:
-                self._copying.append((interval, turn.last_copy))
-            else:
-                self.intervals.append(interval)
+            with self._changed:
+                if turn.last_copy is not None:
+                    self._copying.append((interval, turn.last_copy))
+                else:
+                    self.intervals.append(interval)
         with self._changed:
             self._loading -= len(loads)
 

@@ -42,19 +42,31 @@ class _Buffers:
         return self._world.kept.pop(handle)
 
 
+class _Contexts:
+    """pyopencl's class of contexts."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def __call__(self, devices: Sequence[objects.StrictDevice]) -> StrictContext:
+        """A new context of one device."""
+        (device,) = devices
+        return StrictContext(device)
+
+    def from_int_ptr(self, handle: int, *, retain: bool) -> StrictContext:
+        """The context with a handle, which the caller owns."""
+        assert not retain and handle == self._world.context.int_ptr
+        return StrictContext(self._world.device)
+
+
 class StrictOpenCL:
     """The module pyopencl, with one strict device. It refuses names that are not defined here, because it cannot check them."""
 
     def __init__(self, profile: Profile, real: Any, *, by_event: bool = False) -> None:
         """`real`: the underlying pyopencl device, a CPU with images. `by_event`: see `Rules`."""
         self.world = World(profile, real, by_event=by_event)
-        self.ImageDescriptor, self.Kernel, self.Context, self.CommandQueue = (
-            ImageShape,
-            StrictKernel,
-            StrictContext,
-            StrictQueue,
-        )
-        self.Buffer = _Buffers(self.world)
+        self.ImageDescriptor, self.Kernel, self.CommandQueue = ImageShape, StrictKernel, StrictQueue
+        self.Buffer, self.Context = _Buffers(self.world), _Contexts(self.world)
         self.Event = SimpleNamespace(from_int_ptr=self._event)
         self._cl = SimpleNamespace(
             __file__=cl._cl.__file__,

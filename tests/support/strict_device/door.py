@@ -34,8 +34,8 @@ def strict(profile: Profile) -> Iterator[StrictOpenCL]:
         for module in (binding, undocumented, opencl):
             patch.setattr(module, "cl", instead)
         patch.setattr(undocumented, "library", lambda *, locked=False: library)
-        opencl.list_devices.cache_clear()
+        opencl.forget_devices()
         try:
             yield instead
         finally:
-            opencl.list_devices.cache_clear()
+            opencl.forget_devices()

@@ -112,9 +112,8 @@ class StrictDevice:
 class StrictContext:
     """A context; all contexts of a real device share an underlying one."""
 
-    def __init__(self, devices: Iterable[StrictDevice]) -> None:
-        (self.device,) = devices
-        self.world = self.device.world
+    def __init__(self, device: StrictDevice) -> None:
+        self.device, self.world = device, device.world
         self.int_ptr = self.world.context.int_ptr
 
 
