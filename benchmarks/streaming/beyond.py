@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 import flashmem
 from benchmarks.command import Arguments, run_command
 from benchmarks.streaming.host_tier import device_memory
-from benchmarks.streaming.random_weights import with_weights
+from benchmarks.streaming.random_weights import random_inputs, with_weights
 from flashmem.base.units import format_size, parse_size
 from flashmem.bundle.writer import BundleWriter
 from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
@@ -68,12 +68,6 @@ def resident() -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
-def inputs_of(bundle: flashmem.Bundle) -> dict[str, Array]:
-    """Random inputs."""
-    random = np.random.default_rng(1)
-    return {port.name: random.integers(0, 100, port.shape).astype(port.dtype) for port in bundle.program.inputs}
-
-
 class Most:
     """The most bytes of the device that nvidia-smi has reported since it began; a thread asks it."""
 
@@ -102,7 +96,7 @@ class Most:
 def session(args: argparse.Namespace) -> None:
     """In a process of its own: run the bundle, save the answers, and print what was measured as JSON."""
     bundle = flashmem.Bundle.open(args.bundle)
-    inputs, free, most = inputs_of(bundle), device_memory(), Most()
+    inputs, free, most = random_inputs(bundle.program, 1), device_memory(), Most()
     before, begun = resident(), time.perf_counter()
     how: dict[str, Any] = {"strategy": "preload"} if args.reference else {"host_budget": args.host_budget}
     with flashmem.Session(bundle, device=args.device, mode=args.mode, **how) as opened:

@@ -39,7 +39,7 @@ import numpy as np
 import flashmem
 from benchmarks.command import Arguments, run_command
 from benchmarks.streaming.loading import covered, pinned_rate, steps
-from benchmarks.streaming.random_weights import with_weights
+from benchmarks.streaming.random_weights import random_inputs, with_weights
 from flashmem.base.units import format_size
 from flashmem.bundle.writer import BundleWriter
 from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
@@ -263,8 +263,7 @@ def main() -> None:
         weights = sum(part.nbytes for part in compiled(args.model, args, whole).slices)
         budget = int(args.share * weights)
         program = compiled(args.model, args, small, budget=budget)
-        random_numbers = np.random.default_rng(0)
-        inputs = {p.name: random_numbers.integers(0, 100, p.shape).astype(p.dtype) for p in program.inputs}
+        inputs = random_inputs(program)
         bundle = flashmem.Bundle.open(small)
         layout = streamed_layout(program, bundle.plan, args.mode, shares_memory=False)
         again = sum(map(tier_bytes, reloaded([(bundle.plan, program.slices)])))

@@ -24,10 +24,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import flashmem
 from benchmarks.command import Arguments, run_command
+from benchmarks.streaming.random_weights import random_inputs
 from flashmem.base.units import parse_size
 from flashmem.bundle.writer import BundleWriter
 from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
@@ -124,14 +123,9 @@ class Bench:
             writer.commit(made.program, made.source, plan, options.descriptor, {"mode": options.mode})
         return made.program
 
-    def inputs(self, program: Program) -> dict[str, Any]:
-        """Any inputs with the right shapes."""
-        generator = np.random.default_rng(0)
-        return {port.name: generator.integers(0, 100, port.shape).astype(port.dtype) for port in program.inputs}
-
     def measure_resident(self) -> None:
         """Measure a run with everything resident."""
-        inputs = self.inputs(self.compile("auto", {}))
+        inputs = random_inputs(self.compile("auto", {}))
         with flashmem.Session(self.path, device=self.args.device, strategy="preload") as session:
             for _ in range(3):
                 session.run(None, inputs)
@@ -146,7 +140,7 @@ class Bench:
 
     def measure(self, mode: str, rate: float) -> None:
         """Print one row, and its details."""
-        inputs, device = self.inputs(self.compile(mode, self.limits())), self.args.device
+        inputs, device = random_inputs(self.compile(mode, self.limits())), self.args.device
         firsts: list[tuple[float, float]] = []
         for number in range(4):
             begun = time.perf_counter()

@@ -1,10 +1,20 @@
-"""Random weights for graphs of known architectures of any size."""
+"""Random weights for graphs of known architectures of any size, and random inputs."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from flashmem.compiler.ir.graph import ArrayConstant, Graph, Placeholder
+from flashmem.program.program import Program
+
+
+def random_inputs(program: Program, seed: int = 0) -> dict[str, NDArray[Any]]:
+    """Inputs of whole numbers: tokens from all of the vocabulary, or else less than 100."""
+    random, rows = np.random.default_rng(seed), {each.indices: each.rows for each in program.host_embeddings}
+    return {port.name: random.integers(0, rows.get(port.name, 100), port.shape).astype(port.dtype) for port in program.inputs}
 
 
 def with_weights(graph: Graph, seed: int = 0) -> Graph:

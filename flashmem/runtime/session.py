@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from numpy.typing import NDArray
 
+from flashmem.base.apart import apart
 from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.base.types import TransferMode
 from flashmem.base.units import budget_text, parse_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.runtime.engine.batches import Batch, check_batch, looped
-from flashmem.runtime.engine.device_state import opened_apart
+from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.engine import Engine
 from flashmem.runtime.engine.futures import BackgroundRuns
 from flashmem.runtime.engine.given_arrays import arrays_by_name, described
@@ -135,7 +136,7 @@ class Session:
             raise UserError("the process memory gives the budget; give either it or budgets")
         self.process_memory = None if process_memory is None else read_process_memory(process_memory)
         self.device = device_here(device, prefer=opened.descriptor.name)
-        opening = opened_apart(self.device, profiling=trace)
+        opening = apart("flashmem-device", DeviceInUse, self.device, None, profiling=trace)
         opened = for_processor(opened, self.device)
         self.strategy: Strategy = choose_strategy(opened.plan, strategy)
         self.mode = mode_for(opened, self.device, mode, self.strategy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,9 @@ class Activations:
         self._of_host = ledger if opened.tier is None else opened.tier.ledger
         self._output_bytes, self._scratch_bytes = output_bytes(program), scratch_bytes(program)
         self._copied = copied_outputs(program)
-        self._pinned = None if device.device.unified_memory else OutputPages(self._of_host)
+        stored = {port.name: opened.tensors[str(port.tensor)] for port in self._copied}
+        sizes = {port.name: prod(port.shape) * np.dtype(stored[port.name].dtype).itemsize for port in self._copied}
+        self._pinned = None if device.device.unified_memory else OutputPages(self._of_host, sizes)
         self._sent: list[Array] = []  # small inputs of the run, which the queue may still have to read
         self._pages = {
             port.name: (opened.tensors[port.tensor].offset, array_bytes(port))

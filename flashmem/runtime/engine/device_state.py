@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from weakref import WeakValueDictionary
 
 from flashmem.runtime.engine.report import process_rss
@@ -52,12 +51,3 @@ class DeviceInUse:
         if self._beside is None:
             self._beside = self.context.queue()
         return self._beside
-
-
-def opened_apart(device: Device, *, profiling: bool = False) -> Future[DeviceInUse]:
-    """`DeviceInUse` without a limit, made in a thread: a driver can take 0.1 s for a context, without the interpreter lock."""
-    apart = ThreadPoolExecutor(1, "flashmem-device")
-    try:
-        return apart.submit(DeviceInUse, device, None, profiling=profiling)
-    finally:
-        apart.shutdown(wait=False)

@@ -26,6 +26,7 @@ _MOVE = 1 | 2 | 4
 _MADV_DONTNEED = 4
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23  # the second one since Linux 5.14
 _LARGE = 2 << 20
+_POPULATED = 4 << 20  # bytes, half a millisecond
 _PIECE_BYTES = 1 << 20
 
 
@@ -43,9 +44,11 @@ def large_pages(nbytes: int) -> Bytes:
     """
     whole = new_pages(nbytes + _LARGE)
     memory = whole[-whole.ctypes.data % _LARGE :][:nbytes]
-    libc = ctypes.CDLL(None)
-    for advice in (_MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
-        libc.madvise(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(whole_pages(nbytes)), ctypes.c_int(advice))
+    libc, size = ctypes.CDLL(None), whole_pages(nbytes)
+    libc.madvise(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(size), ctypes.c_int(_MADV_HUGEPAGE))
+    for first in range(0, size, _POPULATED):  # no other thread can map memory, nor start one, during a call
+        part = min(_POPULATED, size - first)
+        libc.madvise(ctypes.c_void_p(memory.ctypes.data + first), ctypes.c_size_t(part), ctypes.c_int(_MADV_POPULATE_WRITE))
     return memory
 
 

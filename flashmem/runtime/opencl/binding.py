@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from flashmem.base.errors import NoDeviceError, RunError
-from flashmem.runtime.opencl.postponed import postponed
+from flashmem.base.postponed import postponed
 
 # pytools prints two lines on stderr in each process if an optional compiled package is not installed.
 warnings.filterwarnings("ignore", "Unable to import recommended hash")

@@ -74,6 +74,8 @@ _started_in: int | None = None
 
 
 _starting = threading.Lock()
+_begun = threading.Event()  # drivers are starting, or started
+_BEGIN_SECONDS = 0.02
 
 
 def list_devices() -> tuple[Device, ...]:
@@ -99,6 +101,7 @@ def begin_to_start_drivers() -> None:
 
     if not _listed.cache_info().currsize and not (_one_driver and len(installed_drivers()) > 1):
         threading.Thread(target=work, name="flashmem-drivers", daemon=True).start()
+        _begun.wait(_BEGIN_SECONDS)  # else the interpreter's lock would keep that thread from them
 
 
 def forget_devices() -> None:
@@ -112,6 +115,7 @@ def _listed() -> tuple[Device, ...]:
     _started_in = os.getpid()
     one_thread_a_core()
     with vendors_folder(_only), writable_pocl_cache():
+        _begun.set()
         undocumented.start_drivers()
         try:
             platforms = cl.get_platforms()

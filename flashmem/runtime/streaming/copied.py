@@ -116,7 +116,7 @@ class MovingTransfer(Transfer):
     def _new_ring(self, layout: PoolLayout) -> Ring:
         """Allocate the ring, with a piece for each thread, and spare ones where copies follow launches."""
         pieces = layout.threads + SPARE_PIECES * self.follows_launches
-        return Ring(self._copier.queue, self._staging_ledger, layout.ring_bytes, pieces, apart=self.follows_launches)
+        return Ring(self._copier.queue, self._staging_ledger, layout.ring_bytes, pieces, own_memory=self.follows_launches)
 
     def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
         """A sub-buffer of the pool, if the slices have the same order there as in the file."""

@@ -90,7 +90,9 @@ class LoaderRun:
         self._frees = frees if transfer.frees else {}
         self.wakes = frozenset(load.after for load in loads) | frozenset(self._frees)  # launches to wait for
         lock = threading.Lock()
-        self._changed = threading.Condition(lock)  # for loader threads: releases, frees, the end
+        self._lock = lock
+        self._changed = threading.Condition(lock)  # for loader threads without a load: releases, frees, the end
+        self._releases: dict[int, threading.Condition] = {}  # for those with one that is read: by the launch it waits for
         self._arrived = threading.Condition(lock)  # for threads that wait for a slice
         self._wanted: str | None = None  # that slice
         self._taken = bytearray(len(loads))
@@ -138,8 +140,7 @@ class LoaderRun:
         if layer in self.wakes:
             with self._changed:
                 self.launches[layer] = event
-                self._done = layer
-                self._changed.notify_all()
+                self._release(layer)
 
     def layer_done(self, layer: int) -> None:
         """Launch `layer` and all before it are complete: free slices last used there, and release waiting loads."""
@@ -149,9 +150,18 @@ class LoaderRun:
             self.launches.pop(layer, None)
             return
         with self._changed:
-            self._done = layer
             self._to_free.extend(self._frees.get(layer, ()))
+            self._release(layer)
             self._tell_freed()
+
+    def _release(self, layer: int) -> None:
+        """Release the loads that wait for `layer`. Requires the lock. Wakes only threads that can go on: each takes the
+        interpreter's lock from the thread of the launches.
+        """
+        self._done = layer
+        for released in [each for each in self._releases if each <= layer]:
+            self._releases.pop(released).notify_all()
+        if self._to_free or self._admit is not None or not self._transfer.reads_ahead:
             self._changed.notify_all()
 
     def _tell_freed(self) -> None:
@@ -195,8 +205,7 @@ class LoaderRun:
     def stop(self) -> None:
         """End the threads, and free the slices that are due. Raises RunError if a load failed."""
         with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
+            self._end()
         for thread in self._threads:
             thread.join()
         self.collect()
@@ -207,6 +216,13 @@ class LoaderRun:
                 self._tell_freed()
         if self._failure is not None:
             raise RunError(self._failure)
+
+    def _end(self) -> None:
+        """Let all threads end. Requires the lock."""
+        self._stopping = True
+        self._changed.notify_all()
+        for waiting in self._releases.values():
+            waiting.notify_all()
 
     def copying(self, copy: CopyEvent) -> None:
         """Keep a copy until `collect`."""
@@ -252,8 +268,7 @@ class LoaderRun:
         except BaseException as error:
             with self._changed:
                 self._failure = self._failure or _said(error)
-                self._stopping = True
-                self._changed.notify_all()
+                self._end()
                 self._arrived.notify_all()
 
     def _note(self, loads: Sequence[Load], turns: Sequence[_Turn], thread: int) -> None:
@@ -296,7 +311,7 @@ class LoaderRun:
             while layer > self._done:
                 if self._stopping:
                     raise _StoppedError
-                self._changed.wait()
+                self._releases.setdefault(layer, threading.Condition(self._lock)).wait()
             self._unreleased -= 1
 
     def _take(self) -> list[Load]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
+from flashmem.base.apart import apart
 from flashmem.runtime.memory.arena import large_pages
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Bytes, Queue
@@ -22,10 +23,10 @@ _WHAT = "the ring that loads pass through"
 class Ring:
     """The pieces of the ring. Threads call `take` and `give_back`."""
 
-    def __init__(self, queue: Queue, ledger: Ledger, nbytes: int, pieces: int, *, apart: bool) -> None:
+    def __init__(self, queue: Queue, ledger: Ledger, nbytes: int, pieces: int, *, own_memory: bool) -> None:
         """Allocate `nbytes` in equal `pieces`, at least one for each thread.
 
-        `apart`: the device has memory of its own. Then the ring is pages of the process, pinned by a buffer that nothing uses:
+        `own_memory`: of the device. Then the ring is pages of the process, pinned by a buffer that nothing uses:
         one that is mapped takes memory of the device too (docs/research/opencl-notes.md, pinned memory). Otherwise it is a
         buffer that stays mapped through `queue`.
 
@@ -42,10 +43,8 @@ class Ring:
         self._pages: Future[Bytes] | None = None
         if not nbytes:
             return
-        if apart:
-            allocating = ThreadPoolExecutor(1, "flashmem-ring")
-            self._pages = allocating.submit(large_pages, nbytes)
-            allocating.shutdown(wait=False)
+        if own_memory:
+            self._pages = apart("flashmem-ring", large_pages, nbytes)
         else:
             buffer = ledger.buffer("staging", nbytes, _WHAT, host_visible=True)
             self._mapped = ledger.mapped(queue, buffer, nbytes)

@@ -17,7 +17,7 @@ from flashmem.runtime.streaming.ring import Ring
 def ring_of(pieces: int, *, apart: bool) -> tuple[Ring, Ledger]:
     context = Context(find_device("pocl"))
     ledger = Ledger(context, None)
-    return Ring(context.queue(), ledger, pieces * 4096, pieces, apart=apart), ledger
+    return Ring(context.queue(), ledger, pieces * 4096, pieces, own_memory=apart), ledger
 
 
 def copy_of(waited: list[str], name: str) -> Any:
