@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from numpy.typing import NDArray
 
-from flashmem.base.apart import apart
 from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.base.types import TransferMode
 from flashmem.base.units import budget_text, parse_size
@@ -28,7 +27,7 @@ from flashmem.runtime.engine.engine import Engine
 from flashmem.runtime.engine.futures import BackgroundRuns
 from flashmem.runtime.engine.given_arrays import arrays_by_name, described
 from flashmem.runtime.engine.io_binding import IOBinding
-from flashmem.runtime.engine.opened import OpenedBundle, planned_host_memory, planned_variant, sharing_memory
+from flashmem.runtime.engine.opened import HostMemory, OpenedBundle, planned_host_memory, planned_variant, sharing_memory
 from flashmem.runtime.engine.output_values import OutputValue
 from flashmem.runtime.engine.ports import PROVIDER, TensorInfo, chosen_outputs, fitting_variant, tensor_infos
 from flashmem.runtime.engine.replanned import within
@@ -136,8 +135,52 @@ class Session:
             raise UserError("the process memory gives the budget; give either it or budgets")
         self.process_memory = None if process_memory is None else read_process_memory(process_memory)
         self.device = device_here(device, prefer=opened.descriptor.name)
-        opening = apart("flashmem-device", DeviceInUse, self.device, None, profiling=trace)
-        opened = for_processor(opened, self.device)
+        self.last_run: RunReport | None = None
+        self._process = os.getpid()
+        self._lock = threading.RLock()
+        self._background = BackgroundRuns[list[Array]]()
+        self._busy = False  # read and written by the thread that holds the lock
+        with ThreadPoolExecutor(1, "flashmem-device") as threads:  # a driver takes 0.1 s to make a context
+            opening = threads.submit(DeviceInUse, self.device, None, profiling=trace)
+            host = self._plan(for_processor(opened, self.device), opening, mode, strategy, budget, host_budget)
+            file = OpenedBundle(self.bundle, self.device, self.mode, verify_weights=verify_weights, lanes=lanes)
+            try:
+                self._announce(file)
+                in_use = opening.result()
+                in_use.budget.limit = self.budget
+                if host is not None:
+                    file.tier = HostTier(in_use.context, host.budget, host.slices)
+                self._engine = Engine(file, in_use, apart=build_apart, warm_up=prepare and not trace)
+                self._engine.bind(self._ready.plan, self._ready.layout, in_use.ledger(), in_use.queue)
+            except BaseException:
+                file.close()
+                raise
+        self._prefetches = prepare and not trace
+        self._engine.stop_with(self)
+        _open.add(self)
+        if self.strategy == "preload":
+            try:
+                self._engine.preload()
+            except BaseException:
+                self.close()
+                raise
+        self._engine.opening_seconds = perf_counter() - begun
+
+    def _plan(
+        self,
+        opened: Bundle,
+        opening: Future[DeviceInUse],
+        mode: TransferMode | Literal["auto"],
+        strategy: Strategy | Literal["auto"],
+        budget: int | str | None,
+        host_budget: int | str | None,
+    ) -> HostMemory | None:
+        """Resolve the options of the session, plan its shape variants, and return its host memory.
+
+        Raises:
+            UserError: see `__init__`.
+            RunError: see `__init__`.
+        """
         self.strategy: Strategy = choose_strategy(opened.plan, strategy)
         self.mode = mode_for(opened, self.device, mode, self.strategy)
         bundles = map(opened.variant, range(len(opened.variants)))
@@ -154,33 +197,7 @@ class Session:
         self._variants = sharing_memory(self._variants, self.device, self.mode, self.budget)
         self._ready = self._variants[opened.index]
         self._needed = max(variant.needed() for variant in self._variants)
-        self.last_run: RunReport | None = None
-        self._process = os.getpid()
-        self._lock = threading.RLock()
-        self._background = BackgroundRuns[list[Array]]()
-        self._busy = False  # read and written by the thread that holds the lock
-        file = OpenedBundle(self.bundle, self.device, self.mode, verify_weights=verify_weights, lanes=lanes)
-        try:
-            self._announce(file)
-            in_use = opening.result()
-            in_use.budget.limit = self.budget
-            if host is not None:
-                file.tier = HostTier(in_use.context, host.budget, host.slices)
-            self._engine = Engine(file, in_use, apart=build_apart, warm_up=prepare and not trace)
-            self._engine.bind(self._ready.plan, self._ready.layout, in_use.ledger(), in_use.queue)
-        except BaseException:
-            file.close()
-            raise
-        self._prefetches = prepare and not trace
-        self._engine.stop_with(self)
-        _open.add(self)
-        if self.strategy == "preload":
-            try:
-                self._engine.preload()
-            except BaseException:
-                self.close()
-                raise
-        self._engine.opening_seconds = perf_counter() - begun
+        return host
 
     def _fit_process(self, limit: int, held: int | None) -> int:
         """The budget that a process memory of `limit` leaves; plans the variants again that need more than it.

@@ -17,8 +17,7 @@ from flashmem.runtime.engine.bound_program import BoundProgram
 from flashmem.runtime.engine.output_values import OutputValue
 from flashmem.runtime.engine.stopping import never
 from flashmem.runtime.opencl.context import Event, wait
-from flashmem.runtime.streaming.enqueued import RunLoads, enqueued_loads
-from flashmem.runtime.streaming.loader import LoaderRun
+from flashmem.runtime.streaming.enqueued import begin_loads
 from flashmem.schedule.loads import Load, Schedule, TimedInterval
 
 Array = NDArray[Any]
@@ -47,14 +46,8 @@ class Run:
         self, bound: BoundProgram, schedule: Schedule, *, done: int = 0, admit: Callable[[Load], bool] | None = None
     ) -> None:
         self.bound, self.schedule, self._done = bound, schedule, done
-        self.loader: RunLoads | None = None
         weights = bound.weights
-        if admit is None and weights.transfer.follows_launches:
-            self.loader = enqueued_loads(weights.transfer, schedule.loads, done)
-        if self.loader is None and (schedule.loads or (schedule.frees and weights.transfer.frees)):
-            self.loader = LoaderRun(
-                weights.transfer, schedule.loads, schedule.frees, threads=weights.layout.threads, done=done, admit=admit
-            )
+        self.loader = begin_loads(weights.transfer, schedule, threads=weights.layout.threads, done=done, admit=admit)
 
     def execute(
         self,

@@ -127,9 +127,11 @@ class MovingTransfer(Transfer):
         if self._tier is None or not self._tier.holds(part, segment):
             super().expect(part, segment)
 
-    def holds_all(self, loads: Sequence[Load]) -> bool:
-        """Whether the host tier holds the bytes of all `loads`."""
-        return self._tier is not None and all(self._tier.holds(load.part, load.segment) for load in loads)
+    def divided(self, loads: Sequence[Load]) -> tuple[list[Load], list[Load]]:
+        """The loads of slices that the host tier holds completely, and the others."""
+        tier = self._tier
+        missing = {load.part.name for load in loads if tier is None or not tier.holds(load.part, load.segment)}
+        return [each for each in loads if each.part.name not in missing], [each for each in loads if each.part.name in missing]
 
     def joins(self, loads: Sequence[Load], other: Load) -> bool:
         """Whether the segments of `loads` and of `other` follow each other in the file and are small.

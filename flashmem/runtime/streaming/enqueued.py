@@ -1,4 +1,4 @@
-"""Loads of a run whose bytes are all in the host tier: copies that the host only enqueues.
+"""Loads of a run whose bytes are in the host tier: copies that the host only enqueues.
 
 The thread of the launches enqueues each copy when the launch that releases it is enqueued. On the device the copy waits for
 that launch, and the launches that need the slice wait for the copy. So no thread has to learn that a command has ended before
@@ -7,8 +7,8 @@ it enqueues the next one.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import ChainMap, Counter
+from collections.abc import Callable, Mapping, Sequence
 
 from flashmem.base.errors import RunError
 from flashmem.runtime.opencl.context import Event
@@ -16,7 +16,7 @@ from flashmem.runtime.opencl.copier import CopyEvent
 from flashmem.runtime.streaming.copied import MovingTransfer
 from flashmem.runtime.streaming.loader import LoaderRun
 from flashmem.runtime.streaming.transfer import Transfer
-from flashmem.schedule.loads import Load, TimedInterval
+from flashmem.schedule.loads import Load, Schedule, TimedInterval
 
 
 class EnqueuedLoads:
@@ -92,16 +92,86 @@ class EnqueuedLoads:
             raise RunError(self._failure)
 
 
-def enqueued_loads(transfer: Transfer, loads: Sequence[Load], done: int) -> EnqueuedLoads | None:
-    """The loads of a run after `done` launches by a transfer that follows launches; None if the tier does not hold them all.
+class PartlyEnqueuedLoads:
+    """The loads of one run of which the host tier holds some slices: those are enqueued, and threads load the others.
+
+    A thread with a load that is not released waits, so that it reads nothing meanwhile; these loads need none. The interface is
+    that of `LoaderRun`.
+    """
+
+    follows_launches = True
+
+    def __init__(self, enqueued: EnqueuedLoads, threads: LoaderRun) -> None:
+        self._enqueued, self._threads = enqueued, threads
+        self.loaded: Mapping[str, bool] = ChainMap(enqueued.loaded, threads.loaded)
+        self.wakes = enqueued.wakes | threads.wakes
+        self.when_freed: Callable[[int], None] | None = None  # never called: no slice is freed
+
+    @property
+    def intervals(self) -> list[TimedInterval]:
+        """The loads that have ended."""
+        return [*self._enqueued.intervals, *self._threads.intervals]
+
+    @property
+    def idle(self) -> bool:
+        """Whether the disk is free for other models."""
+        return self._threads.idle
+
+    def launched(self, layer: int, event: Event) -> None:
+        """See `EnqueuedLoads`. Raises RunError if the device refuses a copy."""
+        self._threads.launched(layer, event)
+        self._enqueued.launched(layer, event)
+
+    def layer_done(self, layer: int) -> None:
+        """Launch `layer` is complete."""
+        self._threads.layer_done(layer)
+
+    def wake(self) -> None:
+        """Retry loads that were not admitted: there are none."""
+
+    def admit_all(self) -> None:
+        """Admit every load: they are."""
+
+    def wait(self, name: str) -> None:
+        """Wait until slice `name` is loaded. Raises RunError if a load failed."""
+        (self._enqueued if name in self._enqueued.loaded else self._threads).wait(name)
+
+    def collect(self) -> None:
+        """Wait for the copies so far, and record when the device made them."""
+        self._enqueued.collect()
+        self._threads.collect()
+
+    def stop(self) -> None:
+        """End the loads. Raises RunError if one failed."""
+        try:
+            self._threads.stop()
+        finally:
+            self._enqueued.stop()
+
+
+RunLoads = LoaderRun | EnqueuedLoads | PartlyEnqueuedLoads
+"""The loads of a run."""
+
+
+def begin_loads(
+    transfer: Transfer,
+    schedule: Schedule,
+    *,
+    threads: int,
+    done: int = 0,
+    admit: Callable[[Load], bool] | None = None,
+) -> RunLoads | None:
+    """Begin the loads of a run after `done` launches, as far as `admit` permits; None if there are none.
 
     Raises:
         RunError: the device refuses a copy.
     """
-    if loads and isinstance(transfer, MovingTransfer) and transfer.holds_all(loads):
-        return EnqueuedLoads(transfer, loads, done=done)
-    return None
-
-
-RunLoads = LoaderRun | EnqueuedLoads
-"""The loads of a run."""
+    held: Sequence[Load] = ()
+    others: Sequence[Load] = schedule.loads
+    if admit is None and transfer.follows_launches and isinstance(transfer, MovingTransfer):
+        held, others = transfer.divided(schedule.loads)
+    enqueued = EnqueuedLoads(transfer, held, done=done) if held and isinstance(transfer, MovingTransfer) else None
+    if not others and (enqueued is not None or not (schedule.frees and transfer.frees)):
+        return enqueued
+    loading = LoaderRun(transfer, others, schedule.frees, threads=threads, done=done, admit=admit)
+    return loading if enqueued is None else PartlyEnqueuedLoads(enqueued, loading)

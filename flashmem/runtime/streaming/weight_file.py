@@ -219,10 +219,18 @@ class WeightFile:
 
     @property
     def mapped(self) -> Bytes:
-        """The whole file, mapped read-only, once. Nothing is read until an access or `populate`."""
+        """The whole file, mapped read-only, once. Nothing is read until an access or `populate`.
+
+        Raises:
+            RunError: the file was truncated, or the system has no room for the mapping.
+        """
         with self._mapping:  # a second mapping would replace the first one, in use without a reference by imports
             if self._mapped is None:
-                mapping = mmap.mmap(self._descriptor, self.nbytes, prot=mmap.PROT_READ)
+                try:
+                    mapping = mmap.mmap(self._descriptor, self.nbytes, prot=mmap.PROT_READ)
+                except (OSError, ValueError) as error:
+                    why = getattr(error, "strerror", None) or "it is shorter than its bundle says"
+                    raise RunError(f"{self.path} cannot be mapped ({why}); was it changed while in use?") from error
                 self._mapped = np.frombuffer(mapping, np.uint8)
                 self._address = self._mapped.ctypes.data
             return self._mapped
