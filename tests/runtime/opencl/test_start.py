@@ -1,0 +1,52 @@
+"""Drivers are started once, in a thread while the caller reads its bundle, and only those that are used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+_BEGIN = """
+import threading, time
+from flashmem.runtime.opencl import context, undocumented
+
+started, start = [], undocumented.start_drivers
+
+def slow():
+    started.append(threading.current_thread().name)
+    time.sleep(0.05)
+    start()
+
+undocumented.start_drivers = slow
+"""
+
+_IN_A_THREAD = """
+context.begin_to_start_drivers()
+assert started == ["flashmem-drivers"]
+lists = []
+threads = [threading.Thread(target=lambda: lists.append(context.list_devices())) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+context.begin_to_start_drivers()
+assert len(started) == 1 and lists[0] and lists[0] is lists[1] is lists[2], (started, lists)
+"""
+
+_A_COMMAND = """
+context._one_driver = True
+context.installed_drivers = lambda: {"one.icd": "libone.so", "two.icd": "libtwo.so"}
+context.begin_to_start_drivers()
+assert not started
+context.installed_drivers = lambda: {"one.icd": "libone.so"}
+context.begin_to_start_drivers()
+assert started == ["flashmem-drivers"]
+context.list_devices()
+"""
+
+
+@pytest.mark.parametrize("what", [_IN_A_THREAD, _A_COMMAND], ids=["a program", "a command, with one of two drivers"])
+def test_drivers_are_started_once_in_a_thread(what: str) -> None:
+    done = subprocess.run([sys.executable, "-c", _BEGIN + what], capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
