@@ -258,6 +258,7 @@ def queue(
     iterations: Annotated[int, typer.Option(min=1, help="Without --trace: runs of each, in random order.")] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Seed of that order, and of inputs.")] = 0,
     device: Device = None,
+    host_budget: HostBudget = None,
     plot: Annotated[
         Path | None,
         typer.Option(metavar="memory.png", help="Plot of memory over time, with preloading sessions (plots extra)."),
@@ -267,7 +268,7 @@ def queue(
     """Run requests to several models under one budget, in their order in time, and print how long each waited."""
     from flashmem.cli.commands.queue import QueueOptions, play_queue
 
-    play_queue(QueueOptions(tuple(bundles), budget, trace, iterations, seed, device or "auto", plot, json))
+    play_queue(QueueOptions(tuple(bundles), budget, trace, iterations, seed, device or "auto", host_budget, plot, json))
 
 
 @with_bundle_options

@@ -142,7 +142,10 @@ class Session:
         self._busy = False  # read and written by the thread that holds the lock
         with ThreadPoolExecutor(1, "flashmem-device") as threads:  # a driver takes 0.1 s to make a context
             opening = threads.submit(DeviceInUse, self.device, None, profiling=trace)
-            host = self._plan(for_processor(opened, self.device), opening, mode, strategy, budget, host_budget)
+            opened = for_processor(opened, self.device)
+            self.strategy: Strategy = choose_strategy(opened.plan, strategy)
+            self.mode = mode_for(opened, self.device, mode, self.strategy)
+            host = self._plan(opened, opening, budget, host_budget)
             file = OpenedBundle(self.bundle, self.device, self.mode, verify_weights=verify_weights, lanes=lanes)
             try:
                 self._announce(file)
@@ -170,19 +173,15 @@ class Session:
         self,
         opened: Bundle,
         opening: Future[DeviceInUse],
-        mode: TransferMode | Literal["auto"],
-        strategy: Strategy | Literal["auto"],
         budget: int | str | None,
         host_budget: int | str | None,
     ) -> HostMemory | None:
-        """Resolve the options of the session, plan its shape variants, and return its host memory.
+        """Plan the shape variants within the budgets; the host memory.
 
         Raises:
             UserError: see `__init__`.
             RunError: see `__init__`.
         """
-        self.strategy: Strategy = choose_strategy(opened.plan, strategy)
-        self.mode = mode_for(opened, self.device, mode, self.strategy)
         bundles = map(opened.variant, range(len(opened.variants)))
         self._variants = [planned_variant(each, self.device, self.mode, self.strategy) for each in bundles]
         self._own = self._variants  # with the plans of the bundle

@@ -37,6 +37,7 @@ class QueueOptions:
     iterations: int = 10
     seed: int = 0
     device: str = "auto"
+    host_budget: str | None = None
     plot: Path | None = None
     json: bool = False
 
@@ -136,7 +137,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 def _alone(bundle: Bundle, options: QueueOptions, runs: int) -> float:
     """The average latency in seconds of a model that uses the whole budget."""
-    with Runtime(options.budget, device=options.device) as runtime:
+    with Runtime(options.budget, device=options.device, host_budget=options.host_budget) as runtime:
         model, seconds = runtime.open(bundle), []
         for number in range(runs):
             inputs = complete_inputs(bundle.program, {}, options.seed + number)
@@ -149,7 +150,7 @@ def _alone(bundle: Bundle, options: QueueOptions, runs: int) -> float:
 def _play(
     bundles: Sequence[Bundle], requests: Sequence[TimedRequest], options: QueueOptions
 ) -> tuple[list[Answer], list[tuple[float, int]], int]:
-    with Runtime(options.budget, device=options.device) as runtime:
+    with Runtime(options.budget, device=options.device, host_budget=options.host_budget) as runtime:
         models = [runtime.open(bundle) for bundle in bundles]
         answers, begun = [], time.perf_counter()
         for request in requests:

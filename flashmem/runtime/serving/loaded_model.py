@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
 
 from flashmem.base.errors import BudgetError
@@ -18,6 +18,7 @@ from flashmem.runtime.engine.replanned import NO_TIMES, instance_of, refused
 from flashmem.runtime.engine.run import Run
 from flashmem.runtime.opencl.context import Queue
 from flashmem.runtime.request.compatibility import for_processor, mode_for
+from flashmem.runtime.serving.host_memory import SharedHostMemory
 from flashmem.runtime.serving.sharing import Need, Turn
 from flashmem.runtime.streaming.host_tier import HostTier
 from flashmem.schedule.loads import Load, kept_within, pages
@@ -44,6 +45,7 @@ class LoadedModel(Engine):
         bundle: Bundle,
         device: DeviceInUse,
         mode: TransferMode | str,
+        host: SharedHostMemory,
         *,
         build_apart: bool,
         prepare: bool,
@@ -51,16 +53,17 @@ class LoadedModel(Engine):
     ) -> None:
         """Open the bundle and its kernels, without memory on the device. `Session` explains the last three arguments.
 
+        `host`: gives the model its share, on a device with memory of its own.
+
         Raises:
-            UserError: the device lacks the mode, or cannot run the kernels.
+            UserError: the device lacks the mode, or cannot run the kernels; or the host budget has no room.
             RunError: the driver refuses the kernels.
         """
         bundle = for_processor(bundle, device.device)
         chosen = mode_for(bundle, device.device, mode)
         opened = OpenedBundle(bundle, device.device, chosen, verify_weights=verify_weights)
-        if not device.device.unified_memory:
-            opened.tier = HostTier(device.context, None, ())  # counts host memory
         super().__init__(opened, device, apart=build_apart, warm_up=prepare)
+        self._host = host
         self.begun_under: int | None = None  # the budget's limit at the start of `current`
         self.bound_under: int | None = None  # the budget's limit for which the bound program was planned
         self._planning = threading.Lock()
@@ -68,9 +71,13 @@ class LoadedModel(Engine):
         self._last_layout: tuple[OverlapPlan, PoolLayout] | None = None
         try:
             program = opened.program
+            if not self._shares_memory:
+                host.enter(self, program, bundle.plan)
+                opened.tier = HostTier(device.context, host.budget, partial(host.slices_for, self))
             self._instance = instance_of(bundle, program, device.device, chosen)
             self.kernels_for(bundle.plan)
         except BaseException:
+            host.leave(self)
             opened.close()
             raise
 
@@ -226,6 +233,11 @@ class LoadedModel(Engine):
         kept = kept_within(weights.plan, self.opened.slices, weights.resident, resident_bytes)
         weights.drop(weights.resident - kept)
         return self.begin(weights.schedule(kept=kept, done=done), done=done, admit=admit)
+
+    def close(self, why: str) -> None:
+        """Free everything and stay closed, also the share of the host memory. Closing again does nothing."""
+        super().close(why)
+        self._host.leave(self)
 
     def end(self) -> None:
         """End the current run, finished or halted, and release the unused part of its grant."""

@@ -27,6 +27,7 @@ from flashmem.runtime.engine.given_arrays import arrays_by_name, described
 from flashmem.runtime.engine.ports import chosen_outputs, fitting_variant
 from flashmem.runtime.memory.pressure import Follower
 from flashmem.runtime.request.options import device_here
+from flashmem.runtime.serving.host_memory import SharedHostMemory
 from flashmem.runtime.serving.loaded_model import LoadedModel
 from flashmem.runtime.serving.requests import Answer, Model
 from flashmem.runtime.serving.worker import Worker
@@ -46,6 +47,7 @@ class Runtime:
         budget: int | str | None = None,
         *,
         device: str = "auto",
+        host_budget: int | str | None = None,
         on_pressure: OnPressure = "finish",
         verify_weights: bool = False,
         build_apart: bool = True,
@@ -57,6 +59,10 @@ class Runtime:
             budget: most bytes that all models together may hold, on the device if it has memory of its own; None for no limit,
                 "auto" for the memory that the system can spare (`flashmem.runtime.memory.pressure`).
             device: "auto", or a name that `flashmem.runtime.request.options.device_here` accepts.
+            host_budget: most bytes of pinned host memory of all models, for a device with memory of its own: for staging and
+                outputs, and for weights that later runs copy from there instead of reading them. Models divide the rest by
+                bytes of weights, each after its first run. "auto": half of the memory that the system has left now; nothing
+                where host and device share memory. None: no limit, and no weights are kept on the host.
             on_pressure: the fate of a run when the budget falls below its model's minimum: "finish" lets it end within its
                 earlier grant, "fail" ends it with a BudgetError at the next launch.
             verify_weights: compare every slice and table row that is read with its checksum, as a `Session` does; damage fails
@@ -66,13 +72,15 @@ class Runtime:
                 slices permit.
 
         Raises:
-            UserError: not a size, no such device, or an unknown `on_pressure`.
+            UserError: not a size, no such device, an unknown `on_pressure`, or a host budget where memory is shared.
             RunError: the device refuses.
         """
         if on_pressure not in get_args(OnPressure):
             raise UserError(f"on_pressure {on_pressure!r} is unknown; name one of: {', '.join(get_args(OnPressure))}")
         self._follower: Follower | None = None
-        self._device = DeviceInUse(device_here(device), None)
+        found = device_here(device)
+        self._host = SharedHostMemory(host_budget, found)
+        self._device = DeviceInUse(found, None)
         self._worker = Worker(self._device)
         if budget == "auto":
             self._follower = Follower(self._worker.arbiter.beside_files, self._follow, perf_counter)
@@ -93,6 +101,16 @@ class Runtime:
         return self._device.budget.limit
 
     @property
+    def host_budget(self) -> int | None:
+        """The limit of pinned host memory, in bytes; None if there is none."""
+        return self._host.budget.limit
+
+    @property
+    def host_peak(self) -> int:
+        """Peak bytes of host memory in use, on a device with memory of its own: staging, outputs, and weights kept there."""
+        return self._host.budget.peak
+
+    @property
     def held(self) -> int:
         """Bytes in use now."""
         return self._device.budget.total
@@ -111,7 +129,7 @@ class Runtime:
         """Open a bundle: builds or loads its kernels now, its weights when it runs.
 
         Raises:
-            UserError: a damaged bundle, or one that the device or the budget is too small for.
+            UserError: a damaged bundle, or one that the device, the budget or the host budget is too small for.
             RunError: the device refuses, or the runtime is closed.
         """
         if not isinstance(bundle, Bundle | str | Path):
@@ -127,7 +145,7 @@ class Runtime:
         variants: list[LoadedModel] = []
         try:
             for index in range(len(opened.variants)):
-                loaded = LoadedModel(opened.variant(index), self._device, mode, **self._options)
+                loaded = LoadedModel(opened.variant(index), self._device, mode, self._host, **self._options)
                 variants.append(loaded)
                 loaded.refuse_below(self.budget)
             self._refuse_forked()

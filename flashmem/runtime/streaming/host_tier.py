@@ -13,7 +13,7 @@ driver takes as much memory of the device (docs/research/opencl-notes.md, pinned
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from flashmem.base.errors import RunError
 from flashmem.base.units import format_size
@@ -36,32 +36,45 @@ class HostTier:
     loaded without. Loader threads call `place`, `holds` and `keep`. No two threads load the same segment at once.
     """
 
-    def __init__(self, context: Context, budget: int | None, slices: Sequence[Slice]) -> None:
-        """Allocates nothing yet. `budget`: the most bytes of pinned host memory, staging included; None: no limit."""
-        self.ledger = Ledger(context, Budget(budget, "host budget"))
+    def __init__(
+        self, context: Context, budget: int | Budget | None, slices: Sequence[Slice] | Callable[[], Sequence[Slice]]
+    ) -> None:
+        """Allocates nothing yet.
+
+        Args:
+            budget: the most bytes of pinned host memory, staging included, of this session or of all that share it; None: no
+                limit.
+            slices: those that have places, or a function that `begin` asks for them.
+        """
+        self.ledger = Ledger(context, budget if isinstance(budget, Budget) else Budget(budget, "host budget"))
         self.complete: set[SliceIdentity] = set()  # slices of which all bytes have been read; it only grows
         self._lock = threading.Lock()
         self._places: dict[SliceIdentity, Bytes] = {}
         self._read: dict[SliceIdentity, set[Segment]] = {}
         self._closing = False
         self._failure: str | None = None
-        self._blocks = list(_blocks(slices, context.device.max_alloc_bytes))
+        self._slices, self._most = slices, context.device.max_alloc_bytes
+        self._blocks: list[list[Slice]] | None = None  # not begun
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
         """Begin to allocate, unless that has begun. The first answer would wait for it: a GiB takes 0.2 s."""
-        if self._thread is None and self._blocks and not self._closing:
+        if self._blocks is not None or self._closing:
+            return
+        self._blocks = list(_blocks(self._slices() if callable(self._slices) else self._slices, self._most))
+        if self._blocks:
             self._thread = threading.Thread(target=self._allocate_all, name="flashmem-host-tier", daemon=True)
             self._thread.start()
 
     def _allocate_all(self) -> None:
+        blocks = self._blocks or []
         try:
-            for block in self._blocks:
+            for block in blocks:
                 if self._closing:
                     return
                 self._allocate(block)
         except (RunError, OSError, MemoryError) as error:
-            nbytes = sum(tier_bytes(part) for block in self._blocks for part in block)
+            nbytes = sum(tier_bytes(part) for block in blocks for part in block)
             self._failure = (
                 f"{format_size(nbytes)} of pinned host memory for weights were refused ({error}); lower the host budget"
             )

@@ -71,6 +71,11 @@ class SimulatedLoad:
     in_tier: bool = False
 
     @property
+    def is_read(self) -> bool:
+        """Whether it reads the file."""
+        return any(resource == "read" for resource, _ in self.pieces)
+
+    @property
     def last_of_file(self) -> int:
         """Index of the last piece that reads the file; it cannot end before the disk has read the bytes."""
         return max((index for index, (resource, _) in enumerate(self.pieces) if resource == "read"), default=0)

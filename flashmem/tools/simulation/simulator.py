@@ -8,7 +8,8 @@ It models the concurrency and the waits of runtime/{session,run,executor,loader}
   load before its release and copies it afterwards. Threads share one read rate, and one copy rate or a copy engine, which makes
   one copy at a time. The fixed cost of a slice is interpreter time, for one thread at a time.
 - With a copy engine a thread does not wait for its copy. It takes the next load while pieces of the ring are free, and the copy
-  begins at its release.
+  begins at its release. Copies from the host tier take no thread. There, a thread alone reads no faster than its share of the
+  rate of all: how much a small pool has in flight decides how many threads read.
 - The device runs launches in order, each after its slices are loaded, for the time that the planner computes with the copies
   during it. The host costs nothing: it always waits for the oldest launch in flight, so loads are released when a launch ends.
 """
@@ -58,7 +59,7 @@ def speeds(machine: Machine, busy: Mapping[str, int]) -> dict[str, float]:
     return {
         "disk": machine.disk_bandwidth or 0.0,
         "slice": 1.0,
-        "read": machine.read_bandwidth / max(1, busy.get("read", 0)),
+        "read": machine.read_bandwidth / max(machine.threads if machine.copy_engine else 1, busy.get("read", 0)),
         "copy": machine.copy_bandwidth / max(1, busy.get("copy", 0)),
         "compute": 1.0,
         "time": 1.0,
@@ -239,11 +240,14 @@ class _Loader:
         for load in simulated.scenario.loads:
             self._held[load.name] += load.held
         self._ahead = threads
-        self._waiting = list(range(len(loads)))
+        enqueued = {number for number, load in enumerate(loads) if simulated.machine.copy_engine and not load.is_read}
+        self._waiting = [number for number in range(len(loads)) if number not in enqueued]
         self._done = 0
         self._to_free: list[str] = []
         self._stopping = False
         self._copying = 0  # loads that are read, and not yet copied
+        for number in sorted(enqueued):
+            simulated.events.start(self._enqueued(loads[number]))
         for number in range(min(threads, len(loads))):
             simulated.events.start(self._work(number))
 
@@ -287,7 +291,7 @@ class _Loader:
             if simulated.machine.copy_engine:
                 yield from simulated.read(load, steps)
                 self._copying += 1
-                events.start(self._copy(load, start, thread, steps))
+                events.start(self._copied_from_ring(load, start, thread, steps))
                 yield lambda: self._stopping or self._copying <= SPARE_PIECES
             else:
                 yield from simulated.transfer(load, self._released(load), steps)
@@ -296,15 +300,23 @@ class _Loader:
     def _released(self, load: SimulatedLoad) -> Callable[[], bool]:
         return lambda: load.after <= self._done
 
+    def _enqueued(self, load: SimulatedLoad) -> Process:
+        """A load of a slice that the host tier holds, by the thread of the launches."""
+        yield from self._copy(load, self._simulated.events.now, 0, [])
+
+    def _copied_from_ring(self, load: SimulatedLoad, start: float, thread: int, steps: list[tuple[Step, float]]) -> Process:
+        """The copy of a load that a thread has read."""
+        yield from self._copy(load, start, thread, steps)
+        self._copying -= 1
+
     def _copy(self, load: SimulatedLoad, start: float, thread: int, steps: list[tuple[Step, float]]) -> Process:
-        """The copy of a load that has been read."""
+        """The copy of a load, after its release."""
         released, events = self._released(load), self._simulated.events
         if not released():
             yield released
             steps.append(("wait", events.now))
         yield Work("copy", sum(nbytes for resource, nbytes in load.pieces if resource == "copy"))
         steps.append(("copy", events.now))
-        self._copying -= 1
         self._loaded(load, start, thread, steps)
 
     def _loaded(self, load: SimulatedLoad, start: float, thread: int, steps: Sequence[tuple[Step, float]]) -> None:
