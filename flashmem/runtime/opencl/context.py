@@ -100,7 +100,7 @@ def begin_to_start_drivers() -> None:
             list_devices()
 
     if not _listed.cache_info().currsize and not (_one_driver and len(installed_drivers()) > 1):
-        threading.Thread(target=work, name="flashmem-drivers", daemon=True).start()
+        threading.Thread(target=work, name="flashmem-drivers").start()  # the process must not exit meanwhile
         _begun.wait(_BEGIN_SECONDS)  # else the interpreter's lock would keep that thread from them
 
 
