@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 import flashmem
 from flashmem.base.errors import BudgetError
+from flashmem.program.tensors import panel_bytes
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
 from tests.support.compared import require_right
@@ -152,6 +153,23 @@ def test_a_tied_table_is_stored_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with flashmem.Session(bundle) as session:
         outputs = session.run(None, inputs)
     assert _error(outputs, _reference(model, inputs)) <= 1e-3
+
+
+def test_a_tied_table_of_large_panels_is_stored_by_rows_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row would be read with its panel, which takes longer than the launches that need it."""
+    monkeypatch.setattr("flashmem.compiler.memory.constants.RESIDENT_CONSTANT_BYTES", 1 << 10)
+    model = DATA / "gptneo-tiny-tied.onnx"
+    shared = flashmem.compile(model, tmp_path / "shared.flashmem", memory_path="buffer")
+    (before,) = shared.program.host_embeddings
+    monkeypatch.setattr("flashmem.compiler.lowering.host_embedding.MOST_PANEL_BYTES", panel_bytes(before) - 1)
+    bundle = flashmem.compile(model, tmp_path / "rows.flashmem", memory_path="buffer")
+    (lookup,) = bundle.program.host_embeddings
+    assert before.panel > 1 == lookup.panel and panel_bytes(lookup) < panel_bytes(before)
+    assert not any(part.offset <= lookup.offset < part.offset + part.nbytes for part in bundle.program.slices)
+    inputs = examples(model.stem)
+    with flashmem.Session(bundle) as session, flashmem.Session(shared) as other:
+        for got, wanted in zip(session.run(None, inputs), other.run(None, inputs), strict=True):
+            np.testing.assert_array_equal(got, wanted)
 
 
 def test_nan_passes_through(tmp_path: Path) -> None:
