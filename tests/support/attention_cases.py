@@ -203,6 +203,21 @@ def filled(m: Model, ends: Array, keys: int = 150, *, window: int = 0) -> None:
     m.answer(m.merged(m.op("MatMul", m.op("Softmax", scores, axis=-1), v), batch, rows, 64))
 
 
+def banded(m: Model, rows: int, keys: int, low: int | None, high: int | None, *, added: bool = False, size: int = 16) -> None:
+    """Each query sees the keys from its number + `low` to its number + `high`; None: no limit."""
+    q, k, v = m.heads(2, rows, 3, size), m.heads(2, keys, 3, size), m.heads(2, keys, 3, size)
+    distance = np.arange(keys) - np.arange(rows)[:, None]
+    seen = (low is None or distance >= low) & ((high is None) | (distance <= (high or 0)))
+    scores = m.op("Mul", m.op("MatMul", q, m.turned(k)), m.constant(0.3))
+    if added:
+        mask = np.where(np.broadcast_to(seen, (rows, keys)), 0, -np.inf)
+        scores = m.op("Add", m.op("Add", scores, m.constant(mask)), m.constant(m.generator.uniform(1, 2, (3, rows, keys))))
+    else:
+        hidden = ~np.broadcast_to(seen, (1, 1, rows, keys))
+        scores = m.op("Where", m.constant(hidden, np.bool_), m.constant(LOWEST), scores)
+    m.answer(m.merged(m.op("MatMul", m.op("Softmax", scores, axis=-1), v), 2, rows, 3 * size))
+
+
 def standard(m: Model) -> None:
     """ONNX's own operator: grouped heads, causal, with a soft cap."""
     q, k, v = m.input(2, 4, 9, 8), m.input(2, 2, 9, 8), m.input(2, 2, 9, 8)
@@ -258,6 +273,12 @@ FORMS: dict[str, Callable[[Model], None]] = {
     "filled, one query": lambda m: filled(m, np.array([[[[37]]]], np.int64), 1024),
     "filled, all": lambda m: filled(m, np.array([[[[140], [150], [999]]]], np.int32)),
     "filled, one sees none": lambda m: filled(m, np.array([[[[-2], [9]]]], np.int64)),
+    "band to each query": lambda m: banded(m, 197, 197, None, 0),
+    "band behind a cache": lambda m: banded(m, 70, 203, None, 133),
+    "band of a window": lambda m: banded(m, 150, 150, -20, 0, added=True),
+    "band around each query": lambda m: banded(m, 90, 131, -70, 65, size=40),
+    "band from each query": lambda m: banded(m, 133, 260, 3, None),
+    "band of few queries": lambda m: banded(m, 5, 300, 40, 295),
     "filled, windows": lambda m: filled(m, 60 + np.arange(24, dtype=np.int32).reshape(1, 1, 24, 1), window=20),
 }
 """Every form by name; each adds one answer to a model."""

@@ -16,6 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from flashmem.base.types import DType
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.strided import Dimension, StridedView, merged
@@ -74,15 +77,50 @@ class ScoreStep:
 
 
 @dataclass(frozen=True)
+class Band:
+    """The keys that queries see: query r of a matrix sees those from r + `since` to r + `until`. None: no limit.
+
+    Every query sees at least one key.
+    """
+
+    since: int | None
+    until: int | None
+
+    @property
+    def limits(self) -> list[int]:
+        """The limits that there are, in this order."""
+        return [each for each in (self.since, self.until) if each is not None]
+
+    def moved(self, start: int) -> Band:
+        """The band of the queries from `start` on."""
+        since, until = (None if each is None else each + start for each in (self.since, self.until))
+        return Band(since, until)
+
+    def seen(self, rows: int, keys: int) -> NDArray[np.bool_]:
+        """The mask of the keys that each of `rows` queries sees, [rows, keys]."""
+        distance = np.arange(keys) - np.arange(rows)[:, None]
+        every = np.ones((rows, keys), bool)
+        return every & (self.since is None or distance >= self.since) & (self.until is None or distance <= self.until)
+
+    def pairs(self, rows: int, keys: int) -> int:
+        """The number of pairs of a query and a key that it sees."""
+        numbers = np.arange(rows)
+        first = np.zeros(rows, int) if self.since is None else np.clip(numbers + self.since, 0, keys)
+        end = np.full(rows, keys) if self.until is None else np.clip(numbers + self.until + 1, 0, keys)
+        return int(np.maximum(end - first, 0).sum())
+
+
+@dataclass(frozen=True)
 class Scores:
     """The operators on scores between product and softmax: `steps` over `shape`, scores of all queries.
 
-    `guarded`: NaN weights, those of a query that sees no key, count as 0.
+    `guarded`: NaN weights, those of a query that sees no key, count as 0. `band`: the keys that a query sees after all steps.
     """
 
     shape: tuple[int, ...]
     steps: tuple[ScoreStep, ...]
     guarded: bool = False
+    band: Band | None = None
 
     def nodes(self, operands: list[Value]) -> tuple[Value, tuple[Node, ...]]:
         """The score after the product, and the steps as nodes on it and `operands`."""
@@ -193,6 +231,8 @@ def _scores(
     scores: Scores, chosen: _Range, rows: int, operands: Sequence[Value]
 ) -> tuple[Scores, list[AxisRange | None]] | None:
     """The steps on the scores of `chosen`, and the ranges of their operands."""
+    if scores.band is not None and chosen.kind == "row":
+        scores = replace(scores, band=scores.band.moved(chosen.start))
     shape = scores.shape
     queries = math.prod(shape[:-1])
     if not operands:

@@ -23,14 +23,12 @@ from flashmem.compiler.ir.view_nodes import constant_factor
 from flashmem.compiler.operators import is_elementwise
 from flashmem.compiler.operators.attention import Scores, ScoreStep, access, stack
 from flashmem.compiler.operators.rewriting import reshaped
+from flashmem.compiler.passes.attention_band import LOWEST, split_band
 from flashmem.compiler.passes.fusion import MAX_EPILOGUE, MAX_OPERANDS
 from flashmem.target.kernel_configs.attention import LARGEST_HEAD
 
 MOST_ENDS = 256
 """The most ends of masks by position that every work-item looks at."""
-
-LOWEST = -1e30
-"""A score of this or less has no weight beside others."""
 
 
 @dataclass(frozen=True)
@@ -210,9 +208,10 @@ def _scores(product: Value, softmax: Node, chain: Sequence[Node], behind: _Behin
     if shape is None:
         return None
     inside = {product, *(node.outputs[0] for node in chain)}
+    hidden, band = split_band(product, chain) or (None, None)
     operands: dict[tuple[Value, tuple[int, ...]], _Operand] = {}
     keys: dict[tuple[Node, Value], tuple[Value, tuple[int, ...]]] = {}
-    steps = [node for node in chain if node.op != "Reshape"]
+    steps = [node for node in chain if node.op != "Reshape" and node is not hidden]
     for node in steps:
         for value in node.inputs:
             if value is not None and value not in inside:
@@ -225,8 +224,8 @@ def _scores(product: Value, softmax: Node, chain: Sequence[Node], behind: _Behin
     registers: dict[Value, int] = {product: 0}
     made: list[ScoreStep] = []
     for node in chain:
-        if node.op == "Reshape":
-            registers[node.outputs[0]] = registers[node.input(0)]
+        if node.op == "Reshape" or node is hidden:
+            registers[node.outputs[0]] = next(registers[value] for value in node.inputs if value in inside)
             continue
         inputs = tuple(
             None if value is None else registers[value] if value in inside else at[keys[node, value]] for value in node.inputs
@@ -236,7 +235,7 @@ def _scores(product: Value, softmax: Node, chain: Sequence[Node], behind: _Behin
     read = list(operands.values())
     if behind.dropped is not None:
         read.append(_operand(behind.dropped, behind.shape, shape))
-    return Scores(shape, tuple(made), behind.guarded), read
+    return Scores(shape, tuple(made), behind.guarded, band), read
 
 
 def _filled(chain: Sequence[Node], keys: int) -> Value | None:

@@ -27,7 +27,8 @@ from tests.support.paths import DATA
 
 SOME = (
     "few, masked", "three queries", "one query", "standard, masked", "197 queries", "257 of one channel", "heads of 160",
-    "guarded", "causal", "strided", "filled", "filled, one query", "filled, one sees none",
+    "guarded", "causal", "strided", "filled", "filled, one query", "filled, one sees none", "band to each query",
+    "band of a window", "band around each query", "band of few queries",
 )  # fmt: skip
 """The forms that differ between devices."""
 
