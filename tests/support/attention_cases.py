@@ -273,6 +273,10 @@ FORMS: dict[str, Callable[[Model], None]] = {
     "filled, one query": lambda m: filled(m, np.array([[[[37]]]], np.int64), 1024),
     "filled, all": lambda m: filled(m, np.array([[[[140], [150], [999]]]], np.int32)),
     "filled, one sees none": lambda m: filled(m, np.array([[[[-2], [9]]]], np.int64)),
+    "filled, many queries": lambda m: filled(m, (np.arange(300, dtype=np.int32) * 7 % 390 + 3).reshape(1, 1, 300, 1), 400),
+    "filled, many, one sees none": lambda m: filled(
+        m, np.where(np.arange(70) == 41, 0, 9 + np.arange(70)).reshape(1, 1, 70, 1)
+    ),
     "band to each query": lambda m: banded(m, 197, 197, None, 0),
     "band behind a cache": lambda m: banded(m, 70, 203, None, 133),
     "band of a window": lambda m: banded(m, 150, 150, -20, 0, added=True),

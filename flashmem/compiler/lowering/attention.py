@@ -124,6 +124,7 @@ def _attention(context: LoweringContext, group: FusionGroup) -> _Attention:
         "guarded": scores.guarded,
         "dropped": dropped.index if dropped else "",
         "filled": STORED[filled.dtype] if filled else "",
+        "by_query": given["filled"] == "queries" and filled is not None and filled.size == rows,
         "band": scores.band or Band(None, None),
     }
     return _Attention(

@@ -3,6 +3,7 @@
 Inputs of `FusedAttention` are the tensors with queries, keys and values, then the operands of `scores`. With attribute
 `dropped` the next input is a boolean for each query, whose answer is 0 where it is true. With attribute `filled` the last input
 has integers, such that no query sees a key from their maximum on, unless one of them is less than 1: a cache is filled so far.
+`filled` is "queries" if there is one for each query, which sees no key from its own on, and "all" otherwise.
 
 Attributes are `query`, `key`, `value` and `answer` (each an `Access`), `batches`, `rows` (queries of a batch), `keys`, and
 `scores`. `scale` multiplies each product of a query and a key, `value_scale` each value. `stacks` are the shapes of the stacks

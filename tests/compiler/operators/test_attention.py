@@ -27,7 +27,8 @@ from tests.support.paths import DATA
 
 SOME = (
     "few, masked", "three queries", "one query", "standard, masked", "197 queries", "257 of one channel", "heads of 160",
-    "guarded", "causal", "strided", "filled", "filled, one query", "filled, one sees none", "band to each query",
+    "guarded", "causal", "strided", "filled", "filled, one query", "filled, one sees none", "filled, many queries",
+    "filled, many, one sees none", "band to each query",
     "band of a window", "band around each query", "band of few queries",
 )  # fmt: skip
 """The forms that differ between devices."""
@@ -173,3 +174,21 @@ def test_any_numbers_of_a_config(config: AttentionConfig, tmp_path: Path, monkey
     channels = config.channels if isinstance(config, KeyBlockConfig) else 0
     lanes = config.lanes if isinstance(config, QueryRowsConfig) else 1
     assert numbers.count((config.keys, channels, lanes)) == (1 if lanes > 1 else 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "filled"),
+    [
+        ("filled, many queries", "queries"),
+        ("filled, one query", "queries"),
+        ("filled", "all"),
+        ("filled, windows", "queries"),
+        ("causal", ""),
+    ],
+)
+def test_queries_have_ends_of_their_own(name: str, filled: str, tmp_path: Path) -> None:
+    """Of two sentences, the ends of both are looked at."""
+    model = Model()
+    FORMS[name](model)
+    [attention] = [node for node in graph_of(model, tmp_path).nodes if node.op == "FusedAttention"]
+    assert attention.attributes["filled"] == filled
