@@ -59,8 +59,8 @@ class _Attention:
 
     @property
     def band(self) -> list[int]:
-        """The limits of the band, if scores have one."""
-        return self.scores.band.limits if self.scores.band else []
+        """The numbers of the band, if scores have one."""
+        return self.scores.band.numbers if self.scores.band else []
 
     @property
     def macs(self) -> int:
@@ -124,7 +124,7 @@ def _attention(context: LoweringContext, group: FusionGroup) -> _Attention:
         "guarded": scores.guarded,
         "dropped": dropped.index if dropped else "",
         "filled": STORED[filled.dtype] if filled else "",
-        "by_query": given["filled"] == "queries" and filled is not None and filled.size == rows,
+        "by_query": given["filled"] == "queries",
         "band": scores.band or Band(None, None),
     }
     return _Attention(

@@ -210,10 +210,10 @@ def _scores(product: Value, softmax: Node, chain: Sequence[Node], behind: _Behin
     if shape is None:
         return None
     inside = {product, *(node.outputs[0] for node in chain)}
-    hidden, band = split_band(product, chain) or (None, None)
+    hiding, band = split_band(product, chain) or ([], None)
     operands: dict[tuple[Value, tuple[int, ...]], _Operand] = {}
     keys: dict[tuple[Node, Value], tuple[Value, tuple[int, ...]]] = {}
-    steps = [node for node in chain if node.op != "Reshape" and node is not hidden]
+    steps = [node for node in chain if node.op != "Reshape" and node not in hiding]
     for node in steps:
         for value in node.inputs:
             if value is not None and value not in inside:
@@ -226,7 +226,7 @@ def _scores(product: Value, softmax: Node, chain: Sequence[Node], behind: _Behin
     registers: dict[Value, int] = {product: 0}
     made: list[ScoreStep] = []
     for node in chain:
-        if node.op == "Reshape" or node is hidden:
+        if node.op == "Reshape" or node in hiding:
             registers[node.outputs[0]] = next(registers[value] for value in node.inputs if value in inside)
             continue
         inputs = tuple(
@@ -243,7 +243,7 @@ def _scores(product: Value, softmax: Node, chain: Sequence[Node], behind: _Behin
 def _filled(chain: Sequence[Node], rows: int, keys: int) -> tuple[Value, str] | None:
     """The ends of the keys that queries see, if one of `chain` replaces all scores from there on by the lowest number.
 
-    "queries" if each of the `rows` queries of every matrix has one of its own, else "all".
+    "queries" if each of the `rows` queries of every matrix has one of its own, modulo their number, else "all".
     """
     for node in chain:
         if node.op == "Where" and node.input(0) is not None and _is_lowest(node.input(2)):
@@ -251,7 +251,7 @@ def _filled(chain: Sequence[Node], rows: int, keys: int) -> tuple[Value, str] | 
             if found is None:
                 continue
             ends, seen = found
-            if ends.size == rows == node.outputs[0].shape[-2] and seen.size == rows * keys:
+            if ends.size == node.outputs[0].shape[-2] and rows % ends.size == 0 and seen.size == ends.size * keys:
                 return ends, "queries"
             if ends.size <= MOST_ENDS:
                 return ends, "all"

@@ -6,6 +6,7 @@ Such a mask needs no operand. Kernels compare the numbers of a query and a key, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,24 +21,32 @@ _ORDINARY = frozenset({"Mul", "Div", "Tanh", "Reshape"})
 """Operators on scores beside a mask. They hide no key."""
 
 
-def split_band(product: Value, chain: Sequence[Node]) -> tuple[Node, Band] | None:
-    """The operator of `chain` that hides the keys outside a band, and the band; None if there is none.
+def split_band(product: Value, chain: Sequence[Node]) -> tuple[list[Node], Band] | None:
+    """The operators of `chain` that hide the keys outside a band, and the band; None if there is none.
 
     Then every query sees a key whose score is ordinary, so hidden ones have no weight. `product` are the scores before `chain`.
     """
     inside = {product, *(node.outputs[0] for node in chain)}
     hiding = [node for node in chain if node.op not in _ORDINARY and not _adds_numbers(node, inside)]
-    if len(hiding) != 1:
+    if not hiding:
         return None
-    [node] = hiding
-    shape, behind = node.outputs[0].shape, chain[chain.index(node) + 1 :]
-    if shape[-2:] != product.shape[-2:] or any(other.op not in ("Add", "Reshape") for other in behind):
+    behind = chain[chain.index(hiding[0]) + 1 :]
+    if any(node.op not in ("Add", "Reshape") and node not in hiding for node in behind):
         return None
-    seen = _seen(node, inside)
-    if seen is None or seen.size != shape[-2] * shape[-1] or seen.shape[-2:] != shape[-2:]:
+    masks = [_seen(node, inside) for node in hiding]
+    shape = hiding[0].outputs[0].shape[-2:]
+    rows = product.shape[-2]
+    if rows % shape[0] or any(node.outputs[0].shape[-2:] != shape for node in hiding):
         return None
-    band = band_of(seen.reshape(shape[-2:]))
-    return None if band is None else (node, band)
+    seen = np.ones(shape, bool)
+    for mask in masks:
+        if mask is None or mask.size != seen.size or mask.shape[-2:] != shape:
+            return None
+        seen &= mask.reshape(shape)
+    band = band_of(seen)
+    if band is None:
+        return None
+    return hiding, band if rows == shape[0] else replace(band, period=shape[0])
 
 
 def _adds_numbers(node: Node, inside: set[Value]) -> bool:

@@ -51,6 +51,7 @@ def attention() -> Halves:
     m = Halves()
     m.attention(1, 40, 70, 16, 16, 0.4, known=causal(40, 70))
     m.attention(1, 75, 75, 16, 16, -0.3, known=causal(75, 75) & (np.arange(75) > np.arange(75)[:, None] - 30))
+    m.attention(1, 75, 60, 16, 16, 0.5, known=causal(25, 60) & (np.arange(60) > np.arange(25)[:, None]), sharing=3)
     m.attention(1, 20, 90, 16, 16, 0.2, mask=causal(20, 90))
     return m
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -34,10 +34,25 @@ def test_every_mask(rows: int, keys: int) -> None:
             np.testing.assert_array_equal(band.seen(rows, keys), seen)
             assert band.pairs(rows, keys) == seen.sum()
             for start in range(rows):
-                np.testing.assert_array_equal(band.moved(start).seen(rows - start, keys), seen[start:])
+                moved = band.moved(start, rows)
+                assert moved is not None
+                np.testing.assert_array_equal(moved.seen(rows - start, keys), seen[start:])
 
 
-def test_limits() -> None:
-    assert Band(None, 3).limits == [3]
-    assert Band(-2, 0).limits == [-2, 0]
-    assert Band(None, None).limits == []
+def test_numbers() -> None:
+    assert Band(None, 3).numbers == [3]
+    assert Band(-2, 0, 4).numbers == [-2, 0, 4]
+    assert Band(None, None).numbers == []
+
+
+def test_parts_of_a_band_of_several_heads() -> None:
+    """Within a period, or from the start of one; otherwise there is none."""
+    band, keys = Band(-1, 2, 4), 9
+    seen = band.seen(12, keys)
+    assert band.pairs(12, keys) == seen.sum()
+    np.testing.assert_array_equal(seen[4:8], Band(-1, 2).seen(4, keys))
+    for start, stop in combinations(range(13), 2):
+        moved = band.moved(start, stop)
+        assert (moved is None) == (start % 4 != 0 and start // 4 != (stop - 1) // 4)
+        if moved is not None:
+            np.testing.assert_array_equal(moved.seen(stop - start, keys), seen[start:stop])
