@@ -55,7 +55,9 @@ def _adds_numbers(node: Node, inside: set[Value]) -> bool:
         return False
     added = [value for value in node.inputs if value not in inside]
     return all(
-        value is not None and value.constant is not None and bool((np.abs(value.constant.array()) < -LOWEST).all())
+        value is not None
+        and value.constant is not None
+        and bool((np.abs(value.constant.array().astype(np.float64)) < -LOWEST).all())
         for value in added
     )
 
@@ -68,14 +70,18 @@ def _seen(node: Node, inside: set[Value]) -> NDArray[np.bool_] | None:
             return None
         seen = np.asarray(condition.constant.array(), bool)
         hidden, kept = (second, first) if first in inside else (first, second)
-        if kept not in inside or hidden.constant is None or not bool((hidden.constant.array() <= LOWEST).all()):
+        if (
+            kept not in inside
+            or hidden.constant is None
+            or not bool((hidden.constant.array().astype(np.float64) <= LOWEST).all())
+        ):
             return None
         return seen if kept is first else ~seen
     if node.op == "Add":
         masks = [value for value in node.inputs if value not in inside]
         if len(masks) != 1 or masks[0] is None or masks[0].constant is None:
             return None
-        mask = masks[0].constant.array()
+        mask = masks[0].constant.array().astype(np.float64)  # halves cannot be compared with LOWEST
         seen = mask == 0
         return seen if bool((seen | (mask <= LOWEST)).all()) else None
     return None
