@@ -192,11 +192,8 @@ class Attention(Shape):
         turned = g.node("Transpose", [k], (1, self.heads, self.width, keys), perm=[0, 1, 3, 2])
         scores = g.node("MatMul", [q, turned], (1, self.heads, self.rows, keys))
         scaled = g.node("Mul", [scores, g.weight()], scores.shape)
-        if self.causal:  # by ends that are given, so that no mask is a weight, whose numbers would be arbitrary
-            ends = constant("ends", np.arange(1, self.rows + 1, dtype=np.int32).reshape(1, 1, -1, 1))
-            given = g.node("Min", [g.input(1, 1, self.rows, 1, dtype="int32"), ends], ends.shape)  # the larger is given
-            places = constant("places", np.arange(keys, dtype=np.int32).reshape(1, 1, 1, -1))
-            seen = g.node("Less", [places, given], (1, 1, self.rows, keys))
+        if self.causal:
+            seen = constant("seen", np.tri(self.rows, keys, dtype=bool).reshape(1, 1, self.rows, keys))
             scaled = g.node("Where", [seen, scaled, constant("lowest", np.array(np.finfo(np.float32).min))], scores.shape)
         weights = g.node("Softmax", [scaled], scores.shape, axis=-1)
         return g.finish(g.node("MatMul", [weights, v], q.shape))

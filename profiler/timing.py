@@ -1,7 +1,8 @@
 """Device time of one operator's kernels, from profiling events, for tuning and the kernel benchmark.
 
 Launches are repeated on one queue, without counting the first ones, and the median is used. It is the time from a kernel's
-start to its end, without the host's time to enqueue it. Everything is resident, and weights keep their places over all repeats.
+start to its end, without the host's time to enqueue it; or that of a run among others (`Stand.time_in_a_row`), which an event
+of its own would lengthen. Everything is resident, and weights keep their places over all repeats.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from flashmem.runtime.engine.executor import Command, Resources, make_steps
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import CompiledProgram, Context, Memory, event_seconds
 from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.opencl.launching import PreparedLaunch
 from flashmem.target.descriptor import DeviceDescriptor
 
 _BLOCK = 16 << 20  # bytes written at a time
@@ -36,6 +38,16 @@ _FEWEST, _MOST = 3, 60
 _SECONDS = 0.04  # device time for which an operator is repeated
 _BATCH = 10
 _HOPELESS = 0.5  # seconds from which the first launch is not repeated
+_IN_A_ROW, _ROW_SECONDS = 20, 0.02  # the most runs of an operator one after the other, and about the longest such row
+_HOLD = """
+__kernel void hold(__global float* x, const int steps)
+{
+    float a = x[get_global_id(0)];
+    for (int i = 0; i < steps; ++i) a = a * 0.999f + 0.001f;
+    x[get_global_id(0)] = a;
+}
+"""
+_HOLD_STEPS = 250_000  # half a ms, in which the host enqueues a row
 _LAYOUT = ("movement",)
 """Kernels that only rearrange data that another operator of a model would have left in place."""
 
@@ -76,6 +88,7 @@ class Stand:
         self._ledger = Ledger(self.context, None)
         self._held: dict[tuple[object, ...], Memory] = {}
         self._programs: dict[str, CompiledProgram] = {}
+        self._hold: PreparedLaunch | None = None
 
     def __enter__(self) -> Stand:
         return self
@@ -89,6 +102,7 @@ class Stand:
         self._let_go()
 
     def _let_go(self) -> None:
+        self._hold = None
         self._held.clear()
         self._ledger.close()
         self._ledger = Ledger(self.context, None)
@@ -212,6 +226,35 @@ class Stand:
         while len(times) < repeats:
             times += self._play(commands, min(_BATCH, repeats - len(times)))
         return Timed(statistics.median(times), min(times), len(times), len(commands))
+
+    def time_in_a_row(self, commands: Sequence[Command], rows: int = 7, slow: float = math.inf) -> float:
+        """Seconds of one run of `commands` among others, as in a model: the median of `rows` rows of runs.
+
+        On a GPU. The device is kept busy until a row is enqueued, so host time is excluded. What takes longer than `slow` is
+        timed alone.
+
+        Raises:
+            RunError: the device refuses a launch, or fails.
+        """
+        if self._hold is None:
+            program = self.context.build(_HOLD, ())
+            arguments = [self._buffer(("hold",), POOL_ALIGNMENT), np.int32(_HOLD_STEPS)]
+            self._hold = self.queue.prepare(program.kernel("hold", arguments), (32,), (32,))
+        self._play(commands, 1)  # the very first launch is slower than any other
+        [first] = self._play(commands, 1)
+        if first > min(slow, _HOPELESS):
+            return first
+        runs = max(2, min(_IN_A_ROW, round(_ROW_SECONDS / max(first, 1e-9))))
+        launches = [self.queue.prepare(each.kernel, each.global_size, each.local_size) for each in commands]
+        found = []
+        for _ in range(rows):
+            self.queue.launch(self._hold)
+            *_, begin = [self.queue.launch(each) for each in launches]
+            self.queue.launch_all(launches * (runs - 1))
+            *_, end = [self.queue.launch(each) for each in launches]
+            self.queue.finish()
+            found.append((event_seconds(end)[1] - event_seconds(begin)[1]) / runs)
+        return statistics.median(found)
 
     def _play(self, commands: Sequence[Command], count: int) -> list[float]:
         events = [[self._launch(each) for each in commands] for _ in range(count)]

@@ -2,16 +2,16 @@
 
     python -m benchmarks.kernels.operators [--device D] [--seconds S] [--json FILE] [--plot FILE.png] [--markdown FILE]
 
-On an NVIDIA GPU: cuBLAS, cuDNN and scaled_dot_product_attention of PyTorch, float32 without TF32, by CUDA events. On a CPU:
-OpenBLAS through numpy for products, and single operators of ONNX Runtime for convolutions and attention. Flashmem is timed by
-OpenCL's profiling events, on every memory path of the device, with the configs and the tuning database of its descriptor.
-Medians; ratios are the peer's time over flashmem's. Everything is resident. Layout conversions around a convolution are not
-counted.
+On an NVIDIA GPU: cuBLAS, cuDNN and scaled_dot_product_attention of PyTorch, float32 without TF32. Both sides are timed as in
+a model, by events around 20 runs one after the other, which a CUDA graph, or the queue of a busy device, holds: an event
+around a single launch would add 1.3 to 4 us to it. On a CPU: OpenBLAS through numpy for products, and single operators of ONNX
+Runtime for convolutions and attention; flashmem is timed by OpenCL's profiling events. Every memory path of the device is
+measured, with the configs and the tuning database of its descriptor. Medians; ratios are the peer's time over flashmem's.
+Everything is resident. Layout conversions around a convolution are not counted.
 
 The groups "tensor cores", "convolutions by tensor cores" and "attention by tensor cores" are measured on halves on the
-buffer path: by the configs of the descriptor, by those without tensor cores, and by PyTorch in float16. Masks of causal
-attention are computed before. "products in tf32" and "convolutions in tf32" are measured likewise with `--precision tf32`,
-beside PyTorch with TF32 on.
+buffer path: by the configs of the descriptor, by those without tensor cores, and by PyTorch in float16. "products in tf32" and
+"convolutions in tf32" are measured likewise with `--precision tf32`, beside PyTorch with TF32 on.
 
 Each shape is written to `--json` after its measurement. After `--seconds`, no further shape begins. `--models` adds whole
 models with everything resident, compared with PyTorch's eager mode (benchmarks/kernels/models.py). `--from FILE` measures
@@ -42,7 +42,6 @@ from benchmarks.kernels.peers import Peer, peer_of
 from flashmem.base.files import written_whole
 from flashmem.base.types import MemoryPath, Precision
 from flashmem.compiler.lowering.program import Generated
-from flashmem.profiler.shapes import Attention
 from flashmem.profiler.timing import Stand, generated
 from flashmem.runtime.engine.executor import Command
 from flashmem.runtime.opencl.context import CompiledProgram
@@ -148,8 +147,7 @@ class Bench:
                 future.result()
                 program = self.stand.build(work.made[path])
                 layouts = getattr(work.case.shape, "layouts", False)
-                causal = isinstance(work.case.shape, Attention) and work.case.shape.causal
-                families = FAMILIES if causal or isinstance(work.case.shape, Decode) else ()
+                families = FAMILIES if isinstance(work.case.shape, Decode) else ()
                 ready[path] = self.stand.commands(work.made[path], program, layouts=layouts, families=families)
             except Exception as error:
                 self._failed(work, path, error)
@@ -158,7 +156,7 @@ class Bench:
                 try:
                     if path not in work.failed:
                         self._pause()
-                        times.setdefault(path, []).append(self.stand.time(ready[path]).seconds)
+                        times.setdefault(path, []).append(self._seconds(ready[path]))
                 except Exception as error:
                     self._failed(work, path, error)
             try:
@@ -175,6 +173,10 @@ class Bench:
             "seconds": {who: statistics.median(found) for who, found in times.items() if found and who not in work.failed},
             "kernels": {path: _kernels(made) for path, made in work.made.items()},
         }  # fmt: skip
+
+    def _seconds(self, commands: Sequence[Command]) -> float:
+        """Seconds of one run, among others on a GPU, as PyTorch's."""
+        return self.stand.time_in_a_row(commands) if self.device.kind == "gpu" else self.stand.time(commands).seconds
 
     def _pause(self) -> None:
         if self.device.kind != "gpu":

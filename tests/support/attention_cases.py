@@ -203,6 +203,54 @@ def filled(m: Model, ends: Array, keys: int = 150, *, window: int = 0) -> None:
     m.answer(m.merged(m.op("MatMul", m.op("Softmax", scores, axis=-1), v), batch, rows, 64))
 
 
+def filled_in_rows(m: Model, ends: Array, keys: int = 150) -> None:
+    """Grouped heads over a cache: the queries of two heads that share a key are rows of one product."""
+    rows = ends.size
+    q, k, v = m.heads(1, rows, 4, 16), m.heads(1, keys, 2, 16), m.heads(1, keys, 2, 16)
+    scores = m.op("MatMul", m.op("Reshape", q, m.shape(1, 2, 2 * rows, 16)), m.turned(k))
+    seen = m.op("Less", m.constant(np.arange(keys)[None], np.int32), m.given(ends.reshape(1, 1, rows, 1)))
+    scores = m.op("Where", seen, m.op("Reshape", scores, m.shape(1, 4, rows, keys)), m.constant(LOWEST))
+    weights = m.op("Reshape", m.op("Softmax", scores, axis=-1), m.shape(1, 2, 2 * rows, keys))
+    answer = m.op("Reshape", m.op("MatMul", weights, v), m.shape(1, 4, rows, 16))
+    m.answer(m.merged(answer, 1, rows, 64))
+
+
+def grouped(m: Model, rows: int, window: int) -> None:
+    """Grouped heads, causal or with a window: the queries of two heads that share a key are rows of one product."""
+    q, k, v = m.heads(2, rows, 4, 16), m.heads(2, rows, 2, 16), m.heads(2, rows, 2, 16)
+    distance = np.arange(rows) - np.arange(rows)[:, None]
+    seen = m.constant((distance <= 0) & (distance > -window), np.bool_)
+    scores = m.op("MatMul", m.op("Reshape", q, m.shape(2, 2, 2 * rows, 16)), m.turned(k))
+    scores = m.op("Where", seen, m.op("Reshape", scores, m.shape(2, 4, rows, rows)), m.constant(LOWEST))
+    weights = m.op("Reshape", m.op("Softmax", scores, axis=-1), m.shape(2, 2, 2 * rows, rows))
+    answer = m.op("Reshape", m.op("MatMul", weights, v), m.shape(2, 4, rows, 16))
+    m.answer(m.merged(answer, 2, rows, 64))
+
+
+def masked_twice(m: Model) -> None:
+    """GPT-Neo: a window by Where, then a causal mask by Add."""
+    q, k, v = (m.heads(1, 50, 2, 16) for _ in range(3))
+    near = np.tri(50, dtype=bool) & (np.arange(50) > np.arange(50)[:, None] - 20)
+    scores = m.op("Where", m.constant(near, np.bool_), m.op("MatMul", q, m.turned(k)), m.constant(LOWEST))
+    scores = m.op("Add", scores, m.constant(np.where(np.tri(50, dtype=bool), 0, LOWEST)))
+    m.answer(m.merged(m.op("MatMul", m.op("Softmax", scores, axis=-1), v), 1, 50, 32))
+
+
+def banded(m: Model, rows: int, keys: int, low: int | None, high: int | None, *, added: bool = False, size: int = 16) -> None:
+    """Each query sees the keys from its number + `low` to its number + `high`; None: no limit."""
+    q, k, v = m.heads(2, rows, 3, size), m.heads(2, keys, 3, size), m.heads(2, keys, 3, size)
+    distance = np.arange(keys) - np.arange(rows)[:, None]
+    seen = (low is None or distance >= low) & ((high is None) | (distance <= (high or 0)))
+    scores = m.op("Mul", m.op("MatMul", q, m.turned(k)), m.constant(0.3))
+    if added:
+        mask = np.where(np.broadcast_to(seen, (rows, keys)), 0, -np.inf)
+        scores = m.op("Add", m.op("Add", scores, m.constant(mask)), m.constant(m.generator.uniform(1, 2, (3, rows, keys))))
+    else:
+        hidden = ~np.broadcast_to(seen, (1, 1, rows, keys))
+        scores = m.op("Where", m.constant(hidden, np.bool_), m.constant(LOWEST), scores)
+    m.answer(m.merged(m.op("MatMul", m.op("Softmax", scores, axis=-1), v), 2, rows, 3 * size))
+
+
 def standard(m: Model) -> None:
     """ONNX's own operator: grouped heads, causal, with a soft cap."""
     q, k, v = m.input(2, 4, 9, 8), m.input(2, 2, 9, 8), m.input(2, 2, 9, 8)
@@ -258,6 +306,20 @@ FORMS: dict[str, Callable[[Model], None]] = {
     "filled, one query": lambda m: filled(m, np.array([[[[37]]]], np.int64), 1024),
     "filled, all": lambda m: filled(m, np.array([[[[140], [150], [999]]]], np.int32)),
     "filled, one sees none": lambda m: filled(m, np.array([[[[-2], [9]]]], np.int64)),
+    "filled, shared keys": lambda m: filled_in_rows(m, 5 + np.arange(45, dtype=np.int32) * 3 % 140),
+    "filled, many queries": lambda m: filled(m, (np.arange(300, dtype=np.int32) * 7 % 390 + 3).reshape(1, 1, 300, 1), 400),
+    "filled, many, one sees none": lambda m: filled(
+        m, np.where(np.arange(70) == 41, 0, 9 + np.arange(70)).reshape(1, 1, 70, 1)
+    ),
+    "grouped": lambda m: grouped(m, 40, 99),
+    "grouped, a window": lambda m: grouped(m, 70, 12),
+    "masked twice": masked_twice,
+    "band to each query": lambda m: banded(m, 197, 197, None, 0),
+    "band behind a cache": lambda m: banded(m, 70, 203, None, 133),
+    "band of a window": lambda m: banded(m, 150, 150, -20, 0, added=True),
+    "band around each query": lambda m: banded(m, 90, 131, -70, 65, size=40),
+    "band from each query": lambda m: banded(m, 133, 260, 3, None),
+    "band of few queries": lambda m: banded(m, 5, 300, 40, 295),
     "filled, windows": lambda m: filled(m, 60 + np.arange(24, dtype=np.int32).reshape(1, 1, 24, 1), window=20),
 }
 """Every form by name; each adds one answer to a model."""

@@ -29,6 +29,7 @@ CODES: dict[KernelConfig, str] = {
     PlainContraction("c", 8, 4, 4, (8, 8)): "8-4-4-8x8-0-0-1",
     PlainContraction("c", 8, 4, 4, (8, 8), half=16): "8-4-4-8x8-0-0-1-16",
     StagedContraction("c", 4, 8, (2, 16), k_block=64, two_stage=True, slice_k=8): "4-8-4-2x16-64-1-8",
+    StagedContraction("c", 8, 8, (8, 8), k_block=32, two_stage=True, slice_k=2, split_k=4): "8-8-4-8x8-32-1-2-x4",
     SlicedContraction("c", 8, 8, lanes=128, steps=8): "8-8-4-1x1-0-0-128-8",
     TensorContraction("c", 2, 16, (32, 4), k_block=64, pipeline=3, slice_k=2): "2-16-4-32x4-64-2-2-t",
     Tf32Contraction("c", 4, 8, (16, 8), k_block=32, pipeline=3, slice_k=2): "4-8-4-16x8-32-2-2-tf",

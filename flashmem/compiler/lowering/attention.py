@@ -13,7 +13,7 @@ from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.strided import Dimension
 from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
 from flashmem.compiler.lowering.pointwise import PointwiseBody
-from flashmem.compiler.operators.attention import Access, Scores
+from flashmem.compiler.operators.attention import Access, Band, Scores
 from flashmem.compiler.operators.vector import STORED, scalar_literal
 from flashmem.compiler.selection.attention_form import KeyBlock, QueryRows, TensorForm, form_of, split_form, tensor_form
 from flashmem.program.launches import Arg, KernelShape
@@ -58,10 +58,16 @@ class _Attention:
         return float(self.group.main.attributes["scale"])
 
     @property
+    def band(self) -> list[int]:
+        """The numbers of the band, if scores have one."""
+        return self.scores.band.numbers if self.scores.band else []
+
+    @property
     def macs(self) -> int:
-        """Multiplications of both products."""
+        """Multiplications of both products, of scores that are not hidden."""
         w, (query, _, value, _) = self.workload, self.accesses
-        return w.batches * w.rows * w.columns * (query.channels + value.channels)
+        pairs = self.scores.band.pairs(w.rows, w.columns) if self.scores.band else w.rows * w.columns
+        return w.batches * pairs * (query.channels + value.channels)
 
     @property
     def shape(self) -> KernelShape:
@@ -118,6 +124,8 @@ def _attention(context: LoweringContext, group: FusionGroup) -> _Attention:
         "guarded": scores.guarded,
         "dropped": dropped.index if dropped else "",
         "filled": STORED[filled.dtype] if filled else "",
+        "by_query": given["filled"] == "queries",
+        "band": scores.band or Band(None, None),
     }
     return _Attention(
         group,
@@ -228,7 +236,7 @@ def _launch_tensor(context: LoweringContext, attention: _Attention, config: Tens
     )
     pointers = [*map(context.operand, attention.tensors[:3]), context.tensor(attention.group.output), *masks]
     pointers += [*attention.dropped, *attention.filled, *context.operand_args(epilogue)]
-    numbers = [w.batches, w.rows, w.columns, w.batches * w.rows, *attention.starts, *attention.ends, *strides]
+    numbers = [w.batches, w.rows, w.columns, w.batches * w.rows, *attention.starts, *attention.ends, *strides, *attention.band]
     context.launch(
         attention.group,
         kernel,
@@ -275,7 +283,7 @@ def _launch_whole(context: LoweringContext, attention: _Attention) -> None:
     down = () if isinstance(form, QueryRows) else (form.local[1] * blocks,)
     across = form.lanes * blocks if isinstance(form, QueryRows) else form.across
     items = (across, *down, w.batches)
-    numbers = [w.batches, w.rows, w.columns, w.batches * w.rows, *attention.starts, *attention.ends, *strides]
+    numbers = [w.batches, w.rows, w.columns, w.batches * w.rows, *attention.starts, *attention.ends, *strides, *attention.band]
     context.launch(
         attention.group,
         kernel,
@@ -309,7 +317,7 @@ def _launch_split(context: LoweringContext, attention: _Attention, config: Split
     sizes = [w.batches, w.rows, w.columns, w.batches * w.rows, chunks]
     shape = form.described(replace(attention.shape, family="attention"))
     args: list[Arg | int] = [*map(context.operand, attention.tensors[:3]), context.tensor(parts), *attention.filled]
-    args += [*context.operand_args(epilogue), *sizes, *attention.starts, *attention.ends, *strides]
+    args += [*context.operand_args(epilogue), *sizes, *attention.starts, *attention.ends, *strides, *attention.band]
     of_operands = sum(context.nbytes(operand.value) for operand in epilogue.operands)
     nbytes = attention.nbytes - context.nbytes(group.output) + context.nbytes(parts) + of_operands
     items = (form.lanes * chunks, -(-w.rows // form.rows), w.batches)

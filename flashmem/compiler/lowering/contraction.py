@@ -232,6 +232,7 @@ def lower_packed(
     if family != "matmul":
         dims = [*dims[:9], packing.group_panels, *dims[9:]]
     epilogue = context.epilogue(group, tile.vector)
+    split = tile.split_k
     kernel = context.kernels.kernel(
         "contraction/matmul_sliced" if tile.sliced else _TEMPLATES[family],
         t=tile,
@@ -239,7 +240,7 @@ def lower_packed(
         transposed=node.op == "ConvTranspose",
         attributes=context.attributes(tile.group),
         **values,
-        **context.epilogue_values(epilogue),
+        **(context.epilogue_values(epilogue) if split == 1 else _NO_EPILOGUE),
     )
     x, y = context.operand(node.input(0)), context.tensor(group.output)
     zeros = [context.zeros(dims[3])] if family != "matmul" else []
@@ -254,17 +255,21 @@ def lower_packed(
         for by_block in ([] if in_heads else binding.by_block)
         for each in (replace(blocks, storage=by_block.storage, of=by_block.of),)
     ]
-    operands = [*sampled, *context.operand_args(epilogue)]
+    operands = [*sampled, *(context.operand_args(epilogue) if split == 1 else [])]
+    deep: tuple[int, ...] = ()
     for i, (packed, part) in enumerate(zip(sliced, parts, strict=True)):
         folds = [part.height, part.panels * packing.panel_texels] if tile.texture else []
         places = [group.places] if group.moved is not None else []
         scales = [*binding.args, *(Arg("slice", names[i]) for names in scaling)]
+        if split > 1:
+            sums = Value(f"{group.output.name}.sums{i}", (split, rows, part.panels * tile.panel), "float32")
+            y, places, deep = context.tensor(sums), [], (split,)
         context.launch(
             group,
             kernel,
             [x, packed, y, *zeros, *scales, *operands, *dims, part.first_panel, part.panels, *folds, *places],
-            _launched(node, tile, rows, part.panels, packing.phases),
-            tile.group,
+            (*_launched(node, tile, rows, part.panels, packing.phases), *deep),
+            (*tile.group, *(1 for _ in deep)),
             tile.described(
                 KernelShape(
                     family if tile.sliced else "",
@@ -278,6 +283,36 @@ def lower_packed(
             nbytes=context.nbytes(node.input(0)) + ITEMSIZE[context.storage(group.output)] * rows * part.panels * tile.panel,
             part=f"[{i}]" if len(sliced) > 1 else "",
         )
+        if split > 1:
+            _launch_join(context, group, tile, sums, part, f"[{i}, join]" if len(sliced) > 1 else "[join]")
+
+
+_NO_EPILOGUE = {"epilogue": "", "operands": "", "finish": "", "over": ""}
+"""The values of a kernel that stores its sums as they are (`LoweringContext.epilogue_values`)."""
+
+_JOINING = (64, 1)
+"""The work-group that adds sums: quads of columns of a row."""
+
+
+def _launch_join(
+    context: LoweringContext, group: FusionGroup, tile: ContractionTile, sums: Value, part: PackedSlice, name: str
+) -> None:
+    """Append the launch that adds the `sums` of groups that share the depth, and applies the epilogue."""
+    split, rows, width = sums.shape
+    columns = group.main.outputs[0].shape[-1]
+    epilogue = context.epilogue(group, 4)
+    kernel = context.kernels.kernel(
+        "contraction/join_sums",
+        t=tile.joined(),
+        attributes=context.attributes(_JOINING),
+        **context.epilogue_values(epilogue),
+    )
+    first, wide = part.first_panel * tile.panel, min(width, columns - part.first_panel * tile.panel)
+    args: list[Arg | int] = [context.tensor(sums), context.tensor(group.output), *context.operand_args(epilogue)]
+    args += [split, rows, columns, first, width, *([group.places] if group.moved is not None else [])]
+    shape = KernelShape(rows=rows, columns=wide, depth=split, run=wide, vector=4)
+    nbytes = context.nbytes(sums) + ITEMSIZE[context.storage(group.output)] * rows * wide
+    context.launch(group, kernel, args, (-(-wide // 4), rows), _JOINING, shape, nbytes=nbytes, part=name)
 
 
 def _storage(context: LoweringContext, node: Node, binding: WeightBinding, stageable: bool) -> str:
@@ -316,7 +351,7 @@ def _quantised(context: LoweringContext, workload: Workload, binding: WeightBind
         if isinstance(each, SlicedContraction) and each.fits(workload) and binding.block % each.steps == 0:
             return each, 0
     panel = descriptor.tile.config(workload.family).cut(workload).panel
-    staged = [each for each in listed if isinstance(each, StagedContraction) and each.panel % panel == 0]
+    staged = [each for each in listed if isinstance(each, StagedContraction) and each.panel % panel == 0 and each.split_k == 1]
     times = seconds(descriptor, replace(workload, storage="float32")) if staged else {}
     known = [each for each in staged if each in times]
     if not known:

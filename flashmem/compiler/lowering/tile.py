@@ -9,7 +9,7 @@ from flashmem.base.types import DType
 from flashmem.compiler.lowering.quantisation import QuantisationParameters
 from flashmem.compiler.operators.vector import STORED, Vector
 from flashmem.program.launches import KernelShape
-from flashmem.target.kernel_configs.contraction import Contraction, SlicedContraction, Winograd
+from flashmem.target.kernel_configs.contraction import Contraction, PlainContraction, SlicedContraction, Winograd
 from flashmem.target.kernel_configs.tensor_cores import TensorContraction
 
 _ELEMENT = {"float32": "float", "float16": "half", "int4": "uchar", "uint4": "uchar"}
@@ -92,6 +92,11 @@ class ContractionTile:
     def slice_k(self) -> int:
         """Parts of a work-group that share the depth."""
         return self.config.parts
+
+    @property
+    def split_k(self) -> int:
+        """Work-groups that share the depth."""
+        return self.config.groups_deep
 
     @property
     def sliced(self) -> int:
@@ -208,6 +213,10 @@ class ContractionTile:
     def panel_items(self, panels: str) -> str:
         """Work-items in the second direction, as a C expression."""
         return panels if self.panels == 1 else f"({panels} + {self.panels - 1}) / {self.panels}"
+
+    def joined(self) -> ContractionTile:
+        """The tile of the launch that adds the sums of groups that share the depth: four outputs of a row at a time."""
+        return replace(self, config=PlainContraction(self.config.name, 1, 4, 4), texture=False, packed_panel=0)
 
     def launched(self, rows: int, panels: int) -> tuple[int, int]:
         """Work-items in both directions."""

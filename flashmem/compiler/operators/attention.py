@@ -3,6 +3,7 @@
 Inputs of `FusedAttention` are the tensors with queries, keys and values, then the operands of `scores`. With attribute
 `dropped` the next input is a boolean for each query, whose answer is 0 where it is true. With attribute `filled` the last input
 has integers, such that no query sees a key from their maximum on, unless one of them is less than 1: a cache is filled so far.
+`filled` is "queries" if query r sees no key from the end r on, modulo the number of ends, and "all" otherwise.
 
 Attributes are `query`, `key`, `value` and `answer` (each an `Access`), `batches`, `rows` (queries of a batch), `keys`, and
 `scores`. `scale` multiplies each product of a query and a key, `value_scale` each value. `stacks` are the shapes of the stacks
@@ -15,6 +16,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from flashmem.base.types import DType
 from flashmem.compiler.ir.graph import Node, Value
@@ -74,15 +78,58 @@ class ScoreStep:
 
 
 @dataclass(frozen=True)
+class Band:
+    """The keys that queries see: query r of a matrix sees those from r + `since` to r + `until`. None: no limit.
+
+    With `period`, r is a query's number modulo `period`: the rows of a matrix are those of several heads. Every query sees at
+    least one key.
+    """
+
+    since: int | None
+    until: int | None
+    period: int | None = None
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers that there are, in this order."""
+        return [each for each in (self.since, self.until, self.period) if each is not None]
+
+    def moved(self, start: int, stop: int) -> Band | None:
+        """The band of the queries from `start` to `stop`; None if they begin within a period and end behind it."""
+        if self.period is None or start // self.period == (stop - 1) // self.period:
+            first = start if self.period is None else start % self.period
+            since, until = (None if each is None else each + first for each in (self.since, self.until))
+            return Band(since, until)
+        return self if start % self.period == 0 else None
+
+    def _rows(self, rows: int) -> NDArray[np.int64]:
+        return np.arange(rows) % (self.period or rows)
+
+    def seen(self, rows: int, keys: int) -> NDArray[np.bool_]:
+        """The mask of the keys that each of `rows` queries sees, [rows, keys]."""
+        distance = np.arange(keys) - self._rows(rows)[:, None]
+        every = np.ones((rows, keys), bool)
+        return every & (self.since is None or distance >= self.since) & (self.until is None or distance <= self.until)
+
+    def pairs(self, rows: int, keys: int) -> int:
+        """The number of pairs of a query and a key that it sees."""
+        numbers = self._rows(rows)
+        first = np.zeros(rows, int) if self.since is None else np.clip(numbers + self.since, 0, keys)
+        end = np.full(rows, keys) if self.until is None else np.clip(numbers + self.until + 1, 0, keys)
+        return int(np.maximum(end - first, 0).sum())
+
+
+@dataclass(frozen=True)
 class Scores:
     """The operators on scores between product and softmax: `steps` over `shape`, scores of all queries.
 
-    `guarded`: NaN weights, those of a query that sees no key, count as 0.
+    `guarded`: NaN weights, those of a query that sees no key, count as 0. `band`: the keys that a query sees after all steps.
     """
 
     shape: tuple[int, ...]
     steps: tuple[ScoreStep, ...]
     guarded: bool = False
+    band: Band | None = None
 
     def nodes(self, operands: list[Value]) -> tuple[Value, tuple[Node, ...]]:
         """The score after the product, and the steps as nodes on it and `operands`."""
@@ -145,7 +192,9 @@ def attention_tile(node: Node, span: AxisRange) -> TiledNode | None:
     if scores is None:
         return None
     count = chosen.stop - chosen.start
-    counts = {"batches": count} if chosen.kind == "batch" else {"rows": count}
+    counts: dict[str, Any] = {"batches": count} if chosen.kind == "batch" else {"rows": count}
+    if chosen.kind == "row" and given["filled"]:
+        counts = {**counts, "filled": "all"}
     changed = {"query": query, "key": key, "value": stored, "answer": replace(answer, start=0), "scores": scores[0], **counts}
     return TiledNode((*needs, *scores[1], *filled), {**given, **changed})
 
@@ -193,6 +242,11 @@ def _scores(
     scores: Scores, chosen: _Range, rows: int, operands: Sequence[Value]
 ) -> tuple[Scores, list[AxisRange | None]] | None:
     """The steps on the scores of `chosen`, and the ranges of their operands."""
+    if scores.band is not None and chosen.kind == "row":
+        band = scores.band.moved(chosen.start, chosen.stop)
+        if band is None:
+            return None
+        scores = replace(scores, band=band)
     shape = scores.shape
     queries = math.prod(shape[:-1])
     if not operands:

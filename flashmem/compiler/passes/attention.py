@@ -23,14 +23,12 @@ from flashmem.compiler.ir.view_nodes import constant_factor
 from flashmem.compiler.operators import is_elementwise
 from flashmem.compiler.operators.attention import Scores, ScoreStep, access, stack
 from flashmem.compiler.operators.rewriting import reshaped
+from flashmem.compiler.passes.attention_band import LOWEST, split_band
 from flashmem.compiler.passes.fusion import MAX_EPILOGUE, MAX_OPERANDS
 from flashmem.target.kernel_configs.attention import LARGEST_HEAD
 
 MOST_ENDS = 256
 """The most ends of masks by position that every work-item looks at."""
-
-LOWEST = -1e30
-"""A score of this or less has no weight beside others."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class _Operand:
 class _Match:
     """A match of attention: its two products, the operators on its scores, and their operands; `scale`: of each score.
 
-    `filled`: see `compiler.operators.attention`.
+    `ends` and `filled`: see `compiler.operators.attention`.
     """
 
     first: Node
@@ -54,7 +52,8 @@ class _Match:
     scores: Scores
     operands: list[_Operand]
     dropped: bool
-    filled: Value | None
+    ends: Value | None
+    filled: str
 
 
 def match_attention(graph: Graph) -> Graph:
@@ -85,7 +84,8 @@ def _attention(softmax: Node, readers: Readers) -> _Match | None:
     steps = _scores(score, softmax, chain, behind)
     if steps is None:
         return None
-    return _Match(first, second, scale, *steps, behind.dropped is not None, _filled(chain, keys))
+    filled = _filled(chain, *product.shape[-2:])
+    return _Match(first, second, scale, *steps, behind.dropped is not None, *(filled or (None, "")))
 
 
 @dataclass(frozen=True)
@@ -210,9 +210,10 @@ def _scores(product: Value, softmax: Node, chain: Sequence[Node], behind: _Behin
     if shape is None:
         return None
     inside = {product, *(node.outputs[0] for node in chain)}
+    hiding, band = split_band(product, chain) or ([], None)
     operands: dict[tuple[Value, tuple[int, ...]], _Operand] = {}
     keys: dict[tuple[Node, Value], tuple[Value, tuple[int, ...]]] = {}
-    steps = [node for node in chain if node.op != "Reshape"]
+    steps = [node for node in chain if node.op != "Reshape" and node not in hiding]
     for node in steps:
         for value in node.inputs:
             if value is not None and value not in inside:
@@ -225,8 +226,8 @@ def _scores(product: Value, softmax: Node, chain: Sequence[Node], behind: _Behin
     registers: dict[Value, int] = {product: 0}
     made: list[ScoreStep] = []
     for node in chain:
-        if node.op == "Reshape":
-            registers[node.outputs[0]] = registers[node.input(0)]
+        if node.op == "Reshape" or node in hiding:
+            registers[node.outputs[0]] = next(registers[value] for value in node.inputs if value in inside)
             continue
         inputs = tuple(
             None if value is None else registers[value] if value in inside else at[keys[node, value]] for value in node.inputs
@@ -236,16 +237,24 @@ def _scores(product: Value, softmax: Node, chain: Sequence[Node], behind: _Behin
     read = list(operands.values())
     if behind.dropped is not None:
         read.append(_operand(behind.dropped, behind.shape, shape))
-    return Scores(shape, tuple(made), behind.guarded), read
+    return Scores(shape, tuple(made), behind.guarded, band), read
 
 
-def _filled(chain: Sequence[Node], keys: int) -> Value | None:
-    """The ends of the keys that queries see, if one of `chain` replaces all scores from there on by the lowest number."""
+def _filled(chain: Sequence[Node], rows: int, keys: int) -> tuple[Value, str] | None:
+    """The ends of the keys that queries see, if one of `chain` replaces all scores from there on by the lowest number.
+
+    "queries" if each of the `rows` queries of every matrix has one of its own, modulo their number, else "all".
+    """
     for node in chain:
         if node.op == "Where" and node.input(0) is not None and _is_lowest(node.input(2)):
-            ends = _ends(node.input(0), keys)
-            if ends is not None and ends.size <= MOST_ENDS:
-                return ends
+            found = _ends(node.input(0), keys)
+            if found is None:
+                continue
+            ends, seen = found
+            if ends.size == node.outputs[0].shape[-2] and rows % ends.size == 0 and seen.size == ends.size * keys:
+                return ends, "queries"
+            if ends.size <= MOST_ENDS:
+                return ends, "all"
     return None
 
 
@@ -253,8 +262,8 @@ def _is_lowest(value: Value) -> bool:
     return value.constant is not None and value.size == 1 and bool(value.constant.array().max() <= LOWEST)
 
 
-def _ends(seen: Value, keys: int) -> Value | None:
-    """x, if `seen` is, or implies, that the number of a key is less than x, which is the same for all keys."""
+def _ends(seen: Value, keys: int) -> tuple[Value, Value] | None:
+    """x, if `seen` is, or implies, that the number of a key is less than x, which is the same for all keys; and that result."""
     node = seen.producer
     if node is None or node.op not in ("And", "Less", "Expand", "Reshape"):
         return None
@@ -270,7 +279,7 @@ def _ends(seen: Value, keys: int) -> Value | None:
         or ends.dtype not in ("int32", "int64")
     ):
         return None
-    return ends if np.array_equal(numbers.constant.array().reshape(-1), np.arange(keys)) else None
+    return (ends, node.outputs[0]) if np.array_equal(numbers.constant.array().reshape(-1), np.arange(keys)) else None
 
 
 def _refined(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
@@ -303,7 +312,7 @@ def _operand(value: Value, domain: tuple[int, ...], refined: tuple[int, ...]) ->
 def _replace(rewriter: Rewriter, match: _Match) -> None:
     """Append a FusedAttention in place of the second product."""
     operands = [reshaped(rewriter, operand.value, operand.shape) for operand in match.operands]
-    filled = [] if match.filled is None else [match.filled]
+    filled = [] if match.ends is None else [match.ends]
     query, key, value, answer = match.first.input(0), match.first.input(1), match.second.input(1), match.second.outputs[0]
     stacks = match.first.outputs[0].shape[:-2], answer.shape[:-2]
     rewriter.add(
@@ -323,5 +332,5 @@ def _replace(rewriter: Rewriter, match: _Match) -> None:
         value_scale=1.0,
         scores=match.scores,
         dropped=match.dropped,
-        filled=match.filled is not None,
+        filled=match.filled,
     )

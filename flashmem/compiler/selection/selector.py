@@ -158,6 +158,8 @@ class KernelSelector:
             self._limited or not request.winograd or (config.steady and self._optimize != "steady")
         ):
             return False
+        if self._limited and isinstance(config, Contraction) and config.groups_deep > 1:  # its sums are a tensor
+            return False
         if "mma" in config.needs and not (request.halves or request.workload.storage == TF32):
             return False
         wide = isinstance(config, Contraction) and request.widest is not None and config.block[1] > request.widest

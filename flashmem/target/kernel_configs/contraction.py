@@ -75,6 +75,11 @@ class Contraction(KernelConfig):
         return 1
 
     @property
+    def groups_deep(self) -> int:
+        """Work-groups that share the depth; a second launch adds their sums."""
+        return 1
+
+    @property
     def half_run(self) -> int:
         """Steps of depth whose products are summed in half; 0 if all are summed in float."""
         return 0
@@ -224,8 +229,9 @@ class StagedContraction(Contraction):
     """A contraction whose work-groups copy a K-block of both operands, `k_block` steps of depth, into local memory at a time.
 
     With `two_stage` a group reads the next K-block while it multiplies one, which needs twice the local memory. It has
-    `slice_k` parts. Each part multiplies its share of every K-block; their sums are added in a fixed order. `half`: as in
-    `PlainContraction`.
+    `slice_k` parts. Each part multiplies its share of every K-block; their sums are added in a fixed order. `split_k` groups
+    each multiply a share of the depth of a product with packed weights, and a second launch adds their sums in order.
+    `half`: as in `PlainContraction`.
     """
 
     kind: ClassVar[str] = "staged"
@@ -234,7 +240,18 @@ class StagedContraction(Contraction):
     k_block: int = field(kw_only=True)
     two_stage: bool = field(default=False, kw_only=True)
     slice_k: int = field(default=1, kw_only=True)
+    split_k: int = field(default=1, kw_only=True)
     half: int = field(default=0, kw_only=True)
+
+    @property
+    def code(self) -> str:
+        """See `KernelConfig.code`."""
+        return super().code + split_code(self)
+
+    @property
+    def groups_deep(self) -> int:
+        """See `Contraction.groups_deep`."""
+        return self.split_k
 
     @property
     def staged_depth(self) -> int:
@@ -261,15 +278,22 @@ class StagedContraction(Contraction):
 
         A wider panel would contain zeros in every group.
         """
-        return super().fits(workload) and in_group(self, workload)
+        return super().fits(workload) and in_group(self, workload) and splits(self, workload)
 
     def cut(self, workload: Workload) -> Self:
-        """The config itself: its work-groups are whole."""
-        return self
+        """The config itself: its work-groups are whole. Only groups of products with packed weights share the depth."""
+        return self if workload.family == "matmul" else replace(self, split_k=1)
 
     def in_float(self) -> Self:
         """See `Contraction.in_float`."""
         return replace(self, half=0)
+
+    def cost(self, workload: Workload, device: EstimatedDevice, compiled: CompiledCost | None = None) -> float:
+        """See `KernelConfig.cost`. Groups that share the depth are like those of more columns."""
+        if self.split_k == 1:
+            return super().cost(workload, device, compiled)
+        share = replace(workload, depth=math.ceil(workload.depth / self.split_k), columns=workload.columns * self.split_k)
+        return super().cost(share, device, compiled) + joining(self, workload, device)
 
 
 @dataclass(frozen=True)
@@ -384,6 +408,31 @@ class StagedWinograd(Winograd):
     def cut(self, workload: Workload) -> Self:
         """The config itself: its work-groups are whole."""
         return self
+
+
+MOST_PARTIAL = 1 << 24
+"""Bytes of sums that the work-groups of one product may exchange through memory."""
+
+_JOIN, _JOINED = 170.0, 12.0
+"""Cost of the launch that adds them, and of each addition, in multiplications: fit an H200, 2026-11-27."""
+
+
+def split_code(config: Contraction) -> str:
+    """The end of the code of a config of which `groups_deep` work-groups share the depth."""
+    return f"-x{config.groups_deep}" if config.groups_deep > 1 else ""
+
+
+def splits(config: Contraction, workload: Workload) -> bool:
+    """Whether `workload` has a share for each group, of two K-blocks at least, and few sums."""
+    count = config.groups_deep
+    sums = 4 * count * workload.rows * math.ceil(workload.columns / config.panel) * config.panel
+    deep = workload.depth >= 2 * count * config.staged_depth and workload.storage not in CODES
+    return count == 1 or (workload.family == "matmul" and deep and sums <= MOST_PARTIAL)
+
+
+def joining(config: Contraction, workload: Workload, device: EstimatedDevice) -> float:
+    """The cost of the launch that adds the sums of groups that share the depth."""
+    return _JOIN + _JOINED * config.groups_deep * workload.rows * workload.columns / device.parallelism
 
 
 def in_group(config: Contraction, workload: Workload) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
 from flashmem.target.kernel_configs.attention import AttentionConfig
 from flashmem.target.kernel_configs.config import CompiledCost, EstimatedDevice, Feature
-from flashmem.target.kernel_configs.contraction import Contraction, StagedContraction, in_group
+from flashmem.target.kernel_configs.contraction import Contraction, StagedContraction, in_group, joining, split_code, splits
 from flashmem.target.kernel_configs.workload import TF32, Workload
 
 _CHUNK = 8
@@ -30,7 +30,8 @@ class TensorContraction(Contraction):
 
     A work-group has `pipeline` K-blocks of both operands in local memory: while it multiplies one, the others are being copied.
     Its `local_size` work-items are warps of 16 x 2, which multiply blocks of 16 * `rows` x 2 * `columns`. It has `slice_k`
-    parts of so many work-items. Each part multiplies its share of every K-block; their sums are added in a fixed order.
+    parts of so many work-items. Each part multiplies its share of every K-block; their sums are added in a fixed order. With
+    `split_k`, as many groups share the depth (`StagedContraction`).
     `columns` are a multiple of 8, a part's share is one of 16 steps, and `pipeline` is 2 to 5. `copiers` further work-items,
     whole warps, only copy; if there are none, all copy. Those that copy are a multiple of the chunks in a line of an operand.
 
@@ -57,6 +58,7 @@ class TensorContraction(Contraction):
     k_block: int = field(kw_only=True)
     pipeline: int = field(kw_only=True)
     slice_k: int = field(default=1, kw_only=True)
+    split_k: int = field(default=1, kw_only=True)
     copiers: int = field(default=0, kw_only=True)
 
     @property
@@ -67,7 +69,12 @@ class TensorContraction(Contraction):
     @property
     def code(self) -> str:
         """See `KernelConfig.code`."""
-        return f"{super().code}-t" + (f"-{self.copiers}" if self.copiers else "")
+        return f"{super().code}-t" + (f"-{self.copiers}" if self.copiers else "") + split_code(self)
+
+    @property
+    def groups_deep(self) -> int:
+        """See `Contraction.groups_deep`."""
+        return self.split_k
 
     @property
     def items(self) -> int:
@@ -128,11 +135,12 @@ class TensorContraction(Contraction):
     def fits(self, workload: Workload) -> bool:
         """Whether it can compute `workload`: weights of its type in a buffer, and whole chunks of the depth of each tap."""
         whole = workload.depth // workload.taps % self.chunk == 0
-        return workload.path == "buffer" and workload.storage == self.storage and whole and in_group(self, workload)
+        stored = workload.path == "buffer" and workload.storage == self.storage
+        return stored and whole and in_group(self, workload) and splits(self, workload)
 
     def cut(self, workload: Workload) -> Self:
-        """The config itself: its work-groups are whole."""
-        return self
+        """See `StagedContraction.cut`."""
+        return self if workload.family == "matmul" else replace(self, split_k=1)
 
     def in_float(self) -> StagedContraction:
         """A config for the same packed weights and a left operand of another type."""
@@ -142,9 +150,11 @@ class TensorContraction(Contraction):
     def cost(self, workload: Workload, device: EstimatedDevice, compiled: CompiledCost | None = None) -> float:
         """See `KernelConfig.cost`. The work-groups of a core share its copies and its matrix units."""
         down, across = self.block
-        groups = workload.batches * math.ceil(workload.rows / down) * math.ceil(workload.columns / across)
+        groups = workload.batches * math.ceil(workload.rows / down) * math.ceil(workload.columns / across) * self.split_k
         rounds = math.ceil(groups / max(1, device.parallelism // _CORE))
-        return rounds * workload.depth * (self.copy * (down + across) + down * across / self.rate) / _CORE
+        depth = math.ceil(workload.depth / self.split_k)
+        time = rounds * depth * (self.copy * (down + across) + down * across / self.rate) / _CORE
+        return time + (joining(self, workload, device) if self.split_k > 1 else 0.0)
 
 
 @dataclass(frozen=True)

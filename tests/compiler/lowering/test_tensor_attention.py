@@ -45,15 +45,25 @@ class Halves(Model):
         return self.generator.uniform(-0.5, 1.5, shape).astype(np.float16).astype(np.float32)
 
     def attention(
-        self, heads: int, rows: int, keys: int, size: int, width: int, scale: float, mask: Any = None, added: Any = None
-    ) -> None:
-        """Attention of `heads` heads; `mask` has the keys that a query sees, `added` is added to its scores."""
+        self, heads: int, rows: int, keys: int, size: int, width: int, scale: float, mask: Any = None, added: Any = None,
+        known: Any = None, sharing: int = 1,
+    ) -> None:  # fmt: skip
+        """Attention of `heads` heads; `mask` and `known`, a constant, have the keys that a query sees, `added` is added.
+
+        `known` is the mask of each of `sharing` heads, whose queries are rows of one product.
+        """
         q, k, v = self.numbers(1, heads, rows, size), self.numbers(1, heads, keys, size), self.numbers(1, heads, keys, width)
         query, key, value = self.stored(q), self.stored(k), self.stored(v)
         scores = self.op("Mul", self.op("MatMul", query, self.turned(key)), self.constant(scale))
         exact = scale * (q.astype(np.float64) @ k.astype(np.float64).swapaxes(-1, -2))
         if mask is not None:
             scores, exact = self.op("Where", self.given(mask), scores, self.constant(LOWEST)), np.where(mask, exact, LOWEST)
+        if known is not None:
+            apart, together = (1, heads * sharing, rows // sharing, keys), (1, heads, rows, keys)
+            scores = self.op("Reshape", scores, self.shape(*apart))
+            scores = self.op("Where", self.constant(known, bool), scores, self.constant(LOWEST))
+            scores = self.op("Reshape", scores, self.shape(*together))
+            exact = np.where(known, exact.reshape(apart), LOWEST).reshape(together)
         if added is not None:
             scores, exact = self.op("Add", scores, self.given(added)), exact + added
         answer = self.op("MatMul", self.op("Softmax", scores, axis=-1), value)
@@ -75,6 +85,7 @@ def model(*, complete: bool) -> Halves:
     m = Halves()
     m.attention(2, 150, 203, 40, 40, 1 / math.sqrt(40))
     m.attention(1, 150, 280, 16, 24, 0.3, mask=causal(150, 280))
+    m.attention(2, 150, 280, 64, 64, 0.3, known=causal(150, 280))
     if not complete:
         return m
     m.attention(3, 70, 300, 64, 64, -0.2)
@@ -85,6 +96,10 @@ def model(*, complete: bool) -> Halves:
     m.attention(2, 70, 330, 32, 32, 1.0, added=hidden)
     none = causal(66, 400) & (np.arange(66) != 9)[:, None]
     m.attention(1, 66, 400, 64, 40, 0.1, mask=none)
+    window = causal(200, 200) & (np.arange(200) > np.arange(200)[:, None] - 70)
+    m.attention(2, 200, 200, 32, 32, -0.4, known=window)
+    m.attention(1, 140, 100, 32, 32, 0.4, known=causal(70, 100), sharing=2)
+    m.attention(1, 100, 300, 64, 64, 0.2, known=np.arange(300) - np.arange(100)[:, None] >= 150)
     return m
 
 

@@ -32,7 +32,7 @@ SHIPPED = [
     config for name in descriptor_names() for config in load_descriptor(name).configs if isinstance(config, TensorContraction)
 ]
 HERE = sorted(list_devices(), key=lambda device: (not device.mma, device.descriptor_name))
-LAST = [[each for each in SHIPPED if each.storage == storage][-1] for storage in ("float16", TF32)]
+LAST = [[each for each in SHIPPED if each.storage == storage and each.split_k == 1][-1] for storage in ("float16", TF32)]
 CASES = [(config, HERE[0]) for config in SHIPPED] + [(config, device) for config in LAST for device in HERE[1:]]
 """Every config on one runtime, with tensor cores if any has them, and one on all: PoCL takes long to build such kernels."""
 
@@ -171,6 +171,7 @@ def test_tf32_changes_products_and_convolutions_only(tmp_path: Path) -> None:
         return [(launch.name, found[launch.kernel].replace(launch.kernel, "")) for launch in bundle.program.launches]
 
     others, those = dict(texts(plain)), dict(texts(rounding))
+    others, those = ({name: text for name, text in each.items() if "[join]" not in name} for each in (others, those))
     by_units = [name for name, text in those.items() if uses_tensor_cores(text)]
     assert [name.split(".")[0] for name in by_units] == ["MatMul_MatMul0", "Conv_Conv1"]
     assert {name: those[name] for name in those if name not in by_units} == {

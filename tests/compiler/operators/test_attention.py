@@ -15,6 +15,7 @@ from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.operators import why_unsupported
+from flashmem.compiler.operators.attention import Band
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.runtime.opencl.devices import descriptor_for
@@ -27,7 +28,9 @@ from tests.support.paths import DATA
 
 SOME = (
     "few, masked", "three queries", "one query", "standard, masked", "197 queries", "257 of one channel", "heads of 160",
-    "guarded", "causal", "strided", "filled", "filled, one query", "filled, one sees none",
+    "guarded", "causal", "strided", "filled", "filled, one query", "filled, one sees none", "filled, many queries",
+    "filled, many, one sees none", "filled, shared keys", "grouped", "grouped, a window", "band to each query",
+    "band of a window", "band around each query", "band of few queries",
 )  # fmt: skip
 """The forms that differ between devices."""
 
@@ -172,3 +175,39 @@ def test_any_numbers_of_a_config(config: AttentionConfig, tmp_path: Path, monkey
     channels = config.channels if isinstance(config, KeyBlockConfig) else 0
     lanes = config.lanes if isinstance(config, QueryRowsConfig) else 1
     assert numbers.count((config.keys, channels, lanes)) == (1 if lanes > 1 else 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "filled"),
+    [
+        ("filled, many queries", "queries"),
+        ("filled, one query", "queries"),
+        ("filled", "all"),
+        ("filled, windows", "queries"),
+        ("filled, shared keys", "queries"),
+        ("causal", ""),
+    ],
+)
+def test_queries_have_ends_of_their_own(name: str, filled: str, tmp_path: Path) -> None:
+    """Of two sentences, the ends of both are looked at."""
+    model = Model()
+    FORMS[name](model)
+    [attention] = [node for node in graph_of(model, tmp_path).nodes if node.op == "FusedAttention"]
+    assert attention.attributes["filled"] == filled
+
+
+@pytest.mark.parametrize(
+    ("name", "band"),
+    [
+        ("standard", Band(None, 0)), ("in rows", Band(None, 5, 6)), ("grouped", Band(None, 0, 40)),
+        ("grouped, a window", Band(-11, 0, 70)), ("masked twice", Band(-19, 0)), ("band of a window", Band(-20, 0)),
+        ("causal", None), ("windowed", None), ("masked", None),
+    ],
+)  # fmt: skip
+def test_masks_that_are_bands_are_no_operands(name: str, band: Band | None, tmp_path: Path) -> None:
+    model = Model()
+    FORMS[name](model)
+    [attention] = [node for node in graph_of(model, tmp_path).nodes if node.op == "FusedAttention"]
+    assert attention.attributes["scores"].band == band
+    masks = {"Where"} & {step.op for step in attention.attributes["scores"].steps}
+    assert not (band and masks)
