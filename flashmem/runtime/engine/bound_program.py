@@ -51,7 +51,7 @@ class WeightStore:
         """Allocate places for the weights as `layout` says.
 
         Args:
-            after: the transfer of another shape variant, whose memory this one reuses (`places_for`, `has_room_for`).
+            after: the transfer of another shape variant, whose memory this one reuses (`leave`, `has_room_for`).
             beside: the transfer of another shape variant, which this one uses too (`serves`).
             resident: the slices that are already loaded there.
 
@@ -135,7 +135,7 @@ class WeightStore:
         """
         mode = self._opened.mode
         stays = staying(plan) & self.resident
-        if mode in ("dma", "interleave"):
+        if mode != "map":
             stays = self._memory(self._opened, self.layout).at_same_place(self._memory(opened, layout), stays)
         if mode == "interleave" and stays != staying(plan):  # kernels would copy slices that are already in their places
             stays = frozenset()
@@ -156,17 +156,13 @@ class WeightStore:
         """Whether the memory objects of weights, and the ring, are those of another shape variant too, so that both stay."""
         here, there = self._memory(self._opened, self.layout), self._memory(opened, layout)
         staged = all(getattr(self.layout, name) == getattr(layout, name) for name in _STAGING)
-        return opened.mode == "dma" and staged and here.has_same_objects(there)
+        return opened.mode in ("dma", "alias") and staged and here.has_same_objects(there)
 
     def _memory(self, opened: OpenedBundle, layout: PoolLayout) -> WeightMemory:
         return weight_memory(layout, opened.program.slices, apart=self._apart)
 
-    def places_for(self, opened: OpenedBundle, layout: PoolLayout) -> Transfer | None:
-        """The transfer whose memory another shape variant can reuse; None, after releasing it, if `layout` differs too much."""
-        moves = opened.mode in ("dma", "interleave")  # objects that differ are replaced
-        if not (moves or share_places(self.layout, layout, opened.mode, slices=(self._opened.slices, opened.slices))):
-            self.release()
-            return None
+    def leave(self) -> Transfer:
+        """The transfer, whose memory another shape variant reuses. No run may be loading, and none can begin afterwards."""
         self.transfer.leave()
         self._give_back("staging")
         return self.transfer
@@ -408,12 +404,11 @@ class BoundProgram:
         stays = self.weights.keep_for(opened, plan, layout)
         self.kernels.forget()
         self.activations.give_back()
-        after = self.weights.places_for(opened, layout)
+        after = self.weights.leave()
         self.opened, self._compiled, self.has_run = opened, kernels, False
         device, ledger = self._device, self.ledger
-        resident = frozenset[str]() if after is None else stays
         # First the weights, which frees what this variant has no use for: its activations may be larger.
-        self.weights = WeightStore(device, opened, ledger, plan, layout, after=after, resident=resident)
+        self.weights = WeightStore(device, opened, ledger, plan, layout, after=after, resident=stays)
         self.activations = Activations(device, opened, ledger, device.queue)
         self.kernels = BoundKernels(device, opened, kernels, self.activations, self.states, self.weights)
 
