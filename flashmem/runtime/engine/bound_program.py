@@ -96,11 +96,25 @@ class WeightStore:
             self._last_schedule = key, made
         return self._last_schedule[1]
 
+    def look_at_memory(self) -> None:
+        """Before loads begin: decide which of them pass through the page cache (`WeightFile.look_at_memory`)."""
+        stays = staying(self.plan)
+        self.transfer.file.look_at_memory(self._streamed if stays <= self.resident else None)
+
+    def _streamed(self) -> tuple[list[tuple[int, int]], int]:
+        """The ranges of the file that each run reads, and bytes that the ledger does not hold yet but a run will."""
+        names, tier = {w.name for w in self.plan.weights} - staying(self.plan), self._opened.tier
+        parts = [part for part in self._opened.program.slices if part.name in names and not (tier and tier.keeps(part))]
+        ranges = sorted({(part.offset, part.file_bytes) for part in parts})
+        held = sum(self.ledger.by_category.get(category, 0) for category in ("weights", "staging"))
+        return ranges, max(0, self.layout.total_bytes - held)
+
     def preload(self) -> None:
         """Load the preload set W, and wait for it. Raises RunError when a load fails."""
         loads = [load for load in self.schedule().loads if load.preload]
         if not loads:
             return
+        self.look_at_memory()
         with self.guarded():
             loader = LoaderRun(self.transfer, loads, {}, threads=self.layout.threads)
             try:

@@ -8,6 +8,13 @@ from typing import Any
 _TEXTS = ("First text.", "Second text.", "Third text.", "Fourth text.")
 
 
+def chat_fields(template: str, marks: Mapping[str, str]) -> dict[str, Any]:
+    """What `language.json` has of a chat template, "" for none: pieces if it has them, else the template itself."""
+    pieces = chat_pieces(template, marks) if template else None
+    whole = {"text": template, "marks": dict(marks)} if template and pieces is None else None
+    return {"chat": pieces, "template": whole}
+
+
 def chat_pieces(template: str, marks: Mapping[str, str]) -> dict[str, str] | None:
     """The text before and between the messages of a conversation; None if the template cannot be cut into such pieces.
 
