@@ -4,7 +4,8 @@ Keys: `pattern` (of `PATTERNS`, for byte pairs; null for SentencePiece), `tokens
 (byte pairs: "a b", the most frequent first), `scores` (SentencePiece: of each token), `space_prefix` (of `SPACE_PREFIXES`),
 `nfc` (whether a text is first brought to Unicode's normal form C), `begin` (a token or null), `ends` (tokens), `chat` (pieces
 of text or null, as the compiler's `frontend/language/chat.py` has them), `template` (a chat template that has no such pieces,
-and the names that it uses: `Template`; null if there is none), `max_length` (tokens that the cache holds).
+or leaves out parts of messages, and the names that it uses: `Template`; null if there is none), `max_length` (tokens that the
+cache holds).
 """
 
 from __future__ import annotations

@@ -50,9 +50,9 @@ def _tokens_of(prompt: Prompt, language: Language, tokenizer: Tokenizer) -> list
 
 def _conversation(messages: Sequence[Message], language: Language, tokenizer: Tokenizer) -> list[int]:
     """The tokens of a conversation. Control tokens are recognised in the template, not in the messages."""
-    chat = language.chat
-    if language.template is not None:
-        return _begun(_rendered(messages, language.template, tokenizer), language)
+    chat, template = language.chat, language.template
+    if template is not None and (chat is None or _has_jinja()):
+        return _begun(_rendered(messages, template, tokenizer), language)
     if chat is None:
         raise UserError("the model has no chat template that flashmem understands; give a text to continue")
     parts: list[tuple[str, bool]] = []
@@ -80,13 +80,17 @@ def _begun(tokens: list[int], language: Language) -> list[int]:
     return tokens if begin is None or tokens[:1] == [begin] else [begin, *tokens]
 
 
+def _has_jinja() -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in ("jinja2", _RENDERER.rpartition(".")[0]))
+
+
 def _rendered(messages: Sequence[Message], template: Template, tokenizer: Tokenizer) -> list[int]:
     """The tokens of a conversation by a template in Jinja. Control tokens are recognised in it, and in what the model said.
 
     Raises:
         UserError: Jinja is not installed; a message is not one; or the template refuses them.
     """
-    if any(importlib.util.find_spec(name) is None for name in ("jinja2", _RENDERER.rpartition(".")[0])):
+    if not _has_jinja():
         raise UserError("the model's chat template needs Jinja here: install flashmem[compile], or give a text to continue")
     given: list[Message] = []
     for message in messages:
