@@ -98,7 +98,8 @@ def open_generator(
     """
     use_one_device()
     if compiling.batch not in (None, 1):
-        raise UserError("--batch is for flashmem compile and flashmem serve; leave it out")
+        drafts = ", and a batch makes no drafts" if draft is not None else ""
+        raise UserError(f"--batch is for flashmem compile and flashmem serve{drafts}; leave it out")
     if draft is None:
         bundle, options = open_language_model(model, compiling, host_budget, process_memory)
         return Generator(bundle, **options)
