@@ -10,7 +10,6 @@ from flashmem.bundle.language import BYTE, CONTROL, UNKNOWN, UNUSED, USER_DEFINE
 from flashmem.runtime.generation.byte_pairs import BytePairs
 from flashmem.runtime.generation.sentence_pieces import SentencePieces
 
-
 BREAK = "\ufdd0"
 """A character that no text has (a noncharacter of Unicode): what it divides is no control token."""
 

@@ -13,7 +13,7 @@ Range = tuple[int, int]
 """Offset and bytes of a range of the file."""
 
 _SLACK = 32 << 20
-"""Bytes that stay free: for pages of the file that are both in the cache and on their way, for libraries, and for other needs."""
+"""Bytes that stay free: for pages of the file that are in the cache and on their way, and for what else the process needs."""
 
 _GROWTH = 1.125
 """The part grows only by this factor, so that it stays the same while free memory changes a little."""

@@ -125,8 +125,8 @@ class AliasTransfer(Transfer):
         self._queue: Queue = context.queue() if after is None else after._queue
         if after is not None:
             self.arrived = after.arrived
-        objects = after._objects if after is not None else None
-        self._objects = WeightObjects(ledger, slices, layout, objects, apart=False, host_visible=True)
+        objects: WeightObjects | None = after._objects if after is not None else None
+        self._objects: WeightObjects = WeightObjects(ledger, slices, layout, objects, apart=False, host_visible=True)
         for part in slices:
             self.memories[part.name] = view(context, self._objects.places[part.name], part)
 

@@ -287,7 +287,7 @@ THINKING = (
 
 
 def test_a_template_that_changes_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rendered by Jinja. Control tokens of the template and of the model's answers are tokens, those in a user's text are not."""
+    """Rendered by Jinja. Control tokens of the template and of answers are tokens, those in a user's text are not."""
     file = SmallLlama(layers=1, template=THINKING).write(tmp_path / "m.gguf")
     made = flashmem.compile(file, tmp_path / "m.flashmem", device="pocl", max_length=160)
     asked: list[Message] = [
