@@ -70,22 +70,23 @@ def test_a_change_loads_nothing_that_both_variants_keep(
             before = which
 
 
-@pytest.mark.parametrize("more", [1.3, 1.5])
+@pytest.mark.parametrize(("mode", "more"), [("dma", 1.3), ("dma", 1.5), ("alias", 1.3)])
 def test_variants_of_a_language_model_stay_bound_and_resident(
-    more: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: TransferMode, more: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planned together they keep the same weights, which are loaded once. States and outputs are those of programs bound
-    anew.
+    anew. In mode dma on a device with memory of its own.
     """
     model = SmallLlama(layers=4, formats=("Q8_0",))
     file = model.write(tmp_path / "m.gguf")
     options: dict[str, Any] = {
-        "device": descriptor_with_own_memory(tmp_path), "memory_path": "buffer", "mode": "dma", "max_length": 64,
-        "build": False,
+        "device": descriptor_with_own_memory(tmp_path) if mode == "dma" else "pocl", "memory_path": "buffer", "mode": mode,
+        "max_length": 64, "build": False,
     }  # fmt: skip
     budget = int(more * smallest_budget(file, tmp_path, **options))
     bundle = flashmem.compile(file, tmp_path / "m.flashmem", budget=budget, **options)
-    give_own_memory(monkeypatch, find_device("pocl"))
+    if mode == "dma":
+        give_own_memory(monkeypatch, find_device("pocl"))
     stays = stays_in(bundle)
     assert len(set(stays)) == 1 and stays[0]
     found: list[list[NDArray[Any]]] = []
@@ -93,7 +94,7 @@ def test_variants_of_a_language_model_stay_bound_and_resident(
     for bound in (True, False):
         if not bound:
             monkeypatch.setattr(BoundProgram, "has_room_for", lambda *given: False)
-        with Generator(bundle, mode="dma") as generator:
+        with Generator(bundle, device="pocl", mode=mode) as generator:
             session, programs = generator._model.session, set[int]()
             for number, length in enumerate((32, 1, 8, 1, 8, 8, 1, 32, 8, 1)):
                 found.append([each.read() for each in generator._model.run([int(t) for t in tokens[:length]], number)])
