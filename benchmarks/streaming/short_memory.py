@@ -95,7 +95,7 @@ def _limited(args: Any, mode: str, side: str, limit: int) -> Row:
 
 def _measured(path: Path, device: str, mode: Any, budget: str | None, runs: int, side: str) -> Row:
     if side == "page cache":
-        WeightFile.look_at_memory = lambda file, streamed=None: None  # type: ignore[method-assign]
+        WeightFile.look_at_memory = lambda *given: None  # type: ignore[method-assign]
     if side == "direct":
         CachedPart.choose = lambda part, ranges, free: []  # type: ignore[method-assign]
     bundle = Bundle.open(path)

@@ -98,12 +98,16 @@ class WeightStore:
 
     def look_at_memory(self) -> None:
         """Before loads begin: decide which of them pass through the page cache (`WeightFile.look_at_memory`)."""
-        stays = staying(self.plan)
-        self.transfer.file.look_at_memory(self._streamed if stays <= self.resident else None)
+        self.transfer.file.look_at_memory(self._streamed)
 
-    def _streamed(self) -> tuple[list[tuple[int, int]], int]:
-        """The ranges of the file that each run reads, and bytes that the ledger does not hold yet but a run will."""
-        names, tier = {w.name for w in self.plan.weights} - staying(self.plan), self._opened.tier
+    def _streamed(self) -> tuple[list[tuple[int, int]], int] | None:
+        """The ranges of the file that each run reads, and bytes that the ledger does not hold yet but a run will; None before
+        all that stays is loaded.
+        """
+        stays = staying(self.plan)
+        if not stays <= self.resident:
+            return None
+        names, tier = {w.name for w in self.plan.weights} - stays, self._opened.tier
         parts = [part for part in self._opened.program.slices if part.name in names and not (tier and tier.keeps(part))]
         ranges = sorted({(part.offset, part.file_bytes) for part in parts})
         held = sum(self.ledger.by_category.get(category, 0) for category in ("weights", "staging"))

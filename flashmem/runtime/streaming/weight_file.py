@@ -110,7 +110,7 @@ class WeightFile:
         self._closing = False
         self._keepers, self._keeping = 1, threading.Lock()
 
-    def look_at_memory(self, streamed: Callable[[], tuple[Sequence[Range], int]] | None = None) -> None:
+    def look_at_memory(self, streamed: Callable[[], tuple[Sequence[Range], int] | None] = lambda: None) -> None:
         """Decide whether the file stays in the page cache: not if memory cannot hold all of it. The kernel would take pages of
         resident weights for it.
 
@@ -118,7 +118,7 @@ class WeightFile:
 
         Args:
             streamed: the ranges that each run reads from now on, and how many bytes of memory it takes for them beyond those
-                that it holds. None: not known yet, so that nothing passes through the page cache.
+                that it holds. None: not known yet; what was chosen before stays.
         """
         now = monotonic()
         if now - self._looked < LOOK_SECONDS:
@@ -127,7 +127,12 @@ class WeightFile:
         self.stays = left is None or left >= self.nbytes
         if self.stays != before:  # what Linux reads ahead beyond a range would take the place of others
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_NORMAL if self.stays else os.POSIX_FADV_RANDOM)
-        ranges, needed = ((), 0) if self.stays or streamed is None else streamed()
+        if self.stays and not self.cached.nbytes:
+            return
+        known = ((), 0) if self.stays else streamed()
+        if known is None:
+            return
+        ranges, needed = known
         free = (room_for_files() or 0) - needed if ranges else 0
         for offset, nbytes in self.cached.choose(ranges, free):
             self._let_pages_go(offset, nbytes)

@@ -92,7 +92,7 @@ def test_runs_find_a_fixed_part_in_the_page_cache(mapped: bool, path: Path, file
         pytest.skip("the file system of the temporary folder has no such reads, or keeps all pages")
 
     def run(known: bool) -> int:
-        file.look_at_memory((lambda: (RANGES, 0)) if known else None)
+        file.look_at_memory(lambda: (RANGES, 0) if known else None)
         before = file.direct.nbytes
         for offset, nbytes in RANGES:
             if mapped:
