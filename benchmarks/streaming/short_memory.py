@@ -2,9 +2,10 @@
 
     python -m benchmarks.streaming.short_memory model.flashmem --device pocl --limits 600MB 450MB [--modes map alias]
 
-Each side is a process in a memory cgroup of a limit (needs root), the file dropped from the page cache before. "direct" is
-what flashmem does: it reads past the page cache (O_DIRECT), in mode `map` into memory of its own. "page cache": the file's
-pages stay there, and the kernel takes what it likes. Inputs are ones, and a position of 100 for a language model. It prints
+Each side is a process in a memory cgroup of a limit (needs root), the file dropped from the page cache before. "parts" is what
+flashmem does: a fixed part of the streamed weights passes through the page cache, as much as memory can hold, and the rest past
+it (O_DIRECT), in mode `map` into memory of its own. "direct": all weights past it. "page cache": the file's pages stay there,
+and the kernel takes what it likes. Inputs are ones, and a position of 100 for a language model. It prints
 for each the median milliseconds of a run, its processor time, the bytes that it loads and those that the disk reads for it,
 and how often the kernel took pages because the limit was reached. Sides take turns, `--rounds` times.
 """
@@ -29,7 +30,10 @@ from benchmarks.worker import drop
 from flashmem import Bundle, Session
 from flashmem.base.units import format_size, parse_size
 from flashmem.bundle.language import IDS, TOTAL
+from flashmem.runtime.streaming.cached_part import CachedPart
 from flashmem.runtime.streaming.weight_file import WeightFile
+
+_SIDES = ("parts", "direct", "page cache")
 
 
 def main() -> None:
@@ -42,7 +46,8 @@ def main() -> None:
     parser.add_argument("--budget", help="of each session; by default the bundle's")
     parser.add_argument("--runs", type=int, default=12, help="of each process; the first two do not count")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--side", choices=("direct", "page cache"), help="measure one of them, in this process")
+    parser.add_argument("--sides", nargs="+", choices=_SIDES, default=_SIDES)
+    parser.add_argument("--side", choices=_SIDES, help="measure one of them, in this process")
     args = parser.parse_args()
     parser.check_device(args.device)
     if args.side:
@@ -54,7 +59,7 @@ def main() -> None:
         sides = {
             f"{mode}, {side}": partial(_limited, args, mode, side, parse_size(limit, what="limit"))
             for mode in args.modes
-            for side in ("direct", "page cache")
+            for side in args.sides
         }
         for name, rows in take_turns(sides, args.rounds).items():
             ended = [row["ended"] for row in rows if "ended" in row]
@@ -90,7 +95,9 @@ def _limited(args: Any, mode: str, side: str, limit: int) -> Row:
 
 def _measured(path: Path, device: str, mode: Any, budget: str | None, runs: int, side: str) -> Row:
     if side == "page cache":
-        WeightFile.look_at_memory = lambda file: None  # type: ignore[method-assign]
+        WeightFile.look_at_memory = lambda *given: None  # type: ignore[method-assign]
+    if side == "direct":
+        CachedPart.choose = lambda part, ranges, free: []  # type: ignore[method-assign]
     bundle = Bundle.open(path)
     sizes = [sum(int(np.prod(port.shape)) for port in each.program.inputs) for each in bundle.variants]
     bundle = bundle.variant(sizes.index(min(sizes)))

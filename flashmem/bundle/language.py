@@ -3,7 +3,9 @@
 Keys: `pattern` (of `PATTERNS`, for byte pairs; null for SentencePiece), `tokens`, `types` (of each token, as in GGUF), `merges`
 (byte pairs: "a b", the most frequent first), `scores` (SentencePiece: of each token), `space_prefix` (of `SPACE_PREFIXES`),
 `nfc` (whether a text is first brought to Unicode's normal form C), `begin` (a token or null), `ends` (tokens), `chat` (pieces
-of text or null, as the compiler's `frontend/language/chat.py` has them), `max_length` (tokens that the cache holds).
+of text or null, as the compiler's `frontend/language/chat.py` has them), `template` (a chat template that has no such pieces,
+or leaves out parts of messages, and the names that it uses: `Template`; null if there is none), `max_length` (tokens that the
+cache holds).
 """
 
 from __future__ import annotations
@@ -98,6 +100,14 @@ PATTERNS: Mapping[str, Pattern] = MappingProxyType(
 
 
 @dataclass(frozen=True)
+class Template:
+    """A chat template in Jinja. `marks`: names that it uses, such as `bos_token`."""
+
+    text: str
+    marks: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Language:
     """What the module's documentation lists; `pattern` is None for a tokenizer of SentencePiece, which has `scores` instead."""
 
@@ -112,6 +122,12 @@ class Language:
     scores: tuple[float, ...] = ()
     space_prefix: str = "never"
     nfc: bool = False
+    template: Template | None = None
+
+    @property
+    def chats(self) -> bool:
+        """Whether it has a chat template of either kind."""
+        return self.chat is not None or self.template is not None
 
     @classmethod
     def from_json(cls, text: bytes) -> Language:
@@ -121,7 +137,10 @@ class Language:
             tokens, types, merges, scores = (tuple(given[name]) for name in ("tokens", "types", "merges", "scores"))
             pattern = None if given["pattern"] is None else PATTERNS[given["pattern"]]
             begin, ends, chat, length = given["begin"], frozenset(given["ends"]), given["chat"], given["max_length"]
-            made = cls(pattern, tokens, types, merges, begin, ends, chat, length, scores, given["space_prefix"], given["nfc"])
+            template = None if given.get("template") is None else Template(**given["template"])
+            made = cls(
+                pattern, tokens, types, merges, begin, ends, chat, length, scores, given["space_prefix"], given["nfc"], template
+            )  # fmt: skip
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise _damaged() from error
         made._check()
@@ -131,8 +150,13 @@ class Language:
         count = len(self.tokens)
         numbers: list[Any] = [*self.ends, *([] if self.begin is None else [self.begin])]
         chat: Mapping[Any, Any] = self.chat if isinstance(self.chat, dict) else {}
+        template, marks = self.template or Template("", {}), dict[Any, Any]()
+        if isinstance(template.marks, dict):
+            marks = template.marks
         right = (
-            all(type(each) is str for each in (*self.tokens, *self.merges, *chat, *chat.values()))
+            all(type(each) is str for each in (*self.tokens, *self.merges, *chat, *chat.values(), template.text))
+            and isinstance(template.marks, dict)
+            and all(type(each) is str for each in (*marks, *marks.values()))
             and all(type(each) is int for each in (*self.types, *numbers, self.max_length))
             and all(isinstance(each, int | float) for each in self.scores)
             and len(self.types) == count > 0

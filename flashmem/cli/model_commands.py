@@ -158,6 +158,9 @@ def generate(
     ] = True,
     host_budget: HostBudget = None,
     process_memory: ProcessMemory = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="After the prompt, answer each line of stdin in the same conversation.")
+    ] = False,
     draft: Annotated[
         Path | None,
         typer.Option(metavar="MODEL", help="A small model with the same tokens, whose drafts are checked."),
@@ -177,7 +180,7 @@ def generate(
 
     chosen = GenerateOptions(
         plain, system, max_new_tokens, temperature, top_k, top_p, repetition_penalty, seed, tuple(stop or ()), json,
-        conversation, speculate, host_budget, draft, process_memory,
+        conversation, speculate, host_budget, draft, process_memory, chat,
     )  # fmt: skip
     generate_text(model, prompt, options, chosen)
 

@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     bundle(generate)
     generate.add_argument("prompt", nargs="?", help="what to answer; none: each line of stdin, in one conversation")
     generate.add_argument("--plain", action="store_true", help="continue the prompt as a text, without a chat template")
+    generate.add_argument("--chat", action="store_true", help="after the prompt, answer each line of stdin too")
     generate.add_argument("--system", metavar="TEXT", help="the system's message before a conversation")
     generate.add_argument("--device", metavar="NAME", help="a device, or 'auto'")
     generate.add_argument("--mode", metavar="NAME", help="how weights are transferred")

@@ -111,12 +111,12 @@ def planned_together(
 ) -> list[OverlapPlan]:
     """The checked plans of shape variants of one bundle that keep the same weights, if they can (`planning.variants`).
 
-    Their own plans otherwise, in modes in which no weights stay between variants, and for first answers where memory is shared.
+    Their own plans otherwise, and for first answers where memory is shared.
     `variants`: each program, and the plan that it has alone.
     """
     objective, plans = limits.resolved_objective, [plan for _, plan in variants]
-    stays = mode == "dma" if not descriptor.shares_memory else mode in ("map", "dma") and objective == "steady"
-    if not stays or limits.budget is None or limits.strategy != "stream" or objective == "paper":
+    together = not descriptor.shares_memory or objective == "steady"
+    if not together or limits.budget is None or limits.strategy != "stream" or objective == "paper":
         return plans
     threads, piece = min(plan.loader_threads for plan in plans), min(plan.piece_bytes for plan in plans)
     problems = []

@@ -57,7 +57,7 @@ def _computed(node: Node, x: list[Array]) -> Array:
         return x[0].reshape(shape)
     if node.op == "Transpose":
         return x[0].transpose(given["perm"])
-    if node.op == "Slice":
+    if node.op in ("Slice", "RowPart"):
         at = [np.arange(n) * step + start for n, start, step in zip(shape, given["starts"], given["steps"], strict=True)]
         return x[0][np.ix_(*at)]
     if node.op == "MatMul":
@@ -81,6 +81,8 @@ def _computed(node: Node, x: list[Array]) -> Array:
         image = x[0][:, : height // down * down, : width // across * across]
         windows = image.reshape(n, height // down, down, width // across, across, channels)
         return np.asarray((np.max if node.op == "MaxPool" else np.mean)(windows, axis=(2, 4)))
+    if node.op == "Concat":
+        return np.concatenate(x, axis=given["axis"])
     if node.op == "Conv":  # 1x1, channels-last
         return np.asarray(x[0] @ x[1].reshape(x[1].shape[:2]).T)
     if node.op == "FusedAttention":

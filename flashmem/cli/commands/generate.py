@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from flashmem.runtime.request.options import read_host_budget
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """The options of `flashmem generate`. `plain`: continue the prompt as a text, without the model's chat template.
+    """The options of `flashmem generate`. `plain`: continue the prompt as a text, without the model's chat template. `chat`:
+    after the prompt, answer each line of stdin in the same conversation.
 
     `conversation`: a file with which a conversation goes on, and to which it is saved after each answer. `draft`: a small model
     that drafts answers.
@@ -46,10 +48,11 @@ class GenerateOptions:
     host_budget: str | None = None
     draft: Path | None = None
     process_memory: str | None = None
+    chat: bool = False
 
 
 def generate_text(model: Path, prompt: str | None, compiling: CompileOptions, options: GenerateOptions) -> None:
-    """Answer `prompt`, or each line of stdin in one conversation, with a bundle or a GGUF file.
+    """Answer `prompt`, or each line of stdin in one conversation, or both, with a bundle or a GGUF file.
 
     Raises:
         UserError: a file or an option is invalid.
@@ -59,19 +62,23 @@ def generate_text(model: Path, prompt: str | None, compiling: CompileOptions, op
         raise UserError("--system is a message of a conversation; leave out either --system or --plain")
     if options.conversation is not None and options.plain:
         raise UserError("--conversation keeps messages, which --plain does not have; leave out one of them")
+    if options.chat and options.plain:
+        raise UserError("--chat is a conversation, and --plain continues a text; leave out one of them")
     if options.plain and prompt is None:
         raise UserError("--plain continues a text; give one after the model")
     if options.draft is not None and not options.speculate:
         raise UserError("--draft makes drafts, and --no-speculate checks none; leave out one of them")
     with open_generator(model, compiling, options.draft, options.host_budget, options.process_memory) as generator:
         saved = options.conversation
-        if prompt is not None and (options.plain or (generator.language.chat is None and saved is None)):
+        asked = prompt is not None and not options.chat and saved is None
+        if prompt is not None and (options.plain or (asked and not generator.language.chats)):
             _answer(generator, prompt, options)
             return
         messages: list[Message] = [] if options.system is None else [{"role": "system", "content": options.system}]
         if saved is not None and saved.exists():
             messages = generator.restore(saved) or messages
-        for line in [prompt] if prompt is not None else _lines():
+        given = [] if prompt is None else [prompt]
+        for line in chain(given, _lines() if options.chat or prompt is None else ()):
             messages.append({"role": "user", "content": line})
             messages.append({"role": "assistant", "content": _answer(generator, messages, options)})
             if saved is not None:
@@ -91,7 +98,8 @@ def open_generator(
     """
     use_one_device()
     if compiling.batch not in (None, 1):
-        raise UserError("--batch is for flashmem compile and flashmem serve; leave it out")
+        drafts = ", and a batch makes no drafts" if draft is not None else ""
+        raise UserError(f"--batch is for flashmem compile and flashmem serve{drafts}; leave it out")
     if draft is None:
         bundle, options = open_language_model(model, compiling, host_budget, process_memory)
         return Generator(bundle, **options)

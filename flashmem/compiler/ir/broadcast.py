@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flashmem.compiler.ir.graph import Value
-from flashmem.compiler.ir.strided import broadcast_strides, merged
+from flashmem.compiler.ir.strided import broadcast_strides, merged, row_major
 
 
 def matrix_of(shape: Sequence[int], split: int | None = None) -> tuple[int, int]:
@@ -48,14 +48,31 @@ class Operand:
 
 def place(value: Value, domain: Sequence[int], split: int, *, size_as: Number = str, stride_as: Number = str) -> Operand | None:
     """The operand `value` at (row, col) of `domain`; None if its columns are neither contiguous nor all the same."""
-    strides = broadcast_strides(value.shape, domain)
+    strides, start = _places(value, domain)
     columns, column_strides = domain[split:], strides[split:]
     row = affine(domain[:split], strides[:split], "row", size_as=size_as, stride_as=stride_as)
-    if all(stride == 0 for stride in column_strides):
-        return Operand(value, row, True)
-    if affine(columns, column_strides, "col") != "col":
+    spread = all(stride == 0 for stride in column_strides)
+    if not spread and affine(columns, column_strides, "col") != "col":
         return None
-    return Operand(value, "col" if row == "0" else f"{row} + col", False)
+    terms = [*([row] if row != "0" else []), *([stride_as(start)] if start else []), *([] if spread else ["col"])]
+    return Operand(value, " + ".join(terms) or "0", spread)
+
+
+def _places(value: Value, domain: Sequence[int]) -> tuple[list[int], int]:
+    """The strides of `value` in `domain`, and its first element, in the memory that it is read from."""
+    part = row_part(value)
+    if part is None:
+        return broadcast_strides(value.shape, domain), 0
+    whole, start = part
+    sizes = [1] * (len(domain) - len(value.shape)) + list(value.shape)
+    strides = [0] * (len(domain) - len(whole.shape)) + row_major(whole.shape)
+    return [0 if size == 1 else stride for size, stride in zip(sizes, strides, strict=True)], start
+
+
+def row_part(value: Value) -> tuple[Value, int] | None:
+    """The tensor of whose rows `value` is a part, and the first column (`compiler.passes.row_parts`); None if it is none."""
+    node = value.producer
+    return (node.input(0), int(node.attributes["starts"][-1])) if node is not None and node.op == "RowPart" else None
 
 
 def best_split(domain: Sequence[int], values: Sequence[Value]) -> int:

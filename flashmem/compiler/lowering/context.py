@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import UserError
 from flashmem.base.types import ITEMSIZE, SLACK, TENSOR_ALIGNMENT, MemoryPath, StoredType
+from flashmem.compiler.ir.broadcast import row_part
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.limits import ELEMENTS
@@ -169,7 +170,8 @@ class LoweringContext:
         return str(self.tensor(value).value) if self.buffers.aliases.base(value) in self._asked else None
 
     def operand(self, value: Value) -> Arg:
-        """The argument for a tensor or a constant."""
+        """The argument for a tensor or a constant, which a kernel reads in row-major order."""
+        assert row_part(value) is None, f"{value.name} is read as a whole, but is a part of rows"
         base = self.buffers.aliases.base(value)
         return self.tensor(value) if base.constant is None else self.constant(base)
 
@@ -371,5 +373,8 @@ class LoweringContext:
 
     def operand_args(self, body: PointwiseBody) -> list[Arg]:
         """The arguments of a pointwise body's operands and of its numbers, in order."""
-        operands = [self.operand(operand.value) for operand in body.operands]
+        operands = []
+        for value in (operand.value for operand in body.operands):
+            part = row_part(value)
+            operands.append(self.operand(value if part is None else part[0]))
         return operands + [Arg("int", number) for number in body.numbers]

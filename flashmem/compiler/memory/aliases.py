@@ -1,5 +1,7 @@
 """Alias analysis: values that are contiguous ranges of others, because a Reshape or a Slice moves no data.
 
+The elements of a RowPart are read in its source (`compiler.passes.row_parts`).
+
 The elements of a Reshape are its source's. The elements of a Slice are a range of its source if they are contiguous. They are
 so if the Slice keeps whole dimensions after the first one that it cuts, and one index in each before it. Kernels can use the
 range as a tensor if it starts where a buffer may start, at a multiple of TENSOR_ALIGNMENT bytes.
@@ -35,7 +37,7 @@ class AliasAnalysis:
         self._found: dict[Value, Alias] = {}
         self._results = {unreshaped(port.value) for port in graph.outputs}
         for node in graph.nodes:
-            if node.op in ("Reshape", "Slice"):
+            if node.op in ("Reshape", "Slice", "RowPart"):
                 self.of(node.outputs[0])
 
     def of(self, value: Value) -> Alias:
@@ -64,9 +66,9 @@ class AliasAnalysis:
     def _source(self, value: Value) -> tuple[Value, int] | None:
         """The value of which `value` is a range, and the first element of that range."""
         node = value.producer
-        if node is None or node.op not in ("Reshape", "Slice"):
+        if node is None or node.op not in ("Reshape", "Slice", "RowPart"):
             return None
-        if node.op == "Reshape":
+        if node.op != "Slice":
             return node.input(0), 0
         start = _first_of_range(node)
         itemsize = 2 if self._half and value.dtype == "float32" else ITEMSIZE[value.dtype]

@@ -19,6 +19,7 @@ from itertools import pairwise
 from types import MappingProxyType
 
 from flashmem.base.types import ITEMSIZE, SLACK, TENSOR_ALIGNMENT, StoredType
+from flashmem.compiler.ir.broadcast import row_part
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.memory.aliases import AliasAnalysis
@@ -191,7 +192,9 @@ class _Trees:
         return _Item(base, ITEMSIZE[self._storage(base)] * base.size, 0, first, [])
 
     def _span(self, value: Value) -> tuple[Value, int, int]:
-        """The value of which `value` is a range, and its bytes in it."""
+        """The value of which `value` is a range, or a part of rows of a range, and that range's bytes in it."""
+        part = row_part(value)
+        value = value if part is None else part[0]
         found = self._aliases.of(value)
         itemsize = ITEMSIZE[self._storage(found.base)]
         return found.base, found.start * itemsize, (found.start + value.size) * itemsize
@@ -298,7 +301,7 @@ class _Trees:
             return
         for value in possible:
             base = self._aliases.base(value)
-            if value.shape != output.shape or value.dtype != output.dtype or base not in self._item_of:
+            if value.shape != output.shape or value.dtype != output.dtype or base not in self._item_of or row_part(value):
                 continue
             _, start, end = self._span(value)
             alike = self._storage(base) == self._storage(output)

@@ -396,6 +396,8 @@ register(
         "Slice", (ANY, INDEX), check=all_of(constant_inputs(1, 2, 3, 4), _check_slice), rewrite=_rewrite_slice,
         kernel="slice", layout="either", remap=per_dimension_last("starts", "steps"), tiling=sliced_tile,
     ),
+    # A Slice of the columns of a product, which elementwise operators read where it is (`compiler.passes.row_parts`).
+    Operator("RowPart", (ANY,), kernel="slice", onnx=False),
     Operator("Split", (ANY, INDEX), check=all_of(constant_inputs(1), _check_split), rewrite=_rewrite_split),
     Operator(
         "Tile", (ANY, INDEX), check=all_of(constant_inputs(1), _check_tile), rewrite=_rewrite_tile, kernel="tile",

@@ -24,6 +24,7 @@ from flashmem.compiler.passes.normalization import match_normalizations
 from flashmem.compiler.passes.qdq_fusion import fuse_qdq
 from flashmem.compiler.passes.quantised_caches import quantise_caches
 from flashmem.compiler.passes.rotary import match_rotary
+from flashmem.compiler.passes.row_parts import fold_row_parts
 from flashmem.compiler.passes.rows_as_images import rows_as_images
 from flashmem.compiler.passes.split_matmul import split_matmuls
 from flashmem.compiler.passes.transpose_hoisting import hoist_transposes
@@ -72,6 +73,8 @@ PASSES = (
     Pass("quantise-caches", quantise_caches, requires=("decomposed", "attention folded")),
     # Scatters read their updates through views, without data movement: new rows of a cache are no tensor of their own.
     Pass("fold-update-views", fold_update_views, requires=("decomposed", "attention folded")),
+    # Elementwise operators read columns of a product where they are.
+    Pass("fold-row-parts", fold_row_parts, requires=("decomposed",)),
 )
 """All passes, in order. Fusion (`compiler.passes.fusion`) follows: it groups nodes and does not change the graph."""
 

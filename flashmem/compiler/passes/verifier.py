@@ -134,6 +134,7 @@ RULES: Mapping[Form, Mapping[str, Callable[[Node], str | None]]] = {
         "Reshape": _same_elements,
         "Transpose": _transposed,
         "Slice": _sliced,
+        "RowPart": _sliced,
         "Concat": _joined,
         "MatMul": _product,
     },

@@ -19,6 +19,7 @@ from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.operators import REGISTRY
 from flashmem.compiler.operators.tiling_interface import AxisRange, TiledNode
 from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.passes.row_parts import copied_row_parts
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ def in_patches(graph: Graph, chains: Sequence[Chain]) -> Graph:
         at = chain.last + 1
     for group in range(at, len(groups)):
         writer.copy_all(nodes[group + 1])
-    return writer.rewriter.graph(graph)
+    return copied_row_parts(writer.rewriter.graph(graph))
 
 
 class _Writer:

@@ -51,7 +51,7 @@ class WeightStore:
         """Allocate places for the weights as `layout` says.
 
         Args:
-            after: the transfer of another shape variant, whose memory this one reuses (`places_for`, `has_room_for`).
+            after: the transfer of another shape variant, whose memory this one reuses (`leave`, `has_room_for`).
             beside: the transfer of another shape variant, which this one uses too (`serves`).
             resident: the slices that are already loaded there.
 
@@ -96,11 +96,29 @@ class WeightStore:
             self._last_schedule = key, made
         return self._last_schedule[1]
 
+    def look_at_memory(self) -> None:
+        """Before loads begin: decide which of them pass through the page cache (`WeightFile.look_at_memory`)."""
+        self.transfer.file.look_at_memory(self._streamed)
+
+    def _streamed(self) -> tuple[list[tuple[int, int]], int] | None:
+        """The ranges of the file that each run reads, and bytes that the ledger does not hold yet but a run will; None before
+        all that stays is loaded.
+        """
+        stays = staying(self.plan)
+        if not stays <= self.resident:
+            return None
+        names, tier = {w.name for w in self.plan.weights} - stays, self._opened.tier
+        parts = [part for part in self._opened.program.slices if part.name in names and not (tier and tier.keeps(part))]
+        ranges = sorted({(part.offset, part.file_bytes) for part in parts})
+        held = sum(self.ledger.by_category.get(category, 0) for category in ("weights", "staging"))
+        return ranges, max(0, self.layout.total_bytes - held)
+
     def preload(self) -> None:
         """Load the preload set W, and wait for it. Raises RunError when a load fails."""
         loads = [load for load in self.schedule().loads if load.preload]
         if not loads:
             return
+        self.look_at_memory()
         with self.guarded():
             loader = LoaderRun(self.transfer, loads, {}, threads=self.layout.threads)
             try:
@@ -135,7 +153,7 @@ class WeightStore:
         """
         mode = self._opened.mode
         stays = staying(plan) & self.resident
-        if mode in ("dma", "interleave"):
+        if mode != "map":
             stays = self._memory(self._opened, self.layout).at_same_place(self._memory(opened, layout), stays)
         if mode == "interleave" and stays != staying(plan):  # kernels would copy slices that are already in their places
             stays = frozenset()
@@ -156,17 +174,13 @@ class WeightStore:
         """Whether the memory objects of weights, and the ring, are those of another shape variant too, so that both stay."""
         here, there = self._memory(self._opened, self.layout), self._memory(opened, layout)
         staged = all(getattr(self.layout, name) == getattr(layout, name) for name in _STAGING)
-        return opened.mode == "dma" and staged and here.has_same_objects(there)
+        return opened.mode in ("dma", "alias") and staged and here.has_same_objects(there)
 
     def _memory(self, opened: OpenedBundle, layout: PoolLayout) -> WeightMemory:
         return weight_memory(layout, opened.program.slices, apart=self._apart)
 
-    def places_for(self, opened: OpenedBundle, layout: PoolLayout) -> Transfer | None:
-        """The transfer whose memory another shape variant can reuse; None, after releasing it, if `layout` differs too much."""
-        moves = opened.mode in ("dma", "interleave")  # objects that differ are replaced
-        if not (moves or share_places(self.layout, layout, opened.mode, slices=(self._opened.slices, opened.slices))):
-            self.release()
-            return None
+    def leave(self) -> Transfer:
+        """The transfer, whose memory another shape variant reuses. No run may be loading, and none can begin afterwards."""
         self.transfer.leave()
         self._give_back("staging")
         return self.transfer
@@ -408,12 +422,11 @@ class BoundProgram:
         stays = self.weights.keep_for(opened, plan, layout)
         self.kernels.forget()
         self.activations.give_back()
-        after = self.weights.places_for(opened, layout)
+        after = self.weights.leave()
         self.opened, self._compiled, self.has_run = opened, kernels, False
         device, ledger = self._device, self.ledger
-        resident = frozenset[str]() if after is None else stays
         # First the weights, which frees what this variant has no use for: its activations may be larger.
-        self.weights = WeightStore(device, opened, ledger, plan, layout, after=after, resident=resident)
+        self.weights = WeightStore(device, opened, ledger, plan, layout, after=after, resident=stays)
         self.activations = Activations(device, opened, ledger, device.queue)
         self.kernels = BoundKernels(device, opened, kernels, self.activations, self.states, self.weights)
 

@@ -152,9 +152,9 @@ def sharing_memory(
 ) -> list[PlannedVariant]:
     """The shape variants of a session with a budget of `limit` bytes, with weights in memory objects that they share.
 
-    In modes that copy. Without a limit, memory is at most that of the largest.
+    In mode "map" they share pages of the file. Without a limit, memory is at most that of the largest.
     """
-    if len(variants) == 1 or mode not in ("dma", "interleave"):
+    if len(variants) == 1 or mode == "map":
         return list(variants)
     room = max(each.layout.home_bytes for each in variants)
     if limit is not None:

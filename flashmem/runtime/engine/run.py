@@ -47,6 +47,8 @@ class Run:
     ) -> None:
         self.bound, self.schedule, self._done = bound, schedule, done
         weights = bound.weights
+        if schedule.loads:
+            weights.look_at_memory()
         self.loader = begin_loads(weights.transfer, schedule, threads=weights.layout.threads, done=done, admit=admit)
 
     def execute(

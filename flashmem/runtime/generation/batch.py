@@ -172,17 +172,23 @@ class BatchGenerator:
     arrival.
     """
 
-    def __init__(self, bundle: Bundle | str | Path, **options: Unpack[OpeningOptions]) -> None:
-        """Open a session; the arguments are those of `Generator`, without a draft model.
+    def __init__(
+        self, bundle: Bundle | str | Path, *, draft: Bundle | str | Path | None = None, **options: Unpack[OpeningOptions]
+    ) -> None:
+        """Open a session.
 
         Args:
             bundle: a bundle that was compiled for a `batch`; or the model and `batch=` among the options.
+            draft: None. A batch checks no drafts: a run for 8 tokens of each row computes 8 times as much, and rows together
+                use the processor already.
             options: see `Generator`.
 
         Raises:
-            UserError: no bundle of a language model for a batch; and the errors of `Session`.
+            UserError: no bundle of a language model for a batch, or a draft; and the errors of `Session`.
             RunError: the device refuses.
         """
+        if draft is not None:
+            raise UserError("a batch makes no drafts; leave the draft model out, or open a Generator for one request at a time")
         opening = ModelOpening.resolved(**options)
         made = opening.bundle(bundle)
         self.language, count = language_of(made), rows_in(made)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from flashmem.base.errors import UserError
-from flashmem.bundle.language import Language
+from flashmem.bundle.language import Language, Template
 from flashmem.runtime.generation.conversation import Message
-from flashmem.runtime.generation.tokenizer import Tokenizer
+from flashmem.runtime.generation.tokenizer import BREAK, Tokenizer
+
+_RENDERER = "flashmem.tools.chat_template"
+"""The module of the desk that renders templates in Jinja. The runtime loads it by name, and only for these."""
 
 Prompt = str | Sequence[Message] | Sequence[int]
 """A text to continue; messages, of which the last is the user's; or tokens."""
@@ -45,7 +50,9 @@ def _tokens_of(prompt: Prompt, language: Language, tokenizer: Tokenizer) -> list
 
 def _conversation(messages: Sequence[Message], language: Language, tokenizer: Tokenizer) -> list[int]:
     """The tokens of a conversation. Control tokens are recognised in the template, not in the messages."""
-    chat = language.chat
+    chat, template = language.chat, language.template
+    if template is not None and (chat is None or _has_jinja()):
+        return _begun(_rendered(messages, template, tokenizer), language)
     if chat is None:
         raise UserError("the model has no chat template that flashmem understands; give a text to continue")
     parts: list[tuple[str, bool]] = []
@@ -65,5 +72,34 @@ def _conversation(messages: Sequence[Message], language: Language, tokenizer: To
     if before != "user":
         raise UserError("the last message of a conversation must be the user's")
     tokens = tokenizer.encode_parts([*parts, (chat["user assistant"], True)])
+    return _begun(tokens, language)
+
+
+def _begun(tokens: list[int], language: Language) -> list[int]:
     begin = language.begin
     return tokens if begin is None or tokens[:1] == [begin] else [begin, *tokens]
+
+
+def _has_jinja() -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in ("jinja2", _RENDERER.rpartition(".")[0]))
+
+
+def _rendered(messages: Sequence[Message], template: Template, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of a conversation by a template in Jinja. Control tokens are recognised in it, and in what the model said.
+
+    Raises:
+        UserError: Jinja is not installed; a message is not one; or the template refuses them.
+    """
+    if not _has_jinja():
+        raise UserError("the model's chat template needs Jinja here: install flashmem[compile], or give a text to continue")
+    given: list[Message] = []
+    for message in messages:
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise UserError("each message of a conversation has a role and a content, both texts")
+        said = content.replace(BREAK, "")
+        given.append({"role": role, "content": said if role == "assistant" else tokenizer.broken(said)})
+    if given[-1]["role"] != "user":
+        raise UserError("the last message of a conversation must be the user's")
+    text: str = importlib.import_module(_RENDERER).rendered(template.text, template.marks, given)
+    return tokenizer.encode_parts([(part, True) for part in text.split(BREAK)])

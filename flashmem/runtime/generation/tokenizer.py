@@ -10,6 +10,9 @@ from flashmem.bundle.language import BYTE, CONTROL, UNKNOWN, UNUSED, USER_DEFINE
 from flashmem.runtime.generation.byte_pairs import BytePairs
 from flashmem.runtime.generation.sentence_pieces import SentencePieces
 
+BREAK = "\ufdd0"
+"""A character that no text has (a noncharacter of Unicode): what it divides is no control token."""
+
 
 def _cut_at(marks: set[str]) -> re.Pattern[str] | None:
     """Splits a text at each of these tokens, which stay, the longest first; None without tokens."""
@@ -35,6 +38,11 @@ class Tokenizer:
             ids = {token: number for token, number in self._ids.items() if language.types[number] not in (CONTROL, UNUSED)}
             unknown = next((number for number, its in enumerate(language.types) if its == UNKNOWN), None)
             self._model = SentencePieces(ids, language.scores, unknown)
+
+    def broken(self, text: str) -> str:
+        """`text` with `BREAK` inside each control token, for a template that puts it among others."""
+        cut = _cut_at(self._silent)
+        return text if cut is None else cut.sub(lambda found: f"{found[0][:1]}{BREAK}{found[0][1:]}", text)
 
     def encode(self, text: str, *, control: bool = False) -> list[int]:
         """The tokens of `text`. With `control`, control tokens in it are recognised: for templates, not for a user's text.

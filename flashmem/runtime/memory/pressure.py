@@ -14,6 +14,7 @@ So it does not oscillate with the memory that flashmem holds.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -84,8 +85,16 @@ def available(root: Path = Path("/")) -> int | None:
     return _available(root, _groups(root))
 
 
-def _available(root: Path, groups: Sequence[Path]) -> int | None:
-    lefts = [_meminfo(root / "proc/meminfo"), *(_left(group) for group in groups)]
+def room_for_files(root: Path = Path("/")) -> int | None:
+    """Bytes of memory that files can take in the page cache without those that processes have mapped, such as their libraries.
+    None if the system reports nothing.
+    """
+    return _available(root, _groups(root), mapped=True)
+
+
+def _available(root: Path, groups: Sequence[Path], *, mapped: bool = False) -> int | None:
+    """`mapped`: file pages that are mapped do not count as free."""
+    lefts = [_meminfo(root / "proc/meminfo", mapped=mapped), *(_left(group, mapped=mapped) for group in groups)]
     return min((left for left in lefts if left is not None), default=None)
 
 
@@ -118,11 +127,13 @@ class Follower:
             self._thread.join()
 
 
-def _meminfo(path: Path) -> int | None:
-    for line in _text(path).splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+def _meminfo(path: Path, *, mapped: bool = False) -> int | None:
+    found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in _text(path).splitlines() if _KILOBYTES.match(line)}
+    left = found.get("MemAvailable")
+    return left if left is None or not mapped else max(0, left - found.get("Mapped", 0))
+
+
+_KILOBYTES = re.compile(r"(MemAvailable|Mapped): +[0-9]+")
 
 
 def _groups(root: Path) -> list[Path]:
@@ -147,11 +158,14 @@ def _limit_file(group: Path) -> Path | None:
     return next((group / name for name in ("memory.max", "memory.limit_in_bytes") if (group / name).is_file()), None)
 
 
-_FILE_PAGES = ("inactive_file", "active_file")
+_FILE_PAGES = {"inactive_file": 1, "active_file": 1}
+_MAPPED_PAGES = {"mapped_file": -1, "file_mapped": -1}  # in version 1 and 2
 
 
-def _left(group: Path) -> int | None:
-    """Bytes left below the limit of a cgroup; None without a limit. File pages, which can be dropped, count as free."""
+def _left(group: Path, *, mapped: bool = False) -> int | None:
+    """Bytes left below the limit of a cgroup; None without a limit. File pages, which can be dropped, count as free, but not
+    `mapped` ones.
+    """
     path = _limit_file(group)
     limit = _text(path).strip() if path is not None else "max"
     if not limit.isdecimal() or int(limit) >= 1 << 60:
@@ -160,12 +174,12 @@ def _left(group: Path) -> int | None:
     used = _text(group / name).strip()
     if not used.isdecimal():
         return None
-    cached = 0
+    cached, counted = 0, _FILE_PAGES | (_MAPPED_PAGES if mapped else {})
     for line in _text(group / "memory.stat").splitlines():
         key, _, value = line.partition(" ")
-        if key in _FILE_PAGES and value.strip().isdecimal():
-            cached += int(value)
-    return max(0, int(limit) - max(0, int(used) - cached))
+        if key in counted and value.strip().isdecimal():
+            cached += counted[key] * int(value)
+    return max(0, int(limit) - max(0, int(used) - max(0, cached)))
 
 
 def _waited(path: Path) -> float | None:

@@ -14,60 +14,23 @@ from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory, event
 from flashmem.runtime.opencl.copier import Copier, CopyEvent
 from flashmem.runtime.streaming.host_tier import HostTier
 from flashmem.runtime.streaming.ring import Ring
-from flashmem.runtime.streaming.transfer import BeginCopy, Transfer, TransferLoad, in_pool
+from flashmem.runtime.streaming.transfer import BeginCopy, Transfer, TransferLoad
 from flashmem.runtime.streaming.weight_file import WeightFile
+from flashmem.runtime.streaming.weight_objects import WeightObjects
 from flashmem.schedule.loads import Load, Segment, whole_words
 from flashmem.schedule.plan import PoolLayout
 from flashmem.schedule.residency import JOINED_BYTES, SPARE_PIECES
-from flashmem.schedule.shared_memory import WeightMemory, weight_memory
 
 
-class _Homes:
+class _Homes(WeightObjects):
     """Permanent places of slices in modes that copy: textures for images, parts of buffers for the others."""
-
-    def __init__(
-        self, ledger: Ledger, slices: Sequence[Slice], layout: PoolLayout, after: _Homes | None, *, apart: bool
-    ) -> None:
-        """Allocate the memory objects of `layout` (`weight_memory`). `after`: the places of another shape variant; objects that
-        both have stay allocated, and its others are freed.
-
-        Raises:
-            RunError: the device or the budget refuses.
-        """
-        self._ledger, self._memory = ledger, weight_memory(layout, slices, apart=apart)
-        memory, before, has = self._memory, WeightMemory({}, {}, {}), dict[str, Memory]()
-        if after is not None:
-            before, has = after._memory, after._objects
-        stays = {name for name in has if name in memory.buffers and before.buffers.get(name) == memory.buffers[name]}
-        stays |= {name for name in has if name in memory.textures and before.textures.get(name) == memory.textures[name]}
-        ledger.free([handle for name, handle in has.items() if name not in stays])
-        self._objects: dict[str, Memory] = {name: handle for name, handle in has.items() if name in stays}
-        for name, slot in memory.textures.items():
-            if name not in stays:
-                self._objects[name] = ledger.image("weights", slot.width, slot.height, slot.channel, name)
-        for name, nbytes in memory.buffers.items():
-            if name not in stays:
-                self._objects[name] = ledger.buffer("weights", nbytes, name)
-        self.memories: dict[str, Memory] = {}
-        for part in slices:
-            name, offset = memory.place_of[part.name]
-            whole = self._objects[name]
-            alone = apart and not offset  # a sub-buffer would take memory of its own (docs/research/opencl-notes.md)
-            parted = name in memory.buffers and not alone
-            self.memories[part.name] = ledger.part("weights", whole, offset, whole_words(part.file_bytes)) if parted else whole
-
-    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
-        """A sub-buffer of the pool, if the slices have the same order there as in the file."""
-        name, _ = self._memory.place_of.get(parts[0].name, ("", 0))
-        offsets = {each: offset for each, (where, offset) in self._memory.place_of.items() if where == name}
-        return in_pool(self._ledger, self._objects[name], offsets, parts) if name in self._memory.buffers else None
 
     def write(self, copier: Copier, part: Slice, data: Bytes, first_byte: int, behind: Event | None) -> CopyEvent:
         """Begin to copy `data`, which starts at `first_byte` of the slice, to the slice's place, behind an event.
 
         Images are copied in whole rows.
         """
-        memory = self.memories[part.name]
+        memory = self.places[part.name]
         if part.is_image:
             return copier.write_image(
                 memory,
@@ -109,7 +72,7 @@ class MovingTransfer(Transfer):
         self._staging_ledger = ledger if tier is None else tier.ledger  # counts host memory
         self._copier: Copier = after._copier if after else Copier(context, profiling=apart)
         self._homes: _Homes = _Homes(ledger, slices, layout, after._homes if after else None, apart=apart)
-        self.memories = self._homes.memories
+        self.memories = self._homes.places
         if after:
             self.arrived = after.arrived
 
@@ -120,7 +83,7 @@ class MovingTransfer(Transfer):
 
     def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
         """A sub-buffer of the pool, if the slices have the same order there as in the file."""
-        return self._homes.joined(whole, parts)
+        return self._homes.joined(parts)
 
     def expect(self, part: Slice, segment: Segment) -> None:
         """Announce that a segment of `part` will be read soon; nothing if the host tier holds it."""

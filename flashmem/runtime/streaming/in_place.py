@@ -9,9 +9,10 @@ from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context, Memory, Queue
 from flashmem.runtime.streaming.shared_pages import SharedSlice, SharedSlices
-from flashmem.runtime.streaming.transfer import Transfer, TransferLoad, in_pool, view
+from flashmem.runtime.streaming.transfer import Transfer, TransferLoad, view
 from flashmem.runtime.streaming.weight_file import WeightFile
-from flashmem.schedule.loads import Segment, whole_words
+from flashmem.runtime.streaming.weight_objects import WeightObjects
+from flashmem.schedule.loads import Segment
 from flashmem.schedule.plan import PoolLayout
 
 
@@ -105,10 +106,10 @@ class MapTransfer(Transfer):
 
 
 class AliasTransfer(Transfer):
-    """`alias`: one host-visible pool; the disk read writes directly to where kernels read.
+    """`alias`: host-visible buffers; the disk read writes directly to where kernels read.
 
-    Each slice is a part of the pool, mapped only while a segment of it is read. Kernels may not access memory that is mapped
-    for writing. No kernel accesses the pool as a whole.
+    Each slice is a part of a buffer, mapped only while a segment of it is read. Kernels may not access memory that is mapped
+    for writing. No kernel accesses a buffer as a whole. A transfer made `after` another one reuses its buffers.
     """
 
     def __init__(
@@ -121,34 +122,29 @@ class AliasTransfer(Transfer):
         after: AliasTransfer | None = None,
     ) -> None:
         super().__init__(file)
-        self._ledger, self._offsets = ledger, layout.offsets
         self._queue: Queue = context.queue() if after is None else after._queue
-        self._pool: Memory | None = None
-        self._places: dict[str, Memory] = {}
         if after is not None:
-            self._pool, self._places, self.memories = after._pool, after._places, after.memories
             self.arrived = after.arrived
-            return
-        if not slices:  # a device has no buffers of 0 bytes
-            return
-        self._pool = pool = ledger.buffer("weights", layout.pool_bytes, "the weight pool", host_visible=True)
+        objects: WeightObjects | None = after._objects if after is not None else None
+        self._objects: WeightObjects = WeightObjects(ledger, slices, layout, objects, apart=False, host_visible=True)
         for part in slices:
-            place = ledger.part("weights", pool, layout.offsets[part.name], whole_words(part.file_bytes))
-            self._places[part.name] = place
-            self.memories[part.name] = view(context, place, part)
+            self.memories[part.name] = view(context, self._objects.places[part.name], part)
 
     def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
-        """Read directly into the pool."""
-        here, arrives = self._places[part.name], partial(self._arrives, part)
+        """Read directly into the slice's place."""
+        here, arrives = self._objects.places[part.name], partial(self._arrives, part)
         with self._queue.mapped(here, segment.nbytes, offset=segment.first, unmapped=arrives) as place:
             self._read(part, segment, place, turn)
 
     def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
-        """A sub-buffer of the pool, if the slices have the same order there as in the file."""
-        return in_pool(self._ledger, self._pool, self._offsets, parts)
+        """A sub-buffer, if the slices have the same order there as in the file."""
+        return self._objects.joined(parts)
+
+    def leave(self) -> None:
+        """Drop the views of the places, which would keep buffers that the transfer after this one frees."""
+        self.memories.clear()
 
     def close(self) -> None:
         """Drop the references to the places."""
         super().close()
-        self._places.clear()
-        self._pool = None
+        self._objects.places.clear()

@@ -110,7 +110,6 @@ class LoaderRun:
         self._stopping = False
         self._ahead = threads
         file = transfer.file
-        file.look_at_memory()
         self._announces = file.missed  # since the start of the last run
         file.missed = False
         self._count = min(threads, len(loads))

@@ -39,9 +39,9 @@ def make_transfer(
 
     Args:
         together: by slice, the whole slice, for requests to `joined`.
-        after: a transfer of the same mode for another shape variant of the bundle, after its `leave` (in mode "dma" not, if it
-            stays in use too). The new one reuses its memory: in modes "dma" and "interleave" the objects that both layouts
-            have (`schedule.shared_memory`), else the places, which are those of `layout` (`residency.share_places`).
+        after: a transfer of the same mode for another shape variant of the bundle, after its `leave` (not if it stays in use
+            too). The new one reuses its memory: in mode "map" the pages, else the objects that both layouts have
+            (`schedule.shared_memory`).
         tier: keeps slices in host memory in modes "dma" and "interleave", and counts the memory that loads pass through.
 
     Raises:

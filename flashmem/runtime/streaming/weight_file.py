@@ -19,7 +19,7 @@ import mmap
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
@@ -36,7 +36,8 @@ from flashmem.base.pages import SYSTEM_PAGE
 from flashmem.bundle.cache import forget
 from flashmem.bundle.checksums import Checksum, ChecksummedRange, checksum
 from flashmem.bundle.version_directories import hold_shared
-from flashmem.runtime.memory.pressure import available
+from flashmem.runtime.memory.pressure import available, room_for_files
+from flashmem.runtime.streaming.cached_part import CachedPart, Range
 from flashmem.runtime.streaming.direct import DirectReader
 from flashmem.runtime.streaming.owned_pages import OwnedPages
 
@@ -102,39 +103,60 @@ class WeightFile:
         self.missed = False  # some bytes were not in the page cache when read
         self.stays = True  # in the page cache after its use, if memory has room
         self._looked = -inf
+        self.cached = CachedPart()  # what passes through the page cache although the file does not stay there
         self.direct = DirectReader(self._descriptor)
         self._owned: OwnedPages | None = None  # once memory has no room for the file
         self._announcer: threading.Thread | None = None
         self._closing = False
         self._keepers, self._keeping = 1, threading.Lock()
 
-    def look_at_memory(self) -> None:
-        """Decide whether the file stays in the page cache: not if memory cannot hold all of it.
+    def look_at_memory(self, streamed: Callable[[], tuple[Sequence[Range], int] | None] = lambda: None) -> None:
+        """Decide whether the file stays in the page cache: not if memory cannot hold all of it. The kernel would take pages of
+        resident weights for it.
 
-        Each run reads the same bytes in the same order, so a cache of a part would lose every page before its next use. The
-        kernel would take pages of resident weights for it, too.
+        Then a part of it passes through the page cache all the same (`cached`), the rest past it.
+
+        Args:
+            streamed: the ranges that each run reads from now on, and how many bytes of memory it takes for them beyond those
+                that it holds. None: not known yet; what was chosen before stays.
         """
         now = monotonic()
-        if now - self._looked >= LOOK_SECONDS:
-            self._looked, left = now, available()
-            self.stays = left is None or left >= self.nbytes
+        if now - self._looked < LOOK_SECONDS:
+            return
+        self._looked, left, before = now, available(), self.stays
+        self.stays = left is None or left >= self.nbytes
+        if self.stays != before:  # what Linux reads ahead beyond a range would take the place of others
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_NORMAL if self.stays else os.POSIX_FADV_RANDOM)
+        if self.stays and not self.cached.nbytes:
+            return
+        known = ((), 0) if self.stays else streamed()
+        if known is None:
+            return
+        ranges, needed = known
+        free = (room_for_files() or 0) - needed if ranges else 0
+        for offset, nbytes in self.cached.choose(ranges, free):
+            self._let_pages_go(offset, nbytes)
 
     def _let_pages_go(self, offset: int, nbytes: int) -> None:
-        if not self.stays:
+        if self._passes(offset):
             os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def read_into(self, data: Bytes, offset: int) -> None:
-        """Fill `data` with the bytes at `offset`; past the page cache if the file does not stay there.
+        """Fill `data` with the bytes at `offset`; past the page cache if they do not stay there.
 
         Raises:
             RunError: the file was truncated, or the disk fails.
         """
-        if not self.stays and self.direct.takes(data, offset):
+        if self._passes(offset) and self.direct.takes(data, offset):
             got = self._read_direct(data, offset)
             data, offset = data[got:], offset + got
         if data.nbytes:
             self._fill(data.data, offset)
             self._let_pages_go(offset, data.nbytes)
+
+    def _passes(self, offset: int) -> bool:
+        """Whether the weights at `offset` do not stay in the page cache."""
+        return not self.stays and not self.cached.has(offset)
 
     def _read_direct(self, data: Bytes, offset: int) -> int:
         """Fill `data` past the page cache, as far as the file system reads so; returns the bytes read."""
@@ -243,17 +265,19 @@ class WeightFile:
     def populate(self, offset: int, nbytes: int) -> None:
         """Read pages of the mapping in, so that kernels never wait for the disk. `offset` is a multiple of the page size.
 
-        If the file does not stay in the page cache, they are memory of this process, until `drop` of the same range.
+        If they do not stay in the page cache, they are memory of this process, until `drop` of the same range.
 
         Raises:
             RunError: the file was truncated, the disk fails, or no memory is left.
         """
         mapped, self.missed = self.mapped, True
-        if not self.stays:
+        if self._passes(offset):
             self.read_into(self._own().take(self._address + offset, offset, nbytes), offset)
             return
         if os.fstat(self._descriptor).st_size < offset + nbytes:
             raise RunError(f"short read: {self.path} ends before byte {offset + nbytes}; it was changed while in use")
+        if not self.stays:
+            self.expect(offset, nbytes)  # exactly this range, in large reads
         if self._can_populate:
             if self._libc.madvise(self._address + offset, nbytes, _MADV_POPULATE_READ) == 0:
                 return

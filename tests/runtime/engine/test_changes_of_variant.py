@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 import flashmem
-from flashmem.base.types import TransferMode
+from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.runtime.engine.bound_program import BoundProgram
 from flashmem.runtime.generation.generator import Generator
 from flashmem.runtime.memory.accounts import Category
@@ -18,6 +18,7 @@ from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Memory, find_device, list_devices
 from flashmem.runtime.opencl.devices import Device
 from flashmem.schedule.loads import staying
+from flashmem.target.descriptor import load_descriptor
 from tests.support.chain_model import WIDTH, chained, smallest_budget, write_chain
 from tests.support.gguf_models import SmallLlama
 from tests.support.own_memory import descriptor_with_own_memory, give_own_memory
@@ -69,22 +70,23 @@ def test_a_change_loads_nothing_that_both_variants_keep(
             before = which
 
 
-@pytest.mark.parametrize("more", [1.3, 1.5])
+@pytest.mark.parametrize(("mode", "more"), [("dma", 1.3), ("dma", 1.5), ("alias", 1.3)])
 def test_variants_of_a_language_model_stay_bound_and_resident(
-    more: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: TransferMode, more: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planned together they keep the same weights, which are loaded once. States and outputs are those of programs bound
-    anew.
+    anew. In mode dma on a device with memory of its own.
     """
     model = SmallLlama(layers=4, formats=("Q8_0",))
     file = model.write(tmp_path / "m.gguf")
     options: dict[str, Any] = {
-        "device": descriptor_with_own_memory(tmp_path), "memory_path": "buffer", "mode": "dma", "max_length": 64,
-        "build": False,
+        "device": descriptor_with_own_memory(tmp_path) if mode == "dma" else "pocl", "memory_path": "buffer", "mode": mode,
+        "max_length": 64, "build": False,
     }  # fmt: skip
     budget = int(more * smallest_budget(file, tmp_path, **options))
     bundle = flashmem.compile(file, tmp_path / "m.flashmem", budget=budget, **options)
-    give_own_memory(monkeypatch, find_device("pocl"))
+    if mode == "dma":
+        give_own_memory(monkeypatch, find_device("pocl"))
     stays = stays_in(bundle)
     assert len(set(stays)) == 1 and stays[0]
     found: list[list[NDArray[Any]]] = []
@@ -92,7 +94,7 @@ def test_variants_of_a_language_model_stay_bound_and_resident(
     for bound in (True, False):
         if not bound:
             monkeypatch.setattr(BoundProgram, "has_room_for", lambda *given: False)
-        with Generator(bundle, mode="dma") as generator:
+        with Generator(bundle, device="pocl", mode=mode) as generator:
             session, programs = generator._model.session, set[int]()
             for number, length in enumerate((32, 1, 8, 1, 8, 8, 1, 32, 8, 1)):
                 found.append([each.read() for each in generator._model.run([int(t) for t in tokens[:length]], number)])
@@ -134,22 +136,33 @@ def test_no_buffer_of_weights_is_divided_on_a_device_with_memory_of_its_own(
             assert "arena" in parted and "weights" not in parted
 
 
+@pytest.mark.parametrize("path", ["buffer", "texture"])
+@pytest.mark.parametrize("mode", ["map", "alias", "dma", "interleave"])
 @pytest.mark.parametrize("device", list_devices(), ids=lambda device: device.descriptor_name)
-def test_variants_planned_for_later_runs_keep_the_same_where_memory_is_shared(device: Device, tmp_path: Path) -> None:
+def test_variants_planned_for_later_runs_keep_the_same_where_memory_is_shared(
+    device: Device, mode: TransferMode, path: MemoryPath, tmp_path: Path
+) -> None:
+    """In every mode: a change of variant reads no byte of the weights that stay. The first run of each reads the others."""
+    target = load_descriptor(device.descriptor_name)
+    if mode not in target.modes.get(path, ()):
+        pytest.skip(f"{device.descriptor_name} has no mode {mode} on that path")
     model, random = tmp_path / "chain.onnx", np.random.default_rng(7)
     weights = write_chain(model)
     cases = [random.standard_normal((rows, WIDTH)).astype(np.float32) for rows in (1, 40, 17)]
     options: dict[str, Any] = {
-        "device": device.descriptor_name, "mode": "map", "memory_path": "buffer", "build": False, "objective": "steady",
+        "device": device.descriptor_name, "mode": mode, "memory_path": path, "build": False, "objective": "steady",
         "shapes": [{"x": case.shape} for case in cases],
     }  # fmt: skip
     budget = int(1.5 * smallest_budget(model, tmp_path, **options))
     bundle = flashmem.compile(model, tmp_path / "m.flashmem", budget=budget, **options)
     stays, *others = stays_in(bundle)
     assert stays and all(each == stays for each in others)
-    with flashmem.Session(bundle, device=device.descriptor_name, mode="map", prepare=False) as session:
+    with flashmem.Session(bundle, device=device.descriptor_name, mode=mode, prepare=False) as session:
         for number, which in enumerate(TURNS):
             (got,) = session.run(None, {"x": cases[which]})
             np.testing.assert_allclose(got, chained(cases[which], weights), rtol=1e-4, atol=1e-4)
             assert (stays <= loaded(session)) if number == 0 else stays.isdisjoint(loaded(session))
-            assert session.last_run is not None and session.last_run.memory.peak_bytes <= budget
+            report = session.last_run
+            assert report is not None and report.memory.peak_bytes <= budget
+            streamed = {w.name: w.nbytes for w in bundle.variants[which].plan.weights if w.name not in stays}
+            assert number == 0 or sum(load.nbytes for load in report.loads) == sum(streamed.values())

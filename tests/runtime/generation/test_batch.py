@@ -233,6 +233,8 @@ def test_what_is_refused(file: Path, bundle: flashmem.Bundle, generator: flashme
     one = flashmem.compile(file, tmp_path / "one.flashmem", max_length=64, build=False)
     with pytest.raises(UserError, match="answers one request at a time; compile the model with --batch 8"):
         flashmem.BatchGenerator(one)
+    with pytest.raises(UserError, match="a batch makes no drafts; leave the draft model out, or open a Generator"):
+        flashmem.BatchGenerator(one, draft=one)
 
 
 def test_the_command_line(command: Command, file: Path) -> None:

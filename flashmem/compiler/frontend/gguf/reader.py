@@ -21,7 +21,7 @@ from flashmem.bundle.language import CONTROL, PATTERNS
 from flashmem.compiler.frontend.gguf.decoder import Read, write_decoder
 from flashmem.compiler.frontend.gguf.kinds import decoder_of
 from flashmem.compiler.frontend.gguf.weights import matrix, sketched
-from flashmem.compiler.frontend.language.chat import chat_pieces
+from flashmem.compiler.frontend.language.chat import chat_fields
 from flashmem.compiler.frontend.language.model import END_TOKENS, LanguageModel, cache_length
 
 
@@ -135,5 +135,5 @@ class GGUFFile:
             "nfc": False,
             "begin": begin,
             "ends": list(dict.fromkeys(ends)),
-            "chat": chat_pieces(template, marks) if template else None,
+            **chat_fields(template, marks),
         }

@@ -5,7 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+_THOUGHT = "<think>\nFirst.\n</think>\n\nSecond."
+
 _TEXTS = ("First text.", "Second text.", "Third text.", "Fourth text.")
+
+
+def chat_fields(template: str, marks: Mapping[str, str]) -> dict[str, Any]:
+    """What `language.json` has of a chat template, "" for none: pieces if it has them, and the template itself if it has none
+    or leaves out what the assistant thought.
+    """
+    pieces = chat_pieces(template, marks) if template else None
+    needs = bool(template) and (pieces is None or _leaves_out(_THOUGHT, template, marks))
+    return {"chat": pieces, "template": {"text": template, "marks": dict(marks)} if needs else None}
+
+
+def _leaves_out(text: str, template: str, marks: Mapping[str, str]) -> bool:
+    """Whether a template that has pieces does not render `text` as it is where the assistant said it."""
+    messages = [{"role": role, "content": text} for role in ("user", "assistant", "user")]
+    try:
+        return _render(template, messages, marks).count(text) < len(messages)
+    except Exception:  # a template may raise anything
+        return True
 
 
 def chat_pieces(template: str, marks: Mapping[str, str]) -> dict[str, str] | None:

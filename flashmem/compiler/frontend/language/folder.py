@@ -17,7 +17,7 @@ import onnx
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.bundle.language import BATCH_TOKENS, CONTROL, IDS
 from flashmem.compiler.frontend.language.cached_decoder import MASK, POSITIONS, CacheSize, with_fixed_cache
-from flashmem.compiler.frontend.language.chat import chat_pieces
+from flashmem.compiler.frontend.language.chat import chat_fields
 from flashmem.compiler.frontend.language.model import END_TOKENS, LanguageModel, cache_length
 from flashmem.compiler.frontend.language.tokenizer_file import begins_with, tokenizer_fields
 
@@ -103,7 +103,7 @@ class _Folder:
             **fields,
             "begin": None if begin is None else tokens.index(begin),
             "ends": list(dict.fromkeys(ends)),
-            "chat": chat_pieces(template, marks) if template else None,
+            **chat_fields(template, marks),
         }
 
     def _template(self, settings: Mapping[str, Any]) -> str:
