@@ -163,6 +163,7 @@ class DeviceDescriptor:
     code: CodeStyle = field(default_factory=CodeStyle)  # how kernels are written for the device's compiler
     only: str = ""  # name of the one config to use wherever it is possible, for measurements
     tuned: str = ""  # the tuning database next to the descriptor, without .tuned.csv; "": none
+    dot_products: bool = False  # whether products of 8-bit integers are dot products of words
     command_buffers: bool = False  # whether recorded launches were faster in measurements (flashmem profile)
     probed: dict[str, str] = field(default_factory=dict)  # by extension, the `Device.driver` on which its probe passed
     rates: Rates = field(default_factory=Rates)
@@ -183,6 +184,12 @@ class DeviceDescriptor:
         """Floats of a vector register of a CPU, at least 8: the compiler halves vectors that its registers do not hold."""
         known = INSTRUCTION_SETS.get(self.instruction_set, INSTRUCTION_SETS["avx2"])
         return max(8, known.register_bytes // 4)
+
+    @property
+    def dot_rows(self) -> int:
+        """The most rows of the plain tile for dot products: on a CPU, those that its registers hold."""
+        known = INSTRUCTION_SETS.get(self.instruction_set)
+        return self.tile.rows if known is None else known.dot_rows
 
     @property
     def shares_memory(self) -> bool:
