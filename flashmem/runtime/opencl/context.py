@@ -213,9 +213,10 @@ def _gpu_dots(device: Any, extensions: Collection[str]) -> str:
     """The instruction for dot products of a GPU (`Device.dots`)."""
     if NVIDIA_ATTRIBUTES in extensions:
         return "dp4a" if _raw_info(device, _COMPUTE_CAPABILITY_MAJOR) >= 7 else ""
-    packed = bool(_raw_info(device, _DOT_PRODUCT_CAPABILITIES, 8) & 1)
+    if KHRONOS not in extensions or not _raw_info(device, _DOT_PRODUCT_CAPABILITIES, 8) & 1:
+        return gpu_dots(extensions, accelerated=False)
     known = _raw_numbers(device, _DOT_PRODUCT_ACCELERATION, 6)  # version 1 of the extension has none
-    return gpu_dots(extensions, accelerated=packed and (known is None or bool(known[0])))
+    return gpu_dots(extensions, accelerated=known is None or bool(known[0]))
 
 
 def _raw_numbers(device: Any, parameter: int, count: int) -> list[int] | None:

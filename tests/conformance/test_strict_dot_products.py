@@ -1,0 +1,81 @@
+"""Dot products of bytes on the strict device: phones' extensions, imitated, and devices without them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+import flashmem
+from flashmem.base.types import MemoryPath
+from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.dot_products import ARM, ARM_ACCUMULATED, KHRONOS
+from tests.support.caches import kernels_built_by_runs
+from tests.support.integer_products import Case, exact
+from tests.support.strict_device import PROFILES, BrokenRuleError, Profile
+from tests.support.strict_device.door import strict
+from tests.support.strict_program import Small
+
+ADRENO, MALI = (next(each for each in PROFILES if each.name == name) for name in ("adreno7xx", "mali-valhall"))
+DEVICES = {
+    KHRONOS: ADRENO,
+    ARM_ACCUMULATED: MALI,
+    ARM: replace(MALI, extensions=MALI.extensions - {ARM_ACCUMULATED}),
+    "": PROFILES[0],
+}
+"""By the instruction that is expected."""
+
+CASES = (
+    Case("uint8", "uint8", sizes=(7, 260, 21), zero=200, weight_zero=77, by_column=True, ends=True),
+    Case("int8", "int8", (1, 8, 7, 6), (12, 8, 3, 3), zero=-90, attributes=(("pads", (1, 1, 1, 1)),)),
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*was compiled for")
+
+
+@pytest.fixture(autouse=True)
+def _apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Under every strict device is PoCL: see `kernels_built_by_runs`."""
+    monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path / "cache"))
+    kernels_built_by_runs(monkeypatch, saved=False)
+    yield
+
+
+@pytest.mark.parametrize(("dots", "profile"), DEVICES.items(), ids=str)
+@pytest.mark.parametrize("path", ["buffer", "texture"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_use_the_extension(case: Case, path: MemoryPath, dots: str, profile: Profile, tmp_path: Path) -> None:
+    model, feeds = case.model()
+    onnx.save(model, tmp_path / "m.onnx")
+    with strict(profile) as device:
+        [here] = list_devices()
+        assert here.dots == dots
+        bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / "b", device="adreno750", memory_path=path, build=False)
+        for mode in ("alias", "interleave"):
+            with flashmem.Session(bundle, mode=mode) as session:  # type: ignore[arg-type]
+                assert np.array_equal(session.run(None, feeds)[0], exact(case))
+        assert device.rules.broken == []
+
+
+def test_a_driver_that_says_that_they_are_slow() -> None:
+    with strict(replace(ADRENO, fast_dot_products=(0, 1, 1, 1, 1, 1))):
+        [here] = list_devices()
+        assert here.dots == ""
+    with strict(replace(ADRENO, extensions=ADRENO.extensions - {KHRONOS})):
+        [here] = list_devices()
+        assert here.dots == ""
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [("dot_4x8packed_ss_int(1u, 2u)", KHRONOS), ("arm_dot_acc((char4)(1), (char4)(2), 3)", ARM_ACCUMULATED)],
+)
+def test_the_strict_device_refuses_functions_of_an_extension_that_it_lacks(call: str, name: str) -> None:
+    source = f"__kernel void k(__global int* y) {{ y[0] = {call}; }}"
+    for profile in (PROFILES[0], *(each for each in (ADRENO, MALI) if name not in each.extensions)):
+        with strict(profile) as device, pytest.raises(BrokenRuleError, match=f"uses {name}"):
+            device.Program(Small(device).context, source).build([])
