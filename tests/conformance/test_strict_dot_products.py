@@ -13,7 +13,7 @@ import pytest
 import flashmem
 from flashmem.base.types import MemoryPath
 from flashmem.runtime.opencl.context import list_devices
-from flashmem.runtime.opencl.dot_products import ARM, ARM_ACCUMULATED, KHRONOS
+from flashmem.runtime.opencl.dot_products import ARM, ARM_ACCUMULATED, KHRONOS, KHRONOS_MIXED
 from tests.support.caches import kernels_built_by_runs
 from tests.support.integer_products import Case, exact
 from tests.support.strict_device import PROFILES, BrokenRuleError, Profile
@@ -22,7 +22,8 @@ from tests.support.strict_program import Small
 
 ADRENO, MALI = (next(each for each in PROFILES if each.name == name) for name in ("adreno7xx", "mali-valhall"))
 DEVICES = {
-    KHRONOS: ADRENO,
+    KHRONOS_MIXED: ADRENO,
+    KHRONOS: replace(MALI, extensions=MALI.extensions | {KHRONOS}, fast_dot_products=(1, 1, 0, 1, 1, 0)),
     ARM_ACCUMULATED: MALI,
     ARM: replace(MALI, extensions=MALI.extensions - {ARM_ACCUMULATED}),
     "": PROFILES[0],
@@ -62,9 +63,12 @@ def test_kernels_use_the_extension(case: Case, path: MemoryPath, dots: str, prof
 
 
 def test_a_driver_that_says_that_they_are_slow() -> None:
-    with strict(replace(ADRENO, fast_dot_products=(0, 1, 1, 1, 1, 1))):
+    with strict(replace(ADRENO, fast_dot_products=(0, 1, 0, 0, 1, 0))):
         [here] = list_devices()
         assert here.dots == ""
+    with strict(replace(MALI, extensions=MALI.extensions | {KHRONOS}, fast_dot_products=(0, 1, 0, 0, 1, 0))):
+        [here] = list_devices()
+        assert here.dots == ARM_ACCUMULATED
     with strict(replace(ADRENO, extensions=ADRENO.extensions - {KHRONOS})):
         [here] = list_devices()
         assert here.dots == ""

@@ -35,7 +35,7 @@ from flashmem.runtime.opencl.compile_target import compile_target, driver_variab
 from flashmem.runtime.opencl.devices import IMAGE_FROM_BUFFER, NVIDIA_ATTRIBUTES, Device, choose, passed_probes
 from flashmem.runtime.opencl.devices import descriptor_for as descriptor_for
 from flashmem.runtime.opencl.devices import why_not as why_not
-from flashmem.runtime.opencl.dot_products import KHRONOS, cpu_dots, gpu_dots
+from flashmem.runtime.opencl.dot_products import KHRONOS, KHRONOS_MIXED, cpu_dots, gpu_dots
 from flashmem.runtime.opencl.icd import installed_drivers, vendors_folder
 from flashmem.runtime.opencl.instruction_set import instruction_set
 from flashmem.runtime.opencl.launching import (
@@ -214,18 +214,17 @@ def _gpu_dots(device: Any, extensions: Collection[str]) -> str:
     if NVIDIA_ATTRIBUTES in extensions:
         return "dp4a" if _raw_info(device, _COMPUTE_CAPABILITY_MAJOR) >= 7 else ""
     if KHRONOS not in extensions or not _raw_info(device, _DOT_PRODUCT_CAPABILITIES, 8) & 1:
-        return gpu_dots(extensions, accelerated=False)
-    known = _raw_numbers(device, _DOT_PRODUCT_ACCELERATION, 6)  # version 1 of the extension has none
-    return gpu_dots(extensions, accelerated=known is None or bool(known[0]))
+        return gpu_dots(extensions)
+    return gpu_dots(extensions, _raw_numbers(device, _DOT_PRODUCT_ACCELERATION, 6))
 
 
-def _raw_numbers(device: Any, parameter: int, count: int) -> list[int] | None:
-    """Numbers of 32 bits of clGetDeviceInfo; None if the driver does not know them."""
+def _raw_numbers(device: Any, parameter: int, count: int) -> list[int]:
+    """Numbers of 32 bits of clGetDeviceInfo; zeros if the driver does not know them."""
     values = (ctypes.c_uint * count)()
     failed = undocumented.library().clGetDeviceInfo(
         ctypes.c_void_p(device.int_ptr), ctypes.c_uint(parameter), ctypes.c_size_t(4 * count), ctypes.byref(values), None
     )
-    return None if failed else list(values)
+    return [0] * count if failed else list(values)
 
 
 def _raw_info(device: Any, parameter: int, nbytes: int = 4) -> int:
@@ -475,7 +474,7 @@ class Context:
 
     def build(self, source: str, options: Sequence[str]) -> CompiledProgram:
         """Compile OpenCL C with the device's instructions; version 3 for subgroup shuffles and dot products of an extension."""
-        dots = self.device.dots == KHRONOS and uses_dot_products(source)
+        dots = self.device.dots in (KHRONOS, KHRONOS_MIXED) and uses_dot_products(source)
         if (self.device.shuffles and shuffles(source)) or dots:
             options = [*options, "-cl-std=CL3.0"]
         with _explained("compile the kernels"), _QUIET:

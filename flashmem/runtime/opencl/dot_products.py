@@ -10,19 +10,21 @@ this trusted text precedes them.
   `vpdpbusd`, and a wrong type ends the process. So it is used with the versions that were tried. Others use `vpmaddwd`, whose
   types never changed.
 - NVIDIA: `dp4a` in PTX (compute capability 7).
-- Phones: `cl_khr_integer_dot_product` where the driver says that signed bytes are accelerated, else Arm's
-  `cl_arm_integer_dot_product_accumulate_int8` or `cl_arm_integer_dot_product_int8`. Qualcomm's `cl_qcom_dot_product8` has no
+- Phones: `cl_khr_integer_dot_product` where the driver says that unsigned times signed bytes are accelerated, or signed ones:
+  Adreno's instruction is the former, Mali's the latter. Else Arm's `cl_arm_integer_dot_product_accumulate_int8` or
+  `cl_arm_integer_dot_product_int8`. Qualcomm's `cl_qcom_dot_product8` has no
   public text, and public programs contradict each other about its signs (docs/research/phone-compilers.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from flashmem.program.kernel_text import uses_dot_products
 from flashmem.runtime.opencl.cpuinfo import processors
 
 KHRONOS = "cl_khr_integer_dot_product"
+KHRONOS_MIXED = f"{KHRONOS}, mixed"
 ARM_ACCUMULATED = "cl_arm_integer_dot_product_accumulate_int8"
 ARM = "cl_arm_integer_dot_product_int8"
 _TRIED_INTEL = ("2026.",)
@@ -83,13 +85,17 @@ _FUNCTIONS = {
     "vpmaddwd 256 by LLVM": _OF_16 + _PAIRS_256 % 'int8 fm_pairs(short16 x, short16 b) __asm("llvm.x86.avx2.pmadd.wd");',
     "dp4a": _BY_WORD % 'asm("dp4a.s32.s32 %0, %1, %2, %0;" : "+r"(c) : "r"(x), "r"(b));\n    return c;',
     KHRONOS: f"#pragma OPENCL EXTENSION {KHRONOS} : enable\n" + _BY_WORD % "return c + dot_4x8packed_ss_int(x, as_uint(b));",
+    KHRONOS_MIXED: (
+        f"#pragma OPENCL EXTENSION {KHRONOS} : enable\n#define FM_DOT_UNSIGNED\n"
+        + _BY_WORD % "return c + dot_4x8packed_us_int(x, as_uint(b));"
+    ),
     ARM_ACCUMULATED: (
         f"#pragma OPENCL EXTENSION {ARM_ACCUMULATED} : enable\n"
         + _BY_WORD % "return arm_dot_acc(as_char4(x), as_char4(b), c);"
     ),
     ARM: f"#pragma OPENCL EXTENSION {ARM} : enable\n" + _BY_WORD % "return c + arm_dot(as_char4(x), as_char4(b));",
 }  # fmt: skip
-"""OpenCL C of the functions, by `Device.dots`. `fm_dot` multiplies signed bytes; `fm_dot16` those of `x` are unsigned."""
+"""OpenCL C of the functions, by `Device.dots`. Bytes of `b` are signed; those of `x` too, but with FM_DOT_UNSIGNED."""
 
 DOT_PRODUCTS = tuple(_FUNCTIONS)
 """The names of the instructions."""
@@ -108,13 +114,16 @@ def cpu_dots(platform_name: str, driver_version: str, instruction_set: str) -> s
     return f"vpmaddwd {widths[instruction_set]}{by_llvm}" if instruction_set in widths else ""
 
 
-def gpu_dots(extensions: Collection[str], *, accelerated: bool) -> str:
+def gpu_dots(extensions: Collection[str], accelerated: Sequence[int] = ()) -> str:
     """The instruction of `DOT_PRODUCTS` by a GPU's `extensions`; "" if it has none.
 
-    `accelerated`: whether the driver has packed words of signed bytes in `KHRONOS`, and does not say that they are slow.
+    `accelerated`: which dot products of packed words the driver accelerates: of signed bytes, of unsigned ones, of both, ...
+    (cl_device_integer_dot_product_acceleration_properties_khr); empty without `KHRONOS`.
     """
-    if KHRONOS in extensions and accelerated:
-        return KHRONOS
+    if KHRONOS in extensions and any(accelerated):
+        signed, _, mixed, *_ = accelerated
+        if mixed or signed:
+            return KHRONOS_MIXED if mixed else KHRONOS
     return next((name for name in (ARM_ACCUMULATED, ARM) if name in extensions), "")
 
 

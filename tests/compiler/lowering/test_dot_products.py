@@ -21,7 +21,7 @@ from flashmem.runtime.kernels.cache import kernel_key
 from flashmem.runtime.kernels.required import RequiredKernel
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import Device, descriptor_for
-from flashmem.runtime.opencl.dot_products import ARM, ARM_ACCUMULATED, DOT_PRODUCTS, KHRONOS, cpu_dots, gpu_dots
+from flashmem.runtime.opencl.dot_products import ARM, ARM_ACCUMULATED, DOT_PRODUCTS, KHRONOS, KHRONOS_MIXED, cpu_dots, gpu_dots
 from flashmem.target.descriptor import load_descriptor
 from flashmem.target.instruction_set import INSTRUCTION_SETS
 from tests.support.compared import PLACES
@@ -223,10 +223,11 @@ def test_instruction_of_a_cpu(platform: str, version: str, instructions: str, wa
 
 def test_instruction_of_a_gpu() -> None:
     both = {KHRONOS, ARM, ARM_ACCUMULATED}
-    assert gpu_dots(both, accelerated=True) == KHRONOS
-    assert gpu_dots(both, accelerated=False) == ARM_ACCUMULATED
-    assert gpu_dots({ARM}, accelerated=False) == ARM
-    assert gpu_dots({"cl_qcom_dot_product8"}, accelerated=False) == ""
+    assert gpu_dots(both, (1, 1, 1, 1, 1, 1)) == gpu_dots(both, (0, 1, 1, 0, 1, 1)) == KHRONOS_MIXED
+    assert gpu_dots(both, (1, 1, 0, 1, 1, 0)) == KHRONOS
+    assert gpu_dots(both, (0, 1, 0, 0, 1, 0)) == gpu_dots(both) == ARM_ACCUMULATED
+    assert gpu_dots({ARM}) == ARM
+    assert gpu_dots({"cl_qcom_dot_product8"}) == gpu_dots({KHRONOS}, (0, 0, 0, 0, 0, 0)) == ""
 
 
 def test_the_instruction_is_part_of_the_key_of_kernels_that_use_it() -> None:

@@ -24,6 +24,13 @@ static inline int strict_dot_ss(uint a, uint b)
     return (int)x.s0 * y.s0 + (int)x.s1 * y.s1 + (int)x.s2 * y.s2 + (int)x.s3 * y.s3;
 }
 #define dot_4x8packed_ss_int(a, b) strict_dot_ss(a, b)
+static inline int strict_dot_us(uint a, uint b)
+{
+    const uchar4 x = as_uchar4(a);
+    const char4 y = as_char4(b);
+    return (int)x.s0 * y.s0 + (int)x.s1 * y.s1 + (int)x.s2 * y.s2 + (int)x.s3 * y.s3;
+}
+#define dot_4x8packed_us_int(a, b) strict_dot_us(a, b)
 """,
     ARM: """
 #define cl_arm_integer_dot_product_int8 1

@@ -59,7 +59,7 @@ class Profile:
     constant_bytes: int = 64 << 10
     unified_memory: bool = True
     fuses: bool = True  # multiply-adds of floats: dumps of Adreno's drivers report none
-    fast_dot_products: tuple[int, ...] = (1, 1, 1, 1, 1, 1)  # of packed words: signed, unsigned, mixed, the same that saturate
+    fast_dot_products: tuple[int, ...] = (0,) * 6  # of packed words: signed, unsigned, mixed, the same that saturate
     recordable: int = 0  # CL_DEVICE_RECORDABLE_QUEUE_MAX_SIZE
     fine_grained: bool = True  # shared virtual memory buffers that need no maps
     extensions: frozenset[str] = field(default_factory=lambda: frozenset((*_CORE, _VIEWS)))
@@ -145,7 +145,7 @@ PROFILES = (
             _OF_KERNELS,
         ),
         assumed="compute units; work-group, base address, parameters and constant memory as of the 6xx; 32 recorded launches; "
-        "fast dot products of all signs",
+        "fast dot products of unsigned and of mixed signs, as Mesa's compiler for it has them",
         max_alloc=1024 * MIB,
         global_memory=5814714368,
         base_align=128,
@@ -159,6 +159,7 @@ PROFILES = (
         kernel_groups=_ADRENO_KERNELS,
         recordable=32,
         extensions=frozenset((*_CORE, _VIEWS, _RECORDING, _DOTS)),
+        fast_dot_products=(0, 1, 1, 0, 1, 1),
     ),
     Profile(
         name="adreno8xx",
