@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flashmem.compiler.ir.graph import Node
-from flashmem.compiler.lowering.context import LoweringContext
+from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
 from flashmem.compiler.lowering.quantisation import WeightBinding
 from flashmem.compiler.lowering.tile import ContractionTile
 from flashmem.program.launches import Arg
@@ -26,9 +26,13 @@ MOST_DEPTH = (2**31 - 1) // 255**2
 
 @dataclass(frozen=True)
 class DotProduct:
-    """A product by dot products. `left`: the type of the left operand's bytes; `filling`: its number outside of an image."""
+    """A product by dot products. `left`: the type of the left operand's bytes; `filling`: its number outside of an image.
+
+    `words`: words of the left operand that are read by one load.
+    """
 
     left: str
+    words: int = 1
     filling: int = 0
 
     def config(self, descriptor: DeviceDescriptor, family: str) -> PlainContraction:
@@ -38,7 +42,7 @@ class DotProduct:
 
     def tile(self, tile: ContractionTile) -> ContractionTile:
         """`tile` for words."""
-        return replace(tile, dots=self.left, activation="uint")
+        return replace(tile, dots=self.left, activation="uint", depth_vector=self.words)
 
     def outside(self, context: LoweringContext, channels: int) -> Arg:
         """A resident array of `channels` bytes that are read outside of an image."""
@@ -70,9 +74,12 @@ def dot_product(context: LoweringContext, node: Node, binding: WeightBinding, de
         scaled = binding.scale is None and binding.weight_scale is None
     if not scaled or binding.weight_minimum is not None:
         return None
+    offsets = max(context.nbytes(node.input(0)), depth * node.outputs[0].shape[-1])
+    together = context.descriptor.code.vector_loads and run % (4 * WORD) == 0 and offsets < MOST_OFFSET
+    words = 4 if together else 1
     zero = node.optional(2) if binding.zero is not None else None
     if zero is None or not any(node.attributes.get("pads", ())):
-        return DotProduct(left)
+        return DotProduct(left, words)
     if zero.constant is None or zero.size != 1:
         return None
-    return DotProduct(left, int(zero.constant.array().reshape(-1)[0]))
+    return DotProduct(left, words, int(zero.constant.array().reshape(-1)[0]))
