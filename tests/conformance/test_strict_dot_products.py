@@ -12,8 +12,11 @@ import pytest
 
 import flashmem
 from flashmem.base.types import MemoryPath
+from flashmem.cli.commands.devices import show_devices
+from flashmem.cli.commands.doctor import _facts, _print_device
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.dot_products import ARM, ARM_ACCUMULATED, KHRONOS, KHRONOS_MIXED
+from flashmem.runtime.opencl.matrix_extensions import UNUSED, unused_of
 from tests.support.caches import kernels_built_by_runs
 from tests.support.integer_products import Case, exact
 from tests.support.strict_device import PROFILES, BrokenRuleError, Profile
@@ -72,6 +75,20 @@ def test_a_driver_that_says_that_they_are_slow() -> None:
     with strict(replace(ADRENO, extensions=ADRENO.extensions - {KHRONOS})):
         [here] = list_devices()
         assert here.dots == ""
+
+
+def test_devices_and_doctor_say_what_is_used_and_what_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    more = {"cl_qcom_ml_ops", "cl_qcom_dot_product8"}
+    with strict(replace(ADRENO, extensions=ADRENO.extensions | more)):
+        [here] = list_devices()
+        assert set(unused_of(here.extensions)) == more
+        show_devices(as_json=False)
+        listed = capsys.readouterr().out
+        _print_device(0, here, [])
+        examined = " ".join(capsys.readouterr().out.split())
+        assert set(_facts(here)["unused_extensions"]) == more
+    for said in ("products of 8 bits by cl_khr_integer_dot_product, mixed", *(f"{each}: {UNUSED[each]}" for each in more)):
+        assert said in " ".join(listed.split()) and said in examined
 
 
 @pytest.mark.parametrize(
