@@ -186,12 +186,6 @@ class DeviceDescriptor:
         return max(8, known.register_bytes // 4)
 
     @property
-    def dot_rows(self) -> int:
-        """The most rows of the plain tile for dot products: on a CPU, those that its registers hold."""
-        known = INSTRUCTION_SETS.get(self.instruction_set)
-        return self.tile.rows if known is None else known.dot_rows
-
-    @property
     def shares_memory(self) -> bool:
         """Whether host and device share one memory. If not, a load into device memory is a copy from pinned memory."""
         return any("alias" in modes for modes in self.modes.values())

@@ -34,12 +34,6 @@ class InstructionSet:
         """Rows of the plain tile: as many as the registers hold."""
         return PAIR_ROWS if self.panels == 2 else min(MOST_ROWS, self._rows(1))
 
-    @property
-    def dot_rows(self) -> int:
-        """Rows of the plain tile for dot products, whose weights and words of the left operand may need twice the registers."""
-        across = -(-4 * PANEL * self.panels // self.register_bytes)
-        return max(1, min(self.rows, (self.registers - 2) // across - 2))
-
     def _rows(self, panels: int) -> int:
         """Rows whose sums fit the registers beside one row of weights and one number of the left operand."""
         across = -(-4 * PANEL * panels // self.register_bytes)

@@ -193,9 +193,7 @@ def lower_packed(
     )  # fmt: skip
     given, packed_panel = _quantised(context, workload, binding)
     dots = dot_product(context, node, binding, depth, run)
-    if dots is not None:
-        given = dots.config(context.descriptor, family)
-    elif given is None and (binding.codes is None or binding.zero is not None or binding.scale is not None or not stageable):
+    if given is None and (binding.codes is None or binding.zero is not None or binding.scale is not None or not stageable):
         given = context.descriptor.tile.config(family)
     tile = _with(
         _tile(context, group, workload, run, packed=binding.codes is not None, given=given, winograd=winograd), binding

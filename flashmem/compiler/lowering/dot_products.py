@@ -14,8 +14,6 @@ from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
 from flashmem.compiler.lowering.quantisation import WeightBinding
 from flashmem.compiler.lowering.tile import ContractionTile
 from flashmem.program.launches import Arg
-from flashmem.target.descriptor import DeviceDescriptor
-from flashmem.target.kernel_configs.contraction import PlainContraction
 
 WORD = 4
 """Bytes of a word: steps of depth that one dot product multiplies."""
@@ -34,11 +32,6 @@ class DotProduct:
     left: str
     words: int = 1
     filling: int = 0
-
-    def config(self, descriptor: DeviceDescriptor, family: str) -> PlainContraction:
-        """The plain config, with as many rows as the registers hold beside the words of both operands."""
-        config = descriptor.tile.config(family)
-        return replace(config, rows=min(config.rows, descriptor.dot_rows))
 
     def tile(self, tile: ContractionTile) -> ContractionTile:
         """`tile` for words."""

@@ -56,8 +56,9 @@ static inline int16 fm_dot16(uint x, int16 b, int16 c)
 _PAIRS_256 = """%s
 static inline int8 fm_dot8(uint x, int8 b, int8 c)
 {
-    const short16 even = as_short16((uint8)(x & 0xff00ffu)), odd = as_short16((uint8)(x >> 8 & 0xff00ffu));
-    return c + fm_pairs(even, as_short16(b) << (short)8 >> (short)8) + fm_pairs(odd, as_short16(b) >> (short)8);
+    const ushort16 all = as_ushort16((uint8)(x));
+    c += fm_pairs(as_short16(all & (ushort)255), as_short16(b) << (short)8 >> (short)8);
+    return c + fm_pairs(as_short16(all >> (ushort)8), as_short16(b) >> (short)8);
 }
 static inline int16 fm_dot16(uint x, int16 b, int16 c)
 {

@@ -23,7 +23,6 @@ from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import Device, descriptor_for
 from flashmem.runtime.opencl.dot_products import ARM, ARM_ACCUMULATED, DOT_PRODUCTS, KHRONOS, KHRONOS_MIXED, cpu_dots, gpu_dots
 from flashmem.target.descriptor import load_descriptor
-from flashmem.target.instruction_set import INSTRUCTION_SETS
 from tests.support.compared import PLACES
 from tests.support.integer_products import Case, exact
 
@@ -173,11 +172,15 @@ def test_other_products_stay_as_they_are(case: Case, tmp_path: Path) -> None:
 
 def test_one_packing_serves_all_cpus(tmp_path: Path) -> None:
     """The launches for other registers read the same slices; only rows and columns of a work-item differ."""
-    rows = {name: kind.dot_rows for name, kind in INSTRUCTION_SETS.items()}
-    assert rows == {"sse": 1, "avx": 5, "avx2": 5, "avx512": 8, "neon": 5}
     bundle, _ = compiled(Case(sizes=(64, 64, 64)), tmp_path, device="generic-cpu")
     slices = {part.nbytes for part in bundle.program.slices}
     assert slices == {4 * 16 * (64 + 4)}, "four panels of 16 columns, each with its sums"
+    tiles = set()
+    for name in ("avx2", "avx512"):
+        program = bundle.for_instruction_set(name).program
+        assert program.slices == bundle.program.slices
+        tiles |= {(launch.shape.tile_rows, launch.shape.tile_columns) for launch in program.launches}
+    assert tiles == {(5, 16), (8, 32)}
 
 
 def test_words_of_a_panel() -> None:
