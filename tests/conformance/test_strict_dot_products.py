@@ -36,7 +36,13 @@ DEVICES = {
 CASES = (
     Case("uint8", "uint8", sizes=(7, 260, 21), zero=200, weight_zero=77, by_column=True, ends=True),
     Case("int8", "int8", (1, 8, 7, 6), (12, 8, 3, 3), zero=-90, attributes=(("pads", (1, 1, 1, 1)),)),
-)
+    # Four words of a row are read at a time.
+    Case("int8", "uint8", sizes=(9, 272, 44), zero=-128, weight_zero=255, ends=True),
+    Case(
+        "uint8", "int8", (2, 32, 7, 6), (24, 16, 3, 2), zero=11, weight_zero=5, by_column=True,
+        attributes=(("pads", (1, 0, 1, 1)), ("strides", (2, 1)), ("group", 2)),
+    ),
+)  # fmt: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was compiled for")
 

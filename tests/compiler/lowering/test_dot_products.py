@@ -23,7 +23,7 @@ from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import Device, descriptor_for
 from flashmem.runtime.opencl.dot_products import ARM, ARM_ACCUMULATED, DOT_PRODUCTS, KHRONOS, KHRONOS_MIXED, cpu_dots, gpu_dots
 from flashmem.target.descriptor import load_descriptor
-from tests.support.compared import PLACES
+from tests.support.compared import DEVICES, PLACES
 from tests.support.integer_products import Case, exact
 
 Array = NDArray[Any]
@@ -60,6 +60,7 @@ CONVOLUTIONS = [
     ),
     Case("int8", "int8", (1, 12, 6, 6), (40, 12, 1, 1), zero=-5),
     Case("int8", "uint8", (1, 4, 8, 8), (16, 4, 5, 5), weight_zero=128, attributes=(("pads", (2, 2, 2, 2)),)),
+    Case("uint8", "int8", (1, 32, 5, 6), (20, 16, 3, 3), zero=31, attributes=(("pads", (0, 1, 1, 0)), ("group", 2))),
 ]  # fmt: skip
 CASES = [*PRODUCTS, *DEEP, *CONVOLUTIONS]
 
@@ -105,6 +106,19 @@ def test_every_instruction_gives_the_same_bits(
     with flashmem.Session(bundle, device=device) as session:
         [y] = session.run(None, feeds)
     assert any(used) == bool(dots)
+    assert np.array_equal(y, exact(case))
+
+
+@pytest.mark.parametrize("target", ["adreno750", "mali-g710", "nvidia"])
+@pytest.mark.parametrize("path", ["buffer", "texture"])
+@pytest.mark.parametrize("case", [*DEEP, *CONVOLUTIONS], ids=str)
+@pytest.mark.filterwarnings("ignore:.*was compiled for")
+def test_kernels_of_gpus(case: Case, path: Any, target: str, tmp_path: Path) -> None:
+    """With four words of a row at a time where vectors are loaded and rows are whole."""
+    bundle, feeds = compiled(case, tmp_path, device=target, memory_path=path)
+    assert by_dots(bundle)
+    with flashmem.Session(bundle, device=DEVICES[0][0]) as session:
+        [y] = session.run(None, feeds)
     assert np.array_equal(y, exact(case))
 
 
