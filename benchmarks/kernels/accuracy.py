@@ -1,6 +1,6 @@
 """How far answers are from float64: each precision and quantisation, on models of the zoo.
 
-    python -m benchmarks.kernels.accuracy [--device pocl] [--models resnet50 vit-b16 ...] [--json FILE]
+    python -m benchmarks.kernels.accuracy [--device pocl] [--models resnet50 vit-b16 ...] [--ways fp32 tf32 ...] [--json FILE]
 
 PyTorch evaluates each model in float64, with the float32 weights and inputs of its export (`flashmem zoo export`, seed 0).
 Flashmem runs the export on the device in float32, with `--precision tf32` if the device has it, with `--precision fp16`, and
@@ -97,10 +97,11 @@ def main() -> None:
     parser = Arguments(__doc__)
     parser.add_device("pocl")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS), metavar="NAME")
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="those that the device has are run")
     parser.add_argument("--json", type=Path, help="where the numbers are kept as they come")
     args = parser.parse_args()
     parser.check_device(args.device)
-    ways = {way: options for way, options in WAYS.items() if _offered(args.device, options.get("precision", "fp32"))}
+    ways = {way: WAYS[way] for way in args.ways if _offered(args.device, WAYS[way].get("precision", "fp32"))}
     columns = ["ONNX Runtime", *ways]
     print(f"| {args.device} | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}", flush=True)
     every = {}

@@ -15,7 +15,7 @@ from flashmem.base.errors import BundleError, UserError
 from flashmem.base.files import open_regular, read_regular
 from flashmem.bundle.version_directories import MANIFEST, MANIFEST_BYTES, is_version_name
 
-FORMAT_VERSION = 19
+FORMAT_VERSION = 20
 WEIGHTS = "weights.bin"
 BINARIES = "binaries.bin"
 LANGUAGE = "language.json"

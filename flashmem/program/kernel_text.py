@@ -44,6 +44,11 @@ def uses_tensor_cores(text: str) -> bool:
     return "FM_TENSOR_CORES" in text
 
 
+def uses_dot_products(text: str) -> bool:
+    """Whether kernels of `text` multiply words of four bytes, where a device has instructions for them."""
+    return "FM_HAS_DOT" in text
+
+
 def joined_texts(texts: Iterable[str]) -> str:
     """The text of one program with the kernels of several sections.
 

@@ -163,6 +163,7 @@ class DeviceDescriptor:
     code: CodeStyle = field(default_factory=CodeStyle)  # how kernels are written for the device's compiler
     only: str = ""  # name of the one config to use wherever it is possible, for measurements
     tuned: str = ""  # the tuning database next to the descriptor, without .tuned.csv; "": none
+    dot_products: bool = False  # whether products of 8-bit integers are dot products of words
     command_buffers: bool = False  # whether recorded launches were faster in measurements (flashmem profile)
     probed: dict[str, str] = field(default_factory=dict)  # by extension, the `Device.driver` on which its probe passed
     rates: Rates = field(default_factory=Rates)

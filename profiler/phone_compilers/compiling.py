@@ -15,6 +15,7 @@ from typing import Any, Self
 from flashmem.base.errors import UserError
 from flashmem.profiler.phone_compilers.gpus import Gpu
 from flashmem.profiler.phone_compilers.roots import Root, set_up
+from flashmem.runtime.opencl.dot_products import KHRONOS
 
 MOST_SECONDS = 900
 """Time limit for the compilation of one text."""
@@ -52,8 +53,10 @@ def root_of(gpu: Gpu) -> Root:
 
 
 def options_of(text: str) -> list[str]:
-    """The build options of a kernel, equal to the runtime's: kernels with subgroup shuffles are OpenCL C 3.0."""
-    return ["-cl-std=CL3.0" if "FM_SHUFFLE" in text else "-cl-std=CL1.2"]
+    """The build options of a kernel, equal to the runtime's: OpenCL C 3.0 for subgroup shuffles, and for dot products of an
+    extension.
+    """
+    return ["-cl-std=CL3.0" if "FM_SHUFFLE" in text or f"EXTENSION {KHRONOS}" in text else "-cl-std=CL1.2"]
 
 
 class Compiler:

@@ -53,6 +53,7 @@ def test_devices_names_what_is_here(flashmem: Command) -> None:
     for entry in listed:
         assert entry["transfer_mode"] in entry["modes"][entry["memory_path"]]
         assert set(entry["modes"]["buffer"]) | set(entry["not_possible"]["buffer"]) == {"map", "alias", "dma", "interleave"}
+        assert entry["integer_products"] == list_devices()[entry["number"]].dots and entry["unused_extensions"] == {}
         assert entry["name"] in report.out and entry["driver_version"] in report.out
 
 

@@ -14,6 +14,7 @@ from flashmem.base.units import format_size
 from flashmem.cli.output.console import emit_json, out
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import Device, choose, descriptor_for, no_device, why_not
+from flashmem.runtime.opencl.matrix_extensions import unused_of
 from flashmem.runtime.opencl.measured_rates import keep_measured_rates
 from flashmem.runtime.opencl.processor import processor_of, rates_are_of, rates_said
 
@@ -92,6 +93,8 @@ def _describe(index: int, device: Device, auto: bool) -> dict[str, Any]:
         "transfer_mode": descriptor.modes[descriptor.memory_paths[0]][0],
         "modes": {path: list(descriptor.modes[path]) for path in descriptor.memory_paths},
         "not_possible": {path: dict(modes) for path, modes in reasons.items()},
+        "integer_products": device.dots,
+        "unused_extensions": unused_of(device.extensions),
     }
 
 
@@ -111,5 +114,7 @@ def _print(entry: dict[str, Any]) -> None:
             for path, modes in entry["not_possible"].items()
             for mode, reason in modes.items()
         ),
+        *([("integers", f"products of 8 bits by {entry['integer_products']}")] if entry["integer_products"] else []),
+        *(("not used", f"{name}: {reason}") for name, reason in entry["unused_extensions"].items()),
     ):
         console.print(f"   {label:<12} {text}", markup=False)

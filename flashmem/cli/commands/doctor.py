@@ -74,6 +74,7 @@ def _report(
 def _facts(device: Device) -> dict[str, Any]:
     """A device's limits, its transfer modes, and the modes that it lacks."""
     from flashmem.runtime.opencl.devices import descriptor_for, why_not
+    from flashmem.runtime.opencl.matrix_extensions import unused_of
 
     values = {name: value for name, value in vars(device).items() if name != "handle"}
     descriptor = descriptor_for(device)
@@ -83,6 +84,7 @@ def _facts(device: Device) -> dict[str, Any]:
         "descriptor": descriptor.name,
         "modes": {path: list(modes) for path, modes in descriptor.modes.items()},
         "not_possible": {path: dict(reasons) for path, reasons in why_not(device).items()},
+        "unused_extensions": unused_of(device.extensions),
     }
 
 
@@ -100,6 +102,7 @@ def _print_surroundings(around: Surroundings, found: Iterable[CheckedItem]) -> N
 
 def _print_device(number: int, device: Device, results: Iterable[SelfTestResult]) -> None:
     from flashmem.runtime.opencl.devices import descriptor_for, why_not
+    from flashmem.runtime.opencl.matrix_extensions import unused_of
     from flashmem.runtime.opencl.processor import rates_said
 
     descriptor = descriptor_for(device)
@@ -120,6 +123,10 @@ def _print_device(number: int, device: Device, results: Iterable[SelfTestResult]
     for path, reasons in why_not(device).items():
         for mode, reason in reasons.items():
             print(f"     {'not ' + path:<22} {mode}: {reason}")
+    if device.dots:
+        print(f"     {'integers':<22} products of 8 bits by {device.dots}")
+    for name, reason in unused_of(device.extensions).items():
+        print(f"     {'not used':<22} {name}: {reason}")
     for result in results:
         print(f"{_mark(result.ok)} {result.test:<22} {result.said}")
 

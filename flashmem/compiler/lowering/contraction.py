@@ -18,6 +18,7 @@ from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.strided import broadcast_strides, row_major
 from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
+from flashmem.compiler.lowering.dot_products import dot_product
 from flashmem.compiler.lowering.movement import copy_region
 from flashmem.compiler.lowering.quantisation import WeightBinding, read_both, read_weights
 from flashmem.compiler.lowering.tile import ContractionTile
@@ -191,12 +192,15 @@ def lower_packed(
         taps=depth // run, stride=max(node.attributes.get("strides", (1,))),
     )  # fmt: skip
     given, packed_panel = _quantised(context, workload, binding)
+    dots = dot_product(context, node, binding, depth, run)
     if given is None and (binding.codes is None or binding.zero is not None or binding.scale is not None or not stageable):
         given = context.descriptor.tile.config(family)
     tile = _with(
         _tile(context, group, workload, run, packed=binding.codes is not None, given=given, winograd=winograd), binding
     )
     tile = replace(tile, packed_panel=packed_panel)
+    if dots is not None:
+        tile, dims = dots.tile(tile), dots.dims(family, dims)
     if family == "matmul" and context.descriptor.kind == "cpu" and tile.rows == 1 and _sums_unscaled(tile):
         in_words = tile.nibbles and not tile.texture and tile.vector == tile.panel == PANEL
         words = context.descriptor.vector_floats if in_words else 0
@@ -205,9 +209,9 @@ def lower_packed(
     step = max(n for n in range(1, DEPTH_BLOCK + 1) if binding.block % n == 0) if binding.block else DEPTH_BLOCK
     in_heads = family == "matmul" and context.memory_path == "buffer" and bool(binding.by_block) and tile.element in _BYTES
     packing = Packing(
-        depth, columns // groups, groups, tile.panel, binding.storage, context.memory_path,
+        depth, columns // groups, groups, tile.panel, binding.storage, "buffer" if dots else context.memory_path,
         _fold_unit(family, tile, run, step), context.descriptor, phases_of(node), block=binding.block,
-        heads=tuple(each.storage for each in binding.by_block) if in_heads else (),
+        heads=tuple(each.storage for each in binding.by_block) if in_heads else (), words=dots is not None,
     )  # fmt: skip
     tile = replace(tile, head_bytes=tile.panel * packing.head_bytes)
     phases = math.prod(packing.phases)
@@ -243,7 +247,7 @@ def lower_packed(
         **(context.epilogue_values(epilogue) if split == 1 else _NO_EPILOGUE),
     )
     x, y = context.operand(node.input(0)), context.tensor(group.output)
-    zeros = [context.zeros(dims[3])] if family != "matmul" else []
+    zeros = [dots.outside(context, run) if dots else context.zeros(dims[3])] if family != "matmul" else []
     if binding.codes is None:
         sliced = [_packed_at_run_time(context, group, groups, tile.panel)]
     else:

@@ -31,7 +31,8 @@ class ContractionTile:
     `depth_vector`: steps of depth of the left operand that a plain config reads by one load; a row has a multiple of them.
     `strands`: products with quantised weights are summed unscaled, in so many sums in turn; 0: weights are dequantised first.
     `words`: such weights of 4 bits are read so many words at a time. `packed_panel`: the width of packed panels, if a group's
-    block spans several.
+    block spans several. `dots`: the type of the left operand's bytes, if words of both operands are multiplied by dot products
+    (`compiler.lowering.dot_products`).
     """
 
     config: Contraction
@@ -57,6 +58,7 @@ class ContractionTile:
     strands: int = 0
     words: int = 0
     packed_panel: int = 0
+    dots: str = ""
 
     @property
     def rows(self) -> int:
@@ -159,7 +161,9 @@ class ContractionTile:
 
     @property
     def element(self) -> str:
-        """The type of a packed weight."""
+        """The type of a packed weight, or of a word of four."""
+        if self.dots:
+            return "uint"
         return _ELEMENT.get(self.weights) or STORED[cast(DType, self.weights)]
 
     @property
@@ -171,6 +175,11 @@ class ContractionTile:
     def integers(self) -> bool:
         """Whether weights are integers that are widened to int when they are read."""
         return bool(self.nibbles) or self.element in ("char", "uchar", "short", "ushort")
+
+    @property
+    def subtracts_rows(self) -> bool:
+        """Whether dot products need the sum of a row: the packed weights, which are signed, have a zero point."""
+        return bool(self.dots) and (self.weight_zero is not None or self.weights == "uint8")
 
     @property
     def panel(self) -> int:

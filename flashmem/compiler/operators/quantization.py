@@ -44,9 +44,14 @@ def _quantize(node: Node, x: Sequence[str], v: Vector) -> str:
     limits = np.iinfo(node.outputs[0].dtype)
     low, high = v.literal("float32", int(limits.min)), v.literal("float32", int(limits.max))
     if len(x) == 1:
-        return f"convert_{v.named('int')}(rint(fmin(fmax({x[0]}, {low}), {high})))"
+        return _rounded(f"fmin(fmax({x[0]}, {low}), {high})", v)
     zero = f"convert_{v.named('float')}({x[1]})"
-    return f"convert_{v.named('int')}(rint(fmin(fmax({x[0]}, {low} - {zero}), {high} - {zero}))) + {x[1]}"
+    return f"{_rounded(f'fmin(fmax({x[0]}, {low} - {zero}), {high} - {zero})', v)} + {x[1]}"
+
+
+def _rounded(x: str, v: Vector) -> str:
+    """The integers next to floats of at most 2^22."""
+    return f"fm_rounded({x}, as_{v.named('int')}, convert_{v.named('int')}_rte)"
 
 
 def _range_scale(node: Node, x: Sequence[str], v: Vector) -> str:

@@ -114,7 +114,8 @@ class Packing:
     """The packed form of one weight. Folds begin at multiples of `fold_unit` rows. `phases`: see `phases_of`.
 
     `of`: what is packed: the elements or codes, or the zero points, scales or minima of blocks. With `heads`, these come before
-    the codes of each `block` rows of a panel, one for each column, in the types of `heads`.
+    the codes of each `block` rows of a panel, one for each column, in the types of `heads`. With `words`, a panel is in words
+    of signed bytes (`signed_words`).
     """
 
     depth: int
@@ -129,6 +130,7 @@ class Packing:
     of: Literal["elements", "zero", "scale", "minimum"] = "elements"
     block: int = 0
     heads: tuple[Storage, ...] = ()
+    words: bool = False
 
     @property
     def group_panels(self) -> int:
@@ -171,7 +173,12 @@ class Packing:
     def panel_bytes(self) -> int:
         """Bytes of a panel, without the padding of an image's rows."""
         blocks = -(-self.depth // self.block) if self.heads else 0
-        return self.depth * self.row_bytes + blocks * self.panel * self.head_bytes
+        return self._rows * self.row_bytes + blocks * self.panel * self.head_bytes
+
+    @property
+    def _rows(self) -> int:
+        """Rows of a panel: those of the depth, and four of bytes for the sums of columns."""
+        return self.depth + 4 * self.words
 
     @property
     def head_bytes(self) -> int:
@@ -232,7 +239,7 @@ class Packing:
         made = (self._panel(part.first_panel + i, columns) for i in range(part.panels))
         width = self.row_bytes // self._packed_dtype.itemsize
         if not part.width:
-            panels = np.empty((part.panels, self.depth, width), self._packed_dtype)
+            panels = np.empty((part.panels, self._rows, width), self._packed_dtype)
             for i, panel in enumerate(made):
                 panels[i] = panel
             return panels
@@ -266,8 +273,23 @@ class Packing:
         start, stop = self._column(index), self._column(index + 1)
         panel = np.zeros((self.depth, self.panel), self.dtype)
         panel[:, : stop - start] = columns(start, stop)
+        if self.words:
+            return signed_words(panel)
         if self.bits != 4:
             return panel
         # The first half of the columns is in low nibbles, so that vectors unpack without a shuffle.
         low, high = np.split(panel.view(np.uint8), 2, axis=1)
         return (low & 15) | (high << 4)
+
+
+def signed_words(panel: NDArray[Any]) -> NDArray[Any]:
+    """8-bit rows [depth, columns] in the order [depth / 4, columns, 4], and the sums of columns in int32 behind them.
+
+    Codes of uint8 become signed bytes, 128 less; the sums are of signed ones. `depth` is a multiple of 4. The result has the
+    type of `panel`, and four more rows.
+    """
+    depth, columns = panel.shape
+    signed = (panel.view(np.uint8) ^ 128 if panel.dtype == np.uint8 else panel).view(np.int8)
+    words = signed.reshape(depth // 4, 4, columns).swapaxes(1, 2)
+    sums = signed.sum(axis=0, dtype=np.int32).astype("<i4")
+    return np.concatenate([np.ascontiguousarray(words).reshape(-1), sums.view(np.int8)]).reshape(-1, columns).view(panel.dtype)

@@ -37,7 +37,6 @@ from flashmem.runtime.kernels.cache_files import ProgramCache, unpacked_entries
 from flashmem.runtime.kernels.required import RequiredKernel, variant
 from flashmem.runtime.opencl.context import CompiledProgram, Context, Kernel
 from flashmem.runtime.opencl.devices import HALF_ARITHMETIC, Device
-from flashmem.runtime.opencl.tensor_cores import with_instructions
 
 Build = Callable[[Mapping[str, RequiredKernel]], Mapping[str, bytes]]
 """Builds kernels, writes them to the cache, and returns the binaries by key. Raises RunError."""
@@ -300,7 +299,7 @@ def kernel_key(device: Device, wanted: RequiredKernel, options: Sequence[str]) -
     """The key of a kernel in the cache: 64 hexadecimal digits."""
     variants = sorted(set(map(variant, wanted.sizes))) if device.compiles_at_launch else []
     hashing = hashlib.sha256()
-    text = with_instructions(wanted.text, mma=device.mma)
+    text = device.with_instructions(wanted.text)
     for part in (str(FORMAT_VERSION), device.key, "\n".join(options), text, "\n".join(variants)):
         data = part.encode()
         hashing.update(len(data).to_bytes(_LENGTH_BYTES, "little"))

@@ -13,7 +13,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import MappingProxyType
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from flashmem.base.errors import FlashmemWarning, NoDeviceError, RunError, UserError
 from flashmem.base.interrupts import is_command
 from flashmem.base.types import Channel
-from flashmem.program.kernel_text import shuffles
+from flashmem.program.kernel_text import shuffles, uses_dot_products
 from flashmem.runtime.opencl import binding, driver_table, shared_memory, undocumented
 from flashmem.runtime.opencl.binding import QUIET as _QUIET
 from flashmem.runtime.opencl.binding import cl as cl
@@ -35,6 +35,7 @@ from flashmem.runtime.opencl.compile_target import compile_target, driver_variab
 from flashmem.runtime.opencl.devices import IMAGE_FROM_BUFFER, NVIDIA_ATTRIBUTES, Device, choose, passed_probes
 from flashmem.runtime.opencl.devices import descriptor_for as descriptor_for
 from flashmem.runtime.opencl.devices import why_not as why_not
+from flashmem.runtime.opencl.dot_products import KHRONOS, KHRONOS_MIXED, cpu_dots, gpu_dots
 from flashmem.runtime.opencl.icd import installed_drivers, vendors_folder
 from flashmem.runtime.opencl.instruction_set import instruction_set
 from flashmem.runtime.opencl.launching import (
@@ -51,7 +52,6 @@ from flashmem.runtime.opencl.launching import (
 )
 from flashmem.runtime.opencl.pocl import check_room, one_thread_a_core, writable_pocl_cache
 from flashmem.runtime.opencl.shared_memory import SharedMemory
-from flashmem.runtime.opencl.tensor_cores import with_instructions
 
 Bytes = NDArray[np.uint8]
 Memory = Any  # cl.Buffer | cl.Image | SharedMemory: opaque handles for the rest of the runtime
@@ -61,6 +61,8 @@ Event = Any
 _IMAGE_PITCH_ALIGNMENT, _IMAGE_BASE_ALIGNMENT = 0x104A, 0x104B  # not in pyopencl's wheels
 
 _COMPUTE_CAPABILITY_MAJOR = 0x4000  # CL_DEVICE_COMPUTE_CAPABILITY_MAJOR_NV
+_DOT_PRODUCT_CAPABILITIES = 0x1073  # CL_DEVICE_INTEGER_DOT_PRODUCT_CAPABILITIES_KHR; bit 0: packed words
+_DOT_PRODUCT_ACCELERATION = 0x1075  # CL_DEVICE_INTEGER_DOT_PRODUCT_ACCELERATION_PROPERTIES_4x8BIT_PACKED_KHR; signed first
 _SVM_CAPABILITIES = 0x1053  # bit 0: coarse-grained buffers
 
 _NO_WARNINGS = "-w"  # PoCL prints the number of compiler warnings on stderr
@@ -173,6 +175,7 @@ def _describe(platform: Any, device: Any) -> Device:
     kind: Literal["cpu", "gpu", "other"] = next((kind for bit, kind in kinds.items() if int(device.type) & bit), "other")
     extensions = frozenset(device.extensions.split())
     images = bool(device.image_support)
+    instructions = instruction_set(platform.name, device.version) if kind == "cpu" else ""
     has_view = images and IMAGE_FROM_BUFFER in extensions
     return Device(
         platform=platform.name.strip(),
@@ -199,10 +202,29 @@ def _describe(platform: Any, device: Any) -> Device:
         mma=NVIDIA_ATTRIBUTES in extensions and _raw_info(device, _COMPUTE_CAPABILITY_MAJOR) >= 8,
         fuses=bool(device.single_fp_config & cl.device_fp_config.FMA),
         target=compile_target(platform.name, kind),
-        instruction_set=instruction_set(platform.name, device.version) if kind == "cpu" else "",
+        instruction_set=instructions,
+        dots=_gpu_dots(device, extensions) if kind != "cpu" else cpu_dots(platform.name, device.driver_version, instructions),
         variables=driver_variables(platform.name),
         by_address=platform.name.startswith("NVIDIA") and bool(_raw_info(device, _SVM_CAPABILITIES, 8) & 1),
     )
+
+
+def _gpu_dots(device: Any, extensions: Collection[str]) -> str:
+    """The instruction for dot products of a GPU (`Device.dots`)."""
+    if NVIDIA_ATTRIBUTES in extensions:
+        return "dp4a" if _raw_info(device, _COMPUTE_CAPABILITY_MAJOR) >= 7 else ""
+    if KHRONOS not in extensions or not _raw_info(device, _DOT_PRODUCT_CAPABILITIES, 8) & 1:
+        return gpu_dots(extensions)
+    return gpu_dots(extensions, _raw_numbers(device, _DOT_PRODUCT_ACCELERATION, 6))
+
+
+def _raw_numbers(device: Any, parameter: int, count: int) -> list[int]:
+    """Numbers of 32 bits of clGetDeviceInfo; zeros if the driver does not know them."""
+    values = (ctypes.c_uint * count)()
+    failed = undocumented.library().clGetDeviceInfo(
+        ctypes.c_void_p(device.int_ptr), ctypes.c_uint(parameter), ctypes.c_size_t(4 * count), ctypes.byref(values), None
+    )
+    return [0] * count if failed else list(values)
 
 
 def _raw_info(device: Any, parameter: int, nbytes: int = 4) -> int:
@@ -451,11 +473,12 @@ class Context:
             return cl.Image(self.handle, cl.mem_flags.READ_ONLY, _format(channel), desc=shape)
 
     def build(self, source: str, options: Sequence[str]) -> CompiledProgram:
-        """Compile OpenCL C; version 3 for subgroup shuffles, and instructions of tensor cores, where the device has them."""
-        if self.device.shuffles and shuffles(source):
+        """Compile OpenCL C with the device's instructions; version 3 for subgroup shuffles and dot products of an extension."""
+        dots = self.device.dots in (KHRONOS, KHRONOS_MIXED) and uses_dot_products(source)
+        if (self.device.shuffles and shuffles(source)) or dots:
             options = [*options, "-cl-std=CL3.0"]
         with _explained("compile the kernels"), _QUIET:
-            source = with_instructions(source, mma=self.device.mma)
+            source = self.device.with_instructions(source)
             return CompiledProgram(cl.Program(self.handle, source).build([*options, _NO_WARNINGS], cache_dir=False))
 
     def load(self, binary: bytes, options: Sequence[str]) -> CompiledProgram:

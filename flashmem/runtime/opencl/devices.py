@@ -17,7 +17,9 @@ from typing import Any, Literal, Protocol, TypeVar
 from flashmem.base.errors import NoDeviceError
 from flashmem.base.pages import page_size
 from flashmem.base.types import TRANSFER_MODES, MemoryPath, TransferMode
+from flashmem.runtime.opencl.dot_products import with_dot_products
 from flashmem.runtime.opencl.measured_rates import tile_of, with_measured_rates
+from flashmem.runtime.opencl.tensor_cores import with_tensor_cores
 from flashmem.target.descriptor import (
     IMPORT_HOST_MEMORY,
     SHUFFLES,
@@ -60,6 +62,7 @@ class Device:
     local_memory_bytes: int = 0  # of a work-group; 0: unknown
     max_group_items: int = 0  # of a work-group; 0: unknown
     mma: bool = False  # products of matrices of halves by a subgroup: NVIDIA's tensor cores, compute capability 8.0
+    dots: str = ""  # instruction for dot products of bytes (`flashmem.runtime.opencl.dot_products`); "": none is used
     fuses: bool = True  # multiply-adds of floats in hardware, by CL_FP_FMA of its driver
     target: str = ""  # compile target of its driver (`flashmem.runtime.opencl.compile_target`)
     instruction_set: str = ""  # of a CPU's kernels (`flashmem.runtime.opencl.instruction_set`)
@@ -97,6 +100,10 @@ class Device:
     def descriptor_name(self) -> str:
         """The name of the shipped descriptor that fits best."""
         return fitting_descriptor(self.kind, self.platform, self.name, self.version, descriptor_names())
+
+    def with_instructions(self, text: str) -> str:
+        """The text for the compiler: the kernels of `text`, after functions for instructions of the device that they use."""
+        return with_dot_products(with_tensor_cores(text, mma=self.mma), self.dots)
 
     @property
     def has_image_from_buffer(self) -> bool:
@@ -226,6 +233,7 @@ def descriptor_for(device: Device, probed: Mapping[str, str] = MappingProxyType(
         page_bytes=max(base.page_bytes, page_size()),
         configs=tuple(each for each in base.configs if _can(device, each)),
         code=_code(base, device),
+        dot_products=base.dot_products if device.kind == "cpu" else bool(device.dots),
     )
 
 

@@ -113,6 +113,6 @@ four work-items, side by side. Four halves, stored at a multiple of 8 bytes.
 """
 
 
-def with_instructions(text: str, *, mma: bool) -> str:
-    """The text for a compiler: the kernels of `text`, after these functions if they use them and the device can (`mma`)."""
+def with_tensor_cores(text: str, *, mma: bool) -> str:
+    """The kernels of `text` after these functions, if they use them and the device can (`mma`)."""
     return _FUNCTIONS + text if mma and uses_tensor_cores(text) else text

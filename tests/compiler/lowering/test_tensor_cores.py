@@ -19,7 +19,7 @@ from flashmem.runtime.kernels.cache_files import ProgramCache
 from flashmem.runtime.kernels.required import RequiredKernel
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import Device
-from flashmem.runtime.opencl.tensor_cores import with_instructions
+from flashmem.runtime.opencl.tensor_cores import with_tensor_cores
 from flashmem.target.descriptor import descriptor_names, load_descriptor
 from flashmem.target.kernel_configs.tensor_cores import TensorContraction, Tf32Contraction
 from flashmem.target.kernel_configs.workload import TF32, Workload
@@ -222,9 +222,9 @@ def test_packed_weights_are_also_multiplied_by_floats(config: TensorContraction)
 
 def test_only_kernels_and_devices_with_tensor_cores_get_their_instructions() -> None:
     text = "#ifdef FM_TENSOR_CORES"
-    added = with_instructions(text, mma=True)
+    added = with_tensor_cores(text, mma=True)
     assert added.endswith(text) and "mma.sync" in added
-    assert with_instructions(text, mma=False) == text and with_instructions("other", mma=True) == "other"
+    assert with_tensor_cores(text, mma=False) == text and with_tensor_cores("other", mma=True) == "other"
 
 
 def test_an_older_gpu_says_that_it_has_none() -> None:

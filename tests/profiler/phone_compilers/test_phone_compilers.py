@@ -114,6 +114,7 @@ def test_descriptors_of_phones_have_a_compiler() -> None:
 
 def test_kernels_with_shuffles_are_newer_opencl() -> None:
     assert options_of("FM_SHUFFLE(x, 1)") == ["-cl-std=CL3.0"]
+    assert options_of("#pragma OPENCL EXTENSION cl_khr_integer_dot_product : enable") == ["-cl-std=CL3.0"]
     assert options_of("x") == ["-cl-std=CL1.2"]
 
 

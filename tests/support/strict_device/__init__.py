@@ -14,6 +14,7 @@ contains NaNs.
 - `registers.py`: what a kernel's text says of its registers, which limit its work-group.
 - `objects.py`, `transfers.py`, `programs.py`: replacements of pyopencl's objects.
 - `vendors.py`: imports of host memory (Arm) and recorded launches (Qualcomm).
+- `dot_products.py`: built-in functions of Khronos' and Arm's extensions for dot products of bytes.
 - `calls.py`, `library.py`: replacements of pyopencl and the library.
 
 Two commands that use one memory object, one of them to write it, must be ordered: by their queue, by events, or by a wait of

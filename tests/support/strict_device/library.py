@@ -14,11 +14,14 @@ from numpy.typing import NDArray
 
 from tests.support.strict_device import transfers
 from tests.support.strict_device.calls import StrictOpenCL
+from tests.support.strict_device.dot_products import KHRONOS
 from tests.support.strict_device.objects import StrictBuffer, StrictEvent
 from tests.support.strict_device.programs import launch
 from tests.support.strict_device.vendors import Vendors
 
 _IMAGE_PITCH_ALIGNMENT, _IMAGE_BASE_ALIGNMENT, _SVM_CAPABILITIES = 0x104A, 0x104B, 0x1053
+_DOT_PRODUCTS, _DOT_ACCELERATION = 0x1073, 0x1075
+_INVALID_VALUE = -30
 _CREATE_TYPE_REGION = 0x1220
 _EVENT_COMMAND_EXECUTION_STATUS = 0x11D3
 _PROFILING_COMMAND_START, _PROFILING_COMMAND_END = 0x1282, 0x1283
@@ -45,8 +48,18 @@ class StrictLibrary:
         return self._vendors.address(name.decode())
 
     def _clGetDeviceInfo(self, device: Any, parameter: Any, size: Any, value: Any, _: Any) -> int:
-        """The alignments of images over buffers; no shared virtual memory, whose addresses no rule could check."""
+        """The alignments of images over buffers; dot products; no shared virtual memory: no rule could check its addresses."""
         profile = self._world.profile
+        if _number(parameter) in (_DOT_PRODUCTS, _DOT_ACCELERATION) and KHRONOS not in profile.extensions:
+            return _INVALID_VALUE
+        if _number(parameter) == _DOT_PRODUCTS:
+            value._obj.value = 3
+            return 0
+        if _number(parameter) == _DOT_ACCELERATION:
+            assert _number(size) == 6 * 4
+            for index, fast in enumerate(profile.fast_dot_products):
+                value._obj[index] = fast
+            return 0
         known = {_IMAGE_PITCH_ALIGNMENT: profile.image_pitch, _IMAGE_BASE_ALIGNMENT: profile.image_base, _SVM_CAPABILITIES: 0}
         value._obj.value = known[_number(parameter)]
         return 0

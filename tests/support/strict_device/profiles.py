@@ -23,6 +23,8 @@ _CORE = (
 )
 _VIEWS = "cl_khr_image2d_from_buffer"
 _RECORDING = "cl_qcom_recordable_queues"
+_DOTS = "cl_khr_integer_dot_product"
+_ARM_DOTS = ("cl_arm_integer_dot_product_int8", "cl_arm_integer_dot_product_accumulate_int8")
 _IMPORTS = ("cl_arm_import_memory", "cl_arm_import_memory_host")
 
 
@@ -57,6 +59,7 @@ class Profile:
     constant_bytes: int = 64 << 10
     unified_memory: bool = True
     fuses: bool = True  # multiply-adds of floats: dumps of Adreno's drivers report none
+    fast_dot_products: tuple[int, ...] = (0,) * 6  # of packed words: signed, unsigned, mixed, the same that saturate
     recordable: int = 0  # CL_DEVICE_RECORDABLE_QUEUE_MAX_SIZE
     fine_grained: bool = True  # shared virtual memory buffers that need no maps
     extensions: frozenset[str] = field(default_factory=lambda: frozenset((*_CORE, _VIEWS)))
@@ -137,10 +140,12 @@ PROFILES = (
         sources=(
             f"version, driver, largest allocation, memory, fine-grained SVM: clinfo of an Adreno 750, {_ADRENO_7}",
             f"cl_khr_image2d_from_buffer, cl_qcom_recordable_queues: clinfo of an Adreno 740, {_ADRENO_740}",
+            f"cl_khr_integer_dot_product: clinfo of an Adreno 740 and of a 750, {_ADRENO_740}, {_ADRENO_7}",
             f"images, their alignments and arguments, local memory: clinfo of an Adreno under OpenCL 3.0, {_ADRENO_IMAGES}",
             _OF_KERNELS,
         ),
-        assumed="compute units; work-group, base address, parameters and constant memory as of the 6xx; 32 recorded launches",
+        assumed="compute units; work-group, base address, parameters and constant memory as of the 6xx; 32 recorded launches; "
+        "fast dot products of unsigned and of mixed signs, as Mesa's compiler for it has them",
         max_alloc=1024 * MIB,
         global_memory=5814714368,
         base_align=128,
@@ -153,7 +158,8 @@ PROFILES = (
         max_group_sizes=(1024, 1024, 1024),
         kernel_groups=_ADRENO_KERNELS,
         recordable=32,
-        extensions=frozenset((*_CORE, _VIEWS, _RECORDING)),
+        extensions=frozenset((*_CORE, _VIEWS, _RECORDING, _DOTS)),
+        fast_dot_products=(0, 1, 1, 0, 1, 1),
     ),
     Profile(
         name="adreno8xx",
@@ -193,7 +199,7 @@ PROFILES = (
             f"version, compute units, global and local memory: a Pixel 7, {_PIXEL_7_CORES}",
             f"parameters, images, their alignments: clinfo of a Mali-G610, {_MALI_610}",
             f"work-group: the smallest that clinfo of a Mali was found to say, of a Mali-G52, {_MALI_52}",
-            f"cl_arm_import_memory_host: clinfo of a Mali-G610, {_MALI_IMPORTS}",
+            f"cl_arm_import_memory_host, cl_arm_integer_dot_product_*: clinfo of a Mali-G610, {_MALI_IMPORTS}",
             f"registers: 64 of a work-item, {_MALI_REGISTERS}",
             f"kernels are compiled by clCreateKernel: measured on a Mali-T628, {_MALI_BINARY}",
         ),
@@ -211,7 +217,7 @@ PROFILES = (
         max_group_sizes=(384, 384, 384),
         kernel_groups=((32, 384), (64, 192)),
         compiles_kernels_apart=True,
-        extensions=frozenset((*_CORE, _VIEWS, *_IMPORTS)),
+        extensions=frozenset((*_CORE, _VIEWS, *_IMPORTS, *_ARM_DOTS)),
         fine_grained=False,
     ),
     Profile(

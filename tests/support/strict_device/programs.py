@@ -14,6 +14,7 @@ import numpy as np
 import pyopencl as cl
 
 from tests.support.strict_device.commands import Access, Memory
+from tests.support.strict_device.dot_products import BUILT_INS, imitated
 from tests.support.strict_device.objects import StrictContext, StrictEvent, StrictImage, StrictMemory, StrictQueue, World
 from tests.support.strict_device.registers import private_values, required_group
 from tests.support.strict_device.transfers import Waits, commands, reals
@@ -28,7 +29,7 @@ _OPTIONAL = {  # names in kernels, and the extension that defines each
     r"\bsub_group_\w+": "cl_khr_subgroups",
     r"\batom_\w+": "cl_khr_int64_base_atomics",
     r"\bhalf\d*\s+\w+\s*[=;,(]": "cl_khr_fp16",
-}
+} | BUILT_INS
 
 _built: dict[tuple[int, str, tuple[str, ...]], Any] = {}
 """Real programs by device, source and options, for all strict devices."""
@@ -76,10 +77,11 @@ class StrictProgram:
         check_source(self.world, self.source, self.options)
         if not any(_STANDARD.match(each) for each in self.options):
             self.options = (*self.options, "-cl-std=CL1.2")
-        key = self.world.real.int_ptr, self.source, self.options
+        source = imitated(self.world.profile.extensions) + self.source
+        key = self.world.real.int_ptr, source, self.options
         if key not in _built:
             options = [*self.options, "-cl-opt-disable"]  # only the calls are under test
-            _built[key] = cl.Program(self.world.context, self.source).build(options, cache_dir=False)
+            _built[key] = cl.Program(self.world.context, source).build(options, cache_dir=False)
         self.real = _built[key]
         return self
 
