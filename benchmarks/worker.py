@@ -63,7 +63,8 @@ def drop(paths: list[Path]) -> None:
 def run_flashmem(args: argparse.Namespace) -> dict[str, Any]:
     """Open the bundle, and run it `--repeat` times."""
     from flashmem import Bundle, Session
-    from flashmem.runtime.opencl.context import Context, find_device
+    from flashmem.runtime.opencl.context import Context
+    from flashmem.runtime.opencl.discovery import find_device
 
     driver = Context(find_device(args.device)).queue()
     ports = Bundle.open(args.bundle).program.inputs
@@ -114,7 +115,8 @@ def write_trace(path: Path, report: Any, origin: float) -> None:
 
 def bare_process(device: str) -> int:
     """Resident bytes of interpreter, numpy, pyopencl, the driver and the device's context."""
-    from flashmem.runtime.opencl.context import Context, find_device
+    from flashmem.runtime.opencl.context import Context
+    from flashmem.runtime.opencl.discovery import find_device
 
     driver = Context(find_device(device)).queue()
     resident = vm("VmRSS")

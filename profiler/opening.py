@@ -11,7 +11,8 @@ from time import perf_counter
 import numpy as np
 
 from flashmem.bundle.bundle import Bundle
-from flashmem.runtime.opencl.context import Context, find_device
+from flashmem.runtime.opencl.context import Context
+from flashmem.runtime.opencl.discovery import find_device
 from flashmem.runtime.session import Session
 
 _WARM_RUNS = 3

@@ -13,8 +13,8 @@ from typing import Any
 
 from flashmem.base.errors import UserError
 from flashmem.planning.capacity.basis import Basis
-from flashmem.runtime.opencl.context import find_device
 from flashmem.runtime.opencl.devices import descriptor_for
+from flashmem.runtime.opencl.discovery import find_device
 from flashmem.runtime.opencl.probes import probed, results
 from flashmem.target.descriptor import DeviceDescriptor
 

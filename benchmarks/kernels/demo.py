@@ -12,8 +12,8 @@ import numpy as np
 import flashmem
 from benchmarks.command import Arguments, run_command
 from flashmem.cli.demo import ocr, run
-from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
+from flashmem.runtime.opencl.discovery import list_devices
 
 
 def main() -> None:

@@ -19,8 +19,9 @@ from typing import Any
 from benchmarks.command import Arguments, run_command
 from flashmem.profiler.launches import nothing_steps
 from flashmem.runtime.engine.executor import Executor
-from flashmem.runtime.opencl.context import Context, cl, list_devices, wait
+from flashmem.runtime.opencl.context import Context, cl, wait
 from flashmem.runtime.opencl.devices import Device, no_device
+from flashmem.runtime.opencl.discovery import list_devices
 
 AHEAD = 8
 

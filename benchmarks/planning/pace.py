@@ -17,7 +17,7 @@ from flashmem.base.errors import UserError
 from flashmem.profiler.bench import Bench
 from flashmem.profiler.bench import Pace as References
 from flashmem.profiler.dataset import SUFFIX, read_dataset
-from flashmem.runtime.opencl.context import find_device
+from flashmem.runtime.opencl.discovery import find_device
 from flashmem.target.descriptor import DeviceDescriptor
 from flashmem.tools.simulation.scenario import Scenario
 

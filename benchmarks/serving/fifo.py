@@ -66,7 +66,8 @@ def drawn(bundle: Any, given: Path) -> dict[str, Any]:
 def play_runtime(args: argparse.Namespace, sequence: list[int]) -> dict[str, Any]:
     """One `Runtime`; all requests are submitted at once."""
     from flashmem import Bundle, Runtime
-    from flashmem.runtime.opencl.context import Context, find_device
+    from flashmem.runtime.opencl.context import Context
+    from flashmem.runtime.opencl.discovery import find_device
 
     driver = Context(find_device(args.device)).queue()
     bundles = [Bundle.open(path) for path in args.bundles]
@@ -89,7 +90,8 @@ def play_runtime(args: argparse.Namespace, sequence: list[int]) -> dict[str, Any
 def play_sessions(args: argparse.Namespace, sequence: list[int]) -> dict[str, Any]:
     """A `Session` for each request."""
     from flashmem import Bundle, Session
-    from flashmem.runtime.opencl.context import Context, find_device
+    from flashmem.runtime.opencl.context import Context
+    from flashmem.runtime.opencl.discovery import find_device
 
     driver = Context(find_device(args.device)).queue()
     bundles = [Bundle.open(path) for path in args.bundles]

@@ -41,7 +41,8 @@ WAYS = ("prepared", "unprepared", "resident")
 def worker(args: argparse.Namespace) -> None:
     """Print the answers of one session, in this process."""
     from flashmem import Bundle, Session
-    from flashmem.runtime.opencl.context import Context, find_device
+    from flashmem.runtime.opencl.context import Context
+    from flashmem.runtime.opencl.discovery import find_device
 
     driver = Context(find_device(args.device)).queue()
     ports = Bundle.open(args.bundle).program.inputs

@@ -34,7 +34,7 @@ from flashmem.runtime.engine.replanned import within
 from flashmem.runtime.engine.report import RunReport
 from flashmem.runtime.engine.states import States
 from flashmem.runtime.engine.stopping import RunStoppedError, deadline, held_until, in_time, never
-from flashmem.runtime.opencl.context import begin_to_start_drivers
+from flashmem.runtime.opencl.discovery import begin_to_start_drivers
 from flashmem.runtime.request.compatibility import for_processor, mode_for
 from flashmem.runtime.request.models import ModelOptions, bundle_for, is_model
 from flashmem.runtime.request.options import choose_budget, choose_strategy, device_here

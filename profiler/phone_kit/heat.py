@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
 
-from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
+from flashmem.runtime.opencl.discovery import list_devices
 
 from ..bench import Bench, lower_quartile
 from ..kit import Kit

@@ -25,7 +25,8 @@ from flashmem.runtime.kernels.build_processes import Builders
 from flashmem.runtime.kernels.cache import CachedKernels, kernel_key
 from flashmem.runtime.kernels.cache_files import ProgramCache
 from flashmem.runtime.kernels.required import RequiredKernel
-from flashmem.runtime.opencl.context import Context, list_devices
+from flashmem.runtime.opencl.context import Context
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.tools.doctor import selftest, surroundings
 from flashmem.tools.sweep import points
 from tests.support.mini_bundle import MiniModel, write_mini_bundle
@@ -74,7 +75,7 @@ import sys, time
 from types import SimpleNamespace
 from flashmem.runtime.kernels import build_processes as kernel_processes
 from flashmem.runtime.kernels.required import RequiredKernel
-from flashmem.runtime.opencl.context import find_device
+from flashmem.runtime.opencl.discovery import find_device
 start = kernel_processes._start
 def started(*given):
     child = start(*given)

@@ -15,7 +15,7 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.validation import check_bundle
 from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.runtime.memory.arena import move_out, new_pages
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.loads import segments
 from flashmem.target.descriptor import descriptor_names, load_descriptor

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from tests.support.paths import DATA, ROOT
 
 FOLDER = ROOT / "benchmarks"

@@ -19,7 +19,7 @@ from benchmarks.serving.design_pressure import _HOLD, LEFT, MadeUp, states
 from flashmem.base.errors import UserError
 from flashmem.runtime.application.designs import DeviceState
 from flashmem.runtime.memory.pressure import sample
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.tools.design.application import Application, BroadObjective, Constraint, Measure, Processor, Task, Variant
 from flashmem.tools.design.metrics import Candidate, Profile, allowed
 from flashmem.tools.design.writer import Solved, described, solved

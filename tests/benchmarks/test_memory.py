@@ -16,7 +16,7 @@ from benchmarks.memory import activations, hard_limit
 from benchmarks.memory.activations import alive
 from benchmarks.memory.activations_page import draw, page
 from benchmarks.memory.budgets import compiled_at_smallest, keep, read_rows
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from tests.support.paths import DATA, ROOT
 
 

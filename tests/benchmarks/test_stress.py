@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from benchmarks.streaming import stress
-from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.copier import Copier, CopyEvent
+from flashmem.runtime.opencl.discovery import list_devices
 from tests.support.zoo_data import DATA
 
 ARGUMENTS = ("--paths", "buffer", "--jobs", "1", "--each", "3", "--delay", "0.2")

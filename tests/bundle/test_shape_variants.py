@@ -21,8 +21,8 @@ from flashmem import Bundle, Runtime, Session
 from flashmem.base.errors import BundleError, UserError
 from flashmem.bundle.shape_variants import checked_variants, fitting, list_text, read_variants, stored_again
 from flashmem.bundle.validation import check_variants
-from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
+from flashmem.runtime.opencl.discovery import list_devices
 from tests.support.bundle_changes import rewrite
 from tests.support.command_line import Command, command_line
 from tests.support.paths import ROOT

@@ -17,7 +17,7 @@ import pytest
 
 from flashmem.cli.commands.compiling import CompileOptions
 from flashmem.cli.commands.options import BUNDLE_OPTIONS
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.schedule.plan import Status
 from tests.support.caches import empty_bundle_cache
 from tests.support.command_line import Command, command_line

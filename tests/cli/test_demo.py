@@ -15,7 +15,7 @@ from flashmem.base.errors import MissingFileError, UserError
 from flashmem.cli.demo import ocr
 from flashmem.cli.demo.run import PAGE, draw_page, open_image
 from flashmem.compiler.frontend.quantize import quantised
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.tools.verify import compare
 
 DEVICES = [device.descriptor_name for device in list_devices()]

@@ -11,7 +11,7 @@ import flashmem as package
 from flashmem.cli import plain
 from flashmem.cli.commands.generate import GenerateOptions
 from flashmem.program.program import host_bytes
-from flashmem.runtime.opencl.context import find_device
+from flashmem.runtime.opencl.discovery import find_device
 from flashmem.schedule.residency import streamed_layout
 from tests.support.command_line import Command, command_line
 from tests.support.mini_bundle import write_mini_bundle

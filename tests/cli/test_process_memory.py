@@ -17,7 +17,7 @@ from onnx import helper, numpy_helper
 import flashmem
 from benchmarks.memory_cgroup import HardLimit, why_no_limit
 from flashmem.base.errors import BudgetError, UserError
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.request.process_memory import SLACK, budget_within
 from tests.support.paths import ROOT
 

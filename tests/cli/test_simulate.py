@@ -12,7 +12,7 @@ from typing import get_args
 import pytest
 
 from flashmem.base.paths import VARIABLE
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.schedule.plan import Status
 from tests.support.caches import empty_bundle_cache
 from tests.support.command_line import Command, command_line

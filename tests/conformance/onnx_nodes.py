@@ -158,7 +158,7 @@ def _everywhere(task: tuple[str, tuple[tuple[str, str], ...]]) -> tuple[str, tup
 
 
 def _devices() -> tuple[str, ...]:
-    from flashmem.runtime.opencl.context import list_devices
+    from flashmem.runtime.opencl.discovery import list_devices
 
     return tuple(device.descriptor_name for device in list_devices())
 

@@ -19,7 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import flashmem
 from flashmem.base.errors import UnsupportedModelError
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 
 DEVICES = [(device.descriptor_name, path) for device in list_devices() for path in ("buffer", "texture")]
 Array = NDArray[Any]

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 import flashmem
 from flashmem.base.errors import BudgetError
 from flashmem.program.tensors import panel_bytes
-from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
+from flashmem.runtime.opencl.discovery import list_devices
 from tests.support.compared import require_right
 from tests.support.inputs import floats
 from tests.support.zoo_data import DATA, EXPORTS, examples

@@ -22,7 +22,7 @@ from onnx import numpy_helper
 
 import flashmem.tools.onnx_backend as backend
 from flashmem.base.errors import NoDeviceError, UnsupportedModelError, UserError
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from tests.conformance.onnx_nodes import (
     PASSES,
     PATHS,

@@ -18,7 +18,7 @@ from onnx import TensorProto, helper, numpy_helper, version_converter
 import flashmem
 from flashmem.base.errors import UserError
 from flashmem.compiler.frontend.importer import OPSETS, import_model
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 
 Array = NDArray[Any]
 FLOAT = TensorProto.FLOAT

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from tests.conformance.random_graphs import values
 from tests.conformance.random_graphs.graph import draw
 from tests.conformance.random_graphs.judge import Precision, judge

@@ -27,8 +27,9 @@ from flashmem.program.program import fixed_bytes
 from flashmem.program.tensors import Tensor
 from flashmem.runtime.engine.executor import Resources, _Binder
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Context, list_devices
+from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.devices import descriptor_for
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.serving.loaded_model import LoadedModel
 from flashmem.schedule import loads as schedule
 from flashmem.schedule import residency

@@ -14,12 +14,12 @@ import flashmem
 from flashmem.base.types import MemoryPath
 from flashmem.cli.commands.devices import show_devices
 from flashmem.cli.commands.doctor import _facts, _print_device
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.opencl.dot_products import ARM, ARM_ACCUMULATED, KHRONOS, KHRONOS_MIXED
 from flashmem.runtime.opencl.matrix_extensions import UNUSED, unused_of
 from tests.support.caches import kernels_built_by_runs
 from tests.support.integer_products import Case, exact
-from tests.support.strict_device import PROFILES, BrokenRuleError, Profile
+from tests.support.strict_device import PROFILES, BrokenRuleError
 from tests.support.strict_device.door import strict
 from tests.support.strict_program import Small
 
@@ -55,13 +55,13 @@ def _apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize(("dots", "profile"), DEVICES.items(), ids=str)
+@pytest.mark.parametrize("dots", DEVICES)
 @pytest.mark.parametrize("path", ["buffer", "texture"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_kernels_use_the_extension(case: Case, path: MemoryPath, dots: str, profile: Profile, tmp_path: Path) -> None:
+def test_kernels_use_the_extension(case: Case, path: MemoryPath, dots: str, tmp_path: Path) -> None:
     model, feeds = case.model()
     onnx.save(model, tmp_path / "m.onnx")
-    with strict(profile) as device:
+    with strict(DEVICES[dots]) as device:
         [here] = list_devices()
         assert here.dots == dots
         bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / "b", device="adreno750", memory_path=path, build=False)

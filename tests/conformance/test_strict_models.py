@@ -16,7 +16,8 @@ from flashmem.base.errors import UserError
 from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.runtime.kernels import build_worker
-from flashmem.runtime.opencl.context import Context, list_devices
+from flashmem.runtime.opencl.context import Context
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.schedule import loads as schedule
 from flashmem.schedule import residency
 from tests.conformance.random_graphs.graph import draw

@@ -27,8 +27,8 @@ from flashmem.cli.demo.run import PAGE
 from flashmem.compiler.frontend.gguf.reader import converted
 from flashmem.compiler.frontend.gguf.weights import dequantised
 from flashmem.runtime.kernels.cache import CachedKernels
-from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.tools.verify import TOLERANCE, compare
 from tests.support.trained_inputs import NAME, PAIRS, SPELT, files, line, missing, path_of, played
 

@@ -98,8 +98,8 @@ def make_bases(folder: Path, *, compiled: bool) -> list[Base]:
 def cases(base: Base) -> list[tuple[int, str]]:
     """(device, mode) of everything on this machine that runs the bundle; writes its answers to files."""
     from flashmem.bundle.bundle import Bundle
-    from flashmem.runtime.opencl.context import list_devices
     from flashmem.runtime.opencl.devices import descriptor_for
+    from flashmem.runtime.opencl.discovery import list_devices
     from flashmem.runtime.session import Session
 
     memory_path, found = Bundle.open(base.path).program.memory_path, []

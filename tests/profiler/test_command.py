@@ -13,7 +13,8 @@ from flashmem.planning.capacity.predictor import Predictor
 from flashmem.profiler import bench, measure, openings, sessions, train
 from flashmem.profiler.dataset import Growing, read_dataset
 from flashmem.profiler.report import judged_by_shipped
-from flashmem.runtime.opencl.context import descriptor_for, list_devices
+from flashmem.runtime.opencl.devices import descriptor_for
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.opencl.processor import processor_of
 from flashmem.target.descriptor import load_descriptor
 from tests.support.command_line import Command, command_line

@@ -25,8 +25,8 @@ from flashmem.profiler.cases import Made, elementwise_target
 from flashmem.profiler.dataset import Growing, read_dataset
 from flashmem.profiler.models import read_models
 from flashmem.profiler.rates import MachineRates
-from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.target.descriptor import load_descriptor
 from tests.support.made_profile import BASIS, law
 from tests.support.paths import DATA

@@ -6,8 +6,8 @@ import pytest
 
 from flashmem.profiler.shapes import Matmul
 from flashmem.profiler.timing import Stand, generated
-from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import Device, descriptor_for
+from flashmem.runtime.opencl.discovery import list_devices
 
 
 @pytest.mark.parametrize("device", list_devices(), ids=lambda device: device.descriptor_name)

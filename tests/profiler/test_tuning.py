@@ -200,7 +200,7 @@ def run(folder: Path, every: tuple[Case, ...] = CASES, **request: object) -> tup
 @pytest.fixture(scope="module")
 def pocl_table(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TuningResult]:
     pytest.importorskip("pyopencl")
-    from flashmem.runtime.opencl.context import list_devices
+    from flashmem.runtime.opencl.discovery import list_devices
 
     if not any(device.descriptor_name == "pocl" for device in list_devices()):
         pytest.skip("PoCL is not installed")

@@ -26,7 +26,7 @@ from flashmem.profiler import openings, packing
 from flashmem.profiler.dataset import read_dataset
 from flashmem.profiler.kit import Kit
 from flashmem.profiler.run import retrain
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.target.descriptor import load_descriptor
 from tests.repository.test_packaging import ROOT, build
 from tests.support.gguf_models import SmallLlama

@@ -13,7 +13,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from tests.support.mini_bundle import write_mini_bundle
 from tests.support.paths import ROOT
 

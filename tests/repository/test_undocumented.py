@@ -21,8 +21,7 @@ from packaging.version import Version
 
 import flashmem
 from flashmem.compiler.frontend import onnxscript_folding as folding
-from flashmem.runtime.opencl import context as opencl
-from flashmem.runtime.opencl import undocumented
+from flashmem.runtime.opencl import discovery, undocumented
 
 ROOT = Path(flashmem.__file__).parents[1]
 
@@ -73,7 +72,7 @@ def test_pyopencl_writes_no_python_function_for_a_kernel_made_inside(monkeypatch
     monkeypatch.setattr(
         pyopencl.invoker, "generate_enqueue_and_set_args", lambda *given, **named: (written.append(1), real(*given, **named))[1]
     )
-    context = pyopencl.Context([opencl.find_device().handle])
+    context = pyopencl.Context([discovery.find_device().handle])
     program = pyopencl.Program(context, "kernel void set(global int *x) { *x = 1; }").build()
     pyopencl.Kernel(program, "set")
     assert written, what
@@ -91,13 +90,13 @@ def test_pyopencl_writes_no_python_function_for_a_kernel_made_inside(monkeypatch
 
 _UNUSED = """
 import sys, threading
-from flashmem.runtime.opencl import context as opencl, undocumented
+from flashmem.runtime.opencl import discovery, undocumented
 
 def imported():
     return sorted({"pyopencl.tools", "pyopencl.invoker"} & {*sys.modules})
 
 assert not imported(), imported()
-cl, device = opencl.cl, opencl.find_device().handle
+cl, device = discovery.cl, discovery.find_device().handle
 program = cl._cl._Program(cl.Context([device]), b"kernel void set(global int *x) { *x = 1; }")
 program._build(b"", [device])
 with undocumented.without_invokers():

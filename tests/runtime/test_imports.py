@@ -135,7 +135,7 @@ def test_drivers_that_the_user_names_are_left_alone(tmp_path: Path, monkeypatch:
 
 
 def test_no_driver_at_all_is_one_sentence(tmp_path: Path) -> None:
-    code = "from flashmem.runtime.opencl.context import find_device; find_device()"
+    code = "from flashmem.runtime.opencl.discovery import find_device; find_device()"
     environment = {**os.environ, icd.VARIABLE: str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert "NoDeviceError: no OpenCL device is here; install a driver" in done.stderr

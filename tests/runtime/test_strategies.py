@@ -21,8 +21,8 @@ from flashmem.compiler.options import Options
 from flashmem.planning import paper_limits, planner
 from flashmem.planning.limits import Limits
 from flashmem.planning.why import reasons
-from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.schedule.plan import OverlapPlan, PlanViolation, Strategy
 from tests.support.paths import DATA
 

@@ -24,7 +24,7 @@ from flashmem.base.errors import RunError, UserError
 from flashmem.compiler.frontend.mapped_file import load_mapped
 from flashmem.runtime.engine.run import Run
 from flashmem.runtime.opencl import icd, pocl
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from tests.support.mini_bundle import MiniModel, write_mini_bundle
 from tests.support.paths import DATA
 

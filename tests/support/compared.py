@@ -17,7 +17,7 @@ from onnx import helper, numpy_helper
 
 import flashmem
 from flashmem.base.errors import UnsupportedModelError
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from tests.support.rounding import EPS, Answer, evaluated, spread_of
 
 Array = NDArray[Any]

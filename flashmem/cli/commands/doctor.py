@@ -43,7 +43,7 @@ def examine(*, as_json: bool) -> bool:
 def _devices() -> tuple[tuple[Device, ...], str]:
     """The devices, and the reason why they cannot be listed, or ""."""
     try:
-        from flashmem.runtime.opencl.context import list_devices
+        from flashmem.runtime.opencl.discovery import list_devices
 
         return list_devices(), ""
     except UserError as error:  # pyopencl is missing, or finds no loader

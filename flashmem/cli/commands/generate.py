@@ -20,7 +20,7 @@ from flashmem.runtime.generation.conversation import Message
 from flashmem.runtime.generation.draft_model import needed_bytes
 from flashmem.runtime.generation.generated_text import GenerationReport
 from flashmem.runtime.generation.generator import Generator
-from flashmem.runtime.opencl.context import use_one_device
+from flashmem.runtime.opencl.discovery import use_one_device
 from flashmem.runtime.request.options import read_host_budget
 
 

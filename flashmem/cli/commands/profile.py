@@ -48,8 +48,8 @@ def measure_device(kit: Path, device: str, output: Path, *, minutes: float, name
     """
     from flashmem.profiler.kit import Kit
     from flashmem.profiler.measure import LEAST_LAUNCHES, ProfileRequest, measure
-    from flashmem.runtime.opencl.context import find_device
     from flashmem.runtime.opencl.devices import descriptor_for
+    from flashmem.runtime.opencl.discovery import find_device
 
     _check_output(output, name)
     held = Kit(kit)

@@ -27,7 +27,7 @@ from flashmem.cli.commands.trace import write_trace
 from flashmem.cli.output.console import emit_json, print_facts, waiting
 from flashmem.runtime.engine.inputs import check_input_file, complete_inputs, read_inputs, stored_arrays, write_outputs
 from flashmem.runtime.engine.report import HostMemoryUse, RunReport, process_rss
-from flashmem.runtime.opencl.context import use_one_device
+from flashmem.runtime.opencl.discovery import use_one_device
 from flashmem.runtime.request.options import device_here, find_descriptor, read_host_budget
 from flashmem.runtime.session import Session, Strategy
 

@@ -27,7 +27,7 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.runtime.application.designs import Design, Designs, DeviceState, TaskAssignment
 from flashmem.runtime.application.watch import Ticks, Watch, load_of_others, ticks
 from flashmem.runtime.memory.pressure import Sample, sample
-from flashmem.runtime.opencl.context import find_device
+from flashmem.runtime.opencl.discovery import find_device
 from flashmem.runtime.session import Session
 
 Inputs = Mapping[str, Any]

@@ -34,8 +34,8 @@ from flashmem.program.program import Program
 from flashmem.runtime.kernels.cache_files import ProgramCache
 from flashmem.runtime.kernels.required import SMALL_GRID, KernelLaunch, RequiredKernel, Size, variant
 from flashmem.runtime.opencl.compile_target import driver_variables
-from flashmem.runtime.opencl.context import driver_for
 from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.opencl.discovery import driver_for
 from flashmem.runtime.opencl.pocl import ROOM_BYTES
 
 LONGEST = 600.0

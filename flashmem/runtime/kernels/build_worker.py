@@ -47,7 +47,8 @@ def main() -> None:
 
 def _answer(key: str, driver: str | None, folder: Path, pocl: Path, answers: Any) -> None:
     from flashmem.base.errors import RunError
-    from flashmem.runtime.opencl.context import Context, list_devices, use_driver
+    from flashmem.runtime.opencl.context import Context
+    from flashmem.runtime.opencl.discovery import list_devices, use_driver
 
     use_driver(driver)
     device = next((device for device in list_devices() if device.key == key), None)

@@ -29,6 +29,9 @@ from flashmem.runtime.opencl.devices import choose
 from flashmem.runtime.opencl.icd import VARIABLE, installed_drivers
 from flashmem.runtime.opencl.pocl import AFFINITY
 
+_LISTING = "flashmem.runtime.opencl.driver_listing"
+"""The module that lists a driver's devices, in a child process."""
+
 _SECONDS = 60
 """The longest that a driver may take to list its devices."""
 
@@ -131,7 +134,7 @@ def _listed(drivers: Sequence[str]) -> list[ListedDevice] | None:
     environment = module_environment(child_environment())
     children = [
         subprocess.Popen(
-            python_module(__name__, driver), env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            python_module(_LISTING, driver), env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
         for driver in drivers
@@ -148,17 +151,3 @@ def _listed(drivers: Sequence[str]) -> list[ListedDevice] | None:
             if child.poll() is None:
                 child.kill()
                 child.wait()
-
-
-def main() -> None:
-    """Print the devices of the driver that is the argument, as JSON."""
-    from flashmem.runtime.opencl.context import list_devices, use_driver
-
-    driver = sys.argv[1]
-    use_driver(driver)
-    devices = [ListedDevice(driver, each.platform, each.name, each.descriptor_name, each.kind) for each in list_devices()]
-    print(json.dumps([asdict(each) for each in devices]), flush=True)
-
-
-if __name__ == "__main__":
-    main()

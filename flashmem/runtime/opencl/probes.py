@@ -30,7 +30,8 @@ import numpy as np
 
 from flashmem.base.errors import RunError, UserError
 from flashmem.runtime.opencl.binding import checked, cl
-from flashmem.runtime.opencl.context import Context, Queue, list_devices
+from flashmem.runtime.opencl.context import Context, Queue
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.opencl.launching import (
     COMMAND_BUFFERS,
     RECORDABLE_QUEUES,

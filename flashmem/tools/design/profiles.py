@@ -10,7 +10,7 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.compile import compile as compile_model
 from flashmem.program.program import raw_bytes
 from flashmem.runtime.engine.inputs import complete_inputs
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.request.options import choose_mode, device_here
 from flashmem.runtime.session import Session
 from flashmem.tools.design.application import Application, Processor, Task, Variant

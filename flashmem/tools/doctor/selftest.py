@@ -87,7 +87,8 @@ def _ending(code: int, errors: str) -> str:
 
 def tests(number: int, folder: Path) -> Iterator[SelfTestResult]:
     """Run the tests of one device in sequence."""
-    from flashmem.runtime.opencl.context import Context, list_devices
+    from flashmem.runtime.opencl.context import Context
+    from flashmem.runtime.opencl.discovery import list_devices
 
     device = list_devices()[number]
     context = Context(device)

@@ -16,7 +16,7 @@ from onnx import helper, numpy_helper
 import flashmem
 from flashmem import Session
 from flashmem.base.errors import BudgetError
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 
 Array = NDArray[Any]
 DEVICES = [device.descriptor_name for device in list_devices()]

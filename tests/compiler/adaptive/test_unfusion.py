@@ -30,7 +30,7 @@ from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.planning.limits import Limits
 from flashmem.planning.penalty import Penalties
 from flashmem.program.program import Program
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.schedule.instance import Instance, WeightSpec
 from flashmem.schedule.plan import OverlapPlan, PlannedWeight
 from flashmem.target.descriptor import load_descriptor

@@ -11,8 +11,8 @@ import pytest
 
 import flashmem
 from flashmem.base.types import MemoryPath
-from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import HALF_ARITHMETIC
+from flashmem.runtime.opencl.discovery import list_devices
 from tests.support.compared import Nodes, require_right
 from tests.support.inputs import floats
 from tests.support.paths import ROOT

@@ -31,8 +31,9 @@ from flashmem.program.tensors import Slice
 from flashmem.runtime.engine.executor import Executor, Resources, make_steps
 from flashmem.runtime.kernels.cache import CompiledKernels
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Context, list_devices
+from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.streaming import interleaved as lanes
 from flashmem.runtime.streaming.interleaved import COPY_GROUP, CopyStream, LayerMoves, Move
 from flashmem.target.descriptor import CodeStyle, load_descriptor

@@ -9,7 +9,7 @@ import pytest
 
 import flashmem
 from flashmem.compiler.lowering.templates import _prelude
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.target.descriptor import load_descriptor
 from tests.compiler.selection.test_configs import NODES
 from tests.support.compared import require_right

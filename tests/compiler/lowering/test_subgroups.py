@@ -17,8 +17,9 @@ from flashmem.profiler.descriptor import write_descriptor
 from flashmem.profiler.shapes import RowSoftmax
 from flashmem.profiler.tuning import Case, TuningRequest, tune
 from flashmem.program.kernel_text import kernel_texts
-from flashmem.runtime.opencl.context import Context, find_device, list_devices
+from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.devices import descriptor_for
+from flashmem.runtime.opencl.discovery import find_device, list_devices
 from flashmem.target.descriptor import SHUFFLES, load_descriptor
 from flashmem.target.kernel_configs.rows import RowConfig
 from flashmem.target.kernel_configs.workload import Workload

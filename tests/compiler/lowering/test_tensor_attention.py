@@ -13,8 +13,8 @@ import pytest
 
 import flashmem
 from flashmem.program.kernel_text import kernel_texts, uses_tensor_cores
-from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.target.descriptor import DeviceDescriptor, descriptor_names, load_descriptor
 from flashmem.target.kernel_configs.tensor_cores import TensorAttention
 from flashmem.target.kernel_configs.workload import Workload

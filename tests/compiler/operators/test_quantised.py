@@ -23,8 +23,8 @@ from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
 import flashmem
 from flashmem.base.errors import UserError
-from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
+from flashmem.runtime.opencl.discovery import list_devices
 from tests.conformance.test_exact_types import Model
 from tests.support.compared import DEVICES, Nodes, compare, require_right
 from tests.support.inputs import KINDS

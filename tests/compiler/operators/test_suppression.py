@@ -15,7 +15,7 @@ from onnx import parser
 import flashmem
 from flashmem.base.errors import UnsupportedModelError
 from flashmem.base.types import MemoryPath
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from tests.support.compared import DEVICES, OF_A_GPU, Array, Nodes, answers_of, by_runtime
 from tests.support.strict_device import PROFILES, Profile
 from tests.support.strict_device.door import strict

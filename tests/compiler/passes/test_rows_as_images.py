@@ -17,7 +17,7 @@ from flashmem.compiler.passes.decompose import decompose
 from flashmem.compiler.passes.rows_as_images import rows_as_images
 from flashmem.options import resolve
 from flashmem.planning.limits import read_limits
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 
 MODEL = """<ir_version: 9, opset_import: ["" : 17]>
 agraph (float[2, 3, 20] x, float[2, 4, 17] z, float[5, 1] column)

@@ -25,8 +25,8 @@ from flashmem.compiler.passes.pipeline import prepare
 from flashmem.compiler.weights.packing import WASTED, PackedSlice, Packing
 from flashmem.compiler.weights.slicing import DEFAULT, LEAST_BYTES, Slicing
 from flashmem.program.program import raw_bytes
-from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 from flashmem.tools.zoo.graphs import zoo_graph
 from tests.support.compared import DEVICES as PLACES

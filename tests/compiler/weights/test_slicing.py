@@ -38,8 +38,8 @@ from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.planner import planning_instance
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.program.tensors import Slice
-from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import Device, descriptor_for
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.check import check
 from flashmem.schedule.instance import Instance, WeightSpec

@@ -26,7 +26,7 @@ from flashmem.profiler.phone_kit.contents import STREAMED, Contents
 from flashmem.profiler.phone_kit.measuring import run_steps, write_record
 from flashmem.profiler.phone_kit.start import unpack
 from flashmem.profiler.phone_kit.steps import STEPS, Chosen, KitRun
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.opencl.probes import Probe
 from flashmem.target.descriptor import IMPORT_HOST_MEMORY, load_descriptor
 from flashmem.tools.verify import TOLERANCE, compare, reference

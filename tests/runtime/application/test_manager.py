@@ -27,7 +27,7 @@ from flashmem.runtime.application.watch import (
     ticks,
 )
 from flashmem.runtime.memory.pressure import Sample
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.session import Session
 from tests.support.mini_bundle import write_mini_bundle
 

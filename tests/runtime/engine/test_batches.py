@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 
 import flashmem
 from flashmem import Session
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from tests.support.state_models import recurrence
 
 Array = NDArray[Any]

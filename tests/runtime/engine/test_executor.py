@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from flashmem.base.errors import RunError
 from flashmem.runtime.engine import executor as module
 from flashmem.runtime.engine.executor import LAYERS_APART, Command, Executor, Step
-from flashmem.runtime.opencl.context import Context, Queue, list_devices
+from flashmem.runtime.opencl.context import Context, Queue
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.streaming.copied import InterleaveTransfer
 from flashmem.runtime.streaming.transfer import Transfer
 

@@ -18,8 +18,9 @@ from flashmem.runtime.engine.bound_program import WeightStore
 from flashmem.runtime.engine.executor import Executor
 from flashmem.runtime.engine.run import Run
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Context, list_devices
+from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.devices import choose, descriptor_for
+from flashmem.runtime.opencl.discovery import list_devices
 from tests.support.mini_bundle import MiniModel, write_mini_bundle
 
 pytestmark = pytest.mark.build_apart

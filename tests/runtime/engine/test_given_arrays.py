@@ -18,7 +18,7 @@ import flashmem
 from flashmem import Bundle, Runtime, Session
 from flashmem.program.tensors import Port, numpy_dtype
 from flashmem.runtime.engine.given_arrays import arrays_by_name
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from tests.support.compared import by_runtime
 
 Array = NDArray[Any]

@@ -19,7 +19,7 @@ from flashmem.base.types import StoredType
 from flashmem.program.tensors import HostEmbeddingLookup, Port, Tensor, numpy_dtype, port_dtype
 from flashmem.runtime.engine import ports
 from flashmem.runtime.engine.ports import from_device, gather_rows, to_device
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.streaming.weight_file import WeightFile
 from tests.support.compared import Nodes
 from tests.support.mini_bundle import TOKENS, VOCABULARY, WIDTH, MiniModel, write_mini_bundle

@@ -18,7 +18,8 @@ import flashmem
 from flashmem import Bundle, Session
 from flashmem.base.errors import RunError
 from flashmem.runtime.engine.output_values import OutputValue
-from flashmem.runtime.opencl.context import Queue, list_devices
+from flashmem.runtime.opencl.context import Queue
+from flashmem.runtime.opencl.discovery import list_devices
 
 Array = NDArray[Any]
 ROWS, WIDTH = 129, 128  # outputs large enough to be handed over

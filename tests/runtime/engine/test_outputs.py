@@ -22,7 +22,8 @@ from flashmem.bundle.validation import check_bundle
 from flashmem.profiler.descriptor import descriptor_toml
 from flashmem.program.program import copied_outputs, fixed_bytes, output_bytes
 from flashmem.runtime.memory import arena
-from flashmem.runtime.opencl.context import Queue, list_devices
+from flashmem.runtime.opencl.context import Queue
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.target.descriptor import load_descriptor
 
 pytestmark = pytest.mark.build_apart

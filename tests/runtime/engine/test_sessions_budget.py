@@ -16,7 +16,7 @@ import flashmem
 from flashmem import Bundle, Session
 from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.base.units import parse_size
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.streaming.loader import LoaderRun
 from tests.support.mini_bundle import write_mini_bundle
 from tests.support.state_models import recurrence

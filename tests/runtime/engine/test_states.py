@@ -18,8 +18,8 @@ from flashmem.base.errors import BudgetError, BundleError, RunError, UserError
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.validation import check_variants
 from flashmem.program.tensors import State
-from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
+from flashmem.runtime.opencl.discovery import list_devices
 from tests.support.bundle_changes import rewrite
 from tests.support.command_line import Command, command_line
 from tests.support.compared import DEVICES

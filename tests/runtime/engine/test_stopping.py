@@ -21,7 +21,7 @@ from flashmem import Session
 from flashmem.base.errors import RunError
 from flashmem.runtime.engine.activations import Activations
 from flashmem.runtime.engine.executor import Executor
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from tests.support.mini_bundle import MiniModel, write_mini_bundle
 from tests.support.state_models import recurrence
 

@@ -12,7 +12,7 @@ from flashmem.base.errors import BudgetError, UserError
 from flashmem.runtime.generation.draft_model import needed_bytes
 from flashmem.runtime.generation.generator import Generator
 from flashmem.runtime.generation.speculation import Payoff
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from tests.runtime.generation.test_generator import prompt, tokens_of
 from tests.support.command_line import command_line
 from tests.support.gguf_models import SmallLlama

@@ -18,8 +18,8 @@ from flashmem.bundle.writer import replace_plan
 from flashmem.runtime.generation.conversation import Message
 from flashmem.runtime.generation.generator import Generator
 from flashmem.runtime.generation.tokenizer import Tokenizer
-from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
+from flashmem.runtime.opencl.discovery import list_devices
 from tests.support.bundle_changes import rewrite
 from tests.support.command_line import Command, command_line
 from tests.support.compared import DEVICES

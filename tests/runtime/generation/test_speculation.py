@@ -15,7 +15,7 @@ from flashmem.bundle.language import CHECKED_TOKENS
 from flashmem.runtime.engine.bound_program import BoundProgram
 from flashmem.runtime.generation.generator import Generator
 from flashmem.runtime.generation.speculation import Lookup, Payoff
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from tests.runtime.generation.test_generator import prompt, tokens_of
 from tests.support.gguf_models import SmallLlama
 

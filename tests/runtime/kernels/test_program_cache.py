@@ -28,7 +28,8 @@ from flashmem.runtime.kernels.cache import CachedKernels, kernel_key
 from flashmem.runtime.kernels.cache_files import ProgramCache, packed_entries, unpacked_entries
 from flashmem.runtime.kernels.required import KernelLaunch, RequiredKernel
 from flashmem.runtime.opencl import context as opencl
-from flashmem.runtime.opencl.context import Context, list_devices
+from flashmem.runtime.opencl.context import Context
+from flashmem.runtime.opencl.discovery import list_devices
 from tests.support.mini_bundle import write_mini_bundle
 
 pytestmark = pytest.mark.build_apart
@@ -41,7 +42,7 @@ _RUN_BUNDLE = """
 import json, sys, time
 import numpy as np
 from flashmem import Session
-from flashmem.runtime.opencl.context import find_device
+from flashmem.runtime.opencl.discovery import find_device
 from flashmem.runtime.engine.report import process_peak_rss
 find_device(sys.argv[2])
 before = process_peak_rss()

@@ -19,7 +19,7 @@ from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
 from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.program.program import fixed_bytes
-from flashmem.runtime.opencl.context import find_device
+from flashmem.runtime.opencl.discovery import find_device
 from flashmem.schedule.residency import session_bytes
 from tests.support.paths import DATA
 from tests.support.zoo_data import examples

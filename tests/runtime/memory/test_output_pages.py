@@ -17,7 +17,8 @@ from flashmem.runtime.memory.accounts import Budget
 from flashmem.runtime.memory.arena import large_pages
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.memory.output_pages import MOST, OutputPages
-from flashmem.runtime.opencl.context import Bytes, Context, find_device
+from flashmem.runtime.opencl.context import Bytes, Context
+from flashmem.runtime.opencl.discovery import find_device
 from tests.support.own_memory import descriptor_with_own_memory, give_own_memory
 
 SHAPE, FLOAT = (512, 1024), np.dtype(np.float32)

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper
 import flashmem
 from flashmem.base.errors import BudgetError
 from flashmem.runtime.engine.inputs import write_outputs
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 
 pytestmark = pytest.mark.build_apart
 

@@ -25,7 +25,8 @@ from flashmem.runtime.kernels.cache import CachedKernels, kernel_key
 from flashmem.runtime.kernels.cache_files import ProgramCache, packed_entries, unpacked_entries
 from flashmem.runtime.kernels.required import KernelLaunch, RequiredKernel
 from flashmem.runtime.opencl import compile_target
-from flashmem.runtime.opencl.context import Context, find_device, list_devices
+from flashmem.runtime.opencl.context import Context
+from flashmem.runtime.opencl.discovery import find_device, list_devices
 from tests.support.bundle_changes import rewrite
 
 CPUS = [device.descriptor_name for device in list_devices() if device.kind == "cpu"]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from flashmem.cli.commands.devices import show_devices
-from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import (
     IMAGE_FROM_BUFFER,
     Device,
@@ -19,6 +18,7 @@ from flashmem.runtime.opencl.devices import (
     no_device,
     why_not,
 )
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.target.descriptor import IMPORT_HOST_MEMORY, descriptor_names, load_descriptor
 
 ADRENO, ARM, MESA = "QUALCOMM Snapdragon(TM)", "ARM Platform", "rusticl"

@@ -11,8 +11,8 @@ import pytest
 
 from flashmem.base.errors import NoDeviceError
 from flashmem.runtime.kernels import build_processes
-from flashmem.runtime.opencl import context, driver_table
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl import discovery, driver_table
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.opencl.driver_table import ListedDevice, driver_of
 from flashmem.runtime.opencl.icd import VARIABLE, installed_drivers, vendors_folder
 from tests.support.paths import ROOT
@@ -98,10 +98,10 @@ def test_all_drivers_are_loaded_where_the_table_cannot_help(asked: list[list[str
 
 def test_a_device_that_is_gone_ends_the_table(asked: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     list_devices()
-    monkeypatch.setattr(context, "_only", "00-a.icd")
+    monkeypatch.setattr(discovery, "_only", "00-a.icd")
     driver_of("pocl")
     with pytest.raises(NoDeviceError, match="no OpenCL device is called 'unplugged'"):
-        context.find_device("unplugged")
+        discovery.find_device("unplugged")
     driver_of("pocl")
     assert len(asked) == 2
 
@@ -139,7 +139,7 @@ def test_a_process_that_builds_kernels_loads_one_driver(monkeypatch: pytest.Monk
 def test_a_command_loads_one_driver(device: str, tmp_path: Path) -> None:
     program = (
         "import sys; from flashmem.base import interrupts; interrupts.watch()\n"
-        "from flashmem.runtime.opencl.context import find_device, list_devices, use_one_device\n"
+        "from flashmem.runtime.opencl.discovery import find_device, list_devices, use_one_device\n"
         "from flashmem.runtime.engine.report import process_peak_rss\n"
         "if len(sys.argv) > 2: use_one_device()\n"
         "find_device(sys.argv[1]); print(len(list_devices()), process_peak_rss())"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flashmem.runtime.opencl import instruction_set as module
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.opencl.instruction_set import instruction_set
 
 POCL, INTEL = "Portable Computing Language", "Intel(R) OpenCL"
@@ -61,7 +61,7 @@ def test_other_architectures(monkeypatch: pytest.MonkeyPatch, machine: str, expe
 def test_a_forced_instruction_set_is_that_of_the_descriptor() -> None:
     """In a process of its own, because drivers read their variables once."""
     code = (
-        "from flashmem.runtime.opencl.context import list_devices\n"
+        "from flashmem.runtime.opencl.discovery import list_devices\n"
         "from flashmem.runtime.opencl.devices import descriptor_for\n"
         "for each in list_devices():\n"
         "    print(each.descriptor_name, each.instruction_set, descriptor_for(each).tile.rows)\n"

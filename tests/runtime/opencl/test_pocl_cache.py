@@ -16,7 +16,8 @@ import pytest
 from flashmem.base import paths
 from flashmem.base.errors import RunError
 from flashmem.runtime.opencl import pocl
-from flashmem.runtime.opencl.context import Context, list_devices
+from flashmem.runtime.opencl.context import Context
+from flashmem.runtime.opencl.discovery import list_devices
 from tests.support.mini_bundle import write_mini_bundle
 
 POCL = [device for device in list_devices() if device.compiles_at_launch]

@@ -15,7 +15,8 @@ import pytest
 from flashmem.base.child_processes import module_environment, python_module
 from flashmem.base.errors import UserError
 from flashmem.runtime.opencl import probes, undocumented
-from flashmem.runtime.opencl.context import Context, list_devices
+from flashmem.runtime.opencl.context import Context
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.opencl.probes import (
     ARM_IMPORT,
     DMA_BUF,

@@ -22,8 +22,9 @@ from flashmem.profiler.descriptor import write_descriptor
 from flashmem.profiler.launches import recording_pays
 from flashmem.runtime.engine import executor as module
 from flashmem.runtime.engine.executor import FEWEST, Command, Executor, Step
-from flashmem.runtime.opencl.context import Context, list_devices
+from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.devices import descriptor_for
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.opencl.launching import COMMAND_BUFFERS, CommandBuffers, RecordableQueues, Recording
 from flashmem.target.descriptor import descriptor_names, load_descriptor
 from tests.runtime.engine.test_executor import FakeLoader, FakeQueue, sessions

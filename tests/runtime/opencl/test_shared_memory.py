@@ -16,7 +16,8 @@ from flashmem.base.errors import RunError
 from flashmem.base.types import TransferMode
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl import shared_memory
-from flashmem.runtime.opencl.context import Context, find_device
+from flashmem.runtime.opencl.context import Context
+from flashmem.runtime.opencl.discovery import find_device
 from flashmem.runtime.opencl.shared_memory import SharedMemory
 from tests.support.chain_model import WIDTH, chained, smallest_budget, write_chain
 from tests.support.inputs import floats

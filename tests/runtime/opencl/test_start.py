@@ -9,7 +9,7 @@ import pytest
 
 _BEGIN = """
 import threading, time
-from flashmem.runtime.opencl import context, undocumented
+from flashmem.runtime.opencl import discovery, undocumented
 
 started, start = [], undocumented.start_drivers
 
@@ -22,27 +22,27 @@ undocumented.start_drivers = slow
 """
 
 _IN_A_THREAD = """
-context.begin_to_start_drivers()
+discovery.begin_to_start_drivers()
 assert started == ["flashmem-drivers"]
 lists = []
-threads = [threading.Thread(target=lambda: lists.append(context.list_devices())) for _ in range(3)]
+threads = [threading.Thread(target=lambda: lists.append(discovery.list_devices())) for _ in range(3)]
 for thread in threads:
     thread.start()
 for thread in threads:
     thread.join()
-context.begin_to_start_drivers()
+discovery.begin_to_start_drivers()
 assert len(started) == 1 and lists[0] and lists[0] is lists[1] is lists[2], (started, lists)
 """
 
 _A_COMMAND = """
-context._one_driver = True
-context.installed_drivers = lambda: {"one.icd": "libone.so", "two.icd": "libtwo.so"}
-context.begin_to_start_drivers()
+discovery._one_driver = True
+discovery.installed_drivers = lambda: {"one.icd": "libone.so", "two.icd": "libtwo.so"}
+discovery.begin_to_start_drivers()
 assert not started
-context.installed_drivers = lambda: {"one.icd": "libone.so"}
-context.begin_to_start_drivers()
+discovery.installed_drivers = lambda: {"one.icd": "libone.so"}
+discovery.begin_to_start_drivers()
 assert started == ["flashmem-drivers"]
-context.list_devices()
+discovery.list_devices()
 """
 
 

@@ -16,8 +16,8 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.compiler.memory.allocations import within_allocations
 from flashmem.planning.capacity.choice import default_model
 from flashmem.planning.capacity.roofline import Roofline
-from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.request.compatibility import for_processor, usable_modes
 from flashmem.runtime.serving.runtime import Runtime
 from flashmem.runtime.session import Session

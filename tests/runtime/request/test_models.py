@@ -17,7 +17,7 @@ import flashmem
 from flashmem import Session
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.bundle import cache as bundle_cache
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.request import models
 from tests.support.caches import empty_bundle_cache
 from tests.support.command_line import Command, command_line

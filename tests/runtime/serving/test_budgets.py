@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from flashmem import Runtime, Session
 from flashmem.base.errors import BudgetError
 from flashmem.runtime.memory.accounts import Account
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.serving.runtime import OnPressure
 from flashmem.runtime.streaming.loader import LoaderRun
 from flashmem.runtime.streaming.shared_pages import SharedSlice

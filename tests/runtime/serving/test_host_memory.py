@@ -12,7 +12,7 @@ import pytest
 from flashmem import Runtime, Session
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.program.program import host_bytes, pinned_output_bytes
-from flashmem.runtime.opencl.context import find_device
+from flashmem.runtime.opencl.discovery import find_device
 from flashmem.schedule.host_tier import tier_bytes
 from flashmem.schedule.residency import host_ring_bytes
 from tests.support.mini_bundle import MiniModel, write_mini_bundle

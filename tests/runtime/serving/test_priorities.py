@@ -13,7 +13,7 @@ import flashmem
 from flashmem import Bundle, Runtime, Session
 from flashmem.program.program import fixed_bytes
 from flashmem.runtime.engine.run import Run
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from tests.support.paths import DATA
 
 DEVICES = range(len(list_devices()))

@@ -26,7 +26,7 @@ from flashmem.planning import replanning as again
 from flashmem.program.program import fixed_bytes
 from flashmem.runtime.engine.run import Run
 from flashmem.runtime.kernels.cache import CachedKernels
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.serving.first_plans import ShortTurns
 from flashmem.runtime.serving.requests import Answer, Model
 from tests.support.mini_bundle import MiniModel, write_mini_bundle

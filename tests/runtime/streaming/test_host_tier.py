@@ -27,8 +27,9 @@ from flashmem.program.tensors import Slice
 from flashmem.runtime.engine.bound_program import BoundKernels
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl import context
-from flashmem.runtime.opencl.context import Context, find_device, list_devices
+from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.devices import Device, descriptor_for
+from flashmem.runtime.opencl.discovery import find_device, list_devices
 from flashmem.runtime.request import options
 from flashmem.runtime.request.options import choose_host_budget
 from flashmem.runtime.streaming.host_tier import HostTier

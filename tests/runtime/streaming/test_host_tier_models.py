@@ -14,7 +14,7 @@ import flashmem
 from flashmem.base.types import TransferMode
 from flashmem.program.tensors import Slice
 from flashmem.runtime.generation.generator import Generator
-from flashmem.runtime.opencl.context import find_device
+from flashmem.runtime.opencl.discovery import find_device
 from flashmem.schedule.host_tier import identity
 from tests.support.chain_model import WIDTH, chained, smallest_budget, write_chain
 from tests.support.gguf_models import SmallLlama

@@ -19,8 +19,9 @@ from flashmem.base.errors import RunError, UserError
 from flashmem.base.types import TransferMode
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Context, Queue, list_devices
+from flashmem.runtime.opencl.context import Context, Queue
 from flashmem.runtime.opencl.copier import Copier
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.streaming.copied import InterleaveTransfer
 from flashmem.runtime.streaming.enqueued import EnqueuedLoads
 from flashmem.runtime.streaming.loader import LoaderRun

@@ -10,7 +10,8 @@ import pytest
 
 from flashmem.base.errors import RunError
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Context, find_device
+from flashmem.runtime.opencl.context import Context
+from flashmem.runtime.opencl.discovery import find_device
 from flashmem.runtime.streaming.ring import Ring
 
 

@@ -14,8 +14,9 @@ from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
 from flashmem.program.lanes import lane_kind
 from flashmem.program.program import fixed_bytes, host_bytes
-from flashmem.runtime.opencl.context import Queue, list_devices
+from flashmem.runtime.opencl.context import Queue
 from flashmem.runtime.opencl.devices import Device, descriptor_for
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.streaming import copied
 from flashmem.runtime.streaming.interleaved import layer_moves, needed_slices
 from flashmem.runtime.streaming.weight_file import WeightFile

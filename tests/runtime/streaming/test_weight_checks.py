@@ -16,8 +16,8 @@ from flashmem import Runtime
 from flashmem.base.errors import RunError
 from flashmem.base.types import TransferMode
 from flashmem.bundle.checksums import ChecksummedRange, checksum
-from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.session import Session
 from flashmem.runtime.streaming.weight_file import CheckedTable, WeightFile
 from tests.support.mini_bundle import MiniModel, write_mini_bundle

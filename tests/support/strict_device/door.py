@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flashmem.runtime.opencl import binding, undocumented
+from flashmem.runtime.opencl import binding, discovery, undocumented
 from flashmem.runtime.opencl import context as opencl
 from tests.support.strict_device.calls import StrictOpenCL
 from tests.support.strict_device.library import StrictLibrary
@@ -19,7 +19,7 @@ from tests.support.strict_device.profiles import Profile
 @functools.cache
 def base_device() -> Any:
     """The underlying device: PoCL, or another CPU with images. The first call must be before any strict device is installed."""
-    found = [each for each in opencl.list_devices() if each.kind == "cpu" and each.has_images]
+    found = [each for each in discovery.list_devices() if each.kind == "cpu" and each.has_images]
     if not found:
         pytest.skip("no CPU device with images is here")
     return min(found, key=lambda each: each.descriptor_name != "pocl").handle
@@ -31,11 +31,11 @@ def strict(profile: Profile) -> Iterator[StrictOpenCL]:
     instead = StrictOpenCL(profile, base_device(), by_event=True)  # flashmem's own rule (docs/research/opencl-notes.md)
     library = StrictLibrary(instead)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (binding, undocumented, opencl):
+        for module in (binding, undocumented, discovery, opencl):
             patch.setattr(module, "cl", instead)
         patch.setattr(undocumented, "library", lambda *, locked=False: library)
-        opencl.forget_devices()
+        discovery.forget_devices()
         try:
             yield instead
         finally:
-            opencl.forget_devices()
+            discovery.forget_devices()

@@ -17,7 +17,7 @@ from hypothesis.extra.numpy import arrays
 from flashmem.base.errors import UserError
 from flashmem.runtime.application.designs import Design, Designs, DeviceState, SwitchingRule, TaskAssignment
 from flashmem.runtime.application.manager import Manager
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.tools.design import metrics
 from flashmem.tools.design.application import (
     Application,

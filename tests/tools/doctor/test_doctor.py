@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flashmem.cli.commands import doctor
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.tools.doctor.advice import ADRENO_LINE, MALI_LINE, next_lines, steps
 from flashmem.tools.doctor.selftest import SelfTestResult, disk, run_apart
 from flashmem.tools.doctor.surroundings import FORBIDDEN, Surroundings, look

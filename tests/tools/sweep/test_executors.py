@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from flashmem.base.errors import RunError, UserError
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.tools.sweep.executors import executor
 from flashmem.tools.sweep.grid import split_list
 from tests.support.command_line import Command, command_line

@@ -19,7 +19,7 @@ from flashmem.compiler.passes.decompose import decompose
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.layout import assign_layouts
 from flashmem.planning.limits import Limits
-from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.target.descriptor import load_descriptor
 from flashmem.tools.sweep.grid import Point
 from flashmem.tools.sweep.points import Subject, measured, simulated
