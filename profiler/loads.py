@@ -41,6 +41,7 @@ class HeldLoads(LoaderRun):
     def open(self) -> None:
         """Release the loads."""
         super().layer_done(1)
+        self.wake()
 
     def layer_done(self, layer: int) -> None:
         """Do nothing."""
