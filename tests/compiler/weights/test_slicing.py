@@ -36,6 +36,7 @@ from flashmem.planning.latency.first_answer import first_plan
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.planner import planning_instance
+from flashmem.program.launches import Launch
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.program.tensors import Slice
 from flashmem.runtime.opencl.devices import Device, descriptor_for
@@ -101,9 +102,14 @@ def planned(graph: Graph, device: str, mode: TransferMode | None = None, **limit
     return made.program, plan
 
 
+def products(program: Program) -> list[Launch]:
+    """The launches without those that add the parts of a product whose depth work-groups share."""
+    return [launch for launch in program.launches if not launch.kernel.startswith("join_sums")]
+
+
 def test_without_a_limit_a_thin_product_is_one_launch_on_a_gpu() -> None:
     program, _ = planned(graph_of(128, (2048, 8192)), "nvidia")
-    assert len(program.launches) == 1 and program.slices[0].nbytes == 4 * 2048 * 8192
+    assert len(products(program)) == 1 and program.slices[0].nbytes == 4 * 2048 * 8192
     for device, launches in (("nvidia", 1), ("adreno750", 1), ("pocl", 16), ("intel-cpu", 16)):
         program, _ = planned(graph_of(128, (2048, 8192)), device)
         assert several_launches(program) == ({} if launches == 1 else {"w0.weight": launches}), device
@@ -112,7 +118,7 @@ def test_without_a_limit_a_thin_product_is_one_launch_on_a_gpu() -> None:
 def test_every_operator_of_a_model_is_one_launch_where_nothing_is_limited() -> None:
     program, _ = planned(zoo_graph("gptneo-125m"), "nvidia")
     assert several_launches(program) == {}
-    assert len(program.launches) < 200  # 267 with slices of 4 MiB
+    assert len(products(program)) < 200  # 267 with slices of 4 MiB
 
 
 PRODUCTS = ((768, 3072), (3072, 768)) * 4
