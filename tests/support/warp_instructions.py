@@ -111,7 +111,7 @@ _STAGED = re.compile(r"__local float4 staged\[\d+\];")
 
 
 def with_warps(text: str, *, mma: bool) -> str:
-    """The text for a compiler, in place of `flashmem.runtime.opencl.tensor_cores.with_instructions`."""
+    """The text for a compiler, in place of `flashmem.runtime.opencl.tensor_cores.with_tensor_cores`."""
     if "FM_TENSOR_CORES" not in text:
         return text
 

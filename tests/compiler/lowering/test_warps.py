@@ -42,8 +42,7 @@ pytestmark = pytest.mark.skipif(not DEVICE, reason="no CPU here")
 def warps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Programs are built with such functions, and not taken from a cache."""
     monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
-    for place in ("flashmem.runtime.opencl.context", "flashmem.runtime.kernels.cache"):
-        monkeypatch.setattr(f"{place}.with_instructions", with_warps)
+    monkeypatch.setattr("flashmem.runtime.opencl.devices.with_tensor_cores", with_warps)
 
 
 def attention() -> Halves:
