@@ -44,9 +44,10 @@ class Activations:
         self._of_host = ledger if opened.tier is None else opened.tier.ledger
         self._output_bytes, self._scratch_bytes = output_bytes(program), scratch_bytes(program)
         self._copied = copied_outputs(program)
-        stored = {port.name: opened.tensors[str(port.tensor)] for port in self._copied}
-        sizes = {port.name: prod(port.shape) * np.dtype(stored[port.name].dtype).itemsize for port in self._copied}
-        self._pinned = None if device.device.unified_memory else OutputPages(self._of_host, sizes)
+        self._pinned: OutputPages | None = None
+        if not device.device.unified_memory:
+            stored = ((port, np.dtype(opened.tensors[str(port.tensor)].dtype)) for port in self._copied)
+            self._pinned = OutputPages(self._of_host, {port.name: prod(port.shape) * dtype.itemsize for port, dtype in stored})
         self._sent: list[Array] = []  # small inputs of the run, which the queue may still have to read
         self._pages = {
             port.name: (opened.tensors[port.tensor].offset, array_bytes(port))

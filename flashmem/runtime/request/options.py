@@ -173,11 +173,9 @@ def choose_host_budget(
         BudgetError: the size is below `staging`.
         UserError: not a size, or there is only one memory.
     """
-    wanted = read_host_budget(asked)
-    if wanted is None or (wanted == "auto" and (shares_memory or mode not in ("dma", "interleave"))):
+    wanted = read_host_budget(asked, shares_memory=shares_memory)
+    if wanted is None or (wanted == "auto" and mode not in ("dma", "interleave")):
         return None
-    if shares_memory:
-        raise UserError("the device shares its memory with the host, and the budget limits both; leave the host budget out")
     if mode not in ("dma", "interleave"):
         raise UserError(f"transfer mode {mode} has no copies of weights in host memory; leave the host budget out")
     if wanted == "auto":
@@ -194,6 +192,15 @@ def choose_host_budget(
     return wanted
 
 
-def read_host_budget(asked: int | str | None) -> int | Literal["auto"] | None:
-    """A host budget as a user writes it: bytes, "auto", or None. Raises UserError."""
-    return "auto" if asked == "auto" else None if asked is None else parse_size(asked, what="host budget")
+def read_host_budget(asked: int | str | None, *, shares_memory: bool = False) -> int | Literal["auto"] | None:
+    """A host budget as a user writes it: bytes, "auto", or None. Where host and device share memory, "auto" means None.
+
+    Raises:
+        UserError: not a size, or there is only one memory.
+    """
+    if asked is None or asked == "auto":
+        return None if asked is None or shares_memory else "auto"
+    wanted = parse_size(asked, what="host budget")
+    if shares_memory:
+        raise UserError("the device shares its memory with the host, and the budget limits both; leave the host budget out")
+    return wanted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from flashmem.base.errors import BudgetError, UserError
+from flashmem.base.errors import BudgetError
 from flashmem.base.units import format_size
 from flashmem.program.program import Program, host_bytes, pinned_output_bytes
 from flashmem.program.tensors import Slice
@@ -47,11 +47,9 @@ class SharedHostMemory:
         Raises:
             UserError: not a size, or the device shares its memory with the host.
         """
-        wanted = read_host_budget(asked)
-        if device.unified_memory and wanted not in (None, "auto"):
-            raise UserError("the device shares its memory with the host, and the budget limits both; leave the host budget out")
+        wanted = read_host_budget(asked, shares_memory=device.unified_memory)
         if wanted == "auto":
-            left = None if device.unified_memory else available()
+            left = available()
             wanted = None if left is None else left // 2
         self.budget = Budget(wanted, "host budget")
         self._shares: dict[object, _Share] = {}

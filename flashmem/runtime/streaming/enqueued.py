@@ -166,11 +166,11 @@ def begin_loads(
     Raises:
         RunError: the device refuses a copy.
     """
-    held: Sequence[Load] = ()
     others: Sequence[Load] = schedule.loads
+    enqueued: EnqueuedLoads | None = None
     if admit is None and transfer.follows_launches and isinstance(transfer, MovingTransfer):
         held, others = transfer.divided(schedule.loads)
-    enqueued = EnqueuedLoads(transfer, held, done=done) if held and isinstance(transfer, MovingTransfer) else None
+        enqueued = EnqueuedLoads(transfer, held, done=done) if held else None
     if not others and (enqueued is not None or not (schedule.frees and transfer.frees)):
         return enqueued
     loading = LoaderRun(transfer, others, schedule.frees, threads=threads, done=done, admit=admit)

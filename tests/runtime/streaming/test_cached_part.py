@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from flashmem.runtime.streaming import cached_part
 from flashmem.runtime.streaming.cached_part import CachedPart
 from flashmem.runtime.streaming.direct import UNIT
 from flashmem.runtime.streaming.weight_file import WeightFile
-from tests.runtime.streaming.test_direct import cached_pages
+from tests.support.uncached import cached_pages, write_uncached
 
 CONTENT = np.random.default_rng(0).integers(0, 255, 64 * UNIT, np.uint8)
 RANGES = [(at * UNIT, 4 * UNIT) for at in range(0, 64, 4)]
@@ -63,12 +62,7 @@ def test_the_part_stays_the_same_while_free_memory_changes_a_little() -> None:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A file that the page cache does not have."""
-    with (tmp_path / "weights.bin").open("wb") as file:
-        file.write(CONTENT.tobytes())
-        file.flush()
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return tmp_path / "weights.bin"
+    return write_uncached(tmp_path / "weights.bin", CONTENT)
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,28 +20,15 @@ from flashmem.schedule.loads import staying
 from flashmem.target.descriptor import load_descriptor
 from tests.support.compared import PLACES
 from tests.support.mini_bundle import MiniModel, write_mini_bundle
+from tests.support.uncached import cached_pages, write_uncached
 
 CONTENT = np.random.default_rng(0).integers(0, 255, 10 * UNIT + 777, np.uint8)
-
-
-def cached_pages(path: Path) -> int:
-    """The pages of a file in the page cache (mincore)."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
-        pages = (ctypes.c_ubyte * -(-len(mapped) // UNIT))()
-        address = ctypes.c_void_p(np.frombuffer(mapped, np.uint8).ctypes.data)
-        assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(len(mapped)), pages) == 0
-    return sum(page & 1 for page in pages)
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A file that the page cache does not have."""
-    with (tmp_path / "weights.bin").open("wb") as file:
-        file.write(CONTENT.tobytes())
-        file.flush()
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return tmp_path / "weights.bin"
+    return write_uncached(tmp_path / "weights.bin", CONTENT)
 
 
 @pytest.fixture
