@@ -234,6 +234,7 @@ class Executor:
             if loader is not None:
                 loader.layer_done(layer)
 
+        alone = loader is None or loader.follows_launches  # no launch waits for what another thread has yet to do
         loaded = loader.loaded if loader is not None else {}
         arrived = list(self._transfer.arrived) if self._transfer is not None else []
         self._follow([name for name in arrived if name not in loaded])
@@ -275,12 +276,12 @@ class Executor:
                 queue.flush()
                 launched = layer
             elif layer in waking or layer >= launched + self._apart or layer == last:
-                queue.launch_all(launches[:-1], alone=loader is None)
+                queue.launch_all(launches[:-1], alone=alone)
                 flying.append((layer, queue.launch(launches[-1]) if launches else queue.marker()))
                 queue.flush()
                 launched = layer
             else:
-                queue.launch_all(launches, alone=loader is None)
+                queue.launch_all(launches, alone=alone)
                 if layer == first:
                     queue.flush()
             if loader is not None and layer in waking and loader.follows_launches:

@@ -74,7 +74,7 @@ class Queue:
     def launch_all(self, launches: Iterable[PreparedLaunch], *, alone: bool = True) -> None:
         """Enqueue launches without events, which cost a driver more than the launch.
 
-        `alone`: no other thread works for this session.
+        `alone`: no launch waits for what another thread of this session has yet to do.
         """
         enqueue = enqueue_function(alone)
         for launch in launches:
@@ -98,7 +98,7 @@ class Queue:
         """
         handles = (ctypes.c_void_p * len(events))(*(event.int_ptr for event in events))
         queue = ctypes.c_void_p(self.handle.int_ptr)
-        failed = undocumented.library().clEnqueueBarrierWithWaitList(queue, ctypes.c_uint(len(events)), handles, None)
+        failed = undocumented.library(locked=True).clEnqueueBarrierWithWaitList(queue, ctypes.c_uint(len(events)), handles, None)
         binding.checked("wait for another queue", failed)
 
     def marker(self) -> Event:

@@ -8,6 +8,9 @@ The calls go to the OpenCL library through ctypes. The reason is that pyopencl w
 them with the interpreter lock held. If the driver has a lock too, all other threads stop during a copy. The calls are not
 blocking ones: Intel's runtime returns from a blocking copy too early if its event is not requested
 (docs/research/opencl-notes.md).
+
+A device with memory of its own copies later, by itself. There the calls keep the interpreter lock, but for waits: a call takes
+7 us, and to get the lock back from other loader threads takes 40 to 250.
 """
 
 from __future__ import annotations
@@ -32,10 +35,10 @@ class CopyEvent:
 
     __slots__ = ("_library", "int_ptr")
 
-    def __init__(self, handle: int) -> None:
-        """Take ownership of `handle`, a cl_event."""
+    def __init__(self, handle: int, library: Any) -> None:
+        """Take ownership of `handle`, a cl_event; `library` releases it."""
         self.int_ptr = handle
-        self._library = undocumented.library()  # a lookup can fail while the interpreter shuts down
+        self._library = library  # a lookup can fail while the interpreter shuts down
 
     def wait(self) -> None:
         """Flush the queue, as clWaitForEvents does, and wait for the copy; other threads run meanwhile.
@@ -43,7 +46,7 @@ class CopyEvent:
         Raises:
             RunError: the copy failed.
         """
-        checked("copy weights", self._library.clWaitForEvents(ctypes.c_uint(1), (_POINTER * 1)(self.int_ptr)))
+        checked("copy weights", undocumented.library().clWaitForEvents(ctypes.c_uint(1), (_POINTER * 1)(self.int_ptr)))
 
     def end(self) -> float:
         """End of the completed copy, in seconds of the device's clock; its queue profiles."""
@@ -70,10 +73,11 @@ class Copier:
     event.
     """
 
-    def __init__(self, context: Context, *, profiling: bool = False) -> None:
-        """`profiling`: copies have times."""
-        self.queue = context.queue(profiling=profiling)
+    def __init__(self, context: Context, *, ahead: bool = False) -> None:
+        """`ahead`: the device copies later, by itself; the copies have times."""
+        self.queue = context.queue(profiling=ahead)
         self._handle = _POINTER(self.queue.handle.int_ptr)
+        self._library = undocumented.library(locked=ahead)
 
     def write(self, buffer: Memory, data: Bytes, *, offset: int = 0, behind: Event | None = None) -> CopyEvent:
         """Start a copy of contiguous host memory to byte `offset` of a buffer, once the event `behind` is complete.
@@ -85,9 +89,11 @@ class Copier:
             queue, target = self.queue.handle.int_ptr, buffer.int_ptr + offset
             return self._begun(
                 "write to a buffer",
-                lambda event: enqueue_copy(queue, target, address_of(data), data.nbytes, event, events=events),
+                lambda event: enqueue_copy(
+                    queue, target, address_of(data), data.nbytes, event, events=events, library=self._library
+                ),
             )
-        enqueue = undocumented.library().clEnqueueWriteBuffer
+        enqueue = self._library.clEnqueueWriteBuffer
         return self._begun(
             "write to a buffer",
             lambda event: enqueue(
@@ -112,7 +118,7 @@ class Copier:
         Raises RunError.
         """
         events = _wait_list(behind)
-        enqueue = undocumented.library().clEnqueueWriteImage
+        enqueue = self._library.clEnqueueWriteImage
         return self._begun(
             "write to a texture",
             lambda event: enqueue(
@@ -126,11 +132,11 @@ class Copier:
         if enqueue(ctypes.byref(event)):
             gc.collect()  # frees unreferenced memory objects
             checked(what, enqueue(ctypes.byref(event)))
-        return CopyEvent(event.value or 0)
+        return CopyEvent(event.value or 0, self._library)
 
     def flush(self) -> None:
         """Let another queue wait for the events of all copies so far, which no thread waits for first. Raises RunError."""
-        checked("flush copies", undocumented.library().clFlush(self._handle))
+        checked("flush copies", self._library.clFlush(self._handle))
 
 
 def _wait_list(event: Event | None) -> WaitList:

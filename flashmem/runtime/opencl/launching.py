@@ -48,7 +48,7 @@ class PreparedLaunch:
 def enqueue_function(alone: bool) -> Callable[..., int]:
     """The function clEnqueueNDRangeKernel. With `alone`, its call keeps the interpreter lock, which is faster.
 
-    It must release the lock if other threads copy, because a driver may make it wait for them, or while a kernel is loaded.
+    It must release the lock if a launch may wait for what another thread has yet to do: a driver may make the call wait too.
     """
     enqueue: Callable[..., int] = undocumented.library(locked=alone).clEnqueueNDRangeKernel
     return enqueue

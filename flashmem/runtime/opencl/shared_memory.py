@@ -88,12 +88,13 @@ def enqueue_copy(
     *,
     blocking: bool = False,
     events: WaitList = NO_EVENTS,
+    library: Any = None,
 ) -> int:
     """Copy bytes between two addresses, of which at least one is of the device's memory, behind `events`; the error code.
 
-    `event`: a reference to a cl_event to set, or None.
+    `event`: a reference to a cl_event to set, or None. `library`: makes the call; by default, other threads run meanwhile.
     """
-    code: int = undocumented.library().clEnqueueSVMMemcpy(
+    code: int = (library or undocumented.library()).clEnqueueSVMMemcpy(
         _POINTER(queue), _BLOCKING if blocking else _NOT_BLOCKING, _POINTER(target), _POINTER(source), _SIZE(nbytes),
         *events, event,
     )  # fmt: skip

@@ -70,7 +70,7 @@ class MovingTransfer(Transfer):
         self.follows_launches = apart = not context.device.unified_memory
         self._tier = tier
         self._staging_ledger = ledger if tier is None else tier.ledger  # counts host memory
-        self._copier: Copier = after._copier if after else Copier(context, profiling=apart)
+        self._copier: Copier = after._copier if after else Copier(context, ahead=apart)
         self._homes: _Homes = _Homes(ledger, slices, layout, after._homes if after else None, apart=apart)
         self.memories = self._homes.places
         if after:
