@@ -47,7 +47,7 @@ from flashmem.runtime.opencl.copier import CopyEvent
 from flashmem.runtime.request.compatibility import usable_modes
 from flashmem.runtime.request.options import device_here, find_descriptor
 from flashmem.runtime.streaming import loader
-from flashmem.schedule.loads import Step
+from flashmem.schedule.loads import Load, Step
 from flashmem.tools.zoo.graph_file import write_random
 
 Array = NDArray[Any]
@@ -92,8 +92,8 @@ class Delays:
         delays, turn = self, loader._Turn
 
         class Late(turn):  # type: ignore[valid-type, misc]
-            def __init__(self, run: loader.LoaderRun, after: int) -> None:
-                super().__init__(run, after)
+            def __init__(self, run: loader.LoaderRun, load: Load, thread: int | None) -> None:
+                super().__init__(run, load, thread)
                 self.sleeps = delays.draw(len(run.loaded))
 
             def did(self, what: Step) -> None:

@@ -24,8 +24,8 @@ from flashmem.program.program import Program as BundleProgram
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Event, Kernel, Memory, Queue, event_seconds, has_ended, set_memory, wait
 from flashmem.runtime.opencl.launching import PreparedLaunch, Recorder, Recording, not_recorded
-from flashmem.runtime.streaming.enqueued import RunLoads
 from flashmem.runtime.streaming.interleaved import COPY_GROUP, CopyStream, LayerMoves
+from flashmem.runtime.streaming.loader import LoaderRun
 from flashmem.runtime.streaming.transfer import Transfer
 from flashmem.schedule.loads import TimedInterval
 
@@ -201,7 +201,7 @@ class Executor:
 
     def run(
         self,
-        loader: RunLoads | None,
+        loader: LoaderRun | None,
         trace: list[TimedInterval] | None = None,
         check: Callable[[], None] | None = None,
         after: Mapping[int, Callable[[], None]] = _NOTHING,
@@ -316,7 +316,7 @@ class Executor:
                     set_memory(kernel, index, memory)
                 self._set[name] = memory
 
-    def _recorded(self, loader: RunLoads | None, stops: Iterable[int]) -> Mapping[int, tuple[int, Recording]]:
+    def _recorded(self, loader: LoaderRun | None, stops: Iterable[int]) -> Mapping[int, tuple[int, Recording]]:
         """The recordings for this run; none for the first run of its kind. They end at `stops` and before waiting launches."""
         waiting = loader.loaded if loader is not None else {}
         waits = [n for n, step in enumerate(self._steps) if any(name in waiting for name in step.needs)]

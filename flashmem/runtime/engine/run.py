@@ -17,7 +17,7 @@ from flashmem.runtime.engine.bound_program import BoundProgram
 from flashmem.runtime.engine.output_values import OutputValue
 from flashmem.runtime.engine.stopping import never
 from flashmem.runtime.opencl.context import Event, wait
-from flashmem.runtime.streaming.enqueued import begin_loads
+from flashmem.runtime.streaming.loader import begin_loads
 from flashmem.schedule.loads import Load, Schedule, TimedInterval
 
 Array = NDArray[Any]

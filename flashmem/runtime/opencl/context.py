@@ -98,7 +98,8 @@ class Queue:
         """
         handles = (ctypes.c_void_p * len(events))(*(event.int_ptr for event in events))
         queue = ctypes.c_void_p(self.handle.int_ptr)
-        failed = undocumented.library(locked=True).clEnqueueBarrierWithWaitList(queue, ctypes.c_uint(len(events)), handles, None)
+        enqueue = undocumented.library(locked=True).clEnqueueBarrierWithWaitList
+        failed = enqueue(queue, ctypes.c_uint(len(events)), handles, None)
         binding.checked("wait for another queue", failed)
 
     def marker(self) -> Event:

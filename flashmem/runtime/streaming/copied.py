@@ -68,6 +68,7 @@ class MovingTransfer(Transfer):
     ) -> None:
         super().__init__(file)
         self.follows_launches = apart = not context.device.unified_memory
+        self.spare_pieces = SPARE_PIECES * apart
         self._tier = tier
         self._staging_ledger = ledger if tier is None else tier.ledger  # counts host memory
         self._copier: Copier = after._copier if after else Copier(context, ahead=apart)
@@ -78,7 +79,7 @@ class MovingTransfer(Transfer):
 
     def _new_ring(self, layout: PoolLayout) -> Ring:
         """Allocate the ring, with a piece for each thread, and spare ones where copies follow launches."""
-        pieces = layout.threads + SPARE_PIECES * self.follows_launches
+        pieces = layout.threads + self.spare_pieces
         return Ring(self._copier.queue, self._staging_ledger, layout.ring_bytes, pieces, own_memory=self.follows_launches)
 
     def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
@@ -91,7 +92,7 @@ class MovingTransfer(Transfer):
             super().expect(part, segment)
 
     def divided(self, loads: Sequence[Load]) -> tuple[list[Load], list[Load]]:
-        """The loads of slices that the host tier holds completely, and the others."""
+        """See `Transfer`."""
         tier = self._tier
         missing = {load.part.name for load in loads if tier is None or not tier.holds(load.part, load.segment)}
         return [each for each in loads if each.part.name not in missing], [each for each in loads if each.part.name in missing]
@@ -113,30 +114,38 @@ class MovingTransfer(Transfer):
     def load_together(self, loads: Sequence[Load], turns: Sequence[TransferLoad]) -> None:
         """See `Transfer`: the loads share a piece of the ring, and each is a copy of its own."""
         start, (last, nbytes) = loads[0].place[0], loads[-1].place
-        piece, copy = self._ring.take(), None
+        piece = self._ring.take()
         try:
             self.file.read_into(piece[: last + nbytes - start], start)
-            for turn in turns:
-                turn.did("read")
-            for load, turn in zip(loads, turns, strict=True):
-                data = piece[load.place[0] - start :][: load.segment.nbytes]
-                begin = self._home(load.part) if load.preload else self._target(load.part)
-                copy = self._copy_on(load.part, data, load.segment.first, turn, begin, last=False)
-            self._copier.flush()
+        except BaseException:
+            self._ring.give_back(piece, None)
+            raise
+        for turn in turns:
+            turn.did("read")
+
+        def go(behind: Event | None) -> None:
+            copy = None
+            try:
+                for load, turn in zip(loads, turns, strict=True):
+                    data = piece[load.place[0] - start :][: load.segment.nbytes]
+                    begin = self._home(load.part) if load.preload else self._target(load.part)
+                    copy = begin(data, load.segment.first, behind)
+                    self._arrives(load.part, copy)
+                    turn.copying(copy)
+                self._copier.flush()
+            finally:
+                self._ring.give_back(piece, copy)  # the queue is in order, so the last copy is complete last
             for turn in turns:
                 turn.enqueued()
-        finally:
-            self._ring.give_back(piece, copy)  # the queue is in order, so the last copy is complete last
 
-    def copy_held(self, load: Load, behind: Event | None) -> CopyEvent:
-        """Enqueue and flush the copy of a load that the host tier holds. Raises RunError."""
+        turns[0].when_released(go, partial(self._ring.give_back, piece, None))
+
+    def copy_held(self, load: Load, turn: TransferLoad) -> None:
+        """See `Transfer`."""
         place = None if self._tier is None else self._tier.place(load.part, load.segment)
         assert place is not None
         begin = self._home(load.part) if load.preload else self._target(load.part)
-        copy = begin(place, load.segment.first, behind)
-        self._copier.flush()
-        self._arrives(load.part, copy)
-        return copy
+        self._copy_later(load.part, place, load.segment.first, turn, begin, last=True)
 
     def clock_apart(self) -> float:
         """What the host's clock is ahead of that of copies, in seconds."""
@@ -162,7 +171,10 @@ class MovingTransfer(Transfer):
         if not tier.holds(part, segment):
             self._read(part, segment, place, turn)
             tier.keep(part, segment)
-        self._copy_on(part, place, segment.first, turn, begin)
+        if self.follows_launches:
+            self._copy_later(part, place, segment.first, turn, begin, last=True)
+        else:
+            self._copy_now(part, place, segment.first, turn, begin)
 
     def _through_ring(self, part: Slice, segment: Segment, turn: TransferLoad, begin: BeginCopy) -> None:
         """Read the segment into staging and copy it on, piece by piece; images in whole rows.
@@ -172,7 +184,7 @@ class MovingTransfer(Transfer):
         """
         first, end, value = segment.first, segment.first + segment.nbytes, 0
         while first < end:
-            piece, copy = self._ring.take(), None
+            piece, passed_on = self._ring.take(), False
             try:
                 most = piece.nbytes // part.row_pitch * part.row_pitch if part.is_image else piece.nbytes
                 data = piece[: min(most, end - first)]
@@ -183,29 +195,58 @@ class MovingTransfer(Transfer):
                     if last:
                         self.file.compare_checksum(f"slice {part.name!r}", value, self.checksums[part.name])
                 turn.did("read")
-                copy = self._copy_on(part, data, first, turn, begin, last=last)
+                if self.follows_launches:
+                    passed_on = True
+                    self._copy_later(part, data, first, turn, begin, last=last, piece=piece)
+                else:
+                    self._copy_now(part, data, first, turn, begin)
                 first += data.nbytes
             finally:
-                self._ring.give_back(piece, copy)
+                if not passed_on:
+                    self._ring.give_back(piece, None)
 
-    def _copy_on(
-        self, part: Slice, piece: Bytes, first: int, turn: TransferLoad, begin: BeginCopy, *, last: bool = True
-    ) -> CopyEvent | None:
-        """Copy a piece from byte `first` of the slice on, after the release.
-
-        Returns the copy if it is under way, and launches may follow it on the device; None if it is complete.
-        """
-        copy = begin(piece, first, turn.wait_for_release())
+    def _copy_now(self, part: Slice, data: Bytes, first: int, turn: TransferLoad, begin: BeginCopy) -> None:
+        """Copy a piece from byte `first` of the slice on, after the release, and wait for it."""
+        turn.wait_for_release()
+        copy = begin(data, first, None)
         self._arrives(part, copy)
-        if self.follows_launches:
-            turn.copying(copy)
-            if last:
-                self._copier.flush()
-                turn.enqueued()
-            return copy
         copy.wait()
         turn.did("copy")
-        return None
+
+    def _copy_later(
+        self,
+        part: Slice,
+        data: Bytes,
+        first: int,
+        turn: TransferLoad,
+        begin: BeginCopy,
+        *,
+        last: bool,
+        piece: Bytes | None = None,
+    ) -> None:
+        """Let a piece be copied from byte `first` of the slice on, once the load is released. `last`: of the load; launches may
+        follow. `piece`: of the ring, which gets it back with the copy.
+        """
+
+        def go(behind: Event | None) -> None:
+            copy = None
+            try:
+                copy = begin(data, first, behind)
+                self._arrives(part, copy)
+                turn.copying(copy)
+                if last:
+                    self._copier.flush()
+            finally:
+                if piece is not None:
+                    self._ring.give_back(piece, copy)
+            if last:
+                turn.enqueued()
+
+        def drop() -> None:
+            if piece is not None:
+                self._ring.give_back(piece, None)
+
+        turn.when_released(go, drop)
 
 
 class DmaTransfer(MovingTransfer):

@@ -3,8 +3,11 @@
 A `LoaderRun` serves one run (or the preloading of W). Its threads start loads in the order of first use, and take the first one
 that is released. Slice w may be loaded after the end of the launch that last used its place (mode `map`: launch g_w - 1), and
 after all slices due by then are freed. So no two slices are ever resident together that the plan kept apart. Loads through a
-thread's own staging are read earlier, and copied on at their release time. Where copies follow launches on the device
-(`Transfer.follows_launches`), a load is released when its launch is enqueued, and loaded when its last copy is.
+thread's own staging are read earlier, and copied on at their release time.
+
+Where copies follow launches on the device (`Transfer.follows_launches`), a load is released when its launch is enqueued, and
+loaded when its last copy is. The thread of the launches enqueues the copies of what is read before that, and of what the host
+tier holds. So no thread has to wake up, or to learn that a command has ended, before the next command is enqueued.
 """
 
 from __future__ import annotations
@@ -13,53 +16,73 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from itertools import islice
 
 from flashmem.base.errors import RunError
 from flashmem.program.tensors import Slice
 from flashmem.runtime.opencl.context import Event
 from flashmem.runtime.opencl.copier import CopyEvent
-from flashmem.runtime.streaming.transfer import Transfer, TransferLoad
-from flashmem.schedule.loads import LOOKED_AT, Load, Step, TimedInterval
+from flashmem.runtime.streaming.transfer import Transfer
+from flashmem.schedule.loads import LOOKED_AT, Load, Schedule, Step, TimedInterval
+
+
+class _StoppedError(Exception):
+    """The run stops, so its load stops."""
 
 
 class _Turn:
-    """One load of a run: its steps, and whether it is released."""
+    """One load of a run, in a loader thread; None: of the host tier, and without a thread."""
 
-    __slots__ = ("_load", "_run", "last_copy", "loaded", "start", "steps")
+    __slots__ = ("_run", "end", "last_copy", "load", "loaded", "start", "steps", "thread")
 
-    def __init__(self, run: LoaderRun, load: Load) -> None:
-        self._run, self._load = run, load
+    def __init__(self, run: LoaderRun, load: Load, thread: int | None) -> None:
+        self._run, self.load, self.thread = run, load, thread
         self.loaded = False
         self.start = time.perf_counter()
+        self.end: float | None = None  # of the thread's part
         self.steps: list[tuple[Step, float]] = []
         self.last_copy: CopyEvent | None = None  # under way
+
+    def did(self, what: Step) -> None:
+        """Record the time since the last call as spent on `what`."""
+        self.steps.append((what, time.perf_counter()))
+
+    def wait_for_release(self) -> None:
+        """Wait for its release time. Raises _StoppedError if the run stops before."""
+        if not self._run.is_done(self.load.after):
+            self._run.wait_for(self.load.after)
+            self.did("wait")
+
+    def when_released(self, go: Callable[[Event | None], None], drop: Callable[[], None]) -> None:
+        """Call `go` at its release time, here or in the thread of the launches; `drop` if the run stops before."""
+        self._run.call_when_released(self, go, drop)
 
     def copying(self, copy: CopyEvent) -> None:
         """Keep a copy that the run waits for at its end."""
         self.last_copy = copy
         self._run.copying(copy)
 
-    def did(self, what: Step) -> None:
-        """Record the time since the last call as spent on `what`."""
-        self.steps.append((what, time.perf_counter()))
-
-    def wait_for_release(self) -> Event | None:
-        """Wait for its release time. Raises _StoppedError if the run stops before."""
-        if not self._run.is_done(self._load.after):
-            self._run.wait_for(self._load.after)
-            self.did("wait")
-        return self._run.launches.get(self._load.after)
-
     def enqueued(self) -> None:
-        """Let launches follow: the last copy is enqueued, or complete."""
-        self.loaded = True
-        self._run.load_done(self._load, self)
+        """Let launches follow: the last copy is enqueued."""
+        self._run.load_enqueued(self)
+
+    def interval(self, end: float) -> TimedInterval:
+        """The load as it is recorded, which ended at `end`."""
+        load, thread = self.load, self.thread or 0
+        return TimedInterval(load.part.name, self.start, end, thread, tuple(self.steps), load.segment.nbytes, load.after)
 
 
-class _StoppedError(Exception):
-    """The run stops, so its load stops."""
+@dataclass(eq=False, slots=True)
+class _Call:
+    """What the thread of the launches calls once a launch is enqueued, or `drop` if the run stops before."""
+
+    after: int
+    go: Callable[[Event | None], None]
+    drop: Callable[[], None]
+    caller: threading.Condition | None  # waited on by the loader thread until it is called; None: no thread waits
+    spares: bool  # the loader thread, which reads on
+    called: bool = False
 
 
 class LoaderRun:
@@ -76,19 +99,24 @@ class LoaderRun:
         threads: int,
         done: int = 0,
         admit: Callable[[Load], bool] | None = None,
+        held: Sequence[Load] = (),
     ) -> None:
         """Start at once, after `done` launches. `admit` decides for each load, and again after `wake`, until `admit_all`,
-        whether memory is available. Until then no thread reads ahead of a release time.
+        whether memory is available. Until then no thread reads ahead of a release time. `held`: loads of slices that the host
+        tier holds.
+
+        Raises:
+            RunError: the device refuses a copy.
         """
-        self.loaded = {load.part.name: False for load in loads}
-        self._missing = Counter(load.part.name for load in loads)  # segments, by slice
+        self.loaded = {load.part.name: False for load in (*loads, *held)}
+        self._missing = Counter(load.part.name for load in (*loads, *held))  # segments, by slice
         self.intervals: list[TimedInterval] = []
         self._copies: list[CopyEvent] = []  # for which no thread waits
-        self._copying: list[tuple[TimedInterval, CopyEvent]] = []  # loads, and the last copy of each
+        self._copying: list[_Turn] = []  # loads whose last copy is one of them
         self._transfer = transfer
         self._loads = loads
         self._frees = frees if transfer.frees else {}
-        self.wakes = frozenset(load.after for load in loads) | frozenset(self._frees)  # launches to wait for
+        self.wakes = frozenset(load.after for load in (*loads, *held)) | frozenset(self._frees)  # launches to wait for
         lock = threading.Lock()
         self._lock = lock
         self._changed = threading.Condition(lock)  # for loader threads without a load: releases, frees, the end
@@ -99,7 +127,9 @@ class LoaderRun:
         self._announced = bytearray(len(loads))
         self._first = 0  # all loads before this one are taken
         self._done = done  # launches that are complete, or enqueued if copies follow them
-        self.launches: dict[int, Event] = {}  # the events of those that are not known to be complete
+        self._launches: dict[int, Event] = {}  # the events of those that are not known to be complete
+        self._calls: list[_Call] = []  # to make for loads that are read, and not released
+        self._spare = transfer.spare_pieces  # calls for which no thread waits, that may still be added
         self._admit = admit
         self._loading = 0  # threads with a load
         self._unreleased = 0  # of those, the ones that wait for the release
@@ -116,6 +146,8 @@ class LoaderRun:
         self._threads: list[threading.Thread] = []
         try:
             self._start_next()
+            for load in held:
+                transfer.copy_held(load, _Turn(self, load, None))
         except BaseException:  # the caller gets no object to stop the threads with
             self._stopping = True
             raise
@@ -135,18 +167,40 @@ class LoaderRun:
         return self._transfer.follows_launches
 
     def launched(self, layer: int, event: Event) -> None:
-        """Launch `layer` is enqueued and flushed, and `event` is its event: release loads that wait for it on the device."""
-        if layer in self.wakes:
-            with self._changed:
-                self.launches[layer] = event
-                self._release(layer)
+        """Launch `layer` is enqueued and flushed, and `event` is its event: release loads that wait for it on the device.
+
+        Raises:
+            RunError: the device refuses a copy.
+        """
+        if layer not in self.wakes:
+            return
+        with self._changed:
+            self._launches[layer] = event
+            self._release(layer)
+            calls = [call for call in self._calls if call.after <= layer]
+            self._calls = [call for call in self._calls if call.after > layer]
+        try:
+            while calls:
+                call = calls.pop(0)
+                call.go(self._launches.get(call.after))
+                with self._changed:
+                    self._called(call)
+        finally:
+            self._calls += calls  # after an error; `stop` drops them
+
+    def _called(self, call: _Call) -> None:
+        """Let the thread of a call go on, or another call have its place. Requires the lock."""
+        call.called = True
+        self._spare += call.spares
+        if call.caller is not None:
+            call.caller.notify()
 
     def layer_done(self, layer: int) -> None:
         """Launch `layer` and all before it are complete: free slices last used there, and release waiting loads."""
         if layer not in self.wakes:
             return
         if self.follows_launches:
-            self.launches.pop(layer, None)
+            self._launches.pop(layer, None)
             return
         with self._changed:
             self._to_free.extend(self._frees.get(layer, ()))
@@ -207,6 +261,9 @@ class LoaderRun:
             self._end()
         for thread in self._threads:
             thread.join()
+        for call in self._calls:
+            call.drop()
+        self._calls = []
         self.collect()
         if self._to_free:
             while self._to_free:
@@ -220,7 +277,7 @@ class LoaderRun:
         """Let all threads end. Requires the lock."""
         self._stopping = True
         self._changed.notify_all()
-        for waiting in self._releases.values():
+        for waiting in (*self._releases.values(), *(call.caller for call in self._calls if call.caller is not None)):
             waiting.notify_all()
 
     def copying(self, copy: CopyEvent) -> None:
@@ -234,26 +291,27 @@ class LoaderRun:
         For the thread of the launches when it has enqueued all of them: the device works meanwhile.
         """
         with self._changed:
-            copies, copying = self._copies, self._copying
+            copies, turns = self._copies, self._copying
             self._copies, self._copying = [], []
         try:
             for copy in copies:
                 copy.wait()
-            apart = self._transfer.clock_apart() if copying else 0.0
-            ends = [last.end() + apart for _, last in copying]
+            apart = self._transfer.clock_apart() if turns else 0.0
+            for turn in turns:
+                assert turn.last_copy is not None
+                start, end = (each + apart for each in turn.last_copy.seconds())
+                if turn.thread is None:
+                    turn.start = start
+                turn.steps.append(("copy", end))
+                self.intervals.append(turn.interval(end))
         except RunError as error:
             self._failure = self._failure or str(error)
-            return
-        self.intervals += [
-            replace(interval, end=end, steps=(*interval.steps, ("copy", end)))
-            for (interval, _), end in zip(copying, ends, strict=True)
-        ]
 
     def _work(self, thread: int) -> None:
         try:
             self._start_next()
             while loads := self._take():
-                turns = [_Turn(self, load) for load in loads]
+                turns = [_Turn(self, load, thread) for load in loads]
                 load, turn = loads[0], turns[0]
                 if len(loads) > 1:
                     self._transfer.load_together(loads, turns)
@@ -261,7 +319,7 @@ class LoaderRun:
                     self._transfer.preload(load.part, load.segment, thread, turn)
                 else:
                     self._transfer.load(load.part, load.segment, thread, turn)
-                self._note(loads, turns, thread)
+                self._note(turns)
         except _StoppedError:
             return
         except BaseException as error:
@@ -270,33 +328,40 @@ class LoaderRun:
                 self._end()
                 self._arrived.notify_all()
 
-    def _note(self, loads: Sequence[Load], turns: Sequence[_Turn], thread: int) -> None:
-        """Record loads that a thread has made, but for copies under way."""
+    def _note(self, turns: Sequence[_Turn]) -> None:
+        """A thread has made its part of some loads: record those that are complete."""
         end = time.perf_counter()
-        for load, turn in zip(loads, turns, strict=True):
-            if not turn.loaded:
-                self.load_done(load, turn)
-            steps, nbytes = tuple(turn.steps), load.segment.nbytes
-            interval = TimedInterval(load.part.name, turn.start, end, thread, steps, nbytes, load.after)
-            with self._changed:
-                if turn.last_copy is not None:
-                    self._copying.append((interval, turn.last_copy))
-                else:
-                    self.intervals.append(interval)
+        for turn in turns:
+            if not self.follows_launches:
+                self._load_done(turn)
         with self._changed:
-            self._loading -= len(loads)
+            for turn in turns:
+                turn.end = end
+                if not self.follows_launches:
+                    self.intervals.append(turn.interval(end))
+                elif turn.loaded:
+                    self._copying.append(turn)
+            self._loading -= len(turns)
 
-    def load_done(self, load: Load, turn: TransferLoad) -> None:
-        """A load has ended, or launches may follow it on the device: its slice is loaded if it was the last one."""
-        name = load.part.name
+    def load_enqueued(self, turn: _Turn) -> None:
+        """The last copy of a load is enqueued and flushed."""
+        self._load_done(turn)
         with self._changed:
-            self._missing[name] -= 1
-            complete = not self._missing[name]
+            turn.loaded = True
+            if turn.end is not None or turn.thread is None:
+                self._copying.append(turn)
+
+    def _load_done(self, turn: _Turn) -> None:
+        """A load has ended, or launches may follow it on the device: its slice is loaded if it was the last one."""
+        part = turn.load.part
+        with self._changed:
+            self._missing[part.name] -= 1
+            complete = not self._missing[part.name]
         if complete:
-            self._transfer.complete(load.part, turn)
+            self._transfer.complete(part, turn)
             with self._changed:
-                self.loaded[name] = True
-                if name == self._wanted:
+                self.loaded[part.name] = True
+                if part.name == self._wanted:
                     self._arrived.notify_all()
 
     def is_done(self, layer: int) -> bool:
@@ -312,6 +377,35 @@ class LoaderRun:
                     raise _StoppedError
                 self._releases.setdefault(layer, threading.Condition(self._lock)).wait()
             self._unreleased -= 1
+
+    def call_when_released(self, turn: _Turn, go: Callable[[Event | None], None], drop: Callable[[], None]) -> None:
+        """See `TransferLoad.when_released`. A loader thread waits for the call, unless a piece of staging is spare.
+
+        Raises:
+            RunError: `go` does.
+            _StoppedError: the run stops before.
+        """
+        after, of_thread = turn.load.after, turn.thread is not None
+        with self._changed:
+            if self._stopping:
+                drop()
+                raise _StoppedError
+            if after > self._done:
+                spares = of_thread and self._spare > 0
+                self._spare -= spares
+                caller = threading.Condition(self._lock) if of_thread and not spares else None
+                call = _Call(after, go, drop, caller, spares)
+                self._calls.append(call)
+                if caller is not None:
+                    self._unreleased += 1
+                    while not call.called:
+                        if self._stopping:
+                            raise _StoppedError
+                        caller.wait()
+                    self._unreleased -= 1
+                return
+            event = self._launches.get(after)
+        go(event)
 
     def _take(self) -> list[Load]:
         """The next released load, and those to make with it; frees slices first. Empty when the run stops."""
@@ -391,3 +485,22 @@ class LoaderRun:
 def _said(error: BaseException) -> str:
     """The main thread's message for a failure of a loader thread."""
     return str(error) if isinstance(error, RunError) else f"loading weights failed: {type(error).__name__}: {error}"
+
+
+def begin_loads(
+    transfer: Transfer,
+    schedule: Schedule,
+    *,
+    threads: int,
+    done: int = 0,
+    admit: Callable[[Load], bool] | None = None,
+) -> LoaderRun | None:
+    """Begin the loads of a run after `done` launches, as far as `admit` permits; None if there are none.
+
+    Raises:
+        RunError: the device refuses a copy.
+    """
+    held, others = transfer.divided(schedule.loads) if admit is None else ([], schedule.loads)
+    if not schedule.loads and not (schedule.frees and transfer.frees):
+        return None
+    return LoaderRun(transfer, others, schedule.frees, threads=threads, done=done, admit=admit, held=held)

@@ -29,8 +29,16 @@ BeginCopy = Callable[[Bytes, int, Event | None], CopyEvent]
 class TransferLoad(Protocol):
     """One load of a run, as a transfer sees it."""
 
-    def wait_for_release(self) -> Event | None:
-        """Wait until the load is released. Only then may its planned places be written, behind the event if there is one."""
+    def wait_for_release(self) -> None:
+        """Wait until the load is released. Only then may its planned places be written."""
+        ...
+
+    def when_released(self, go: Callable[[Event | None], None], drop: Callable[[], None]) -> None:
+        """Call `go` once the load is released, with the event that copies to its planned places wait for: in this thread, or
+        in that of the launches when it releases the load. Where copies follow launches.
+
+        `drop` is called instead if the run stops before. Raises RunError if `go` does.
+        """
         ...
 
     def enqueued(self) -> None:
@@ -58,6 +66,9 @@ class Transfer(ABC):
     follows_launches = False
     """Whether copies wait on the device for launches, so that a load is released when its launch is enqueued, not complete."""
 
+    spare_pieces = 0
+    """Pieces of staging beyond one for each loader thread, where copies follow launches."""
+
     binds_late = False
     """Whether a slice has a memory object only while it is loaded (`memories`), so that arguments are set before a launch."""
 
@@ -84,6 +95,14 @@ class Transfer(ABC):
 
     def load_together(self, loads: Sequence[Load], turns: Sequence[TransferLoad]) -> None:
         """Make several loads that `joins` permits, with one read. None of them is released after the first one."""
+        raise NotImplementedError
+
+    def divided(self, loads: Sequence[Load]) -> tuple[list[Load], list[Load]]:
+        """The loads of slices that the host tier holds completely, and the others."""
+        return [], list(loads)
+
+    def copy_held(self, load: Load, turn: TransferLoad) -> None:
+        """Let a load that the host tier holds be copied once it is released. Raises RunError."""
         raise NotImplementedError
 
     def complete(self, part: Slice, turn: TransferLoad) -> None:  # noqa: B027 - most modes have nothing left to do

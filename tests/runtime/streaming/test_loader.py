@@ -23,7 +23,6 @@ from flashmem.runtime.opencl.context import Context, Queue
 from flashmem.runtime.opencl.copier import Copier
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.streaming.copied import InterleaveTransfer
-from flashmem.runtime.streaming.enqueued import EnqueuedLoads
 from flashmem.runtime.streaming.loader import LoaderRun
 from flashmem.runtime.streaming.transfer import Transfer, TransferLoad
 from flashmem.runtime.streaming.weight_file import WeightFile
@@ -96,37 +95,81 @@ def test_without_such_staging_nothing_begins_before_its_gate() -> None:
 
 
 class Following(Noted):
-    """Copies that follow launches on the device, all of them in flight until `copied`."""
+    """Copies that follow launches on the device: what is enqueued is noted with the event that it waits for."""
 
     follows_launches = True
 
-    def __init__(self) -> None:
+    def __init__(self, spare: int) -> None:
         super().__init__(reads_ahead=True)
-        self.behind: dict[str, Any] = {}
-        self.copied = threading.Event()
+        self.spare_pieces = spare
+        self.copied: list[tuple[str, Any, str]] = []
+        self.dropped: list[str] = []
 
     def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
-        self.behind[part.name] = turn.wait_for_release()
-        turn.enqueued()
-        assert self.copied.wait(20)
-        turn.did("copy")
+        self.done.append(("read", part.name))
+        turn.did("read")
+        self._copy(part, turn)
+
+    def copy_held(self, load: Load, turn: TransferLoad) -> None:
+        self._copy(load.part, turn)
+
+    def _copy(self, part: Slice, turn: TransferLoad) -> None:
+        def go(behind: Any) -> None:
+            if part.name == self.failing:
+                raise RunError("the device is gone")
+            self.copied.append((part.name, behind, threading.current_thread().name))
+            copy: Any = SimpleNamespace(wait=lambda: None, seconds=lambda: (1.0, 2.0))
+            turn.copying(copy)
+            turn.enqueued()
+
+        turn.when_released(go, lambda: self.dropped.append(part.name))
+
+    def clock_apart(self) -> float:
+        return 10.0
 
 
-def test_a_copy_that_follows_a_launch_is_a_load_when_it_is_enqueued() -> None:
-    transfer, launch = Following(), SimpleNamespace()
-    run = LoaderRun(transfer, loads(0, 2, 2), {}, threads=3)
+HERE = threading.main_thread().name
+
+
+def test_the_thread_of_the_launches_enqueues_copies_of_what_is_read_before_its_release() -> None:
+    transfer = Following(spare=1)
+    run = LoaderRun(transfer, loads(0, 2, 2, 3, 3), {}, threads=1)
     run.wait("w0")
-    run.launched(1, SimpleNamespace())  # no load waits for it
-    time.sleep(0.02)
-    assert run.loaded == {"w0": True, "w1": False, "w2": False}
-    run.launched(2, launch)
-    run.wait("w1")
-    run.wait("w2")
-    assert transfer.behind == {"w0": None, "w1": launch, "w2": launch} and not run.intervals
+    run.launched(1, "one")  # no load waits for it
+    until(lambda: len(transfer.done) == 3)  # one piece is spare, and the thread waits with another one
+    assert run.loaded == {"w0": True, "w1": False, "w2": False, "w3": False, "w4": False} and run.idle
+    run.launched(2, "two")
+    assert run.loaded["w1"] and run.loaded["w2"]
+    until(lambda: len(transfer.done) == 5)
     run.layer_done(2)
-    transfer.copied.set()
+    run.launched(3, "three")
+    run.wait("w4")
     run.stop()
-    assert sorted(interval.name for interval in run.intervals) == ["w0", "w1", "w2"]
+    here = [name for name, _, thread in transfer.copied if thread == HERE]
+    assert [each[:2] for each in transfer.copied] == [
+        ("w0", None), ("w1", "two"), ("w2", "two"), ("w3", "three"), ("w4", "three"),
+    ]  # fmt: skip
+    assert here[:2] == ["w1", "w2"] and not transfer.dropped
+    assert [(each.name, each.end, [what for what, _ in each.steps]) for each in run.intervals] == [
+        (f"w{n}", 12.0, ["read", "copy"]) for n in range(5)
+    ]
+
+
+@pytest.mark.parametrize("failing", ["", "w2"])
+def test_what_is_read_and_never_released_is_dropped(failing: str) -> None:
+    transfer = Following(spare=2)
+    transfer.failing = failing
+    run = LoaderRun(transfer, loads(0, 1, 2, 2, 2, 2), {}, threads=2)
+    until(lambda: len(transfer.done) == 5)  # one of them is enqueued
+    if failing:
+        run.launched(1, "one")
+        with pytest.raises(RunError, match="the device is gone"):
+            run.launched(2, "two")
+    run.stop()
+    assert sorted([*transfer.dropped, *(name for name, _, _ in transfer.copied), failing]) == sorted(
+        [name for _, name in transfer.done] + [""] * (not failing)
+    )
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("flashmem")]
 
 
 class Joining(Noted):
@@ -165,23 +208,18 @@ def test_adjacent_loads_are_made_together_but_none_that_is_released_later_or_alr
 
 
 def test_loads_of_the_host_tier_are_enqueued_with_the_launches_that_release_them() -> None:
-    made: list[tuple[str, Any]] = []
-
-    def copy_held(load: Load, behind: Any) -> Any:
-        made.append((load.part.name, behind))
-        return SimpleNamespace(wait=lambda: None, seconds=lambda: (1.0, 2.0))
-
-    transfer: Any = SimpleNamespace(copy_held=copy_held, clock_apart=lambda: 10.0)
-    run = EnqueuedLoads(transfer, loads(0, 2, 1, 2, 5), done=0)
-    assert made == [("w0", None)] and run.loaded["w0"] and not run.loaded["w2"]
+    transfer, held = Following(spare=0), loads(0, 2, 1, 2, 5)
+    run = LoaderRun(transfer, (), {}, threads=2, held=held)
+    assert transfer.copied == [("w0", None, HERE)] and run.loaded["w0"] and not run.loaded["w2"] and run.idle
     for layer, event in ((1, "one"), (2, "two"), (3, "three")):
         run.launched(layer, event)
-    assert made[1:] == [("w2", "one"), ("w1", "two"), ("w3", "two")]
+    assert transfer.copied[1:] == [("w2", "one", HERE), ("w1", "two", HERE), ("w3", "two", HERE)]
     run.wait("w3")
-    with pytest.raises(AssertionError):
-        run.wait("w4")
     run.stop()
-    assert [(each.name, each.start, each.end) for each in run.intervals] == [(name, 11.0, 12.0) for name, _ in made]
+    assert [(each.name, each.start, each.end) for each in run.intervals] == [
+        (name, 11.0, 12.0) for name, _, _ in transfer.copied
+    ]
+    assert transfer.dropped == ["w4"]
 
 
 def test_what_is_not_admitted_does_not_begin_and_nothing_is_read_ahead_meanwhile() -> None:
