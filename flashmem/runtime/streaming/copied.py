@@ -234,8 +234,7 @@ class MovingTransfer(Transfer):
                 copy = begin(data, first, behind)
                 self._arrives(part, copy)
                 turn.copying(copy)
-                if last:
-                    self._copier.flush()
+                self._copier.flush()  # each one: another thread may enqueue the last piece before this one
             finally:
                 if piece is not None:
                     self._ring.give_back(piece, copy)

@@ -177,23 +177,28 @@ class LoaderRun:
         with self._changed:
             self._launches[layer] = event
             self._release(layer)
-            calls = [call for call in self._calls if call.after <= layer]
-            self._calls = [call for call in self._calls if call.after > layer]
+            calls = self._due()
+        self._make(calls)
+
+    def _due(self) -> list[_Call]:
+        """Take the calls to make now. Requires the lock."""
+        due = [call for call in self._calls if call.after <= self._done]
+        self._calls = [call for call in self._calls if call.after > self._done]
+        return due
+
+    def _make(self, calls: list[_Call]) -> None:
+        """Make these calls. Raises RunError if one fails."""
         try:
             while calls:
                 call = calls.pop(0)
                 call.go(self._launches.get(call.after))
                 with self._changed:
-                    self._called(call)
+                    call.called = True
+                    self._spare += call.spares
+                    if call.caller is not None:
+                        call.caller.notify()
         finally:
             self._calls += calls  # after an error; `stop` drops them
-
-    def _called(self, call: _Call) -> None:
-        """Let the thread of a call go on, or another call have its place. Requires the lock."""
-        call.called = True
-        self._spare += call.spares
-        if call.caller is not None:
-            call.caller.notify()
 
     def layer_done(self, layer: int) -> None:
         """Launch `layer` and all before it are complete: free slices last used there, and release waiting loads."""
@@ -242,17 +247,24 @@ class LoaderRun:
             self._changed.notify_all()
 
     def wait(self, name: str) -> None:
-        """Wait until slice `name` is loaded.
+        """Wait until slice `name` is loaded, and make the calls of loader threads meanwhile.
 
         Raises:
             RunError: a load failed.
         """
         with self._arrived:
             self._wanted = name
-            while not self.loaded[name]:
+            while (calls := self._due()) or not self.loaded[name]:
                 if self._failure is not None:
                     raise RunError(self._failure)
-                self._arrived.wait()
+                if not calls:
+                    self._arrived.wait()
+                    continue
+                self._lock.release()
+                try:
+                    self._make(calls)
+                finally:
+                    self._lock.acquire()
             self._wanted = None
 
     def stop(self) -> None:
@@ -381,6 +393,9 @@ class LoaderRun:
     def call_when_released(self, turn: _Turn, go: Callable[[Event | None], None], drop: Callable[[], None]) -> None:
         """See `TransferLoad.when_released`. A loader thread waits for the call, unless a piece of staging is spare.
 
+        If the thread of the launches waits for a slice, it makes the call: for a thread that has just read some megabytes,
+        nothing is in its core's caches, and it would keep the interpreter lock twice as long.
+
         Raises:
             RunError: `go` does.
             _StoppedError: the run stops before.
@@ -390,12 +405,15 @@ class LoaderRun:
             if self._stopping:
                 drop()
                 raise _StoppedError
-            if after > self._done:
+            released = after <= self._done
+            if not released or (of_thread and self._wanted is not None):
                 spares = of_thread and self._spare > 0
                 self._spare -= spares
                 caller = threading.Condition(self._lock) if of_thread and not spares else None
                 call = _Call(after, go, drop, caller, spares)
                 self._calls.append(call)
+                if released:
+                    self._arrived.notify_all()
                 if caller is not None:
                     self._unreleased += 1
                     while not call.called:

@@ -70,7 +70,8 @@ class Ring:
             if self._free:
                 return self._free.pop()
             piece, copy = self._copying.popleft()
-        copy.wait()
+        if not copy.has_ended():
+            copy.wait()
         return piece
 
     def give_back(self, piece: Bytes, copy: CopyEvent | None) -> None:

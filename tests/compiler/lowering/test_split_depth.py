@@ -67,7 +67,8 @@ def test_answers(config: StagedContraction, place: tuple[str, str], tmp_path: Pa
     launches = bundle.program.launches
     shares = [launch for launch in launches if launch.shape.family == "matmul"]
     assert all(launch.global_size[2:] == (config.split_k,) for launch in shares)
-    assert sum(launch.shape.family == "join_sums" for launch in launches) == len(shares) == (6 if config is UNEVEN else 4)
+    # One product a slice: weights of two slices are two on a device with small ones.
+    assert sum(launch.shape.family == "join_sums" for launch in launches) == len(shares) == len(bundle.program.slices) >= 4
     modes, answers = load_descriptor(device).modes[bundle.program.memory_path], []
     for mode in (modes[0], "interleave") if config is UNEVEN else modes[:1]:
         with flashmem.Session(bundle, device=device, mode=mode) as session:

@@ -134,7 +134,7 @@ HERE = threading.main_thread().name
 def test_the_thread_of_the_launches_enqueues_copies_of_what_is_read_before_its_release() -> None:
     transfer = Following(spare=1)
     run = LoaderRun(transfer, loads(0, 2, 2, 3, 3), {}, threads=1)
-    run.wait("w0")
+    until(lambda: run.loaded["w0"])
     run.launched(1, "one")  # no load waits for it
     until(lambda: len(transfer.done) == 3)  # one piece is spare, and the thread waits with another one
     assert run.loaded == {"w0": True, "w1": False, "w2": False, "w3": False, "w4": False} and run.idle
@@ -153,6 +153,20 @@ def test_the_thread_of_the_launches_enqueues_copies_of_what_is_read_before_its_r
     assert [(each.name, each.end, [what for what, _ in each.steps]) for each in run.intervals] == [
         (f"w{n}", 12.0, ["read", "copy"]) for n in range(5)
     ]
+
+
+def test_the_thread_of_the_launches_enqueues_what_is_read_while_it_waits() -> None:
+    class Late(Following):
+        def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
+            until(lambda: part.name != "w3" or run._wanted is not None)
+            super().load(part, segment, thread, turn)
+
+    transfer = Late(spare=2)
+    run = LoaderRun(transfer, loads(0, 0, 0, 0), {}, threads=2, done=0)
+    run.wait("w3")
+    until(lambda: all(run.loaded.values()))
+    run.stop()
+    assert ("w3", None, HERE) in transfer.copied and len(transfer.copied) == 4
 
 
 @pytest.mark.parametrize("failing", ["", "w2"])
