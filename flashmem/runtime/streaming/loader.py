@@ -15,16 +15,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable, Mapping, Sequence
 
 from flashmem.base.errors import RunError
 from flashmem.program.tensors import Slice
 from flashmem.runtime.opencl.context import Event
 from flashmem.runtime.opencl.copier import CopyEvent
+from flashmem.runtime.streaming.copy_calls import CopyCalls
+from flashmem.runtime.streaming.load_queue import LoadQueue
 from flashmem.runtime.streaming.transfer import Transfer
-from flashmem.schedule.loads import LOOKED_AT, Load, Schedule, Step, TimedInterval
+from flashmem.schedule.loads import Load, Schedule, Step, TimedInterval
 
 
 class _StoppedError(Exception):
@@ -73,18 +73,6 @@ class _Turn:
         return TimedInterval(load.part.name, self.start, end, thread, tuple(self.steps), load.segment.nbytes, load.after)
 
 
-@dataclass(eq=False, slots=True)
-class _Call:
-    """What the thread of the launches calls once a launch is enqueued, or `drop` if the run stops before."""
-
-    after: int
-    go: Callable[[Event | None], None]
-    drop: Callable[[], None]
-    caller: threading.Condition | None  # waited on by the loader thread until it is called; None: no thread waits
-    spares: bool  # the loader thread, which reads on
-    called: bool = False
-
-
 class LoaderRun:
     """Loader threads for one sequence of loads. Call `launched` and `layer_done` for every launch, `wait` before a use, `stop`
     at the end.
@@ -114,7 +102,6 @@ class LoaderRun:
         self._copies: list[CopyEvent] = []  # for which no thread waits
         self._copying: list[_Turn] = []  # loads whose last copy is one of them
         self._transfer = transfer
-        self._loads = loads
         self._frees = frees if transfer.frees else {}
         self.wakes = frozenset(load.after for load in (*loads, *held)) | frozenset(self._frees)  # launches to wait for
         lock = threading.Lock()
@@ -123,13 +110,10 @@ class LoaderRun:
         self._releases: dict[int, threading.Condition] = {}  # for those with one that is read: by the launch it waits for
         self._arrived = threading.Condition(lock)  # for threads that wait for a slice
         self._wanted: str | None = None  # that slice
-        self._taken = bytearray(len(loads))
-        self._announced = bytearray(len(loads))
-        self._first = 0  # all loads before this one are taken
+        self._queue = LoadQueue(loads, lambda load: load.after <= self._done)
         self._done = done  # launches that are complete, or enqueued if copies follow them
         self._launches: dict[int, Event] = {}  # the events of those that are not known to be complete
-        self._calls: list[_Call] = []  # to make for loads that are read, and not released
-        self._spare = transfer.spare_pieces  # calls for which no thread waits, that may still be added
+        self._calls = CopyCalls(lock, transfer.spare_pieces)
         self._admit = admit
         self._loading = 0  # threads with a load
         self._unreleased = 0  # of those, the ones that wait for the release
@@ -177,28 +161,8 @@ class LoaderRun:
         with self._changed:
             self._launches[layer] = event
             self._release(layer)
-            calls = self._due()
-        self._make(calls)
-
-    def _due(self) -> list[_Call]:
-        """Take the calls to make now. Requires the lock."""
-        due = [call for call in self._calls if call.after <= self._done]
-        self._calls = [call for call in self._calls if call.after > self._done]
-        return due
-
-    def _make(self, calls: list[_Call]) -> None:
-        """Make these calls. Raises RunError if one fails."""
-        try:
-            while calls:
-                call = calls.pop(0)
-                call.go(self._launches.get(call.after))
-                with self._changed:
-                    call.called = True
-                    self._spare += call.spares
-                    if call.caller is not None:
-                        call.caller.notify()
-        finally:
-            self._calls += calls  # after an error; `stop` drops them
+            calls = self._calls.due(layer)
+        self._calls.make(calls, self._launches)
 
     def layer_done(self, layer: int) -> None:
         """Launch `layer` and all before it are complete: free slices last used there, and release waiting loads."""
@@ -231,8 +195,8 @@ class LoaderRun:
     def idle(self) -> bool:
         """Whether the disk is free for other models: nothing is loading, and nothing can before the next launch ends."""
         with self._changed:
-            following = self._following()
-            begins = following is not None and (self.is_done(self._loads[following].after) or self._unreleased < self._count)
+            following = self._queue.next(ahead=self._transfer.reads_ahead)
+            begins = following is not None and (self.is_done(self._queue[following].after) or self._unreleased < self._count)
             return self._stopping or (not begins and self._loading == self._unreleased)
 
     def wake(self) -> None:
@@ -254,17 +218,19 @@ class LoaderRun:
         """
         with self._arrived:
             self._wanted = name
-            while (calls := self._due()) or not self.loaded[name]:
+            while True:
                 if self._failure is not None:
                     raise RunError(self._failure)
-                if not calls:
+                if calls := self._calls.due(self._done):
+                    self._lock.release()
+                    try:
+                        self._calls.make(calls, self._launches)
+                    finally:
+                        self._lock.acquire()
+                elif self.loaded[name]:
+                    break
+                else:
                     self._arrived.wait()
-                    continue
-                self._lock.release()
-                try:
-                    self._make(calls)
-                finally:
-                    self._lock.acquire()
             self._wanted = None
 
     def stop(self) -> None:
@@ -273,9 +239,7 @@ class LoaderRun:
             self._end()
         for thread in self._threads:
             thread.join()
-        for call in self._calls:
-            call.drop()
-        self._calls = []
+        self._calls.drop()
         self.collect()
         if self._to_free:
             while self._to_free:
@@ -289,7 +253,8 @@ class LoaderRun:
         """Let all threads end. Requires the lock."""
         self._stopping = True
         self._changed.notify_all()
-        for waiting in (*self._releases.values(), *(call.caller for call in self._calls if call.caller is not None)):
+        self._calls.wake()
+        for waiting in self._releases.values():
             waiting.notify_all()
 
     def copying(self, copy: CopyEvent) -> None:
@@ -393,8 +358,7 @@ class LoaderRun:
     def call_when_released(self, turn: _Turn, go: Callable[[Event | None], None], drop: Callable[[], None]) -> None:
         """See `TransferLoad.when_released`. A loader thread waits for the call, unless a piece of staging is spare.
 
-        If the thread of the launches waits for a slice, it makes the call: for a thread that has just read some megabytes,
-        nothing is in its core's caches, and it would keep the interpreter lock twice as long.
+        What is released already, the thread of the launches enqueues too if it waits for a slice.
 
         Raises:
             RunError: `go` does.
@@ -407,19 +371,15 @@ class LoaderRun:
                 raise _StoppedError
             released = after <= self._done
             if not released or (of_thread and self._wanted is not None):
-                spares = of_thread and self._spare > 0
-                self._spare -= spares
-                caller = threading.Condition(self._lock) if of_thread and not spares else None
-                call = _Call(after, go, drop, caller, spares)
-                self._calls.append(call)
+                call = self._calls.add(after, go, drop, of_thread=of_thread)
                 if released:
                     self._arrived.notify_all()
-                if caller is not None:
+                if call.caller is not None:
                     self._unreleased += 1
-                    while not call.called:
+                    while not call.made:
                         if self._stopping:
                             raise _StoppedError
-                        caller.wait()
+                        call.caller.wait()
                     self._unreleased -= 1
                 return
             event = self._launches.get(after)
@@ -438,11 +398,12 @@ class LoaderRun:
                 self._freeing += bool(frees)
                 loads = []
                 if number is not None:
-                    loads = self._joined(number)
+                    loads = self._queue.take(number, self._transfer.joins if self._admit is None else None)
                     self._loading += len(loads)
                     file = self._transfer.file
                     # Where the file does not stay, what is read ahead would take the place of what loads read.
-                    ahead = self._announce(number) if file.stays and (self._announces or file.missed) else ()
+                    announces = file.stays and (self._announces or file.missed)
+                    ahead = self._queue.announce(number, self._ahead) if announces else []
             if loads:
                 for each in ahead:
                     self._transfer.expect(each.part, each.segment)
@@ -455,49 +416,13 @@ class LoaderRun:
                     self._tell_freed()
                     self._changed.notify_all()
 
-    def _joined(self, number: int) -> list[Load]:
-        """Take load `number`, and those behind it that are made together with it."""
-        loads, first = [self._loads[number]], self._loads[number]
-        self._taken[number] = True
-        while self._admit is None and (number := number + 1) < len(self._loads) and not self._taken[number]:
-            load = self._loads[number]
-            if load.after > first.after or load.preload != first.preload or not self._transfer.joins(loads, load):
-                break
-            self._taken[number] = True
-            loads.append(load)
-        return loads
-
     def _next(self) -> int | None:
         """The next load to start; None while slices are being freed, or without memory for it."""
-        number = None if self._freeing else self._following()
+        number = None if self._freeing else self._queue.next(ahead=self._transfer.reads_ahead)
         if number is None or self._admit is None:
             return number
-        load = self._loads[number]
+        load = self._queue[number]
         return number if self.is_done(load.after) and self._admit(load) else None
-
-    def _following(self) -> int | None:
-        """The first released load, else one to read ahead."""
-        first = None
-        for number in self._waiting(LOOKED_AT):
-            if self.is_done(self._loads[number].after):
-                return number
-            first = number if first is None else first
-        return first if self._transfer.reads_ahead else None
-
-    def _waiting(self, most: int) -> Iterator[int]:
-        """The first loads that are not taken, at most `most`."""
-        taken, last = self._taken, len(self._taken)
-        while self._first < last and taken[self._first]:
-            self._first += 1
-        return islice((number for number in range(self._first, last) if not taken[number]), most)
-
-    def _announce(self, taken: int) -> Sequence[Load]:
-        """Announce this load and the next few released ones to the disk, so that it reads without pause."""
-        ahead = [taken, *(number for number in self._waiting(self._ahead) if self.is_done(self._loads[number].after))]
-        ahead = [number for number in ahead if not self._announced[number]]
-        for number in ahead:
-            self._announced[number] = True
-        return [self._loads[number] for number in ahead]
 
 
 def _said(error: BaseException) -> str:
