@@ -16,12 +16,11 @@ from flashmem.base.types import MemoryPath, Optimize, Precision, Quantize, State
 from flashmem.bundle.bundle import Bundle, ProgramCode, ShapeVariant
 from flashmem.bundle.cache import find_or_make
 from flashmem.bundle.language import Language
-from flashmem.bundle.shape_variants import Shapes, shapes_text
+from flashmem.bundle.shape_variants import Shapes
 from flashmem.bundle.writer import BundleWriter
 from flashmem.compilation import DATA_FILES, Compilation, read_compilation, states_of
-from flashmem.compiler.adaptive.pipeline import Pipeline
-from flashmem.compiler.adaptive.plan_graph import plan_graph, refusal, with_layouts
 from flashmem.compiler.adaptive.prompt_runs import with_longer_run
+from flashmem.compiler.adaptive.shape_variants import PlannedVariant, Variants, adding, plan_variants, read_graphs
 from flashmem.compiler.frontend.external_data import model_files
 from flashmem.compiler.frontend.gguf.reader import converted
 from flashmem.compiler.frontend.gguf.weights import matrix, sketched
@@ -32,26 +31,18 @@ from flashmem.compiler.frontend.mapped_file import load_mapped
 from flashmem.compiler.frontend.quantize import quantised
 from flashmem.compiler.frontend.read_graph import import_graph, read_graph
 from flashmem.compiler.ir.graph import Graph
-from flashmem.compiler.lowering.instruction_sets import for_other_instruction_sets
 from flashmem.compiler.lowering.program import (
-    NOTHING_RESERVED,
     Generated,
-    Reserved,
     sharing_weights,
-    stored_by,
     write_constants,
     write_weights,
 )
-from flashmem.compiler.lowering.steady import with_steady
-from flashmem.compiler.memory.allocations import within_allocations
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.pipeline import check_dump_folder, dump_graph
 from flashmem.compiler.passes.quantised_caches import quantised_states
-from flashmem.compiler.selection.selector import KernelSelector
-from flashmem.compiler.weights.sharing import NOTHING_STORED
 from flashmem.planning.carried_instance import KEY as CARRIED
 from flashmem.planning.carried_instance import carried
-from flashmem.planning.planner import planned_together, planning_instance
+from flashmem.planning.planner import planning_instance
 from flashmem.program.program import Program
 from flashmem.runtime.kernels.ahead_of_time import BuildRequest, KernelBuilder
 from flashmem.runtime.kernels.ahead_of_time import with_binaries as carrying
@@ -184,7 +175,7 @@ def compile(
 
         def make(place: Path) -> Bundle:
             hint = "; a cache of fewer tokens (--max-length) needs less" if compilation.is_language else ""
-            with compilation.in_a_file() as filed, _as_onnx(filed) as source, _adding(after=hint):
+            with compilation.in_a_file() as filed, _as_onnx(filed) as source, adding(after=hint):
                 if filed is not compilation:
                     source = replace(source, meta={**source.meta, "model_path": ""})
                 read = _read(source, filed, progress)
@@ -247,7 +238,7 @@ def _dump_passes(source: _Source, folder: Path, compilation: Compilation) -> Non
     check_dump_folder(folder)
     variants = compilation.variants
     if compilation.is_language:
-        variants = _read(source, compilation, lambda stage, fraction: None).variants
+        variants = _read(source, compilation, lambda stage, fraction: None).options
     for number, options in enumerate(variants, start=1):
         place = folder if len(variants) == 1 else folder / f"variant-{number}"
         check_dump_folder(place)
@@ -266,45 +257,27 @@ def compile_rehearsal(compilation: Compilation, output: Path, progress: Progress
         read = _read(source, compilation, progress)
         made = _compile(compilation, source, read, output, progress, None, with_weights=False)
         least = read.first(len(compilation.variants))
-        pairs = zip(least.graphs, least.variants, strict=True)
-        return made, max(refusal(graph, options, least=least.least).smallest_bytes for graph, options in pairs)
+        return made, max(least.refusal(index).smallest_bytes for index in range(len(least.options)))
 
 
-@dataclass(frozen=True)
-class _Graphs:
-    """The variants of a model, the graph of each, and what all of them reserve."""
+def _read(source: _Source, compilation: Compilation, progress: Progress) -> Variants:
+    """Read the graph of each variant; of a language model perhaps one more. Raises UserError."""
 
-    variants: tuple[Options, ...]
-    graphs: Sequence[Graph]
-    least: Reserved
+    def read(options: Options) -> Graph:
+        return read_graph(source.path, options, source.rewrite, source.extend)
 
-    def first(self, count: int) -> _Graphs:
-        """The first `count` variants."""
-        if count == len(self.variants):
-            return self
-        variants, graphs = self.variants[:count], self.graphs[:count]
-        return _Graphs(variants, graphs, _reserved(graphs, variants))
-
-
-def _read(source: _Source, compilation: Compilation, progress: Progress) -> _Graphs:
-    """Read the graph of each variant; of a language model perhaps one more. Raises UserError like `_read_graphs`."""
     progress("import", 0.0)
     variants = compilation.variants
-    graphs = _read_graphs(source, variants)
+    graphs: Sequence[Graph] = read_graphs(variants, read)
     if compilation.is_language and compilation.batch == 1:
-
-        def read(options: Options) -> Graph:
-            return read_graph(source.path, options, source.rewrite, source.extend)
-
-        longest = Language.from_json(source.language).max_length
-        variants, graphs = with_longer_run(variants, graphs, longest, read)
-    return _Graphs(variants, graphs, _reserved(graphs, variants))
+        variants, graphs = with_longer_run(variants, graphs, Language.from_json(source.language).max_length, read)
+    return Variants.of(variants, graphs)
 
 
 def _compile(
     compilation: Compilation,
     source: _Source,
-    read: _Graphs,
+    read: Variants,
     output: Path,
     progress: Progress,
     kernels: KernelBuilder | None,
@@ -327,14 +300,14 @@ def _compile(
             kernels.begin(request)
 
     try:
-        made, elsewhere = _planned(read, progress, begin)
+        made = plan_variants(read, progress, begin)
     except BudgetError:
         least = read.first(len(compilation.variants))
         if least is read:
             raise
         read = least
-        made, elsewhere = _planned(read, progress, begin)
-    joined = dict(zip(made, sharing_weights([generated for generated, _ in made.values()]), strict=True))
+        made = plan_variants(read, progress, begin)
+    joined = dict(zip(made, sharing_weights([each.generated for each in made.values()]), strict=True))
     nbytes = joined[0].program.weights_bytes
 
     def packed(name: str, _: int) -> None:
@@ -349,7 +322,7 @@ def _compile(
             bundle.leave_empty(joined[0].program.constants_offset)
             write_constants([*joined.values()][-1], bundle)
         bundle.commit_all(
-            [_variant(joined[index], made[index][1], each, elsewhere[index]) for index, each in enumerate(read.variants)],
+            [_variant(joined[index], made[index], options) for index, options in enumerate(read.options)],
             options.descriptor.portable,
             {**_about(model, options), **_states_in_half(read.graphs[0]), **source.meta, DATA_FILES: data},
             source.language,
@@ -357,139 +330,10 @@ def _compile(
     return Bundle.open(output)
 
 
-def _planned(
-    read: _Graphs, progress: Progress, begin: Callable[[Generated, OverlapPlan | None], None]
-) -> tuple[dict[int, tuple[Generated, OverlapPlan]], dict[int, dict[str, Generated]]]:
-    """The program and the plan of each variant, and its programs for other instruction sets, by the variant's number.
-
-    `begin` is called with each program, first without its plan. Raises BudgetError: a variant does not fit the budget.
-    """
-    graphs, variants, earlier = read.graphs, read.variants, NOTHING_STORED
-    options = variants[0]
-    elsewhere: dict[int, dict[str, Generated]] = {}
-    made: dict[int, tuple[Generated, OverlapPlan]] = {}
-    for index in largest_first(graphs):
-        progress("plan", len(made) / len(graphs))
-        try:
-            with _adding(before=_among(variants, index)):
-                generated, plan = plan_graph(
-                    graphs[index], variants[index], final=lambda each: begin(each, None), earlier=earlier, least=read.least
-                )
-        except BudgetError as refused:
-            raise _most_needed(
-                refused, read, variants, [each for each in range(len(graphs)) if each not in (*made, index)]
-            ) from refused
-        elsewhere[index] = for_other_instruction_sets(generated, options.descriptor.instruction_set)
-        generated = with_steady(generated)
-        begin(generated, plan)
-        plan = with_layouts(generated.program, plan, options.descriptor.modes[generated.program.memory_path])
-        made[index] = generated, within_allocations(generated.program, plan, options.descriptor, options.mode)
-        if len(graphs) > 1:
-            earlier = stored_by(generated, earlier)
-    return _keeping_the_same(made, options) if len(graphs) > 1 else made, elsewhere
-
-
-def _keeping_the_same(
-    made: Mapping[int, tuple[Generated, OverlapPlan]], options: Options
-) -> dict[int, tuple[Generated, OverlapPlan]]:
-    """The variants, planned together where that lets a session change between them without loading weights again."""
-    descriptor, mode = options.descriptor, options.mode
-    programs = [(generated.program, plan) for generated, plan in made.values()]
-    plans = planned_together(programs, descriptor, mode, options.limits)
-    found = {}
-    for (index, (generated, own)), plan in zip(made.items(), plans, strict=True):
-        program = generated.program
-        if plan is not own:
-            plan = with_layouts(program, plan, descriptor.modes[program.memory_path])
-            plan = within_allocations(program, plan, descriptor, mode)
-        found[index] = generated, plan
-    return found
-
-
-def _among(variants: Sequence[Options], index: int) -> str:
-    """The beginning of a message about one of several variants."""
-    return f"for the shapes {shapes_text(variants[index].shapes)}: " if len(variants) > 1 else ""
-
-
-def _most_needed(refused: BudgetError, read: _Graphs, variants: Sequence[Options], others: Sequence[int]) -> BudgetError:
-    """Of one variant's refusal and those of `others`, that with the largest need: all variants need it."""
-    for index in others:
-        needed = refusal(read.graphs[index], variants[index], least=read.least).smallest_bytes
-        if needed > refused.smallest_bytes:
-            try:
-                with _adding(before=_among(variants, index)):
-                    plan_graph(read.graphs[index], variants[index], least=read.least)
-            except BudgetError as larger:
-                refused = larger
-    return refused
-
-
-@contextmanager
-def _adding(*, before: str = "", after: str = "") -> Iterator[None]:
-    """Add text to the message of a BudgetError."""
-    try:
-        yield
-    except BudgetError as error:
-        raise BudgetError(
-            f"{before}{error}{after}",
-            smallest_bytes=error.smallest_bytes,
-            binding=error.binding,
-            without_patches=error.without_patches,
-        ) from error
-
-
-def _read_graphs(source: _Source, variants: Sequence[Options]) -> list[Graph]:
-    """The graph of each variant. Raises UserError like `read_graph`, and if two variants have the same shapes."""
-    graphs: list[Graph] = []
-    seen: list[Shapes] = []
-    for options in variants:
-        graphs.append(read_graph(source.path, options, source.rewrite, source.extend))
-        shapes = {port.name: port.value.shape for port in graphs[-1].inputs}
-        if shapes in seen:
-            raise UserError(f"two of the requested variants are {shapes_text(shapes)}; leave one out")
-        if quantised_states(graphs[-1]) != quantised_states(graphs[0]):
-            raise UserError(
-                "one of the requested variants can store other states in int8 than another, and variants share their states; "
-                "use --state-precision fp16"
-            )
-        for state, _ in graphs[0].states:
-            if seen and shapes[state] != seen[0][state]:
-                raise UserError(
-                    f"the state {state!r} has the shapes {seen[0][state]} and {shapes[state]} in two of the requested "
-                    f"variants, which share their states; give it one shape"
-                )
-        seen.append(shapes)
-    return graphs
-
-
-def _reserved(graphs: Sequence[Graph], variants: Sequence[Options]) -> Reserved:
-    """What all variants of a model with states reserve: the most of each. So a session alternates in the same memory."""
-    if len(graphs) == 1 or not graphs[0].states:
-        return NOTHING_RESERVED
-    earlier, arenas, constants = NOTHING_STORED, list[int](), list[int]()
-    for index in largest_first(graphs):
-        options = variants[index]
-        selector = KernelSelector(options.descriptor, options.optimize, limited=options.limits.budget is not None)
-        made = Pipeline(graphs[index], options, selector, earlier=earlier).generate(frozenset())
-        arenas.append(made.program.arena_bytes)
-        constants.append(made.constants.nbytes)
-        earlier = stored_by(made, earlier)
-    return Reserved(max(arenas), max(constants))
-
-
-def largest_first(graphs: Sequence[Graph]) -> list[int]:
-    """The indices of a model's variants, the largest inputs first: that variant determines the layout of the weights."""
-
-    def elements(index: int) -> int:
-        return sum(port.value.size for port in graphs[index].inputs)
-
-    return sorted(range(len(graphs)), key=lambda index: (-elements(index), index))
-
-
-def _variant(generated: Generated, plan: OverlapPlan, options: Options, elsewhere: Mapping[str, Generated]) -> ShapeVariant:
-    """One shape variant of the bundle. `elsewhere`: the program for other instruction sets."""
-    program = generated.program
-    codes = {name: ProgramCode(program.with_launches_of(each.program), each.source) for name, each in elsewhere.items()}
+def _variant(generated: Generated, planned: PlannedVariant, options: Options) -> ShapeVariant:
+    """One shape variant of the bundle. `generated`: its program, with the weights that variants share."""
+    program, plan = generated.program, planned.plan
+    codes = {name: ProgramCode(program.with_launches_of(each.program), each.source) for name, each in planned.elsewhere.items()}
     own = {
         "shapes": {name: list(shape) for name, shape in options.shapes.items()},
         CARRIED: carried(_posed(program, plan, options)),

@@ -1,0 +1,186 @@
+"""The shape variants of a model: their graphs, the memory that all of them reserve, their programs and plans.
+
+A session changes between variants in the same memory, so each stores its weights as the one with the largest inputs does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from flashmem.base.errors import BudgetError, UserError
+from flashmem.bundle.shape_variants import Shapes, shapes_text
+from flashmem.compiler.adaptive.pipeline import Pipeline
+from flashmem.compiler.adaptive.plan_graph import plan_graph, refusal, with_layouts
+from flashmem.compiler.ir.graph import Graph
+from flashmem.compiler.lowering.instruction_sets import for_other_instruction_sets
+from flashmem.compiler.lowering.program import NOTHING_RESERVED, Generated, Reserved, stored_by
+from flashmem.compiler.lowering.steady import with_steady
+from flashmem.compiler.memory.allocations import within_allocations
+from flashmem.compiler.options import Options
+from flashmem.compiler.passes.quantised_caches import quantised_states
+from flashmem.compiler.selection.selector import KernelSelector
+from flashmem.compiler.weights.sharing import NOTHING_STORED
+from flashmem.planning.planner import planned_together
+from flashmem.schedule.plan import OverlapPlan
+
+
+@dataclass(frozen=True)
+class Variants:
+    """The options and the graph of each variant, and what all of them reserve."""
+
+    options: tuple[Options, ...]
+    graphs: Sequence[Graph]
+    least: Reserved
+
+    @classmethod
+    def of(cls, options: Sequence[Options], graphs: Sequence[Graph]) -> Variants:
+        """The variants with these graphs."""
+        return cls(tuple(options), graphs, _reserved(graphs, options))
+
+    def first(self, count: int) -> Variants:
+        """The first `count` variants."""
+        return self if count == len(self.options) else Variants.of(self.options[:count], self.graphs[:count])
+
+    def refusal(self, index: int) -> BudgetError:
+        """Why a budget below the smallest one of a variant is refused; it names that budget."""
+        return refusal(self.graphs[index], self.options[index], least=self.least)
+
+
+def read_graphs(variants: Sequence[Options], read: Callable[[Options], Graph]) -> list[Graph]:
+    """The graph of each variant, by `read`.
+
+    Raises:
+        UserError: two variants have the same shapes, or states that differ.
+    """
+    graphs: list[Graph] = []
+    seen: list[Shapes] = []
+    for options in variants:
+        graphs.append(read(options))
+        shapes = {port.name: port.value.shape for port in graphs[-1].inputs}
+        if shapes in seen:
+            raise UserError(f"two of the requested variants are {shapes_text(shapes)}; leave one out")
+        if quantised_states(graphs[-1]) != quantised_states(graphs[0]):
+            raise UserError(
+                "one of the requested variants can store other states in int8 than another, and variants share their states; "
+                "use --state-precision fp16"
+            )
+        for state, _ in graphs[0].states:
+            if seen and shapes[state] != seen[0][state]:
+                raise UserError(
+                    f"the state {state!r} has the shapes {seen[0][state]} and {shapes[state]} in two of the requested "
+                    f"variants, which share their states; give it one shape"
+                )
+        seen.append(shapes)
+    return graphs
+
+
+def _reserved(graphs: Sequence[Graph], variants: Sequence[Options]) -> Reserved:
+    """What all variants of a model with states reserve: the most of each. So a session alternates in the same memory."""
+    if len(graphs) == 1 or not graphs[0].states:
+        return NOTHING_RESERVED
+    earlier, arenas, constants = NOTHING_STORED, list[int](), list[int]()
+    for index in _largest_first(graphs):
+        options = variants[index]
+        selector = KernelSelector(options.descriptor, options.optimize, limited=options.limits.budget is not None)
+        made = Pipeline(graphs[index], options, selector, earlier=earlier).generate(frozenset())
+        arenas.append(made.program.arena_bytes)
+        constants.append(made.constants.nbytes)
+        earlier = stored_by(made, earlier)
+    return Reserved(max(arenas), max(constants))
+
+
+def _largest_first(graphs: Sequence[Graph]) -> list[int]:
+    """The indices of a model's variants, the largest inputs first: that variant determines the layout of the weights."""
+
+    def elements(index: int) -> int:
+        return sum(port.value.size for port in graphs[index].inputs)
+
+    return sorted(range(len(graphs)), key=lambda index: (-elements(index), index))
+
+
+@dataclass(frozen=True)
+class PlannedVariant:
+    """The program of a variant, its plan, and its programs for other instruction sets, by their names."""
+
+    generated: Generated
+    plan: OverlapPlan
+    elsewhere: Mapping[str, Generated]
+
+
+def plan_variants(
+    read: Variants, progress: Callable[[str, float], None], begin: Callable[[Generated, OverlapPlan | None], None]
+) -> dict[int, PlannedVariant]:
+    """Plan each variant; by its number, in the order of planning. `begin` is called with each program, first without its plan.
+
+    Raises:
+        BudgetError: a variant does not fit the budget. It names the smallest budget that works for all.
+    """
+    graphs, variants, earlier = read.graphs, read.options, NOTHING_STORED
+    options = variants[0]
+    made: dict[int, PlannedVariant] = {}
+    for index in _largest_first(graphs):
+        progress("plan", len(made) / len(graphs))
+        try:
+            with adding(before=_among(variants, index)):
+                generated, plan = plan_graph(
+                    graphs[index], variants[index], final=lambda each: begin(each, None), earlier=earlier, least=read.least
+                )
+        except BudgetError as refused:
+            others = [each for each in range(len(graphs)) if each not in (*made, index)]
+            raise _most_needed(refused, read, others) from refused
+        elsewhere = for_other_instruction_sets(generated, options.descriptor.instruction_set)
+        generated = with_steady(generated)
+        begin(generated, plan)
+        plan = with_layouts(generated.program, plan, options.descriptor.modes[generated.program.memory_path])
+        plan = within_allocations(generated.program, plan, options.descriptor, options.mode)
+        made[index] = PlannedVariant(generated, plan, elsewhere)
+        if len(graphs) > 1:
+            earlier = stored_by(generated, earlier)
+    return _keeping_the_same(made, options) if len(graphs) > 1 else made
+
+
+def _keeping_the_same(made: Mapping[int, PlannedVariant], options: Options) -> dict[int, PlannedVariant]:
+    """The variants, planned together where that lets a session change between them without loading weights again."""
+    descriptor, mode = options.descriptor, options.mode
+    programs = [(each.generated.program, each.plan) for each in made.values()]
+    found = {}
+    for (index, each), plan in zip(made.items(), planned_together(programs, descriptor, mode, options.limits), strict=True):
+        program = each.generated.program
+        if plan is not each.plan:
+            plan = with_layouts(program, plan, descriptor.modes[program.memory_path])
+            plan = within_allocations(program, plan, descriptor, mode)
+        found[index] = replace(each, plan=plan)
+    return found
+
+
+def _among(variants: Sequence[Options], index: int) -> str:
+    """The beginning of a message about one of several variants."""
+    return f"for the shapes {shapes_text(variants[index].shapes)}: " if len(variants) > 1 else ""
+
+
+def _most_needed(refused: BudgetError, read: Variants, others: Sequence[int]) -> BudgetError:
+    """Of one variant's refusal and those of `others`, that with the largest need: all variants need it."""
+    for index in others:
+        if read.refusal(index).smallest_bytes > refused.smallest_bytes:
+            try:
+                with adding(before=_among(read.options, index)):
+                    plan_graph(read.graphs[index], read.options[index], least=read.least)
+            except BudgetError as larger:
+                refused = larger
+    return refused
+
+
+@contextmanager
+def adding(*, before: str = "", after: str = "") -> Iterator[None]:
+    """Add text to the message of a BudgetError."""
+    try:
+        yield
+    except BudgetError as error:
+        raise BudgetError(
+            f"{before}{error}{after}",
+            smallest_bytes=error.smallest_bytes,
+            binding=error.binding,
+            without_patches=error.without_patches,
+        ) from error
