@@ -141,7 +141,7 @@ def read_compilation(
     model = Path(_UNNAMED) if content is not None else Path(model)  # type: ignore[arg-type]
     if content is None and not model.is_file() and not is_language_folder(model):
         what = "is a folder without a language model" if model.is_dir() else "does not exist"
-        raise MissingFileError(f"model {model} {what}; name an ONNX file")
+        raise MissingFileError(f"model {model} {what}; name an .onnx or .gguf file, or a folder of a language model")
     rows = 1 if batch is None else batch
     if (kind := kind_of(model)) == "onnx" and rows != 1:
         raise UserError(f"--batch is for a GGUF file or a folder of a language model, which {model} is not; leave it out")

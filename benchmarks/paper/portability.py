@@ -71,8 +71,8 @@ def predicted(
 
 
 def graph_of(name: str, file: Path | None, descriptor: DeviceDescriptor, precision: Precision) -> Graph:
-    """The graph of a file, or of a known architecture where it does not exist. Raises UserError."""
-    if file is not None and file.is_file():
+    """The graph of a file; None: of a known architecture. Raises UserError."""
+    if file is not None:
         return read_graph(file, Options(descriptor, choose_mode(descriptor, "auto"), read_limits(), precision))
     return prepare(zoo_graph(name))
 
@@ -102,9 +102,10 @@ def main() -> None:
     parser.add_argument("--precision", choices=("fp32", "fp16"), default="fp16")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    files = {name: args.zoo and args.zoo / name / "model.onnx" for name in args.models}
+    exported = parser.models_in(args.zoo, args.models) if args.zoo is not None else {}
+    files = {name: exported.get(name) for name in args.models}
     for name, file in files.items():
-        if file is None or not file.is_file():
+        if file is None:
             check_architecture(name)
     rows = []
     limits = [{"m_peak": args.m_peak}, *({"budget": budget} for budget in args.budgets)]

@@ -228,7 +228,7 @@ def compile_apart(model: Path, options: CompileOptions, *, build: bool = True, p
 
     options.check()
     if not model.is_file() and not is_language_folder(model):
-        raise MissingFileError(f"{model}: no such file; name an .onnx model or a bundle")
+        raise MissingFileError(f"{model}: no such file; name an .onnx or .gguf file, or a bundle")
     have_cache()
     if (found := read_compilation(model, shapes=read_variants(options.shape), **options.keywords()).find()) is not None:
         return found

@@ -131,7 +131,7 @@ def test_compile_accepts_models_in_memory(tmp_path: Path) -> None:
         (b"nothing", "^the given model cannot be read as an ONNX model"),
         (b"", "^the given model is empty"),
         (None, "a session is opened with a bundle, a model or the path of one, not with None"),
-        ("nowhere.onnx", "model nowhere.onnx does not exist; name an ONNX file"),
+        ("nowhere.onnx", "model nowhere.onnx does not exist; name an .onnx or .gguf file, or a folder of a language model"),
         ("nowhere", "bundle nowhere does not exist"),
     ],
 )
