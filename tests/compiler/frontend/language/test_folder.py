@@ -251,7 +251,7 @@ def test_a_length_beyond_the_context(folders: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_of_something_else(tmp_path: Path) -> None:
-    with pytest.raises(MissingFileError, match="is a folder without a language model; name an .onnx or .gguf file, or a folder of a language model"):
+    with pytest.raises(MissingFileError, match="is a folder without a language model; name"):
         flashmem.compile(tmp_path, tmp_path / "x.flashmem")
 
 
