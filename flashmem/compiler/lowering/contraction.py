@@ -35,6 +35,7 @@ from flashmem.target.kernel_configs.contraction import (
     SlicedContraction,
     StagedContraction,
 )
+from flashmem.target.kernel_configs.tensor_cores import CODES_PANEL, CodesContraction
 from flashmem.target.kernel_configs.workload import TF32, Workload
 
 _TEMPLATES = {
@@ -198,7 +199,7 @@ def lower_packed(
     tile = _with(
         _tile(context, group, workload, run, packed=binding.codes is not None, given=given, winograd=winograd), binding
     )
-    tile = replace(tile, packed_panel=packed_panel)
+    tile = replace(tile, packed_panel=packed_panel, pieces=_pieces(context, tile))
     if dots is not None:
         tile, dims = dots.tile(tile), dots.dims(family, dims)
     if family == "matmul" and context.descriptor.kind == "cpu" and tile.rows == 1 and _sums_unscaled(tile):
@@ -328,6 +329,13 @@ def _storage(context: LoweringContext, node: Node, binding: WeightBinding, stage
     return TF32 if context.tf32 and floats and stageable and binding.codes is not None else binding.storage
 
 
+def _pieces(context: LoweringContext, tile: ContractionTile) -> int:
+    """`ContractionTile.pieces`: a half has 11 bits, as TF32, a float 24; bfloat16 has 8."""
+    if not isinstance(tile.config, CodesContraction):
+        return 0
+    return 2 if context.tf32 or tile.activation == "half" else 3
+
+
 _SUMMED_COLUMNS, _MOST_STRANDS = 64, 4
 """Floats of sums that hide the latency of a multiply-add: four steps of two units of eight floats."""
 
@@ -343,8 +351,8 @@ def _quantised(context: LoweringContext, workload: Workload, binding: WeightBind
     block spans several.
 
     Panels are those of the plain config for every number of rows, because all shapes of a model share its packed weights. For
-    few rows, work-items share the depth of a panel. Otherwise the config with a K-block that is fastest for floats dequantises
-    weights once for a block of rows.
+    few rows, work-items share the depth of a panel. For more, tensor cores multiply codes; or the config with a K-block that is
+    fastest for floats dequantises weights once for a block of rows.
     """
     scaled = binding.weight_scale is not None and binding.zero is binding.scale is None
     if workload.family != "matmul" or workload.storage not in CODES or not scaled:
@@ -355,6 +363,13 @@ def _quantised(context: LoweringContext, workload: Workload, binding: WeightBind
         if isinstance(each, SlicedContraction) and each.fits(workload) and binding.block % each.steps == 0:
             return each, 0
     panel = descriptor.tile.config(workload.family).cut(workload).panel
+    blocks = all(each % CodesContraction.step == 0 for each in (binding.block, workload.depth))
+    if panel == CODES_PANEL and blocks and bool(binding.block) == bool(binding.by_block):
+        units = [each for each in listed if isinstance(each, CodesContraction) and each.fits(workload)]
+        units = [each for each in units if each.split_k == 1 or not context.selector.limited]
+        if units:
+            times = seconds(descriptor, workload, units)
+            return min(units, key=lambda each: times[each]), panel
     staged = [each for each in listed if isinstance(each, StagedContraction) and each.panel % panel == 0 and each.split_k == 1]
     times = seconds(descriptor, replace(workload, storage="float32")) if staged else {}
     known = [each for each in staged if each in times]
