@@ -32,8 +32,8 @@ class ContractionTile:
     `strands`: products with quantised weights are summed unscaled, in so many sums in turn; 0: weights are dequantised first.
     `words`: such weights of 4 bits are read so many words at a time. `packed_panel`: the width of packed panels, if a group's
     block spans several. `dots`: the type of the left operand's bytes, if words of both operands are multiplied by dot products
-    (`compiler.lowering.dot_products`). `pieces`: numbers of bfloat16 whose sum is an element of the left operand, if tensor cores
-    multiply quantised weights.
+    (`compiler.lowering.dot_products`). `pieces`: numbers of bfloat16 whose sum is an element of the left operand, if tensor
+    cores multiply quantised weights.
     """
 
     config: Contraction

@@ -28,19 +28,29 @@ def candidates(descriptor: DeviceDescriptor, workload: Workload) -> tuple[Kernel
     return tuple(found) or candidates(replace(descriptor, only=""), workload)
 
 
-def seconds(
-    descriptor: DeviceDescriptor, workload: Workload, among: Sequence[KernelConfig] = ()
+def measured_seconds(
+    descriptor: DeviceDescriptor, workload: Workload, configs: Sequence[KernelConfig]
 ) -> dict[KernelConfig, float]:
-    """Seconds of the device's configs for `workload`: measured on the nearest workload of the tuning database, else estimated.
-
-    If a near workload was measured, configs that were not measured, or failed, are excluded. Those of tensor cores could not
-    compute it if its weights are floats, and are estimated. The gain of Winograd depends on
-    caches, which no estimate models, so Winograd is used only if it was measured. `among`: these configs alone.
+    """Seconds of `configs` on the nearest workload of the tuning database; none if no near one was measured.
 
     Raises:
         UserError: the tuning database that the descriptor names is missing or damaged.
     """
-    configs: Sequence[KernelConfig] = among or candidates(descriptor, workload)
+    database = load_database(descriptor)
+    return database.seconds(workload, configs) if database else {}
+
+
+def seconds(descriptor: DeviceDescriptor, workload: Workload) -> dict[KernelConfig, float]:
+    """Seconds of the device's configs for `workload`: measured on the nearest workload of the tuning database, else estimated.
+
+    If a near workload was measured, configs that were not measured, or failed, are excluded. Those of tensor cores could not
+    compute it if its weights are floats, and are estimated. The gain of Winograd depends on
+    caches, which no estimate models, so Winograd is used only if it was measured.
+
+    Raises:
+        UserError: the tuning database that the descriptor names is missing or damaged.
+    """
+    configs = candidates(descriptor, workload)
     if len(configs) > 1:
         database = load_database(descriptor)
         measured = database.seconds(workload, configs) if database else {}

@@ -125,10 +125,10 @@ static inline void fm_put_halves(float4 v, __global half* place)
 """
 """Copies of 16 bytes to a byte of local memory, of which the rest after `bytes` is zero, in groups; a wait until all but the
 last `groups` have ended, at most 3. 16 x 16 halves (or 16 x 8 floats) of the left operand, 16 x 16 halves of the right one, and
-sums of 16 x 8. Four floats rounded to TF32, and sums of 16 x 8 from such operands. The same from bfloat16 in place of halves, the sum of two
-such pairs, and a byte of two words in the first and third byte of one (the others are any). The numbers of the next work-item, so that
-each has four columns. Two halves in one word. A power of two, to 2 units in the last place. The largest number and the sum of
-four work-items, side by side. Four halves, stored at a multiple of 8 bytes.
+sums of 16 x 8. Four floats rounded to TF32, and sums of 16 x 8 from such operands. Sums of 16 x 8 from pairs of bfloat16, the
+sum of two such pairs, and a byte of two words in the first and third byte of one, whose others may be anything. The numbers of
+the next work-item, so that each has four columns. Two halves in one word. A power of two, to 2 units in the last place. The
+largest number and the sum of four work-items, side by side. Four halves, stored at a multiple of 8 bytes.
 """
 
 

@@ -193,17 +193,19 @@ class Tf32Contraction(TensorContraction):
 
 @dataclass(frozen=True)
 class CodesContraction(TensorContraction):
-    """A product of floats and quantised weights in buffers by tensor cores, exact but for its sums (contraction/tensor_codes.cl.j2).
+    """A product of floats and quantised weights by tensor cores, exact but for its sums (contraction/tensor_codes.cl.j2).
 
-    Its warps are 8 x 4 work-items, which multiply blocks of 8 * `rows` x 64. `rows` are even. A part's share of a K-block is one of
-    32 steps. It reads the panels of the plain config, of eight columns. Everything else is as above.
+    Its warps are 8 x 4 work-items, which multiply blocks of 8 * `rows` x 64. `rows` are even. A part's share of a K-block is a
+    multiple of 32 steps. It reads the panels of the plain config, of eight columns, in buffers. Everything else is as above;
+    `rate` is a third of that of halves, for three pieces of each float.
     """
 
     kind: ClassVar[str] = "tensor-codes"
     step: ClassVar[int] = 32
-    storage: ClassVar[str] = "int4"
+    storage: ClassVar[str] = "uint4"
     warp_items: ClassVar[tuple[int, int]] = (8, 4)
     between: ClassVar[tuple[int, int]] = (8, 4)
+    rate: ClassVar[float] = 4.0
 
     columns: int = field(default=16, init=False)
     pipeline: int = field(default=2, init=False)
@@ -221,7 +223,7 @@ class CodesContraction(TensorContraction):
         return 6 * self.k_block * self.block[0]
 
     def fits(self, workload: Workload) -> bool:
-        """Whether it can compute `workload`: weights of at most 8 bits in a buffer, whole instructions, and few sums to exchange."""
+        """Whether it can compute `workload`: codes of at most 8 bits in a buffer, whole instructions, few sums to exchange."""
         whole = workload.family == "matmul" and workload.storage in CODES and workload.depth % self.step == 0
         sums = 4 * self.split_k * workload.rows * math.ceil(workload.columns / CODES_PANEL) * CODES_PANEL
         shared = self.split_k == 1 or (workload.depth >= self.split_k * self.k_block and sums <= MOST_PARTIAL)

@@ -1,0 +1,130 @@
+"""Quantised weights by tensor cores, on CPUs: error bounds against float64, as of products in float.
+
+Once with their own indices, as in `test_warps`, and once as CPUs compute these kernels.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import flashmem
+from flashmem.base.errors import FlashmemWarning
+from flashmem.base.paths import VARIABLE
+from flashmem.program.kernel_text import kernel_texts, uses_tensor_cores
+from flashmem.program.program import Program
+from flashmem.runtime.opencl.discovery import list_devices
+from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
+from flashmem.target.kernel_configs.tensor_cores import CodesContraction
+from flashmem.target.kernel_configs.workload import Workload
+from tests.compiler.lowering.test_low_bits import draw, require_bound
+from tests.support.inputs import floats
+from tests.support.warp_instructions import with_warps
+
+HERE = sorted(list_devices(), key=lambda device: (not device.mma, device.descriptor_name))
+SHIPPED = [config for config in load_descriptor("nvidia").configs if isinstance(config, CodesContraction)]
+SMALL = [
+    CodesContraction("one", 2, (8, 4), k_block=32),
+    CodesContraction("parts", 2, (8, 4), k_block=64, slice_k=2, split_k=2),
+    CodesContraction("steps", 2, (8, 8), k_block=64, split_k=3),
+    CodesContraction("rows", 4, (16, 4), k_block=32),
+]
+DEVICE = next((device.descriptor_name for device in HERE if not device.mma and device.kind == "cpu"), "")
+
+TYPES = [("int4", False), ("uint4", True), ("int4", True), ("int8", False), ("int8", True), ("uint8", True), ("uint8", False)]
+CASES = ((192, 96, 0), (256, 70, 32), (224, 40, 0), (192, 33, 64), (256, 140, 128))
+"""Depth, columns, block (0: one scale for each column); no block of columns is whole."""
+
+DEEP = ((1056, 88, 32),)
+"""The same, for configs of which many groups share the depth."""
+
+
+Case = tuple[int, int, int]
+
+
+def model(
+    dtype: str, zeros: bool, rows: int, cases: tuple[Case, ...] = CASES
+) -> tuple[onnx.ModelProto, list[tuple[Any, Any, Any]]]:
+    """A product for each case, and (codes, zero points, scales) of each step of depth and column."""
+    kind = getattr(TensorProto, dtype.upper())
+    nodes, constants, inputs, outputs, weights = [], [], [], [], []
+    for i, (depth, columns, block) in enumerate(cases):
+        parts = (-(-depth // block), columns) if block else (columns,)
+        codes, zero = draw(dtype, (depth, columns), i), draw(dtype, parts, i + 50) * zeros
+        scale = np.random.default_rng(i).uniform(0.01, 0.2, parts).astype(np.float32)
+        names = [f"codes{i}", f"scale{i}", *([f"zero{i}"] if zeros else [])]
+        constants.append(helper.make_tensor(names[0], kind, codes.shape, codes.reshape(-1)))
+        constants.append(numpy_helper.from_array(scale, names[1]))
+        if zeros:
+            constants.append(helper.make_tensor(names[2], kind, zero.shape, zero.reshape(-1)))
+        blocked = {"axis": 0, "block_size": block} if block else {"axis": 1}
+        nodes.append(helper.make_node("DequantizeLinear", names, [f"w{i}"], **blocked))
+        nodes.append(helper.make_node("MatMul", [f"x{i}", f"w{i}"], [f"y{i}"]))
+        inputs.append(helper.make_tensor_value_info(f"x{i}", TensorProto.FLOAT, (rows, depth)))
+        outputs.append(helper.make_tensor_value_info(f"y{i}", TensorProto.FLOAT, (rows, columns)))
+        spread = [
+            np.repeat(each, block, axis=0)[:depth] if block else np.broadcast_to(each, codes.shape) for each in (zero, scale)
+        ]
+        weights.append((codes, *spread))
+    graph = helper.make_graph(nodes, "codes", inputs, outputs, constants)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), weights
+
+
+def check(
+    config: CodesContraction,
+    dtype: str,
+    zeros: bool,
+    rows: int,
+    device: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cases: tuple[Case, ...] = CASES,
+) -> Program:
+    """Compile the products with `config` alone for their weights, and require their error bounds; the program."""
+    listed = DeviceDescriptor.configs_of
+    monkeypatch.setattr(
+        DeviceDescriptor,
+        "configs_of",
+        lambda self, family: (config,) if family == "matmul" else listed(self, family),
+    )
+    cases = tuple(case for case in cases if config.fits(Workload("matmul", "buffer", rows, *case[:2], storage=dtype)))
+    proto, weights = model(dtype, zeros, rows, cases)
+    onnx.save(proto, folder / "m.onnx")
+    wanted: Any = {"device": "nvidia", "memory_path": "buffer", "build": False}
+    bundle = flashmem.compile(folder / "m.onnx", folder / "b", **wanted)
+    texts = kernel_texts(bundle.source.plain)
+    products = [launch for launch in bundle.program.launches if launch.shape.family != "join_sums"]
+    assert cases and all(uses_tensor_cores(texts[launch.kernel]) for launch in products)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FlashmemWarning)  # compiled for another device
+        session = flashmem.Session(bundle, device=device)
+    with session:
+        for kind in ("normal", "around 1e3", "positive"):
+            xs = [floats(rows, depth, kind=kind) for depth, _, _ in cases]  # type: ignore[arg-type]
+            for y, x, weight in zip(session.run(None, {f"x{i}": x for i, x in enumerate(xs)}), xs, weights, strict=True):
+                require_bound(y, x, weight, 8 if dtype == "int4" else 128 if dtype == "uint8" else 0)
+    return bundle.program
+
+
+@pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)
+def test_error_bound(config: CodesContraction, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every listed config, with one of the types each, and depths that it takes."""
+    dtype, zeros = TYPES[SHIPPED.index(config) % len(TYPES)]
+    check(config, dtype, zeros, 37, HERE[0].descriptor_name, tmp_path, monkeypatch, CASES + DEEP)
+
+
+@pytest.mark.skipif(not DEVICE, reason="no CPU here")
+@pytest.mark.parametrize("config", SMALL, ids=lambda config: config.name)
+@pytest.mark.parametrize(("dtype", "zeros"), TYPES)
+def test_error_bound_by_warps(
+    dtype: str, zeros: bool, config: CodesContraction, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr("flashmem.runtime.opencl.devices.with_tensor_cores", with_warps)
+    check(config, dtype, zeros, 37, DEVICE, tmp_path, monkeypatch)
