@@ -58,8 +58,8 @@ static inline void fm_give(__local uint* fm_words, uint4 a, uint2 b)
     own[0] = a.x; own[1] = a.y; own[2] = a.z; own[3] = a.w; own[4] = b.x; own[5] = b.y;
     barrier(CLK_LOCAL_MEM_FENCE);
 }
-// mma.m16n8k16 on halves or bfloat16 (`brain`) and mma.m16n8k8 on floats: numbers of the result in rows l / 4 and l / 4 + 8, two
-// columns each.
+// mma.m16n8k16 on halves or bfloat16 (`brain`), and mma.m16n8k8 on floats: numbers of the result in rows l / 4 and l / 4 + 8,
+// two columns each.
 static inline float4 fm_products(__local uint* fm_words, uint4 a, uint2 b, float4 c, int halves, int brain)
 {
     fm_give(fm_words, a, b);
