@@ -76,6 +76,17 @@ class Matmul(Shape):
 
 
 @dataclass(frozen=True)
+class QuantizedMatmul(Matmul):
+    """The same with weights of 4 bits, of which 32 steps of depth share a scale and a minimum."""
+
+    def graph(self) -> Graph:
+        """A graph of this operator alone."""
+        g = Sketch()
+        x = g.input(1, self.rows, self.depth)
+        return g.finish(g.node("MatMul", [x, g.nibbles(self.depth, self.columns, 32)], (1, self.rows, self.columns)))
+
+
+@dataclass(frozen=True)
 class Convolution(Shape):
     """A convolution of [channels, height, width] to `columns` channels by a `kernel` (down, across).
 

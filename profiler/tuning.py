@@ -28,18 +28,19 @@ from flashmem.runtime.opencl.devices import Device, descriptor_for
 from flashmem.runtime.request.options import device_here
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 from flashmem.target.kernel_configs.config import KernelConfig
-from flashmem.target.kernel_configs.tensor_cores import TensorContraction
+from flashmem.target.kernel_configs.contraction import CODES, SlicedContraction
+from flashmem.target.kernel_configs.tensor_cores import CodesContraction, TensorContraction
 from flashmem.target.kernel_configs.workload import TF32, Workload
 
 from .descriptor import name_table
-from .shapes import Attention, Batched, Convolution, Matmul, RowSoftmax, Shape
+from .shapes import Attention, Batched, Convolution, Matmul, QuantizedMatmul, RowSoftmax, Shape
 from .timing import Stand, generated
 
 Progress = Callable[[str, float], None]
-Storage = Literal["float32", "float16", "tf32"]
+Storage = Literal["float32", "float16", "tf32", "uint4"]
 """`Workload.storage` of measured operators."""
 
-_PRECISIONS: dict[Storage, Precision] = {"float32": "fp32", "float16": "fp16", "tf32": "tf32"}
+_PRECISIONS: dict[Storage, Precision] = {"float32": "fp32", "float16": "fp16", "tf32": "tf32", "uint4": "fp32"}
 
 _AHEAD = 12  # workloads whose kernels are built while others are measured, if that disturbs nothing
 _LONGEST = 0.1  # fraction of the time for one workload, estimated from known rates
@@ -120,18 +121,35 @@ def shapes() -> tuple[Shape, ...]:
 _HALVES = (Matmul(128, 768, 3072), Matmul(1024, 1024, 4096), Matmul(1, 768, 3072), Convolution(256, 14, 14, 256, (3, 3)))
 
 
-def cases(paths: Sequence[MemoryPath], *, halves: bool = False, tf32: bool = False) -> list[Case]:
+_QUANTISED = tuple(
+    QuantizedMatmul(rows, *sizes)
+    for rows in (1, 8, 32, 128, 4, 16, 64, 512)
+    for sizes in ((2048, 2048), (2048, 8192), (8192, 2048), (4096, 4096), (2048, 32000), (768, 768))
+)
+"""Products of language models: of a token, of tokens that are checked together, and of parts of a prompt."""
+
+
+def cases(paths: Sequence[MemoryPath], *, halves: bool = False, tf32: bool = False, quantised: bool = False) -> list[Case]:
     """All cases on the device's default path, then those with weights on other paths, then float16 weights and activations.
 
     `halves`: the device has configs for these alone, so all products and convolutions are measured in half. `tf32`: the same of
-    `--precision tf32`.
+    `--precision tf32`. `quantised`: the device has configs for quantised weights in buffers to choose from.
     """
     first, *others = paths
     listed = [Case(shape, first) for shape in shapes()]
     listed += [Case(shape, path) for path in others for shape in shapes() if isinstance(shape, Matmul | Convolution)]
     packed = tuple(shape for shape in shapes() if isinstance(shape, Matmul | Convolution))
     listed += [Case(shape, first, "float16") for shape in dict.fromkeys((*_HALVES, *(packed if halves else ())))]
-    return listed + [Case(shape, first, TF32) for shape in (packed if tf32 else ())]
+    listed += [Case(shape, first, TF32) for shape in (packed if tf32 else ())]
+    return listed + [Case(shape, "buffer", "uint4") for shape in (_QUANTISED if quantised else ())]
+
+
+def _rivals(descriptor: DeviceDescriptor, workload: Workload) -> list[KernelConfig]:
+    """The configs among which the compiler chooses for `workload`."""
+    found = candidates(descriptor, workload)
+    if workload.storage not in CODES:
+        return list(found)
+    return [config for config in found if isinstance(config, CodesContraction | SlicedContraction)]
 
 
 @dataclass
@@ -163,11 +181,16 @@ def tune(request: TuningRequest, progress: Progress, every: Iterable[Case] | Non
     about = {"device": device.name, "platform": device.platform, "driver": device.driver_version, "version": VERSION}
     database = _Growing(folder / f"{name}{SUFFIX}", about, resume=request.resume)
     units = {config.storage for config in descriptor.configs if isinstance(config, TensorContraction)}
-    listed = list(every or cases(descriptor.memory_paths, halves="float16" in units, tf32=TF32 in units))
+    listed = list(
+        every
+        or cases(
+            descriptor.memory_paths, halves="float16" in units, tf32=TF32 in units, quantised=CodesContraction.storage in units
+        )
+    )
     wanted = [
         case
         for case in listed
-        if len(candidates(descriptor, case.workload)) > 1 and (not request.families or case.workload.family in request.families)
+        if len(_rivals(descriptor, case.workload)) > 1 and (not request.families or case.workload.family in request.families)
     ]
     if not wanted:
         families = " or ".join(request.families) or "anything"
@@ -217,7 +240,7 @@ class _Growing:
     def missing(self, workload: Workload, descriptor: DeviceDescriptor) -> list[KernelConfig]:
         """The configs not measured on `workload`."""
         known = self.database.workloads.get(workload.kind, {}).get(workload, {})
-        return [config for config in candidates(descriptor, workload) if config.code not in known]
+        return [config for config in _rivals(descriptor, workload) if config.code not in known]
 
     def add(self, timings: Sequence[Timing]) -> None:
         """Add the missing timings of one workload."""

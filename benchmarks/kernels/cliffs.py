@@ -210,5 +210,6 @@ def low_bits() -> tuple[Single, ...]:
     return (
         *(_product(rows, *shape, 4) for rows in (1, 8, 32, 128) for shape in shapes),
         *(_product(1, *shape, 8) for shape in shapes),
+        *(_product(rows, 4096, 4096, 8) for rows in (8, 32, 128)),
         *(_product(rows, 4096, 4096, 32) for rows in (1, 8, 32, 128)),
     )

@@ -263,7 +263,7 @@ def test_the_command_says_what_it_did(pocl_table: tuple[Path, TuningResult], mon
     from flashmem.cli.main import app
 
     folder, _ = pocl_table
-    monkeypatch.setattr("flashmem.profiler.tuning.cases", lambda paths, halves, tf32: list(CASES))
+    monkeypatch.setattr("flashmem.profiler.tuning.cases", lambda paths, **given: list(CASES))
     done = CliRunner().invoke(app, ["tune", "--device", str(folder / "pocl.toml"), "--minutes", "0.1"])
     assert done.exit_code == 0 and done.stdout.strip() == str(folder / "pocl.toml")
     assert CliRunner().invoke(app, ["tune", "--family", "cake"]).exit_code == 2

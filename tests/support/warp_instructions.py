@@ -20,6 +20,15 @@ static inline float fm_half(uint word, uint odd)
     const ushort bits = word >> (16 * odd);
     return vload_half(0, (const half*)&bits);
 }
+static inline float fm_bf16(uint word, uint odd) { return as_float(odd ? word & 0xffff0000u : word << 16); }
+static inline uint fm_sum_bf16(uint a, uint b)
+{
+    return as_uint(fm_bf16(a, 0) + fm_bf16(b, 0)) >> 16 | as_uint(fm_bf16(a, 1) + fm_bf16(b, 1)) & 0xffff0000u;
+}
+static inline uint fm_two_bytes(uint a, uint b, uint byte)
+{
+    return a >> 8 * byte & 255u | (b >> 8 * byte & 255u) << 16 | 0xab00cd00u;
+}
 static inline void fm_copy_(__local float4* staged, uint place, __global const void* source, int bytes)
 {
     ((__local uint4*)staged)[place / 16] = bytes ? *(__global const uint4*)source : (uint4)(0);
@@ -49,8 +58,9 @@ static inline void fm_give(__local uint* fm_words, uint4 a, uint2 b)
     own[0] = a.x; own[1] = a.y; own[2] = a.z; own[3] = a.w; own[4] = b.x; own[5] = b.y;
     barrier(CLK_LOCAL_MEM_FENCE);
 }
-// mma.m16n8k16 on halves and mma.m16n8k8 on floats: numbers of the result in rows l / 4 and l / 4 + 8, two columns each.
-static inline float4 fm_products(__local uint* fm_words, uint4 a, uint2 b, float4 c, int halves)
+// mma.m16n8k16 on halves or bfloat16 (`brain`), and mma.m16n8k8 on floats: numbers of the result in rows l / 4 and l / 4 + 8,
+// two columns each.
+static inline float4 fm_products(__local uint* fm_words, uint4 a, uint2 b, float4 c, int halves, int brain)
 {
     fm_give(fm_words, a, b);
     float sums[4] = {c.x, c.y, c.z, c.w};
@@ -59,7 +69,8 @@ static inline float4 fm_products(__local uint* fm_words, uint4 a, uint2 b, float
         for (uint k = 0; k < (halves ? 16 : 8); ++k) {
             const uint at = halves ? k % 8 / 2 : k % 4, far = halves ? k / 8 : k / 4;
             const uint x = FM_OF(row % 8 * 4 + at)[row / 8 + 2 * far], y = FM_OF(column * 4 + at)[4 + far];
-            sums[e] += halves ? fm_half(x, k % 2) * fm_half(y, k % 2) : as_float(x) * as_float(y);
+            if (brain) sums[e] += fm_bf16(x, k % 2) * fm_bf16(y, k % 2);
+            else sums[e] += halves ? fm_half(x, k % 2) * fm_half(y, k % 2) : as_float(x) * as_float(y);
         }
     }
     barrier(CLK_LOCAL_MEM_FENCE);
@@ -97,8 +108,9 @@ static inline uint4 fm_tf32(uint4 v) { return v + (uint4)(0x1000) & (uint4)(0xff
 #define fm_wait(groups)
 #define fm_fragment(place) fm_matrices(staged, fm_words, (place) - staged_at, 0)
 #define fm_fragment_by_columns(place) fm_matrices(staged, fm_words, (place) - staged_at, 1)
-#define fm_mma(a, b, c) fm_products(fm_words, a, b, c, 1)
-#define fm_mma_tf32(a, b, c) fm_products(fm_words, a, b, c, 0)
+#define fm_mma(a, b, c) fm_products(fm_words, a, b, c, 1, 0)
+#define fm_mma_bf16(a, b, c) fm_products(fm_words, a, b, c, 1, 1)
+#define fm_mma_tf32(a, b, c) fm_products(fm_words, a, b, c, 0, 0)
 #define fm_neighbours(c, odd) fm_neighbours_(fm_words, c, odd)
 #define fm_largest_of_four(v) fm_four_(fm_words, v, 1)
 #define fm_sum_of_four(v) fm_four_(fm_words, v, 0)

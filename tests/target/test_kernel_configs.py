@@ -23,7 +23,7 @@ from flashmem.target.kernel_configs.contraction import (
 )
 from flashmem.target.kernel_configs.kinds import KINDS, config_from, table_of
 from flashmem.target.kernel_configs.rows import RowConfig
-from flashmem.target.kernel_configs.tensor_cores import TensorAttention, TensorContraction, Tf32Contraction
+from flashmem.target.kernel_configs.tensor_cores import CodesContraction, TensorAttention, TensorContraction, Tf32Contraction
 
 CODES: dict[KernelConfig, str] = {
     PlainContraction("c", 8, 4, 4, (8, 8)): "8-4-4-8x8-0-0-1",
@@ -33,6 +33,7 @@ CODES: dict[KernelConfig, str] = {
     SlicedContraction("c", 8, 8, lanes=128, steps=8): "8-8-4-1x1-0-0-128-8",
     TensorContraction("c", 2, 16, (32, 4), k_block=64, pipeline=3, slice_k=2): "2-16-4-32x4-64-2-2-t",
     Tf32Contraction("c", 4, 8, (16, 8), k_block=32, pipeline=3, slice_k=2): "4-8-4-16x8-32-2-2-tf",
+    CodesContraction("c", 4, (8, 8), k_block=64, slice_k=2, split_k=8): "4-16-4-8x8-64-1-2-t-x8c",
     TensorContraction("c", 2, 16, (32, 4), k_block=64, pipeline=3, copiers=128): "2-16-4-32x4-64-2-1-t-128",
     Winograd("c", 7, 64, 16, channels=32): "7-64-16-1x1-0-0-1-w32",
     StagedWinograd("c", 4, 8, (2, 1), channels=4): "4-8-4-2x1-4-0-16-w4",

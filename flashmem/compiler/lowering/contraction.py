@@ -23,11 +23,12 @@ from flashmem.compiler.lowering.movement import copy_region
 from flashmem.compiler.lowering.quantisation import WeightBinding, read_both, read_weights
 from flashmem.compiler.lowering.tile import ContractionTile
 from flashmem.compiler.operators.vector import REGISTER, scalar_literal
-from flashmem.compiler.selection.configs import seconds
+from flashmem.compiler.selection.configs import estimates, measured_seconds, seconds
 from flashmem.compiler.weights.packing import PackedSlice, Packing, phases_of, weight_columns, weight_matrix
 from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.descriptor import DeviceDescriptor
 from flashmem.target.instruction_set import PANEL
+from flashmem.target.kernel_configs.config import KernelConfig
 from flashmem.target.kernel_configs.contraction import (
     CODES,
     Contraction,
@@ -35,6 +36,7 @@ from flashmem.target.kernel_configs.contraction import (
     SlicedContraction,
     StagedContraction,
 )
+from flashmem.target.kernel_configs.tensor_cores import CODES_PANEL, CodesContraction
 from flashmem.target.kernel_configs.workload import TF32, Workload
 
 _TEMPLATES = {
@@ -198,7 +200,7 @@ def lower_packed(
     tile = _with(
         _tile(context, group, workload, run, packed=binding.codes is not None, given=given, winograd=winograd), binding
     )
-    tile = replace(tile, packed_panel=packed_panel)
+    tile = replace(tile, packed_panel=packed_panel, pieces=_pieces(context, tile))
     if dots is not None:
         tile, dims = dots.tile(tile), dots.dims(family, dims)
     if family == "matmul" and context.descriptor.kind == "cpu" and tile.rows == 1 and _sums_unscaled(tile):
@@ -328,6 +330,13 @@ def _storage(context: LoweringContext, node: Node, binding: WeightBinding, stage
     return TF32 if context.tf32 and floats and stageable and binding.codes is not None else binding.storage
 
 
+def _pieces(context: LoweringContext, tile: ContractionTile) -> int:
+    """`ContractionTile.pieces`: a half has 11 bits, as TF32, a float 24; bfloat16 has 8."""
+    if not isinstance(tile.config, CodesContraction):
+        return 0
+    return 2 if context.tf32 or tile.activation == "half" else 3
+
+
 _SUMMED_COLUMNS, _MOST_STRANDS = 64, 4
 """Floats of sums that hide the latency of a multiply-add: four steps of two units of eight floats."""
 
@@ -343,25 +352,38 @@ def _quantised(context: LoweringContext, workload: Workload, binding: WeightBind
     block spans several.
 
     Panels are those of the plain config for every number of rows, because all shapes of a model share its packed weights. For
-    few rows, work-items share the depth of a panel. Otherwise the config with a K-block that is fastest for floats dequantises
-    weights once for a block of rows.
+    few rows, work-items share the depth of a panel; for few and more, tensor cores multiply codes. On devices without them, and
+    for other blocks, the config with a K-block that is fastest for floats dequantises weights once for a block of rows.
     """
     scaled = binding.weight_scale is not None and binding.zero is binding.scale is None
     if workload.family != "matmul" or workload.storage not in CODES or not scaled:
         return None, 0
     descriptor = context.descriptor
     listed = descriptor.configs_of(workload.family)
-    for each in listed:
-        if isinstance(each, SlicedContraction) and each.fits(workload) and binding.block % each.steps == 0:
-            return each, 0
     panel = descriptor.tile.config(workload.family).cut(workload).panel
+    rivals = [each for each in listed if _multiplies(context, each, workload, binding, panel)]
+    if rivals:
+        times = measured_seconds(descriptor, workload, rivals)
+        few = [each for each in rivals if isinstance(each, SlicedContraction)]
+        if not times:
+            times = dict.fromkeys(few[:1], 0.0) or estimates(descriptor, workload, rivals)
+        fastest = min(times, key=lambda each: times[each])
+        assert isinstance(fastest, Contraction)
+        return fastest, 0 if isinstance(fastest, SlicedContraction) else panel
     staged = [each for each in listed if isinstance(each, StagedContraction) and each.panel % panel == 0 and each.split_k == 1]
     times = seconds(descriptor, replace(workload, storage="float32")) if staged else {}
     known = [each for each in staged if each in times]
-    if not known:
-        return None, 0
-    fastest = min(known, key=lambda each: times[each])
-    return fastest, panel
+    return (min(known, key=lambda each: times[each]), panel) if known else (None, 0)
+
+
+def _multiplies(context: LoweringContext, config: KernelConfig, workload: Workload, binding: WeightBinding, panel: int) -> bool:
+    """Whether `config` is for quantised weights alone, and can multiply these: no step of it may span two blocks."""
+    if isinstance(config, SlicedContraction):
+        return config.fits(workload) and binding.block % config.steps == 0
+    if not isinstance(config, CodesContraction) or not config.fits(workload) or panel != CODES_PANEL:
+        return False
+    by_column = bool(binding.block) == bool(binding.by_block)  # not one scale for all columns of a block
+    return by_column and binding.block % config.step == 0 and not (context.selector.limited and config.split_k > 1)
 
 
 def _launched(node: Node, tile: ContractionTile, rows: int, panels: int, phases: tuple[int, int]) -> tuple[int, int]:

@@ -32,7 +32,8 @@ class ContractionTile:
     `strands`: products with quantised weights are summed unscaled, in so many sums in turn; 0: weights are dequantised first.
     `words`: such weights of 4 bits are read so many words at a time. `packed_panel`: the width of packed panels, if a group's
     block spans several. `dots`: the type of the left operand's bytes, if words of both operands are multiplied by dot products
-    (`compiler.lowering.dot_products`).
+    (`compiler.lowering.dot_products`). `pieces`: numbers of bfloat16 whose sum is an element of the left operand, if tensor
+    cores multiply quantised weights.
     """
 
     config: Contraction
@@ -59,6 +60,7 @@ class ContractionTile:
     words: int = 0
     packed_panel: int = 0
     dots: str = ""
+    pieces: int = 0
 
     @property
     def rows(self) -> int:
@@ -276,7 +278,7 @@ class ContractionTile:
     @property
     def right_pitch(self) -> int:
         """Distance from one step of depth to the next in the right operand's stage, in elements."""
-        return self.block_columns + 4 * self.integers
+        return self.block_columns + 4 * (self.integers and not self.pieces)
 
     @property
     def row_run(self) -> int:

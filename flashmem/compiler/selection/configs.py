@@ -28,6 +28,18 @@ def candidates(descriptor: DeviceDescriptor, workload: Workload) -> tuple[Kernel
     return tuple(found) or candidates(replace(descriptor, only=""), workload)
 
 
+def measured_seconds(
+    descriptor: DeviceDescriptor, workload: Workload, configs: Sequence[KernelConfig]
+) -> dict[KernelConfig, float]:
+    """Seconds of `configs` on the nearest workload of the tuning database; none if no near one was measured.
+
+    Raises:
+        UserError: the tuning database that the descriptor names is missing or damaged.
+    """
+    database = load_database(descriptor)
+    return database.seconds(workload, configs) if database else {}
+
+
 def seconds(descriptor: DeviceDescriptor, workload: Workload) -> dict[KernelConfig, float]:
     """Seconds of the device's configs for `workload`: measured on the nearest workload of the tuning database, else estimated.
 

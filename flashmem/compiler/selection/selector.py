@@ -104,6 +104,11 @@ class KernelSelector:
         later._first = self
         return later
 
+    @property
+    def limited(self) -> bool:
+        """Whether memory is limited, so that no config may enlarge weights, or exchange sums through memory."""
+        return self._limited
+
     def differs_later(self) -> bool:
         """Whether `for_later_runs` selects another config for any request."""
         later = self.for_later_runs()

@@ -60,6 +60,24 @@ static inline float4 fm_mma_tf32(uint4 a, uint2 b, float4 c)
         : "+f"(c.x), "+f"(c.y), "+f"(c.z), "+f"(c.w) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
     return c;
 }
+static inline float4 fm_mma_bf16(uint4 a, uint2 b, float4 c)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c.x), "+f"(c.y), "+f"(c.z), "+f"(c.w) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
+    return c;
+}
+static inline uint fm_sum_bf16(uint a, uint b)
+{
+    uint r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(0x3f803f80), "r"(b));
+    return r;
+}
+static inline uint fm_two_bytes(uint a, uint b, uint byte)
+{
+    uint r;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(byte | byte + 4 << 8));
+    return r;
+}
 static inline float4 fm_neighbours(float4 c, int odd)
 {
     const float2 given = odd ? c.xy : c.zw;
@@ -107,9 +125,10 @@ static inline void fm_put_halves(float4 v, __global half* place)
 """
 """Copies of 16 bytes to a byte of local memory, of which the rest after `bytes` is zero, in groups; a wait until all but the
 last `groups` have ended, at most 3. 16 x 16 halves (or 16 x 8 floats) of the left operand, 16 x 16 halves of the right one, and
-sums of 16 x 8. Four floats rounded to TF32, and sums of 16 x 8 from such operands. The numbers of the next work-item, so that
-each has four columns. Two halves in one word. A power of two, to 2 units in the last place. The largest number and the sum of
-four work-items, side by side. Four halves, stored at a multiple of 8 bytes.
+sums of 16 x 8. Four floats rounded to TF32, and sums of 16 x 8 from such operands. Sums of 16 x 8 from pairs of bfloat16, the
+sum of two such pairs, and a byte of two words in the first and third byte of one, whose others may be anything. The numbers of
+the next work-item, so that each has four columns. Two halves in one word. A power of two, to 2 units in the last place. The
+largest number and the sum of four work-items, side by side. Four halves, stored at a multiple of 8 bytes.
 """
 
 

@@ -18,7 +18,12 @@ from flashmem.target.kernel_configs.contraction import (
     Winograd,
 )
 from flashmem.target.kernel_configs.rows import RowConfig
-from flashmem.target.kernel_configs.tensor_cores import TensorAttention, TensorContraction, Tf32Contraction
+from flashmem.target.kernel_configs.tensor_cores import (
+    CodesContraction,
+    TensorAttention,
+    TensorContraction,
+    Tf32Contraction,
+)
 
 _CLASSES: tuple[type[KernelConfig], ...] = (
     PlainContraction,
@@ -26,6 +31,7 @@ _CLASSES: tuple[type[KernelConfig], ...] = (
     SlicedContraction,
     TensorContraction,
     Tf32Contraction,
+    CodesContraction,
     Winograd,
     StagedWinograd,
     QueryRowsConfig,

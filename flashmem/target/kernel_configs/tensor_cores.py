@@ -8,7 +8,16 @@ from typing import ClassVar, Self
 
 from flashmem.target.kernel_configs.attention import AttentionConfig
 from flashmem.target.kernel_configs.config import CompiledCost, EstimatedDevice, Feature
-from flashmem.target.kernel_configs.contraction import Contraction, StagedContraction, in_group, joining, split_code, splits
+from flashmem.target.kernel_configs.contraction import (
+    CODES,
+    MOST_PARTIAL,
+    Contraction,
+    StagedContraction,
+    in_group,
+    joining,
+    split_code,
+    splits,
+)
 from flashmem.target.kernel_configs.workload import TF32, Workload
 
 _CHUNK = 8
@@ -142,7 +151,7 @@ class TensorContraction(Contraction):
         """See `StagedContraction.cut`."""
         return self if workload.family == "matmul" else replace(self, split_k=1)
 
-    def in_float(self) -> StagedContraction:
+    def in_float(self) -> Contraction:
         """A config for the same packed weights and a left operand of another type."""
         across = self.panel // 4
         return StagedContraction(self.name, 4, 4, (_FLOAT_ITEMS, across), k_block=_FLOAT_STEPS, two_stage=True)
@@ -181,6 +190,52 @@ class Tf32Contraction(TensorContraction):
         """See `KernelConfig.code`."""
         return f"{super().code}f"
 
+
+@dataclass(frozen=True)
+class CodesContraction(TensorContraction):
+    """A product of floats and quantised weights by tensor cores, exact but for its sums (contraction/tensor_codes.cl.j2).
+
+    Its warps are 8 x 4 work-items, which multiply blocks of 8 * `rows` x 64. `rows` are even. A part's share of a K-block is a
+    multiple of 32 steps. It reads the panels of the plain config, of eight columns, in buffers. Everything else is as above;
+    `rate` is a third of that of halves, for three pieces of each float.
+    """
+
+    kind: ClassVar[str] = "tensor-codes"
+    step: ClassVar[int] = 32
+    storage: ClassVar[str] = "uint4"
+    warp_items: ClassVar[tuple[int, int]] = (8, 4)
+    between: ClassVar[tuple[int, int]] = (8, 4)
+    rate: ClassVar[float] = 4.0
+
+    columns: int = field(default=16, init=False)
+    pipeline: int = field(default=2, init=False)
+    copiers: int = field(default=0, init=False)
+    families: tuple[str, ...] = field(default=("matmul",), init=False)
+
+    @property
+    def code(self) -> str:
+        """See `KernelConfig.code`."""
+        return f"{super().code}c"
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of local memory for one K-block of the left operand: three pieces of two bytes of each element."""
+        return 6 * self.k_block * self.block[0]
+
+    def fits(self, workload: Workload) -> bool:
+        """Whether it can compute `workload`: codes of at most 8 bits in a buffer, whole instructions, few sums to exchange."""
+        whole = workload.family == "matmul" and workload.storage in CODES and workload.depth % self.step == 0
+        sums = 4 * self.split_k * workload.rows * math.ceil(workload.columns / CODES_PANEL) * CODES_PANEL
+        shared = self.split_k == 1 or (workload.depth >= self.split_k * self.k_block and sums <= MOST_PARTIAL)
+        return whole and workload.path == "buffer" and shared
+
+    def in_float(self) -> Self:
+        """The config itself: its left operand is in float."""
+        return self
+
+
+CODES_PANEL = 8
+"""Columns of a panel of codes that tensor cores multiply."""
 
 _WARP, _TILE = 32, 16
 """Work-items of a warp, and queries of one instruction."""

@@ -59,11 +59,17 @@ def model_of(dtype: str, zeros: bool, rows: int = 1) -> tuple[onnx.ModelProto, l
 DTYPES = [("int4", False), ("uint4", True), ("int4", True), ("int8", False), ("uint8", True)]
 
 
-def require_bound(y: Any, x: Any, weight: tuple[Any, Any, Any], more: int) -> None:
-    """(depth + 8) roundings of the sum of |x| (|code| + |zero point|) scale; codes and zero points count as `more` more."""
-    codes, zero, scale = weight
-    exact = x.astype(np.float64) @ ((codes - zero) * scale.astype(np.float64))
-    size = np.abs(x).astype(np.float64) @ ((np.abs(codes + more) + np.abs(zero + more)) * scale.astype(np.float64))
+def require_bound(y: Any, x: Any, weight: tuple[Any, ...], more: int) -> None:
+    """(depth + 8) roundings of the sum of |x| ((|code| + |zero point|) scale + |minimum|).
+
+    Codes and zero points count as `more` more. `weight`: codes, zero points, scales, and minima, if it has some.
+    """
+    codes, zero, scale, *minima = weight
+    minimum = minima[0].astype(np.float64) if minima else 0.0
+    exact = x.astype(np.float64) @ ((codes - zero) * scale.astype(np.float64) + minimum)
+    size = np.abs(x).astype(np.float64) @ (
+        (np.abs(codes + more) + np.abs(zero + more)) * scale.astype(np.float64) + np.abs(minimum)
+    )
     assert (np.abs(y - exact) <= (x.shape[1] + 8) * 2.0**-24 * size).all()
 
 

@@ -29,7 +29,10 @@ from tests.support.zoo_data import DATA, examples
 
 PRECISIONS: dict[str, Any] = {"float16": "fp16", TF32: "tf32"}
 SHIPPED = [
-    config for name in descriptor_names() for config in load_descriptor(name).configs if isinstance(config, TensorContraction)
+    config
+    for name in descriptor_names()
+    for config in load_descriptor(name).configs
+    if isinstance(config, TensorContraction) and config.storage in PRECISIONS
 ]
 HERE = sorted(list_devices(), key=lambda device: (not device.mma, device.descriptor_name))
 LAST = [[each for each in SHIPPED if each.storage == storage and each.split_k == 1][-1] for storage in ("float16", TF32)]
