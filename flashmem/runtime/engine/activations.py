@@ -25,6 +25,8 @@ from flashmem.runtime.opencl.context import Event, Memory, Queue
 
 Array = NDArray[Any]
 
+_ZERO = np.zeros(1, np.int32)
+
 
 class Activations:
     """The arena and the constants of one shape variant. They do not depend on the plan."""
@@ -55,12 +57,15 @@ class Activations:
             if port.tensor is not None
         }
         self._host: Bytes | None = None  # the arena in host memory, if the device uses host memory
+        self._in_place = False  # whether kernels and the host use the same bytes of it
         self.arena: Memory | None
         self.constants: Memory | None
         if beside is None:
             self.arena, self.constants = self._make_arena(), self._make_constants()
+            self._in_place = device.device.coherent and self._is_mapped_in_place(queue)
         else:
             self._host, self.arena, self.constants = beside._host, beside.arena, beside.constants
+            self._in_place = beside._in_place
         assert self.arena is not None
         self.enter(queue)
         names = {port.tensor for port in (*program.inputs, *program.outputs)}
@@ -71,6 +76,12 @@ class Activations:
             for name, tensor in opened.tensors.items()
             if name in names
         }
+        self._views: dict[str, Array] = {}  # by tensor, if in place: its elements, which the host reads and writes between runs
+        if self._in_place and self._host is not None:
+            for name in self._ports:
+                tensor = opened.tensors[name]
+                place = self._host[tensor.offset : tensor.offset + tensor.nbytes]
+                self._views[name] = place.view(tensor.dtype)[: prod(tensor.shape)].reshape(tensor.shape)
 
     def _make_arena(self) -> Memory:
         program, what = self._opened.program, "the activation arena"
@@ -78,6 +89,16 @@ class Activations:
             return self._ledger.buffer("arena", program.arena_bytes, what)
         self._host = new_pages(program.arena_bytes)[: program.arena_bytes]
         return self._ledger.wrapped("arena", self._host, what)
+
+    def _is_mapped_in_place(self, queue: Queue) -> bool:
+        """Whether the driver maps the arena where the host has it, so that there is no other copy of it. Raises RunError."""
+        if self._host is None:
+            return False
+        view = queue.map(self.arena, self._host.nbytes)
+        try:
+            return bool(view.ctypes.data == self._host.ctypes.data)
+        finally:
+            queue.unmap(view)
 
     def _make_constants(self) -> Memory | None:
         nbytes = self._opened.program.constants_bytes
@@ -126,7 +147,7 @@ class Activations:
             if port.tensor is not None:
                 self._write_input(opened.tensors[port.tensor], inputs[port.name])
         if program.status is not None:
-            self._write(program.status, np.zeros(1, np.int32))
+            self._write(program.status, _ZERO)
         for gather, table in zip(program.host_embeddings, opened.tables, strict=True):
             rows = gather_rows(table, gather, on_host(inputs[gather.indices]), opened.tensors[gather.tensor].dtype)
             self._write(gather.tensor, rows)
@@ -134,12 +155,18 @@ class Activations:
     def _write_input(self, tensor: Tensor, data: Input) -> None:
         if isinstance(data, OutputValue) and data.queue is self._queue and data.stored == np.dtype(tensor.dtype):
             self._queue.copy(data.memory, self._ports[tensor.name], data.nbytes)
+        elif tensor.name in self._views:
+            self._write(tensor.name, on_host(data))
         else:
             self._write(tensor.name, to_device(tensor, on_host(data)))
 
     def _write(self, tensor: str, data: Array) -> None:
         """Write a tensor from host memory, without a second copy of `data` that the ledger does not count."""
         if not data.nbytes:
+            return
+        view = self._views.get(tensor)
+        if view is not None:
+            view.reshape(data.shape)[...] = data
             return
         port, queue = self._ports[tensor], self._queue
         if data.flags.c_contiguous and data.nbytes + sum(sent.nbytes for sent in self._sent) <= SMALL_OUTPUT:
@@ -173,8 +200,8 @@ class Activations:
                 )
 
     def can_read_later(self, port: Port) -> bool:
-        """Whether an output that a run copies has the same bytes in the arena."""
-        return port in self._copied and self._opened.tensors[str(port.tensor)].dtype == port.dtype
+        """Whether a run enqueues the copy of an output: it has the same bytes in the arena, where the host cannot read them."""
+        return not self._in_place and port in self._copied and self._opened.tensors[str(port.tensor)].dtype == port.dtype
 
     def read_later(self, port: Port) -> tuple[Array, Event]:
         """Read an output after the enqueued launches; the event completes when the array is filled."""
@@ -231,7 +258,9 @@ class Activations:
         return np.empty(port.shape, dtype) if data is None else data
 
     def _read(self, data: Array, tensor: str) -> None:
-        if data.nbytes:
+        if data.nbytes and self._in_place:
+            data[...] = self._views[tensor].reshape(data.shape)
+        elif data.nbytes:
             self._queue.read(data, self._ports[tensor])
 
     def _hand_over(self, ports: Sequence[Port]) -> dict[str, Array]:
@@ -250,6 +279,7 @@ class Activations:
     def forget(self) -> None:
         """Drop all references to device memory. The ledger still counts it."""
         self._ports.clear()
+        self._views.clear()
         self.arena = self.constants = self._host = None
 
     def give_back(self) -> None:

@@ -11,9 +11,10 @@ from flashmem.base.errors import RunError
 from flashmem.program.launches import Launch, SteadyLaunch
 from flashmem.runtime.engine.activations import Activations
 from flashmem.runtime.engine.device_state import DeviceInUse
-from flashmem.runtime.engine.executor import Executor, KernelSource, Resources, Step, make_steps
+from flashmem.runtime.engine.executor import Executor
 from flashmem.runtime.engine.opened import Kernels, OpenedBundle
 from flashmem.runtime.engine.states import States
+from flashmem.runtime.engine.steps import KernelSource, Resources, Step, make_steps
 from flashmem.runtime.kernels.steady import needed_residents, usable_launches
 from flashmem.runtime.memory.accounts import Category
 from flashmem.runtime.memory.ledger import Ledger

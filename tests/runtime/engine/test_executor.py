@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from flashmem.base.errors import RunError
 from flashmem.runtime.engine import executor as module
-from flashmem.runtime.engine.executor import LAYERS_APART, Command, Executor, Step
+from flashmem.runtime.engine.executor import LAYERS_APART, Executor
+from flashmem.runtime.engine.steps import Command, Step
 from flashmem.runtime.opencl.context import Context, Queue
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.streaming.copied import InterleaveTransfer
@@ -37,11 +38,14 @@ class FakeQueue:
         self.events.append(launch)
         return launch
 
-    def launch_all(self, launches: Iterable[int], *, alone: bool) -> None:
+    def launch_all(self, launches: Iterable[int], *, alone: bool = True) -> None:
         self.enqueued += launches
 
     def flush(self) -> None:
         self.submitted = len(self.enqueued)
+
+    def finish(self) -> None:
+        self.submitted = self.waited = len(self.enqueued)
 
     def follow(self, events: Iterable[str]) -> None:
         self.followed += [(event, len(self.enqueued)) for event in events]
