@@ -45,11 +45,13 @@ class Activations:
         self._opened, self._ledger, self._queue = opened, ledger, device.queue
         self._of_host = ledger if opened.tier is None else opened.tier.ledger
         self._output_bytes, self._scratch_bytes = output_bytes(program), scratch_bytes(program)
-        self._copied = copied_outputs(program)
+        copied = copied_outputs(program)
+        self._copied = {port.name: np.dtype(opened.tensors[str(port.tensor)].dtype) for port in copied}  # with types in the arena
+        self._left: dict[tuple[str, ...], frozenset[str]] = {}  # results of `left`
         self._pinned: OutputPages | None = None
         if not device.device.unified_memory:
-            stored = ((port, np.dtype(opened.tensors[str(port.tensor)].dtype)) for port in self._copied)
-            self._pinned = OutputPages(self._of_host, {port.name: prod(port.shape) * dtype.itemsize for port, dtype in stored})
+            sizes = {port.name: prod(port.shape) * self._copied[port.name].itemsize for port in copied}
+            self._pinned = OutputPages(self._of_host, sizes)
         self._sent: list[Array] = []  # small inputs of the run, which the queue may still have to read
         self._pages = {
             port.name: (opened.tensors[port.tensor].offset, array_bytes(port))
@@ -201,7 +203,7 @@ class Activations:
 
     def can_read_later(self, port: Port) -> bool:
         """Whether a run enqueues the copy of an output: it has the same bytes in the arena, where the host cannot read them."""
-        return not self._in_place and port in self._copied and self._opened.tensors[str(port.tensor)].dtype == port.dtype
+        return not self._in_place and port.name in self._copied and self._copied[port.name] == port.dtype
 
     def read_later(self, port: Port) -> tuple[Array, Event]:
         """Read an output after the enqueued launches; the event completes when the array is filled."""
@@ -215,11 +217,20 @@ class Activations:
     def outputs(self, ports: Sequence[Port], read: Mapping[str, Array]) -> dict[str, Array]:
         """The outputs by name: `read` during the run, copied now, or pages of the arena, which gets new pages."""
         self._sent.clear()
-        results = {port.name: np.empty(port.shape, numpy_dtype(port.dtype)) for port in ports if port.tensor is None}
-        results |= {port.name: read[port.name] for port in ports if port.name in read}
-        results |= {port.name: self._copy(port) for port in ports if port in self._copied and port.name not in results}
+        results, moved = dict[str, Array](), list[Port]()
+        for port in ports:
+            name = port.name
+            if port.tensor is None:
+                results[name] = np.empty(port.shape, numpy_dtype(port.dtype))
+            elif name in read:
+                results[name] = read[name]
+            elif name in self._copied:
+                results[name] = self._copy(port)
+            else:
+                moved.append(port)
         counts = {port.name: (port.axis, self._count(port)) for port in ports if port.count is not None}
-        results |= self._hand_over([port for port in ports if port.name not in results])
+        if moved:
+            results |= self._hand_over(moved)
         for name, (axis, count) in counts.items():
             results[name] = results[name][(*[slice(None)] * axis, slice(count))]
         return results
@@ -232,9 +243,15 @@ class Activations:
 
     def left(self, returned: Collection[str]) -> frozenset[str]:
         """After a run that returned the outputs `returned`: those that `outputs` can still return."""
+        names = tuple(returned)
+        if names not in self._left:
+            self._left[names] = self._left_after(names)
+        return self._left[names]
+
+    def _left_after(self, returned: Collection[str]) -> frozenset[str]:
         program = self._opened.program
-        end, copied = len(program.launches), {port.name for port in self._copied}
-        moved = set() if self._host is None else {page for name in {*returned} - copied for page in self._pages_of(name)}
+        end, moving = len(program.launches), {*returned} - self._copied.keys()
+        moved = set() if self._host is None else {page for name in moving for page in self._pages_of(name)}
         return frozenset(
             port.name
             for port in program.outputs
@@ -248,7 +265,7 @@ class Activations:
         return range(offset // page_size(), -(-(offset + nbytes) // page_size()))
 
     def _copy(self, port: Port) -> Array:
-        data = self._array(port, np.dtype(self._opened.tensors[str(port.tensor)].dtype))
+        data = self._array(port, self._copied[port.name])
         self._read(data, str(port.tensor))
         return from_device(port, data)
 

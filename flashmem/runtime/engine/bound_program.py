@@ -330,8 +330,9 @@ class BoundKernels:
 
     def switch(self, steady: Steady | None) -> None:
         """Use the result of `bind_steady` in the next runs, or the kernels of the first run (None). Call between two runs."""
-        assert steady is None or steady.needs <= self._weights.resident
-        self._steady = steady
+        if steady is not self._steady:
+            assert steady is None or steady.needs <= self._weights.resident
+            self._steady = steady
 
     def forget(self) -> None:
         """Drop all kernel objects and the memory of their arguments."""

@@ -206,6 +206,8 @@ class Account:
         """The time-weighted mean of the total over the history up to `until`, in bytes; `until` in seconds of
         `time.perf_counter()`.
         """
+        if len(self.changes) == len(self._began[1]):  # nothing has changed
+            return float(self.total)
         moments = [*self.history, (until, 0)]
         weighted = sum(held * (after - at) for (at, held), (after, _) in pairwise(moments))
         duration = until - moments[0][0]
