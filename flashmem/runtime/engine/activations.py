@@ -78,12 +78,12 @@ class Activations:
             for name, tensor in opened.tensors.items()
             if name in names
         }
-        self._views: dict[str, Array] = {}  # by tensor, if in place: its elements, which the host reads and writes between runs
-        if self._in_place and self._host is not None:
-            for name in self._ports:
-                tensor = opened.tensors[name]
-                place = self._host[tensor.offset : tensor.offset + tensor.nbytes]
-                self._views[name] = place.view(tensor.dtype)[: prod(tensor.shape)].reshape(tensor.shape)
+        self._views = self._in_host_memory()
+        self._inputs = [
+            (port.name, opened.tensors[port.tensor], self._views[port.tensor].reshape(port.shape) if self._in_place else None)
+            for port in program.inputs
+            if port.tensor is not None
+        ]
 
     def _make_arena(self) -> Memory:
         program, what = self._opened.program, "the activation arena"
@@ -101,6 +101,15 @@ class Activations:
             return bool(view.ctypes.data == self._host.ctypes.data)
         finally:
             queue.unmap(view)
+
+    def _in_host_memory(self) -> dict[str, Array]:
+        """The elements of tensors that the host reads and writes between launches, by name; none unless in place."""
+        views = dict[str, Array]()
+        for name in self._ports if self._in_place and self._host is not None else ():
+            tensor = self._opened.tensors[name]
+            place = self._host[tensor.offset : tensor.offset + tensor.nbytes]
+            views[name] = place.view(tensor.dtype)[: prod(tensor.shape)].reshape(tensor.shape)
+        return views
 
     def _make_constants(self) -> Memory | None:
         nbytes = self._opened.program.constants_bytes
@@ -145,9 +154,11 @@ class Activations:
         """
         opened = self._opened
         program = opened.program
-        for port in program.inputs:
-            if port.tensor is not None:
-                self._write_input(opened.tensors[port.tensor], inputs[port.name])
+        for name, tensor, view in self._inputs:
+            if view is not None:
+                view[...] = on_host(inputs[name])
+            else:
+                self._write_input(tensor, inputs[name])
         if program.status is not None:
             self._write(program.status, _ZERO)
         for gather, table in zip(program.host_embeddings, opened.tables, strict=True):
@@ -157,8 +168,6 @@ class Activations:
     def _write_input(self, tensor: Tensor, data: Input) -> None:
         if isinstance(data, OutputValue) and data.queue is self._queue and data.stored == np.dtype(tensor.dtype):
             self._queue.copy(data.memory, self._ports[tensor.name], data.nbytes)
-        elif tensor.name in self._views:
-            self._write(tensor.name, on_host(data))
         else:
             self._write(tensor.name, to_device(tensor, on_host(data)))
 
@@ -166,9 +175,8 @@ class Activations:
         """Write a tensor from host memory, without a second copy of `data` that the ledger does not count."""
         if not data.nbytes:
             return
-        view = self._views.get(tensor)
-        if view is not None:
-            view.reshape(data.shape)[...] = data
+        if self._in_place:
+            self._views[tensor].reshape(data.shape)[...] = data
             return
         port, queue = self._ports[tensor], self._queue
         if data.flags.c_contiguous and data.nbytes + sum(sent.nbytes for sent in self._sent) <= SMALL_OUTPUT:
@@ -265,8 +273,11 @@ class Activations:
         return range(offset // page_size(), -(-(offset + nbytes) // page_size()))
 
     def _copy(self, port: Port) -> Array:
-        data = self._array(port, self._copied[port.name])
-        self._read(data, str(port.tensor))
+        if self._in_place:
+            data = self._views[str(port.tensor)].reshape(port.shape).copy()
+        else:
+            data = self._array(port, self._copied[port.name])
+            self._read(data, str(port.tensor))
         return from_device(port, data)
 
     def _array(self, port: Port, dtype: np.dtype[Any]) -> Array:
@@ -297,6 +308,7 @@ class Activations:
         """Drop all references to device memory. The ledger still counts it."""
         self._ports.clear()
         self._views.clear()
+        self._inputs.clear()
         self.arena = self.constants = self._host = None
 
     def give_back(self) -> None:

@@ -60,6 +60,7 @@ class Executor:
             for index, name in command.slices:
                 self._users.setdefault(name, []).append((command.kernel, index))
         self._launches = [[queue.prepare(c.kernel, c.global_size, c.local_size) for c in step.commands] for step in steps]
+        self._busy = [layer for layer, launches in enumerate(self._launches, start=1) if launches]
         self._apart = LAYERS_APART[0]
         self._parts: tuple[int, list[tuple[int, list[PreparedLaunch]]]] = (0, [])  # for a distance between events: `_in_parts`
 
@@ -197,17 +198,16 @@ class Executor:
                 wait(flying)
             flying = event
         queue.finish()
-        self._space(sum(len(launches) for _, launches in parts), perf_counter() - begun)
+        self._space(len(self._busy), perf_counter() - begun)
         return len(self._steps)
 
     def _in_parts(self) -> list[tuple[int, list[PreparedLaunch]]]:
         """The launches of a run in parts, each with its last step. A part has launches of as many steps as two events are apart."""
         apart, parts = self._parts
         if apart != self._apart:
-            busy = [layer for layer, launches in enumerate(self._launches, start=1) if launches]
             apart, parts = self._apart, []
-            for first in range(0, len(busy), apart):
-                layers = busy[first : first + apart]
+            for first in range(0, len(self._busy), apart):
+                layers = self._busy[first : first + apart]
                 parts.append((layers[-1], [each for layer in layers for each in self._launches[layer - 1]]))
             self._parts = apart, parts
         return parts
