@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 from flashmem.base.errors import FlashmemWarning, RunError
 from flashmem.runtime.engine.steps import Step
+from flashmem.runtime.engine.stopping import never
 from flashmem.runtime.opencl.context import Event, Kernel, Memory, Queue, event_seconds, has_ended, set_memory, wait
 from flashmem.runtime.opencl.launching import PreparedLaunch, Recorder, Recording, not_recorded
 from flashmem.runtime.streaming.enqueued import RunLoads
@@ -34,10 +35,6 @@ FEWEST = 4
 """Fewest launches worth a recording."""
 
 _NOTHING: Mapping[int, Callable[[], None]] = MappingProxyType({})
-
-
-def _never() -> bool:
-    return False
 
 
 class Executor:
@@ -72,17 +69,17 @@ class Executor:
         after: Mapping[int, Callable[[], None]] = _NOTHING,
         *,
         done: int = 0,
-        halted: Callable[[], bool] = _never,
+        halted: Callable[[], bool] = never,
     ) -> int:
         """Run all launches after `done`; `loader` loads the slices that they need (None: everything is resident). Calls `check`
-        before each launch, or before each part of a run without loads, and `after[launch]` once that launch is enqueued. No
-        launch or part begins once `halted()` is true.
+        before each launch, or before several of a run that loads nothing, and `after[launch]` once that launch is enqueued. No
+        launch begins once `halted()` is true.
 
         Returns the last launch when it is complete. Raises RunError when a load or a launch fails, and what `check` raises;
         launches may then still be running.
         """
-        if loader is None and trace is None and self._recorder is None and not after and not done:
-            return self._run_resident(check, halted)
+        if loader is None and trace is None and self._recorder is None and halted is never and not after and not done:
+            return self._run_resident(check)
         queue = self._queue
         waking = loader.wakes if loader is not None else frozenset()
         flying: deque[tuple[int, Event]] = deque()  # launches with events, not known to be complete
@@ -167,9 +164,9 @@ class Executor:
             trace.extend(self._intervals(traced))
         return last
 
-    def _run_resident(self, check: Callable[[], None] | None, halted: Callable[[], bool]) -> int:
-        """Run all launches, with nothing to load, to free or to read: part by part, with an event between two parts, and one wait
-        at the end. See `run`.
+    def _run_resident(self, check: Callable[[], None] | None) -> int:
+        """Run all launches, with nothing to load, to free or to read, and nobody who halts it: part by part, with an event
+        between two parts, and one wait at the end. See `run`.
         """
         queue, transfer, begun = self._queue, self._transfer, perf_counter()
         if transfer is not None and transfer.arrived:
@@ -178,9 +175,6 @@ class Executor:
         parts, done = self._in_parts(), 0
         flying: Event | None = None  # of the last part but one
         for layer, launches in parts:
-            if halted():
-                queue.finish()
-                return done
             if check is not None:
                 check()
             if not done and len(launches) > 2 * FEWEST:  # the device begins while the others are enqueued

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +24,7 @@ from flashmem.program.program import copied_outputs, fixed_bytes, output_bytes
 from flashmem.runtime.memory import arena
 from flashmem.runtime.opencl.context import Queue
 from flashmem.runtime.opencl.discovery import list_devices
+from flashmem.runtime.opencl.launching import PreparedLaunch
 from flashmem.target.descriptor import load_descriptor
 
 pytestmark = pytest.mark.build_apart
@@ -301,13 +302,13 @@ def test_where_pages_cannot_be_moved_they_are_copied(model: Model, how: str, mon
 def test_a_run_that_fails_leaves_earlier_answers_alone(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(model.bundle, device=model.device)
     kept = dict(zip(model.expected, session.run(None, model.inputs), strict=True))
-    flush = Queue.flush
+    launch = Queue.launch_all
 
-    def interrupted(queue: Queue) -> None:
-        flush(queue)
+    def interrupted(queue: Queue, launches: Sequence[PreparedLaunch], **options: bool) -> None:
+        launch(queue, launches, **options)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Queue, "flush", interrupted)
+    monkeypatch.setattr(Queue, "launch_all", interrupted)
     with pytest.raises(KeyboardInterrupt):
         session.run(None, draw(3))
     monkeypatch.undo()
