@@ -46,7 +46,9 @@ class Activations:
         self._of_host = ledger if opened.tier is None else opened.tier.ledger
         self._output_bytes, self._scratch_bytes = output_bytes(program), scratch_bytes(program)
         copied = copied_outputs(program)
-        self._copied = {port.name: np.dtype(opened.tensors[str(port.tensor)].dtype) for port in copied}  # with types in the arena
+        self._copied = {
+            port.name: np.dtype(opened.tensors[str(port.tensor)].dtype) for port in copied
+        }  # with types in the arena
         self._left: dict[tuple[str, ...], frozenset[str]] = {}  # results of `left`
         self._pinned: OutputPages | None = None
         if not device.device.unified_memory:
@@ -104,10 +106,12 @@ class Activations:
 
     def _in_host_memory(self) -> dict[str, Array]:
         """The elements of tensors that the host reads and writes between launches, by name; none unless in place."""
-        views = dict[str, Array]()
-        for name in self._ports if self._in_place and self._host is not None else ():
+        views, host = dict[str, Array](), self._host
+        if not self._in_place or host is None:
+            return views
+        for name in self._ports:
             tensor = self._opened.tensors[name]
-            place = self._host[tensor.offset : tensor.offset + tensor.nbytes]
+            place = host[tensor.offset : tensor.offset + tensor.nbytes]
             views[name] = place.view(tensor.dtype)[: prod(tensor.shape)].reshape(tensor.shape)
         return views
 

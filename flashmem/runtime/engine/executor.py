@@ -196,7 +196,7 @@ class Executor:
         return len(self._steps)
 
     def _in_parts(self) -> list[tuple[int, list[PreparedLaunch]]]:
-        """The launches of a run in parts, each with its last step. A part has launches of as many steps as two events are apart."""
+        """The launches of a run in parts, each with its last step. Two events are apart by the steps of one part."""
         apart, parts = self._parts
         if apart != self._apart:
             apart, parts = self._apart, []
