@@ -150,7 +150,7 @@ class Activations:
     def write_inputs(self, inputs: Mapping[str, Input]) -> None:
         """Write inputs, which are already checked, and the table rows that they select.
 
-        Small ones are only enqueued: they must not change before the run ends.
+        Small ones are only enqueued, unless the host writes them in place: they must not change before the run ends.
 
         Raises:
             ValueError: an index is outside a table; no launch has begun.
