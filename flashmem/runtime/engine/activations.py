@@ -300,12 +300,15 @@ class Activations:
         if self._host is None or not ports:
             return {}
         queue, places = self._queue, [self._pages[port.name] for port in ports]
-        view = queue.map(self.arena, self._host.nbytes)  # from now on the host may read it
-        if view.ctypes.data == self._host.ctypes.data:
+        if self._in_place:
             taken = move_out(self._host, places)
-        else:  # the driver keeps the buffer in other memory too
-            taken = [view[offset : offset + nbytes].copy() for offset, nbytes in places]
-        queue.unmap(view)
+        else:
+            view = queue.map(self.arena, self._host.nbytes)  # from now on the host may read it
+            if view.ctypes.data == self._host.ctypes.data:
+                taken = move_out(self._host, places)
+            else:  # the driver keeps the buffer in other memory too
+                taken = [view[offset : offset + nbytes].copy() for offset, nbytes in places]
+            queue.unmap(view)
         return {port.name: data.view(port.dtype).reshape(port.shape) for port, data in zip(ports, taken, strict=True)}
 
     def forget(self) -> None:
