@@ -1,4 +1,4 @@
-"""Pools, transposed convolutions and those of few channels compared with ONNX Runtime: sizes, pads, values, many in one model."""
+"""Pools, transposed convolutions and those of few channels compared with ONNX Runtime: sizes, pads and values, many at once."""
 
 from __future__ import annotations
 
