@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from time import perf_counter
 from types import MappingProxyType
 
-from flashmem.runtime.engine.executor import Command, Executor, Step
+from flashmem.runtime.engine.executor import Executor
+from flashmem.runtime.engine.steps import Command, Step
 from flashmem.runtime.opencl.context import Context, Queue
 
 SOURCE = "__kernel void nothing(__global float* data) { if (get_global_id(0) == 1000000) data[0] = 1.0f; }"

@@ -24,7 +24,7 @@ from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.compiler.weights.slicing import Slicing
 from flashmem.program.tensors import Slice
-from flashmem.runtime.engine.executor import Command, Resources, make_steps
+from flashmem.runtime.engine.steps import Command, Resources, make_steps
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import CompiledProgram, Context, Memory, event_seconds
 from flashmem.runtime.opencl.devices import Device

@@ -43,7 +43,7 @@ from flashmem.base.files import written_whole
 from flashmem.base.types import MemoryPath, Precision
 from flashmem.compiler.lowering.program import Generated
 from flashmem.profiler.timing import Stand, generated
-from flashmem.runtime.engine.executor import Command
+from flashmem.runtime.engine.steps import Command
 from flashmem.runtime.opencl.context import CompiledProgram
 from flashmem.runtime.request.options import device_here, find_descriptor
 from flashmem.target.descriptor import DeviceDescriptor

@@ -40,7 +40,7 @@ from flashmem.profiler.sketch import Sketch
 from flashmem.profiler.timing import Stand, generated
 from flashmem.program.lanes import LANE_UNIT, LaneKind, lane_kind, lane_places
 from flashmem.program.tensors import Slice
-from flashmem.runtime.engine.executor import Resources, Step, make_steps
+from flashmem.runtime.engine.steps import Resources, Step, make_steps
 from flashmem.runtime.opencl.context import PreparedLaunch
 from flashmem.runtime.request.options import device_here, find_descriptor
 from flashmem.runtime.streaming.interleaved import CopyStream, LayerMoves, Move

@@ -5,6 +5,7 @@ Offsets and sizes are bytes unless a name says otherwise.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from dataclasses import dataclass
@@ -152,6 +153,7 @@ ONNX_NAMES = {"float32": "float", "float64": "double"}
 """ONNX's names of element types, where they are not numpy's."""
 
 
+@functools.cache
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """The numpy dtype of a port's element type.
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import atexit
 import os
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from math import inf
 from pathlib import Path
 from time import perf_counter
@@ -25,15 +24,15 @@ from flashmem.runtime.engine.batches import Batch, check_batch, looped
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.engine import Engine
 from flashmem.runtime.engine.futures import BackgroundRuns
-from flashmem.runtime.engine.given_arrays import arrays_by_name, described
+from flashmem.runtime.engine.given_arrays import Input, arrays_by_name, described
 from flashmem.runtime.engine.io_binding import IOBinding
 from flashmem.runtime.engine.opened import HostMemory, OpenedBundle, planned_host_memory, planned_variant, sharing_memory
 from flashmem.runtime.engine.output_values import OutputValue
-from flashmem.runtime.engine.ports import PROVIDER, TensorInfo, chosen_outputs, fitting_variant, tensor_infos
+from flashmem.runtime.engine.ports import PROVIDER, TensorInfo, are_exactly, chosen_outputs, fitting_variant, tensor_infos
 from flashmem.runtime.engine.replanned import within
 from flashmem.runtime.engine.report import RunReport
 from flashmem.runtime.engine.states import States
-from flashmem.runtime.engine.stopping import RunStoppedError, deadline, held_until, in_time, never
+from flashmem.runtime.engine.stopping import OneThread, RunStoppedError, deadline, never, too_late
 from flashmem.runtime.opencl.discovery import begin_to_start_drivers
 from flashmem.runtime.request.compatibility import for_processor, mode_for
 from flashmem.runtime.request.models import ModelOptions, bundle_for, is_model
@@ -137,9 +136,8 @@ class Session:
         self.device = device_here(device, prefer=opened.descriptor.name)
         self.last_run: RunReport | None = None
         self._process = os.getpid()
-        self._lock = threading.RLock()
+        self._alone = OneThread()
         self._background = BackgroundRuns[list[Array]]()
-        self._busy = False  # read and written by the thread that holds the lock
         with ThreadPoolExecutor(1, "flashmem-device") as threads:  # a driver takes 0.1 s to make a context
             opening = threads.submit(DeviceInUse, self.device, None, profiling=trace)
             opened = for_processor(opened, self.device)
@@ -286,7 +284,7 @@ class Session:
             def run(given: Mapping[str, Any]) -> list[Array]:
                 return self._run(names, (), given, until, cancelled)[0]
 
-            with in_time(timeout):
+            try:
                 if batch is None:
                     return run(inputs)
                 program = self._ready.program
@@ -294,6 +292,8 @@ class Session:
                     raise ValueError("the model keeps states from one run to the next; leave batch='loop' out")
                 ports = [(each.program.inputs, each.program.outputs) for each in self._variants]
                 return looped(run, arrays_by_name(inputs, program.inputs), names, ports)
+            except RunStoppedError:
+                raise too_late(timeout) from None
 
         return answer
 
@@ -310,8 +310,10 @@ class Session:
             RunError: as for `run`. Or the budget has no room for an output that stays on the device: the session stays open.
         """
         until = deadline(timeout)
-        with in_time(timeout):
+        try:
             binding.run(lambda names, kept: self._run(names, kept, binding.inputs, until, never))
+        except RunStoppedError:
+            raise too_late(timeout) from None
 
     def _run(
         self,
@@ -330,10 +332,11 @@ class Session:
         """
         since = perf_counter()
 
-        def stopped() -> bool:
+        def late() -> bool:
             return cancelled() or perf_counter() >= until
 
-        with self._alone("run", until):
+        stopped = cancelled if until == inf else late
+        with self._alone.takes("run", until):
             engine = self._engine
             if engine.failure is not None:
                 raise RunError(f"the session is closed ({engine.failure}); open a new one")
@@ -342,15 +345,18 @@ class Session:
             program = self._ready.program
             names = [] if kept_names and output_names == [] else chosen_outputs(program.outputs, output_names)
             kept_names = chosen_outputs(program.outputs, kept_names) if kept_names else []
-            given = arrays_by_name(inputs, program.inputs)
-            fitting = self._variants[fitting_variant([each.program.inputs for each in self._variants], given)]
+            if are_exactly(self._ready.takes, inputs):  # as in the last run
+                given, fitting = dict[str, Input](inputs), self._ready
+            else:
+                given = arrays_by_name(inputs, program.inputs)
+                fitting = self._variants[fitting_variant([each.program.inputs for each in self._variants], given)]
             if program.states:
                 self._bound_states().check_whole(state.name for state in program.states)
             try:
                 if fitting is not self._ready:
                     engine.change_variant(engine.opened.variant(fitting.bundle), fitting.plan, fitting.layout)
                     self._ready = fitting
-                on_device = engine.values_on_device(kept_names, self._needed)
+                on_device = engine.values_on_device(kept_names, self._needed) if kept_names else {}
                 every = [*names, *(name for name in kept_names if name not in on_device)]
                 results, self.last_run = engine.run(every, given, since=since, kept=on_device, stopped=stopped)
                 if self._prefetches:
@@ -360,6 +366,8 @@ class Session:
                 if failure is error:
                     raise
                 raise failure from failure.__cause__
+            if not kept_names:
+                return results, []
             in_host = dict(zip(every, results, strict=True))
             values = [on_device.get(name) or OutputValue.in_host_memory(in_host[name]) for name in kept_names]
             return results[: len(names)], values
@@ -372,7 +380,7 @@ class Session:
                 before, another part of the model has used its memory, or no run has ended.
             RunError: the session is closed, or the device fails, which closes it.
         """
-        with self._alone("outputs"):
+        with self._alone.takes("outputs"):
             self._bound_states()
             wanted = chosen_outputs(self._ready.program.outputs, names)
             if lost := [name for name in wanted if name not in self._engine.left]:
@@ -387,24 +395,6 @@ class Session:
     def bundle(self) -> Bundle:
         """The bundle, as the bound shape variant: the one that ran last."""
         return self._ready.bundle
-
-    @contextmanager
-    def _alone(self, what: str, until: float = inf) -> Iterator[None]:
-        """Exclusive use of the session: one thread at a time, not reentrant.
-
-        Raises:
-            RunStoppedError: another thread used it until `until`, a time of `time.perf_counter()`.
-        """
-        if os.getpid() != self._process:
-            raise RunError("the session was opened before this process was forked; open one in the child")
-        with held_until(self._lock, until):
-            if self._busy:
-                raise RunError(f"{what} was called while the same thread is in a run of the session; let the run end first")
-            self._busy = True
-            try:
-                yield
-            finally:
-                self._busy = False
 
     def get_inputs(self) -> list[TensorInfo]:
         """The inputs: name, shape and type of each, as ONNX Runtime's sessions describe theirs."""
@@ -430,7 +420,7 @@ class Session:
             ValueError: an unknown name.
             RunError: the session is closed, or the device fails.
         """
-        with self._alone("states"):
+        with self._alone.takes("states"):
             return self._bound_states().read(names)
 
     def set_states(self, states: Mapping[str, Any]) -> None:
@@ -440,12 +430,12 @@ class Session:
             ValueError: an unknown name, or an array of another shape or type; no state has changed.
             RunError: the session is closed, or the device fails.
         """
-        with self._alone("set_states"):
+        with self._alone.takes("set_states"):
             self._bound_states().write(arrays_by_name(states, self._ready.program.states))
 
     def reset(self) -> None:
         """Set all states to zeros, as they are when a session opens. Raises RunError like `states`."""
-        with self._alone("reset"):
+        with self._alone.takes("reset"):
             self._bound_states().reset()
 
     def _bound_states(self) -> States:
@@ -461,7 +451,7 @@ class Session:
         Raises:
             RunError: the session is closed, or called inside a run of the same thread.
         """
-        with self._alone("prefetch"):
+        with self._alone.takes("prefetch"):
             self._bound_states()
             if self._engine.current is None:
                 self._engine.prefetch()
@@ -478,7 +468,7 @@ class Session:
         limit = None if budget is None else parse_size(budget, what="budget")
         if self.host_budget is not None:
             raise UserError("the session has a host budget too, and keeps both; open another session for another budget")
-        with self._alone("set_budget"):
+        with self._alone.takes("set_budget"):
             self._bound_states()
             variants = self._variants
             if self.strategy == "preload":
@@ -504,7 +494,7 @@ class Session:
         Raises:
             RunError: called inside a run of the same thread, or memory of the host tier was refused.
         """
-        with self._alone("prepared"):
+        with self._alone.takes("prepared"):
             self._engine.wait_prepared()
 
     def close(self) -> None:
@@ -516,7 +506,7 @@ class Session:
         """
         if os.getpid() == self._process:
             self._background.cancel()
-            with self._alone("close"):
+            with self._alone.takes("close"):
                 self._engine.close("close was called")
 
     def __enter__(self) -> Self:
@@ -534,7 +524,8 @@ def _close_all() -> None:
     """Close what nobody closed: Python would release memory objects in another order (`flashmem.runtime.memory.ledger`)."""
     for session in list(_open):
         session._background.cancel(current=True)
-        if session._lock.acquire(blocking=False):  # not while another thread is in a run, which may take long
+        lock = session._alone.lock
+        if lock.acquire(blocking=False):  # not while another thread is in a run, which may take long
             with suppress(Exception):
                 session.close()
-            session._lock.release()
+            lock.release()

@@ -25,7 +25,7 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.program.launches import Arg
 from flashmem.program.program import fixed_bytes
 from flashmem.program.tensors import Tensor
-from flashmem.runtime.engine.executor import Resources, _Binder
+from flashmem.runtime.engine.steps import Resources, _Binder
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.devices import descriptor_for

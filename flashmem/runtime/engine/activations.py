@@ -25,6 +25,8 @@ from flashmem.runtime.opencl.context import Event, Memory, Queue
 
 Array = NDArray[Any]
 
+_ZERO = np.zeros(1, np.int32)
+
 
 class Activations:
     """The arena and the constants of one shape variant. They do not depend on the plan."""
@@ -43,11 +45,15 @@ class Activations:
         self._opened, self._ledger, self._queue = opened, ledger, device.queue
         self._of_host = ledger if opened.tier is None else opened.tier.ledger
         self._output_bytes, self._scratch_bytes = output_bytes(program), scratch_bytes(program)
-        self._copied = copied_outputs(program)
+        copied = copied_outputs(program)
+        self._copied = {
+            port.name: np.dtype(opened.tensors[str(port.tensor)].dtype) for port in copied
+        }  # with types in the arena
+        self._left: dict[tuple[str, ...], frozenset[str]] = {}  # results of `left`
         self._pinned: OutputPages | None = None
         if not device.device.unified_memory:
-            stored = ((port, np.dtype(opened.tensors[str(port.tensor)].dtype)) for port in self._copied)
-            self._pinned = OutputPages(self._of_host, {port.name: prod(port.shape) * dtype.itemsize for port, dtype in stored})
+            sizes = {port.name: prod(port.shape) * self._copied[port.name].itemsize for port in copied}
+            self._pinned = OutputPages(self._of_host, sizes)
         self._sent: list[Array] = []  # small inputs of the run, which the queue may still have to read
         self._pages = {
             port.name: (opened.tensors[port.tensor].offset, array_bytes(port))
@@ -55,12 +61,15 @@ class Activations:
             if port.tensor is not None
         }
         self._host: Bytes | None = None  # the arena in host memory, if the device uses host memory
+        self._in_place = False  # whether kernels and the host use the same bytes of it
         self.arena: Memory | None
         self.constants: Memory | None
         if beside is None:
             self.arena, self.constants = self._make_arena(), self._make_constants()
+            self._in_place = device.device.coherent and self._is_mapped_in_place(queue)
         else:
             self._host, self.arena, self.constants = beside._host, beside.arena, beside.constants
+            self._in_place = beside._in_place
         assert self.arena is not None
         self.enter(queue)
         names = {port.tensor for port in (*program.inputs, *program.outputs)}
@@ -71,6 +80,12 @@ class Activations:
             for name, tensor in opened.tensors.items()
             if name in names
         }
+        self._views = self._in_host_memory()
+        self._inputs = [
+            (port.name, opened.tensors[port.tensor], self._views[port.tensor].reshape(port.shape) if self._in_place else None)
+            for port in program.inputs
+            if port.tensor is not None
+        ]
 
     def _make_arena(self) -> Memory:
         program, what = self._opened.program, "the activation arena"
@@ -78,6 +93,27 @@ class Activations:
             return self._ledger.buffer("arena", program.arena_bytes, what)
         self._host = new_pages(program.arena_bytes)[: program.arena_bytes]
         return self._ledger.wrapped("arena", self._host, what)
+
+    def _is_mapped_in_place(self, queue: Queue) -> bool:
+        """Whether the driver maps the arena where the host has it, so that there is no other copy of it. Raises RunError."""
+        if self._host is None:
+            return False
+        view = queue.map(self.arena, self._host.nbytes)
+        try:
+            return bool(view.ctypes.data == self._host.ctypes.data)
+        finally:
+            queue.unmap(view)
+
+    def _in_host_memory(self) -> dict[str, Array]:
+        """The elements of tensors that the host reads and writes between launches, by name; none unless in place."""
+        views, host = dict[str, Array](), self._host
+        if not self._in_place or host is None:
+            return views
+        for name in self._ports:
+            tensor = self._opened.tensors[name]
+            place = host[tensor.offset : tensor.offset + tensor.nbytes]
+            views[name] = place.view(tensor.dtype)[: prod(tensor.shape)].reshape(tensor.shape)
+        return views
 
     def _make_constants(self) -> Memory | None:
         nbytes = self._opened.program.constants_bytes
@@ -114,7 +150,7 @@ class Activations:
     def write_inputs(self, inputs: Mapping[str, Input]) -> None:
         """Write inputs, which are already checked, and the table rows that they select.
 
-        Small ones are only enqueued: they must not change before the run ends.
+        Small ones are only enqueued, unless the host writes them in place: they must not change before the run ends.
 
         Raises:
             ValueError: an index is outside a table; no launch has begun.
@@ -122,11 +158,13 @@ class Activations:
         """
         opened = self._opened
         program = opened.program
-        for port in program.inputs:
-            if port.tensor is not None:
-                self._write_input(opened.tensors[port.tensor], inputs[port.name])
+        for name, tensor, view in self._inputs:
+            if view is not None:
+                view[...] = on_host(inputs[name])
+            else:
+                self._write_input(tensor, inputs[name])
         if program.status is not None:
-            self._write(program.status, np.zeros(1, np.int32))
+            self._write(program.status, _ZERO)
         for gather, table in zip(program.host_embeddings, opened.tables, strict=True):
             rows = gather_rows(table, gather, on_host(inputs[gather.indices]), opened.tensors[gather.tensor].dtype)
             self._write(gather.tensor, rows)
@@ -140,6 +178,9 @@ class Activations:
     def _write(self, tensor: str, data: Array) -> None:
         """Write a tensor from host memory, without a second copy of `data` that the ledger does not count."""
         if not data.nbytes:
+            return
+        if self._in_place:
+            self._views[tensor].reshape(data.shape)[...] = data
             return
         port, queue = self._ports[tensor], self._queue
         if data.flags.c_contiguous and data.nbytes + sum(sent.nbytes for sent in self._sent) <= SMALL_OUTPUT:
@@ -173,8 +214,8 @@ class Activations:
                 )
 
     def can_read_later(self, port: Port) -> bool:
-        """Whether an output that a run copies has the same bytes in the arena."""
-        return port in self._copied and self._opened.tensors[str(port.tensor)].dtype == port.dtype
+        """Whether a run enqueues the copy of an output: it has the same bytes in the arena, where the host cannot read them."""
+        return not self._in_place and port.name in self._copied and self._copied[port.name] == port.dtype
 
     def read_later(self, port: Port) -> tuple[Array, Event]:
         """Read an output after the enqueued launches; the event completes when the array is filled."""
@@ -188,11 +229,20 @@ class Activations:
     def outputs(self, ports: Sequence[Port], read: Mapping[str, Array]) -> dict[str, Array]:
         """The outputs by name: `read` during the run, copied now, or pages of the arena, which gets new pages."""
         self._sent.clear()
-        results = {port.name: np.empty(port.shape, numpy_dtype(port.dtype)) for port in ports if port.tensor is None}
-        results |= {port.name: read[port.name] for port in ports if port.name in read}
-        results |= {port.name: self._copy(port) for port in ports if port in self._copied and port.name not in results}
+        results, moved = dict[str, Array](), list[Port]()
+        for port in ports:
+            name = port.name
+            if port.tensor is None:
+                results[name] = np.empty(port.shape, numpy_dtype(port.dtype))
+            elif name in read:
+                results[name] = read[name]
+            elif name in self._copied:
+                results[name] = self._copy(port)
+            else:
+                moved.append(port)
         counts = {port.name: (port.axis, self._count(port)) for port in ports if port.count is not None}
-        results |= self._hand_over([port for port in ports if port.name not in results])
+        if moved:
+            results |= self._hand_over(moved)
         for name, (axis, count) in counts.items():
             results[name] = results[name][(*[slice(None)] * axis, slice(count))]
         return results
@@ -205,9 +255,15 @@ class Activations:
 
     def left(self, returned: Collection[str]) -> frozenset[str]:
         """After a run that returned the outputs `returned`: those that `outputs` can still return."""
+        names = tuple(returned)
+        if names not in self._left:
+            self._left[names] = self._left_after(names)
+        return self._left[names]
+
+    def _left_after(self, returned: Collection[str]) -> frozenset[str]:
         program = self._opened.program
-        end, copied = len(program.launches), {port.name for port in self._copied}
-        moved = set() if self._host is None else {page for name in {*returned} - copied for page in self._pages_of(name)}
+        end, moving = len(program.launches), {*returned} - self._copied.keys()
+        moved = set() if self._host is None else {page for name in moving for page in self._pages_of(name)}
         return frozenset(
             port.name
             for port in program.outputs
@@ -221,8 +277,11 @@ class Activations:
         return range(offset // page_size(), -(-(offset + nbytes) // page_size()))
 
     def _copy(self, port: Port) -> Array:
-        data = self._array(port, np.dtype(self._opened.tensors[str(port.tensor)].dtype))
-        self._read(data, str(port.tensor))
+        if self._in_place:
+            data = self._views[str(port.tensor)].reshape(port.shape).copy()
+        else:
+            data = self._array(port, self._copied[port.name])
+            self._read(data, str(port.tensor))
         return from_device(port, data)
 
     def _array(self, port: Port, dtype: np.dtype[Any]) -> Array:
@@ -231,7 +290,9 @@ class Activations:
         return np.empty(port.shape, dtype) if data is None else data
 
     def _read(self, data: Array, tensor: str) -> None:
-        if data.nbytes:
+        if data.nbytes and self._in_place:
+            data[...] = self._views[tensor].reshape(data.shape)
+        elif data.nbytes:
             self._queue.read(data, self._ports[tensor])
 
     def _hand_over(self, ports: Sequence[Port]) -> dict[str, Array]:
@@ -239,17 +300,22 @@ class Activations:
         if self._host is None or not ports:
             return {}
         queue, places = self._queue, [self._pages[port.name] for port in ports]
-        view = queue.map(self.arena, self._host.nbytes)  # from now on the host may read it
-        if view.ctypes.data == self._host.ctypes.data:
+        if self._in_place:
             taken = move_out(self._host, places)
-        else:  # the driver keeps the buffer in other memory too
-            taken = [view[offset : offset + nbytes].copy() for offset, nbytes in places]
-        queue.unmap(view)
+        else:
+            view = queue.map(self.arena, self._host.nbytes)  # from now on the host may read it
+            if view.ctypes.data == self._host.ctypes.data:
+                taken = move_out(self._host, places)
+            else:  # the driver keeps the buffer in other memory too
+                taken = [view[offset : offset + nbytes].copy() for offset, nbytes in places]
+            queue.unmap(view)
         return {port.name: data.view(port.dtype).reshape(port.shape) for port, data in zip(ports, taken, strict=True)}
 
     def forget(self) -> None:
         """Drop all references to device memory. The ledger still counts it."""
         self._ports.clear()
+        self._views.clear()
+        self._inputs.clear()
         self.arena = self.constants = self._host = None
 
     def give_back(self) -> None:

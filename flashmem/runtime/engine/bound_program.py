@@ -11,9 +11,10 @@ from flashmem.base.errors import RunError
 from flashmem.program.launches import Launch, SteadyLaunch
 from flashmem.runtime.engine.activations import Activations
 from flashmem.runtime.engine.device_state import DeviceInUse
-from flashmem.runtime.engine.executor import Executor, KernelSource, Resources, Step, make_steps
+from flashmem.runtime.engine.executor import Executor
 from flashmem.runtime.engine.opened import Kernels, OpenedBundle
 from flashmem.runtime.engine.states import States
+from flashmem.runtime.engine.steps import KernelSource, Resources, Step, make_steps
 from flashmem.runtime.kernels.steady import needed_residents, usable_launches
 from flashmem.runtime.memory.accounts import Category
 from flashmem.runtime.memory.ledger import Ledger
@@ -329,8 +330,9 @@ class BoundKernels:
 
     def switch(self, steady: Steady | None) -> None:
         """Use the result of `bind_steady` in the next runs, or the kernels of the first run (None). Call between two runs."""
-        assert steady is None or steady.needs <= self._weights.resident
-        self._steady = steady
+        if steady is not self._steady:
+            assert steady is None or steady.needs <= self._weights.resident
+            self._steady = steady
 
     def forget(self) -> None:
         """Drop all kernel objects and the memory of their arguments."""

@@ -10,10 +10,10 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from time import perf_counter
-from types import MappingProxyType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from numpy.typing import NDArray
@@ -187,10 +187,10 @@ class Engine:
             for ledger in (bound.ledger, host):
                 if ledger is not None:
                     ledger.restart_history()
-        ports = {port.name: port for port in program.outputs}
+        ports = bound.opened.outputs
         wanted = [ports[name] for name in dict.fromkeys(names)]
         keeping = [ports[name] for name in kept]
-        with _of_the_request():
+        with _OF_THE_REQUEST:
             bound.activations.write_inputs(inputs)
         if memory is None or mode != "interleave":
             inputs.clear()  # the caller may have dropped its references
@@ -213,7 +213,7 @@ class Engine:
             if mode == "interleave":  # the copies that kernels made before are overwritten
                 done, read = 0, {}
                 bound.activations.write_inputs(inputs)
-        with _of_the_request():
+        with _OF_THE_REQUEST:
             bound.activations.check_status()
         results = bound.activations.outputs(wanted, read)
         self.left = bound.activations.left(results.keys())
@@ -439,12 +439,15 @@ class Engine:
             self.opened.close()
 
 
-@contextmanager
-def _of_the_request() -> Iterator[None]:
-    """While no launch runs: raise RequestError for all errors but RunError, which would fail the next request too."""
-    try:
-        yield
-    except RunError:
-        raise
-    except Exception as error:
-        raise RequestError(error) from None
+class _OfTheRequest:
+    """While no launch runs: raises RequestError for all errors but RunError, which would fail the next request too."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, Exception) and not isinstance(error, RunError):
+            raise RequestError(error) from None
+
+
+_OF_THE_REQUEST = _OfTheRequest()

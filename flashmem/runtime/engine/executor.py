@@ -11,20 +11,14 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from time import perf_counter
 from types import MappingProxyType
-from typing import Any, Protocol
-
-import numpy as np
 
 from flashmem.base.errors import FlashmemWarning, RunError
-from flashmem.program.launches import Arg, Launch
-from flashmem.program.program import Program as BundleProgram
-from flashmem.runtime.memory.ledger import Ledger
+from flashmem.runtime.engine.steps import Step
+from flashmem.runtime.engine.stopping import never
 from flashmem.runtime.opencl.context import Event, Kernel, Memory, Queue, event_seconds, has_ended, set_memory, wait
 from flashmem.runtime.opencl.launching import PreparedLaunch, Recorder, Recording, not_recorded
-from flashmem.runtime.streaming.interleaved import COPY_GROUP, CopyStream, LayerMoves
 from flashmem.runtime.streaming.loader import LoaderRun
 from flashmem.runtime.streaming.transfer import Transfer
 from flashmem.schedule.loads import TimedInterval
@@ -41,140 +35,6 @@ FEWEST = 4
 """Fewest launches worth a recording."""
 
 _NOTHING: Mapping[int, Callable[[], None]] = MappingProxyType({})
-_AS_THEY_ARE: Mapping[int, Launch | None] = MappingProxyType({})
-_UNBOUND: Mapping[int, Any] = MappingProxyType({})
-
-
-def _never() -> bool:
-    return False
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """One kernel launch, ready to be enqueued. It holds `arguments` because a kernel does not keep its memory alive.
-
-    `slices`: the arguments that are slices, by index and name.
-    """
-
-    kernel: Kernel
-    global_size: tuple[int, ...]
-    local_size: tuple[int, ...] | None
-    arguments: tuple[Any, ...]
-    slices: tuple[tuple[int, str], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A launch of the program: wait for the slices `needs`, then enqueue `commands` (none: a later launch does its work)."""
-
-    name: str
-    commands: tuple[Command, ...]
-    needs: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Resources:
-    """Memory that kernel arguments refer to."""
-
-    ledger: Ledger
-    arena: Memory
-    constants: Memory | None
-    weights: Mapping[str, Memory]  # None: set before a launch (`Transfer.binds_late`)
-    staged: Mapping[str, Memory]  # where streamed slices wait for the copy to their places
-    states: Memory | None = None
-
-
-class KernelSource(Protocol):
-    """Compiled kernels."""
-
-    def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
-        """A new kernel object with its arguments set. Raises RunError."""
-
-
-def make_steps(
-    program: BundleProgram,
-    needs: Mapping[int, tuple[str, ...]],
-    moves: Mapping[int, LayerMoves],
-    resources: Resources,
-    plain: KernelSource,
-    lane: KernelSource | None,
-    instead: Mapping[int, Launch | None] = _AS_THEY_ARE,
-    bound: Mapping[int, Step] = _UNBOUND,
-) -> list[Step]:
-    """The steps of `program`. Launches in `moves` use kernels of `lane`, all others kernels of `plain`.
-
-    `instead`: replacements of launches that copy nothing; None: no launch. `bound`: steps whose commands are reused.
-
-    Raises:
-        RunError: a kernel is missing, or has other arguments.
-    """
-    binder = _Binder(program, resources)
-    steps = []
-    for layer, cold in enumerate(program.launches, start=1):
-        if layer in bound:
-            steps.append(replace(bound[layer], needs=needs.get(layer, ())))
-            continue
-        launch = instead.get(layer, cold)
-        if launch is None:
-            steps.append(Step(cold.name, (), needs.get(layer, ())))
-            continue
-        arguments = [binder.bind(arg) for arg in launch.args]
-        slices = tuple((index, str(arg.value)) for index, arg in enumerate(launch.args) if arg.kind == "slice")
-        moving = moves.get(layer)
-        commands = [_copy(lane, stream, resources) for stream in (moving.leading if moving else ())]
-        if moving is None or moving.interleaved is None:
-            commands.append(_command(plain, launch.kernel, launch.global_size, launch.local_size, arguments, slices))
-        else:
-            assert lane is not None
-            arguments += _lane(moving.interleaved, resources)
-            commands.append(_command(lane, launch.kernel, launch.global_size, launch.local_size, arguments, slices))
-        commands += [_copy(lane, stream, resources) for stream in (moving.separate if moving else ())]
-        steps.append(Step(launch.name, tuple(commands), needs.get(layer, ())))
-    return steps
-
-
-def _command(
-    program: KernelSource,
-    name: str,
-    size: tuple[int, ...],
-    group: tuple[int, ...] | None,
-    arguments: Sequence[Any],
-    slices: tuple[tuple[int, str], ...] = (),
-) -> Command:
-    return Command(program.kernel(name, arguments), size, group, tuple(arguments), slices)
-
-
-def _copy(lane: KernelSource | None, stream: CopyStream, resources: Resources) -> Command:
-    assert lane is not None
-    return _command(lane, stream.copier, (stream.copy_items,), (COPY_GROUP,), _lane(stream, resources))
-
-
-def _lane(stream: CopyStream, resources: Resources) -> list[Any]:
-    return stream.arguments(lambda part: resources.staged[part.name], lambda part: resources.weights[part.name], np.int32)
-
-
-class _Binder:
-    """Turns a program's arguments into kernel arguments; tensors and constants become sub-buffers."""
-
-    def __init__(self, program: BundleProgram, resources: Resources) -> None:
-        self._tensors = {tensor.name: tensor for tensor in program.tensors}
-        self._resources = resources
-
-    def bind(self, arg: Arg) -> Any:
-        if arg.kind == "int":
-            return np.int32(arg.value)
-        if arg.kind == "float":
-            return np.float32(arg.value)
-        resources = self._resources
-        if arg.kind == "slice":
-            return resources.weights[str(arg.value)]
-        if arg.kind == "whole":
-            return {"arena": resources.arena, "states": resources.states, "constants": resources.constants}[str(arg.value)]
-        if arg.kind == "tensor":
-            tensor = self._tensors[str(arg.value)]
-            whole = resources.states if tensor.memory == "states" else resources.arena
-            return resources.ledger.part(tensor.memory, whole, tensor.offset, tensor.nbytes)
-        return resources.ledger.part("constants", resources.constants, int(arg.value), arg.nbytes)
 
 
 class Executor:
@@ -197,7 +57,9 @@ class Executor:
             for index, name in command.slices:
                 self._users.setdefault(name, []).append((command.kernel, index))
         self._launches = [[queue.prepare(c.kernel, c.global_size, c.local_size) for c in step.commands] for step in steps]
+        self._busy = [layer for layer, launches in enumerate(self._launches, start=1) if launches]
         self._apart = LAYERS_APART[0]
+        self._parts: tuple[int, list[tuple[int, list[PreparedLaunch]]]] = (0, [])  # for a distance between events: `_in_parts`
 
     def run(
         self,
@@ -207,14 +69,17 @@ class Executor:
         after: Mapping[int, Callable[[], None]] = _NOTHING,
         *,
         done: int = 0,
-        halted: Callable[[], bool] = _never,
+        halted: Callable[[], bool] = never,
     ) -> int:
         """Run all launches after `done`; `loader` loads the slices that they need (None: everything is resident). Calls `check`
-        before each launch, and `after[launch]` once that launch is enqueued. No launch begins once `halted()` is true.
+        before each launch, or before several of a run that loads nothing, and `after[launch]` once that launch is enqueued. No
+        launch begins once `halted()` is true.
 
         Returns the last launch when it is complete. Raises RunError when a load or a launch fails, and what `check` raises;
         launches may then still be running.
         """
+        if loader is None and trace is None and self._recorder is None and halted is never and not after and not done:
+            return self._run_resident(check)
         queue = self._queue
         waking = loader.wakes if loader is not None else frozenset()
         flying: deque[tuple[int, Event]] = deque()  # launches with events, not known to be complete
@@ -299,6 +164,48 @@ class Executor:
         if trace is not None:
             trace.extend(self._intervals(traced))
         return last
+
+    def _run_resident(self, check: Callable[[], None] | None) -> int:
+        """Run all launches, with nothing to load, to free or to read, and nobody who halts it: part by part, with an event
+        between two parts, and one wait at the end. See `run`.
+        """
+        queue, transfer, begun = self._queue, self._transfer, perf_counter()
+        if transfer is not None and transfer.arrived:
+            self._follow(list(transfer.arrived))
+        self._bind(self._users)
+        parts, done = self._in_parts(), 0
+        flying: Event | None = None  # of the last part but one
+        for layer, launches in parts:
+            if check is not None:
+                check()
+            if not done and len(launches) > 2 * FEWEST:  # the device begins while the others are enqueued
+                queue.launch_all(launches[:1])
+                queue.flush()
+                launches = launches[1:]
+            done = layer
+            if done == parts[-1][0]:
+                queue.launch_all(launches)
+                break
+            queue.launch_all(launches[:-1])
+            event = queue.launch(launches[-1])
+            queue.flush()
+            if flying is not None:
+                wait(flying)
+            flying = event
+        queue.finish()
+        self._space(len(self._busy), perf_counter() - begun)
+        return len(self._steps)
+
+    def _in_parts(self) -> list[tuple[int, list[PreparedLaunch]]]:
+        """The launches of a run in parts, each with its last step. Two events are apart by the steps of one part."""
+        apart, parts = self._parts
+        if apart != self._apart:
+            apart, parts = self._apart, []
+            for first in range(0, len(self._busy), apart):
+                layers = self._busy[first : first + apart]
+                parts.append((layers[-1], [each for layer in layers for each in self._launches[layer - 1]]))
+            self._parts = apart, parts
+        return parts
 
     def _follow(self, names: Iterable[str]) -> None:
         """Make the queue wait for the commands on other queues that load these slices."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from flashmem.base.errors import RunError
 from flashmem.base.types import TransferMode
@@ -14,6 +15,7 @@ from flashmem.program.lanes import lane_kind
 from flashmem.program.program import Program, host_bytes, pinned_output_bytes
 from flashmem.program.tensors import Slice
 from flashmem.runtime.engine.device_state import DeviceInUse
+from flashmem.runtime.engine.ports import ArrayTypes, array_types
 from flashmem.runtime.kernels.build_processes import build_apart
 from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.kernels.cache_files import ProgramCache
@@ -78,6 +80,7 @@ class OpenedBundle:
         self.slices = {part.name: part for part in program.slices}
         self.readable = program.readable()
         self.together = {part: self.readable[joined.name] for joined in program.joined for part in joined.parts}
+        self.outputs = {port.name: port for port in program.outputs}
         self.tensors = {tensor.name: tensor for tensor in program.tensors}
         self.checksums: Mapping[str, Checksum] | None = bundle.checksums.slices if verify_weights else None
         self.segmented = not verify_weights  # a checksum covers a whole slice
@@ -123,6 +126,11 @@ class PlannedVariant:
     plan: OverlapPlan
     layout: PoolLayout
     shares_memory: bool
+
+    @cached_property
+    def takes(self) -> ArrayTypes:
+        """The arrays that a run takes. Raises ValueError like `numpy_dtype`."""
+        return array_types(self.program.inputs)
 
     def needed(self) -> int:
         """Bytes that the budget of a session of this variant requires."""

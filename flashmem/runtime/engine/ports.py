@@ -73,6 +73,26 @@ def tensor_infos(variants: Sequence[Sequence[Port]]) -> list[TensorInfo]:
     return infos
 
 
+ArrayTypes = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
+"""The dtype and the shape of arrays, by name."""
+
+
+def array_types(ports: Sequence[Port]) -> ArrayTypes:
+    """What `check_inputs` accepts for `ports`. Raises ValueError like `numpy_dtype`."""
+    return {port.name: (numpy_dtype(port.dtype), port.shape) for port in ports}
+
+
+def are_exactly(types: ArrayTypes, inputs: Any) -> bool:
+    """Whether `inputs` is a dict of exactly such numpy arrays, which need no other check. Most inputs of later runs are."""
+    if type(inputs) is not dict or len(inputs) != len(types):
+        return False
+    for name, (dtype, shape) in types.items():
+        array = inputs.get(name)
+        if type(array) is not np.ndarray or array.dtype != dtype or array.shape != shape:
+            return False
+    return True
+
+
 def check_inputs(ports: Sequence[Port], inputs: Mapping[str, Input]) -> None:
     """Raise ValueError unless `inputs` has exactly the ports' names, shapes and dtypes."""
     names = [port.name for port in ports]
@@ -107,8 +127,11 @@ def to_device(tensor: Tensor, array: Array) -> Array:
 
 def from_device(port: Port | State, array: Array) -> Array:
     """`array`, as read from the device, in the dtype of the port or state; the same memory if the dtype is equal."""
+    dtype = numpy_dtype(port.dtype)
+    if array.dtype == dtype:
+        return array
     with np.errstate(over="ignore"):  # a value too large for float16 becomes infinite
-        return array.astype(numpy_dtype(port.dtype), copy=False)
+        return array.astype(dtype)
 
 
 def gather_rows(file: Reader, gather: HostEmbeddingLookup, indices: Array, stored: StoredType) -> Array:

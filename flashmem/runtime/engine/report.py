@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 from dataclasses import dataclass
 from typing import Self
 
@@ -108,9 +109,28 @@ class RunReport:
         return sum(load.nbytes for load in self.loads if all(step != "read" for step, _ in load.steps))
 
 
+class _Peak:
+    """The peak of this process's resident memory, read again only after a page fault: without one it has no new pages.
+
+    A reading takes 12 us, and a small network runs in as many.
+    """
+
+    def __init__(self) -> None:
+        self._faults = -1
+        self._peak: int | None = None
+
+    def read(self) -> int | None:
+        """The peak in bytes; None if /proc does not report it."""
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        faults = usage.ru_minflt + usage.ru_majflt
+        if faults != self._faults:
+            self._faults, self._peak = faults, _resident("VmHWM")
+        return self._peak
+
+
 def process_peak_rss() -> int | None:
     """Peak resident memory of this process in bytes; None if /proc does not report it."""
-    return _resident("VmHWM")
+    return _PEAK.read()
 
 
 def process_rss() -> int | None:
@@ -119,7 +139,7 @@ def process_rss() -> int | None:
 
 
 def _resident(field: str) -> int | None:
-    try:  # without text files, which take three times as long: a small network runs in 0.1 ms
+    try:  # without text files, which take three times as long
         status = os.open("/proc/self/status", os.O_RDONLY)
     except OSError:
         return None
@@ -129,3 +149,6 @@ def _resident(field: str) -> int | None:
         os.close(status)
     _, found, rest = text.partition(f"\n{field}:".encode("ascii"))
     return 1024 * int(rest.split(maxsplit=1)[0]) if found else None
+
+
+_PEAK = _Peak()

@@ -67,8 +67,11 @@ class Run:
         Raises:
             RunError: a load or a launch failed; the bound program can only be closed then.
         """
+        weights = self.bound.weights
         try:
-            with self.bound.weights.guarded():
+            if not weights.transfer.in_place:
+                return self._execute(outputs, kept, traced, halted)
+            with weights.guarded():
                 return self._execute(outputs, kept, traced, halted)
         except BaseException:
             with suppress(RunError):  # the first failure is the one to report
@@ -93,8 +96,8 @@ class Run:
 
         by_layer: dict[int, list[Port]] = {}
         for port in outputs:
-            enqueued = port.name in kept or bound.activations.can_read_later(port)
-            if port.tensor is not None and (enqueued or port.ready is not None):
+            enqueued = port.name in kept or port.ready is not None or bound.activations.can_read_later(port)
+            if port.tensor is not None and enqueued:
                 by_layer.setdefault(port.ready or len(bound.opened.program.launches), []).append(port)
         after = {layer: partial(read, ports) for layer, ports in by_layer.items()}
         check = bound.weights.check_files if bound.weights.transfer.in_place else None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from time import perf_counter
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
+from flashmem.base.errors import RunError
 from flashmem.runtime.engine.given_arrays import described
 
 
@@ -36,26 +37,44 @@ def deadline(timeout: Any) -> float:
     return perf_counter() + timeout
 
 
-@contextmanager
-def in_time(timeout: float | None) -> Iterator[None]:
-    """Turn RunStoppedError in the body into TimeoutError."""
-    try:
-        yield
-    except RunStoppedError:
-        raise TimeoutError(f"the run was stopped by its timeout of {timeout} s; allow more time, or run again") from None
+def too_late(timeout: float | None) -> TimeoutError:
+    """The error of a run that RunStoppedError ended."""
+    return TimeoutError(f"the run was stopped by its timeout of {timeout} s; allow more time, or run again")
 
 
-@contextmanager
-def held_until(lock: threading.RLock, until: float) -> Iterator[None]:
-    """Hold `lock` in the body.
+class OneThread:
+    """Exclusive use of a session, in the process that opened it: one thread at a time, not reentrant.
 
-    Raises:
-        RunStoppedError: it was not free until `until`, a time of `time.perf_counter()`.
+    `with one_thread.takes("run"):` has it in the body.
     """
-    left = min(max(0.0, until - perf_counter()), threading.TIMEOUT_MAX)
-    if not lock.acquire(timeout=-1 if until == math.inf else left):
-        raise RunStoppedError("the session was busy")
-    try:
-        yield
-    finally:
-        lock.release()
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.busy = False  # read and written by the thread that holds the lock
+        self._process = os.getpid()
+
+    def takes(self, what: str, until: float = math.inf) -> Self:
+        """Wait for it, and take it for `what`, a method's name.
+
+        Raises:
+            RunStoppedError: another thread had it until `until`, a time of `time.perf_counter()`.
+            RunError: this very thread has it; or the process was forked since.
+        """
+        if os.getpid() != self._process:
+            raise RunError("the session was opened before this process was forked; open one in the child")
+        if not self.lock.acquire(blocking=False):
+            left = min(max(0.0, until - perf_counter()), threading.TIMEOUT_MAX)
+            if not self.lock.acquire(timeout=-1 if until == math.inf else left):
+                raise RunStoppedError("the session was busy")
+        if self.busy:
+            self.lock.release()
+            raise RunError(f"{what} was called while the same thread is in a run of the session; let the run end first")
+        self.busy = True
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.busy = False
+        self.lock.release()

@@ -46,6 +46,7 @@ class WarmUp:
         self._launches: tuple[SteadyLaunch, ...] = ()  # the launches of these kernels
         self._plan: OverlapPlan | None = None  # the plan for which the launches were selected
         self._chosen: Steady | None = None  # used by the last run
+        self._choice: tuple[tuple[Steady, ...], frozenset[str]] | None = None  # what it was chosen of, and for
         self._whole = False  # whether a run used all of these launches
         self._earlier: list[CachedKernels] = []  # compiled in this process, all launched, replaced since
         self._builders: Builders | None = None
@@ -70,8 +71,9 @@ class WarmUp:
             self._refuse(error)
 
     def _begin(self, bound: BoundProgram) -> None:
-        with self._lock:
-            self._whole |= self._chosen is not None and _layers(self._chosen.launches) >= _layers(self._launches)
+        if not self._whole and self._chosen is not None:
+            with self._lock:
+                self._whole = _layers(self._chosen.launches) >= _layers(self._launches)
         if self._refused or (bound is self._program and bound.weights.resident == self._seen):
             return
         self._seen = bound.weights.resident
@@ -97,8 +99,12 @@ class WarmUp:
         if not self._refused and bound is not self._program:
             self._take_over(bound)
         with self._lock:
-            ready = [each for each in self._ready if each.needs <= bound.weights.resident]
-        self._chosen = max(ready, key=lambda each: len(each.launches), default=None)
+            ready = self._ready
+        resident = bound.weights.resident
+        if self._choice is None or self._choice[0] is not ready or self._choice[1] is not resident:
+            able = [each for each in ready if each.needs <= resident]
+            self._chosen = max(able, key=lambda each: len(each.launches), default=None)
+            self._choice = ready, resident
         bound.kernels.switch(self._chosen)
         return self._chosen is not None
 
@@ -125,7 +131,7 @@ class WarmUp:
     def leave(self) -> None:
         """Call before the memory of the program or of its weights is freed: from then on nothing is bound to it."""
         with self._lock:
-            self._program = self._seen = self._wanted = self._chosen = None
+            self._program = self._seen = self._wanted = self._chosen = self._choice = None
             self._stay, self._ready = object(), ()
         with self._binding:
             pass

@@ -105,8 +105,12 @@ class _Seconds:
         return sum(map(self._together, launches))
 
     def _together(self, launch: Launch) -> float:
+        """Seconds of the launch without a chain. One that several cores share takes the driver twice as long: it waits for them
+        where the launches around it, which are chains, are one core's.
+        """
         groups = math.prod(launch.global_size) // math.prod(launch.local_size or (1,))
-        return self._rates.launch_seconds + self.alone(launch) / max(1, min(groups, self._cores))
+        sharing = max(1, min(groups, self._cores))
+        return self._rates.launch_seconds * min(2, sharing) + self.alone(launch) / sharing
 
 
 def _runs(program: Program, texts: Mapping[str, str], seconds: _Seconds) -> Iterator[tuple[int, int]]:

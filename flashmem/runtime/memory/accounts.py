@@ -195,6 +195,8 @@ class Account:
     def history(self) -> list[tuple[float, int]]:
         """The history as (seconds, bytes of all categories from then on)."""
         with self._lock:
+            if len(self.changes) == len(self._began[1]):  # nothing has changed
+                return [(self._began[0], self.total)]
             begun, held = self._began[0], dict(self._began[1])
             moments = [(begun, sum(held.values()))]
             for at, category, nbytes in self.changes[len(held) :]:
@@ -206,6 +208,8 @@ class Account:
         """The time-weighted mean of the total over the history up to `until`, in bytes; `until` in seconds of
         `time.perf_counter()`.
         """
+        if len(self.changes) == len(self._began[1]):  # nothing has changed
+            return float(self.total)
         moments = [*self.history, (until, 0)]
         weighted = sum(held * (after - at) for (at, held), (after, _) in pairwise(moments))
         duration = until - moments[0][0]

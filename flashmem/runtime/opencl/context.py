@@ -87,8 +87,10 @@ class Queue:
 
     def flush(self) -> None:
         """Submit the enqueued commands to the device without waiting."""
-        with _explained("flush"):
+        try:
             self.handle.flush()
+        except cl.Error as error:
+            raise _run_error("flush", error) from error
 
     def follow(self, events: Sequence[Event]) -> None:
         """Make later commands wait for `events` of flushed commands on other queues.
@@ -188,9 +190,11 @@ class Queue:
             unmapped(self.unmap(view))
 
     def finish(self) -> None:
-        """Wait until all enqueued commands have completed."""
-        with _explained("finish"):
+        """Wait until all enqueued commands have completed; other threads run meanwhile."""
+        try:
             self.handle.finish()
+        except cl.Error as error:
+            raise _run_error("finish", error) from error
 
 
 def wait(event: Event) -> None:

@@ -68,6 +68,7 @@ class Device:
     instruction_set: str = ""  # of a CPU's kernels (`flashmem.runtime.opencl.instruction_set`)
     variables: Mapping[str, str] = field(default_factory=dict, compare=False)  # of the driver, at its start
     by_address: bool = False  # whether buffers are shared virtual memory (`flashmem.runtime.opencl.shared_memory`)
+    coherent: bool = False  # whether host and kernels see each other's writes without maps: fine-grained shared virtual memory
 
     @property
     def key(self) -> str:

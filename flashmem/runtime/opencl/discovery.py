@@ -30,7 +30,7 @@ _IMAGE_PITCH_ALIGNMENT, _IMAGE_BASE_ALIGNMENT = 0x104A, 0x104B  # not in pyopenc
 _COMPUTE_CAPABILITY_MAJOR = 0x4000  # CL_DEVICE_COMPUTE_CAPABILITY_MAJOR_NV
 _DOT_PRODUCT_CAPABILITIES = 0x1073  # CL_DEVICE_INTEGER_DOT_PRODUCT_CAPABILITIES_KHR; bit 0: packed words
 _DOT_PRODUCT_ACCELERATION = 0x1075  # CL_DEVICE_INTEGER_DOT_PRODUCT_ACCELERATION_PROPERTIES_4x8BIT_PACKED_KHR; signed first
-_SVM_CAPABILITIES = 0x1053  # bit 0: coarse-grained buffers
+_SVM_CAPABILITIES = 0x1053  # bit 0: coarse-grained buffers; bit 1: fine-grained ones
 
 _one_driver = False
 _only: str | None = None
@@ -147,6 +147,7 @@ def _describe(platform: Any, device: Any) -> Device:
     images = bool(device.image_support)
     instructions = instruction_set(platform.name, device.version) if kind == "cpu" else ""
     has_view = images and IMAGE_FROM_BUFFER in extensions
+    shared = _raw_info(device, _SVM_CAPABILITIES, 8)
     return Device(
         platform=platform.name.strip(),
         platform_version=platform.version.strip(),
@@ -175,7 +176,8 @@ def _describe(platform: Any, device: Any) -> Device:
         instruction_set=instructions,
         dots=_gpu_dots(device, extensions) if kind != "cpu" else cpu_dots(platform.name, device.driver_version, instructions),
         variables=driver_variables(platform.name),
-        by_address=platform.name.startswith("NVIDIA") and bool(_raw_info(device, _SVM_CAPABILITIES, 8) & 1),
+        by_address=platform.name.startswith("NVIDIA") and bool(shared & 1),
+        coherent=bool(shared & 2),
     )
 
 

@@ -28,7 +28,8 @@ from flashmem.compiler.options import Options
 from flashmem.planning.limits import Limits
 from flashmem.program.lanes import LANE_UNIT, LaneKind, lane_kind, lane_places
 from flashmem.program.tensors import Slice
-from flashmem.runtime.engine.executor import Executor, Resources, make_steps
+from flashmem.runtime.engine.executor import Executor
+from flashmem.runtime.engine.steps import Resources, make_steps
 from flashmem.runtime.kernels.cache import CompiledKernels
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context

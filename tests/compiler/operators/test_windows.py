@@ -1,4 +1,4 @@
-"""Pooling and transposed convolutions compared with ONNX Runtime: sizes, pads and values, many windows in one model."""
+"""Pools, transposed convolutions and those of few channels compared with ONNX Runtime: sizes, pads and values, many at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.passes.decompose import decompose
-from tests.support.compared import DEVICES, answers_of, require_right
+from tests.support.compared import DEVICES, PLACES, answers_of, require_right
 from tests.support.inputs import floats
 
 Case = tuple[str, dict[str, Any]]
@@ -27,9 +27,10 @@ def model_of(cases: list[Case], shape: tuple[int, ...]) -> onnx.ModelProto:
     nodes, outputs, weights = [], [], []
     for index, (op, attributes) in enumerate(cases):
         inputs = ["x"]
-        if op == "ConvTranspose":
+        if op.startswith("Conv"):
             inputs.append(f"w{index}")
-            data = np.random.default_rng(index).standard_normal((shape[1], 4, *attributes["kernel_shape"])).astype(np.float32)
+            sizes = (shape[1], 4) if op == "ConvTranspose" else (20, shape[1])
+            data = np.random.default_rng(index).standard_normal((*sizes, *attributes["kernel_shape"])).astype(np.float32)
             weights.append(numpy_helper.from_array(data, f"w{index}"))
         nodes.append(helper.make_node(op, inputs, [f"y{index}"], **attributes))
         outputs.append(helper.make_tensor_value_info(f"y{index}", TensorProto.FLOAT, None))
@@ -157,6 +158,22 @@ def test_values_are_right(name: str, kind: str, place: tuple[str, str], tmp_path
         assert (answer[lowest] == -np.inf).all(), case
         answer[lowest] = expected[lowest]
     require_right(model, feeds, answers)
+
+
+@pytest.mark.parametrize("place", [place for place in PLACES if place[1] == "buffer"], ids="-".join)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_rows_of_taps_inside_the_image_and_across_its_edges(channels: int, place: tuple[str, str], tmp_path: Path) -> None:
+    """A CPU reads the first in place, and copies the others with zeros: left, right, above, below, and all at once."""
+    cases: list[Case] = [
+        ("Conv", {"kernel_shape": [7, 7], "strides": [2, 2], "pads": [3, 3, 3, 3]}),
+        ("Conv", {"kernel_shape": [3, 3], "pads": [0, 0, 0, 0]}),
+        ("Conv", {"kernel_shape": [3, 5], "strides": [1, 2], "pads": [0, 4, 2, 0]}),
+        ("Conv", {"kernel_shape": [2, 3], "strides": [3, 1], "dilations": [4, 1], "pads": [3, 0, 0, 2]}),
+        ("Conv", {"kernel_shape": [1, 45], "pads": [0, 8, 0, 3]}),
+    ]
+    shape = (2, channels, 17, 45)
+    model, feeds = model_of(cases, shape), {"x": floats(*shape)}
+    require_right(model, feeds, answers_of(model, feeds, place, tmp_path))
 
 
 @pytest.mark.parametrize("place", DEVICES, ids="-".join)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 
 from flashmem.base.errors import RunError
 from flashmem.runtime.engine import executor as module
-from flashmem.runtime.engine.executor import LAYERS_APART, Command, Executor, Step
+from flashmem.runtime.engine.executor import LAYERS_APART, Executor
+from flashmem.runtime.engine.steps import Command, Step
+from flashmem.runtime.engine.stopping import never
 from flashmem.runtime.opencl.context import Context, Queue
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.streaming.copied import InterleaveTransfer
@@ -37,11 +40,14 @@ class FakeQueue:
         self.events.append(launch)
         return launch
 
-    def launch_all(self, launches: Iterable[int], *, alone: bool) -> None:
+    def launch_all(self, launches: Iterable[int], *, alone: bool = True) -> None:
         self.enqueued += launches
 
     def flush(self) -> None:
         self.submitted = len(self.enqueued)
+
+    def finish(self) -> None:
+        self.submitted = self.waited = len(self.enqueued)
 
     def follow(self, events: Iterable[str]) -> None:
         self.followed += [(event, len(self.enqueued)) for event in events]
@@ -116,6 +122,29 @@ def test_every_gate_opens_and_nothing_else_is_waited_for(
         assert loader.done == sorted(waking) and all(loader.loaded[name] for name in releases)
     assert waking <= set(queue.events)
     assert len(set(queue.events) - waking) <= layers // apart + 1
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=200), st.integers(*LAYERS_APART))
+@settings(max_examples=200, deadline=None)
+def test_a_run_without_loads_makes_the_same_launches_whoever_may_halt_it(counts: list[int], apart: int) -> None:
+    """`counts`: launches of each step; later launches do the work of steps without any."""
+    numbers = iter(range(1, 1000))
+    steps = [Step(str(n), tuple(Command(next(numbers), (1,), None, ()) for _ in range(many))) for n, many in enumerate(counts)]
+    made = []
+    for halted in (never, lambda: False):
+        queue = FakeQueue()
+        queue.marker = lambda: 0  # type: ignore[attr-defined]
+        executor = Executor(queue, steps)  # type: ignore[arg-type]
+        executor._apart = apart
+        checks: list[int] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "wait", lambda event: queue.wait(event) if event else None)  # noqa: B023 - called below
+            patch.setattr(Executor, "_space", lambda *_: None)
+            done = executor.run(None, None, lambda: checks.append(len(queue.enqueued)), halted=halted)  # noqa: B023
+        assert done == len(steps) and not (halted is never and queue.waited != sum(counts))
+        assert max((after - before for before, after in pairwise([*checks, sum(counts)])), default=0) <= 3 * apart
+        made.append(queue.enqueued)
+    assert made[0] == made[1] == list(range(1, sum(counts) + 1))
 
 
 @pytest.mark.parametrize("done", [0, 1, 2])

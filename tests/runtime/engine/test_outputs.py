@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +23,9 @@ from flashmem.profiler.descriptor import descriptor_toml
 from flashmem.program.program import copied_outputs, fixed_bytes, output_bytes
 from flashmem.runtime.memory import arena
 from flashmem.runtime.opencl.context import Queue
-from flashmem.runtime.opencl.discovery import list_devices
+from flashmem.runtime.opencl.discovery import find_device, list_devices
+from flashmem.runtime.opencl.launching import PreparedLaunch
+from flashmem.runtime.request import options
 from flashmem.target.descriptor import load_descriptor
 
 pytestmark = pytest.mark.build_apart
@@ -273,6 +275,36 @@ def test_a_program_for_a_cpu_runs_where_memory_is_apart(model: Model, monkeypatc
         Session(model.bundle, mode="dma", budget=fixed_bytes(model.bundle.program, shares_memory=False) - 1)
 
 
+@pytest.mark.parametrize("coherent", [True, False])
+def test_the_host_uses_the_arena_in_place_where_it_is_the_only_copy(
+    model: Model, coherent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without commands; also inputs that are not contiguous, and those that change after the run."""
+    if not coherent:
+        monkeypatch.setattr(options, "find_device", lambda *_, **__: replace(find_device(model.device), coherent=False))
+    calls: list[str] = []
+    with Session(model.bundle, device=model.device) as session:
+        for name in ("write", "write_later", "read", "read_later"):
+            made = getattr(Queue, name)
+            monkeypatch.setattr(
+                Queue, name, lambda *given, _name=name, _made=made, **options: calls.append(_name) or _made(*given, **options)
+            )
+        for seed in range(3):
+            inputs = draw(seed)
+            expected = answers(draw(seed))
+            if seed == 1:
+                inputs = {name: np.asfortranarray(array) for name, array in inputs.items()}
+            if seed == 2:
+                inputs["n"] = np.repeat(inputs["n"], 2)[::2]
+            got = dict(zip(expected, session.run(None, inputs), strict=True))
+            for array in inputs.values():
+                array[...] = 0
+            assert_right(got, expected)
+            assert_right(dict(zip(["sums"], session.run(["sums"], draw(seed)), strict=True)), expected)
+            assert_right(session.outputs("doubled", "half"), expected)
+    assert bool(calls) != coherent
+
+
 @pytest.mark.parametrize("how", ["pages cannot be moved", "the driver keeps a copy"])
 def test_where_pages_cannot_be_moved_they_are_copied(model: Model, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if how == "pages cannot be moved":
@@ -301,13 +333,13 @@ def test_where_pages_cannot_be_moved_they_are_copied(model: Model, how: str, mon
 def test_a_run_that_fails_leaves_earlier_answers_alone(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(model.bundle, device=model.device)
     kept = dict(zip(model.expected, session.run(None, model.inputs), strict=True))
-    flush = Queue.flush
+    launch = Queue.launch_all
 
-    def interrupted(queue: Queue) -> None:
-        flush(queue)
+    def interrupted(queue: Queue, launches: Sequence[PreparedLaunch], **options: bool) -> None:
+        launch(queue, launches, **options)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Queue, "flush", interrupted)
+    monkeypatch.setattr(Queue, "launch_all", interrupted)
     with pytest.raises(KeyboardInterrupt):
         session.run(None, draw(3))
     monkeypatch.undo()

@@ -140,7 +140,7 @@ def test_a_cancelled_run_stops(session: Session, model: MiniModel, monkeypatch: 
         futures += [session.run_async(None, inputs)]
         submitted.set()
         assert wait(futures, 60).done
-        with session._lock:
+        with session._alone.lock:
             pass  # the thread has left the run
         assert LAUNCH <= len(launches) < len(session.bundle.program.launches)
     with pytest.raises(CancelledError):
@@ -212,7 +212,7 @@ def test_closing_cancels_what_waits(session: Session, model: MiniModel, monkeypa
     inputs, go = model.inputs(), threading.Event()
     before_launch(LAUNCH, lambda: go.wait(60), monkeypatch)
     first, second = (session.run_async(None, inputs) for _ in range(2))
-    while not session._busy:
+    while not session._alone.busy:
         time.sleep(0.001)
     closing = threading.Thread(target=session.close)
     closing.start()

@@ -21,7 +21,8 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.profiler.descriptor import write_descriptor
 from flashmem.profiler.launches import recording_pays
 from flashmem.runtime.engine import executor as module
-from flashmem.runtime.engine.executor import FEWEST, Command, Executor, Step
+from flashmem.runtime.engine.executor import FEWEST, Executor
+from flashmem.runtime.engine.steps import Command, Step
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.discovery import list_devices

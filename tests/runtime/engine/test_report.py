@@ -1,0 +1,47 @@
+"""What a run reports of the process."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashmem.runtime.engine import report
+from flashmem.runtime.engine.ports import are_exactly
+from flashmem.runtime.memory.accounts import Account
+
+
+def test_the_peak_of_a_process_is_read_again_after_it_has_new_pages() -> None:
+    before = report.process_peak_rss()
+    assert before is not None
+    for more in range(1, 4):
+        array = np.ones(8 << 20, np.uint8)
+        after = report.process_peak_rss()
+        assert after is not None and after >= report.process_rss()  # type: ignore[operator]
+        assert more > 1 or after >= before
+        del array
+    held = [np.ones(1 << 26, np.uint8) for _ in range(2)]
+    grown = report.process_peak_rss()
+    assert grown is not None and grown >= before + len(held) * (1 << 26) // 2
+
+
+def test_the_history_of_an_account_that_has_not_changed_is_what_it_holds() -> None:
+    account = Account(None)
+    account.reserve("arena", 100, "an arena")
+    account.reserve("outputs", 10, "outputs")
+    account.restart_history()
+    (begun, held), *others = account.history
+    assert held == 110 and not others and account.average(begun + 1) == 110
+    account.release("outputs", 10)
+    assert [held for _, held in account.history] == [110, 100]
+    assert 100 < account.average(account.changes[-1][0] + 1e-9) <= 110
+
+
+def test_only_numpy_arrays_of_the_types_of_a_model_need_no_other_check() -> None:
+    types = {"x": (np.dtype(np.float32), (2, 3)), "n": (np.dtype(np.int64), ())}
+    x, n = np.zeros((2, 3), np.float32), np.zeros((), np.int64)
+    assert are_exactly(types, {"x": x, "n": n}) and are_exactly(types, {"n": n, "x": x.T.copy().T})
+    masked = np.ma.masked_array(x)
+    for wrong in (
+        {"x": x}, {"x": x, "n": 1}, {"x": x, "n": n, "more": n}, {"x": x, "m": n}, {"x": x.T, "n": n}, [x, n], None,
+        {"x": x.astype(np.float64), "n": n}, {"x": x.astype(">f4"), "n": n}, {"x": masked, "n": n}, {"x": x[:1], "n": n},
+    ):  # fmt: skip
+        assert not are_exactly(types, wrong)
