@@ -1,7 +1,4 @@
-"""Lowering of contractions: MatMul and convolutions with one launch for each slice of their packed weights.
-
-A product of two activations is one launch.
-"""
+"""Lowering of contractions: MatMul and convolutions with one launch for each slice of their packed weights."""
 
 from __future__ import annotations
 
@@ -10,33 +7,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.types import ITEMSIZE
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
-from flashmem.compiler.ir.strided import broadcast_strides, row_major
-from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
+from flashmem.compiler.ir.strided import row_major
+from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.dot_products import dot_product
+from flashmem.compiler.lowering.dynamic_matmul import lower_dynamic
 from flashmem.compiler.lowering.movement import copy_region
-from flashmem.compiler.lowering.quantisation import WeightBinding, read_both, read_weights
+from flashmem.compiler.lowering.quantisation import WeightBinding, read_weights
 from flashmem.compiler.lowering.tile import ContractionTile
-from flashmem.compiler.operators.vector import REGISTER, scalar_literal
-from flashmem.compiler.selection.configs import estimates, measured_seconds, seconds
+from flashmem.compiler.lowering.tile_choice import pieces_of, quantised_config, tile_for, with_binding, with_unscaled_sums
+from flashmem.compiler.operators.vector import scalar_literal
 from flashmem.compiler.weights.packing import PackedSlice, Packing, phases_of, weight_columns, weight_matrix
 from flashmem.program.launches import Arg, KernelShape
-from flashmem.target.descriptor import DeviceDescriptor
-from flashmem.target.instruction_set import PANEL
-from flashmem.target.kernel_configs.config import KernelConfig
-from flashmem.target.kernel_configs.contraction import (
-    CODES,
-    Contraction,
-    PlainContraction,
-    SlicedContraction,
-    StagedContraction,
-)
-from flashmem.target.kernel_configs.tensor_cores import CODES_PANEL, CodesContraction
 from flashmem.target.kernel_configs.workload import TF32, Workload
 
 _TEMPLATES = {
@@ -49,87 +35,8 @@ _TEMPLATES = {
 _BYTES = ("char", "uchar")
 """Types of packed elements, counted in bytes."""
 
-NARROWEST = 8
-"""Columns of the narrowest panel that a budget may require: rows of packed codes of 4 bits are whole, and loads are vectors."""
-
 DEPTH_BLOCK = 64
 """The most steps of depth between two steps of the copy stream. A folded texture also ends a step at the end of a fold."""
-
-ROW_PIXELS, MOST_TAPS = 4, 11
-"""Depthwise convolution on phones: the most outputs of a row that a work-item computes, and the most taps across."""
-
-
-def _tile(
-    context: LoweringContext,
-    group: FusionGroup,
-    workload: Workload,
-    run: int,
-    *,
-    packed: bool = True,
-    given: Contraction | None = None,
-    winograd: bool = False,
-) -> ContractionTile:
-    """The contraction tile: config `given`, or the one for `workload`, cut to the matrix, with the types of its operands.
-
-    `run`: steps of depth that are read contiguously. `winograd`: as in `compiler.selection.selector.KernelRequest`.
-    """
-    node, weights = group.main, workload.weights
-    scalar, activation = REGISTER[node.outputs[0].dtype], context.stored(node.input(0))
-    floats = scalar == "float" and activation in ("float", "half") and weights in ("float32", "float16")
-    plain = None if floats else context.descriptor.tile.config(workload.family)
-    config = given or plain or choice(context, group, workload, packed=packed, winograd=winograd)
-    if workload.storage != TF32 and (activation != "half" or weights != "float16"):
-        config = config.in_float()
-    if isinstance(config, PlainContraction) and not packed:
-        config = replace(config, panel_columns=0)
-    config = config.cut(workload)
-    staged = config.staged_depth
-    vectors = context.descriptor.code.vector_loads and floats and not staged and run % 4 == 0
-    offsets = 4 * max(workload.depth * workload.columns, group.main.input(0).size)  # in bytes, of 32 bits
-    return ContractionTile(
-        config, texture=packed and context.memory_path == "texture", weights=weights, scalar=scalar, activation=activation,
-        stored=context.stored(group.output), aligned=workload.depth % 4 == 0, aligned_columns=workload.columns % 4 == 0,
-        whole=bool(staged) and run % staged == 0,
-        looped=context.descriptor.kind == "cpu" and not staged and config.rows * config.columns > config.vector,
-        depth_vector=4 if vectors and offsets < MOST_OFFSET else 1,
-    )  # fmt: skip
-
-
-def choice(
-    context: LoweringContext, group: FusionGroup, workload: Workload, *, packed: bool = True, winograd: bool = False
-) -> Contraction:
-    """The config for `workload`, selected once for each weight, because all patches read the weight in one packing."""
-    key = (group.main.input(1), replace(workload, rows=0), winograd)
-    if not packed or key not in context.configs:
-        widest = context.slicing.widest(workload.depth * (2 if workload.storage == "float16" else 4)) if packed else None
-        forms = context.before.forms(group.main.input(1)) or context.earlier.forms(group.main) if packed else frozenset()
-        halves = workload.storage == "float16" and context.stored(group.main.input(0)) == "half"
-        config = context.selector.config(workload, [node.op for node in group.epilogue], widest, winograd, forms, halves)
-        assert isinstance(config, Contraction)
-        stored = [columns for columns, depth in forms if depth == workload.depth]
-        context.configs[key] = _narrowed(config, max(stored)) if stored else _narrowed(config, widest)
-    return context.configs[key]
-
-
-def _narrowed(config: Contraction, widest: int | None) -> Contraction:
-    """`config` with panels of at most `widest` columns, or `NARROWEST`: a slice has at least one panel. None: any width."""
-    if not isinstance(config, PlainContraction) or widest is None or config.panel <= widest:
-        return config
-    columns = max(NARROWEST, 1 << max(1, widest).bit_length() - 1)
-    return replace(config, columns=min(columns, config.columns), vector=min(config.vector, columns))
-
-
-def _with(tile: ContractionTile, binding: WeightBinding) -> ContractionTile:
-    """`tile` with the zero points and scales of its operands."""
-    return replace(
-        tile,
-        zero=binding.zero,
-        scale=binding.scale,
-        weight_zero=binding.weight_zero,
-        weight_scale=binding.weight_scale,
-        weight_minimum=binding.weight_minimum,
-        block_depth=binding.block,
-    )
 
 
 def lower_matmul(context: LoweringContext, group: FusionGroup) -> None:
@@ -137,7 +44,7 @@ def lower_matmul(context: LoweringContext, group: FusionGroup) -> None:
     weight = group.main.input(1)
     is_packed = weight.constant is not None and weight.dtype in ("float32", "int8", "uint8")
     if not is_packed or math.prod(weight.shape[:-2]) != 1:
-        _lower_dynamic(context, group)
+        lower_dynamic(context, group)
         return
     shape = group.main.outputs[0].shape
     rows, columns = math.prod(shape[:-1]), shape[-1]
@@ -193,20 +100,18 @@ def lower_packed(
         family, context.memory_path, rows, depth, columns // groups, groups, _storage(context, node, binding, stageable),
         taps=depth // run, stride=max(node.attributes.get("strides", (1,))),
     )  # fmt: skip
-    given, packed_panel = _quantised(context, workload, binding)
+    given, packed_panel = quantised_config(context, workload, binding)
     dots = dot_product(context, node, binding, depth, run)
     if given is None and (binding.codes is None or binding.zero is not None or binding.scale is not None or not stageable):
         given = context.descriptor.tile.config(family)
-    tile = _with(
-        _tile(context, group, workload, run, packed=binding.codes is not None, given=given, winograd=winograd), binding
+    tile = with_binding(
+        tile_for(context, group, workload, run, packed=binding.codes is not None, given=given, winograd=winograd), binding
     )
-    tile = replace(tile, packed_panel=packed_panel, pieces=_pieces(context, tile))
+    tile = replace(tile, packed_panel=packed_panel, pieces=pieces_of(context, tile))
     if dots is not None:
         tile, dims = dots.tile(tile), dots.dims(family, dims)
-    if family == "matmul" and context.descriptor.kind == "cpu" and tile.rows == 1 and _sums_unscaled(tile):
-        in_words = tile.nibbles and not tile.texture and tile.vector == tile.panel == PANEL
-        words = context.descriptor.vector_floats if in_words else 0
-        tile = replace(tile, words=words, strands=1 if words else max(1, min(_MOST_STRANDS, _SUMMED_COLUMNS // tile.columns)))
+    if family == "matmul" and context.descriptor.kind == "cpu" and tile.rows == 1:
+        tile = with_unscaled_sums(tile, context.descriptor)
     # Zero points and scales of a block are loaded between steps of the loop, so no step may span two blocks.
     step = max(n for n in range(1, DEPTH_BLOCK + 1) if binding.block % n == 0) if binding.block else DEPTH_BLOCK
     in_heads = family == "matmul" and context.memory_path == "buffer" and bool(binding.by_block) and tile.element in _BYTES
@@ -251,7 +156,7 @@ def lower_packed(
     x, y = context.operand(node.input(0)), context.tensor(group.output)
     zeros = [dots.outside(context, run) if dots else context.zeros(dims[3])] if family != "matmul" else []
     if binding.codes is None:
-        sliced = [_packed_at_run_time(context, group, groups, tile.panel)]
+        sliced = [packed_at_run_time(context, group, groups, tile.panel)]
     else:
         heads = [each.array for each in binding.by_block] if in_heads else []
         sliced = [Arg("slice", name) for name in placed(context, node, packing, parts, binding.codes, heads)]
@@ -330,62 +235,6 @@ def _storage(context: LoweringContext, node: Node, binding: WeightBinding, stage
     return TF32 if context.tf32 and floats and stageable and binding.codes is not None else binding.storage
 
 
-def _pieces(context: LoweringContext, tile: ContractionTile) -> int:
-    """`ContractionTile.pieces`: a half has 11 bits, as TF32, a float 24; bfloat16 has 8."""
-    if not isinstance(tile.config, CodesContraction):
-        return 0
-    return 2 if context.tf32 or tile.activation == "half" else 3
-
-
-_SUMMED_COLUMNS, _MOST_STRANDS = 64, 4
-"""Floats of sums that hide the latency of a multiply-add: four steps of two units of eight floats."""
-
-
-def _sums_unscaled(tile: ContractionTile) -> bool:
-    """Whether products with weights of `tile` can be summed before they are scaled: floats times quantised weights."""
-    floats = tile.scalar == "float" and tile.activation in ("float", "half") and tile.zero is tile.scale is None
-    return floats and tile.integers and tile.weight_scale is not None and not tile.k_block
-
-
-def _quantised(context: LoweringContext, workload: Workload, binding: WeightBinding) -> tuple[Contraction | None, int]:
-    """The config by which a GPU multiplies floats by quantised weights, if it has one, and the width of packed panels, if its
-    block spans several.
-
-    Panels are those of the plain config for every number of rows, because all shapes of a model share its packed weights. For
-    few rows, work-items share the depth of a panel; for few and more, tensor cores multiply codes. On devices without them, and
-    for other blocks, the config with a K-block that is fastest for floats dequantises weights once for a block of rows.
-    """
-    scaled = binding.weight_scale is not None and binding.zero is binding.scale is None
-    if workload.family != "matmul" or workload.storage not in CODES or not scaled:
-        return None, 0
-    descriptor = context.descriptor
-    listed = descriptor.configs_of(workload.family)
-    panel = descriptor.tile.config(workload.family).cut(workload).panel
-    rivals = [each for each in listed if _multiplies(context, each, workload, binding, panel)]
-    if rivals:
-        times = measured_seconds(descriptor, workload, rivals)
-        few = [each for each in rivals if isinstance(each, SlicedContraction)]
-        if not times:
-            times = dict.fromkeys(few[:1], 0.0) or estimates(descriptor, workload, rivals)
-        fastest = min(times, key=lambda each: times[each])
-        assert isinstance(fastest, Contraction)
-        return fastest, 0 if isinstance(fastest, SlicedContraction) else panel
-    staged = [each for each in listed if isinstance(each, StagedContraction) and each.panel % panel == 0 and each.split_k == 1]
-    times = seconds(descriptor, replace(workload, storage="float32")) if staged else {}
-    known = [each for each in staged if each in times]
-    return (min(known, key=lambda each: times[each]), panel) if known else (None, 0)
-
-
-def _multiplies(context: LoweringContext, config: KernelConfig, workload: Workload, binding: WeightBinding, panel: int) -> bool:
-    """Whether `config` is for quantised weights alone, and can multiply these: no step of it may span two blocks."""
-    if isinstance(config, SlicedContraction):
-        return config.fits(workload) and binding.block % config.steps == 0
-    if not isinstance(config, CodesContraction) or not config.fits(workload) or panel != CODES_PANEL:
-        return False
-    by_column = bool(binding.block) == bool(binding.by_block)  # not one scale for all columns of a block
-    return by_column and binding.block % config.step == 0 and not (context.selector.limited and config.split_k > 1)
-
-
 def _launched(node: Node, tile: ContractionTile, rows: int, panels: int, phases: tuple[int, int]) -> tuple[int, int]:
     """Work-items in both directions; those of a transposed convolution phase by phase."""
     if phases == (1, 1):
@@ -410,7 +259,7 @@ def _fold_unit(family: str, tile: ContractionTile, run: int, step: int) -> int:
     return max(tile.depth_vector, tile.strands, tile.steps)
 
 
-def _packed_at_run_time(context: LoweringContext, group: FusionGroup, groups: int, panel: int) -> Arg:
+def packed_at_run_time(context: LoweringContext, group: FusionGroup, groups: int, panel: int) -> Arg:
     """Weights of a convolution that are computed at run time, copied into panels: [groups, panels, taps, channels, panel]."""
     node = group.main
     weight = node.input(1)
@@ -456,141 +305,3 @@ def placed(
         return (packing.pack(part, columns, others) for part in parts)
 
     return [name for name, _ in context.place_packed(node, packing, parts, pieces)]
-
-
-def lower_depthwise(context: LoweringContext, group: FusionGroup) -> None:
-    """Lower a depthwise convolution: each output channel reads one input channel, which several may share."""
-    node = group.main
-    x, weight, y = node.input(0), node.input(1), node.outputs[0]
-    batch, height, width, channels = x.shape
-    out_height, out_width, columns = y.shape[1:]
-    rows = batch * out_height * out_width
-    vector = context.vector_for(columns)
-    binding = read_weights(context, node, blocks=False)
-    stored, accumulator = context.stored(group.output), REGISTER[y.dtype]
-    storage = "float32" if binding.storage == "float16" else binding.storage.replace("int4", "int8")
-    kernel_h, kernel_w = weight.shape[2:]
-    stride_h, stride_w = node.attributes["strides"]
-    dilation_h, dilation_w = node.attributes["dilations"]
-    pads = node.attributes["pads"][:2]
-    activation = context.stored(x)
-    floats = (accumulator, storage) == ("float", "float32") and activation in ("float", "half") and binding.scale is None
-    whole = min(vector, columns & -columns)  # the widest vector of which a pixel's channels are a multiple
-    vectors = whole == 4 if context.descriptor.code.vector_loads else whole >= 4 and context.descriptor.kind == "cpu"
-    in_rows = vectors and floats and columns == channels and kernel_w <= MOST_TAPS and 4 * x.size < MOST_OFFSET
-    vector = whole if in_rows else vector
-    pixels = _row_pixels(context.descriptor, kernel_w, stride_w, dilation_w) if in_rows else 1
-    config = PlainContraction("depthwise", pixels, vector, vector, families=("depthwise",))
-    plain = ContractionTile(
-        config, weights=storage, scalar=accumulator, activation=activation, stored=stored, aligned_columns=columns % 4 == 0
-    )
-    tile = _with(plain, replace(binding, block=0))
-    values: dict[str, Any]
-    if in_rows:
-        template, lines = "contraction/depthwise_row", batch * out_height * -(-out_width // pixels)
-        values = {"taps": kernel_w, "stride": stride_w, "reads": _reads(pixels, kernel_w, stride_w, dilation_w)}
-        of_kernel = [kernel_h, stride_h, dilation_h]
-    else:
-        template, lines, values = "contraction/depthwise", rows, {"multiplier": columns // channels}
-        of_kernel = [kernel_h, kernel_w, stride_h, stride_w, dilation_h, dilation_w]
-    dims = [rows, height, width, columns, out_height, out_width, *of_kernel, *pads]
-    epilogue = context.epilogue(group, vector)
-    items = (-(-columns // vector), lines)
-    local = context.work_group(items)
-    kernel = context.kernels.kernel(
-        template, t=tile, attributes=context.attributes(local), **values, **context.epilogue_values(epilogue)
-    )
-    read, dtype = binding.codes, np.dtype(storage)
-    if read is None:
-        packed = _packed_at_run_time(context, group, 1, columns)
-    else:
-        packed = context.data(
-            weight.name, dtype.itemsize * weight.size, lambda: np.ascontiguousarray(read().reshape(columns, -1).T, dtype)
-        )
-    zeros = context.zeros(columns)
-    args = [
-        context.operand(x),
-        packed,
-        context.tensor(group.output),
-        zeros,
-        *binding.args,
-        *context.operand_args(epilogue),
-        *dims,
-    ]
-    shape = KernelShape("depthwise", rows, columns, weight.size // columns, run=columns, vector=vector)
-    context.launch(group, kernel, args, items, local, shape, macs=rows * weight.size)
-
-
-def _row_pixels(descriptor: DeviceDescriptor, taps: int, stride: int, dilation: int) -> int:
-    """Outputs of a row for each work-item of a depthwise convolution: as many as fit in registers, at least one.
-
-    A work-item has the place of each pixel that it reads and whether that is inside the image; vectors of four floats for each
-    sum, each tap and one pixel; and 20 registers more (as Mali's compiler reports: docs/research/phone-compilers.md).
-    """
-    pixels, most = ROW_PIXELS, descriptor.registers.most if descriptor.registers else math.inf
-    while pixels > 1 and 2 * len(_reads(pixels, taps, stride, dilation)) + 4 * (pixels + taps + 1) + 20 > most:
-        pixels //= 2
-    return pixels
-
-
-def _reads(pixels: int, taps: int, stride: int, dilation: int) -> list[tuple[int, list[tuple[int, int]]]]:
-    """The pixels of an image's row that this many outputs read, from the first on, and the (output, tap) pairs of each."""
-    uses: dict[int, list[tuple[int, int]]] = {}
-    for pixel in range(pixels):
-        for tap in range(taps):
-            uses.setdefault(pixel * stride + tap * dilation, []).append((pixel, tap))
-    return sorted(uses.items())
-
-
-def _lower_dynamic(context: LoweringContext, group: FusionGroup) -> None:
-    """Lower a product of two tensors (or of a tensor and a stack of constant matrices), such as attention's two products."""
-    a, b, y = group.main.input(0), group.main.input(1), group.main.outputs[0]
-    batch, (rows, columns), depth = y.shape[:-2], y.shape[-2:], a.shape[-1]
-    batches = math.prod(batch)
-    transposed = bool(group.main.attributes["transposed"])
-    right, binding = read_both(context, group.main)
-    workload = Workload("matmul_dynamic", "buffer", rows, depth, columns, batches, binding.storage)
-    floats = (
-        binding.storage in ("float32", "float16")
-        and binding.zero is binding.scale is binding.weight_zero is binding.weight_scale is None
-    )
-    given = None if floats else context.descriptor.tile.config(workload.family)
-    tile = _with(_tile(context, group, workload, depth, packed=False, given=given), binding)
-    epilogue = context.epilogue(group, tile.vector)
-    levels = _batch_levels(batch, a.shape, b.shape)
-    kernel = context.kernels.kernel(
-        "contraction/matmul_dynamic",
-        t=tile,
-        attributes=context.attributes(tile.group),
-        levels=len(levels),
-        transposed=transposed,
-        **context.epilogue_values(epilogue),
-    )
-    args = [context.operand(a), right, context.tensor(group.output), *binding.args, *context.operand_args(epilogue)]
-    context.launch(
-        group,
-        kernel,
-        [*args, batches, rows, depth, columns, *(number for level in levels for number in level)],
-        (*tile.launched(rows, -(-columns // tile.panel)), batches),
-        (*tile.group, 1),
-        tile.described(
-            KernelShape(rows=batches * rows, columns=columns, depth=depth, run=depth, stride=depth if transposed else 1)
-        ),
-        macs=batches * rows * columns * depth,
-    )
-
-
-def _batch_levels(batch: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """Size and strides of each dimension of `batch`, innermost first: (size, stride of `a`, stride of `b`) of matrices.
-
-    A stride is 0 where the operand is broadcast. Neighbours that one stride covers in both operands are merged; at least one
-    dimension remains.
-    """
-    steps = [[stride * shape[-2] * shape[-1] for stride in reversed(broadcast_strides(shape[:-2], batch))] for shape in (a, b)]
-    levels: list[tuple[int, int, int]] = []
-    for size, *step in zip(reversed(batch), *steps, strict=True):
-        if levels and step == [levels[-1][0] * last for last in levels[-1][1:]]:
-            levels[-1] = (levels[-1][0] * size, *levels[-1][1:])
-        elif size > 1:
-            levels.append((size, *step))
-    return levels or [(1, 0, 0)]

@@ -13,9 +13,11 @@ from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
 from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
-from flashmem.compiler.lowering.contraction import choice, lower_depthwise, lower_packed, placed
+from flashmem.compiler.lowering.contraction import lower_packed, placed
+from flashmem.compiler.lowering.depthwise import lower_depthwise
 from flashmem.compiler.lowering.quantisation import read_weights
 from flashmem.compiler.lowering.tile import ContractionTile
+from flashmem.compiler.lowering.tile_choice import choice
 from flashmem.compiler.operators.vector import REGISTER
 from flashmem.compiler.weights.packing import Packing
 from flashmem.program.launches import Arg, KernelShape
