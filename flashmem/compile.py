@@ -20,7 +20,7 @@ from flashmem.bundle.shape_variants import Shapes
 from flashmem.bundle.writer import BundleWriter
 from flashmem.compilation import DATA_FILES, Compilation, read_compilation, states_of
 from flashmem.compiler.adaptive.prompt_runs import with_longer_run
-from flashmem.compiler.adaptive.shape_variants import PlannedVariant, Variants, adding, plan_variants, read_graphs
+from flashmem.compiler.adaptive.shape_variants import CompiledVariant, Variants, adding, plan_variants, read_graphs
 from flashmem.compiler.frontend.external_data import model_files
 from flashmem.compiler.frontend.gguf.reader import converted
 from flashmem.compiler.frontend.gguf.weights import matrix, sketched
@@ -330,7 +330,7 @@ def _compile(
     return Bundle.open(output)
 
 
-def _variant(generated: Generated, planned: PlannedVariant, options: Options) -> ShapeVariant:
+def _variant(generated: Generated, planned: CompiledVariant, options: Options) -> ShapeVariant:
     """One shape variant of the bundle. `generated`: its program, with the weights that variants share."""
     program, plan = generated.program, planned.plan
     codes = {name: ProgramCode(program.with_launches_of(each.program), each.source) for name, each in planned.elsewhere.items()}

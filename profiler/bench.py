@@ -31,7 +31,7 @@ from flashmem.runtime.engine.steps import Resources, Step, make_steps
 from flashmem.runtime.kernels.cache import CompiledKernels
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context, Memory
-from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.streaming.interleaved import CopyStream, LayerMoves, Move
 from flashmem.schedule.loads import WORD
 from flashmem.target.descriptor import DeviceDescriptor

@@ -20,7 +20,7 @@ from flashmem.base.files import written_whole
 from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.planning.capacity.basis import Basis
 from flashmem.planning.capacity.features import MAX_RATIO, launch_features
-from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.processor import processor_of
 from flashmem.target.descriptor import DeviceDescriptor, Rates
 

@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Any
 
 from flashmem.base.types import TransferMode
-from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.opencl.device import Device
 from flashmem.target.descriptor import DeviceDescriptor, Rates
 from flashmem.target.instruction_set import other_tiles
 

@@ -27,7 +27,7 @@ from flashmem.program.tensors import Slice
 from flashmem.runtime.engine.steps import Command, Resources, make_steps
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import CompiledProgram, Context, Memory, event_seconds
-from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.launching import PreparedLaunch
 from flashmem.target.descriptor import DeviceDescriptor
 

@@ -24,7 +24,8 @@ from flashmem.compiler.lowering.program import Generated
 from flashmem.compiler.selection.configs import candidates, estimates
 from flashmem.compiler.selection.tuning_database import SUFFIX, VERSION, Timing, TuningDatabase, parse_database
 from flashmem.runtime.opencl.context import CompiledProgram
-from flashmem.runtime.opencl.devices import Device, descriptor_for
+from flashmem.runtime.opencl.device import Device
+from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.request.options import device_here
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 from flashmem.target.kernel_configs.config import KernelConfig

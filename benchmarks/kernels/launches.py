@@ -20,7 +20,8 @@ from benchmarks.command import Arguments, run_command
 from flashmem.profiler.launches import nothing_steps
 from flashmem.runtime.engine.executor import Executor
 from flashmem.runtime.opencl.context import Context, cl, wait
-from flashmem.runtime.opencl.devices import Device, no_device
+from flashmem.runtime.opencl.device import Device
+from flashmem.runtime.opencl.devices import no_device
 from flashmem.runtime.opencl.discovery import list_devices
 
 AHEAD = 8

@@ -28,7 +28,7 @@ from flashmem.base.errors import NoDeviceError, UserError
 from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.compile import compile as compile_model
 from flashmem.compiler.frontend.importer import OPSETS
-from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.discovery import find_device, list_devices
 from flashmem.runtime.session import Session
 

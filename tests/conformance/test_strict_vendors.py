@@ -18,7 +18,8 @@ from flashmem.base.errors import UserError
 from flashmem.base.types import MemoryPath
 from flashmem.bundle.bundle import Bundle
 from flashmem.program.program import fixed_bytes
-from flashmem.runtime.opencl.devices import Device, descriptor_for, why_not
+from flashmem.runtime.opencl.device import Device
+from flashmem.runtime.opencl.devices import descriptor_for, why_not
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.opencl.launching import RECORDABLE_QUEUES
 from flashmem.schedule import loads as schedule

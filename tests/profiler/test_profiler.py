@@ -35,7 +35,8 @@ from flashmem.profiler.rates import lane_contention, measure_main_rates
 from flashmem.profiler.report import agreement, held_out, repeats
 from flashmem.profiler.train import save, train
 from flashmem.program.launches import KernelShape, Launch
-from flashmem.runtime.opencl.devices import Device, descriptor_for
+from flashmem.runtime.opencl.device import Device
+from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.target.descriptor import DeviceDescriptor, descriptor_names, load_descriptor
 from tests.support.made_profile import BASIS, features, law

@@ -6,7 +6,8 @@ import pytest
 
 from flashmem.profiler.shapes import Matmul
 from flashmem.profiler.timing import Stand, generated
-from flashmem.runtime.opencl.devices import Device, descriptor_for
+from flashmem.runtime.opencl.device import Device
+from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.discovery import list_devices
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from flashmem.program.tensors import Slice
 from flashmem.runtime.opencl.context import Bytes
-from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.request import options
 from flashmem.runtime.streaming.host_tier import HostTier
 from flashmem.runtime.streaming.weight_file import WeightFile

@@ -12,7 +12,8 @@ from flashmem.base.paths import cache_folder, make_private, why_unusable
 from flashmem.base.streams import say
 from flashmem.base.units import format_size
 from flashmem.cli.output.console import emit_json, out
-from flashmem.runtime.opencl.devices import Device, choose, descriptor_for, no_device, why_not
+from flashmem.runtime.opencl.device import Device
+from flashmem.runtime.opencl.devices import choose, descriptor_for, no_device, why_not
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.opencl.matrix_extensions import unused_of
 from flashmem.runtime.opencl.measured_rates import keep_measured_rates

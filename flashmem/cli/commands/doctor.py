@@ -18,7 +18,7 @@ from flashmem.tools.doctor.selftest import SelfTestResult, disk, run_apart
 from flashmem.tools.doctor.surroundings import Surroundings, look
 
 if TYPE_CHECKING:
-    from flashmem.runtime.opencl.devices import Device
+    from flashmem.runtime.opencl.device import Device
 
 
 def examine(*, as_json: bool) -> bool:

@@ -101,7 +101,7 @@ def _largest_first(graphs: Sequence[Graph]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class PlannedVariant:
+class CompiledVariant:
     """The program of a variant, its plan, and its programs for other instruction sets, by their names."""
 
     generated: Generated
@@ -111,7 +111,7 @@ class PlannedVariant:
 
 def plan_variants(
     read: Variants, progress: Callable[[str, float], None], begin: Callable[[Generated, OverlapPlan | None], None]
-) -> dict[int, PlannedVariant]:
+) -> dict[int, CompiledVariant]:
     """Plan each variant; by its number, in the order of planning. `begin` is called with each program, first without its plan.
 
     Raises:
@@ -119,7 +119,7 @@ def plan_variants(
     """
     graphs, variants, earlier = read.graphs, read.options, NOTHING_STORED
     options = variants[0]
-    made: dict[int, PlannedVariant] = {}
+    made: dict[int, CompiledVariant] = {}
     for index in _largest_first(graphs):
         progress("plan", len(made) / len(graphs))
         try:
@@ -135,13 +135,13 @@ def plan_variants(
         begin(generated, plan)
         plan = with_layouts(generated.program, plan, options.descriptor.modes[generated.program.memory_path])
         plan = within_allocations(generated.program, plan, options.descriptor, options.mode)
-        made[index] = PlannedVariant(generated, plan, elsewhere)
+        made[index] = CompiledVariant(generated, plan, elsewhere)
         if len(graphs) > 1:
             earlier = stored_by(generated, earlier)
     return _keeping_the_same(made, options) if len(graphs) > 1 else made
 
 
-def _keeping_the_same(made: Mapping[int, PlannedVariant], options: Options) -> dict[int, PlannedVariant]:
+def _keeping_the_same(made: Mapping[int, CompiledVariant], options: Options) -> dict[int, CompiledVariant]:
     """The variants, planned together where that lets a session change between them without loading weights again."""
     descriptor, mode = options.descriptor, options.mode
     programs = [(each.generated.program, each.plan) for each in made.values()]

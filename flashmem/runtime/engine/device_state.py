@@ -9,7 +9,8 @@ from flashmem.runtime.engine.report import process_rss
 from flashmem.runtime.memory.accounts import Budget
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import CompiledProgram, Context, Queue
-from flashmem.runtime.opencl.devices import Device, passed_probes
+from flashmem.runtime.opencl.device import Device
+from flashmem.runtime.opencl.devices import passed_probes
 from flashmem.runtime.opencl.launching import Recorder
 from flashmem.runtime.streaming.shared_pages import SharedSlices
 

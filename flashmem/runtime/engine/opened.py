@@ -21,7 +21,7 @@ from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.kernels.cache_files import ProgramCache
 from flashmem.runtime.kernels.chains import with_chains
 from flashmem.runtime.kernels.required import RequiredKernel, required_kernels
-from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.request.options import choose_host_budget
 from flashmem.runtime.streaming.host_tier import HostTier
 from flashmem.runtime.streaming.interleaved import LayerMoves, layer_moves

@@ -11,7 +11,7 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.planning.carried_instance import carried_instance
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.runtime.engine.opened import PlannedVariant
-from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.opencl.device import Device
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.schedule.residency import streamed_layout

@@ -21,7 +21,8 @@ from flashmem.runtime.kernels.cache_files import ProgramCache, packed_entries
 from flashmem.runtime.kernels.chains import with_chains
 from flashmem.runtime.kernels.required import required_kernels
 from flashmem.runtime.kernels.steady import new_kernels
-from flashmem.runtime.opencl.devices import Device, descriptor_for
+from flashmem.runtime.opencl.device import Device
+from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.request.options import choose_mode, device_for
 from flashmem.runtime.streaming.interleaved import LayerMoves, layer_moves
 from flashmem.schedule.plan import OverlapPlan, Strategy

@@ -34,7 +34,7 @@ from flashmem.program.program import Program
 from flashmem.runtime.kernels.cache_files import ProgramCache
 from flashmem.runtime.kernels.required import SMALL_GRID, KernelLaunch, RequiredKernel, Size, variant
 from flashmem.runtime.opencl.compile_target import driver_variables
-from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.discovery import driver_for
 from flashmem.runtime.opencl.pocl import ROOM_BYTES
 

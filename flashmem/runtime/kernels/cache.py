@@ -36,7 +36,7 @@ from flashmem.program.kernel_text import joined_texts, kernel_texts, shuffles, u
 from flashmem.runtime.kernels.cache_files import ProgramCache, unpacked_entries
 from flashmem.runtime.kernels.required import RequiredKernel, variant
 from flashmem.runtime.opencl.context import CompiledProgram, Context, Kernel
-from flashmem.runtime.opencl.devices import HALF_ARITHMETIC, Device
+from flashmem.runtime.opencl.device import HALF_ARITHMETIC, Device
 
 Build = Callable[[Mapping[str, RequiredKernel]], Mapping[str, bytes]]
 """Builds kernels, writes them to the cache, and returns the binaries by key. Raises RunError."""

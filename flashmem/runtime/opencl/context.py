@@ -27,7 +27,8 @@ from flashmem.runtime.opencl.binding import QUIET as _QUIET
 from flashmem.runtime.opencl.binding import cl as cl
 from flashmem.runtime.opencl.binding import explained as _explained
 from flashmem.runtime.opencl.binding import run_error as _run_error
-from flashmem.runtime.opencl.devices import Device, passed_probes
+from flashmem.runtime.opencl.device import Device
+from flashmem.runtime.opencl.devices import passed_probes
 from flashmem.runtime.opencl.discovery import started_before_fork
 from flashmem.runtime.opencl.dot_products import KHRONOS, KHRONOS_MIXED
 from flashmem.runtime.opencl.launching import (

@@ -19,7 +19,8 @@ from flashmem.base.interrupts import is_command
 from flashmem.runtime.opencl import driver_table, undocumented
 from flashmem.runtime.opencl.binding import cl as cl
 from flashmem.runtime.opencl.compile_target import compile_target, driver_variables
-from flashmem.runtime.opencl.devices import IMAGE_FROM_BUFFER, NVIDIA_ATTRIBUTES, Device, choose
+from flashmem.runtime.opencl.device import IMAGE_FROM_BUFFER, NVIDIA_ATTRIBUTES, Device
+from flashmem.runtime.opencl.devices import choose
 from flashmem.runtime.opencl.dot_products import KHRONOS, cpu_dots, gpu_dots
 from flashmem.runtime.opencl.icd import installed_drivers, vendors_folder
 from flashmem.runtime.opencl.instruction_set import instruction_set

@@ -14,17 +14,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flashmem.base.errors import UserError
 from flashmem.base.files import written_whole
 from flashmem.base.paths import cache_folder, make_private, why_unusable
+from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.processor import processor_of
 from flashmem.target.descriptor import DeviceDescriptor, Rates
 from flashmem.target.instruction_set import INSTRUCTION_SETS
-
-if TYPE_CHECKING:
-    from flashmem.runtime.opencl.devices import Device
 
 _NAMES = frozenset(each.name for each in fields(Rates)) - {"contention"}
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from flashmem.runtime.opencl.cpuinfo import processors
+from flashmem.runtime.opencl.device import Device
 from flashmem.target.descriptor import DeviceDescriptor
-
-if TYPE_CHECKING:
-    from flashmem.runtime.opencl.devices import Device
 
 
 def processor_of(device: Device) -> str:

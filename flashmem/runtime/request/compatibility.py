@@ -14,7 +14,8 @@ from flashmem.base.pages import page_size
 from flashmem.base.types import TEXEL_BYTES, TRANSFER_MODES, TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.program.program import Program
-from flashmem.runtime.opencl.devices import Device, descriptor_for
+from flashmem.runtime.opencl.device import Device
+from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.measured_rates import tile_of
 from flashmem.runtime.request.options import choose_mode
 from flashmem.schedule.plan import PoolLayout

@@ -9,7 +9,8 @@ from flashmem.base.errors import BudgetError, NoDeviceError, UserError
 from flashmem.base.types import TRANSFER_MODES, MemoryPath, TransferMode
 from flashmem.base.units import format_size, parse_size
 from flashmem.runtime.memory.pressure import available
-from flashmem.runtime.opencl.devices import Device, descriptor_for
+from flashmem.runtime.opencl.device import Device
+from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.discovery import find_device
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.schedule.plan import Strategy as PlannedStrategy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.base.units import format_size, parse_size
-from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.opencl.device import Device
 
 SLACK = 32 << 20
 """Bytes above a session's budget that a process may hold at its peak: kernels, stacks of threads, Python's objects. Up to 19

@@ -11,7 +11,7 @@ from flashmem.program.program import Program, host_bytes, pinned_output_bytes
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.accounts import Budget
 from flashmem.runtime.memory.pressure import available
-from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.request.options import read_host_budget
 from flashmem.schedule.host_tier import identity, reloaded, tier_bytes, tier_slices
 from flashmem.schedule.plan import OverlapPlan

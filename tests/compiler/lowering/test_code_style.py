@@ -11,7 +11,7 @@ import pytest
 
 import flashmem
 from flashmem.base.types import MemoryPath
-from flashmem.runtime.opencl.devices import HALF_ARITHMETIC
+from flashmem.runtime.opencl.device import HALF_ARITHMETIC
 from flashmem.runtime.opencl.discovery import list_devices
 from tests.support.compared import Nodes, require_right
 from tests.support.inputs import floats

@@ -19,7 +19,8 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.compiler.weights.packing import signed_words
 from flashmem.runtime.kernels.cache import kernel_key
 from flashmem.runtime.kernels.required import RequiredKernel
-from flashmem.runtime.opencl.devices import Device, descriptor_for
+from flashmem.runtime.opencl.device import Device
+from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.opencl.dot_products import ARM, ARM_ACCUMULATED, DOT_PRODUCTS, KHRONOS, KHRONOS_MIXED, cpu_dots, gpu_dots
 from flashmem.target.descriptor import load_descriptor

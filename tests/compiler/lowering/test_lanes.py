@@ -33,7 +33,7 @@ from flashmem.runtime.engine.steps import Resources, make_steps
 from flashmem.runtime.kernels.cache import CompiledKernels
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context
-from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.streaming import interleaved as lanes
 from flashmem.runtime.streaming.interleaved import COPY_GROUP, CopyStream, LayerMoves, Move

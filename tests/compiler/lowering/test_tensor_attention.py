@@ -13,7 +13,7 @@ import pytest
 
 import flashmem
 from flashmem.program.kernel_text import kernel_texts, uses_tensor_cores
-from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.target.descriptor import DeviceDescriptor, descriptor_names, load_descriptor
 from flashmem.target.kernel_configs.tensor_cores import TensorAttention

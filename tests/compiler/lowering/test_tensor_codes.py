@@ -163,7 +163,7 @@ def test_error_bound_by_warps(
 ) -> None:
     """Every type of codes with one of the configs: compilers of CPUs are slow with so many barriers."""
     monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr("flashmem.runtime.opencl.devices.with_tensor_cores", with_warps)
+    monkeypatch.setattr("flashmem.runtime.opencl.device.with_tensor_cores", with_warps)
     check(config, *kind, 21, DEVICE, tmp_path, monkeypatch, CASES[1:4])
 
 

@@ -17,7 +17,7 @@ from flashmem.program.kernel_text import kernel_texts, uses_tensor_cores
 from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.kernels.cache_files import ProgramCache
 from flashmem.runtime.kernels.required import RequiredKernel
-from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.opencl.tensor_cores import with_tensor_cores
 from flashmem.target.descriptor import descriptor_names, load_descriptor

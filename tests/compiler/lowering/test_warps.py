@@ -42,7 +42,7 @@ pytestmark = pytest.mark.skipif(not DEVICE, reason="no CPU here")
 def warps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Programs are built with such functions, and not taken from a cache."""
     monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr("flashmem.runtime.opencl.devices.with_tensor_cores", with_warps)
+    monkeypatch.setattr("flashmem.runtime.opencl.device.with_tensor_cores", with_warps)
 
 
 def attention() -> Halves:

@@ -23,7 +23,8 @@ from flashmem.compiler.selection.configs import candidates, choose, seconds
 from flashmem.compiler.selection.selector import KernelSelector, packed_bytes
 from flashmem.compiler.weights.packing import Storage
 from flashmem.program.kernel_text import kernel_texts
-from flashmem.runtime.opencl.devices import HALF_ARITHMETIC, descriptor_for
+from flashmem.runtime.opencl.device import HALF_ARITHMETIC
+from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.target.descriptor import DeviceDescriptor, descriptor_names, load_descriptor
 from flashmem.target.kernel_configs.attention import KeyBlockConfig, QueryRowsConfig, SharedWeightsConfig, SplitKeysConfig

@@ -39,7 +39,8 @@ from flashmem.planning.planner import planning_instance
 from flashmem.program.launches import Launch
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.program.tensors import Slice
-from flashmem.runtime.opencl.devices import Device, descriptor_for
+from flashmem.runtime.opencl.device import Device
+from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.check import check

@@ -16,7 +16,7 @@ from flashmem.runtime.generation.generator import Generator
 from flashmem.runtime.memory.accounts import Category
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Memory
-from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.discovery import find_device, list_devices
 from flashmem.schedule.loads import staying
 from flashmem.target.descriptor import load_descriptor

@@ -9,15 +9,8 @@ from typing import Any
 import pytest
 
 from flashmem.cli.commands.devices import show_devices
-from flashmem.runtime.opencl.devices import (
-    IMAGE_FROM_BUFFER,
-    Device,
-    choose,
-    descriptor_for,
-    fitting_descriptor,
-    no_device,
-    why_not,
-)
+from flashmem.runtime.opencl.device import IMAGE_FROM_BUFFER, Device, fitting_descriptor
+from flashmem.runtime.opencl.devices import choose, descriptor_for, no_device, why_not
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.target.descriptor import IMPORT_HOST_MEMORY, descriptor_names, load_descriptor
 

@@ -16,7 +16,8 @@ from flashmem.base.errors import UserError
 from flashmem.base.paths import VARIABLE
 from flashmem.cli.main import app
 from flashmem.runtime.opencl import measured_rates
-from flashmem.runtime.opencl.devices import Device, descriptor_for
+from flashmem.runtime.opencl.device import Device
+from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.opencl.measured_rates import keep_measured_rates, tile_of
 from flashmem.runtime.opencl.processor import processor_of, rates_are_of

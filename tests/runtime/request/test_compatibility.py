@@ -16,7 +16,7 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.compiler.memory.allocations import within_allocations
 from flashmem.planning.capacity.choice import default_model
 from flashmem.planning.capacity.roofline import Roofline
-from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.request.compatibility import for_processor, usable_modes
 from flashmem.runtime.serving.runtime import Runtime

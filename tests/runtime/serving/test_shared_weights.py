@@ -23,7 +23,8 @@ from flashmem.runtime.kernels.cache_files import packed_entries
 from flashmem.runtime.kernels.required import required_kernels
 from flashmem.runtime.memory.accounts import Account, Budget
 from flashmem.runtime.opencl.context import Context
-from flashmem.runtime.opencl.devices import Device, descriptor_for
+from flashmem.runtime.opencl.device import Device
+from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.streaming.shared_pages import SharedSlice, SharedSlices
 from flashmem.runtime.streaming.weight_file import WeightFile

@@ -28,7 +28,8 @@ from flashmem.runtime.engine.bound_program import BoundKernels
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl import context
 from flashmem.runtime.opencl.context import Context
-from flashmem.runtime.opencl.devices import Device, descriptor_for
+from flashmem.runtime.opencl.device import Device
+from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.discovery import find_device, list_devices
 from flashmem.runtime.request import options
 from flashmem.runtime.request.options import choose_host_budget

@@ -15,7 +15,8 @@ from flashmem.base.types import TransferMode
 from flashmem.program.lanes import lane_kind
 from flashmem.program.program import fixed_bytes, host_bytes
 from flashmem.runtime.opencl.context import Queue
-from flashmem.runtime.opencl.devices import Device, descriptor_for
+from flashmem.runtime.opencl.device import Device
+from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.streaming import copied
 from flashmem.runtime.streaming.interleaved import layer_moves, needed_slices

@@ -11,7 +11,8 @@ from flashmem import Session
 from flashmem.base.errors import UserError
 from flashmem.base.types import TransferMode
 from flashmem.program.program import fixed_bytes
-from flashmem.runtime.opencl.devices import Device, descriptor_for
+from flashmem.runtime.opencl.device import Device
+from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.target.descriptor import DeviceDescriptor, Rates
 from flashmem.tools.simulation.scenario import Strategy, describe, layout_for
