@@ -27,7 +27,6 @@ from flashmem.runtime.opencl.shared_memory import NO_EVENTS, SharedMemory, WaitL
 
 _SIZE, _POINTER = ctypes.c_size_t, ctypes.c_void_p
 _NOT_BLOCKING = ctypes.c_uint(0)
-_EXECUTION_STATUS, _COMPLETE = ctypes.c_uint(0x11D3), 0  # CL_EVENT_COMMAND_EXECUTION_STATUS, CL_COMPLETE
 _START, _END = ctypes.c_uint(0x1282), ctypes.c_uint(0x1283)  # CL_PROFILING_COMMAND_START, CL_PROFILING_COMMAND_END
 
 
@@ -48,13 +47,6 @@ class CopyEvent:
             RunError: the copy failed.
         """
         checked("copy weights", undocumented.library().clWaitForEvents(ctypes.c_uint(1), (_POINTER * 1)(self.int_ptr)))
-
-    def has_ended(self) -> bool:
-        """Whether the copy is complete; False if it failed, which `wait` reports."""
-        status = ctypes.c_int(-1)
-        size = _SIZE(ctypes.sizeof(status))
-        self._library.clGetEventInfo(_POINTER(self.int_ptr), _EXECUTION_STATUS, size, ctypes.byref(status), None)
-        return status.value == _COMPLETE
 
     def seconds(self) -> tuple[float, float]:
         """Start and end of the completed copy, in seconds of the device's clock; its queue profiles."""

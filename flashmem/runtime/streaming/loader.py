@@ -113,7 +113,7 @@ class LoaderRun:
         self._queue = LoadQueue(loads, lambda load: load.after <= self._done)
         self._done = done  # launches that are complete, or enqueued if copies follow them
         self._launches: dict[int, Event] = {}  # the events of those that are not known to be complete
-        self._calls = CopyCalls(lock, transfer.spare_pieces)
+        self._calls = CopyCalls(lock, transfer.spare_pieces) if transfer.follows_launches else None
         self._admit = admit
         self._loading = 0  # threads with a load
         self._unreleased = 0  # of those, the ones that wait for the release
@@ -158,6 +158,7 @@ class LoaderRun:
         """
         if layer not in self.wakes:
             return
+        assert self._calls is not None
         with self._changed:
             self._launches[layer] = event
             self._release(layer)
@@ -221,7 +222,7 @@ class LoaderRun:
             while True:
                 if self._failure is not None:
                     raise RunError(self._failure)
-                if calls := self._calls.due(self._done):
+                if self._calls is not None and (calls := self._calls.due(self._done)):
                     self._lock.release()
                     try:
                         self._calls.make(calls, self._launches)
@@ -239,7 +240,8 @@ class LoaderRun:
             self._end()
         for thread in self._threads:
             thread.join()
-        self._calls.drop()
+        if self._calls is not None:
+            self._calls.drop()
         self.collect()
         if self._to_free:
             while self._to_free:
@@ -253,7 +255,8 @@ class LoaderRun:
         """Let all threads end. Requires the lock."""
         self._stopping = True
         self._changed.notify_all()
-        self._calls.wake()
+        if self._calls is not None:
+            self._calls.wake()
         for waiting in self._releases.values():
             waiting.notify_all()
 
@@ -365,6 +368,7 @@ class LoaderRun:
             _StoppedError: the run stops before.
         """
         after, of_thread = turn.load.after, turn.thread is not None
+        assert self._calls is not None
         with self._changed:
             if self._stopping:
                 drop()

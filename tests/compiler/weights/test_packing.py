@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
 from pathlib import Path
@@ -19,6 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 import flashmem
 from flashmem.base.types import TEXEL_BYTES, MemoryPath
 from flashmem.bundle.bundle import Bundle
+from flashmem.compiler.adaptive import shape_variants
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
@@ -198,7 +198,7 @@ def small_images(name: str, folder: Path) -> str:
 @pytest.mark.parametrize("device", [name for name, _ in PLACES])
 def test_folded_textures_give_right_answers_in_every_mode(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The small allocation limit cuts slices; other buffers may be as large as the real device permits.
-    monkeypatch.setattr(importlib.import_module("flashmem.compile"), "within_allocations", lambda program, plan, *rest: plan)
+    monkeypatch.setattr(shape_variants, "within_allocations", lambda program, plan, *rest: plan)
     path, kinds = model(tmp_path)
     here = next(each for each in list_devices() if each.descriptor_name == device)
     made = flashmem.compile(
