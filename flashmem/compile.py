@@ -31,12 +31,7 @@ from flashmem.compiler.frontend.mapped_file import load_mapped
 from flashmem.compiler.frontend.quantize import quantised
 from flashmem.compiler.frontend.read_graph import import_graph, read_graph
 from flashmem.compiler.ir.graph import Graph
-from flashmem.compiler.lowering.program import (
-    Generated,
-    sharing_weights,
-    write_constants,
-    write_weights,
-)
+from flashmem.compiler.lowering.program import Generated, sharing_weights, write_constants, write_weights
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.pipeline import check_dump_folder, dump_graph
 from flashmem.compiler.passes.quantised_caches import quantised_states

@@ -140,9 +140,10 @@ def quantised_config(context: LoweringContext, workload: Workload, binding: Weig
     rivals = [each for each in listed if _multiplies(context, each, workload, binding, panel)]
     if rivals:
         times = measured_seconds(descriptor, workload, rivals)
-        few = [each for each in rivals if isinstance(each, SlicedContraction)]
-        if not times:
-            times = dict.fromkeys(few[:1], 0.0) or estimates(descriptor, workload, rivals)
+        few = next((each for each in rivals if isinstance(each, SlicedContraction)), None)
+        if not times and few is not None:
+            return few, 0
+        times = times or estimates(descriptor, workload, rivals)
         fastest = min(times, key=lambda each: times[each])
         assert isinstance(fastest, Contraction)
         return fastest, 0 if isinstance(fastest, SlicedContraction) else panel

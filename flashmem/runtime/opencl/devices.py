@@ -15,12 +15,7 @@ from flashmem.base.pages import page_size
 from flashmem.base.types import TRANSFER_MODES, MemoryPath, TransferMode
 from flashmem.runtime.opencl.device import GENERIC_GPU, HALF_ARITHMETIC, IMAGE_FROM_BUFFER, Device
 from flashmem.runtime.opencl.measured_rates import tile_of, with_measured_rates
-from flashmem.target.descriptor import (
-    IMPORT_HOST_MEMORY,
-    CodeStyle,
-    DeviceDescriptor,
-    load_descriptor,
-)
+from flashmem.target.descriptor import IMPORT_HOST_MEMORY, CodeStyle, DeviceDescriptor, load_descriptor
 from flashmem.target.kernel_configs.config import Feature, KernelConfig
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 from flashmem.base.types import POOL_ALIGNMENT
 from flashmem.bundle.checksums import checksum
@@ -46,6 +47,16 @@ class _Homes(WeightObjects):
 
 def _write_to(copier: Copier, buffer: Memory, data: Bytes, first_byte: int, behind: Event | None) -> CopyEvent:
     return copier.write(buffer, data, offset=first_byte, behind=behind)
+
+
+class _Copy(NamedTuple):
+    """Bytes on the host from byte `first` of a slice on, to copy with `begin` for a load."""
+
+    part: Slice
+    data: Bytes
+    first: int
+    turn: TransferLoad
+    begin: BeginCopy
 
 
 class MovingTransfer(Transfer):
@@ -120,32 +131,20 @@ class MovingTransfer(Transfer):
         except BaseException:
             self._ring.give_back(piece, None)
             raise
-        for turn in turns:
+        copies = []
+        for load, turn in zip(loads, turns, strict=True):
             turn.did("read")
-
-        def go(behind: Event | None) -> None:
-            copy = None
-            try:
-                for load, turn in zip(loads, turns, strict=True):
-                    data = piece[load.place[0] - start :][: load.segment.nbytes]
-                    begin = self._home(load.part) if load.preload else self._target(load.part)
-                    copy = begin(data, load.segment.first, behind)
-                    self._arrives(load.part, copy)
-                    turn.copying(copy)
-                self._copier.flush()
-            finally:
-                self._ring.give_back(piece, copy)  # the queue is in order, so the last copy is complete last
-            for turn in turns:
-                turn.enqueued()
-
-        turns[0].when_released(go, partial(self._ring.give_back, piece, None))
+            begin = self._home(load.part) if load.preload else self._target(load.part)
+            data = piece[load.place[0] - start :][: load.segment.nbytes]
+            copies.append(_Copy(load.part, data, load.segment.first, turn, begin))
+        self._copy_later(copies, piece)
 
     def copy_held(self, load: Load, turn: TransferLoad) -> None:
         """See `Transfer`."""
         place = None if self._tier is None else self._tier.place(load.part, load.segment)
         assert place is not None
         begin = self._home(load.part) if load.preload else self._target(load.part)
-        self._copy_later(load.part, place, load.segment.first, turn, begin, last=True)
+        self._copy_later([_Copy(load.part, place, load.segment.first, turn, begin)])
 
     def clock_apart(self) -> float:
         """What the host's clock is ahead of that of copies, in seconds."""
@@ -171,10 +170,11 @@ class MovingTransfer(Transfer):
         if not tier.holds(part, segment):
             self._read(part, segment, place, turn)
             tier.keep(part, segment)
+        copy = _Copy(part, place, segment.first, turn, begin)
         if self.follows_launches:
-            self._copy_later(part, place, segment.first, turn, begin, last=True)
+            self._copy_later([copy])
         else:
-            self._copy_now(part, place, segment.first, turn, begin)
+            self._copy_now(copy)
 
     def _through_ring(self, part: Slice, segment: Segment, turn: TransferLoad, begin: BeginCopy) -> None:
         """Read the segment into staging and copy it on, piece by piece; images in whole rows.
@@ -195,57 +195,48 @@ class MovingTransfer(Transfer):
                     if last:
                         self.file.compare_checksum(f"slice {part.name!r}", value, self.checksums[part.name])
                 turn.did("read")
+                copy = _Copy(part, data, first, turn, begin)
                 if self.follows_launches:
                     passed_on = True
-                    self._copy_later(part, data, first, turn, begin, last=last, piece=piece)
+                    self._copy_later([copy], piece, last=last)
                 else:
-                    self._copy_now(part, data, first, turn, begin)
+                    self._copy_now(copy)
                 first += data.nbytes
             finally:
                 if not passed_on:
                     self._ring.give_back(piece, None)
 
-    def _copy_now(self, part: Slice, data: Bytes, first: int, turn: TransferLoad, begin: BeginCopy) -> None:
-        """Copy a piece from byte `first` of the slice on, after the release, and wait for it."""
-        turn.wait_for_release()
-        copy = begin(data, first, None)
-        self._arrives(part, copy)
-        copy.wait()
-        turn.did("copy")
+    def _copy_now(self, copy: _Copy) -> None:
+        """Make a copy after the release, and wait for it."""
+        copy.turn.wait_for_release()
+        event = copy.begin(copy.data, copy.first, None)
+        self._arrives(copy.part, event)
+        event.wait()
+        copy.turn.did("copy")
 
-    def _copy_later(
-        self,
-        part: Slice,
-        data: Bytes,
-        first: int,
-        turn: TransferLoad,
-        begin: BeginCopy,
-        *,
-        last: bool,
-        piece: Bytes | None = None,
-    ) -> None:
-        """Let a piece be copied from byte `first` of the slice on, once the load is released. `last`: of the load; launches may
-        follow. `piece`: of the ring, which gets it back with the copy.
+    def _copy_later(self, copies: Sequence[_Copy], piece: Bytes | None = None, *, last: bool = True) -> None:
+        """Let copies be made once the first one's load is released, which is released last. `piece`: of the ring, which gets it
+        back with the copies. `last`: of their loads; launches may follow.
         """
 
         def go(behind: Event | None) -> None:
-            copy = None
+            event = None
             try:
-                copy = begin(data, first, behind)
-                self._arrives(part, copy)
-                turn.copying(copy)
-                self._copier.flush()  # each one: another thread may enqueue the last piece before this one
+                for copy in copies:
+                    event = copy.begin(copy.data, copy.first, behind)
+                    self._arrives(copy.part, event)
+                    copy.turn.copying(event)
+                self._copier.flush()  # also if others follow: another thread may enqueue the last piece before this one
             finally:
-                if piece is not None:
-                    self._ring.give_back(piece, copy)
-            if last:
-                turn.enqueued()
+                drop(event)  # the queue is in order, so the last copy is complete last
+            for copy in copies if last else ():
+                copy.turn.enqueued()
 
-        def drop() -> None:
+        def drop(event: CopyEvent | None = None) -> None:
             if piece is not None:
-                self._ring.give_back(piece, None)
+                self._ring.give_back(piece, event)
 
-        turn.when_released(go, drop)
+        copies[0].turn.when_released(go, drop)
 
 
 class DmaTransfer(MovingTransfer):

@@ -129,9 +129,9 @@ class LoaderRun:
         self._count = min(threads, len(loads))
         self._threads: list[threading.Thread] = []
         try:
-            self._start_next()
-            for load in held:
+            for load in held:  # before there are threads, which a refusal would leave behind
                 transfer.copy_held(load, _Turn(self, load, None))
+            self._start_next()
         except BaseException:  # the caller gets no object to stop the threads with
             self._stopping = True
             raise
