@@ -255,10 +255,8 @@ class Prepared:
         executor = Executor(self._bench.queue, steps, None, transfer)
         begun = perf_counter()
         try:
-            run.open()
-            executor.run(run)
-            for part in parts:
-                run.wait(part.name)
+            executor.run(run.open())
+            run.wait()
             for event in transfer.take_arrived([part.name for part in parts]):
                 event.wait()
             return perf_counter() - begun

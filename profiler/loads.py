@@ -18,7 +18,7 @@ from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context
-from flashmem.runtime.streaming.loader import LoaderRun
+from flashmem.runtime.streaming.loading import Loading
 from flashmem.runtime.streaming.shared_pages import SharedSlices
 from flashmem.runtime.streaming.transfer import Transfer
 from flashmem.runtime.streaming.transfer_modes import make_transfer
@@ -35,21 +35,30 @@ PARTS = 64
 _WIDTH = 256  # texels in a row of a slice
 
 
-class HeldLoads(LoaderRun):
-    """Loads that wait for a start signal; finished layers release nothing else."""
+class HeldLoads:
+    """Loads of whole slices that begin at a signal, with the frees of others."""
 
-    def open(self) -> None:
-        """Release the loads."""
-        super().layer_done(1)
-        self.wake()
+    def __init__(self, transfer: Transfer, parts: Sequence[Slice], frees: Sequence[Slice], threads: int) -> None:
+        self._transfer, self._frees, self._threads = transfer, frees, threads
+        self._loads = [Load(part, whole(part)) for part in parts]
+        self._loading: Loading | None = None
 
-    def layer_done(self, layer: int) -> None:
-        """Do nothing."""
-        return
+    def open(self) -> Loading:
+        """Begin. No launch releases any of them."""
+        self._loading = self._transfer.begin(self._loads, {0: self._frees}, threads=self._threads)
+        self._loading.layer_done(0)
+        return self._loading
 
-    def _next(self) -> int | None:
-        """No load before the start signal, even if it could be read ahead."""
-        return super()._next() if self.is_done(1) else None
+    def wait(self) -> None:
+        """Wait until all are loaded. Raises RunError."""
+        assert self._loading is not None
+        for load in self._loads:
+            self._loading.wait(load.part.name)
+
+    def stop(self) -> None:
+        """End, if they have begun. Raises RunError if a load failed."""
+        if self._loading is not None:
+            self._loading.stop()
 
 
 class Loads:
@@ -92,13 +101,12 @@ class Loads:
         return make_transfer(mode, self._context, ledger, self._file, parts, layout, SharedSlices(), apart)
 
     def start(self, mode: TransferMode, count: int) -> tuple[HeldLoads, list[Slice]]:
-        """Prepare loader threads that load `count` slices after the start signal, and free the slices of the last call."""
+        """Prepare loads of `count` slices, which begin at a signal, and free the slices of the last call."""
         self._turn ^= 1
         parts = self._sets[self._turn][:count]
-        loads = [Load(part, whole(part), after=1) for part in parts]
-        frees = {1: self._loaded.get(mode, [])}
+        frees = self._loaded.get(mode, [])
         self._loaded[mode] = parts
-        return HeldLoads(self.transfer(mode), loads, frees, threads=self._threads), parts
+        return HeldLoads(self.transfer(mode), parts, frees, self._threads), parts
 
     def load_seconds(self, mode: TransferMode, count: int) -> float:
         """Seconds to load `count` slices (from the page cache) while nothing else runs."""
@@ -132,7 +140,7 @@ class Loads:
         try:
             times = []
             for _ in range(7):
-                run = HeldLoads(transfer, [Load(part, whole(part), after=1) for part in parts], {}, threads=self._threads)
+                run = HeldLoads(transfer, parts, (), self._threads)
                 times.append(_bring_in(run, parts, transfer))
                 for part in parts:
                     transfer.free(part)
@@ -174,8 +182,7 @@ def _bring_in(run: HeldLoads, parts: Sequence[Slice], transfer: Transfer) -> flo
     """Seconds until all `parts` of `run` are loaded and their copies are done."""
     begun = perf_counter()
     run.open()
-    for part in parts:
-        run.wait(part.name)
+    run.wait()
     for event in transfer.take_arrived([part.name for part in parts]):
         event.wait()
     elapsed = perf_counter() - begun

@@ -1,11 +1,11 @@
-"""Stress test: loader threads with random delays; each streamed answer has the bits of the resident one.
+"""Stress test: loads with random delays; each streamed answer has the bits of the resident one.
 
     python -m benchmarks.streaming.stress --device D [--minutes 30] [--runs 5000] [--models gpt2 ...] [--bundles DIR] [--jobs N]
 
 Whole models with random weights (`flashmem.tools.zoo.graph_file`) are compiled for every memory path of the device. Each is
 compiled without a budget, with half of the memory for everything, and with the smallest budget that works. Then fresh sessions
-of all of them, in every transfer mode, alternate in an order drawn from `--seed`. Each makes `--each` runs, and its loader
-threads sleep for a random time between any two steps of a load. Inputs alternate; the reference is a session of the same bundle
+of all of them, in every transfer mode, alternate in an order drawn from `--seed`. Each makes `--each` runs, and
+between any two steps of a load is a random time. Inputs alternate; the reference is a session of the same bundle
 with every weight resident. Only kernels of first answers run, whose bits do not depend on which weights are resident.
 
 It ends after `--runs` answers, or before the first session that would begin after `--minutes`. It prints the number of wrong
@@ -43,10 +43,12 @@ from flashmem.base.types import MemoryPath, Precision, TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.program.program import Program
 from flashmem.runtime.engine.opened import planned_variant
-from flashmem.runtime.opencl.copier import CopyEvent
+from flashmem.runtime.opencl.context import Event
 from flashmem.runtime.request.compatibility import usable_modes
 from flashmem.runtime.request.options import device_here, find_descriptor
 from flashmem.runtime.streaming import loader
+from flashmem.runtime.streaming.ahead import AheadRun, Read
+from flashmem.runtime.streaming.background_reads import Reading
 from flashmem.schedule.loads import Load, Step
 from flashmem.tools.zoo.graph_file import write_random
 
@@ -73,8 +75,29 @@ class Case:
         return f"{self.model}, {self.path}, {self.mode}, budget {self.budget}"
 
 
+class Late(Reading):
+    """A background read that ends later than it does."""
+
+    def __init__(self, reading: Reading, seconds: float) -> None:
+        self._reading, self._until, self.thread = reading, time.monotonic() + seconds, reading.thread
+
+    @property
+    def ended(self) -> bool:
+        """Not before its time."""
+        return time.monotonic() >= self._until and self._reading.ended
+
+    def wait(self) -> None:
+        """Sleep for the rest."""
+        self._reading.wait()
+        time.sleep(max(0, self._until - time.monotonic()))
+
+    def finish(self) -> None:
+        """As the read."""
+        self._reading.finish()
+
+
 class Delays:
-    """Random sleeps of loader threads between the steps of a load: of about LATE loads in each run."""
+    """Random sleeps between the steps of a load, of about LATE loads in each run."""
 
     def __init__(self, seed: int, seconds: float) -> None:
         """The sleeps have a mean of `seconds`."""
@@ -88,31 +111,38 @@ class Delays:
 
     @contextmanager
     def everywhere(self) -> Iterator[None]:
-        """In the body, loader threads sleep."""
-        delays, turn = self, loader._Turn
+        """In the body, loader threads sleep; background reads end late, and who enqueues copies sleeps before and after."""
+        delays, turn, begin, copy = self, loader._Turn, AheadRun._begin, AheadRun._copy
 
-        class Late(turn):  # type: ignore[valid-type, misc]
-            def __init__(self, run: loader.LoaderRun, load: Load, thread: int | None) -> None:
+        class LateTurn(turn):  # type: ignore[valid-type, misc]
+            def __init__(self, run: loader.LoaderRun, load: Load, thread: int) -> None:
                 super().__init__(run, load, thread)
                 self.sleeps = delays.draw(len(run.loaded))
 
             def did(self, what: Step) -> None:
                 super().did(what)
-                self.sleep()
-
-            def copying(self, copy: CopyEvent) -> None:
-                super().copying(copy)
-                self.sleep()
-
-            def sleep(self) -> None:
                 if self.sleeps:
                     time.sleep(self.sleeps.pop())
 
-        loader._Turn = Late  # type: ignore[misc]
+        def begin_late(run: AheadRun, read: Read) -> bool:
+            begun = begin(run, read)
+            if read.reading is not None and (sleeps := delays.draw(len(run.loaded))):
+                read.reading = Late(read.reading, sleeps[0])
+            return begun
+
+        def copy_late(run: AheadRun, read: Read, behind: Event | None) -> None:
+            before, after, *_ = delays.draw(len(run.loaded)) or (0.0, 0.0)
+            time.sleep(before)
+            copy(run, read, behind)
+            time.sleep(after)
+
+        loader._Turn = LateTurn  # type: ignore[misc]
+        AheadRun._begin, AheadRun._copy = begin_late, copy_late  # type: ignore[method-assign]
         try:
             yield
         finally:
             loader._Turn = turn  # type: ignore[misc]
+            AheadRun._begin, AheadRun._copy = begin, copy  # type: ignore[method-assign]
 
 
 def drawn(program: Program, seed: int) -> dict[str, Array]:

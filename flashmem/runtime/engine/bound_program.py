@@ -19,9 +19,7 @@ from flashmem.runtime.kernels.steady import needed_residents, usable_launches
 from flashmem.runtime.memory.accounts import Category
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Kernel, Memory, Queue
-from flashmem.runtime.streaming.copied import InterleaveTransfer
 from flashmem.runtime.streaming.interleaved import needed_slices
-from flashmem.runtime.streaming.loader import LoaderRun
 from flashmem.runtime.streaming.transfer import Transfer
 from flashmem.runtime.streaming.transfer_modes import make_transfer
 from flashmem.schedule.host_tier import identity
@@ -121,12 +119,12 @@ class WeightStore:
             return
         self.look_at_memory()
         with self.guarded():
-            loader = LoaderRun(self.transfer, loads, {}, threads=self.layout.threads)
+            loading = self.transfer.begin(loads, {}, threads=self.layout.threads)
             try:
                 for load in loads:
-                    loader.wait(load.part.name)
+                    loading.wait(load.part.name)
             finally:
-                loader.stop()
+                loading.stop()
         self.resident |= {load.part.name for load in loads}
 
     def drop(self, names: Collection[str]) -> None:
@@ -249,11 +247,10 @@ class BoundKernels:
         """
         self._device, self._opened, self._kernels, self._weights = device, opened, kernels, weights
         transfer = weights.transfer
-        staged = transfer.staged if isinstance(transfer, InterleaveTransfer) else {}
         assert activations.arena is not None
         memories = dict.fromkeys(opened.slices) if transfer.binds_late else transfer.memories
         self._resources: Resources | None = Resources(
-            weights.ledger, activations.arena, activations.constants, memories, staged, states.memory
+            weights.ledger, activations.arena, activations.constants, memories, transfer.staged, states.memory
         )
         self._steady: Steady | None = None
         self._rebinds = True  # the steps of the first run differ from those of later runs

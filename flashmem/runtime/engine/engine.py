@@ -194,13 +194,13 @@ class Engine:
             bound.activations.write_inputs(inputs)
         if memory is None or mode != "interleave":
             inputs.clear()  # the caller may have dropped its references
-        loads: list[TimedInterval] = []
+        loads: Sequence[TimedInterval] = ()
         layers: list[TimedInterval] = []
         read: dict[str, Array] = {}
         done = 0
         while True:
             executed = self._execute([*wanted, *keeping], kept, done, memory, stopped)
-            loads += executed.loads
+            loads = executed.loads if not loads else (*loads, *executed.loads)
             layers += executed.layers
             read |= executed.read
             done = executed.done

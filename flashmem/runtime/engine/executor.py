@@ -19,7 +19,7 @@ from flashmem.runtime.engine.steps import Step
 from flashmem.runtime.engine.stopping import never
 from flashmem.runtime.opencl.context import Event, Kernel, Memory, Queue, event_seconds, has_ended, set_memory, wait
 from flashmem.runtime.opencl.launching import PreparedLaunch, Recorder, Recording, not_recorded
-from flashmem.runtime.streaming.loader import LoaderRun
+from flashmem.runtime.streaming.loading import Loading
 from flashmem.runtime.streaming.transfer import Transfer
 from flashmem.schedule.loads import TimedInterval
 
@@ -63,7 +63,7 @@ class Executor:
 
     def run(
         self,
-        loader: LoaderRun | None,
+        loader: Loading | None,
         trace: list[TimedInterval] | None = None,
         check: Callable[[], None] | None = None,
         after: Mapping[int, Callable[[], None]] = _NOTHING,
@@ -87,6 +87,7 @@ class Executor:
         recordings = self._recorded(loader, {*waking, *after}) if self._recorder is not None and trace is None else {}
         first, since = done + 1, perf_counter()  # `done`: the last launch known to be complete, `since` when
         launched, last = done, len(self._steps)  # the last launch with an event; the last of all
+        spaced = done  # the last launch in `flying`
         layer = done  # the last one that is enqueued, or about to be
 
         def retire() -> None:
@@ -99,7 +100,10 @@ class Executor:
             if loader is not None:
                 loader.layer_done(layer)
 
-        alone = loader is None or loader.follows_launches  # no launch waits for what another thread has yet to do
+        ahead = loader is not None and loader.follows_launches  # nothing waits for the host to know that a launch has ended
+        alone = loader is None or ahead  # no launch waits for what another thread has yet to do
+        if loader is not None:
+            loader.take_over()
         loaded = loader.loaded if loader is not None else {}
         arrived = list(self._transfer.arrived) if self._transfer is not None else []
         self._follow([name for name in arrived if name not in loaded])
@@ -117,7 +121,7 @@ class Executor:
                 continue  # a later launch does its work
             if check is not None:
                 check()
-            while loader is not None and flying and has_ended(flying[0][1]):  # start loads at their release times
+            while not alone and flying and has_ended(flying[0][1]):  # start loads at their release times
                 retire()
             waited_for = ""
             if loader is not None and needs:
@@ -125,7 +129,7 @@ class Executor:
                     if not loaded.get(name, True):
                         if launched < layer - 1:
                             queue.flush()
-                        while flying and not loader.follows_launches:  # the load may wait for the end of a launch
+                        while flying and not ahead:  # the load may wait for the end of a launch
                             retire()
                         loader.wait(name)
                         waited_for = name
@@ -133,32 +137,35 @@ class Executor:
             self._bind(needs)
             if trace is not None:
                 events = [queue.launch(each) for each in launches] or [queue.marker()]
-                traced.append((step.name, waited_for, events[0], events[-1]))
-                flying.append((layer, events[-1]))
+                event = events[-1]
+                traced.append((step.name, waited_for, events[0], event))
+                flying.append((layer, event))
             elif layer in recordings:
                 layer, recording = recordings[layer]
-                flying.append((layer, queue.play(recording)))
+                event = queue.play(recording)
+                flying.append((layer, event))
                 queue.flush()
                 launched = layer
             elif layer in waking or layer >= launched + self._apart or layer == last:
                 queue.launch_all(launches[:-1], alone=alone)
-                flying.append((layer, queue.launch(launches[-1]) if launches else queue.marker()))
+                event = queue.launch(launches[-1], alone=alone) if launches else queue.marker()
                 queue.flush()
                 launched = layer
+                if not ahead or layer == last or layer >= spaced + self._apart:
+                    flying.append((layer, event))
+                    spaced = layer
             else:
                 queue.launch_all(launches, alone=alone)
                 if layer == first:
                     queue.flush()
-            if loader is not None and layer in waking and loader.follows_launches:
+            if loader is not None and ahead and layer in waking:
                 if trace is not None:
                     queue.flush()
-                loader.launched(*flying[-1])
+                loader.launched(layer, event)
             if layer in after:
                 after[layer]()
             while flying and layer - flying[0][0] >= self._apart:
                 retire()
-        if loader is not None and loader.follows_launches:
-            loader.collect()
         while flying:
             retire()
         if trace is not None:
@@ -223,7 +230,7 @@ class Executor:
                     set_memory(kernel, index, memory)
                 self._set[name] = memory
 
-    def _recorded(self, loader: LoaderRun | None, stops: Iterable[int]) -> Mapping[int, tuple[int, Recording]]:
+    def _recorded(self, loader: Loading | None, stops: Iterable[int]) -> Mapping[int, tuple[int, Recording]]:
         """The recordings for this run; none for the first run of its kind. They end at `stops` and before waiting launches."""
         waiting = loader.loaded if loader is not None else {}
         waits = [n for n, step in enumerate(self._steps) if any(name in waiting for name in step.needs)]

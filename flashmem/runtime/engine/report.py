@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import resource
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -94,7 +95,7 @@ class RunReport:
 
     latency: Latency
     memory: MemoryUse
-    loads: tuple[TimedInterval, ...]
+    loads: Sequence[TimedInterval]
     layers: tuple[TimedInterval, ...]
     steady: bool = False
     ended: float = 0.0

@@ -17,7 +17,7 @@ from flashmem.runtime.engine.bound_program import BoundProgram
 from flashmem.runtime.engine.output_values import OutputValue
 from flashmem.runtime.engine.stopping import never
 from flashmem.runtime.opencl.context import Event, wait
-from flashmem.runtime.streaming.loader import begin_loads
+from flashmem.runtime.streaming.loading import Loading
 from flashmem.schedule.loads import Load, Schedule, TimedInterval
 
 Array = NDArray[Any]
@@ -30,7 +30,7 @@ class Executed:
     `layers` only if the device traces. `read`: outputs that were read during the run, by name.
     """
 
-    loads: tuple[TimedInterval, ...]
+    loads: Sequence[TimedInterval]
     layers: tuple[TimedInterval, ...]
     read: Mapping[str, Array]
     done: int
@@ -49,7 +49,11 @@ class Run:
         weights = bound.weights
         if schedule.loads:
             weights.look_at_memory()
-        self.loader = begin_loads(weights.transfer, schedule, threads=weights.layout.threads, done=done, admit=admit)
+        self.loader: Loading | None = None
+        if schedule.loads or (schedule.frees and weights.transfer.frees):
+            self.loader = weights.transfer.begin(
+                schedule.loads, schedule.frees, threads=weights.layout.threads, done=done, admit=admit
+            )
 
     def execute(
         self,
@@ -112,7 +116,7 @@ class Run:
             raise
         if done == len(bound.opened.program.launches):
             bound.ran(self.schedule.resident)
-        return Executed(tuple(loader.intervals) if loader else (), tuple(layers), arrays, done)
+        return Executed(loader.intervals if loader else (), tuple(layers), arrays, done)
 
     def stop(self) -> None:
         """End the loads. Raises RunError if one failed."""

@@ -65,9 +65,12 @@ class Queue:
         """Prepare a launch of `kernel`, whose arguments are set, for repeated use on this queue."""
         return PreparedLaunch(self.handle, kernel, global_size, local_size)
 
-    def launch(self, launch: PreparedLaunch) -> Event:
-        """Enqueue one launch; its event."""
-        try:
+    def launch(self, launch: PreparedLaunch, *, alone: bool = False) -> Event:
+        """Enqueue one launch; its event. `alone`: see `launch_all`."""
+        event = ctypes.c_void_p()
+        if not enqueue_function(alone)(*launch.arguments[:-1], ctypes.byref(event)):
+            return cl.Event.from_int_ptr(event.value, retain=False)
+        try:  # pyopencl frees unreferenced objects and tries again, or raises the error
             return cl.enqueue_nd_range_kernel(self.handle, launch.kernel, launch.global_size, launch.local_size)
         except cl.Error as error:
             raise _run_error(f"launch {launch.kernel.function_name}", error) from error

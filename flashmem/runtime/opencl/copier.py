@@ -10,23 +10,24 @@ blocking ones: Intel's runtime returns from a blocking copy too early if its eve
 (docs/research/opencl-notes.md).
 
 A device with memory of its own copies later, by itself. There the calls keep the interpreter lock, but for waits: a call takes
-7 us, and to get the lock back from other loader threads takes 40 to 250.
+7 us, and to get the lock back from other threads takes 40 to 250.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flashmem.runtime.opencl import undocumented
 from flashmem.runtime.opencl.binding import checked
 from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory
-from flashmem.runtime.opencl.shared_memory import NO_EVENTS, SharedMemory, WaitList, address_of, enqueue_copy
+from flashmem.runtime.opencl.shared_memory import SharedMemory, address_of
 
-_SIZE, _POINTER = ctypes.c_size_t, ctypes.c_void_p
-_NOT_BLOCKING = ctypes.c_uint(0)
+_SIZE, _POINTER, _NUMBER = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_uint
+_WAITS = (_NUMBER, _POINTER, _POINTER)  # the number of events to wait for, the events, and a reference to the command's own
+_STATUS = ctypes.c_uint(0x11D3)  # CL_EVENT_COMMAND_EXECUTION_STATUS
 _START, _END = ctypes.c_uint(0x1282), ctypes.c_uint(0x1283)  # CL_PROFILING_COMMAND_START, CL_PROFILING_COMMAND_END
 
 
@@ -46,7 +47,15 @@ class CopyEvent:
         Raises:
             RunError: the copy failed.
         """
-        checked("copy weights", undocumented.library().clWaitForEvents(ctypes.c_uint(1), (_POINTER * 1)(self.int_ptr)))
+        checked("copy weights", undocumented.library().clWaitForEvents(_NUMBER(1), (_POINTER * 1)(self.int_ptr)))
+
+    @property
+    def ended(self) -> bool:
+        """Whether the copy has completed or failed. Only after `wait` may the host write to its source again."""
+        status, size = ctypes.c_int(), _SIZE(ctypes.sizeof(ctypes.c_int))
+        code = self._library.clGetEventInfo(_POINTER(self.int_ptr), _STATUS, size, ctypes.byref(status), None)
+        checked("ask how far a copy is", code)
+        return status.value <= 0  # CL_COMPLETE, or an error
 
     def seconds(self) -> tuple[float, float]:
         """Start and end of the completed copy, in seconds of the device's clock; its queue profiles."""
@@ -62,6 +71,13 @@ class CopyEvent:
         self._library.clReleaseEvent(_POINTER(self.int_ptr))
 
 
+def wait_for_copies(copies: Sequence[CopyEvent]) -> None:
+    """Wait for several copies, in one call; other threads run meanwhile. Raises RunError: one failed."""
+    if copies:
+        events = (_POINTER * len(copies))(*(copy.int_ptr for copy in copies))
+        checked("copy weights", undocumented.library().clWaitForEvents(_NUMBER(len(copies)), events))
+
+
 class Copier:
     """A queue for copies that any thread may use.
 
@@ -72,31 +88,26 @@ class Copier:
     def __init__(self, context: Context, *, ahead: bool = False) -> None:
         """`ahead`: the device copies later, by itself; the copies have times."""
         self.queue = context.queue(profiling=ahead)
-        self._handle = _POINTER(self.queue.handle.int_ptr)
-        self._library = undocumented.library(locked=ahead)
+        self._handle: int = self.queue.handle.int_ptr
+        self._library = library = undocumented.library(locked=ahead)
+        self._write = library.clEnqueueWriteBuffer
+        self._write.argtypes = (_POINTER, _POINTER, _NUMBER, _SIZE, _SIZE, _POINTER, *_WAITS)
+        self._copy = library.clEnqueueSVMMemcpy
+        self._copy.argtypes = (_POINTER, _NUMBER, _POINTER, _POINTER, _SIZE, *_WAITS)
+        self._write_image = library.clEnqueueWriteImage
+        self._write_image.argtypes = (_POINTER, _POINTER, _NUMBER, _POINTER, _POINTER, _SIZE, _SIZE, _POINTER, *_WAITS)
+        self._flush = library.clFlush
+        self._flush.argtypes = (_POINTER,)
 
     def write(self, buffer: Memory, data: Bytes, *, offset: int = 0, behind: Event | None = None) -> CopyEvent:
         """Start a copy of contiguous host memory to byte `offset` of a buffer, once the event `behind` is complete.
 
         Raises RunError.
         """
-        events = _wait_list(behind)
+        what, address = "write to a buffer", address_of(data)
         if isinstance(buffer, SharedMemory):
-            queue, target = self.queue.handle.int_ptr, buffer.int_ptr + offset
-            return self._begun(
-                "write to a buffer",
-                lambda event: enqueue_copy(
-                    queue, target, address_of(data), data.nbytes, event, events=events, library=self._library
-                ),
-            )
-        enqueue = self._library.clEnqueueWriteBuffer
-        return self._begun(
-            "write to a buffer",
-            lambda event: enqueue(
-                self._handle, _POINTER(buffer.int_ptr), _NOT_BLOCKING, _SIZE(offset), _SIZE(data.nbytes), _address(data),
-                *events, event,
-            ),
-        )  # fmt: skip
+            return self._begun(what, behind, self._copy, self._handle, 0, buffer.int_ptr + offset, address, data.nbytes)
+        return self._begun(what, behind, self._write, self._handle, buffer.int_ptr, 0, offset, data.nbytes, address)
 
     def write_image(
         self,
@@ -113,31 +124,20 @@ class Copier:
 
         Raises RunError.
         """
-        events = _wait_list(behind)
-        enqueue = self._library.clEnqueueWriteImage
+        origin, region = (_SIZE * 3)(0, first_row, 0), (_SIZE * 3)(width, rows, 1)
         return self._begun(
-            "write to a texture",
-            lambda event: enqueue(
-                self._handle, _POINTER(image.int_ptr), _NOT_BLOCKING, (_SIZE * 3)(0, first_row, 0), (_SIZE * 3)(width, rows, 1),
-                _SIZE(row_pitch), _SIZE(0), _address(data), *events, event,
-            ),
+            "write to a texture", behind, self._write_image,
+            self._handle, image.int_ptr, 0, origin, region, row_pitch, 0, address_of(data),
         )  # fmt: skip
 
-    def _begun(self, what: str, enqueue: Callable[[Any], int]) -> CopyEvent:
+    def _begun(self, what: str, behind: Event | None, enqueue: Callable[..., int], *arguments: Any) -> CopyEvent:
         event = _POINTER()
-        if enqueue(ctypes.byref(event)):
+        waits = (0, None) if behind is None else (1, (_POINTER * 1)(behind.int_ptr))
+        if enqueue(*arguments, *waits, ctypes.byref(event)):
             gc.collect()  # frees unreferenced memory objects
-            checked(what, enqueue(ctypes.byref(event)))
+            checked(what, enqueue(*arguments, *waits, ctypes.byref(event)))
         return CopyEvent(event.value or 0, self._library)
 
     def flush(self) -> None:
         """Let another queue wait for the events of all copies so far, which no thread waits for first. Raises RunError."""
-        checked("flush copies", self._library.clFlush(self._handle))
-
-
-def _wait_list(event: Event | None) -> WaitList:
-    return NO_EVENTS if event is None else (ctypes.c_uint(1), (_POINTER * 1)(event.int_ptr))
-
-
-def _address(data: Bytes) -> ctypes.c_void_p:
-    return _POINTER(data.__array_interface__["data"][0])
+        checked("flush copies", self._flush(self._handle))

@@ -73,30 +73,18 @@ def set_argument(kernel: Any, index: int, memory: SharedMemory) -> None:
     checked("set the argument of a kernel", failed)
 
 
-WaitList = tuple[ctypes.c_uint, Any]
-"""The number of events that a command waits for, and an array of them."""
-
-NO_EVENTS: WaitList = (ctypes.c_uint(0), None)
+_NO_EVENTS = (ctypes.c_uint(0), None)
 
 
-def enqueue_copy(
-    queue: int,
-    target: int,
-    source: int,
-    nbytes: int,
-    event: Any = None,
-    *,
-    blocking: bool = False,
-    events: WaitList = NO_EVENTS,
-    library: Any = None,
-) -> int:
-    """Copy bytes between two addresses, of which at least one is of the device's memory, behind `events`; the error code.
+def enqueue_copy(queue: int, target: int, source: int, nbytes: int, event: Any = None, *, blocking: bool = False) -> int:
+    """Copy bytes between two addresses, of which at least one is of the device's memory; the error code. Other threads run
+    meanwhile.
 
-    `event`: a reference to a cl_event to set, or None. `library`: makes the call; by default, other threads run meanwhile.
+    `event`: a reference to a cl_event to set, or None.
     """
-    code: int = (library or undocumented.library()).clEnqueueSVMMemcpy(
+    code: int = undocumented.library().clEnqueueSVMMemcpy(
         _POINTER(queue), _BLOCKING if blocking else _NOT_BLOCKING, _POINTER(target), _POINTER(source), _SIZE(nbytes),
-        *events, event,
+        *_NO_EVENTS, event,
     )  # fmt: skip
     return code
 

@@ -34,14 +34,14 @@ class DirectReader:
     def __init__(self, descriptor: int) -> None:
         """Open the file of `descriptor` once more. A refusal is noted, not raised."""
         self.refused, self.nbytes = "", 0
-        self._own = -1
+        self.descriptor = -1
         self._counting = threading.Lock()
         self._last = threading.local()  # `page` of each thread, for what is left of the last unit
         if not _O_DIRECT:
             self.refused = "this system has none"
             return
         try:
-            self._own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | _O_DIRECT)
+            self.descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | _O_DIRECT)
         except OSError as error:
             self.refused = error.strerror or str(error)
 
@@ -63,15 +63,19 @@ class DirectReader:
             got = min(rest, self._fill(memoryview(page), offset + whole))
             data.data[whole : whole + got] = page[:got]
             done += got
-        with self._counting:
-            self.nbytes += done
+        self.count(done)
         return done
+
+    def count(self, nbytes: int) -> None:
+        """Count bytes that were read from `descriptor`."""
+        with self._counting:
+            self.nbytes += nbytes
 
     def _fill(self, view: memoryview, offset: int) -> int:
         done = 0
         while done < len(view):
             try:
-                got = os.preadv(self._own, [view[done:]], offset + done)
+                got = os.preadv(self.descriptor, [view[done:]], offset + done)
             except OSError as error:
                 if error.errno not in _REFUSALS:
                     raise
@@ -91,6 +95,6 @@ class DirectReader:
 
     def close(self) -> None:
         """Close the descriptor. No thread may be reading."""
-        if self._own >= 0:
-            os.close(self._own)
-            self._own = -1
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1

@@ -9,14 +9,14 @@ from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context, Memory, Queue
 from flashmem.runtime.streaming.shared_pages import SharedSlice, SharedSlices
-from flashmem.runtime.streaming.transfer import Transfer, TransferLoad, view
+from flashmem.runtime.streaming.transfer import ThreadedTransfer, TransferLoad, view
 from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.runtime.streaming.weight_objects import WeightObjects
 from flashmem.schedule.loads import Segment
 from flashmem.schedule.plan import PoolLayout
 
 
-class MapTransfer(Transfer):
+class MapTransfer(ThreadedTransfer):
     """`map`: kernels read slices in the mapped file; loading reads pages in, freeing drops them.
 
     A slice that another model on the device has too is used from that model's mapping (`places`). A model is identified by its
@@ -105,7 +105,7 @@ class MapTransfer(Transfer):
         self._places.clear()
 
 
-class AliasTransfer(Transfer):
+class AliasTransfer(ThreadedTransfer):
     """`alias`: host-visible buffers; the disk read writes directly to where kernels read.
 
     Each slice is a part of a buffer, mapped only while a segment of it is read. Kernels may not access memory that is mapped
@@ -132,7 +132,7 @@ class AliasTransfer(Transfer):
 
     def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
         """Read directly into the slice's place."""
-        here, arrives = self._objects.places[part.name], partial(self._arrives, part)
+        here, arrives = self._objects.places[part.name], partial(self.arrives, part)
         with self._queue.mapped(here, segment.nbytes, offset=segment.first, unmapped=arrives) as place:
             self._read(part, segment, place, turn)
 

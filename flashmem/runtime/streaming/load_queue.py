@@ -1,4 +1,4 @@
-"""The loads of a run that no loader thread has taken yet, in the order of first use."""
+"""The loads of a run that nobody has taken yet, in the order of first use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashmem.schedule.loads import LOOKED_AT, Load
 class LoadQueue:
     """A queue from which loads are taken out of order: those that are released pass those that are not.
 
-    Not safe for several threads: `LoaderRun` calls it with its lock. Loads are named by their numbers.
+    Not safe for several threads: call it with a lock. Loads are named by their numbers.
     """
 
     def __init__(self, loads: Sequence[Load], is_released: Callable[[Load], bool]) -> None:
@@ -32,8 +32,8 @@ class LoadQueue:
             first = number if first is None else first
         return first if ahead else None
 
-    def take(self, number: int, joins: Callable[[Sequence[Load], Load], bool] | None) -> list[Load]:
-        """Take a load, and those behind it that `joins` lets a thread make together with it; None: only that one."""
+    def take(self, number: int, joins: Callable[[Sequence[Load], Load], bool] | None = None) -> list[Load]:
+        """Take a load, and those behind it that `joins` lets be read together with it; None: only that one."""
         loads, first = [self._loads[number]], self._loads[number]
         self._taken[number] = True
         while joins is not None and (number := number + 1) < len(self._loads) and not self._taken[number]:

@@ -1,12 +1,7 @@
-"""The staging ring: pinned host memory that loads pass through, in pieces that loader threads take in turn.
-
-On a device with memory of its own there are more pieces than threads. While the device copies some, each thread reads into
-another one, and waits for a copy only if no piece is free.
-"""
+"""The staging ring: host memory that loads pass through, in pieces that are used in turn."""
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from concurrent.futures import Future
 
@@ -20,79 +15,106 @@ from flashmem.schedule.loads import WORD
 _WHAT = "the ring that loads pass through"
 
 
-class Ring:
-    """The pieces of the ring. Threads call `take` and `give_back`."""
+def _piece_bytes(nbytes: int, pieces: int) -> int:
+    """The size of each of so many equal pieces."""
+    return nbytes // pieces // WORD * WORD
 
-    def __init__(self, queue: Queue, ledger: Ledger, nbytes: int, pieces: int, *, own_memory: bool) -> None:
-        """Allocate `nbytes` in equal `pieces`, at least one for each thread.
 
-        `own_memory`: of the device. Then the ring is pages of the process, pinned by a buffer that nothing uses:
-        one that is mapped takes memory of the device too (docs/research/opencl-notes.md, pinned memory). Otherwise it is a
-        buffer that stays mapped through `queue`.
+class MappedRing:
+    """A ring on a device that shares the host's memory: a buffer that stays mapped, with a piece for each loader thread.
 
-        The pages are allocated in a thread, for which the first `take` waits: 96 MiB take 14 ms, while the program is bound.
+    Threads call `take` and `give_back`.
+    """
 
-        Raises:
-            RunError: the budget or the device refuses it.
-        """
-        self._ledger, self._lock = ledger, threading.Lock()
-        self._mapped: Bytes | None = None
+    def __init__(self, queue: Queue, ledger: Ledger, nbytes: int, pieces: int) -> None:
+        """Allocate `nbytes` in equal `pieces`; none for 0 bytes. Raises RunError: the budget or the device refuses it."""
+        self._ledger, self._mapped = ledger, None
         self._free: list[Bytes] = []
-        self._copying: deque[tuple[Bytes, CopyEvent]] = deque()
-        self._pieces, self.piece_bytes = pieces, nbytes // pieces // WORD * WORD
-        self._pages: Future[Bytes] | None = None
-        if not nbytes:
-            return
-        if own_memory:
-            self._pages = apart("flashmem-ring", large_pages, nbytes)
-        else:
+        if nbytes:
             buffer = ledger.buffer("staging", nbytes, _WHAT, host_visible=True)
             self._mapped = ledger.mapped(queue, buffer, nbytes)
-            self._divide(self._mapped)
+            each = _piece_bytes(nbytes, pieces)
+            self._free = [self._mapped[number * each : (number + 1) * each] for number in range(pieces)]
 
-    def _divide(self, memory: Bytes) -> None:
-        each = self.piece_bytes
-        self._free = [memory[number * each : (number + 1) * each] for number in range(self._pieces)]
+    @property
+    def open(self) -> bool:
+        """Whether it has memory."""
+        return self._mapped is not None
+
+    def take(self) -> Bytes:
+        """A piece that no other thread has."""
+        return self._free.pop()
+
+    def give_back(self, piece: Bytes) -> None:
+        """Return a piece that no copy reads."""
+        self._free.append(piece)
+
+    def close(self) -> None:
+        """Unmap it."""
+        self._free.clear()
+        mapped, self._mapped = self._mapped, None
+        if mapped is not None:
+            self._ledger.unmap(mapped)
+
+
+class PinnedRing:
+    """A ring for a device with memory of its own: pages of the process, pinned by a buffer that nothing uses. One that is
+    mapped takes memory of the device too (docs/research/opencl-notes.md, pinned memory).
+
+    There are more pieces than reads at a time: the device copies some while others are read into. One thread at a time calls.
+    """
+
+    def __init__(self, ledger: Ledger, nbytes: int, pieces: int) -> None:
+        """Begin to allocate `nbytes` in equal `pieces`, in a thread for which the first `take` waits: 96 MiB take 14 ms, while
+        the program is bound.
+        """
+        self._ledger = ledger
+        self._free: list[Bytes] = []
+        self._copying: deque[tuple[Bytes, CopyEvent]] = deque()
+        self.pieces, self.piece_bytes = pieces, _piece_bytes(nbytes, pieces)
+        self._pages: Future[Bytes] | None = apart("flashmem-ring", large_pages, nbytes) if nbytes else None
 
     @property
     def open(self) -> bool:
         """Whether it has memory."""
         return bool(self._pages or self._free or self._copying)
 
-    def take(self) -> Bytes:
-        """A piece, whose bytes no copy reads. Raises RunError if such a copy failed, or the memory is refused."""
-        with self._lock:
-            if self._pages is not None:
-                memory = self._pages.result()
-                self._ledger.wrapped("staging", memory, _WHAT)
-                self._pages = None
-                self._divide(memory)
-            if self._free:
-                return self._free.pop()
+    def take(self) -> Bytes | None:
+        """A piece whose bytes no copy reads; None if there is none now. Raises RunError if such a copy failed, or the memory is
+        refused.
+        """
+        if self._pages is not None:
+            memory, each = self._pages.result(), self.piece_bytes
+            self._ledger.wrapped("staging", memory, _WHAT)
+            self._pages = None
+            self._free = [memory[number * each : (number + 1) * each] for number in range(self.pieces)]
+        if self._free:
+            return self._free.pop()
+        if self._copying and self._copying[0][1].ended:
             piece, copy = self._copying.popleft()
-        copy.wait()  # also if it is complete: only a wait lets the host write these bytes again
-        return piece
+            copy.wait()  # only a wait lets the host write these bytes again
+            return piece
+        return None
+
+    @property
+    def oldest(self) -> CopyEvent | None:
+        """The copy after which a piece is free."""
+        return self._copying[0][1] if self._copying else None
 
     def give_back(self, piece: Bytes, copy: CopyEvent | None) -> None:
         """Return a piece, which `copy` still reads."""
-        with self._lock:
-            if copy is None:
-                self._free.append(piece)
-            else:
-                self._copying.append((piece, copy))
+        if copy is None:
+            self._free.append(piece)
+        else:
+            self._copying.append((piece, copy))
 
     def close(self) -> None:
-        """Unmap it, once no copy reads it. Raises RunError if one failed, or the device refuses."""
+        """Drop it, once no copy reads it. Raises RunError if one failed."""
         if self._pages is not None:
             self._pages.result()
             self._pages = None
         copying = [copy for _, copy in self._copying]
         self._free.clear()
         self._copying.clear()
-        try:
-            for copy in copying:
-                copy.wait()
-        finally:
-            mapped, self._mapped = self._mapped, None
-            if mapped is not None:
-                self._ledger.unmap(mapped)
+        for copy in copying:
+            copy.wait()

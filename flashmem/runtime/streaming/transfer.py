@@ -3,9 +3,10 @@
 Each mode is a `Transfer`. Nothing else depends on the mode, so that every mode gives the same bits. A transfer allocates all
 its memory at creation, at the places of the plan's `PoolLayout`. `transfer_modes.py` creates them.
 
-A transfer writes device memory by commands on its own queue, one for all loader threads. The queue of launches waits for the
-events of those commands (`arrived`) before a kernel reads the data. With memory of its own, the device also keeps the other
-order: a copy waits there for the launch that last read its place, so that the host enqueues both ahead (`follows_launches`).
+A transfer writes device memory by commands on its own queue, one for all threads. The queue of launches waits for the events of
+those commands (`arrived`) before a kernel reads the data. Where memory is shared, loader threads move the slices
+(`ThreadedTransfer`). With memory of its own, the device also keeps the other order: a copy waits there for the launch that last
+read its place, so that the host enqueues both ahead (`copied_ahead.py`).
 """
 
 from __future__ import annotations
@@ -18,12 +19,10 @@ from flashmem.bundle.checksums import Checksum, checksum
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory
-from flashmem.runtime.opencl.copier import CopyEvent
+from flashmem.runtime.streaming.loader import LoaderRun
+from flashmem.runtime.streaming.loading import Loading
 from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.loads import Load, Segment, Step, whole_words
-
-BeginCopy = Callable[[Bytes, int, Event | None], CopyEvent]
-"""Enqueues the copy of a piece, which starts at a byte of its slice, behind an event."""
 
 
 class TransferLoad(Protocol):
@@ -33,41 +32,16 @@ class TransferLoad(Protocol):
         """Wait until the load is released. Only then may its planned places be written."""
         ...
 
-    def when_released(self, go: Callable[[Event | None], None], drop: Callable[[], None]) -> None:
-        """Call `go` once the load is released, with the event that copies to its planned places wait for: in this thread, or
-        in that of the launches when it releases the load. Where copies follow launches.
-
-        `drop` is called instead if the run stops before. Raises RunError if `go` does.
-        """
-        ...
-
-    def enqueued(self) -> None:
-        """Its last copy is enqueued and flushed: launches that wait for its event may follow."""
-        ...
-
-    def copying(self, copy: CopyEvent) -> None:
-        """A copy of it, for which nobody waits here, is enqueued: the run waits for it at its end."""
-        ...
-
     def did(self, what: Step) -> None:
         """Record the time since its begin, or since the last call, as spent on `what`."""
         ...
 
 
 class Transfer(ABC):
-    """A transfer mode in use. Loader threads call `load` and `free`, each with its own `thread` number."""
+    """A transfer mode in use."""
 
     in_place = False
     """Whether kernels read the mapped file."""
-
-    reads_ahead = False
-    """Whether a load may begin before its release: the data waits in the thread's own part of staging."""
-
-    follows_launches = False
-    """Whether copies wait on the device for launches, so that a load is released when its launch is enqueued, not complete."""
-
-    spare_pieces = 0
-    """Pieces of staging beyond one for each loader thread, where copies follow launches."""
 
     binds_late = False
     """Whether a slice has a memory object only while it is loaded (`memories`), so that arguments are set before a launch."""
@@ -79,48 +53,35 @@ class Transfer(ABC):
         self.file = file
         self.files: tuple[WeightFile, ...] = (file,)  # the files with the slices
         self.memories: dict[str, Memory] = {}  # the memory of each slice, as a kernel argument; None: see `binds_late`
+        self.staged: Mapping[str, Memory] = {}  # where kernels read a streamed slice that they copy to its place
         self.arrived: dict[str, list[Event]] = {}  # by slice: events of its copies that the launch queue does not wait for yet
 
     @abstractmethod
-    def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
-        """Load a segment of a streamed slice from the disk to the source of the plan's next step."""
+    def begin(
+        self,
+        loads: Sequence[Load],
+        frees: Mapping[int, Sequence[Slice]],
+        *,
+        threads: int,
+        done: int = 0,
+        admit: Callable[[Load], bool] | None = None,
+    ) -> Loading:
+        """Begin the loads of a run after `done` launches, as far as `admit` permits. `frees`: slices to free, by launch.
 
-    def preload(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
-        """Load a segment of a slice of W completely."""
-        self.load(part, segment, thread, turn)
-
-    def joins(self, loads: Sequence[Load], other: Load) -> bool:
-        """Whether `load_together` can make `other` too with `loads`, which come before it."""
-        return False
-
-    def load_together(self, loads: Sequence[Load], turns: Sequence[TransferLoad]) -> None:
-        """Make several loads that `joins` permits, with one read. None of them is released after the first one."""
-        raise NotImplementedError
-
-    def divided(self, loads: Sequence[Load]) -> tuple[list[Load], list[Load]]:
-        """The loads of slices that the host tier holds completely, and the others."""
-        return [], list(loads)
-
-    def copy_held(self, load: Load, turn: TransferLoad) -> None:
-        """Let a load that the host tier holds be copied once it is released. Raises RunError."""
-        raise NotImplementedError
-
-    def complete(self, part: Slice, turn: TransferLoad) -> None:  # noqa: B027 - most modes have nothing left to do
-        """Finish the load of a slice whose segments are all loaded. Launches wait for it. Raises RunError."""
+        Raises:
+            RunError: the device refuses a copy, or the system a read.
+        """
 
     def take_arrived(self, names: Iterable[str]) -> list[Event]:
         """Remove and return the events of these slices in `arrived`; the caller makes the launch queue wait for them."""
         return [event for name in names for event in self.arrived.pop(name, ())]
 
-    def _arrives(self, part: Slice, event: Event) -> None:
+    def arrives(self, part: Slice, event: Event) -> None:
+        """Let launches that use the slice wait for the event."""
         self.arrived.setdefault(part.name, []).append(event)
 
     def free(self, part: Slice) -> None:  # noqa: B027 - most modes reuse a fixed place and have nothing to do
         """Free a streamed slice after its last use."""
-
-    def clock_apart(self) -> float:
-        """What the host's clock is ahead of that of copies, in seconds, where copies follow launches."""
-        raise NotImplementedError
 
     @property
     def frees(self) -> bool:
@@ -130,6 +91,44 @@ class Transfer(ABC):
     def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
         """The memory of slices that form `whole`, adjacent in the file, as one buffer; None if they are not adjacent here."""
         return None
+
+    def leave(self) -> None:  # noqa: B027 - some have places of weights only
+        """Free everything but the places of weights, which the transfer made `after` this one reuses."""
+
+    def close(self) -> None:
+        """Free what the ledger does not own."""
+        self.leave()
+        self.memories.clear()
+
+
+class ThreadedTransfer(Transfer):
+    """A transfer by loader threads, which call `load` and `free`, each with its own `thread` number."""
+
+    reads_ahead = False
+    """Whether a load may begin before its release: the data waits in the thread's own part of staging."""
+
+    def begin(
+        self,
+        loads: Sequence[Load],
+        frees: Mapping[int, Sequence[Slice]],
+        *,
+        threads: int,
+        done: int = 0,
+        admit: Callable[[Load], bool] | None = None,
+    ) -> LoaderRun:
+        """See `Transfer`."""
+        return LoaderRun(self, loads, frees, threads=threads, done=done, admit=admit)
+
+    @abstractmethod
+    def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
+        """Load a segment of a streamed slice from the disk to the source of the plan's next step."""
+
+    def preload(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
+        """Load a segment of a slice of W completely."""
+        self.load(part, segment, thread, turn)
+
+    def complete(self, part: Slice, turn: TransferLoad) -> None:
+        """Finish the load of a slice whose segments are all loaded. Launches wait for it. Raises RunError."""
 
     def expect(self, part: Slice, segment: Segment) -> None:
         """Announce that a segment of `part` will be loaded soon."""
@@ -144,14 +143,6 @@ class Transfer(ABC):
     def _check(self, part: Slice, place: Bytes) -> None:
         if self.checksums is not None:
             self.file.compare_checksum(f"slice {part.name!r}", checksum(place.data), self.checksums[part.name])
-
-    def leave(self) -> None:  # noqa: B027 - some have places of weights only
-        """Free everything but the places of weights, which the transfer made `after` this one reuses."""
-
-    def close(self) -> None:
-        """Free what the ledger does not own."""
-        self.leave()
-        self.memories.clear()
 
 
 def in_pool(ledger: Ledger, pool: Memory | None, offsets: Mapping[str, int], parts: Sequence[Slice]) -> Memory | None:

@@ -12,6 +12,7 @@ from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.streaming.copied import DmaTransfer, InterleaveTransfer
+from flashmem.runtime.streaming.copied_ahead import AheadTransfer
 from flashmem.runtime.streaming.host_tier import HostTier
 from flashmem.runtime.streaming.imported import ImportTransfer
 from flashmem.runtime.streaming.in_place import AliasTransfer, MapTransfer
@@ -53,9 +54,11 @@ def make_transfer(
         made = kind(context, ledger, file, slices, places, content_hashes, together, cast(Any, after))
     elif mode == "alias":
         made = AliasTransfer(context, ledger, file, slices, layout, cast(AliasTransfer | None, after))
+    elif not context.device.unified_memory:
+        made = AheadTransfer(context, ledger, file, slices, layout, cast(AheadTransfer | None, after), tier)
     elif mode == "dma":
-        made = DmaTransfer(context, ledger, file, slices, layout, cast(DmaTransfer | None, after), tier)
+        made = DmaTransfer(context, ledger, file, slices, layout, cast(DmaTransfer | None, after))
     else:
-        made = InterleaveTransfer(context, ledger, file, slices, layout, cast(InterleaveTransfer | None, after), tier)
+        made = InterleaveTransfer(context, ledger, file, slices, layout, cast(InterleaveTransfer | None, after))
     made.checksums = checksums
     return made

@@ -38,7 +38,7 @@ from flashmem.bundle.checksums import Checksum, ChecksummedRange, checksum
 from flashmem.bundle.version_directories import hold_shared
 from flashmem.runtime.memory.pressure import available, room_for_files
 from flashmem.runtime.streaming.cached_part import CachedPart, Range
-from flashmem.runtime.streaming.direct import DirectReader
+from flashmem.runtime.streaming.direct import UNIT, DirectReader
 from flashmem.runtime.streaming.owned_pages import OwnedPages
 
 Bytes = NDArray[np.uint8]
@@ -153,6 +153,29 @@ class WeightFile:
         if data.nbytes:
             self._fill(data.data, offset)
             self._let_pages_go(offset, data.nbytes)
+
+    def source(self, data: Bytes, offset: int) -> tuple[int, int]:
+        """The descriptor from which `read_into` would fill `data` first, and how many bytes; `complete` must follow."""
+        if self._passes(offset) and self.direct.takes(data, offset):
+            return self.direct.descriptor, data.nbytes // UNIT * UNIT
+        return self._descriptor, data.nbytes
+
+    def complete(self, data: Bytes, offset: int, descriptor: int, got: int) -> None:
+        """Others have read `got` bytes at `offset` from a descriptor of `source` into `data`: read the rest. As `read_into`."""
+        if descriptor == self.direct.descriptor:
+            self.missed = True
+            self.direct.count(got)
+        else:
+            self._let_pages_go(offset, got)
+        if got < data.nbytes:
+            self.read_into(data[got:], offset + got)
+
+    def is_cached(self, offset: int, nbytes: int) -> bool:
+        """Whether the page cache has these bytes, judged by the last one. If not, that is noted as `missed`."""
+        if self._not_waiting and self._read_cached(memoryview(bytearray(1)), offset + nbytes - 1):
+            return True
+        self.missed = True
+        return False
 
     def _passes(self, offset: int) -> bool:
         """Whether the weights at `offset` do not stay in the page cache."""

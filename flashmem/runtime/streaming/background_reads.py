@@ -1,0 +1,201 @@
+"""Reads of the weight file in the background, by threads of the C library.
+
+A Python thread that has read some MB has neither the interpreter nor the driver in the caches of its core: it then holds the
+interpreter's lock for 200 us, and with 60 loads nothing else runs for half of a run (docs/research/measurements.md). Threads of
+the C library take no such lock: POSIX asynchronous I/O (POSIX.1-2017, aio_read), here glibc's. It makes the requests of one
+descriptor one after the other, so each of its threads gets a descriptor of its own. With another C library, threads of Python
+read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from queue import SimpleQueue
+
+from flashmem.base.errors import RunError
+from flashmem.runtime.opencl.context import Bytes
+from flashmem.runtime.opencl.shared_memory import address_of
+from flashmem.runtime.streaming.weight_file import WeightFile
+
+
+class _Notification(ctypes.Structure):
+    """struct sigevent."""
+
+    _fields_ = (("value", ctypes.c_void_p), ("signal", ctypes.c_int), ("how", ctypes.c_int), ("rest", ctypes.c_int * 12))
+
+
+class _Request(ctypes.Structure):
+    """struct aiocb of glibc, 64 bits."""
+
+    _fields_ = (
+        ("descriptor", ctypes.c_int), ("code", ctypes.c_int), ("priority", ctypes.c_int), ("address", ctypes.c_void_p),
+        ("nbytes", ctypes.c_size_t), ("notification", _Notification), ("next", ctypes.c_void_p), ("absolute", ctypes.c_int),
+        ("policy", ctypes.c_int), ("error", ctypes.c_int), ("result", ctypes.c_ssize_t), ("offset", ctypes.c_int64),
+        ("reserved", ctypes.c_char * 32),
+    )  # fmt: skip
+
+
+_SIGEV_NONE = 1
+
+
+class _Functions:
+    """glibc's functions. Only a call that waits lets other threads run."""
+
+    def __init__(self, name: str | None) -> None:
+        """Raises AttributeError: the library lacks them."""
+        locked, free = ctypes.PyDLL(name, use_errno=True), ctypes.CDLL(name)
+        self.read, self.error, self.result = locked.aio_read64, locked.aio_error64, locked.aio_return64
+        self.read.argtypes = self.error.argtypes = self.result.argtypes = (ctypes.c_void_p,)
+        self.result.restype = ctypes.c_ssize_t
+        self.suspend = free.aio_suspend64
+
+
+@functools.cache
+def _functions() -> _Functions | None:
+    """glibc's functions; None with another C library, or with one of 32 bits, whose structures differ."""
+    if not hasattr(ctypes.CDLL(None), "gnu_get_libc_version") or ctypes.sizeof(ctypes.c_void_p) != 8:
+        return None
+    for name in (None, "librt.so.1"):  # apart until glibc 2.34
+        try:
+            return _Functions(name)
+        except (AttributeError, OSError):
+            continue
+    return None
+
+
+class Reading(ABC):
+    """A read that has begun. Its memory must stay until it has ended. `thread`: the number of who reads."""
+
+    thread: int
+
+    @property
+    @abstractmethod
+    def ended(self) -> bool:
+        """Whether `finish` need not wait."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait until it has ended, however; other threads run meanwhile. Any thread may call it."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Once it has ended: make sure that all bytes are there. Raises RunError: the file was truncated, or the disk fails."""
+
+
+class _ByLibrary(Reading):
+    """A read by a thread of the C library."""
+
+    def __init__(self, functions: _Functions, file: WeightFile, data: Bytes, offset: int) -> None:
+        """It begins with `submit`."""
+        self._functions, self._file, self._data, self._offset = functions, file, data, offset
+        self._source, nbytes = file.source(data, offset)
+        self._request = _Request(address=address_of(data), nbytes=nbytes, offset=offset)
+        self._request.notification.how = _SIGEV_NONE
+        self._at = ctypes.addressof(self._request)
+
+    def submit(self, descriptors: Callable[[int], Sequence[int]], turn: int) -> None:
+        """Begin to read, from one of several `descriptors` that are the file's."""
+        numbered = descriptors(self._source)
+        self.thread = turn % len(numbered)
+        self._request.descriptor = numbered[self.thread]
+        if self._functions.read(self._at):
+            why = os.strerror(ctypes.get_errno())
+            raise RunError(f"a read of {self._file.path} could not begin: {why}")
+
+    @property
+    def ended(self) -> bool:
+        """See `Reading`."""
+        return bool(self._functions.error(self._at) != errno.EINPROGRESS)
+
+    def wait(self) -> None:
+        """See `Reading`."""
+        while not self.ended:  # a signal ends the call
+            self._functions.suspend((ctypes.c_void_p * 1)(self._at), 1, None)
+
+    def finish(self) -> None:
+        """See `Reading`. What the library did not read, because of an error or an end, is read again here."""
+        got = max(0, self._functions.result(self._at))
+        self._file.complete(self._data, self._offset, self._source, got)
+
+
+class _ByPython(Reading):
+    """A read by a thread of Python."""
+
+    def __init__(self, future: Future[None], thread: int) -> None:
+        self._future, self.thread = future, thread
+
+    @property
+    def ended(self) -> bool:
+        """See `Reading`."""
+        return self._future.done()
+
+    def wait(self) -> None:
+        """See `Reading`."""
+        wait([self._future])
+
+    def finish(self) -> None:
+        """See `Reading`."""
+        self._future.result()
+
+
+class BackgroundReads:
+    """Reads of one file by a number of threads. Not safe for several threads. Close it when all reads have ended."""
+
+    def __init__(self, file: WeightFile, threads: int) -> None:
+        self._file, self._threads, self._turn = file, threads, 0
+        self._functions = _functions()
+        self._pool: ThreadPoolExecutor | None = None
+        self._descriptors: dict[int, list[int]] = {}  # duplicates of a descriptor of the file
+        self._announced: SimpleQueue[tuple[int, int] | None] | None = None
+        self._announcer: threading.Thread | None = None
+
+    def begin(self, data: Bytes, offset: int) -> Reading:
+        """Begin to fill `data` with the bytes at `offset`, as `WeightFile.read_into`. Raises RunError if the system refuses."""
+        file = self._file
+        if file.stays and not file.is_cached(offset, data.nbytes):
+            self._announce(offset, data.nbytes)
+        self._turn += 1
+        if self._functions is not None:
+            reading = _ByLibrary(self._functions, file, data, offset)
+            reading.submit(self._duplicates, self._turn)
+            return reading
+        self._pool = self._pool or ThreadPoolExecutor(self._threads, "flashmem-reader")
+        return _ByPython(self._pool.submit(file.read_into, data, offset), self._turn % self._threads)
+
+    def _duplicates(self, descriptor: int) -> list[int]:
+        if descriptor not in self._descriptors:
+            self._descriptors[descriptor] = [os.dup(descriptor) for _ in range(self._threads)]
+        return self._descriptors[descriptor]
+
+    def _announce(self, offset: int, nbytes: int) -> None:
+        """Let the system read these bytes into the page cache at once. A thread asks for it: the disk's queue can be full."""
+        if self._announced is None:
+            self._announced = SimpleQueue()
+            self._announcer = threading.Thread(target=self._announce_all, name="flashmem-announcer", daemon=True)
+            self._announcer.start()
+        self._announced.put((offset, nbytes))
+
+    def _announce_all(self) -> None:
+        assert self._announced is not None
+        while (place := self._announced.get()) is not None:
+            self._file.expect(*place)
+
+    def close(self) -> None:
+        """End the threads of Python, and close the descriptors."""
+        if self._announced is not None and self._announcer is not None:
+            self._announced.put(None)
+            self._announcer.join()
+            self._announced = None
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+        for descriptor in (each for numbered in self._descriptors.values() for each in numbered):
+            os.close(descriptor)
+        self._descriptors.clear()
