@@ -52,7 +52,7 @@ def host_ring_bytes(program: Program, threads: int) -> int:
     return (threads + SPARE_PIECES) * (-(-largest // POOL_ALIGNMENT) * POOL_ALIGNMENT)
 
 
-HOST_PIECE_BYTES = 12 << 20
+HOST_PIECE_BYTES = 5 << 20
 """Most bytes of a piece of a ring in host memory. A read of 3.4 MB took a thread 0.55 ms there, and all else that the thread
 does for a piece 0.35 ms, so larger pieces load faster (docs/research/measurements.md)."""
 

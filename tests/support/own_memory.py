@@ -73,11 +73,16 @@ class Reads:
 
 def reads_of_files(monkeypatch: pytest.MonkeyPatch) -> Reads:
     """Counts reads of weight files from now on."""
-    seen, read_into = Reads(), WeightFile.read_into
+    seen, read_into, complete = Reads(), WeightFile.read_into, WeightFile.complete
 
-    def spy(file: WeightFile, data: Bytes, offset: int) -> None:
+    def here(file: WeightFile, data: Bytes, offset: int) -> None:
         seen.note(offset, data.nbytes)
         read_into(file, data, offset)
 
-    monkeypatch.setattr(WeightFile, "read_into", spy)
+    def elsewhere(file: WeightFile, data: Bytes, offset: int, descriptor: int, got: int) -> None:
+        seen.note(offset, got)
+        complete(file, data, offset, descriptor, got)
+
+    monkeypatch.setattr(WeightFile, "read_into", here)
+    monkeypatch.setattr(WeightFile, "complete", elsewhere)
     return seen

@@ -225,9 +225,7 @@ class Engine:
         self.opening_seconds = 0.0
         direct = self.opened.file.direct
         before, self._direct_bytes = self._direct_bytes, direct.nbytes
-        report = RunReport(
-            latency, use, tuple(loads), tuple(layers), self.steady, ended, self._direct_bytes - before, direct.refused
-        )
+        report = RunReport(latency, use, loads, tuple(layers), self.steady, ended, self._direct_bytes - before, direct.refused)
         return [results[name] for name in names], report
 
     def later_outputs(self, names: Sequence[str]) -> dict[str, Array]:

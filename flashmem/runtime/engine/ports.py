@@ -153,8 +153,13 @@ def gather_rows(file: Reader, gather: HostEmbeddingLookup, indices: Array, store
     dtype = np.dtype(gather.dtype.replace("int4", "int8"))
     result = np.empty((wrapped.size, gather.columns), np.dtype(stored))
     span = panel_bytes(gather)
-    panels, group = np.unique(wrapped // gather.panel, return_inverse=True)
-    places = [gather.offset + int(panel) * gather.row_stride for panel in panels]
+    panels, at, group = np.unique(wrapped // gather.panel, return_index=True, return_inverse=True)
+    places = (gather.offset + panels * gather.row_stride).tolist()
+    if not nibbles and dtype == result.dtype and span == dtype.itemsize * gather.columns:  # each row as it is stored
+        file.read_each([result[first].view(np.uint8) for first in at.tolist()], places)
+        again = np.flatnonzero(at[group] != np.arange(wrapped.size))
+        result[again] = result[at[group[again]]]
+        return result.reshape(*indices.shape, gather.columns)
     for place in places:
         file.expect(place, span)
     scratch = np.empty((min(max(1, _SCRATCH_BYTES // span), panels.size), -(-span // dtype.itemsize)), dtype)
@@ -166,8 +171,7 @@ def gather_rows(file: Reader, gather: HostEmbeddingLookup, indices: Array, store
     starts = np.searchsorted(group[order], np.arange(panels.size + 1))
     for first in range(0, panels.size, max(1, count)):
         several = places[first : first + count]
-        for piece, place in zip(raw, several, strict=False):
-            file.read_into(piece, place)
+        file.read_each(list(raw[: len(several)]), several)
         here = order[starts[first] : starts[first + len(several)]]
         which = group[here] - first
         result[here] = _unpacked(raw, gather)[which] if nibbles else rows[which, wrapped[here] % gather.panel]

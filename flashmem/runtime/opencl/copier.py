@@ -23,7 +23,7 @@ from typing import Any
 from flashmem.runtime.opencl import undocumented
 from flashmem.runtime.opencl.binding import checked
 from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory
-from flashmem.runtime.opencl.shared_memory import SharedMemory, address_of
+from flashmem.runtime.opencl.shared_memory import address_of
 
 _SIZE, _POINTER, _NUMBER = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_uint
 _WAITS = (_NUMBER, _POINTER, _POINTER)  # the number of events to wait for, the events, and a reference to the command's own
@@ -92,8 +92,6 @@ class Copier:
         self._library = library = undocumented.library(locked=ahead)
         self._write = library.clEnqueueWriteBuffer
         self._write.argtypes = (_POINTER, _POINTER, _NUMBER, _SIZE, _SIZE, _POINTER, *_WAITS)
-        self._copy = library.clEnqueueSVMMemcpy
-        self._copy.argtypes = (_POINTER, _NUMBER, _POINTER, _POINTER, _SIZE, *_WAITS)
         self._write_image = library.clEnqueueWriteImage
         self._write_image.argtypes = (_POINTER, _POINTER, _NUMBER, _POINTER, _POINTER, _SIZE, _SIZE, _POINTER, *_WAITS)
         self._flush = library.clFlush
@@ -104,10 +102,10 @@ class Copier:
 
         Raises RunError.
         """
-        what, address = "write to a buffer", address_of(data)
-        if isinstance(buffer, SharedMemory):
-            return self._begun(what, behind, self._copy, self._handle, 0, buffer.int_ptr + offset, address, data.nbytes)
-        return self._begun(what, behind, self._write, self._handle, buffer.int_ptr, 0, offset, data.nbytes, address)
+        address = address_of(data)
+        return self._begun(
+            "write to a buffer", behind, self._write, self._handle, buffer.int_ptr, 0, offset, data.nbytes, address
+        )
 
     def write_image(
         self,

@@ -114,7 +114,7 @@ class AheadRun(Loading):
         held, others, missing, self.wakes = transfer.divided(loads, apart=admit is None)
         self.loaded = dict.fromkeys(missing, False)
         self._missing, self._held = dict(missing), held
-        self._queue = LoadQueue(others, lambda load: load.after <= self._done)
+        self._queue = LoadQueue(others)
         self._left = len(others)  # loads that are not taken
         self._launches: dict[int, Event] = {}
         self._to_read: deque[Read] = deque()  # of loads that are taken
@@ -149,7 +149,7 @@ class AheadRun(Loading):
             if self._stopping or not (self._reading or self._to_read or self._left):
                 return True
             if self._admit is not None:
-                return not self._reading and self._queue.next(ahead=False) is None
+                return not self._reading and self._queue.next(self._done, ahead=False) is None
             return not self._reading and sum(map(len, self._unreleased.values())) >= self._transfer.ring.pieces
 
     def take_over(self) -> None:
@@ -206,6 +206,7 @@ class AheadRun(Loading):
             dropped.append(read)
             assert read.reading is not None
             read.reading.wait()  # its memory is used again
+            self._transfer.reads.end(read.reading)
         for read in dropped:
             self._give_back(read, None)
         copies, self._copies = self._copies, []
@@ -262,7 +263,7 @@ class AheadRun(Loading):
 
     def _take_next(self) -> bool:
         """Take the next load, and those to read with it, for which `_to_read` has reads then; False if there is none."""
-        if (number := self._queue.next(ahead=self._admit is None)) is not None:
+        if (number := self._queue.next(self._done, ahead=self._admit is None)) is not None:
             if self._admit is not None and not self._admit(self._queue[number]):
                 return False
             loads = self._queue.take(number, self._transfer.joins if self._admit is None else None)
@@ -272,10 +273,13 @@ class AheadRun(Loading):
         return False
 
     def _begin(self, read: Read) -> bool:
-        """Begin a read, unless the host tier holds the bytes; False if there is no memory for it now."""
+        """Begin a read, unless the host tier holds the bytes; False if there is no thread or no memory for it now."""
         if read.held:
             self._release(read)
             return True
+        reads = self._transfer.reads
+        if reads.busy:
+            return False
         if read.memory is None:
             read.piece = self._transfer.ring.take()
             if read.piece is None:
@@ -283,9 +287,11 @@ class AheadRun(Loading):
             read.memory = read.piece[: read.nbytes]
         now = time.perf_counter()
         try:
-            read.reading = self._transfer.reads.begin(read.memory, read.offset)
-        except BaseException:
-            self._give_back(read, None)
+            read.reading = reads.begin(read.memory, read.offset)
+        except BaseException:  # it is the next one still
+            if read.piece is not None:
+                self._give_back(read, None)
+                read.memory = None
             raise
         for copy in read.copies:
             timed = copy.timed
@@ -295,6 +301,7 @@ class AheadRun(Loading):
 
     def _finish(self, read: Read, reading: Reading) -> None:
         """A read has ended."""
+        self._transfer.reads.end(reading)
         try:
             reading.finish()
             self._transfer.has_read(read)
@@ -347,7 +354,8 @@ class AheadRun(Loading):
 
     def _give_back(self, read: Read, copy: CopyEvent | None) -> None:
         if read.piece is not None:
-            self._transfer.ring.give_back(read.piece, copy)
+            piece, read.piece = read.piece, None
+            self._transfer.ring.give_back(piece, copy)
 
 
 class _Intervals(Sequence[TimedInterval]):

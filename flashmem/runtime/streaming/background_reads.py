@@ -15,7 +15,7 @@ import functools
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
 
@@ -95,16 +95,15 @@ class _ByLibrary(Reading):
     def __init__(self, functions: _Functions, file: WeightFile, data: Bytes, offset: int) -> None:
         """It begins with `submit`."""
         self._functions, self._file, self._data, self._offset = functions, file, data, offset
-        self._source, nbytes = file.source(data, offset)
+        self.source, nbytes = file.source(data, offset)
         self._request = _Request(address=address_of(data), nbytes=nbytes, offset=offset)
         self._request.notification.how = _SIGEV_NONE
         self._at = ctypes.addressof(self._request)
 
-    def submit(self, descriptors: Callable[[int], Sequence[int]], turn: int) -> None:
-        """Begin to read, from one of several `descriptors` that are the file's."""
-        numbered = descriptors(self._source)
-        self.thread = turn % len(numbered)
-        self._request.descriptor = numbered[self.thread]
+    def submit(self, thread: int, descriptors: Sequence[int]) -> None:
+        """Begin to read, from the descriptor of a thread."""
+        self.thread = thread
+        self._request.descriptor = descriptors[thread]
         if self._functions.read(self._at):
             why = os.strerror(ctypes.get_errno())
             raise RunError(f"a read of {self._file.path} could not begin: {why}")
@@ -122,7 +121,7 @@ class _ByLibrary(Reading):
     def finish(self) -> None:
         """See `Reading`. What the library did not read, because of an error or an end, is read again here."""
         got = max(0, self._functions.result(self._at))
-        self._file.complete(self._data, self._offset, self._source, got)
+        self._file.complete(self._data, self._offset, self.source, got)
 
 
 class _ByPython(Reading):
@@ -149,25 +148,39 @@ class BackgroundReads:
     """Reads of one file by a number of threads. Not safe for several threads. Close it when all reads have ended."""
 
     def __init__(self, file: WeightFile, threads: int) -> None:
-        self._file, self._threads, self._turn = file, threads, 0
+        self._file, self._threads = file, threads
+        self._idle = list(range(threads))  # the threads that do not read
         self._functions = _functions()
         self._pool: ThreadPoolExecutor | None = None
         self._descriptors: dict[int, list[int]] = {}  # duplicates of a descriptor of the file
         self._announced: SimpleQueue[tuple[int, int] | None] | None = None
         self._announcer: threading.Thread | None = None
 
+    @property
+    def busy(self) -> bool:
+        """Whether every thread reads."""
+        return not self._idle
+
     def begin(self, data: Bytes, offset: int) -> Reading:
-        """Begin to fill `data` with the bytes at `offset`, as `WeightFile.read_into`. Raises RunError if the system refuses."""
+        """Begin to fill `data` with the bytes at `offset`, as `WeightFile.read_into`, unless all are `busy`. `end` must follow.
+
+        Raises:
+            RunError: the system refuses.
+        """
         file = self._file
         if file.stays and not file.is_cached(offset, data.nbytes):
             self._announce(offset, data.nbytes)
-        self._turn += 1
         if self._functions is not None:
             reading = _ByLibrary(self._functions, file, data, offset)
-            reading.submit(self._duplicates, self._turn)
+            reading.submit(self._idle[-1], self._duplicates(reading.source))
+            self._idle.pop()
             return reading
         self._pool = self._pool or ThreadPoolExecutor(self._threads, "flashmem-reader")
-        return _ByPython(self._pool.submit(file.read_into, data, offset), self._turn % self._threads)
+        return _ByPython(self._pool.submit(file.read_into, data, offset), self._idle.pop())
+
+    def end(self, reading: Reading) -> None:
+        """A read has ended: its thread can make another one."""
+        self._idle.append(reading.thread)
 
     def _duplicates(self, descriptor: int) -> list[int]:
         if descriptor not in self._descriptors:

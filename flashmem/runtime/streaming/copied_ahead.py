@@ -57,7 +57,7 @@ class AheadTransfer(Transfer):
         else:
             host = ledger if tier is None else tier.ledger
             self.ring = PinnedRing(host, layout.ring_bytes, layout.threads + SPARE_PIECES)
-        self.reads = BackgroundReads(file, layout.threads)
+        self.reads = BackgroundReads(file, self.ring.pieces)
         self._sums: dict[str, int] = {}  # by slice that is being read: the checksum so far
         self._divided: tuple[object, Divided] | None = None
 

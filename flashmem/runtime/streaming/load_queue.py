@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 
 from flashmem.schedule.loads import LOOKED_AT, Load
 
@@ -14,8 +13,9 @@ class LoadQueue:
     Not safe for several threads: call it with a lock. Loads are named by their numbers.
     """
 
-    def __init__(self, loads: Sequence[Load], is_released: Callable[[Load], bool]) -> None:
-        self._loads, self._is_released = loads, is_released
+    def __init__(self, loads: Sequence[Load]) -> None:
+        self._loads = loads
+        self._after = [load.after for load in loads]
         self._taken = bytearray(len(loads))
         self._announced = bytearray(len(loads))
         self._first = 0  # all loads before this one are taken
@@ -23,11 +23,11 @@ class LoadQueue:
     def __getitem__(self, number: int) -> Load:
         return self._loads[number]
 
-    def next(self, *, ahead: bool) -> int | None:
-        """The first released load; with `ahead`, else the first one. None if there is none."""
-        first = None
+    def next(self, done: int, *, ahead: bool) -> int | None:
+        """The first load that is released after `done` launches; with `ahead`, else the first one. None if there is none."""
+        first, after = None, self._after
         for number in self._waiting(LOOKED_AT):
-            if self._is_released(self._loads[number]):
+            if after[number] <= done:
                 return number
             first = number if first is None else first
         return first if ahead else None
@@ -44,9 +44,11 @@ class LoadQueue:
             loads.append(load)
         return loads
 
-    def announce(self, taken: int, most: int) -> list[Load]:
-        """A taken load, and those of the next `most` that are released: the ones that were not announced to the disk before."""
-        ahead = [taken, *(number for number in self._waiting(most) if self._is_released(self._loads[number]))]
+    def announce(self, taken: int, most: int, done: int) -> list[Load]:
+        """A taken load, and those of the next `most` that are released after `done` launches: the ones that were not announced
+        to the disk before.
+        """
+        ahead = [taken, *(number for number in self._waiting(most) if self._after[number] <= done)]
         ahead = [number for number in ahead if not self._announced[number]]
         for number in ahead:
             self._announced[number] = True
@@ -54,7 +56,12 @@ class LoadQueue:
 
     def _waiting(self, most: int) -> Iterator[int]:
         """The first loads that are not taken, at most `most`."""
-        taken, last = self._taken, len(self._taken)
-        while self._first < last and taken[self._first]:
-            self._first += 1
-        return islice((number for number in range(self._first, last) if not taken[number]), most)
+        taken, last, number = self._taken, len(self._taken), self._first
+        while number < last and taken[number]:
+            number += 1
+        self._first = number
+        while number < last and most:
+            if not taken[number]:
+                yield number
+                most -= 1
+            number += 1

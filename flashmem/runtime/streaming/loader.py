@@ -84,7 +84,7 @@ class LoaderRun(Loading):
         self._releases: dict[int, threading.Condition] = {}  # for those with one that is read: by the launch it waits for
         self._arrived = threading.Condition(lock)  # for threads that wait for a slice
         self._wanted: str | None = None  # that slice
-        self._queue = LoadQueue(loads, lambda load: load.after <= self._done)
+        self._queue = LoadQueue(loads)
         self._done = done  # launches that are complete
         self._admit = admit
         self._loading = 0  # threads with a load
@@ -143,7 +143,7 @@ class LoaderRun(Loading):
     def idle(self) -> bool:
         """See `Loading`."""
         with self._changed:
-            following = self._queue.next(ahead=self._transfer.reads_ahead)
+            following = self._queue.next(self._done, ahead=self._transfer.reads_ahead)
             begins = following is not None and (self.is_done(self._queue[following].after) or self._unreleased < self._count)
             return self._stopping or (not begins and self._loading == self._unreleased)
 
@@ -253,7 +253,7 @@ class LoaderRun(Loading):
                     file = self._transfer.file
                     # Where the file does not stay, what is read ahead would take the place of what loads read.
                     announces = file.stays and (self._announces or file.missed)
-                    ahead = self._queue.announce(number, self._ahead) if announces else []
+                    ahead = self._queue.announce(number, self._ahead, self._done) if announces else []
             if load is not None:
                 for each in ahead:
                     self._transfer.expect(each.part, each.segment)
@@ -268,7 +268,7 @@ class LoaderRun(Loading):
 
     def _next(self) -> int | None:
         """The next load to start; None while slices are being freed, or without memory for it."""
-        number = None if self._freeing else self._queue.next(ahead=self._transfer.reads_ahead)
+        number = None if self._freeing else self._queue.next(self._done, ahead=self._transfer.reads_ahead)
         if number is None or self._admit is None:
             return number
         load = self._queue[number]

@@ -63,8 +63,8 @@ class Reader(Protocol):
         """Announce that these bytes will be read soon."""
         ...
 
-    def read_into(self, data: Bytes, offset: int) -> None:
-        """Fill `data` with the bytes at `offset`."""
+    def read_each(self, places: Sequence[Bytes], offsets: Sequence[int]) -> None:
+        """Fill each of `places` with the bytes at its offset. Raises RunError: the file is damaged, or the disk fails."""
         ...
 
 
@@ -100,6 +100,7 @@ class WeightFile:
         self._libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         self._can_populate = True
         self._not_waiting = _RWF_NOWAIT
+        self._byte = memoryview(bytearray(1))
         self.missed = False  # some bytes were not in the page cache when read
         self.stays = True  # in the page cache after its use, if memory has room
         self._looked = -inf
@@ -154,6 +155,15 @@ class WeightFile:
             self._fill(data.data, offset)
             self._let_pages_go(offset, data.nbytes)
 
+    def read_each(self, places: Sequence[Bytes], offsets: Sequence[int]) -> None:
+        """See `Reader`. What is not cached is announced before any of it is read."""
+        each = zip(places, offsets, strict=True)
+        left = [(data, at) for data, at in each if not self._not_waiting or self._read_cached(data.data, at) < data.nbytes]
+        for data, offset in left:
+            self.expect(offset, data.nbytes)
+        for data, offset in left:
+            self.read_into(data, offset)
+
     def source(self, data: Bytes, offset: int) -> tuple[int, int]:
         """The descriptor from which `read_into` would fill `data` first, and how many bytes; `complete` must follow."""
         if self._passes(offset) and self.direct.takes(data, offset):
@@ -172,7 +182,7 @@ class WeightFile:
 
     def is_cached(self, offset: int, nbytes: int) -> bool:
         """Whether the page cache has these bytes, judged by the last one. If not, that is noted as `missed`."""
-        if self._not_waiting and self._read_cached(memoryview(bytearray(1)), offset + nbytes - 1):
+        if self._not_waiting and self._read_cached(self._byte, offset + nbytes - 1):
             return True
         self.missed = True
         return False
@@ -413,12 +423,13 @@ class CheckedTable:
         """Announce that these bytes will be read soon."""
         self._file.expect(offset, nbytes)
 
-    def read_into(self, data: Bytes, offset: int) -> None:
-        """Fill `data` with the bytes at `offset`.
+    def read_each(self, places: Sequence[Bytes], offsets: Sequence[int]) -> None:
+        """See `Reader`."""
+        for data, offset in zip(places, offsets, strict=True):
+            self.read_into(data, offset)
 
-        Raises:
-            RunError: the file is damaged there or was truncated, or the disk fails.
-        """
+    def read_into(self, data: Bytes, offset: int) -> None:
+        """Fill `data` with the bytes at `offset`. Raises like `read_each`."""
         done, start = 0, self._blocks[0].offset
         while done < data.nbytes:
             number, within = divmod(offset + done - start, self._size)

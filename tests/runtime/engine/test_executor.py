@@ -35,7 +35,7 @@ class FakeQueue:
     def prepare(self, kernel: int, global_size: tuple[int, ...], local_size: None) -> int:
         return kernel
 
-    def launch(self, launch: int) -> int:
+    def launch(self, launch: int, *, alone: bool = False) -> int:
         self.enqueued.append(launch)
         self.events.append(launch)
         return launch
@@ -68,6 +68,9 @@ class FakeLoader:
         self.loaded = dict.fromkeys(releases, False)
         self.wakes = frozenset(releases.values()) | frozenset(frees)
         self.done: list[int] = []
+
+    def take_over(self) -> None:
+        pass
 
     def layer_done(self, layer: int) -> None:
         assert layer <= self.queue.waited, "a layer is done that nobody waited for"

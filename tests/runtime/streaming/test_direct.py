@@ -67,7 +67,7 @@ def test_places_that_the_disk_cannot_write_to_are_filled_through_the_page_cache(
 
 @pytest.mark.parametrize("after", [0, 1], ids=["at the first read", "at the second"])
 def test_a_refusal_is_noted_and_the_page_cache_used(after: int, file: WeightFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    own, read, reads = file.direct._own, os.preadv, list[int]()
+    own, read, reads = file.direct.descriptor, os.preadv, list[int]()
 
     def refuse(descriptor: int, views: list[Any], offset: int, *flags: int) -> int:
         if descriptor != own:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from flashmem.runtime.opencl.copier import Copier
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.streaming.copied import InterleaveTransfer
 from flashmem.runtime.streaming.loader import LoaderRun
-from flashmem.runtime.streaming.transfer import Transfer, TransferLoad
+from flashmem.runtime.streaming.transfer import ThreadedTransfer, TransferLoad
 from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.loads import Load, Segment
 from flashmem.schedule.plan import PoolLayout
@@ -33,7 +33,7 @@ from flashmem.target.descriptor import DeviceDescriptor
 from tests.support.mini_bundle import write_mini_bundle
 
 
-class Noted(Transfer):
+class Noted(ThreadedTransfer):
     """Records its calls. Loads named in `failing` fail after they may be copied."""
 
     def __init__(self, *, reads_ahead: bool, failing: str = "") -> None:
@@ -92,148 +92,6 @@ def test_without_such_staging_nothing_begins_before_its_gate() -> None:
     run.wait("w1")
     run.stop()
     assert [what for interval in run.intervals for what, _ in interval.steps] == ["read", "copy"] * 2
-
-
-class Following(Noted):
-    """Copies that follow launches on the device: what is enqueued is noted with the event that it waits for."""
-
-    follows_launches = True
-
-    def __init__(self, spare: int) -> None:
-        super().__init__(reads_ahead=True)
-        self.spare_pieces = spare
-        self.copied: list[tuple[str, Any, str]] = []
-        self.dropped: list[str] = []
-
-    def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
-        self.done.append(("read", part.name))
-        turn.did("read")
-        self._copy(part, turn)
-
-    def copy_held(self, load: Load, turn: TransferLoad) -> None:
-        self._copy(load.part, turn)
-
-    def _copy(self, part: Slice, turn: TransferLoad) -> None:
-        def go(behind: Any) -> None:
-            if part.name == self.failing:
-                raise RunError("the device is gone")
-            self.copied.append((part.name, behind, threading.current_thread().name))
-            copy: Any = SimpleNamespace(wait=lambda: None, seconds=lambda: (1.0, 2.0))
-            turn.copying(copy)
-            turn.enqueued()
-
-        turn.when_released(go, lambda: self.dropped.append(part.name))
-
-    def clock_apart(self) -> float:
-        return 10.0
-
-
-HERE = threading.main_thread().name
-
-
-def test_the_thread_of_the_launches_enqueues_copies_of_what_is_read_before_its_release() -> None:
-    transfer = Following(spare=1)
-    run = LoaderRun(transfer, loads(0, 2, 2, 3, 3), {}, threads=1)
-    until(lambda: run.loaded["w0"])
-    run.launched(1, "one")  # no load waits for it
-    until(lambda: len(transfer.done) == 3)  # one piece is spare, and the thread waits with another one
-    assert run.loaded == {"w0": True, "w1": False, "w2": False, "w3": False, "w4": False} and run.idle
-    run.launched(2, "two")
-    assert run.loaded["w1"] and run.loaded["w2"]
-    until(lambda: len(transfer.done) == 5)
-    run.layer_done(2)
-    run.launched(3, "three")
-    run.wait("w4")
-    run.stop()
-    here = [name for name, _, thread in transfer.copied if thread == HERE]
-    assert [each[:2] for each in transfer.copied] == [
-        ("w0", None), ("w1", "two"), ("w2", "two"), ("w3", "three"), ("w4", "three"),
-    ]  # fmt: skip
-    assert here[:2] == ["w1", "w2"] and not transfer.dropped
-    assert [(each.name, each.end, [what for what, _ in each.steps]) for each in run.intervals] == [
-        (f"w{n}", 12.0, ["read", "copy"]) for n in range(5)
-    ]
-
-
-def test_the_thread_of_the_launches_enqueues_what_is_read_while_it_waits() -> None:
-    class Late(Following):
-        def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
-            until(lambda: part.name != "w3" or run._wanted is not None)
-            super().load(part, segment, thread, turn)
-
-    transfer = Late(spare=2)
-    run = LoaderRun(transfer, loads(0, 0, 0, 0), {}, threads=2, done=0)
-    run.wait("w3")
-    until(lambda: all(run.loaded.values()))
-    run.stop()
-    assert ("w3", None, HERE) in transfer.copied and len(transfer.copied) == 4
-
-
-@pytest.mark.parametrize("failing", ["", "w2"])
-def test_what_is_read_and_never_released_is_dropped(failing: str) -> None:
-    transfer = Following(spare=2)
-    transfer.failing = failing
-    run = LoaderRun(transfer, loads(0, 1, 2, 2, 2, 2), {}, threads=2)
-    until(lambda: len(transfer.done) == 5)  # one of them is enqueued
-    if failing:
-        run.launched(1, "one")
-        with pytest.raises(RunError, match="the device is gone"):
-            run.launched(2, "two")
-    run.stop()
-    assert sorted([*transfer.dropped, *(name for name, _, _ in transfer.copied), failing]) == sorted(
-        [name for _, name in transfer.done] + [""] * (not failing)
-    )
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("flashmem")]
-
-
-class Joining(Noted):
-    """Loads of slices with following numbers are made together, up to three."""
-
-    def __init__(self) -> None:
-        super().__init__(reads_ahead=True)
-        self.together: list[list[str]] = []
-
-    def joins(self, loads: Sequence[Load], other: Load) -> bool:
-        return len(loads) < 3 and int(other.part.name[1:]) == int(loads[-1].part.name[1:]) + 1
-
-    def load_together(self, loads: Sequence[Load], turns: Sequence[TransferLoad]) -> None:
-        self.together.append([load.part.name for load in loads])
-        for turn in turns:
-            turn.did("read")
-        for turn in turns:
-            turn.wait_for_release()
-            turn.did("copy")
-
-
-def test_adjacent_loads_are_made_together_but_none_that_is_released_later_or_already_taken() -> None:
-    transfer = Joining()
-    run = LoaderRun(transfer, loads(0, 0, 0, 0, 1, 0, 1), {}, threads=1)
-    for name in ("w0", "w3", "w5"):
-        run.wait(name)
-    assert transfer.together == [["w0", "w1", "w2"]]  # then w3 alone, since w4 waits; w5 alone, since w6 does
-    run.layer_done(1)
-    run.wait("w6")
-    run.stop()
-    assert sorted(each.name for each in run.intervals) == [f"w{n}" for n in range(7)]
-    alone = LoaderRun(transfer, loads(0, 0), {}, threads=1, admit=lambda load: True)
-    alone.wait("w1")
-    alone.stop()
-    assert len(transfer.together) == 1  # each is admitted by itself
-
-
-def test_loads_of_the_host_tier_are_enqueued_with_the_launches_that_release_them() -> None:
-    transfer, held = Following(spare=0), loads(0, 2, 1, 2, 5)
-    run = LoaderRun(transfer, (), {}, threads=2, held=held)
-    assert transfer.copied == [("w0", None, HERE)] and run.loaded["w0"] and not run.loaded["w2"] and run.idle
-    for layer, event in ((1, "one"), (2, "two"), (3, "three")):
-        run.launched(layer, event)
-    assert transfer.copied[1:] == [("w2", "one", HERE), ("w1", "two", HERE), ("w3", "two", HERE)]
-    run.wait("w3")
-    run.stop()
-    assert [(each.name, each.start, each.end) for each in run.intervals] == [
-        (name, 11.0, 12.0) for name, _, _ in transfer.copied
-    ]
-    assert transfer.dropped == ["w4"]
 
 
 def test_what_is_not_admitted_does_not_begin_and_nothing_is_read_ahead_meanwhile() -> None:

@@ -18,9 +18,9 @@ from flashmem.runtime.opencl.context import Queue
 from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.discovery import list_devices
-from flashmem.runtime.streaming import copied
+from flashmem.runtime.streaming import copied_ahead
+from flashmem.runtime.streaming.background_reads import BackgroundReads, Reading
 from flashmem.runtime.streaming.interleaved import layer_moves, needed_slices
-from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.residency import session_bytes, streamed_layout
 from tests.support.mini_bundle import LAYERS, SLICES, WIDTH, MiniModel, write_mini_bundle
 from tests.support.own_memory import give_own_memory
@@ -142,19 +142,19 @@ def test_where_memory_is_not_shared_adjacent_slices_are_read_together(
     device: Device, path: MemoryPath, mode: TransferMode, models: dict[tuple[str, str], MiniModel],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    model, reads, joined = models[path, "float"], list[int](), copied.JOINED_BYTES
-    inputs, read_into = model.inputs(seed=6), WeightFile.read_into
+    model, reads, joined = models[path, "float"], list[int](), copied_ahead.JOINED_BYTES
+    inputs, begin = model.inputs(seed=6), BackgroundReads.begin
     whole = sum(part.file_bytes for part in model.open().program.slices)
 
-    def spy(file: WeightFile, data: Any, offset: int) -> None:
+    def spy(background: BackgroundReads, data: Any, offset: int) -> Reading:
         reads.append(data.nbytes)
-        read_into(file, data, offset)
+        return begin(background, data, offset)
 
     give_own_memory(monkeypatch, device)
-    monkeypatch.setattr(WeightFile, "read_into", spy)
+    monkeypatch.setattr(BackgroundReads, "begin", spy)
     made = []
     for most in (0, joined):
-        monkeypatch.setattr(copied, "JOINED_BYTES", most)
+        monkeypatch.setattr(copied_ahead, "JOINED_BYTES", most)
         reads.clear()
         with Session(model.path, mode=mode, prepare=False) as session:
             made.append(session.run(None, inputs))

@@ -1,0 +1,133 @@
+"""Reads in the background: all bytes arrive, by the C library and by Python, past the page cache too, and errors are told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashmem.base.errors import RunError
+from flashmem.runtime.memory.arena import new_pages
+from flashmem.runtime.streaming import background_reads
+from flashmem.runtime.streaming.background_reads import BackgroundReads
+from flashmem.runtime.streaming.direct import UNIT
+from flashmem.runtime.streaming.weight_file import WeightFile
+
+CONTENT = np.random.default_rng(3).integers(0, 255, 300 * UNIT + 123, np.uint8)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "w.bin").write_bytes(CONTENT.tobytes())
+    return tmp_path / "w.bin"
+
+
+@pytest.fixture(params=["library", "python"])
+def reads(request: pytest.FixtureRequest, path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BackgroundReads]:
+    if request.param == "python":
+        monkeypatch.setattr(background_reads, "_functions", lambda: None)
+    elif background_reads._functions() is None:
+        pytest.skip("this C library is not glibc")
+    file = WeightFile(path, CONTENT.size)
+    made = BackgroundReads(file, 3)
+    yield made
+    made.close()
+    file.close()
+
+
+def ranges(count: int) -> list[tuple[int, int]]:
+    rng = np.random.default_rng(0)
+    starts = rng.integers(0, CONTENT.size - 1, count)
+    return [(int(start), int(rng.integers(1, CONTENT.size - start + 1))) for start in starts]
+
+
+def test_many_reads_at_a_time_bring_all_bytes(reads: BackgroundReads) -> None:
+    begun, threads = [], set[int]()
+
+    def end_all() -> None:
+        for *_, reading in reversed(begun):
+            reading.wait()
+            assert reading.ended
+        for offset, data, reading in begun:
+            reads.end(reading)
+            reading.finish()
+            np.testing.assert_array_equal(data, CONTENT[offset : offset + data.size])
+        begun.clear()
+
+    for offset, nbytes in ranges(60):
+        if reads.busy:
+            assert {reading.thread for *_, reading in begun} == {0, 1, 2}
+            end_all()
+        data = np.zeros(nbytes, np.uint8)
+        begun.append((offset, data, reads.begin(data, offset)))
+        threads.add(begun[-1][2].thread)
+    end_all()
+    assert threads == {0, 1, 2}
+
+
+def test_what_does_not_stay_in_the_page_cache_is_read_past_it(reads: BackgroundReads) -> None:
+    file = reads._file
+    if file.direct.refused:
+        pytest.skip("this file system has no such reads")
+    file.stays = file.missed = False
+    offset, nbytes = 7 * UNIT, CONTENT.size - 7 * UNIT
+    data = new_pages(nbytes)[:nbytes]
+    reading = reads.begin(data, offset)
+    reading.wait()
+    reading.finish()
+    np.testing.assert_array_equal(data, CONTENT[offset:])
+    assert file.direct.nbytes == nbytes and file.missed
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_truncated_file_is_an_error(direct: bool, reads: BackgroundReads, path: Path) -> None:
+    reads._file.stays = not direct
+    os.truncate(path, 20 * UNIT)
+    data = new_pages(8 * UNIT)
+    reading = reads.begin(data, 16 * UNIT)
+    reading.wait()
+    with pytest.raises(RunError, match="ends before byte"):
+        reading.finish()
+
+
+def test_a_failing_disk_is_an_error(reads: BackgroundReads, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    monkeypatch.setattr(reads, "_duplicates", lambda descriptor: [os.open("/", os.O_RDONLY)] * 3)  # which nobody can read
+    reading = reads.begin(np.zeros(100, np.uint8), 0)
+    reading.wait()
+    with pytest.raises(RunError, match="Input/output error"):
+        reading.finish()
+
+
+def test_the_system_is_told_what_it_has_not_cached(reads: BackgroundReads, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
+    file = reads._file
+    monkeypatch.setattr(file, "is_cached", lambda offset, nbytes: offset > UNIT)
+    monkeypatch.setattr(file, "expect", lambda *place: told.append(place))
+    for offset in (0, 2 * UNIT, UNIT):
+        data = np.zeros(UNIT, np.uint8)
+        reading = reads.begin(data, offset)
+        reading.wait()
+        reads.end(reading)
+        reading.finish()
+        np.testing.assert_array_equal(data, CONTENT[offset : offset + UNIT])
+    reads.close()  # ends the thread that tells
+    assert told == [(0, UNIT), (UNIT, UNIT)]
+
+
+def test_whether_bytes_are_cached_is_judged_by_the_last(path: Path) -> None:
+    file = WeightFile(path, CONTENT.size)
+    file.missed = False
+    file.read_into(np.zeros(CONTENT.size, np.uint8), 0)
+    file.missed = False
+    assert file.is_cached(0, CONTENT.size) and not file.missed
+    file._not_waiting = 0  # a system that cannot say
+    assert not file.is_cached(0, 1) and file.missed
+    file.close()
