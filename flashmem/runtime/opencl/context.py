@@ -60,6 +60,9 @@ class Queue:
     def __init__(self, context: Any, device: Any, *, profiling: bool) -> None:
         properties = cl.command_queue_properties.PROFILING_ENABLE if profiling else 0
         self.handle = cl.CommandQueue(context, device, properties)
+        self._own: int = self.handle.int_ptr
+        self._barrier = undocumented.library(locked=True).clEnqueueBarrierWithWaitList
+        self._barrier.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p)
 
     def prepare(self, kernel: Kernel, global_size: tuple[int, ...], local_size: tuple[int, ...] | None) -> PreparedLaunch:
         """Prepare a launch of `kernel`, whose arguments are set, for repeated use on this queue."""
@@ -103,10 +106,7 @@ class Queue:
         complete.
         """
         handles = (ctypes.c_void_p * len(events))(*(event.int_ptr for event in events))
-        queue = ctypes.c_void_p(self.handle.int_ptr)
-        enqueue = undocumented.library(locked=True).clEnqueueBarrierWithWaitList
-        failed = enqueue(queue, ctypes.c_uint(len(events)), handles, None)
-        binding.checked("wait for another queue", failed)
+        binding.checked("wait for another queue", self._barrier(self._own, len(events), handles, None))
 
     def marker(self) -> Event:
         """An event that completes after all commands enqueued so far."""

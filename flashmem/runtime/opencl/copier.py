@@ -41,13 +41,13 @@ class CopyEvent:
         self.int_ptr = handle
         self._library = library  # a lookup can fail while the interpreter shuts down
 
-    def wait(self) -> None:
-        """Flush the queue, as clWaitForEvents does, and wait for the copy; other threads run meanwhile.
+    def wait(self, *, ended: bool = False) -> None:
+        """Flush the queue, as clWaitForEvents does, and wait for the copy. Other threads run meanwhile, unless it has `ended`.
 
         Raises:
             RunError: the copy failed.
         """
-        checked("copy weights", undocumented.library().clWaitForEvents(_NUMBER(1), (_POINTER * 1)(self.int_ptr)))
+        wait_for_copies([self], self._library if ended else None)
 
     @property
     def ended(self) -> bool:
@@ -71,11 +71,15 @@ class CopyEvent:
         self._library.clReleaseEvent(_POINTER(self.int_ptr))
 
 
-def wait_for_copies(copies: Sequence[CopyEvent]) -> None:
-    """Wait for several copies, in one call; other threads run meanwhile. Raises RunError: one failed."""
+def wait_for_copies(copies: Sequence[CopyEvent], library: Any = None) -> None:
+    """Wait for several copies, in one call of `library`; by default, other threads run meanwhile.
+
+    Raises:
+        RunError: one failed.
+    """
     if copies:
         events = (_POINTER * len(copies))(*(copy.int_ptr for copy in copies))
-        checked("copy weights", undocumented.library().clWaitForEvents(_NUMBER(len(copies)), events))
+        checked("copy weights", (library or undocumented.library()).clWaitForEvents(_NUMBER(len(copies)), events))
 
 
 class Copier:

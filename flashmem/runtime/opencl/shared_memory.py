@@ -90,6 +90,9 @@ def enqueue_copy(queue: int, target: int, source: int, nbytes: int, event: Any =
 
 
 def address_of(data: Any) -> int:
-    """The address of a contiguous array."""
-    address: int = data.__array_interface__["data"][0]
-    return address
+    """The address of a contiguous array. Loads ask for it, and numpy's own ways take three times as long."""
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(data))
+    except (TypeError, ValueError):  # read-only, or without elements
+        address: int = data.__array_interface__["data"][0]
+        return address

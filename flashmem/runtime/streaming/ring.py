@@ -90,11 +90,11 @@ class PinnedRing:
             self._free = [memory[number * each : (number + 1) * each] for number in range(self.pieces)]
         if self._free:
             return self._free.pop()
-        if self._copying and self._copying[0][1].ended:
-            piece, copy = self._copying.popleft()
-            copy.wait()  # only a wait lets the host write these bytes again
-            return piece
-        return None
+        if not self._copying or not self._copying[0][1].ended:
+            return None
+        piece, copy = self._copying.popleft()
+        copy.wait(ended=True)
+        return piece
 
     @property
     def oldest(self) -> CopyEvent | None:

@@ -111,7 +111,7 @@ def test_the_system_is_told_what_it_has_not_cached(reads: BackgroundReads, monke
     file = reads._file
     monkeypatch.setattr(file, "is_cached", lambda offset, nbytes: offset > UNIT)
     monkeypatch.setattr(file, "expect", lambda *place: told.append(place))
-    for offset in (0, 2 * UNIT, UNIT):
+    for offset in (0, UNIT, 2 * UNIT, UNIT):  # after one that is cached, some are not looked at
         data = np.zeros(UNIT, np.uint8)
         reading = reads.begin(data, offset)
         reading.wait()
@@ -119,7 +119,8 @@ def test_the_system_is_told_what_it_has_not_cached(reads: BackgroundReads, monke
         reading.finish()
         np.testing.assert_array_equal(data, CONTENT[offset : offset + UNIT])
     reads.close()  # ends the thread that tells
-    assert told == [(0, UNIT), (UNIT, UNIT)]
+    assert told == [(0, UNIT), (UNIT, UNIT)] and not file.missed
+    assert all(reads._is_cached(0, UNIT) for _ in range(background_reads._SEEN - 1)) and not reads._is_cached(0, UNIT)
 
 
 def test_whether_bytes_are_cached_is_judged_by_the_last(path: Path) -> None:

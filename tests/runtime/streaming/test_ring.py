@@ -21,7 +21,7 @@ def pinned_ring(pieces: int) -> tuple[PinnedRing, Ledger]:
 
 
 def copy_of(waited: list[str], name: str, *, ended: bool) -> Any:
-    return SimpleNamespace(wait=lambda: waited.append(name), ended=ended)
+    return SimpleNamespace(wait=lambda *, ended=False: waited.append(name), ended=ended)
 
 
 def test_free_pieces_come_first_and_then_the_one_whose_copy_began_first_once_it_has_ended() -> None:
@@ -48,7 +48,7 @@ def test_free_pieces_come_first_and_then_the_one_whose_copy_began_first_once_it_
 
 
 def test_a_copy_that_failed_is_told_to_who_takes_its_piece() -> None:
-    def fail() -> None:
+    def fail(*, ended: bool = False) -> None:
         raise RunError("the copy failed")
 
     ring, ledger = pinned_ring(1)
