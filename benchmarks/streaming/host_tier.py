@@ -1,6 +1,6 @@
 """The host tier: later runs without it, with it, and with all weights resident.
 
-    python -m benchmarks.streaming.host_tier [gpt2 | model.onnx] --device nvidia [--share 0.4] [--rounds 3] [--runs 20]
+    python -m benchmarks.streaming.host_tier [gpt2 | model.onnx] --device nvidia [--memory-path texture] [--rounds 3]
 
 The model is a known architecture with random weights, or an ONNX file. It is compiled for a device budget of `--share` of its
 weights. One process opens sessions of each kind in turn, `--rounds` times; a row has the medians over its sessions, of each of
@@ -12,7 +12,7 @@ which the median of `--runs` later runs counts. The file is in the page cache.
   others copied from pinned memory on a second stream, two ahead. Its weights are random, and its answer is not compared.
 
 *First answer* includes the opening of the session; the tier is allocated after it. *Read* and *copy* are the parts of a later
-run in which at least one loader thread did so. *Bound* is the larger of two times: what a later run loads at the rate of one
+run in which at least one load did so. *Bound* is the larger of two times: what a later run loads at the rate of one
 large copy from pinned memory, and a run with everything resident. Answers of sessions that stream are compared, bit for bit.
 
 The device's memory is what nvidia-smi reports while the session is open, above what it reported before; - without it.
@@ -52,7 +52,7 @@ from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.request.options import device_here
 from flashmem.schedule.host_tier import reloaded, tier_bytes
-from flashmem.schedule.residency import streamed_layout
+from flashmem.schedule.residency import SPARE_PIECES, streamed_layout
 from flashmem.tools.zoo.graphs import check_architecture, zoo_graph
 
 PIECE = 4 << 20
@@ -78,7 +78,8 @@ class Kind:
 def compiled(model: str, args: Any, path: Path, **limits: Any) -> Program:
     """Compile the model to a bundle at `path`."""
     shutil.rmtree(path, ignore_errors=True)
-    options = resolve(read_limits(objective=args.objective, **limits), device=args.device, mode=args.mode)
+    limited = read_limits(objective=args.objective, **limits)
+    options = resolve(limited, device=args.device, mode=args.mode, memory_path=args.memory_path)
     graph = read_graph(Path(model), options) if model.endswith(".onnx") else prepare(with_weights(zoo_graph(model)))
     made, plan = plan_graph(graph, options)
     plan = with_layouts(made.program, plan, options.descriptor.modes[made.program.memory_path])
@@ -246,6 +247,7 @@ def main() -> None:
     parser.add_device()
     parser.add_argument("--share", type=float, default=0.4, help="the device budget, as a share of the weights")
     parser.add_argument("--mode", default="dma", choices=("dma", "interleave"))
+    parser.add_argument("--memory-path", default="auto", choices=("auto", "buffer", "texture"))
     parser.add_argument("--objective", default="first", choices=("first", "steady"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--runs", type=int, default=20)
@@ -267,6 +269,7 @@ def main() -> None:
         bundle = flashmem.Bundle.open(small)
         layout = streamed_layout(program, bundle.plan, args.mode, shares_memory=False)
         again = sum(map(tier_bytes, reloaded([(bundle.plan, program.slices)])))
+        readers = layout.threads + SPARE_PIECES
         others = layout.ring_bytes + host_bytes(program) + pinned_output_bytes(program)
         budgets = {"no tier": None, "half tier": others + again // 2, "tier": others + again}
 
@@ -287,9 +290,9 @@ def main() -> None:
                     first = first or answers
                     pairs = zip(chain(*answers), chain(*first), strict=True)
                     equal &= all(np.array_equal(got, wanted) for got, wanted in pairs)
-        copies, reads = pinned_rate(args.device), read_rate(args.device, bundle.weights_path, layout.threads)
+        copies, reads = pinned_rate(args.device), read_rate(args.device, bundle.weights_path, readers)
         hand = by_hand(args.model, budget, args.runs)
-    report(args, kinds, weights, budget, layout.threads, copies, reads, hand, equal=equal)
+    report(args, kinds, weights, budget, readers, copies, reads, hand, equal=equal)
 
 
 def report(
@@ -298,7 +301,7 @@ def report(
 ) -> None:  # fmt: skip
     """Print the rates and the table."""
     print(
-        f"{args.model}, {args.mode}: {format_size(weights)} of weights, device budget {format_size(budget)}; "
+        f"{args.model}, {args.mode}, memory path {args.memory_path}: {format_size(weights)} of weights, device budget {format_size(budget)}; "
         f"copies from pinned memory {copies / 1e9:.1f} GB/s; page cache to pinned memory with {threads} threads "
         f"{reads / 1e9:.1f} GB/s; answers of streaming sessions are {'equal' if equal else 'NOT EQUAL'}, bit for bit\n"
     )

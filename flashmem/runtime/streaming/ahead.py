@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class Timed:
+class TimedLoad:
     """When a load was made: its begin and the end of its read (None: the host tier held it) on the host, and its last copy."""
 
     load: Load
@@ -56,7 +56,7 @@ class Timed:
 class Copy:
     """A copy of `nbytes` bytes of a slice from byte `first` on, which are at byte `at` of what is read. `last`: of its load."""
 
-    timed: Timed
+    timed: TimedLoad
     first: int
     nbytes: int
     at: int = 0
@@ -121,7 +121,7 @@ class AheadRun(Loading):
         self._reading: deque[Read] = deque()  # in the order of their begin
         self._unreleased: dict[int, list[Read]] = {}  # by launch: what is read, and waits for its release
         self._copies: list[CopyEvent] = []
-        self._timed: list[Timed] = []  # loads whose last copy is enqueued
+        self._timed: list[TimedLoad] = []  # loads whose last copy is enqueued
         self._intervals = _Intervals(self._timed, transfer.clock_apart)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -339,12 +339,12 @@ class AheadRun(Loading):
     def _copy_held(self, held: Sequence[tuple[Load, Bytes]], behind: Event | None) -> None:
         """Enqueue copies of loads that the host tier holds."""
         for load, data in held:
-            timed = Timed(load, copy=(copied := self._transfer.copy(load, data, load.segment.first, behind)))
+            timed = TimedLoad(load, copy=(copied := self._transfer.copy(load, data, load.segment.first, behind)))
             self._copies.append(copied)
             self._transfer.flush()
             self._enqueued(timed)
 
-    def _enqueued(self, timed: Timed) -> None:
+    def _enqueued(self, timed: TimedLoad) -> None:
         """The last copy of a load is enqueued and flushed: launches may follow."""
         self._timed.append(timed)
         name = timed.load.part.name
@@ -361,7 +361,7 @@ class AheadRun(Loading):
 class _Intervals(Sequence[TimedInterval]):
     """Loads as they are reported, from the device's times of their copies, which are complete when they are first asked for."""
 
-    def __init__(self, timed: list[Timed], clock_apart: Callable[[], float]) -> None:
+    def __init__(self, timed: list[TimedLoad], clock_apart: Callable[[], float]) -> None:
         self._timed, self._clock_apart = timed, clock_apart
         self._made: list[TimedInterval] | None = None
 

@@ -12,7 +12,7 @@ from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory, event_seconds, wait
 from flashmem.runtime.opencl.copier import Copier, CopyEvent
-from flashmem.runtime.streaming.ahead import AheadRun, Copy, Divided, Read, Timed
+from flashmem.runtime.streaming.ahead import AheadRun, Copy, Divided, Read, TimedLoad
 from flashmem.runtime.streaming.background_reads import BackgroundReads
 from flashmem.runtime.streaming.copied import staging_slots
 from flashmem.runtime.streaming.host_tier import HostTier
@@ -118,10 +118,10 @@ class AheadTransfer(Transfer):
         """The reads of loads that are joined; of a single one in pieces of the ring, images in whole rows."""
         start, (last, nbytes) = loads[0].place[0], loads[-1].place
         if len(loads) > 1:
-            copies = [Copy(Timed(load), load.segment.first, load.segment.nbytes, load.place[0] - start) for load in loads]
+            copies = [Copy(TimedLoad(load), load.segment.first, load.segment.nbytes, load.place[0] - start) for load in loads]
             yield Read(start, last + nbytes - start, copies)
             return
-        load, timed = loads[0], Timed(loads[0])
+        load, timed = loads[0], TimedLoad(loads[0])
         part, segment, place = load.part, load.segment, self._place(load, held=False)
         most = self.ring.piece_bytes
         if part.is_image:

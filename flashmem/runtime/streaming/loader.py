@@ -115,6 +115,9 @@ class LoaderRun(Loading):
         """See `Loading`."""
         return self._intervals
 
+    def take_over(self) -> None:
+        """See `Loading`."""
+
     def layer_done(self, layer: int) -> None:
         """See `Loading`."""
         if layer not in self.wakes:

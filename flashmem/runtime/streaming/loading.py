@@ -37,8 +37,9 @@ class Loading(ABC):
     def idle(self) -> bool:
         """Whether the disk is free for other models: nothing is loading, and nothing can before the next launch ends."""
 
-    def take_over(self) -> None:  # noqa: B027 - loader threads need nobody's help
-        """From now on the caller's thread makes the loads, in its calls."""
+    @abstractmethod
+    def take_over(self) -> None:
+        """From now on the caller's thread makes the loads in its calls, unless loader threads do."""
 
     def launched(self, layer: int, event: Event) -> None:
         """Launch `layer` is enqueued and flushed, and `event` is its event, where copies follow launches.

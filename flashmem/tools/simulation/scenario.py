@@ -25,7 +25,7 @@ from flashmem.runtime.streaming.interleaved import CopyStream, LayerMoves, layer
 from flashmem.schedule.host_tier import SliceIdentity, identity, planned_there, reloaded, tier_bytes, tier_slices
 from flashmem.schedule.loads import Load, Segment, planned_frees, planned_loads, read_while_opening
 from flashmem.schedule.plan import LOADER_THREADS, OverlapPlan, PoolLayout
-from flashmem.schedule.residency import Strategy, preloaded, preloaded_layout, streamed_layout
+from flashmem.schedule.residency import SPARE_PIECES, Strategy, preloaded, preloaded_layout, streamed_layout
 from flashmem.target.descriptor import DeviceDescriptor
 
 Disk = Literal["cold", "cached"]
@@ -48,6 +48,11 @@ class Machine:
     disk_queue_bytes: int = 16 << 20
     copy_engine: bool = False
     threads: int = LOADER_THREADS
+
+    @property
+    def readers(self) -> int:
+        """The number of loads at a time."""
+        return self.threads + SPARE_PIECES * self.copy_engine
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ It models the concurrency and the waits of runtime/{session,run,executor,loader}
 - Loader threads free slices, then take the next released load. If loads pass through staging of a thread, it reads one
   load before its release and copies it afterwards. Threads share one read rate, and one copy rate or a copy engine, which makes
   one copy at a time. The fixed cost of a slice is interpreter time, for one thread at a time.
-- With a copy engine a thread does not wait for its copy. It takes the next load while pieces of the ring are free, and the copy
-  begins at its release. Copies from the host tier take no thread. There, a thread alone reads no faster than its share of the
-  rate of all: how much a small pool has in flight decides how many threads read.
+- With a copy engine (runtime/streaming/ahead.py) as many loads are read at a time as the ring has pieces, each of which is free
+  again after its copy. A thread alone reads no faster than its share of the rate of all. Copies from the host tier need no
+  piece. The fixed cost of a load is that of the thread that enqueues launches and copies.
 - The device runs launches in order, each after its slices are loaded, for the time that the planner computes with the copies
   during it. The host costs nothing: it always waits for the oldest launch in flight, so loads are released when a launch ends.
 """
@@ -24,7 +24,6 @@ from itertools import pairwise
 from flashmem.runtime.engine.report import Latency, MemoryUse, RunReport
 from flashmem.runtime.memory.accounts import Category
 from flashmem.schedule.loads import LOOKED_AT, Step, TimedInterval
-from flashmem.schedule.residency import SPARE_PIECES
 from flashmem.tools.simulation.events import Events, Process, Work
 from flashmem.tools.simulation.scenario import Machine, Scenario, SimulatedLoad
 
@@ -59,7 +58,7 @@ def speeds(machine: Machine, busy: Mapping[str, int]) -> dict[str, float]:
     return {
         "disk": machine.disk_bandwidth or 0.0,
         "slice": 1.0,
-        "read": machine.read_bandwidth / max(machine.threads if machine.copy_engine else 1, busy.get("read", 0)),
+        "read": machine.read_bandwidth / max(machine.readers if machine.copy_engine else 1, busy.get("read", 0)),
         "copy": machine.copy_bandwidth / max(1, busy.get("copy", 0)),
         "compute": 1.0,
         "time": 1.0,
@@ -131,12 +130,12 @@ class _SimulatedRun:
         self.events.start(self._announcer())
         yield from self._open()
         if scenario.resident_first:
-            yield from self._bring_in(scenario.loads, self.machine.threads)
+            yield from self._bring_in(scenario.loads)
         self.opened = self.events.now
         yield from self._storage(scenario.gathered_bytes)
         yield Work("copy", scenario.input_bytes)
         loads: tuple[SimulatedLoad, ...] = () if scenario.resident_first else scenario.loads
-        loader = _Loader(self, loads, scenario.frees, self.machine.threads)
+        loader = _Loader(self, loads, scenario.frees, self.machine.readers)
         yield from self._execute(loader)
         loader.stop()
         yield Work("copy", scenario.output_bytes)
@@ -157,9 +156,9 @@ class _SimulatedRun:
         rates = (self.machine.read_bandwidth, self.machine.disk_bandwidth or float("inf"))
         yield Work("time", nbytes / min(rates))
 
-    def _bring_in(self, loads: Sequence[SimulatedLoad], threads: int) -> Process:
+    def _bring_in(self, loads: Sequence[SimulatedLoad]) -> Process:
         """Make the loads before the first launch, and wait for all of them."""
-        loader = _Loader(self, loads, {}, threads)
+        loader = _Loader(self, loads, {}, self.machine.readers)
         yield lambda: not loader.is_missing_any
         loader.stop()
 
@@ -204,7 +203,7 @@ class _SimulatedRun:
         self._backlog += load.nbytes
 
     def read(self, load: SimulatedLoad, steps: list[tuple[Step, float]]) -> Process:
-        """The steps of a loader thread before the copy of a load, with a copy engine."""
+        """The steps before the copy of a load, with a copy engine."""
         yield Work("slice", self.machine.load_seconds)
         nbytes = sum(nbytes for resource, nbytes in load.pieces if resource == "read")
         if nbytes:
@@ -227,7 +226,7 @@ class _SimulatedRun:
 
 
 class _Loader:
-    """Loader threads on one sequence of loads (runtime/streaming/loader.py)."""
+    """Loader threads on one sequence of loads (runtime/streaming/loader.py), or pieces of a ring (ahead.py there)."""
 
     def __init__(
         self, simulated: _SimulatedRun, loads: Sequence[SimulatedLoad], frees: Mapping[int, Sequence[str]], threads: int
@@ -245,7 +244,6 @@ class _Loader:
         self._done = 0
         self._to_free: list[str] = []
         self._stopping = False
-        self._copying = 0  # loads that are read, and not yet copied
         for number in sorted(enqueued):
             simulated.events.start(self._enqueued(loads[number]))
         for number in range(min(threads, len(loads))):
@@ -290,9 +288,7 @@ class _Loader:
             steps: list[tuple[Step, float]] = []
             if simulated.machine.copy_engine:
                 yield from simulated.read(load, steps)
-                self._copying += 1
-                events.start(self._copied_from_ring(load, start, thread, steps))
-                yield lambda: self._stopping or self._copying <= SPARE_PIECES
+                yield from self._copy(load, start, thread, steps)
             else:
                 yield from simulated.transfer(load, self._released(load), steps)
                 self._loaded(load, start, thread, steps)
@@ -301,13 +297,8 @@ class _Loader:
         return lambda: load.after <= self._done
 
     def _enqueued(self, load: SimulatedLoad) -> Process:
-        """A load of a slice that the host tier holds, by the thread of the launches."""
+        """A load of a slice that the host tier holds."""
         yield from self._copy(load, self._simulated.events.now, 0, [])
-
-    def _copied_from_ring(self, load: SimulatedLoad, start: float, thread: int, steps: list[tuple[Step, float]]) -> Process:
-        """The copy of a load that a thread has read."""
-        yield from self._copy(load, start, thread, steps)
-        self._copying -= 1
 
     def _copy(self, load: SimulatedLoad, start: float, thread: int, steps: list[tuple[Step, float]]) -> Process:
         """The copy of a load, after its release."""

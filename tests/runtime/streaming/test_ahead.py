@@ -16,7 +16,7 @@ import pytest
 from flashmem.base.errors import RunError
 from flashmem.program.tensors import Slice
 from flashmem.runtime.opencl.context import Bytes
-from flashmem.runtime.streaming.ahead import AheadRun, Copy, Divided, Read, Timed
+from flashmem.runtime.streaming.ahead import AheadRun, Copy, Divided, Read, TimedLoad
 from flashmem.schedule.loads import Load, Segment
 
 NBYTES = 16
@@ -75,9 +75,9 @@ class FakeTransfer:
     def reads_of(self, loads: Sequence[Load]) -> Iterator[Read]:
         first = loads[0].part
         if first.name in self.held:
-            yield Read(first.offset, NBYTES, [Copy(Timed(loads[0]), 0, NBYTES)], np.zeros(NBYTES, np.uint8), True)
+            yield Read(first.offset, NBYTES, [Copy(TimedLoad(loads[0]), 0, NBYTES)], np.zeros(NBYTES, np.uint8), True)
             return
-        timed, parts = [Timed(load) for load in loads], self.parts[first.name]
+        timed, parts = [TimedLoad(load) for load in loads], self.parts[first.name]
         for part in range(parts):
             yield Read(first.offset, NBYTES, [Copy(each, 0, NBYTES, last=part == parts - 1) for each in timed])
 
