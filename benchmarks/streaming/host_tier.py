@@ -301,7 +301,8 @@ def report(
 ) -> None:  # fmt: skip
     """Print the rates and the table."""
     print(
-        f"{args.model}, {args.mode}, memory path {args.memory_path}: {format_size(weights)} of weights, device budget {format_size(budget)}; "
+        f"{args.model}, {args.mode}, memory path {args.memory_path}: {format_size(weights)} of weights, "
+        f"device budget {format_size(budget)}; "
         f"copies from pinned memory {copies / 1e9:.1f} GB/s; page cache to pinned memory with {threads} threads "
         f"{reads / 1e9:.1f} GB/s; answers of streaming sessions are {'equal' if equal else 'NOT EQUAL'}, bit for bit\n"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
 from flashmem.schedule.loads import LOOKED_AT, Load
 
@@ -16,6 +17,7 @@ class LoadQueue:
     def __init__(self, loads: Sequence[Load]) -> None:
         self._loads = loads
         self._after = [load.after for load in loads]
+        self._soonest = list(accumulate(reversed(self._after), min))[::-1]  # of a load and those behind it
         self._taken = bytearray(len(loads))
         self._announced = bytearray(len(loads))
         self._first = 0  # all loads before this one are taken
@@ -25,12 +27,11 @@ class LoadQueue:
 
     def next(self, done: int, *, ahead: bool) -> int | None:
         """The first load that is released after `done` launches; with `ahead`, else the first one. None if there is none."""
-        first, after = None, self._after
-        for number in self._waiting(LOOKED_AT):
-            if after[number] <= done:
-                return number
-            first = number if first is None else first
-        return first if ahead else None
+        first, after = next(self._waiting(1), None), self._after
+        if first is None or self._soonest[first] > done:
+            return first if ahead else None
+        released = (number for number in self._waiting(LOOKED_AT) if after[number] <= done)
+        return next(released, first if ahead else None)
 
     def take(self, number: int, joins: Callable[[Sequence[Load], Load], bool] | None = None) -> list[Load]:
         """Take a load, and those behind it that `joins` lets be read together with it; None: only that one."""

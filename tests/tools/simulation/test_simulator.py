@@ -65,13 +65,15 @@ def test_two_threads_share_the_rate_and_overlap_reading_with_copying() -> None:
     assert parallel.report.latency.integrated == pytest.approx(10 + 10 + 1)  # in step: both read, then both copy
 
 
-def test_a_copy_engine_does_one_copy_after_the_other_so_threads_fall_out_of_step() -> None:
-    """Four loads that read for 5 s and are copied for 5 s, by two threads that begin together."""
-    loads = tuple(SimulatedLoad(name, 50, (("read", 50), ("copy", 100))) for name in "abcd")
-    shared = Scenario(replace(PLAIN, threads=2), (layer(1.0, *"abcd"),), loads)
-    assert simulate(shared).report.latency.integrated == pytest.approx(4 * 10 + 1)
+def test_a_copy_engine_does_one_copy_after_the_other_and_a_piece_is_free_after_its_copy() -> None:
+    """Eight loads of 50 bytes, which take 5 s to read at the full rate, and 5 s to copy."""
+    loads = tuple(SimulatedLoad(name, 50, (("read", 50), ("copy", 100))) for name in "abcdefgh")
+    shared = Scenario(replace(PLAIN, threads=2), (layer(1.0, *"abcdefgh"),), loads)
+    assert simulate(shared).report.latency.integrated == pytest.approx(8 * 10 + 1)
     engine = replace(shared, machine=replace(shared.machine, copy_engine=True))
-    assert simulate(engine).report.latency.integrated == pytest.approx(2 * 5 + 4 * 5 + 1)  # never idle again
+    assert engine.machine.readers == 4
+    # Four are read by 20 s, and their copies end at 25, 30, 35 and 40 s. Each piece then reads for 20 s, and is copied.
+    assert simulate(engine).report.latency.integrated == pytest.approx(40 + 20 + 5 + 1)
 
 
 def test_a_cold_disk_begins_when_the_session_does() -> None:
