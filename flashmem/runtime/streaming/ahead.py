@@ -301,13 +301,14 @@ class AheadRun(Loading):
 
     def _finish(self, read: Read, reading: Reading) -> None:
         """A read has ended."""
-        self._transfer.reads.end(reading)
         try:
             reading.finish()
             self._transfer.has_read(read)
         except BaseException:
             self._give_back(read, None)
             raise
+        finally:
+            self._transfer.reads.end(reading)
         now = time.perf_counter()
         for copy in read.copies:
             copy.timed.read = now

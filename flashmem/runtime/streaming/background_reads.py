@@ -15,7 +15,6 @@ import functools
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
 
@@ -76,6 +75,7 @@ def _functions() -> _Functions | None:
 class Reading(ABC):
     """A read that has begun. Its memory must stay until it has ended. `thread`: the number of who reads."""
 
+    __slots__ = ()
     thread: int
 
     @property
@@ -93,23 +93,16 @@ class Reading(ABC):
 
 
 class _ByLibrary(Reading):
-    """A read by a thread of the C library."""
+    """A read by a thread of the C library. The request is the thread's, and in use until the read has ended."""
 
-    def __init__(self, functions: _Functions, file: WeightFile, data: Bytes, offset: int) -> None:
-        """It begins with `submit`."""
+    __slots__ = ("_at", "_data", "_file", "_functions", "_offset", "_source", "thread")
+
+    def __init__(
+        self, functions: _Functions, file: WeightFile, data: Bytes, offset: int, source: int, thread: int, at: int
+    ) -> None:
+        """It has begun. `source`: the file's descriptor, of which the thread has a duplicate. `at`: its request's address."""
         self._functions, self._file, self._data, self._offset = functions, file, data, offset
-        self.source, nbytes = file.source(data, offset)
-        self._request = _Request(address=address_of(data), nbytes=nbytes, offset=offset)
-        self._request.notification.how = _SIGEV_NONE
-        self._at = ctypes.addressof(self._request)
-
-    def submit(self, thread: int, descriptors: Sequence[int]) -> None:
-        """Begin to read, from the descriptor of a thread."""
-        self.thread = thread
-        self._request.descriptor = descriptors[thread]
-        if self._functions.read(self._at):
-            why = os.strerror(ctypes.get_errno())
-            raise RunError(f"a read of {self._file.path} could not begin: {why}")
+        self._source, self.thread, self._at = source, thread, at
 
     @property
     def ended(self) -> bool:
@@ -124,7 +117,7 @@ class _ByLibrary(Reading):
     def finish(self) -> None:
         """See `Reading`. What the library did not read, because of an error or an end, is read again here."""
         got = max(0, self._functions.result(self._at))
-        self._file.complete(self._data, self._offset, self.source, got)
+        self._file.complete(self._data, self._offset, self._source, got)
 
 
 class _ByPython(Reading):
@@ -156,7 +149,8 @@ class BackgroundReads:
         self._functions = _functions()
         self._unseen = 0  # reads that are taken for cached before the next look
         self._pool: ThreadPoolExecutor | None = None
-        self._descriptors: dict[int, list[int]] = {}  # duplicates of a descriptor of the file
+        self._descriptors: dict[int, list[int]] = {}  # of a descriptor of the file, a duplicate for each thread
+        self._requests = [_Request(notification=_Notification(how=_SIGEV_NONE)) for _ in range(threads)]
         self._announced: SimpleQueue[tuple[int, int] | None] | None = None
         self._announcer: threading.Thread | None = None
 
@@ -175,12 +169,23 @@ class BackgroundReads:
         if file.stays and not self._is_cached(offset, data.nbytes):
             self._announce(offset, data.nbytes)
         if self._functions is not None:
-            reading = _ByLibrary(self._functions, file, data, offset)
-            reading.submit(self._idle[-1], self._duplicates(reading.source))
-            self._idle.pop()
-            return reading
+            return self._by_library(self._functions, data, offset)
         self._pool = self._pool or ThreadPoolExecutor(self._threads, "flashmem-reader")
         return _ByPython(self._pool.submit(file.read_into, data, offset), self._idle.pop())
+
+    def _by_library(self, functions: _Functions, data: Bytes, offset: int) -> Reading:
+        file, thread = self._file, self._idle[-1]
+        source, nbytes = file.source(data, offset)
+        if source not in self._descriptors:
+            self._descriptors[source] = [os.dup(source) for _ in range(self._threads)]
+        request = self._requests[thread]
+        request.descriptor = self._descriptors[source][thread]
+        request.address, request.nbytes, request.offset = address_of(data), nbytes, offset
+        at = ctypes.addressof(request)
+        if functions.read(at):
+            raise RunError(f"a read of {file.path} could not begin: {os.strerror(ctypes.get_errno())}")
+        self._idle.pop()
+        return _ByLibrary(functions, file, data, offset, source, thread, at)
 
     def end(self, reading: Reading) -> None:
         """A read has ended: its thread can make another one."""
@@ -194,11 +199,6 @@ class BackgroundReads:
             self._unseen = _SEEN
             return True
         return False
-
-    def _duplicates(self, descriptor: int) -> list[int]:
-        if descriptor not in self._descriptors:
-            self._descriptors[descriptor] = [os.dup(descriptor) for _ in range(self._threads)]
-        return self._descriptors[descriptor]
 
     def _announce(self, offset: int, nbytes: int) -> None:
         """Let the system read these bytes into the page cache at once. A thread asks for it: the disk's queue can be full."""

@@ -134,6 +134,8 @@ class AheadTransfer(Transfer):
 
     def has_read(self, read: Read) -> None:
         """Compare the checksum of a slice that is read, and keep it in the host tier. Raises RunError: it is damaged."""
+        if self.checksums is None and read.piece is not None:
+            return
         copy, memory = read.copies[-1], read.memory
         part, segment = copy.timed.load.part, copy.timed.load.segment
         assert memory is not None

@@ -99,7 +99,7 @@ def test_a_failing_disk_is_an_error(reads: BackgroundReads, monkeypatch: pytest.
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", broken)
-    monkeypatch.setattr(reads, "_duplicates", lambda descriptor: [os.open("/", os.O_RDONLY)] * 3)  # which nobody can read
+    reads._descriptors[reads._file._descriptor] = [os.open("/", os.O_RDONLY) for _ in range(3)]  # which nobody can read
     reading = reads.begin(np.zeros(100, np.uint8), 0)
     reading.wait()
     with pytest.raises(RunError, match="Input/output error"):
