@@ -78,7 +78,7 @@ Step = Literal["read", "wait", "copy"]
 class TimedInterval:
     """The time interval of a load or a layer, in seconds of `time.perf_counter()`.
 
-    For a load, `thread` is the loader thread, and `steps` are its consecutive steps, each with its end time. It has `nbytes`
+    For a load, `thread` is the one that read it, and `steps` are its consecutive steps, each with its end time. It has `nbytes`
     bytes, and was released when layer `after` was done (0: at once). For a layer, `waited_for` is the slice that its launch
     last waited for; empty if all were loaded.
     """

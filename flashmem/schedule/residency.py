@@ -39,29 +39,29 @@ def streamed_layout(program: Program, plan: OverlapPlan, mode: TransferMode, *, 
 def with_host_ring(program: Program, layout: PoolLayout) -> PoolLayout:
     """`layout` with the ring for a device with memory of its own: in host memory, where larger pieces cost no weights a place.
 
-    A thread reads a piece in one call, and copies of the spare ones are under way meanwhile.
+    Loads are read into some pieces while others are copied.
     """
     ring = host_ring_bytes(program, layout.threads)
     return replace(layout, piece_bytes=HOST_PIECE_BYTES, segment_bytes=HOST_PIECE_BYTES, ring_bytes=ring)
 
 
 def host_ring_bytes(program: Program, threads: int) -> int:
-    """Bytes of the ring in host memory for so many loader threads."""
+    """Bytes of the ring in host memory for a plan with so many loader threads."""
     largest = max((passing_bytes(part, HOST_PIECE_BYTES) for part in program.slices), default=0)
     largest = max(largest, min(JOINED_BYTES, sum(part.file_bytes for part in program.slices)))
     return (threads + SPARE_PIECES) * (-(-largest // POOL_ALIGNMENT) * POOL_ALIGNMENT)
 
 
 HOST_PIECE_BYTES = 5 << 20
-"""Most bytes of a piece of a ring in host memory. A read of 3.4 MB took a thread 0.55 ms there, and all else that the thread
-does for a piece 0.35 ms, so larger pieces load faster (docs/research/measurements.md)."""
+"""Most bytes of a piece of a ring in host memory. Smaller ones take the host more calls for the same bytes. What is read into
+larger ones leaves the processor's caches before it is copied (docs/research/measurements.md)."""
 
 JOINED_BYTES = 1 << 20
-"""Most bytes of loads that are read together. A thread takes longer for all else of a load than for so many bytes; more would
-keep the other threads from reading."""
+"""Most bytes of loads that are read together. All else of a load takes the host longer than so many bytes; with more, other
+threads would have nothing to read."""
 
 SPARE_PIECES = 2
-"""Pieces of such a ring beside one for each loader thread: those that copies under way read."""
+"""Pieces of such a ring beside one for each of the plan's loader threads."""
 
 
 def _in_slots(program: Program, plan: OverlapPlan, mode: TransferMode, layout: PoolLayout) -> PoolLayout:

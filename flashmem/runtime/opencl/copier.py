@@ -1,4 +1,4 @@
-"""Copies of weights from host to device memory, on one queue that all loader threads share.
+"""Copies of weights from host to device memory, on one queue for all threads.
 
 OpenCL defines the content of a memory object only under two conditions. One queue at a time modifies it, and commands on other
 queues wait for the events of those modifications (OpenCL 3.0, appendix A, "Shared OpenCL objects";

@@ -33,7 +33,7 @@ class HostTier:
     """Pinned places for a fixed set of slices, and the account of a session's host memory: this tier and staging.
 
     After `begin`, a thread allocates the places in the order of their use. A slice that is loaded before it has a place is
-    loaded without. Loader threads call `place`, `holds` and `keep`. No two threads load the same segment at once.
+    loaded without. The loads of a run call `place`, `holds` and `keep`. No segment is loaded twice at once.
     """
 
     def __init__(
