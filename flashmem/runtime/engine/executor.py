@@ -270,10 +270,8 @@ class Executor:
         self._apart = max(least, min(most, int(layers * SECONDS_APART / max(seconds, 1e-9))))
 
     def _intervals(self, traced: Sequence[tuple[str, str, Event, Event]]) -> list[TimedInterval]:
-        """Device times on the host's clock: a marker that completes now gives the difference of the two clocks."""
-        marker = self._queue.marker()
-        wait(marker)
-        apart = perf_counter() - event_seconds(marker)[1]
+        """Device times on the host's clock."""
+        apart = self._queue.clock_apart()
         return [
             TimedInterval(name, event_seconds(first)[0] + apart, event_seconds(last)[1] + apart, waited_for=waited_for)
             for name, waited_for, first, last in traced

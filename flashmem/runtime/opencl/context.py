@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
@@ -112,6 +113,12 @@ class Queue:
         """An event that completes after all commands enqueued so far."""
         with _explained("enqueue a marker"):
             return cl.enqueue_marker(self.handle)
+
+    def clock_apart(self) -> float:
+        """What the host's clock (`time.perf_counter`) is ahead of the device's, in seconds; the queue profiles."""
+        marker = self.marker()
+        wait(marker)
+        return perf_counter() - event_seconds(marker)[1]
 
     def write(self, buffer: Memory, data: NDArray[Any], *, offset: int = 0) -> None:
         """Copy contiguous host memory to byte `offset` of a buffer, and wait."""

@@ -179,7 +179,7 @@ class AheadRun(Loading):
                 raise RunError(self._failure)
             if not self._step(name):
                 with self._changed:
-                    if not (self._advance() or self.loaded[name]):
+                    if not (self._advance() or self.loaded[name] or self._failure):
                         assert self._admit is not None, f"{name} waits for a launch that is not enqueued"
                         self._changed.wait()
 
@@ -227,7 +227,7 @@ class AheadRun(Loading):
                             self._changed.wait()
         except BaseException as error:
             with self._changed:
-                self._failure = said_of_load(error)
+                self._failure = self._failure or said_of_load(error)
                 self._changed.notify_all()
 
     def _step(self, wanted: str = "") -> bool:
@@ -253,12 +253,16 @@ class AheadRun(Loading):
             RunError: a read failed, a slice is damaged, or the device refuses a copy.
         """
         advanced = False
-        while self._reading and (reading := self._reading[0].reading) is not None and reading.ended:
-            read, advanced = self._reading.popleft(), True
-            self._finish(read, reading)
-        while (self._to_read or self._take_next()) and self._begin(self._to_read[0]):
-            self._to_read.popleft()
-            advanced = True
+        try:
+            while self._reading and (reading := self._reading[0].reading) is not None and reading.ended:
+                read, advanced = self._reading.popleft(), True
+                self._finish(read, reading)
+            while (self._to_read or self._take_next()) and self._begin(self._to_read[0]):
+                self._to_read.popleft()
+                advanced = True
+        except BaseException as error:  # also for the other thread, which would wait for what is lost here
+            self._failure = self._failure or said_of_load(error)
+            raise
         return advanced
 
     def _take_next(self) -> bool:
@@ -370,7 +374,7 @@ class _Intervals(Sequence[TimedInterval]):
         if self._made is None:
             apart = self._clock_apart() if self._timed else 0.0
             self._made = [each.interval(apart) for each in self._timed]
-            self._timed = []  # and their events
+            self._timed = []  # nor their events are needed any longer
         return self._made
 
     @overload

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -10,7 +9,7 @@ from flashmem.base.types import POOL_ALIGNMENT
 from flashmem.bundle.checksums import checksum
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory, event_seconds, wait
+from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory
 from flashmem.runtime.opencl.copier import Copier, CopyEvent
 from flashmem.runtime.streaming.ahead import AheadRun, Copy, Divided, Read, TimedLoad
 from flashmem.runtime.streaming.background_reads import BackgroundReads
@@ -47,6 +46,7 @@ class AheadTransfer(Transfer):
         super().__init__(file)
         self._tier = tier
         self._copier: Copier = after._copier if after else Copier(context, ahead=True)
+        self.clock_apart = self._copier.queue.clock_apart  # reports keep it, and so must not keep the transfer
         self._homes: WeightObjects = WeightObjects(ledger, slices, layout, after._homes if after else None, apart=True)
         self.memories = self._homes.places
         if after:
@@ -163,12 +163,6 @@ class AheadTransfer(Transfer):
     def flush(self) -> None:
         """Submit the copies so far. Raises RunError."""
         self._copier.flush()
-
-    def clock_apart(self) -> float:
-        """What the host's clock is ahead of that of copies, in seconds."""
-        marker = self._copier.queue.marker()
-        wait(marker)
-        return time.perf_counter() - event_seconds(marker)[1]
 
     def leave(self) -> None:
         """Free staging and the ring."""

@@ -484,3 +484,22 @@ def test_a_bundle_compiled_for_a_host_budget_has_its_slices_there(
     monkeypatch.undo()
     with pytest.raises(UserError, match="shares its memory with the host"):
         flashmem.compile(model, tmp_path / "none.flashmem", device="pocl", budget="1MB", host_budget="1MB", build=False)
+
+
+@pytest.mark.parametrize("device", list_devices()[:1], ids=lambda device: device.descriptor_name)
+def test_the_loads_of_a_report_can_be_asked_for_when_the_session_is_closed(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_mini_bundle(tmp_path / "m.flashmem")
+    give_own_memory(monkeypatch, device)
+    with Session(model.path, mode="dma") as session:
+        session.run(None, model.inputs())
+        session.run(None, model.inputs())
+        report = session.last_run
+    assert report is not None and len(report.loads) > 0
+    begun = report.ended - report.latency.exec
+    for load in report.loads:
+        assert [step for step, _ in load.steps] == ["read", "copy"]
+        times = [load.start, *(end for _, end in load.steps)]
+        assert times == sorted(times) and begun - 1 < times[0] and times[-1] < report.ended + 0.01
+    assert report.loads[0] is report.loads[:1][0]
