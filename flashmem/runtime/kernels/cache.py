@@ -118,8 +118,10 @@ class CachedKernels:
         self._make(missing)
         self._more = threading.Condition()  # guards `_programs`
         self._left, self._ending = len(found), threading.Lock()
-        self._loading: threading.Thread | None = threading.Thread(target=self._load, args=(found,), name="flashmem-kernels")
-        self._loading.start()
+        self._loading: threading.Thread | None = None
+        if found:  # a driver that loads another program may keep the interpreter lock, for which a new thread's start waits
+            self._loading = threading.Thread(target=self._load, args=(found,), name="flashmem-kernels")
+            self._loading.start()
 
     def __contains__(self, name: object) -> bool:
         """Whether the kernel is one of the session's."""
