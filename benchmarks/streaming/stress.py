@@ -4,9 +4,9 @@
 
 Whole models with random weights (`flashmem.tools.zoo.graph_file`) are compiled for every memory path of the device. Each is
 compiled without a budget, with half of the memory for everything, and with the smallest budget that works. Then fresh sessions
-of all of them, in every transfer mode, alternate in an order drawn from `--seed`. Each makes `--each` runs, and
-between any two steps of a load is a random time. Inputs alternate; the reference is a session of the same bundle
-with every weight resident. Only kernels of first answers run, whose bits do not depend on which weights are resident.
+of all of them, in every transfer mode, alternate in an order drawn from `--seed`. Each makes `--each` runs, with random times
+between the steps of some loads. Inputs alternate; the reference is a session of the same bundle with every weight resident.
+Only kernels of first answers run, whose bits do not depend on which weights are resident.
 
 It ends after `--runs` answers, or before the first session that would begin after `--minutes`. It prints the number of wrong
 answers and a line of JSON. Exit code 1: an answer was wrong, or a session failed. A session longer than `--patience` seconds
@@ -261,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--runs", type=int, default=5000)
     parser.add_argument("--each", type=int, default=6, help="runs of each session")
-    parser.add_argument("--delay", type=float, default=0.5, help="milliseconds that a loader thread sleeps, on average")
+    parser.add_argument("--delay", type=float, default=0.5, help="milliseconds between two steps of a late load, on average")
     parser.add_argument("--modes", nargs="+", help="transfer modes; default: all that the device has")
     parser.add_argument("--paths", nargs="+", help="memory paths; default: all that the device has")
     parser.add_argument(
