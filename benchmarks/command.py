@@ -46,6 +46,15 @@ class Arguments(argparse.ArgumentParser):
         except UserError as error:
             self.error(str(error))
 
+    def check_model(self, model: str) -> None:
+        """Exit unless it is an .onnx file that exists, or a known architecture."""
+        from flashmem.tools.zoo.graphs import check_architecture  # half a second, in processes that are measured too
+
+        if not model.endswith(".onnx"):
+            check_architecture(model)
+        elif not Path(model).is_file():
+            self.error(f"{model}: no such file")
+
     def models_in(self, zoo: Path, names: Sequence[str]) -> dict[str, Path]:
         """The files of `names` that exist in `zoo`, as NAME/model.onnx or NAME.onnx. Exits if none exists."""
         files = {name: (zoo / name / "model.onnx", zoo / f"{name}.onnx") for name in names}

@@ -53,7 +53,7 @@ from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.request.options import device_here
 from flashmem.schedule.host_tier import reloaded, tier_bytes
 from flashmem.schedule.residency import SPARE_PIECES, streamed_layout
-from flashmem.tools.zoo.graphs import check_architecture, zoo_graph
+from flashmem.tools.zoo.graphs import zoo_graph
 
 PIECE = 4 << 20
 NAMES = ("no tier", "half tier", "tier", "resident")
@@ -255,11 +255,7 @@ def main() -> None:
     parser.check_device(args.device)
     if device_here(args.device).unified_memory:
         parser.error(f"{device_here(args.device).name} shares its memory with the host; name a device with memory of its own")
-    if args.model.endswith(".onnx"):
-        if not Path(args.model).is_file():
-            parser.error(f"{args.model}: no such file")
-    else:
-        check_architecture(args.model)
+    parser.check_model(args.model)
     with tempfile.TemporaryDirectory() as folder:
         whole, small = Path(folder) / "whole.flashmem", Path(folder) / "small.flashmem"
         weights = sum(part.nbytes for part in compiled(args.model, args, whole).slices)

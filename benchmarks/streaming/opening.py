@@ -87,12 +87,8 @@ def main() -> None:
     from benchmarks.streaming.host_tier import compiled
     from flashmem import Bundle
     from flashmem.runtime.request.options import device_here
-    from flashmem.tools.zoo.graphs import check_architecture
 
-    if not args.model.endswith(".onnx"):
-        check_architecture(args.model)
-    elif not Path(args.model).is_file():
-        parser.error(f"{args.model}: no such file")
+    parser.check_model(args.model)
     found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         bundle = Path(folder) / "model.flashmem"

@@ -183,16 +183,6 @@ class AheadRun(Loading):
                         assert self._admit is not None, f"{name} waits for a launch that is not enqueued"
                         self._changed.wait()
 
-    def wake(self) -> None:
-        """See `Loading`."""
-        with self._changed:
-            self._changed.notify_all()
-
-    def admit_all(self) -> None:
-        """See `Loading`."""
-        self._admit = None
-        self.wake()
-
     def stop(self) -> None:
         """See `Loading`. Waits for the copies, and for reads that have begun."""
         self._stopping = True

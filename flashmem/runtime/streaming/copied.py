@@ -136,11 +136,11 @@ class InterleaveTransfer(MovingTransfer):
 
     def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
         """Read into staging."""
-        place, arrives = self.staged[part.name], partial(self.arrives, part)
+        place = self.staged[part.name]
         if self.reads_ahead:
             self._through_ring(part, segment, turn, lambda data, first: self._copier.write(place, data, offset=first))
             return
-        with self._maps.mapped(place, segment.nbytes, offset=segment.first, unmapped=arrives) as view:
+        with self._maps.mapped(place, segment.nbytes, offset=segment.first, unmapped=partial(self.arrives, part)) as view:
             self._read(part, segment, view, turn)
 
     def preload(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:

@@ -150,17 +150,6 @@ class LoaderRun(Loading):
             begins = following is not None and (self.is_done(self._queue[following].after) or self._unreleased < self._count)
             return self._stopping or (not begins and self._loading == self._unreleased)
 
-    def wake(self) -> None:
-        """See `Loading`."""
-        with self._changed:
-            self._changed.notify_all()
-
-    def admit_all(self) -> None:
-        """See `Loading`."""
-        with self._changed:
-            self._admit = None
-            self._changed.notify_all()
-
     def wait(self, name: str) -> None:
         """See `Loading`."""
         with self._arrived:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from threading import Condition
 
 from flashmem.base.errors import RunError
 from flashmem.runtime.opencl.context import Event
-from flashmem.schedule.loads import TimedInterval
+from flashmem.schedule.loads import Load, TimedInterval
 
 
 class Loading(ABC):
@@ -26,6 +27,12 @@ class Loading(ABC):
 
     when_freed: Callable[[int], None] | None = None
     """Called with a completed launch, after its slices are freed."""
+
+    _changed: Condition
+    """Of the lock of the loads; threads without work wait for it."""
+
+    _admit: Callable[[Load], bool] | None
+    """Whether there is memory for a load; None: for all. Asked with the lock."""
 
     @property
     @abstractmethod
@@ -56,13 +63,16 @@ class Loading(ABC):
     def wait(self, name: str) -> None:
         """Wait until slice `name` is loaded. Raises RunError: a load failed."""
 
-    @abstractmethod
     def wake(self) -> None:
         """Retry loads that were not admitted: memory may be available now."""
+        with self._changed:
+            self._changed.notify_all()
 
-    @abstractmethod
     def admit_all(self) -> None:
         """Admit every released load from now on."""
+        with self._changed:  # no thread may be asking `_admit`
+            self._admit = None
+            self._changed.notify_all()
 
     @abstractmethod
     def stop(self) -> None:

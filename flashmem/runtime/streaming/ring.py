@@ -20,6 +20,12 @@ def _piece_bytes(nbytes: int, pieces: int) -> int:
     return nbytes // pieces // WORD * WORD
 
 
+def _divided(memory: Bytes, pieces: int) -> list[Bytes]:
+    """So many equal pieces of the memory."""
+    each = _piece_bytes(memory.nbytes, pieces)
+    return [memory[number * each : (number + 1) * each] for number in range(pieces)]
+
+
 class MappedRing:
     """A ring on a device that shares the host's memory: a buffer that stays mapped, with a piece for each loader thread.
 
@@ -33,8 +39,7 @@ class MappedRing:
         if nbytes:
             buffer = ledger.buffer("staging", nbytes, _WHAT, host_visible=True)
             self._mapped = ledger.mapped(queue, buffer, nbytes)
-            each = _piece_bytes(nbytes, pieces)
-            self._free = [self._mapped[number * each : (number + 1) * each] for number in range(pieces)]
+            self._free = _divided(self._mapped, pieces)
 
     @property
     def open(self) -> bool:
@@ -61,7 +66,7 @@ class PinnedRing:
     """A ring for a device with memory of its own: pages of the process, pinned by a buffer that nothing uses. One that is
     mapped takes memory of the device too (docs/research/opencl-notes.md, pinned memory).
 
-    There are more pieces than reads at a time: the device copies some while others are read into. One thread at a time calls.
+    The device copies some pieces while others are read into. One thread at a time calls.
     """
 
     def __init__(self, ledger: Ledger, nbytes: int, pieces: int) -> None:
@@ -84,10 +89,10 @@ class PinnedRing:
         refused.
         """
         if self._pages is not None:
-            memory, each = self._pages.result(), self.piece_bytes
+            memory = self._pages.result()
             self._ledger.wrapped("staging", memory, _WHAT)
             self._pages = None
-            self._free = [memory[number * each : (number + 1) * each] for number in range(self.pieces)]
+            self._free = _divided(memory, self.pieces)
         if self._free:
             return self._free.pop()
         if not self._copying or not self._copying[0][1].ended:

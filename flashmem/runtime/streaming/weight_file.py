@@ -157,8 +157,9 @@ class WeightFile:
 
     def read_each(self, places: Sequence[Bytes], offsets: Sequence[int]) -> None:
         """See `Reader`. What is not cached is announced before any of it is read."""
-        each = zip(places, offsets, strict=True)
-        left = [(data, at) for data, at in each if not self._not_waiting or self._read_cached(data.data, at) < data.nbytes]
+        left = list(zip(places, offsets, strict=True))
+        if self._not_waiting and self.stays:  # else pages must go after their use
+            left = [(data, offset) for data, offset in left if self._read_cached(data.data, offset) < data.nbytes]
         for data, offset in left:
             self.expect(offset, data.nbytes)
         for data, offset in left:

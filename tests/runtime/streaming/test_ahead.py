@@ -276,6 +276,26 @@ def test_what_is_not_admitted_does_not_begin_and_nothing_is_read_ahead_meanwhile
     assert transfer.order() == [("w0", None), ("w1", None), ("w2", "four")] and transfer.ring.free == 8
 
 
+def test_admission_does_not_change_while_it_is_asked() -> None:
+    transfer, asking, made, kept = FakeTransfer(), threading.Event(), threading.Event(), list[bool]()
+
+    def admit(load: Load) -> bool:
+        if threading.current_thread().name != HERE:
+            asking.set()
+            made.wait(20)
+            time.sleep(0.05)
+            kept.append(run._admit is not None)
+        return False
+
+    run = begun(transfer, 0, 1, admit=admit)
+    made.set()
+    assert asking.wait(20)
+    run.admit_all()
+    run.wait("w0")
+    run.stop()
+    assert kept and all(kept) and transfer.order() == [("w0", None)]
+
+
 @pytest.mark.parametrize("taken_over", [False, True])
 @pytest.mark.parametrize("what", ["a read", "the begin of a read"])
 def test_a_failure_is_raised_where_it_is_waited_for_and_leaves_nothing(what: str, taken_over: bool) -> None:
