@@ -47,7 +47,7 @@ from flashmem.runtime.opencl.context import Event
 from flashmem.runtime.request.compatibility import usable_modes
 from flashmem.runtime.request.options import device_here, find_descriptor
 from flashmem.runtime.streaming import loader
-from flashmem.runtime.streaming.ahead import AheadRun, Read
+from flashmem.runtime.streaming.ahead import AheadRun, Made
 from flashmem.runtime.streaming.background_reads import Reading
 from flashmem.schedule.loads import Load, Step
 from flashmem.tools.zoo.graph_file import write_random
@@ -112,7 +112,7 @@ class Delays:
     @contextmanager
     def everywhere(self) -> Iterator[None]:
         """In the body, loader threads sleep; background reads end late, and who enqueues copies sleeps before and after."""
-        delays, turn, begin, copy = self, loader._Turn, AheadRun._begin, AheadRun._copy
+        delays, turn, begin, copy = self, loader._Turn, AheadRun._begin_next, AheadRun._copy
 
         class LateTurn(turn):  # type: ignore[valid-type, misc]
             def __init__(self, run: loader.LoaderRun, load: Load, thread: int) -> None:
@@ -124,25 +124,27 @@ class Delays:
                 if self.sleeps:
                     time.sleep(self.sleeps.pop())
 
-        def begin_late(run: AheadRun, read: Read) -> bool:
-            begun = begin(run, read)
-            if read.reading is not None and (sleeps := delays.draw(len(run.loaded))):
+        def begin_late(run: AheadRun) -> bool:
+            begun = begin(run)
+            if begun and run._reading and (sleeps := delays.draw(len(run.loaded))):
+                read = run._reading[-1]
+                assert read.reading is not None
                 read.reading = Late(read.reading, sleeps[0])
             return begun
 
-        def copy_late(run: AheadRun, read: Read, behind: Event | None) -> None:
+        def copy_late(run: AheadRun, made: Made, behind: Event | None) -> None:
             before, after, *_ = delays.draw(len(run.loaded)) or (0.0, 0.0)
             time.sleep(before)
-            copy(run, read, behind)
+            copy(run, made, behind)
             time.sleep(after)
 
         loader._Turn = LateTurn  # type: ignore[misc]
-        AheadRun._begin, AheadRun._copy = begin_late, copy_late  # type: ignore[method-assign]
+        AheadRun._begin_next, AheadRun._copy = begin_late, copy_late  # type: ignore[method-assign]
         try:
             yield
         finally:
             loader._Turn = turn  # type: ignore[misc]
-            AheadRun._begin, AheadRun._copy = begin, copy  # type: ignore[method-assign]
+            AheadRun._begin_next, AheadRun._copy = begin, copy  # type: ignore[method-assign]
 
 
 def drawn(program: Program, seed: int) -> dict[str, Array]:

@@ -217,6 +217,15 @@ class Bundle:
                     raise
                 # Another process replaced the bundle during the read and removed the old files: read the new one.
 
+    @staticmethod
+    def device_name(path: str | Path) -> str | None:
+        """The name of the device that a bundle was compiled for, before the bundle is checked; None if it cannot be read."""
+        try:
+            name = read_manifest(Path(path))["device"]["name"]
+        except (BundleError, KeyError, TypeError):  # `open` says what is wrong
+            return None
+        return name if isinstance(name, str) else None
+
     @classmethod
     def _open(cls, path: Path, manifest: Mapping[str, Any]) -> Bundle:
         try:

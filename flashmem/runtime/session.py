@@ -6,7 +6,7 @@ import atexit
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from math import inf
 from pathlib import Path
@@ -21,7 +21,7 @@ from flashmem.base.types import TransferMode
 from flashmem.base.units import budget_text, parse_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.runtime.engine.batches import Batch, check_batch, looped
-from flashmem.runtime.engine.device_state import DeviceInUse
+from flashmem.runtime.engine.device_state import DeviceInUse, begin_to_open
 from flashmem.runtime.engine.engine import Engine
 from flashmem.runtime.engine.futures import BackgroundRuns
 from flashmem.runtime.engine.given_arrays import Input, arrays_by_name, described
@@ -36,7 +36,7 @@ from flashmem.runtime.engine.stopping import OneThread, RunStoppedError, deadlin
 from flashmem.runtime.opencl.discovery import begin_to_start_drivers
 from flashmem.runtime.request.compatibility import for_processor, mode_for
 from flashmem.runtime.request.models import ModelOptions, bundle_for, is_model
-from flashmem.runtime.request.options import choose_budget, choose_strategy, device_here
+from flashmem.runtime.request.options import choose_budget, choose_strategy
 from flashmem.runtime.request.process_memory import budget_within, read_process_memory, too_small
 from flashmem.runtime.streaming.host_tier import HostTier
 from flashmem.schedule.loads import planned_loads, read_while_opening
@@ -120,6 +120,10 @@ class Session:
         if not isinstance(device, str):
             raise UserError(f"the device is {described(device)}; give its name as text, or 'auto'")
         begin_to_start_drivers()
+        name = bundle.descriptor.name if isinstance(bundle, Bundle) else None
+        if isinstance(bundle, str | Path) and not is_model(bundle):
+            name = Bundle.device_name(bundle)
+        opening = None if name is None else begin_to_open(device, prefer=name, profiling=trace)  # while the rest is prepared
         opened = bundle_for(
             bundle,
             device=device,
@@ -130,32 +134,33 @@ class Session:
             build=build_apart,
             options=compiling,
         )
+        opening = opening or begin_to_open(device, prefer=opened.descriptor.name, profiling=trace)
         if process_memory is not None and (budget is not None or host_budget is not None):
             raise UserError("the process memory gives the budget; give either it or budgets")
         self.process_memory = None if process_memory is None else read_process_memory(process_memory)
-        self.device = device_here(device, prefer=opened.descriptor.name)
+        in_use = opening.result()
+        self.device = in_use.device
         self.last_run: RunReport | None = None
         self._process = os.getpid()
         self._alone = OneThread()
         self._background = BackgroundRuns[list[Array]]()
-        with ThreadPoolExecutor(1, "flashmem-device") as threads:  # a driver takes 0.1 s to make a context
-            opening = threads.submit(DeviceInUse, self.device, None, profiling=trace)
-            opened = for_processor(opened, self.device)
-            self.strategy: Strategy = choose_strategy(opened.plan, strategy)
-            self.mode = mode_for(opened, self.device, mode, self.strategy)
-            host = self._plan(opened, opening, budget, host_budget)
-            file = OpenedBundle(self.bundle, self.device, self.mode, verify_weights=verify_weights, lanes=lanes)
-            try:
-                self._announce(file)
-                in_use = opening.result()
-                in_use.budget.limit = self.budget
-                if host is not None:
-                    file.tier = HostTier(in_use.context, host.budget, host.slices)
-                self._engine = Engine(file, in_use, apart=build_apart, warm_up=prepare and not trace)
-                self._engine.bind(self._ready.plan, self._ready.layout, in_use.ledger(), in_use.queue)
-            except BaseException:
-                file.close()
-                raise
+        opened = for_processor(opened, self.device)
+        self.strategy: Strategy = choose_strategy(opened.plan, strategy)
+        self.mode = mode_for(opened, self.device, mode, self.strategy)
+        host = self._plan(opened, in_use, budget, host_budget)
+        file = OpenedBundle(self.bundle, self.device, self.mode, verify_weights=verify_weights, lanes=lanes)
+        try:
+            self._announce(file)
+            in_use.budget.limit = self.budget
+            self._engine = Engine(file, in_use, apart=build_apart, warm_up=prepare and not trace)
+            self._engine.kernels_for(self._ready.plan)  # the compiled ones are read before there is a context
+            in_use.open()
+            if host is not None:
+                file.tier = HostTier(in_use.context, host.budget, host.slices)
+            self._engine.bind(self._ready.plan, self._ready.layout, in_use.ledger(), in_use.queue)
+        except BaseException:
+            file.close()
+            raise
         self._prefetches = prepare and not trace
         self._engine.stop_with(self)
         _open.add(self)
@@ -170,7 +175,7 @@ class Session:
     def _plan(
         self,
         opened: Bundle,
-        opening: Future[DeviceInUse],
+        in_use: DeviceInUse,
         budget: int | str | None,
         host_budget: int | str | None,
     ) -> HostMemory | None:
@@ -185,7 +190,8 @@ class Session:
         self._own = self._variants  # with the plans of the bundle
         self._ready = self._variants[opened.index]
         if self.process_memory is not None:
-            budget = self._fit_process(self.process_memory, opening.result().start_rss)
+            in_use.open()
+            budget = self._fit_process(self.process_memory, in_use.start_rss)
         own_first = sorted(self._variants, key=lambda variant: variant is not self._ready)
         host = planned_host_memory(host_budget, own_first, self.device, self.mode)
         self.host_budget = None if host is None else host.budget

@@ -93,10 +93,6 @@ class TimedInterval:
     waited_for: str = ""
 
 
-LOOKED_AT = 64
-"""Number of loads at the head of the queue among which a loader thread searches for one that is released."""
-
-
 def planned_loads(
     plan: OverlapPlan,
     slices: Mapping[str, Slice],

@@ -44,6 +44,7 @@ Build = Callable[[Mapping[str, RequiredKernel]], Mapping[str, bytes]]
 FORMAT_VERSION = 3
 _LENGTH_BYTES = 8
 _KEY_DIGITS = 64
+_AHEAD_BYTES = 4 << 20
 _COMPUTES_IN_HALF = re.compile(rf"(?<!#ifdef {HALF_ARITHMETIC}\n)^#pragma OPENCL EXTENSION {HALF_ARITHMETIC}", re.MULTILINE)
 """A kernel's text that needs arithmetic in half, and has no other way for devices without it."""
 
@@ -52,7 +53,8 @@ class CachedKernels:
     """The compiled kernels of a session: from the cache, from the bundle, or built.
 
     A thread loads available kernels in the given order. A driver needs a millisecond or two for each. Meanwhile opening
-    continues with those that are loaded, and a first run starts without the kernels of later runs. Missing kernels are built by
+    continues with those that are loaded, and a first run starts without the kernels of later runs. Until the context is made,
+    the thread reads the first binaries. Missing kernels are built by
     `build`, which returns binaries. Without it this process builds them in one program, and `save` writes that to the cache
     after they have run.
     """
@@ -160,9 +162,11 @@ class CachedKernels:
         for key, each in missing.items():
             self._keep(key, each, program)
 
-    def _from_cache(self, entry: str) -> CompiledProgram | None:
-        """The program of an entry; None if there is none that the driver takes. A refused entry is deleted."""
-        binary = self._cache.read(entry)
+    def _from_cache(self, entry: str, read: bytes | None = None) -> CompiledProgram | None:
+        """The program of an entry, which is `read` perhaps; None if there is none that the driver takes. A refused entry is
+        deleted.
+        """
+        binary = read or self._cache.read(entry)
         if binary is None:
             return None
         try:
@@ -191,16 +195,32 @@ class CachedKernels:
 
     def _load(self, found: list[tuple[str, RequiredKernel, bytes | None]]) -> None:
         try:
-            for each in found:
-                self._load_one(*each)
+            ahead = self._read_ahead(key for key, _, carried in found if carried is None)
+            self._context.wait()
+            for key, wanted, carried in found:
+                self._load_one(key, wanted, carried, ahead.pop(key, None))
+        except RunError as error:  # there is no context
+            self._error = error
         finally:
             with self._more:
                 self._left = 0
                 self._more.notify_all()
 
-    def _load_one(self, key: str, wanted: RequiredKernel, carried: bytes | None) -> None:
+    def _read_ahead(self, keys: Iterable[str]) -> dict[str, bytes]:
+        """Binaries of the cache that are read until the context is made."""
+        ahead, held = dict[str, bytes](), 0
+        for key in keys:
+            if self._context.ready or held > _AHEAD_BYTES:
+                break
+            binary = self._cache.read(key)
+            if binary is not None:
+                ahead[key], held = binary, held + len(binary)
+        return ahead
+
+    def _load_one(self, key: str, wanted: RequiredKernel, carried: bytes | None, read: bytes | None) -> None:
+        """Load a kernel that the bundle has `carried`, or the cache has, of which it is `read` perhaps."""
         if carried is None:
-            shared_as, program = key, self._from_cache(key)  # one at a time: all of them are megabytes
+            shared_as, program = key, self._from_cache(key, read)  # one at a time: all of them are megabytes
         else:
             shared_as = f"{key} {hashlib.sha256(carried).hexdigest()}"
             program = self._shared.get(shared_as)
@@ -234,7 +254,7 @@ class CachedKernels:
                 self._loading.join()
                 self._loading = None
                 try:
-                    self._make(self._refused)
+                    self._make(self._refused if self._error is None else {})
                 except (RunError, UserError) as error:
                     self._error = error
         if self._error is not None:

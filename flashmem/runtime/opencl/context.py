@@ -11,6 +11,7 @@ import ctypes
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from time import perf_counter
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.base.apart import apart
 from flashmem.base.errors import FlashmemWarning, RunError
 from flashmem.base.types import Channel
 from flashmem.program.kernel_text import shuffles, uses_dot_products
@@ -232,7 +234,12 @@ def event_seconds(event: Event) -> tuple[float, float]:
 class Context:
     """An OpenCL context of one device: creates queues, memory objects and programs."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, *, later: bool = False) -> None:
+        """`later`: a thread makes it, and the first use waits: some drivers take 0.1 s.
+
+        Raises:
+            RunError: the process was forked after the driver's start, or a library of the driver is too old.
+        """
         self.device = device
         if started_before_fork() and not device.survives_fork:
             raise RunError(
@@ -241,8 +248,29 @@ class Context:
             )
         if device.compiles_at_launch:
             check_room()
-        self.handle = undocumented.make_context(device.handle)
+        self._making: Future[Any] | None = None
+        if later:
+            self._making = apart("flashmem-context", undocumented.make_context, device.handle)
+        else:
+            self._handle = undocumented.make_context(device.handle)
         self._queues: weakref.WeakSet[Queue] = weakref.WeakSet()
+
+    @property
+    def ready(self) -> bool:
+        """Whether no use has to wait."""
+        return self._making is None or self._making.done()
+
+    @property
+    def handle(self) -> Any:
+        """pyopencl's context. Raises like `wait`."""
+        self.wait()
+        return self._handle
+
+    def wait(self) -> None:
+        """Wait until it is made. Raises RunError: the driver refuses."""
+        making = self._making
+        if making is not None:
+            self._handle, self._making = making.result(), None
 
     def queue(self, *, profiling: bool = False) -> Queue:
         """A new in-order queue."""

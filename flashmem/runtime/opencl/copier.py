@@ -26,6 +26,7 @@ from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory
 from flashmem.runtime.opencl.shared_memory import address_of
 
 _SIZE, _POINTER, _NUMBER = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_uint
+_ONE = _POINTER * 1
 _WAITS = (_NUMBER, _POINTER, _POINTER)  # the number of events to wait for, the events, and a reference to the command's own
 _STATUS = ctypes.c_uint(0x11D3)  # CL_EVENT_COMMAND_EXECUTION_STATUS
 _START, _END = ctypes.c_uint(0x1282), ctypes.c_uint(0x1283)  # CL_PROFILING_COMMAND_START, CL_PROFILING_COMMAND_END
@@ -82,6 +83,25 @@ def wait_for_copies(copies: Sequence[CopyEvent], library: Any = None) -> None:
         checked("copy weights", (library or undocumented.library()).clWaitForEvents(_NUMBER(len(copies)), events))
 
 
+class PreparedCopy:
+    """A copy from pinned or mapped host memory that is started again and again."""
+
+    __slots__ = ("_arguments", "_enqueue", "_library", "_what")
+
+    def __init__(self, what: str, enqueue: Callable[..., int], arguments: tuple[Any, ...], library: Any) -> None:
+        """`enqueue` takes `arguments`, then the address of the host memory, then what to wait for and the event."""
+        self._what, self._enqueue, self._arguments, self._library = what, enqueue, arguments, library
+
+    def __call__(self, address: int, behind: Event | None = None) -> CopyEvent:
+        """Start it from host memory at `address`, once the event `behind` is complete. Raises RunError."""
+        event, arguments, enqueue = _POINTER(), self._arguments, self._enqueue
+        waits = (0, None) if behind is None else (1, _ONE(behind.int_ptr))
+        if enqueue(*arguments, address, *waits, ctypes.byref(event)):
+            gc.collect()  # frees unreferenced memory objects
+            checked(self._what, enqueue(*arguments, address, *waits, ctypes.byref(event)))
+        return CopyEvent(event.value or 0, self._library)
+
+
 class Copier:
     """A queue for copies that any thread may use.
 
@@ -101,44 +121,20 @@ class Copier:
         self._flush = library.clFlush
         self._flush.argtypes = (_POINTER,)
 
-    def write(self, buffer: Memory, data: Bytes, *, offset: int = 0, behind: Event | None = None) -> CopyEvent:
-        """Start a copy of contiguous host memory to byte `offset` of a buffer, once the event `behind` is complete.
+    def prepare(self, buffer: Memory, offset: int, nbytes: int) -> PreparedCopy:
+        """A copy of `nbytes` bytes to byte `offset` of a buffer."""
+        arguments = self._handle, buffer.int_ptr, 0, offset, nbytes
+        return PreparedCopy("write to a buffer", self._write, arguments, self._library)
 
-        Raises RunError.
-        """
-        address = address_of(data)
-        return self._begun(
-            "write to a buffer", behind, self._write, self._handle, buffer.int_ptr, 0, offset, data.nbytes, address
-        )
-
-    def write_image(
-        self,
-        image: Memory,
-        data: Bytes,
-        *,
-        first_row: int,
-        width: int,
-        rows: int,
-        row_pitch: int,
-        behind: Event | None = None,
-    ) -> CopyEvent:
-        """Start a copy of `rows` rows of `width` texels from host memory, `row_pitch` bytes apart, to an image; as `write`.
-
-        Raises RunError.
-        """
+    def prepare_image(self, image: Memory, *, first_row: int, width: int, rows: int, row_pitch: int) -> PreparedCopy:
+        """A copy of `rows` rows of `width` texels, `row_pitch` bytes apart, to an image."""
         origin, region = (_SIZE * 3)(0, first_row, 0), (_SIZE * 3)(width, rows, 1)
-        return self._begun(
-            "write to a texture", behind, self._write_image,
-            self._handle, image.int_ptr, 0, origin, region, row_pitch, 0, address_of(data),
-        )  # fmt: skip
+        arguments = self._handle, image.int_ptr, 0, origin, region, row_pitch, 0
+        return PreparedCopy("write to a texture", self._write_image, arguments, self._library)
 
-    def _begun(self, what: str, behind: Event | None, enqueue: Callable[..., int], *arguments: Any) -> CopyEvent:
-        event = _POINTER()
-        waits = (0, None) if behind is None else (1, (_POINTER * 1)(behind.int_ptr))
-        if enqueue(*arguments, *waits, ctypes.byref(event)):
-            gc.collect()  # frees unreferenced memory objects
-            checked(what, enqueue(*arguments, *waits, ctypes.byref(event)))
-        return CopyEvent(event.value or 0, self._library)
+    def write(self, buffer: Memory, data: Bytes, *, offset: int = 0) -> CopyEvent:
+        """Start a copy of contiguous host memory to byte `offset` of a buffer. Raises RunError."""
+        return self.prepare(buffer, offset, data.nbytes)(address_of(data))
 
     def flush(self) -> None:
         """Let another queue wait for the events of all copies so far, which no thread waits for first. Raises RunError."""

@@ -14,86 +14,76 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, overload
 
 from flashmem.base.errors import RunError
 from flashmem.runtime.opencl.context import Bytes, Event
 from flashmem.runtime.opencl.copier import CopyEvent, wait_for_copies
+from flashmem.runtime.opencl.shared_memory import address_of
 from flashmem.runtime.streaming.background_reads import Reading
-from flashmem.runtime.streaming.load_queue import LoadQueue
 from flashmem.runtime.streaming.loading import Loading, said_of_load
+from flashmem.schedule.load_queue import LoadQueue
 from flashmem.schedule.loads import Load, Step, TimedInterval
 
 if TYPE_CHECKING:
     from flashmem.runtime.streaming.copied_ahead import AheadTransfer
 
 
-@dataclass(slots=True, eq=False)
-class TimedLoad:
-    """When a load was made: its begin and the end of its read (None: the host tier held it) on the host, and its last copy."""
+class Copy(NamedTuple):
+    """A copy of a load, or of a part of it. `enqueue` takes the address of the bytes, and the event to wait for.
+
+    `at`: its first byte in what is read. `last`: of its load.
+    """
 
     load: Load
-    start: float = 0.0
-    read: float | None = None
-    thread: int = 0
-    copy: CopyEvent | None = None
-
-    def interval(self, apart: float) -> TimedInterval:
-        """The load as it is reported; `apart`: what the host's clock is ahead of the device's."""
-        load, steps = self.load, list[tuple[Step, float]]()
-        assert self.copy is not None
-        start, end = (each + apart for each in self.copy.seconds())
-        if self.read is not None:
-            start = self.start
-            steps.append(("read", self.read))
-        steps.append(("copy", end))
-        return TimedInterval(load.part.name, start, end, self.thread, tuple(steps), load.segment.nbytes, load.after)
-
-
-@dataclass(slots=True, eq=False)
-class Copy:
-    """A copy of `nbytes` bytes of a slice from byte `first` on, which are at byte `at` of what is read. `last`: of its load."""
-
-    timed: TimedLoad
-    first: int
-    nbytes: int
+    enqueue: Callable[[int, Event | None], CopyEvent]
     at: int = 0
     last: bool = True
 
 
-@dataclass(slots=True, eq=False)
-class Read:
-    """Bytes to read from the file at `offset`, and the copies to make once the first one's load is released.
-
-    `memory`: where to, in the host tier or, with `piece`, in a piece of the ring; None until there is one. `held`: the host
-    tier has them already.
+class Read(NamedTuple):
+    """`nbytes` bytes to read from the file at `offset`, and the copies to make once launch `after` releases all their loads.
+    `first`: of its load.
     """
 
     offset: int
     nbytes: int
-    copies: list[Copy]
-    memory: Bytes | None = None
-    held: bool = False
-    piece: Bytes | None = None
-    reading: Reading | None = None
-
-    @property
-    def after(self) -> int:
-        """The launch that releases its loads: none of them is released after the first one."""
-        return self.copies[0].timed.load.after
+    copies: Sequence[Copy]
+    after: int
+    first: bool = True
 
 
-class Divided(NamedTuple):
-    """The loads of a run. `held`: by the launch that releases them, those that the host tier holds, and their bytes there.
-    `others`: those to read. `missing`: the number of loads of each slice. `wakes`: the launches that release any.
+class Planned(NamedTuple):
+    """What runs with the same loads, and the same slices in the host tier, have in common.
+
+    `reads`: in the order of first use. `held`: by the launch that releases them, copies of what the host tier holds, with its
+    address. `missing`: the number of loads of each slice. `wakes`: the launches that release any.
     """
 
-    held: Mapping[int, Sequence[tuple[Load, Bytes]]]
-    others: Sequence[Load]
+    reads: Sequence[Read]
+    held: Mapping[int, Sequence[tuple[Copy, int]]]
     missing: Mapping[str, int]
     wakes: frozenset[int]
+
+
+@dataclass(slots=True, eq=False)
+class Made:
+    """A read of this run, or a copy from the host tier. Its times are those of the host.
+
+    `memory`: where to, in the host tier or, with `piece`, in a piece of the ring. `end`: None without a read.
+    """
+
+    copies: Sequence[Copy]
+    read: Read | None = None
+    memory: Bytes | None = None
+    address: int = 0
+    piece: Bytes | None = None
+    reading: Reading | None = None
+    start: float = 0.0
+    end: float | None = None
+    copied: Sequence[CopyEvent] = ()
 
 
 class AheadRun(Loading):
@@ -111,28 +101,28 @@ class AheadRun(Loading):
             RunError: the device refuses a copy, or the system a read.
         """
         self._transfer, self._admit, self._done = transfer, admit, done
-        held, others, missing, self.wakes = transfer.divided(loads, apart=admit is None)
-        self.loaded = dict.fromkeys(missing, False)
-        self._missing, self._held = dict(missing), held
-        self._queue = LoadQueue(others)
-        self._left = len(others)  # loads that are not taken
+        planned = transfer.planned(loads, apart=admit is None)
+        self._held, self.wakes = planned.held, planned.wakes
+        self._missing = dict(planned.missing)
+        self.loaded = dict.fromkeys(planned.missing, False)
+        self._queue = LoadQueue(planned.reads)
+        self._left = len(planned.reads)  # reads that have not begun
+        self._lacks_piece = False  # the next one waits for a piece of the ring
         self._launches: dict[int, Event] = {}
-        self._to_read: deque[Read] = deque()  # of loads that are taken
-        self._reading: deque[Read] = deque()  # in the order of their begin
-        self._unreleased: dict[int, list[Read]] = {}  # by launch: what is read, and waits for its release
-        self._copies: list[CopyEvent] = []
-        self._timed: list[TimedLoad] = []  # loads whose last copy is enqueued
-        self._intervals = _Intervals(self._timed, transfer.clock_apart)
+        self._reading: deque[Made] = deque()  # in the order of their begin
+        self._unreleased: dict[int, list[Made]] = {}  # by launch: what is read, and waits for its release
+        self._made: list[Made] = []  # all copies are enqueued
+        self._intervals = _Intervals(self._made, transfer.clock_apart)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._failure: str | None = None
         self._stopping = self._taken_over = False
         self._thread: threading.Thread | None = None
         with self._lock:
-            for layer in held:
+            for layer in self._held:
                 if layer <= done:
-                    self._copy_held(held[layer], None)
-            if others:
+                    self._copy_held(layer, None)
+            if planned.reads:
                 self._advance()
                 self._thread = threading.Thread(target=self._work, name="flashmem-loader", daemon=True)
                 self._thread.start()
@@ -146,7 +136,7 @@ class AheadRun(Loading):
     def idle(self) -> bool:
         """See `Loading`."""
         with self._lock:
-            if self._stopping or not (self._reading or self._to_read or self._left):
+            if self._stopping or not (self._reading or self._left):
                 return True
             if self._admit is not None:
                 return not self._reading and self._queue.next(self._done, ahead=False) is None
@@ -166,10 +156,10 @@ class AheadRun(Loading):
             self._done = layer
             self._launches[layer] = event
             if layer in self._held:
-                self._copy_held(self._held[layer], event)
-            for read in self._unreleased.pop(layer, ()):
-                self._copy(read, event)
-            if self._reading or self._to_read or self._left:
+                self._copy_held(layer, event)
+            for made in self._unreleased.pop(layer, ()):
+                self._copy(made, event)
+            if self._reading or self._left:
                 self._advance()
 
     def wait(self, name: str) -> None:
@@ -189,19 +179,18 @@ class AheadRun(Loading):
         if self._thread is not None:
             self.wake()
             self._thread.join()
-        dropped = [read for waiting in self._unreleased.values() for read in waiting]
+        dropped = [made for waiting in self._unreleased.values() for made in waiting]
         self._unreleased.clear()
         while self._reading:
-            read = self._reading.popleft()
-            dropped.append(read)
-            assert read.reading is not None
-            read.reading.wait()  # its memory is used again
-            self._transfer.reads.end(read.reading)
-        for read in dropped:
-            self._give_back(read, None)
-        copies, self._copies = self._copies, []
+            made = self._reading.popleft()
+            dropped.append(made)
+            assert made.reading is not None
+            made.reading.wait()  # its memory is used again
+            self._transfer.reads.end(made.reading)
+        for made in dropped:
+            self._give_back(made, None)
         try:
-            wait_for_copies(copies)
+            wait_for_copies([copy for made in self._made for copy in made.copied])
         except RunError as error:
             self._failure = self._failure or str(error)
         if self._failure is not None:
@@ -229,7 +218,7 @@ class AheadRun(Loading):
             if self._advance() or self.loaded.get(wanted):
                 return True
             reading = self._reading[0].reading if self._reading else None
-            copy = self._transfer.ring.oldest if self._to_read else None
+            copy = self._transfer.ring.oldest if self._lacks_piece else None
         if reading is not None:
             reading.wait()
         elif copy is not None:
@@ -245,127 +234,110 @@ class AheadRun(Loading):
         advanced = False
         try:
             while self._reading and (reading := self._reading[0].reading) is not None and reading.ended:
-                read, advanced = self._reading.popleft(), True
-                self._finish(read, reading)
-            while (self._to_read or self._take_next()) and self._begin(self._to_read[0]):
-                self._to_read.popleft()
+                advanced = True
+                self._finish(self._reading.popleft(), reading)
+            while self._left and self._begin_next():
                 advanced = True
         except BaseException as error:  # also for the other thread, which would wait for what is lost here
             self._failure = self._failure or said_of_load(error)
             raise
         return advanced
 
-    def _take_next(self) -> bool:
-        """Take the next load, and those to read with it, for which `_to_read` has reads then; False if there is none."""
-        if (number := self._queue.next(self._done, ahead=self._admit is None)) is not None:
-            if self._admit is not None and not self._admit(self._queue[number]):
-                return False
-            loads = self._queue.take(number, self._transfer.joins if self._admit is None else None)
-            self._left -= len(loads)
-            self._to_read.extend(self._transfer.reads_of(loads))
-            return True
-        return False
-
-    def _begin(self, read: Read) -> bool:
-        """Begin a read, unless the host tier holds the bytes; False if there is no thread or no memory for it now."""
-        if read.held:
-            self._release(read)
-            return True
-        reads = self._transfer.reads
-        if reads.busy:
+    def _begin_next(self) -> bool:
+        """Begin the next read, unless the host tier holds the bytes; False if there is none now, or nothing to make it with."""
+        transfer, admitted = self._transfer, self._admit is None
+        self._lacks_piece = False
+        if transfer.reads.busy or (number := self._queue.next(self._done, ahead=admitted)) is None:
             return False
-        if read.memory is None:
-            read.piece = self._transfer.ring.take()
-            if read.piece is None:
-                return False
-            read.memory = read.piece[: read.nbytes]
-        now = time.perf_counter()
+        read = self._queue[number]
+        place, held = transfer.tier_place(read) if transfer.tier is not None else (None, False)
+        piece = transfer.ring.take() if place is None else None
+        memory = place if piece is None else piece[: read.nbytes]
+        if memory is None:
+            self._lacks_piece = True
+            return False
+        made = Made(read.copies, read, memory, address_of(memory), piece)
         try:
-            read.reading = reads.begin(read.memory, read.offset)
+            if self._admit is not None and read.first and not self._admit(read.copies[0].load):
+                self._give_back(made, None)
+                return False
+            if not held:
+                made.start = time.perf_counter()
+                made.reading = transfer.reads.begin(memory, made.address, read.offset)
         except BaseException:  # it is the next one still
-            if read.piece is not None:
-                self._give_back(read, None)
-                read.memory = None
+            self._give_back(made, None)
             raise
-        for copy in read.copies:
-            timed = copy.timed
-            timed.start, timed.thread = timed.start or now, read.reading.thread
-        self._reading.append(read)
+        self._queue.take(number)
+        self._left -= 1
+        if held:
+            self._release(made, read.after)
+        else:
+            self._reading.append(made)
         return True
 
-    def _finish(self, read: Read, reading: Reading) -> None:
+    def _finish(self, made: Made, reading: Reading) -> None:
         """A read has ended."""
+        assert made.read is not None and made.memory is not None
         try:
             reading.finish()
-            self._transfer.has_read(read)
+            self._transfer.has_read(made.read, made.memory, in_tier=made.piece is None)
         except BaseException:
-            self._give_back(read, None)
+            self._give_back(made, None)
             raise
         finally:
             self._transfer.reads.end(reading)
-        now = time.perf_counter()
-        for copy in read.copies:
-            copy.timed.read = now
-        self._release(read)
+        made.end = time.perf_counter()
+        self._release(made, made.read.after)
 
-    def _release(self, read: Read) -> None:
-        """Copy what is there, now or at its release."""
-        if read.after <= self._done:
-            self._copy(read, self._launches.get(read.after))
+    def _release(self, made: Made, after: int) -> None:
+        """Copy what is there, now or when launch `after` releases it."""
+        if after <= self._done:
+            self._copy(made, self._launches.get(after))
         else:
-            self._unreleased.setdefault(read.after, []).append(read)
+            self._unreleased.setdefault(after, []).append(made)
 
-    def _copy(self, read: Read, behind: Event | None) -> None:
+    def _copy_held(self, layer: int, behind: Event | None) -> None:
+        """Enqueue copies of what the host tier holds and this launch releases."""
+        for copy, address in self._held[layer]:
+            self._copy(Made((copy,), address=address), behind)
+
+    def _copy(self, made: Made, behind: Event | None) -> None:
         """Enqueue the copies of what is read."""
-        assert read.memory is not None
-        copied: CopyEvent | None = None
+        address, copied, transfer = made.address, list[CopyEvent](), self._transfer
+        made.copied = copied
+        self._made.append(made)
         try:
-            for copy in read.copies:
-                data = read.memory[copy.at : copy.at + copy.nbytes]
-                copied = copy.timed.copy = self._transfer.copy(copy.timed.load, data, copy.first, behind)
-                self._copies.append(copied)
-            self._transfer.flush()
+            for copy in made.copies:
+                copied.append(event := copy.enqueue(address + copy.at, behind))
+                transfer.arrives(copy.load.part, event)
+            transfer.flush()
         finally:
-            self._give_back(read, copied)  # the queue is in order, so the last copy is complete last
-        for copy in read.copies:
+            self._give_back(made, copied[-1] if copied else None)  # the queue is in order, so the last one is complete last
+        for copy in made.copies:
             if copy.last:
-                self._enqueued(copy.timed)
+                name = copy.load.part.name
+                self._missing[name] -= 1
+                if not self._missing[name]:
+                    self.loaded[name] = True
 
-    def _copy_held(self, held: Sequence[tuple[Load, Bytes]], behind: Event | None) -> None:
-        """Enqueue copies of loads that the host tier holds."""
-        for load, data in held:
-            timed = TimedLoad(load, copy=(copied := self._transfer.copy(load, data, load.segment.first, behind)))
-            self._copies.append(copied)
-            self._transfer.flush()
-            self._enqueued(timed)
-
-    def _enqueued(self, timed: TimedLoad) -> None:
-        """The last copy of a load is enqueued and flushed: launches may follow."""
-        self._timed.append(timed)
-        name = timed.load.part.name
-        self._missing[name] -= 1
-        if not self._missing[name]:
-            self.loaded[name] = True
-
-    def _give_back(self, read: Read, copy: CopyEvent | None) -> None:
-        if read.piece is not None:
-            piece, read.piece = read.piece, None
+    def _give_back(self, made: Made, copy: CopyEvent | None) -> None:
+        if made.piece is not None:
+            piece, made.piece = made.piece, None
             self._transfer.ring.give_back(piece, copy)
 
 
 class _Intervals(Sequence[TimedInterval]):
     """Loads as they are reported, from the device's times of their copies, which are complete when they are first asked for."""
 
-    def __init__(self, timed: list[TimedLoad], clock_apart: Callable[[], float]) -> None:
-        self._timed, self._clock_apart = timed, clock_apart
-        self._made: list[TimedInterval] | None = None
+    def __init__(self, made: list[Made], clock_apart: Callable[[], float]) -> None:
+        self._made, self._clock_apart = made, clock_apart
+        self._found: list[TimedInterval] | None = None
 
     def _all(self) -> list[TimedInterval]:
-        if self._made is None:
-            apart = self._clock_apart() if self._timed else 0.0
-            self._made = [each.interval(apart) for each in self._timed]
-            self._timed = []  # nor their events are needed any longer
-        return self._made
+        if self._found is None:
+            self._found = list(_timed(self._made, self._clock_apart() if self._made else 0.0))
+            self._made = []  # nor their events are needed any longer
+        return self._found
 
     @overload
     def __getitem__(self, index: int) -> TimedInterval: ...
@@ -377,4 +349,22 @@ class _Intervals(Sequence[TimedInterval]):
         return self._all()[index]
 
     def __len__(self) -> int:
-        return len(self._timed) if self._made is None else len(self._made)
+        return len(self._all())
+
+
+def _timed(made: Sequence[Made], apart: float) -> Iterator[TimedInterval]:
+    """The loads whose last copies are `made`. `apart`: what the host's clock is ahead of the device's."""
+    begun: dict[int, Made] = {}  # the first read of loads with several, by identity
+    for each in made:
+        for copy, event in zip(each.copies, each.copied, strict=True):
+            first = begun.setdefault(id(copy.load), each)
+            if not copy.last:
+                continue
+            load, steps = copy.load, list[tuple[Step, float]]()
+            start, end = (seconds + apart for seconds in event.seconds())
+            if each.end is not None:
+                start = first.start
+                steps.append(("read", each.end))
+            steps.append(("copy", end))
+            thread = first.reading.thread if first.reading is not None else 0
+            yield TimedInterval(load.part.name, start, end, thread, tuple(steps), load.segment.nbytes, load.after)

@@ -20,7 +20,6 @@ from queue import SimpleQueue
 
 from flashmem.base.errors import RunError
 from flashmem.runtime.opencl.context import Bytes
-from flashmem.runtime.opencl.shared_memory import address_of
 from flashmem.runtime.streaming.weight_file import WeightFile
 
 
@@ -159,8 +158,9 @@ class BackgroundReads:
         """Whether every thread reads."""
         return not self._idle
 
-    def begin(self, data: Bytes, offset: int) -> Reading:
-        """Begin to fill `data` with the bytes at `offset`, as `WeightFile.read_into`, unless all are `busy`. `end` must follow.
+    def begin(self, data: Bytes, address: int, offset: int) -> Reading:
+        """Begin to fill `data`, which is at `address`, with the bytes at `offset` of the file, as `WeightFile.read_into`,
+        unless all are `busy`. `end` must follow.
 
         Raises:
             RunError: the system refuses.
@@ -169,18 +169,18 @@ class BackgroundReads:
         if file.stays and not self._is_cached(offset, data.nbytes):
             self._announce(offset, data.nbytes)
         if self._functions is not None:
-            return self._by_library(self._functions, data, offset)
+            return self._by_library(self._functions, data, address, offset)
         self._pool = self._pool or ThreadPoolExecutor(self._threads, "flashmem-reader")
         return _ByPython(self._pool.submit(file.read_into, data, offset), self._idle.pop())
 
-    def _by_library(self, functions: _Functions, data: Bytes, offset: int) -> Reading:
+    def _by_library(self, functions: _Functions, data: Bytes, address: int, offset: int) -> Reading:
         file, thread = self._file, self._idle[-1]
         source, nbytes = file.source(data, offset)
         if source not in self._descriptors:
             self._descriptors[source] = [os.dup(source) for _ in range(self._threads)]
         request = self._requests[thread]
         request.descriptor = self._descriptors[source][thread]
-        request.address, request.nbytes, request.offset = address_of(data), nbytes, offset
+        request.address, request.nbytes, request.offset = address, nbytes, offset
         at = ctypes.addressof(request)
         if functions.read(at):
             raise RunError(f"a read of {file.path} could not begin: {os.strerror(ctypes.get_errno())}")

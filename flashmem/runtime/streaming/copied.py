@@ -8,17 +8,18 @@ from functools import partial
 from flashmem.bundle.checksums import checksum
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Bytes, Context, Memory
-from flashmem.runtime.opencl.copier import Copier, CopyEvent
+from flashmem.runtime.opencl.context import Context, Memory
+from flashmem.runtime.opencl.copier import Copier, PreparedCopy
+from flashmem.runtime.opencl.shared_memory import address_of
 from flashmem.runtime.streaming.ring import MappedRing
 from flashmem.runtime.streaming.transfer import ThreadedTransfer, TransferLoad
 from flashmem.runtime.streaming.weight_file import WeightFile
-from flashmem.runtime.streaming.weight_objects import WeightObjects, begin_copy
+from flashmem.runtime.streaming.weight_objects import WeightObjects, prepared_copy
 from flashmem.schedule.loads import Segment, whole_words
 from flashmem.schedule.plan import PoolLayout
 
-BeginCopy = Callable[[Bytes, int], CopyEvent]
-"""Enqueues the copy of a piece, which starts at a byte of its slice."""
+Prepare = Callable[[int, int], PreparedCopy]
+"""The copy of a piece, given its first byte in the slice, and its number of bytes."""
 
 
 class MovingTransfer(ThreadedTransfer):
@@ -51,12 +52,12 @@ class MovingTransfer(ThreadedTransfer):
         """A sub-buffer of the pool, if the slices have the same order there as in the file."""
         return self._homes.joined(parts)
 
-    def _home(self, part: Slice) -> BeginCopy:
+    def _home(self, part: Slice) -> Prepare:
         """Copies to the place where kernels read the slice."""
-        return partial(begin_copy, self._copier, self.memories[part.name], part)
+        return partial(prepared_copy, self._copier, self.memories[part.name], part)
 
-    def _through_ring(self, part: Slice, segment: Segment, turn: TransferLoad, begin: BeginCopy) -> None:
-        """Read the segment into the ring and, after its release, copy it on with `begin`, piece by piece; images in whole rows.
+    def _through_ring(self, part: Slice, segment: Segment, turn: TransferLoad, prepare: Prepare) -> None:
+        """Read the segment into the ring and, after its release, copy it on, piece by piece; images in whole rows.
 
         RunError: the slice is damaged, and its last piece is not copied.
         """
@@ -73,7 +74,7 @@ class MovingTransfer(ThreadedTransfer):
                         self.file.compare_checksum(f"slice {part.name!r}", value, self.checksums[part.name])
                 turn.did("read")
                 turn.wait_for_release()
-                event = begin(data, first)
+                event = prepare(first, data.nbytes)(address_of(data))
                 self.arrives(part, event)
                 event.wait()
                 turn.did("copy")
@@ -138,7 +139,7 @@ class InterleaveTransfer(MovingTransfer):
         """Read into staging."""
         place = self.staged[part.name]
         if self.reads_ahead:
-            self._through_ring(part, segment, turn, lambda data, first: self._copier.write(place, data, offset=first))
+            self._through_ring(part, segment, turn, partial(self._copier.prepare, place))
             return
         with self._maps.mapped(place, segment.nbytes, offset=segment.first, unmapped=partial(self.arrives, part)) as view:
             self._read(part, segment, view, turn)

@@ -9,16 +9,17 @@ from flashmem.base.types import POOL_ALIGNMENT
 from flashmem.bundle.checksums import checksum
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory
-from flashmem.runtime.opencl.copier import Copier, CopyEvent
-from flashmem.runtime.streaming.ahead import AheadRun, Copy, Divided, Read, TimedLoad
+from flashmem.runtime.opencl.context import Bytes, Context, Memory
+from flashmem.runtime.opencl.copier import Copier, PreparedCopy
+from flashmem.runtime.opencl.shared_memory import address_of
+from flashmem.runtime.streaming.ahead import AheadRun, Copy, Planned, Read
 from flashmem.runtime.streaming.background_reads import BackgroundReads
 from flashmem.runtime.streaming.copied import staging_slots
 from flashmem.runtime.streaming.host_tier import HostTier
 from flashmem.runtime.streaming.ring import PinnedRing
 from flashmem.runtime.streaming.transfer import Transfer
 from flashmem.runtime.streaming.weight_file import WeightFile
-from flashmem.runtime.streaming.weight_objects import WeightObjects, begin_copy
+from flashmem.runtime.streaming.weight_objects import WeightObjects, prepared_copy
 from flashmem.schedule.loads import Load
 from flashmem.schedule.plan import PoolLayout
 from flashmem.schedule.residency import JOINED_BYTES, SPARE_PIECES
@@ -44,7 +45,7 @@ class AheadTransfer(Transfer):
     ) -> None:
         """Raises RunError: the budget or the device refuses."""
         super().__init__(file)
-        self._tier = tier
+        self.tier = tier
         self._copier: Copier = after._copier if after else Copier(context, ahead=True)
         self.clock_apart = self._copier.queue.clock_apart  # reports keep it, and so must not keep the transfer
         self._homes: WeightObjects = WeightObjects(ledger, slices, layout, after._homes if after else None, apart=True)
@@ -59,7 +60,7 @@ class AheadTransfer(Transfer):
             self.ring = PinnedRing(host, layout.ring_bytes, layout.threads + SPARE_PIECES)
         self.reads = BackgroundReads(file, self.ring.pieces)
         self._sums: dict[str, int] = {}  # by slice that is being read: the checksum so far
-        self._divided: tuple[object, Divided] | None = None
+        self._planned: tuple[object, Planned] | None = None
 
     def begin(
         self,
@@ -77,88 +78,96 @@ class AheadTransfer(Transfer):
         """A sub-buffer of the pool, if the slices have the same order there as in the file."""
         return self._homes.joined(parts)
 
-    def divided(self, loads: Sequence[Load], *, apart: bool) -> Divided:
-        """The loads of a run; with `apart`, those of slices that the host tier holds completely are apart from the others."""
-        held = len(self._tier.complete) if self._tier is not None else 0
-        key = (loads, apart, held)
-        if self._divided is None or self._divided[0] != key:
-            self._divided = key, self._divide(loads, apart=apart)
-        return self._divided[1]
+    def planned(self, loads: Sequence[Load], *, apart: bool) -> Planned:
+        """The reads and copies of runs with these loads; with `apart`, what the host tier holds completely is not among the
+        reads.
+        """
+        key = (loads, apart, self.tier.version if self.tier is not None else 0)
+        if self._planned is None or self._planned[0] != key:
+            self._planned = key, self._plan(loads, apart=apart)
+        return self._planned[1]
 
-    def _divide(self, loads: Sequence[Load], *, apart: bool) -> Divided:
-        places = [self._place(load, held=True) for load in loads]
-        whole = {load.part.name for load in loads} if apart else set()
-        whole -= {load.part.name for load, place in zip(loads, places, strict=True) if place is None}
-        held: dict[int, list[tuple[Load, Bytes]]] = {}
-        for load, place in zip(loads, places, strict=True):
-            if place is not None and load.part.name in whole:
-                held.setdefault(load.after, []).append((load, place))
-        others = [load for load in loads if load.part.name not in whole]
-        return Divided(held, others, Counter(load.part.name for load in loads), frozenset(load.after for load in loads))
+    def _plan(self, loads: Sequence[Load], *, apart: bool) -> Planned:
+        held: dict[int, list[tuple[Copy, int]]] = {}
+        others, tier = list[Load](), self.tier if apart else None
+        for load in loads:
+            place = tier.place(load.part, load.segment) if tier is not None and tier.has_all(load.part) else None
+            if place is None:
+                others.append(load)
+                continue
+            copy = Copy(load, self._prepared(load, load.segment.first, load.segment.nbytes))
+            held.setdefault(load.after, []).append((copy, address_of(place)))
+        joined = self._joined(others) if apart else [[load] for load in others]
+        reads = [read for together in joined for read in self._reads(together)]
+        return Planned(reads, held, Counter(load.part.name for load in loads), frozenset(load.after for load in loads))
 
-    def _place(self, load: Load, *, held: bool) -> Bytes | None:
-        """Where the host tier keeps the bytes of a load; None if it does not, or, with `held`, not yet."""
-        tier = self._tier
-        if tier is None or (held and not tier.holds(load.part, load.segment)):
-            return None
-        return tier.place(load.part, load.segment)
+    def _joined(self, loads: Sequence[Load]) -> list[list[Load]]:
+        """The loads, neighbours together whose segments follow each other in the file, are small, and pass through the ring."""
+        joined: list[list[Load]] = []
+        most, tier = min(JOINED_BYTES, self.ring.piece_bytes), self.tier
+        for load in loads:
+            begin, nbytes = load.place
+            if joined and self.checksums is None:
+                first, last = joined[-1][0], joined[-1][-1]
+                gap = begin - last.place[0] - last.place[1]
+                small = 0 <= gap < POOL_ALIGNMENT and begin + nbytes - first.place[0] <= most
+                alike = load.after <= first.after and load.preload == first.preload
+                if small and alike and not (tier is not None and any(map(tier.keeps, (last.part, load.part)))):
+                    joined[-1].append(load)
+                    continue
+            joined.append([load])
+        return joined
 
-    def joins(self, loads: Sequence[Load], other: Load) -> bool:
-        """Whether the segments of `loads` and `other` follow each other in the file, are small, and pass through the ring."""
-        if self.checksums is not None:
-            return False
-        (first, _), (last, nbytes), (begin, more) = loads[0].place, loads[-1].place, other.place
-        return (
-            0 <= begin - last - nbytes < POOL_ALIGNMENT
-            and begin + more - first <= min(JOINED_BYTES, self.ring.piece_bytes)
-            and (self._tier is None or not any(map(self._tier.keeps, (loads[-1].part, other.part))))
-        )
-
-    def reads_of(self, loads: Sequence[Load]) -> Iterator[Read]:
+    def _reads(self, loads: Sequence[Load]) -> Iterator[Read]:
         """The reads of loads that are joined; of a single one in pieces of the ring, images in whole rows."""
-        start, (last, nbytes) = loads[0].place[0], loads[-1].place
+        load, (start, nbytes) = loads[0], loads[0].place
         if len(loads) > 1:
-            copies = [Copy(TimedLoad(load), load.segment.first, load.segment.nbytes, load.place[0] - start) for load in loads]
-            yield Read(start, last + nbytes - start, copies)
+            copies = [
+                Copy(each, self._prepared(each, each.segment.first, each.segment.nbytes), each.place[0] - start)
+                for each in loads
+            ]
+            yield Read(start, sum(loads[-1].place) - start, copies, load.after)
             return
-        load, timed = loads[0], TimedLoad(loads[0])
-        part, segment, place = load.part, load.segment, self._place(load, held=False)
-        most = self.ring.piece_bytes
+        most, part = self.ring.piece_bytes, load.part
         if part.is_image:
             most = most // part.row_pitch * part.row_pitch
-        held = place is not None and self._tier is not None and self._tier.holds(part, segment)
-        for at in range(0, nbytes, nbytes if held else most):
-            count = nbytes if held else min(most, nbytes - at)
-            copies = [Copy(timed, segment.first + at, count, last=at + count == nbytes)]
-            yield Read(start + at, count, copies, None if place is None else place[at : at + count], held)
+        for at in range(0, nbytes, most):
+            count = min(most, nbytes - at)
+            copy = Copy(load, self._prepared(load, load.segment.first + at, count), last=at + count == nbytes)
+            yield Read(start + at, count, [copy], load.after, first=not at)
 
-    def has_read(self, read: Read) -> None:
+    def _prepared(self, load: Load, first: int, nbytes: int) -> PreparedCopy:
+        """The copy of bytes of a slice from byte `first` on to where the load brings them."""
+        part = load.part
+        if part.name in self.staged and not load.preload:
+            return self._copier.prepare(self.staged[part.name], first, nbytes)
+        return prepared_copy(self._copier, self.memories[part.name], part, first, nbytes)
+
+    def tier_place(self, read: Read) -> tuple[Bytes | None, bool]:
+        """Where the host tier keeps what is read (None: not there, or not yet), and whether the bytes are there."""
+        load, tier = read.copies[0].load, self.tier
+        if tier is None or len(read.copies) > 1:
+            return None, False
+        place = tier.place(load.part, load.segment)
+        if place is None:
+            return None, False
+        at = read.offset - load.place[0]
+        return place[at : at + read.nbytes], tier.holds(load.part, load.segment)
+
+    def has_read(self, read: Read, memory: Bytes, *, in_tier: bool) -> None:
         """Compare the checksum of a slice that is read, and keep it in the host tier. Raises RunError: it is damaged."""
-        if self.checksums is None and read.piece is not None:
+        if self.checksums is None and not in_tier:
             return
-        copy, memory = read.copies[-1], read.memory
-        part, segment = copy.timed.load.part, copy.timed.load.segment
-        assert memory is not None
+        load, _, _, last = read.copies[-1]
+        part = load.part
         if self.checksums is not None:
             value = checksum(memory.data, self._sums.pop(part.name, 0))
-            if not copy.last:
+            if not last:
                 self._sums[part.name] = value
             else:
                 self.file.compare_checksum(f"slice {part.name!r}", value, self.checksums[part.name])
-        if read.piece is None and copy.last and self._tier is not None:
-            self._tier.keep(part, segment)
-
-    def copy(self, load: Load, data: Bytes, first: int, behind: Event | None) -> CopyEvent:
-        """Enqueue a copy of bytes of a slice from byte `first` on to where the load brings them, behind an event. `flush` must
-        follow. Raises RunError.
-        """
-        part = load.part
-        if part.name in self.staged and not load.preload:
-            event = self._copier.write(self.staged[part.name], data, offset=first, behind=behind)
-        else:
-            event = begin_copy(self._copier, self.memories[part.name], part, data, first, behind)
-        self.arrives(part, event)
-        return event
+        if in_tier and last and self.tier is not None:
+            self.tier.keep(part, load.segment)
 
     def flush(self) -> None:
         """Submit the copies so far. Raises RunError."""

@@ -48,6 +48,7 @@ class HostTier:
         """
         self.ledger = Ledger(context, budget if isinstance(budget, Budget) else Budget(budget, "host budget"))
         self.complete: set[SliceIdentity] = set()  # slices of which all bytes have been read; it only grows
+        self.version = 0  # of the places and of `complete`: what was found before may have changed with it
         self._lock = threading.Lock()
         self._places: dict[SliceIdentity, Bytes] = {}
         self._read: dict[SliceIdentity, set[Segment]] = {}
@@ -88,6 +89,7 @@ class HostTier:
             places[identity(part)] = view[first : first + part.file_bytes]
             first += tier_bytes(part)
         self._places |= places
+        self.version += 1
 
     def wait(self) -> None:
         """Wait until the places are allocated, if that has begun. Raises RunError if the budget or the device refused them."""
@@ -110,6 +112,10 @@ class HostTier:
         """Whether a slice has a place."""
         return identity(part) in self._places
 
+    def has_all(self, part: Slice) -> bool:
+        """Whether the bytes of a slice are in their place."""
+        return identity(part) in self.complete
+
     def holds(self, part: Slice, segment: Segment) -> bool:
         """Whether the bytes of a segment are in their place."""
         key = identity(part)
@@ -123,6 +129,7 @@ class HostTier:
             read.add(segment)
             if sum(each.nbytes for each in read) == part.file_bytes:
                 self.complete.add(key)
+                self.version += 1
                 del self._read[key]
 
     def close(self) -> None:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from flashmem.base.errors import RunError
 from flashmem.program.tensors import Slice
-from flashmem.runtime.streaming.load_queue import LoadQueue
 from flashmem.runtime.streaming.loading import Loading, said_of_load
+from flashmem.schedule.load_queue import LoadQueue
 from flashmem.schedule.loads import Load, Step, TimedInterval
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ class LoaderRun(Loading):
                 self._freeing += bool(frees)
                 load = None
                 if number is not None:
-                    (load,) = self._queue.take(number)
+                    load = self._queue.take(number)
                     self._loading += 1
                     file = self._transfer.file
                     # Where the file does not stay, what is read ahead would take the place of what loads read.

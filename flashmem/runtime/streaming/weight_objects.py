@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Bytes, Event, Memory
-from flashmem.runtime.opencl.copier import Copier, CopyEvent
+from flashmem.runtime.opencl.context import Memory
+from flashmem.runtime.opencl.copier import Copier, PreparedCopy
 from flashmem.runtime.streaming.transfer import in_pool
 from flashmem.schedule.loads import whole_words
 from flashmem.schedule.plan import PoolLayout
@@ -69,20 +69,9 @@ class WeightObjects:
         return in_pool(self._ledger, self._objects[name], offsets, parts) if name in self._memory.buffers else None
 
 
-def begin_copy(
-    copier: Copier, memory: Memory, part: Slice, data: Bytes, first_byte: int, behind: Event | None = None
-) -> CopyEvent:
-    """Begin to copy `data`, which starts at `first_byte` of the slice, to the slice's place, behind an event. Images are copied
-    in whole rows. Raises RunError.
-    """
+def prepared_copy(copier: Copier, memory: Memory, part: Slice, first: int, nbytes: int) -> PreparedCopy:
+    """The copy of `nbytes` bytes of the slice from byte `first` on to the slice's place; of an image, whole rows."""
     if not part.is_image:
-        return copier.write(memory, data, offset=first_byte, behind=behind)
-    return copier.write_image(
-        memory,
-        data,
-        first_row=first_byte // part.row_pitch,
-        width=part.width,
-        rows=data.nbytes // part.row_pitch,
-        row_pitch=part.row_pitch,
-        behind=behind,
-    )
+        return copier.prepare(memory, first, nbytes)
+    pitch = part.row_pitch
+    return copier.prepare_image(memory, first_row=first // pitch, width=part.width, rows=nbytes // pitch, row_pitch=pitch)

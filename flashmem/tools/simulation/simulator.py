@@ -23,7 +23,8 @@ from itertools import pairwise
 
 from flashmem.runtime.engine.report import Latency, MemoryUse, RunReport
 from flashmem.runtime.memory.accounts import Category
-from flashmem.schedule.loads import LOOKED_AT, Step, TimedInterval
+from flashmem.schedule.load_queue import LoadQueue
+from flashmem.schedule.loads import Step, TimedInterval
 from flashmem.tools.simulation.events import Events, Process, Work
 from flashmem.tools.simulation.scenario import Machine, Scenario, SimulatedLoad
 
@@ -233,14 +234,13 @@ class _Loader:
     ) -> None:
         self._missing = Counter(load.name for load in loads)  # segments, by slice
         self._simulated = simulated
-        self._loads = loads
         self._frees = frees
         self._held = Counter[str]()
         for load in simulated.scenario.loads:
             self._held[load.name] += load.held
         self._ahead = threads
         enqueued = {number for number, load in enumerate(loads) if simulated.machine.copy_engine and not load.is_read}
-        self._waiting = [number for number in range(len(loads)) if number not in enqueued]
+        self._queue = LoadQueue([load for number, load in enumerate(loads) if number not in enqueued])
         self._done = 0
         self._to_free: list[str] = []
         self._stopping = False
@@ -278,9 +278,8 @@ class _Loader:
             number = self._next()
             if number is None:
                 continue
-            load = self._loads[number]
-            self._waiting.remove(number)
-            for part in self._ahead_of_it(load):
+            load = self._queue.take(number)
+            for part in self._queue.announce(number, self._ahead, self._done):
                 yield from simulated.announce(part)
             start = events.now
             if load.held:
@@ -324,15 +323,8 @@ class _Loader:
         self._to_free.clear()
 
     def _next(self) -> int | None:
-        """The index of the next load: the first released one, else one to read ahead."""
-        waiting = self._waiting[:LOOKED_AT]
-        ready = next((number for number in waiting if self._is_open(number)), None)
-        return waiting[0] if ready is None and waiting and self._loads[waiting[0]].reads_ahead else ready
-
-    def _is_open(self, index: int) -> bool:
-        return self._loads[index].after <= self._done
-
-    def _ahead_of_it(self, load: SimulatedLoad) -> Sequence[SimulatedLoad]:
-        """The load just taken and the next few released ones, without those announced before."""
-        ahead = [self._loads[number] for number in self._waiting[: self._ahead] if self._is_open(number)]
-        return [load, *ahead]
+        """The number of the next load: the first released one, else one to read ahead."""
+        number = self._queue.next(self._done, ahead=True)
+        if number is None or self._queue[number].after <= self._done or self._queue[number].reads_ahead:
+            return number
+        return None

@@ -16,7 +16,7 @@ import pytest
 from flashmem.base.errors import RunError
 from flashmem.program.tensors import Slice
 from flashmem.runtime.opencl.context import Bytes
-from flashmem.runtime.streaming.ahead import AheadRun, Copy, Divided, Read, TimedLoad
+from flashmem.runtime.streaming.ahead import AheadRun, Copy, Planned, Read
 from flashmem.schedule.loads import Load, Segment
 
 NBYTES = 16
@@ -49,10 +49,11 @@ class FakeTransfer:
     Loads named in `held` are in the host tier. Loads in `parts` are made of so many reads.
     """
 
-    def __init__(self, pieces: int = 8, *, held: Sequence[str] = (), joins: int = 1) -> None:
+    def __init__(self, pieces: int = 8, *, held: Sequence[str] = ()) -> None:
         self.slow: set[str] = set()
         self.failing, self.refused = "", ""
-        self.held, self._joins = held, joins
+        self.held, self.tier = held, object() if held else None
+        self.arrived = list[str]()
         self.parts: dict[str, int] = defaultdict(lambda: 1)
         self.begun, self.read = list[str](), list[str]()
         self.copied: list[tuple[str, Any, str]] = []
@@ -60,40 +61,42 @@ class FakeTransfer:
         self.ring = FakeRing(pieces)
         self._at: dict[int, str] = {}
 
-    def divided(self, loads: Sequence[Load], *, apart: bool) -> Divided:
+    def planned(self, loads: Sequence[Load], *, apart: bool) -> Planned:
         self._at = {load.part.offset: load.part.name for load in loads}
-        held: dict[int, list[tuple[Load, Bytes]]] = {}
+        held: dict[int, list[tuple[Copy, int]]] = {}
         for load in loads if apart else ():
             if load.part.name in self.held:
-                held.setdefault(load.after, []).append((load, np.zeros(NBYTES, np.uint8)))
-        others = [load for load in loads if not apart or load.part.name not in self.held]
-        return Divided(held, others, Counter(load.part.name for load in loads), frozenset(load.after for load in loads))
+                held.setdefault(load.after, []).append((self._prepared(load), 0))
+        reads = [read for load in loads if not apart or load.part.name not in self.held for read in self._reads_of(load)]
+        return Planned(reads, held, Counter(load.part.name for load in loads), frozenset(load.after for load in loads))
 
-    def joins(self, loads: Sequence[Load], other: Load) -> bool:
-        return len(loads) < self._joins
-
-    def reads_of(self, loads: Sequence[Load]) -> Iterator[Read]:
-        first = loads[0].part
-        if first.name in self.held:
-            yield Read(first.offset, NBYTES, [Copy(TimedLoad(loads[0]), 0, NBYTES)], np.zeros(NBYTES, np.uint8), True)
-            return
-        timed, parts = [TimedLoad(load) for load in loads], self.parts[first.name]
+    def _reads_of(self, load: Load) -> Iterator[Read]:
+        parts = self.parts[load.part.name]
         for part in range(parts):
-            yield Read(first.offset, NBYTES, [Copy(each, 0, NBYTES, last=part == parts - 1) for each in timed])
+            yield Read(load.part.offset, NBYTES, [self._prepared(load, last=part == parts - 1)], load.after, first=not part)
 
-    def _begin(self, data: Bytes, offset: int) -> FakeReading:
+    def _prepared(self, load: Load, *, last: bool = True) -> Copy:
+        def enqueue(address: int, behind: Any) -> Any:
+            self.copied.append((load.part.name, behind, threading.current_thread().name))
+            return SimpleNamespace(int_ptr=0, seconds=lambda: (1.0, 2.0))
+
+        return Copy(load, enqueue, last=last)
+
+    def tier_place(self, read: Read) -> tuple[Bytes | None, bool]:
+        return (np.zeros(NBYTES, np.uint8), True) if self._at[read.offset] in self.held else (None, False)
+
+    def _begin(self, data: Bytes, address: int, offset: int) -> FakeReading:
         name = self._at[offset]
         if name == self.refused:
             raise RunError("a read could not begin")
         self.begun.append(name)
         return FakeReading(self, name)
 
-    def has_read(self, read: Read) -> None:
+    def has_read(self, read: Read, memory: Bytes, *, in_tier: bool) -> None:
         pass
 
-    def copy(self, load: Load, data: Bytes, first: int, behind: Any) -> Any:
-        self.copied.append((load.part.name, behind, threading.current_thread().name))
-        return SimpleNamespace(int_ptr=0, seconds=lambda: (1.0, 2.0))
+    def arrives(self, part: Slice, event: Any) -> None:
+        self.arrived.append(part.name)
 
     def flush(self) -> None:
         pass
@@ -168,7 +171,7 @@ def test_what_is_read_before_its_release_is_copied_behind_the_launch_that_releas
     assert [(each.name, each.end, each.thread, [what for what, _ in each.steps]) for each in run.intervals] == [
         (name, 12.0, 1, ["read", "copy"]) for name, _ in transfer.order()
     ]
-    assert transfer.ring.free == 8 and no_threads()
+    assert transfer.ring.free == 8 and no_threads() and transfer.arrived == [name for name, _ in transfer.order()]
 
 
 def test_reads_are_as_many_as_the_pieces_and_go_on_when_one_is_free() -> None:
@@ -238,20 +241,8 @@ def test_loads_of_the_host_tier_are_enqueued_with_the_launches_that_release_them
     assert len(run.intervals) == 4 and run.intervals[-1].name == "w3" and not transfer.begun
 
 
-def test_adjacent_loads_are_read_together_but_none_that_is_released_later() -> None:
-    transfer = FakeTransfer(joins=3)
-    run = begun(transfer, 0, 0, 0, 0, 1, 0, 1)
-    run.take_over()
-    run.wait("w5")
-    run.launched(1, "one")
-    run.wait("w6")
-    run.stop()
-    assert transfer.begun == ["w0", "w3", "w5", "w4", "w6"]  # w1 and w2 with w0; w4 waits, so it ends what w3 begins
-    assert transfer.order()[-2:] == [("w4", "one"), ("w6", "one")]
-
-
 def test_what_is_not_admitted_does_not_begin_and_nothing_is_read_ahead_meanwhile() -> None:
-    transfer, room = FakeTransfer(held=("w1",), joins=3), 1
+    transfer, room = FakeTransfer(held=("w1",)), 1
 
     def admit(load: Load) -> bool:
         nonlocal room

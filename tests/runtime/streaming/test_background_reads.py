@@ -63,7 +63,7 @@ def test_many_reads_at_a_time_bring_all_bytes(reads: BackgroundReads) -> None:
             assert {reading.thread for *_, reading in begun} == {0, 1, 2}
             end_all()
         data = np.zeros(nbytes, np.uint8)
-        begun.append((offset, data, reads.begin(data, offset)))
+        begun.append((offset, data, reads.begin(data, data.ctypes.data, offset)))
         threads.add(begun[-1][2].thread)
     end_all()
     assert threads == {0, 1, 2}
@@ -76,7 +76,7 @@ def test_what_does_not_stay_in_the_page_cache_is_read_past_it(reads: BackgroundR
     file.stays = file.missed = False
     offset, nbytes = 7 * UNIT, CONTENT.size - 7 * UNIT
     data = new_pages(nbytes)[:nbytes]
-    reading = reads.begin(data, offset)
+    reading = reads.begin(data, data.ctypes.data, offset)
     reading.wait()
     reading.finish()
     np.testing.assert_array_equal(data, CONTENT[offset:])
@@ -88,7 +88,7 @@ def test_a_truncated_file_is_an_error(direct: bool, reads: BackgroundReads, path
     reads._file.stays = not direct
     os.truncate(path, 20 * UNIT)
     data = new_pages(8 * UNIT)
-    reading = reads.begin(data, 16 * UNIT)
+    reading = reads.begin(data, data.ctypes.data, 16 * UNIT)
     reading.wait()
     with pytest.raises(RunError, match="ends before byte"):
         reading.finish()
@@ -100,7 +100,8 @@ def test_a_failing_disk_is_an_error(reads: BackgroundReads, monkeypatch: pytest.
 
     monkeypatch.setattr(os, "preadv", broken)
     reads._descriptors[reads._file._descriptor] = [os.open("/", os.O_RDONLY) for _ in range(3)]  # which nobody can read
-    reading = reads.begin(np.zeros(100, np.uint8), 0)
+    data = np.zeros(100, np.uint8)
+    reading = reads.begin(data, data.ctypes.data, 0)
     reading.wait()
     with pytest.raises(RunError, match="Input/output error"):
         reading.finish()
@@ -113,7 +114,7 @@ def test_the_system_is_told_what_it_has_not_cached(reads: BackgroundReads, monke
     monkeypatch.setattr(file, "expect", lambda *place: told.append(place))
     for offset in (0, UNIT, 2 * UNIT, UNIT):  # after one that is cached, some are not looked at
         data = np.zeros(UNIT, np.uint8)
-        reading = reads.begin(data, offset)
+        reading = reads.begin(data, data.ctypes.data, offset)
         reading.wait()
         reads.end(reading)
         reading.finish()

@@ -190,9 +190,9 @@ def test_copies_arrive_and_one_that_cannot_be_made_says_so(device: Any) -> None:
         copier.write(buffer, np.zeros(65, np.uint8))
     image = context.image(4, 4, "float")
     rows = np.arange(64, dtype=np.float32).view(np.uint8)
-    copier.write_image(image, rows, first_row=0, width=4, rows=4, row_pitch=64).wait()
+    copier.prepare_image(image, first_row=0, width=4, rows=4, row_pitch=64)(rows.ctypes.data).wait()
     with pytest.raises(RunError, match="OpenCL failed to write to a texture"):
-        copier.write_image(image, rows, first_row=1, width=4, rows=4, row_pitch=64)
+        copier.prepare_image(image, first_row=1, width=4, rows=4, row_pitch=64)(rows.ctypes.data)
 
 
 @pytest.mark.parametrize("device", list_devices(), ids=lambda device: device.descriptor_name)

@@ -146,9 +146,9 @@ def test_where_memory_is_not_shared_adjacent_slices_are_read_together(
     inputs, begin = model.inputs(seed=6), BackgroundReads.begin
     whole = sum(part.file_bytes for part in model.open().program.slices)
 
-    def spy(background: BackgroundReads, data: Any, offset: int) -> Reading:
+    def spy(background: BackgroundReads, data: Any, address: int, offset: int) -> Reading:
         reads.append(data.nbytes)
-        return begin(background, data, offset)
+        return begin(background, data, address, offset)
 
     give_own_memory(monkeypatch, device)
     monkeypatch.setattr(BackgroundReads, "begin", spy)
