@@ -82,6 +82,7 @@ def measure_rates(benches: Sequence[Bench], device: str, progress: Callable[[str
             session_seconds=opening.session,
             kernel_seconds=opening.kernel,
             layer_seconds=opening.layer,
+            run_seconds=opening.run,
             contention=delays,
         ),
         alone,

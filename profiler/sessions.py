@@ -19,11 +19,14 @@ _ROUNDS = 5
 
 @dataclass(frozen=True)
 class OpeningCost:
-    """Seconds to open a session: fixed, for each kernel from the program cache, and for each layer."""
+    """Seconds to open a session: fixed, for each kernel from the program cache, and for each layer. `run`: of a warm run of one
+    small layer.
+    """
 
     session: float
     kernel: float
     layer: float
+    run: float
 
 
 def measure_opening(supply: Supply, device: str, mode: TransferMode) -> OpeningCost:
@@ -38,14 +41,15 @@ def measure_opening(supply: Supply, device: str, mode: TransferMode) -> OpeningC
         for path in made.bundles.values():
             _open(path, device, inside)
         times = [{key: _open(path, device, inside) for key, path in made.bundles.items()} for _ in range(_ROUNDS)]
-    one, kernels, layers = (statistics.median(row[key] for row in times) for key in ("one", "kernels", "layers"))
+    one, kernels, layers = (statistics.median(row[key][0] for row in times) for key in ("one", "kernels", "layers"))
+    run = statistics.median(row["one"][1] for row in times)
     layer = max(1e-6, (layers - one) / (made.layers - 1))
     kernel = max(1e-6, (kernels - one) / (made.kernels - 1) - layer)
-    return OpeningCost(max(1e-4, one - kernel - layer), kernel, layer)
+    return OpeningCost(max(1e-4, one - kernel - layer), kernel, layer, run)
 
 
-def _open(bundle: Path, device: str, cache: Path) -> float:
-    """Seconds to open a session and run once, minus a warm run, in a fresh process with a loaded driver.
+def _open(bundle: Path, device: str, cache: Path) -> tuple[float, float]:
+    """Seconds to open a session and run once, minus a warm run, in a fresh process with a loaded driver; and of a warm run.
 
     Raises:
         RunError: the process fails; with the last line of its output.
@@ -58,7 +62,8 @@ def _open(bundle: Path, device: str, cache: Path) -> float:
         raise RunError(f"a fresh process could not open a session to time it: {reason}")
     answer = _last_line(done.stdout)  # a driver may print lines before it
     try:
-        return float(answer)
+        opening, run = map(float, answer.split())
+        return opening, run
     except ValueError as error:
         raise RunError(f"a fresh process was to print the seconds that a session took to open, not {answer!r}") from error
 

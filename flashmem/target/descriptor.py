@@ -111,6 +111,7 @@ class Rates:
     session_seconds: float = 50e-3  # fixed cost of opening a session, without kernels and weights; the driver is loaded
     kernel_seconds: float = 1e-3  # loading one kernel from the program cache
     layer_seconds: float = 1e-4  # fixed cost of one layer: reading it from the bundle, setting its arguments
+    run_seconds: float = 0.0  # fixed cost of a run on the host: inputs, outputs, its report; 0: not measured
     contention: dict[TransferMode, float] = field(
         default_factory=lambda: {"map": 0.7, "alias": 0.9, "dma": 0.8, "interleave": 1.6}
     )

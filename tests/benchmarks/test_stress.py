@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,15 @@ def test_late_threads_change_no_answer(device: Any, bundles: Path, capsys: pytes
 def test_an_answer_of_other_weights_is_counted(
     device: Any, bundles: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lost(copier: Copier, buffer: Any, data: Any, **where: Any) -> CopyEvent:
-        return write(copier, buffer, zeros[: data.nbytes], **where)
+    def lost(copier: Copier, *where: Any) -> Callable[..., CopyEvent]:
+        return lambda address, behind=None: prepare(copier, *where)(zeros.ctypes.data, behind)
 
     def losing(*arguments: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Copier, "write", lost)
+            patch.setattr(Copier, "prepare", lost)
             return play(*arguments)
 
-    write, play, zeros = Copier.write, stress.play, np.zeros(1 << 24, np.uint8)
+    prepare, play, zeros = Copier.prepare, stress.play, np.zeros(1 << 24, np.uint8)
     monkeypatch.setattr(stress, "play", losing)
     code, summary = played(device, bundles, capsys, "--runs", "6", "--modes", "dma")
     assert code == 1 and summary["wrong"] == summary["runs"] == 6

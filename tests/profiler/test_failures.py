@@ -127,10 +127,11 @@ def test_a_session_that_cannot_be_opened_is_one_sentence(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("printed", "seconds"), [("0.25\n", 0.25), ("driver 1.0: hello\n0.5\n\n", 0.5), ("hello\n", None), ("", None)]
+    ("printed", "seconds"),
+    [("0.25 0.01\n", (0.25, 0.01)), ("driver: hello\n0.5 0.1\n\n", (0.5, 0.1)), ("hello\n", None), ("0.5\n", None), ("", None)],
 )
 def test_what_a_driver_prints_is_not_the_answer(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, printed: str, seconds: float | None
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, printed: str, seconds: tuple[float, float] | None
 ) -> None:
     monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, printed, ""))
     if seconds is not None:

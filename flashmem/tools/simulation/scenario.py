@@ -110,6 +110,7 @@ class Scenario:
     The first `announced` loads are announced to the disk when the session begins. Memory is counted after `context_seconds`,
     and allocated after `kernel_seconds`, including the time for launches. `constants_bytes` are read while opening,
     `gathered_bytes` (table rows) and `input_bytes` before launch 1, `output_bytes` of copied outputs after the last launch.
+    `run_seconds` is the host's time for a run beside these.
     `later_layers` are the launches of later runs, if they differ. With `resident_first` all loads belong to the opening
     (strategy preload). `host`: what a host budget counts.
     """
@@ -122,6 +123,7 @@ class Scenario:
     announced: int = 0
     context_seconds: float = 0.0
     kernel_seconds: float = 0.0
+    run_seconds: float = 0.0
     constants_bytes: int = 0
     gathered_bytes: int = 0
     input_bytes: int = 0
@@ -253,6 +255,7 @@ def describe(
         allocations=_allocations(program, layout, apart=apart),
         announced=len(read_while_opening(loads, program, rates)),
         context_seconds=rates.session_seconds,
+        run_seconds=rates.run_seconds,
         kernel_seconds=rates.kernel_seconds * _kernel_count(program, moves) + rates.layer_seconds * len(program.launches),
         constants_bytes=program.constants_bytes,
         gathered_bytes=_gathered_bytes(program),

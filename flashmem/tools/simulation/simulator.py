@@ -133,6 +133,7 @@ class _SimulatedRun:
         if scenario.resident_first:
             yield from self._bring_in(scenario.loads)
         self.opened = self.events.now
+        yield Work("time", scenario.run_seconds)
         yield from self._storage(scenario.gathered_bytes)
         yield Work("copy", scenario.input_bytes)
         loads: tuple[SimulatedLoad, ...] = () if scenario.resident_first else scenario.loads
