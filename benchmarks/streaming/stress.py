@@ -47,7 +47,7 @@ from flashmem.runtime.opencl.context import Event
 from flashmem.runtime.request.compatibility import usable_modes
 from flashmem.runtime.request.options import device_here, find_descriptor
 from flashmem.runtime.streaming import loader
-from flashmem.runtime.streaming.ahead import AheadRun, Made
+from flashmem.runtime.streaming.ahead import AheadRun, InFlight
 from flashmem.runtime.streaming.background_reads import Reading
 from flashmem.schedule.loads import Load, Step
 from flashmem.tools.zoo.graph_file import write_random
@@ -132,7 +132,7 @@ class Delays:
                 read.reading = Late(read.reading, sleeps[0])
             return begun
 
-        def copy_late(run: AheadRun, made: Made, behind: Event | None) -> None:
+        def copy_late(run: AheadRun, made: InFlight, behind: Event | None) -> None:
             before, after, *_ = delays.draw(len(run.loaded)) or (0.0, 0.0)
             time.sleep(before)
             copy(run, made, behind)

@@ -21,25 +21,24 @@ from flashmem.base.types import TransferMode
 from flashmem.base.units import budget_text, parse_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.runtime.engine.batches import Batch, check_batch, looped
-from flashmem.runtime.engine.device_state import DeviceInUse, begin_to_open
+from flashmem.runtime.engine.device_state import begin_to_open
 from flashmem.runtime.engine.engine import Engine
 from flashmem.runtime.engine.futures import BackgroundRuns
 from flashmem.runtime.engine.given_arrays import Input, arrays_by_name, described
 from flashmem.runtime.engine.io_binding import IOBinding
-from flashmem.runtime.engine.opened import HostMemory, OpenedBundle, planned_host_memory, planned_variant, sharing_memory
+from flashmem.runtime.engine.opened import OpenedBundle
 from flashmem.runtime.engine.output_values import OutputValue
 from flashmem.runtime.engine.ports import PROVIDER, TensorInfo, are_exactly, chosen_outputs, fitting_variant, tensor_infos
-from flashmem.runtime.engine.replanned import within
 from flashmem.runtime.engine.report import RunReport
+from flashmem.runtime.engine.session_plans import SessionPlans
 from flashmem.runtime.engine.states import States
 from flashmem.runtime.engine.stopping import OneThread, RunStoppedError, deadline, never, too_late
 from flashmem.runtime.opencl.discovery import begin_to_start_drivers
 from flashmem.runtime.request.compatibility import for_processor, mode_for
 from flashmem.runtime.request.models import ModelOptions, bundle_for, is_model
-from flashmem.runtime.request.options import choose_budget, choose_strategy
-from flashmem.runtime.request.process_memory import budget_within, read_process_memory, too_small
+from flashmem.runtime.request.options import choose_strategy
+from flashmem.runtime.request.process_memory import read_process_memory
 from flashmem.runtime.streaming.host_tier import HostTier
-from flashmem.schedule.loads import planned_loads, read_while_opening
 from flashmem.schedule.residency import Strategy
 
 if TYPE_CHECKING:
@@ -147,17 +146,22 @@ class Session:
         opened = for_processor(opened, self.device)
         self.strategy: Strategy = choose_strategy(opened.plan, strategy)
         self.mode = mode_for(opened, self.device, mode, self.strategy)
-        host = self._plan(opened, in_use, budget, host_budget)
+        self._plans = plans = SessionPlans(opened, self.device, self.mode, self.strategy)
+        if self.process_memory is not None:
+            in_use.open()
+            budget = plans.fit_process(self.process_memory, in_use.start_rss)
+        plans.choose(budget, host_budget)
+        in_use.budget.limit = plans.budget
         file = OpenedBundle(self.bundle, self.device, self.mode, verify_weights=verify_weights, lanes=lanes)
         try:
-            self._announce(file)
-            in_use.budget.limit = self.budget
+            plan, layout = plans.ready.plan, plans.ready.layout
+            file.announce(plan, layout)
             self._engine = Engine(file, in_use, apart=build_apart, warm_up=prepare and not trace)
-            self._engine.kernels_for(self._ready.plan)  # the compiled ones are read before there is a context
+            self._engine.kernels_for(plan)  # the compiled ones are read before there is a context
             in_use.open()
-            if host is not None:
-                file.tier = HostTier(in_use.context, host.budget, host.slices)
-            self._engine.bind(self._ready.plan, self._ready.layout, in_use.ledger(), in_use.queue)
+            if plans.host is not None:
+                file.tier = HostTier(in_use.context, plans.host.budget, plans.host.slices)
+            self._engine.bind(plan, layout, in_use.ledger(), in_use.queue)
         except BaseException:
             file.close()
             raise
@@ -172,61 +176,15 @@ class Session:
                 raise
         self._engine.opening_seconds = perf_counter() - begun
 
-    def _plan(
-        self,
-        opened: Bundle,
-        in_use: DeviceInUse,
-        budget: int | str | None,
-        host_budget: int | str | None,
-    ) -> HostMemory | None:
-        """Plan the shape variants within the budgets; the host memory.
+    @property
+    def budget(self) -> int | None:
+        """The most bytes to hold; None: no limit."""
+        return self._plans.budget
 
-        Raises:
-            UserError: see `__init__`.
-            RunError: see `__init__`.
-        """
-        bundles = map(opened.variant, range(len(opened.variants)))
-        self._variants = [planned_variant(each, self.device, self.mode, self.strategy) for each in bundles]
-        self._own = self._variants  # with the plans of the bundle
-        self._ready = self._variants[opened.index]
-        if self.process_memory is not None:
-            in_use.open()
-            budget = self._fit_process(self.process_memory, in_use.start_rss)
-        own_first = sorted(self._variants, key=lambda variant: variant is not self._ready)
-        host = planned_host_memory(host_budget, own_first, self.device, self.mode)
-        self.host_budget = None if host is None else host.budget
-        needed = max(variant.needed() for variant in self._variants)
-        self.budget = choose_budget(budget, opened.budget_bytes, needed, mode=self.mode, strategy=self.strategy)
-        self._variants = sharing_memory(self._variants, self.device, self.mode, self.budget)
-        self._ready = self._variants[opened.index]
-        self._needed = max(variant.needed() for variant in self._variants)
-        return host
-
-    def _fit_process(self, limit: int, held: int | None) -> int:
-        """The budget that a process memory of `limit` leaves; plans the variants again that need more than it.
-
-        Raises:
-            BudgetError: no plan fits.
-            UserError: as `budget_within`.
-        """
-        budget = budget_within(limit, held, self.device)
-        try:
-            if self.strategy != "preload" and any(each.needed() > budget for each in self._variants):
-                self._variants = [within(each, self.device, self.mode, budget) for each in self._own]
-                self._ready = self._variants[self._ready.bundle.index]
-            needed = max(each.needed() for each in self._variants)
-            choose_budget(budget, None, needed, mode=self.mode, strategy=self.strategy)
-        except BudgetError as error:
-            raise too_small(limit, held or 0, error) from error
-        return budget
-
-    def _announce(self, opened: OpenedBundle) -> None:
-        """Announce to the disk what is read first: constants, then the loads that wait for no launch."""
-        plan, layout, program = self._ready.plan, self._ready.layout, self._ready.program
-        loads = planned_loads(plan, opened.slices, layout, self.mode, preload=True)
-        first = read_while_opening(loads, program, self.bundle.descriptor.rates)
-        constants = (program.constants_offset, program.constants_bytes)
-        opened.file.announce([constants, *(load.place for load in first)])
+    @property
+    def host_budget(self) -> int | None:
+        """The most bytes of host memory, where that counts apart; None: no limit, or none is counted."""
+        return None if self._plans.host is None else self._plans.host.budget
 
     def run(
         self,
@@ -293,10 +251,10 @@ class Session:
             try:
                 if batch is None:
                     return run(inputs)
-                program = self._ready.program
+                program = self._plans.ready.program
                 if program.states:
                     raise ValueError("the model keeps states from one run to the next; leave batch='loop' out")
-                ports = [(each.program.inputs, each.program.outputs) for each in self._variants]
+                ports = [(each.program.inputs, each.program.outputs) for each in self._plans.variants]
                 return looped(run, arrays_by_name(inputs, program.inputs), names, ports)
             except RunStoppedError:
                 raise too_late(timeout) from None
@@ -348,21 +306,22 @@ class Session:
                 raise RunError(f"the session is closed ({engine.failure}); open a new one")
             if stopped():
                 raise RunStoppedError("the run was stopped before it began")
-            program = self._ready.program
+            plans = self._plans
+            program = plans.ready.program
             names = [] if kept_names and output_names == [] else chosen_outputs(program.outputs, output_names)
             kept_names = chosen_outputs(program.outputs, kept_names) if kept_names else []
-            if are_exactly(self._ready.takes, inputs):  # as in the last run
-                given, fitting = dict[str, Input](inputs), self._ready
+            if are_exactly(plans.ready.takes, inputs):  # as in the last run
+                given, fitting = dict[str, Input](inputs), plans.ready
             else:
                 given = arrays_by_name(inputs, program.inputs)
-                fitting = self._variants[fitting_variant([each.program.inputs for each in self._variants], given)]
+                fitting = plans.variants[fitting_variant([each.program.inputs for each in plans.variants], given)]
             if program.states:
                 self._bound_states().check_whole(state.name for state in program.states)
             try:
-                if fitting is not self._ready:
+                if fitting is not plans.ready:
                     engine.change_variant(engine.opened.variant(fitting.bundle), fitting.plan, fitting.layout)
-                    self._ready = fitting
-                on_device = engine.values_on_device(kept_names, self._needed) if kept_names else {}
+                    plans.ready = fitting
+                on_device = engine.values_on_device(kept_names, plans.needed) if kept_names else {}
                 every = [*names, *(name for name in kept_names if name not in on_device)]
                 results, self.last_run = engine.run(every, given, since=since, kept=on_device, stopped=stopped)
                 if self._prefetches:
@@ -388,7 +347,7 @@ class Session:
         """
         with self._alone.takes("outputs"):
             self._bound_states()
-            wanted = chosen_outputs(self._ready.program.outputs, names)
+            wanted = chosen_outputs(self._plans.ready.program.outputs, names)
             if lost := [name for name in wanted if name not in self._engine.left]:
                 raise ValueError(f"the last run has no output {lost[0]!r} left; name it when you call run")
             try:
@@ -400,15 +359,15 @@ class Session:
     @property
     def bundle(self) -> Bundle:
         """The bundle, as the bound shape variant: the one that ran last."""
-        return self._ready.bundle
+        return self._plans.ready.bundle
 
     def get_inputs(self) -> list[TensorInfo]:
         """The inputs: name, shape and type of each, as ONNX Runtime's sessions describe theirs."""
-        return tensor_infos([each.program.inputs for each in self._variants])
+        return tensor_infos([each.program.inputs for each in self._plans.variants])
 
     def get_outputs(self) -> list[TensorInfo]:
         """The outputs, as `get_inputs`."""
-        return tensor_infos([each.program.outputs for each in self._variants])
+        return tensor_infos([each.program.outputs for each in self._plans.variants])
 
     def get_providers(self) -> list[str]:
         """The one provider, in the form of ONNX Runtime's names; `device` says which device it is."""
@@ -437,7 +396,7 @@ class Session:
             RunError: the session is closed, or the device fails.
         """
         with self._alone.takes("set_states"):
-            self._bound_states().write(arrays_by_name(states, self._ready.program.states))
+            self._bound_states().write(arrays_by_name(states, self._plans.ready.program.states))
 
     def reset(self) -> None:
         """Set all states to zeros, as they are when a session opens. Raises RunError like `states`."""
@@ -476,22 +435,15 @@ class Session:
             raise UserError("the session has a host budget too, and keeps both; open another session for another budget")
         with self._alone.takes("set_budget"):
             self._bound_states()
-            variants = self._variants
-            if self.strategy == "preload":
-                choose_budget(limit, None, self._needed, mode=self.mode, strategy=self.strategy)
-            else:
-                variants = [within(each, self.device, self.mode, limit) for each in self._own]
-                variants = sharing_memory(variants, self.device, self.mode, limit)
-            needed = max(each.needed() for each in variants)
-            ready = variants[self._ready.bundle.index]
+            plans = self._plans.with_budget(limit)
             try:
-                self._engine.follow(ready, limit, needed)
+                self._engine.follow(plans.ready, limit, plans.needed)
             except BudgetError:
                 raise
             except BaseException as error:
                 self._engine.failed(error)
                 raise
-            self._variants, self._ready, self._needed, self.budget = variants, ready, needed, limit
+            self._plans = plans
 
     def prepared(self) -> None:
         """Wait until the steady kernels of the next run are ready, if it has any, and the host tier has its memory. For

@@ -23,10 +23,12 @@ from flashmem.runtime.kernels.chains import with_chains
 from flashmem.runtime.kernels.required import RequiredKernel, required_kernels
 from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.request.options import choose_host_budget
+from flashmem.runtime.streaming.checked_table import CheckedTable
 from flashmem.runtime.streaming.host_tier import HostTier
 from flashmem.runtime.streaming.interleaved import LayerMoves, layer_moves
-from flashmem.runtime.streaming.weight_file import CheckedTable, Reader, WeightFile
+from flashmem.runtime.streaming.weight_file import Reader, WeightFile
 from flashmem.schedule.host_tier import planned_there, reloaded, tier_bytes, tier_slices
+from flashmem.schedule.loads import planned_loads, read_while_opening
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
 from flashmem.schedule.residency import Strategy, preloaded, preloaded_layout, session_bytes, streamed_layout
 from flashmem.schedule.shared_memory import PlacedVariant, shared_layouts
@@ -102,6 +104,13 @@ class OpenedBundle:
         if self.mode != "interleave":
             return {}
         return layer_moves(plan, self.slices, lane_kind(self.program), lanes=self.lanes)
+
+    def announce(self, plan: OverlapPlan, layout: PoolLayout) -> None:
+        """Announce to the disk what a session reads first: constants, then the loads that wait for no launch."""
+        program = self.program
+        loads = planned_loads(plan, self.slices, layout, self.mode, preload=True)
+        first = read_while_opening(loads, program, self.bundle.descriptor.rates)
+        self.file.announce([(program.constants_offset, program.constants_bytes), *(load.place for load in first)])
 
     def close(self) -> None:
         """Close the weight file, and free the host tier; bound programs must be closed before."""

@@ -69,7 +69,7 @@ class Planned(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Made:
+class InFlight:
     """A read of this run, or a copy from the host tier. Its times are those of the host.
 
     `memory`: where to, in the host tier or, with `piece`, in a piece of the ring. `end`: None without a read.
@@ -109,9 +109,9 @@ class AheadRun(Loading):
         self._left = len(planned.reads)  # reads that have not begun
         self._lacks_piece = False  # the next one waits for a piece of the ring
         self._launches: dict[int, Event] = {}
-        self._reading: deque[Made] = deque()  # in the order of their begin
-        self._unreleased: dict[int, list[Made]] = {}  # by launch: what is read, and waits for its release
-        self._made: list[Made] = []  # all copies are enqueued
+        self._reading: deque[InFlight] = deque()  # in the order of their begin
+        self._unreleased: dict[int, list[InFlight]] = {}  # by launch: what is read, and waits for its release
+        self._made: list[InFlight] = []  # all copies are enqueued
         self._intervals = _Intervals(self._made, transfer.clock_apart)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -256,7 +256,7 @@ class AheadRun(Loading):
         if memory is None:
             self._lacks_piece = True
             return False
-        made = Made(read.copies, read, memory, address_of(memory), piece)
+        made = InFlight(read.copies, read, memory, address_of(memory), piece)
         try:
             if self._admit is not None and read.first and not self._admit(read.copies[0].load):
                 self._give_back(made, None)
@@ -275,7 +275,7 @@ class AheadRun(Loading):
             self._reading.append(made)
         return True
 
-    def _finish(self, made: Made, reading: Reading) -> None:
+    def _finish(self, made: InFlight, reading: Reading) -> None:
         """A read has ended."""
         assert made.read is not None and made.memory is not None
         try:
@@ -289,7 +289,7 @@ class AheadRun(Loading):
         made.end = time.perf_counter()
         self._release(made, made.read.after)
 
-    def _release(self, made: Made, after: int) -> None:
+    def _release(self, made: InFlight, after: int) -> None:
         """Copy what is there, now or when launch `after` releases it."""
         if after <= self._done:
             self._copy(made, self._launches.get(after))
@@ -299,9 +299,9 @@ class AheadRun(Loading):
     def _copy_held(self, layer: int, behind: Event | None) -> None:
         """Enqueue copies of what the host tier holds and this launch releases."""
         for copy, address in self._held[layer]:
-            self._copy(Made((copy,), address=address), behind)
+            self._copy(InFlight((copy,), address=address), behind)
 
-    def _copy(self, made: Made, behind: Event | None) -> None:
+    def _copy(self, made: InFlight, behind: Event | None) -> None:
         """Enqueue the copies of what is read."""
         address, copied, transfer = made.address, list[CopyEvent](), self._transfer
         made.copied = copied
@@ -320,7 +320,7 @@ class AheadRun(Loading):
                 if not self._missing[name]:
                     self.loaded[name] = True
 
-    def _give_back(self, made: Made, copy: CopyEvent | None) -> None:
+    def _give_back(self, made: InFlight, copy: CopyEvent | None) -> None:
         if made.piece is not None:
             piece, made.piece = made.piece, None
             self._transfer.ring.give_back(piece, copy)
@@ -329,7 +329,7 @@ class AheadRun(Loading):
 class _Intervals(Sequence[TimedInterval]):
     """Loads as they are reported, from the device's times of their copies, which are complete when they are first asked for."""
 
-    def __init__(self, made: list[Made], clock_apart: Callable[[], float]) -> None:
+    def __init__(self, made: list[InFlight], clock_apart: Callable[[], float]) -> None:
         self._made, self._clock_apart = made, clock_apart
         self._found: list[TimedInterval] | None = None
 
@@ -352,9 +352,9 @@ class _Intervals(Sequence[TimedInterval]):
         return len(self._all())
 
 
-def _timed(made: Sequence[Made], apart: float) -> Iterator[TimedInterval]:
+def _timed(made: Sequence[InFlight], apart: float) -> Iterator[TimedInterval]:
     """The loads whose last copies are `made`. `apart`: what the host's clock is ahead of the device's."""
-    begun: dict[int, Made] = {}  # the first read of loads with several, by identity
+    begun: dict[int, InFlight] = {}  # the first read of loads with several, by identity
     for each in made:
         for copy, event in zip(each.copies, each.copied, strict=True):
             first = begun.setdefault(id(copy.load), each)

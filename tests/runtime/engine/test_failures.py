@@ -14,9 +14,9 @@ from flashmem import Runtime, Session
 from flashmem.base.errors import BudgetError, BundleError, FlashmemWarning, NoDeviceError, RunError, UserError
 from flashmem.program.program import fixed_bytes
 from flashmem.runtime.engine import engine
-from flashmem.runtime.engine.bound_program import WeightStore
 from flashmem.runtime.engine.executor import Executor
 from flashmem.runtime.engine.run import Run
+from flashmem.runtime.engine.weight_store import WeightStore
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.devices import choose, descriptor_for

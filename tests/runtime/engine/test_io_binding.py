@@ -151,7 +151,7 @@ def test_no_room_for_an_output_leaves_the_session_open(session: Session) -> None
     binding.bind_output("after", "opencl")
     budget = session._engine.device.budget
     session.run_with_iobinding(binding)
-    budget.limit = session._ready.needed() + binding.get_outputs()[0].nbytes
+    budget.limit = session._plans.ready.needed() + binding.get_outputs()[0].nbytes
     if in_host_memory(session):
         session.run_with_iobinding(binding)
     else:

@@ -54,7 +54,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 @pytest.mark.parametrize(("device", "mode"), PLACES)
 def test_the_budget_moves_between_runs(device: int, mode: Any, bundle: Bundle) -> None:
     with Session(bundle, device=str(device), mode=mode) as session:
-        [wanted], first = session.run(None, feeds()), session._ready.plan
+        [wanted], first = session.run(None, feeds()), session._plans.ready.plan
         for budget in ("1.5MB", "450KB", "600KB", None, "400KB"):
             session.set_budget(budget)
             limit = None if budget is None else parse_size(budget, what="budget")
@@ -65,7 +65,7 @@ def test_the_budget_moves_between_runs(device: int, mode: Any, bundle: Bundle) -
                 assert session.last_run is not None
                 memory = session.last_run.memory
                 assert memory.budget_bytes == limit and (limit is None or memory.peak_bytes <= limit)
-            assert (session._ready.plan is first) == (budget == "600KB")
+            assert (session._plans.ready.plan is first) == (budget == "600KB")
             if budget in ("1.5MB", None):
                 session.prepared()
                 assert session.last_run.memory.by_category["weights"] >= WEIGHTS, "the room is not used"
@@ -75,12 +75,12 @@ def test_the_budget_moves_between_runs(device: int, mode: Any, bundle: Bundle) -
 def test_a_budget_that_is_too_small_changes_nothing(bundle: Bundle) -> None:
     with Session(bundle) as session:
         [wanted] = session.run(None, feeds())
-        plan = session._ready.plan
+        plan = session._plans.ready.plan
         with pytest.raises(BudgetError) as refused:
             session.set_budget("20KB")
         with pytest.raises(UserError, match="budget 'much' is not a size"):
             session.set_budget("much")
-        assert session.budget == 600_000 and session._ready.plan is plan
+        assert session.budget == 600_000 and session._plans.ready.plan is plan
         np.testing.assert_array_equal(session.run(None, feeds())[0], wanted)
         session.set_budget(refused.value.smallest_bytes)
         np.testing.assert_allclose(session.run(None, feeds())[0], wanted, rtol=1e-5, atol=1e-6)

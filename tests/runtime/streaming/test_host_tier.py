@@ -305,7 +305,7 @@ def test_what_stays_on_the_device_is_not_kept_on_the_host(tmp_path: Path, apart:
     again = reloaded([(replace(plan, weights=weights), model.open().program.slices)])
     assert len(stays) == 4 and {part.name for part in again} == {w.name for w in weights} - stays
     with Session(model.path, strategy="preload", host_budget="auto") as session:
-        assert session.host_budget == session._variants[0].host_bytes > 0
+        assert session.host_budget == session._plans.variants[0].host_bytes > 0
         np.testing.assert_allclose(session.run(None, model.inputs())[0], model.reference(model.inputs())[0], atol=2e-5)
 
 

@@ -19,7 +19,8 @@ from flashmem.bundle.checksums import ChecksummedRange, checksum
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.session import Session
-from flashmem.runtime.streaming.weight_file import CheckedTable, WeightFile
+from flashmem.runtime.streaming.checked_table import CheckedTable
+from flashmem.runtime.streaming.weight_file import WeightFile
 from tests.support.mini_bundle import MiniModel, write_mini_bundle
 
 CASES = [
