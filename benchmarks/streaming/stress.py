@@ -95,6 +95,10 @@ class Late(Reading):
         """As the read."""
         self._reading.finish()
 
+    def leave(self) -> None:
+        """As the read."""
+        self._reading.leave()
+
 
 class Delays:
     """Random sleeps between the steps of a load, of about LATE loads in each run."""

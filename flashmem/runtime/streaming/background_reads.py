@@ -5,6 +5,9 @@ interpreter's lock for 200 us, and with 60 loads nothing else runs for half of a
 the C library take no such lock: POSIX asynchronous I/O (POSIX.1-2017, aio_read), here glibc's. It makes the requests of one
 descriptor one after the other, so each of its threads gets a descriptor of its own. With another C library, threads of Python
 read.
+
+A request's structure is used again only when no thread waits for it: a thread that wakes up in aio_suspend, and finds another
+read under way there, follows a pointer of the earlier one to freed memory (glibc 2.36).
 """
 
 from __future__ import annotations
@@ -90,33 +93,71 @@ class Reading(ABC):
     def finish(self) -> None:
         """Once it has ended: make sure that all bytes are there. Raises RunError: the file was truncated, or the disk fails."""
 
+    def leave(self) -> None:  # noqa: B027 - reads by Python own nothing
+        """Nobody asks for it any more, but threads may still be in `wait`."""
+
 
 class _ByLibrary(Reading):
-    """A read by a thread of the C library. The request is the thread's, and in use until the read has ended."""
+    """A read by a thread of the C library."""
 
-    __slots__ = ("_at", "_data", "_file", "_functions", "_offset", "_source", "thread")
+    __slots__ = (
+        "_at", "_data", "_file", "_functions", "_left", "_lock", "_offset", "_request", "_source", "_unused", "_waiting",
+        "thread",
+    )  # fmt: skip
 
     def __init__(
-        self, functions: _Functions, file: WeightFile, data: Bytes, offset: int, source: int, thread: int, at: int
+        self, functions: _Functions, file: WeightFile, data: Bytes, offset: int, thread: int, unused: list[_Request]
     ) -> None:
-        """It has begun. `source`: the file's descriptor, of which the thread has a duplicate. `at`: its request's address."""
-        self._functions, self._file, self._data, self._offset = functions, file, data, offset
-        self._source, self.thread, self._at = source, thread, at
+        """Takes a request from the `unused` ones, to which it returns. `begin` must follow."""
+        self._functions, self._file, self._data, self._offset, self.thread = functions, file, data, offset, thread
+        self._unused = unused
+        self._request = unused.pop() if unused else _Request(notification=_Notification(how=_SIGEV_NONE))
+        self._at = ctypes.addressof(self._request)
+        self._lock = threading.Lock()
+        self._left, self._waiting = False, 0  # threads in `wait`
+
+    def begin(self, address: int, descriptor: int, source: int, nbytes: int) -> None:
+        """Begin to read from a descriptor, a duplicate of the file's `source`. Raises RunError: the system refuses."""
+        request, self._source = self._request, source
+        request.descriptor, request.address, request.nbytes, request.offset = descriptor, address, nbytes, self._offset
+        if self._functions.read(self._at):
+            why = os.strerror(ctypes.get_errno())
+            self.leave()
+            raise RunError(f"a read of {self._file.path} could not begin: {why}")
 
     @property
     def ended(self) -> bool:
         """See `Reading`."""
-        return bool(self._functions.error(self._at) != errno.EINPROGRESS)
+        return self._left or bool(self._functions.error(self._at) != errno.EINPROGRESS)
 
     def wait(self) -> None:
         """See `Reading`."""
-        while not self.ended:  # a signal ends the call
-            self._functions.suspend((ctypes.c_void_p * 1)(self._at), 1, None)
+        with self._lock:
+            if self._left:
+                return
+            self._waiting += 1
+        try:
+            while not self.ended:  # a signal ends the call
+                self._functions.suspend((ctypes.c_void_p * 1)(self._at), 1, None)
+        finally:
+            with self._lock:
+                self._waiting -= 1
+                self._give_back()
 
     def finish(self) -> None:
         """See `Reading`. What the library did not read, because of an error or an end, is read again here."""
         got = max(0, self._functions.result(self._at))
         self._file.complete(self._data, self._offset, self._source, got)
+
+    def leave(self) -> None:
+        """See `Reading`."""
+        with self._lock:
+            self._left = True
+            self._give_back()
+
+    def _give_back(self) -> None:
+        if self._left and not self._waiting:
+            self._unused.append(self._request)
 
 
 class _ByPython(Reading):
@@ -149,7 +190,7 @@ class BackgroundReads:
         self._unseen = 0  # reads that are taken for cached before the next look
         self._pool: ThreadPoolExecutor | None = None
         self._descriptors: dict[int, list[int]] = {}  # of a descriptor of the file, a duplicate for each thread
-        self._requests = [_Request(notification=_Notification(how=_SIGEV_NONE)) for _ in range(threads)]
+        self._unused: list[_Request] = []  # requests for the next reads
         self._announced: SimpleQueue[tuple[int, int] | None] | None = None
         self._announcer: threading.Thread | None = None
 
@@ -178,18 +219,15 @@ class BackgroundReads:
         source, nbytes = file.source(data, offset)
         if source not in self._descriptors:
             self._descriptors[source] = [os.dup(source) for _ in range(self._threads)]
-        request = self._requests[thread]
-        request.descriptor = self._descriptors[source][thread]
-        request.address, request.nbytes, request.offset = address, nbytes, offset
-        at = ctypes.addressof(request)
-        if functions.read(at):
-            raise RunError(f"a read of {file.path} could not begin: {os.strerror(ctypes.get_errno())}")
+        reading = _ByLibrary(functions, file, data, offset, thread, self._unused)
+        reading.begin(address, self._descriptors[source][thread], source, nbytes)
         self._idle.pop()
-        return _ByLibrary(functions, file, data, offset, source, thread, at)
+        return reading
 
     def end(self, reading: Reading) -> None:
-        """A read has ended: its thread can make another one."""
+        """A read has ended, and is finished: its thread can make another one."""
         self._idle.append(reading.thread)
+        reading.leave()
 
     def _is_cached(self, offset: int, nbytes: int) -> bool:
         self._unseen -= 1

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import threading
+import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,9 +19,10 @@ import pytest
 from flashmem.base.errors import RunError
 from flashmem.runtime.memory.arena import new_pages
 from flashmem.runtime.streaming import background_reads
-from flashmem.runtime.streaming.background_reads import BackgroundReads
+from flashmem.runtime.streaming.background_reads import BackgroundReads, Reading
 from flashmem.runtime.streaming.direct import UNIT
 from flashmem.runtime.streaming.weight_file import WeightFile
+from tests.support.isolated import call_isolated
 
 CONTENT = np.random.default_rng(3).integers(0, 255, 300 * UNIT + 123, np.uint8)
 
@@ -53,8 +60,9 @@ def test_many_reads_at_a_time_bring_all_bytes(reads: BackgroundReads) -> None:
             reading.wait()
             assert reading.ended
         for offset, data, reading in begun:
-            reads.end(reading)
             reading.finish()
+            reads.end(reading)
+            assert reading.ended
             np.testing.assert_array_equal(data, CONTENT[offset : offset + data.size])
         begun.clear()
 
@@ -116,8 +124,8 @@ def test_the_system_is_told_what_it_has_not_cached(reads: BackgroundReads, monke
         data = np.zeros(UNIT, np.uint8)
         reading = reads.begin(data, data.ctypes.data, offset)
         reading.wait()
-        reads.end(reading)
         reading.finish()
+        reads.end(reading)
         np.testing.assert_array_equal(data, CONTENT[offset : offset + UNIT])
     reads.close()  # ends the thread that tells
     assert told == [(0, UNIT), (UNIT, UNIT)] and not file.missed
@@ -133,3 +141,93 @@ def test_whether_bytes_are_cached_is_judged_by_the_last(path: Path) -> None:
     file._not_waiting = 0  # a system that cannot say
     assert not file.is_cached(0, 1) and file.missed
     file.close()
+
+
+def test_a_request_is_used_again_once_no_thread_waits_for_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, ended, inside, wakes = list[int](), set[int](), threading.Event(), threading.Event()
+
+    def suspend(*_: Any) -> None:
+        inside.set()
+        assert wakes.wait(20)
+
+    functions = SimpleNamespace(
+        read=begun.append, error=lambda at: 0 if at in ended else errno.EINPROGRESS, result=lambda at: 0, suspend=suspend
+    )
+    monkeypatch.setattr(background_reads, "_functions", lambda: functions)
+    file, data = WeightFile(path, CONTENT.size), np.zeros(10, np.uint8)
+    reads = BackgroundReads(file, 1)
+
+    def begin() -> Reading:
+        ended.clear()
+        return reads.begin(data, data.ctypes.data, 0)
+
+    def end(reading: Reading) -> None:
+        ended.add(begun[-1])
+        reading.finish()
+        reads.end(reading)
+
+    first = begin()
+    waiter = threading.Thread(target=first.wait)
+    waiter.start()
+    assert inside.wait(20)
+    end(first)
+    second = begin()
+    assert begun[1] != begun[0] and first.ended and not second.ended
+    first.wait()  # at once
+    wakes.set()
+    waiter.join()
+    end(second)
+    for _ in range(4):
+        end(begin())
+    assert set(begun) == set(begun[:2])
+    file.close()
+
+
+LONG, MANY = 64 << 20, 30_000
+
+
+def read_while_others_wait(path: str) -> int:
+    """Many reads, six at a time; the number of wrong ones. Threads wait for them, and wake up when other ones have begun."""
+    content = np.arange(LONG // 4, dtype=np.uint32).view(np.uint8)
+    content.tofile(path)
+    file = WeightFile(Path(path), LONG)
+    reads, queues = BackgroundReads(file, 6), [SimpleQueue[Reading | None]() for _ in range(3)]
+
+    def wait_for_each(queue: SimpleQueue[Reading | None]) -> None:
+        while (reading := queue.get()) is not None:
+            reading.wait()
+
+    threads = [threading.Thread(target=wait_for_each, args=(queue,)) for queue in queues]
+    for thread in threads:
+        thread.start()
+    memory = [np.zeros(300_000, np.uint8) for _ in range(6)]
+    begun, wrong, number = deque[tuple[Any, int, Reading]](), 0, 0
+    while number < MANY or begun:
+        while number < MANY and not reads.busy:
+            data, offset = memory.pop(), number * 300_000 % (LONG - 300_000)
+            begun.append((data, offset, reads.begin(data, data.ctypes.data, offset)))
+            queues[number % 3].put(begun[-1][2])
+            number += 1
+        for _ in range(len(begun)):
+            data, offset, reading = begun.popleft()
+            if not reading.ended:
+                begun.append((data, offset, reading))
+                continue
+            reading.finish()
+            reads.end(reading)
+            memory.append(data)
+            if not number % 50:
+                wrong += not np.array_equal(data, content[offset : offset + data.size])
+        time.sleep(0)
+    for queue, thread in zip(queues, threads, strict=True):
+        queue.put(None)
+        thread.join()
+    reads.close()
+    file.close()
+    return wrong
+
+
+def test_requests_are_not_used_again_while_a_thread_waits(tmp_path: Path) -> None:
+    """glibc crashes then, in every second process, so another one reads."""
+    [(_, wrong)] = call_isolated(read_while_others_wait, [str(tmp_path / "long.bin")], jobs=1, timeout=120)
+    assert wrong == 0
