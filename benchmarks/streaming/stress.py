@@ -4,9 +4,9 @@
 
 Whole models with random weights (`flashmem.tools.zoo.graph_file`) are compiled for every memory path of the device. Each is
 compiled without a budget, with half of the memory for everything, and with the smallest budget that works. Then fresh sessions
-of all of them, in every transfer mode, alternate in an order drawn from `--seed`. Each makes `--each` runs, with random times
-between the steps of some loads. Inputs alternate; the reference is a session of the same bundle with every weight resident.
-Only kernels of first answers run, whose bits do not depend on which weights are resident.
+of all of them, in every transfer mode, alternate in an order drawn from `--seed`. Each makes `--each` runs; in half of the
+sessions there are random times between the steps of some loads. Inputs alternate; the reference is a session of the same bundle
+with every weight resident. Only kernels of first answers run, whose bits do not depend on which weights are resident.
 
 It ends after `--runs` answers, or before the first session that would begin after `--minutes`. It prints the number of wrong
 answers and a line of JSON. Exit code 1: an answer was wrong, or a session failed. A session longer than `--patience` seconds
@@ -106,11 +106,12 @@ class Delays:
     def __init__(self, seed: int, seconds: float) -> None:
         """The sleeps have a mean of `seconds`."""
         self._random, self._seconds, self._lock = random.Random(seed), seconds, threading.Lock()
+        self.on = True
 
     def draw(self, loads: int) -> list[float]:
         """The sleep after the first steps of one load, in a run with `loads` loads."""
         with self._lock:
-            late = self._random.random() < LATE / loads
+            late = self.on and self._random.random() < LATE / loads
             return [self._random.expovariate(1 / self._seconds) for _ in range(3)] if late else []
 
     @contextmanager
@@ -299,12 +300,13 @@ def stress(args: argparse.Namespace, folder: Path) -> int:
     print(f"{len(references)} references in {time.monotonic() - begun:.0f} s", flush=True)
     counts: dict[Case, Counter[str]] = {each: Counter() for each in played}
     begun, total, turn = time.monotonic(), 0, 0
-    with Delays(args.seed, args.delay / 1e3).everywhere():
+    delays = Delays(args.seed, args.delay / 1e3)
+    with delays.everywhere():
         while total < args.runs and time.monotonic() - begun < 60 * args.minutes:
             if turn % len(played) == 0:
                 rng.shuffle(played)
             case = played[turn % len(played)]
-            turn += 1
+            turn, delays.on = turn + 1, rng.random() < 0.5
             faulthandler.dump_traceback_later(args.patience, exit=True, file=sys.__stderr__)
             try:
                 counts[case].update(play(case, references[case.bundle], args, turn))
