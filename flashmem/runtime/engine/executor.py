@@ -124,16 +124,16 @@ class Executor:
             while not alone and flying and has_ended(flying[0][1]):  # start loads at their release times
                 retire()
             waited_for = ""
-            if loader is not None and needs:
-                for name in needs:
-                    if not loaded.get(name, True):
-                        if launched < layer - 1:
-                            queue.flush()
-                        while flying and not ahead:  # the load may wait for the end of a launch
-                            retire()
-                        loader.wait(name)
-                        waited_for = name
-            self._follow(needs)
+            for name in needs:
+                if loader is not None and not loaded.get(name, True):
+                    if launched < layer - 1:
+                        queue.flush()
+                    while flying and not ahead:  # the load may wait for the end of a launch
+                        retire()
+                    loader.wait(name)
+                    waited_for = name
+            if needs:
+                self._follow(needs)
             self._bind(needs)
             if trace is not None:
                 events = [queue.launch(each) for each in launches] or [queue.marker()]
@@ -147,7 +147,8 @@ class Executor:
                 queue.flush()
                 launched = layer
             elif layer in waking or layer >= launched + self._apart or layer == last:
-                queue.launch_all(launches[:-1], alone=alone)
+                if len(launches) > 1:
+                    queue.launch_all(launches[:-1], alone=alone)
                 event = queue.launch(launches[-1], alone=alone) if launches else queue.marker()
                 queue.flush()
                 launched = layer
