@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from typing import Any, Generic, TypeVar
 
-Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
-def apart(name: str, function: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs) -> Future[Result]:
-    """Begin a call in a new thread called `name`, which ends with it. The interpreter waits for it before it exits."""
-    threads = ThreadPoolExecutor(1, name)
-    try:
-        return threads.submit(function, *args, **kwargs)
-    finally:
-        threads.shutdown(wait=False)
+class Apart(Generic[Result]):
+    """A call that has begun in a new thread. The interpreter waits for it before it exits."""
+
+    def __init__(self, name: str, function: Callable[..., Result], *arguments: Any) -> None:
+        """Begin it; `name`: of the thread."""
+        self._result: Result
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, args=(function, arguments), name=name)
+        self._thread.start()
+
+    def _work(self, function: Callable[..., Result], arguments: tuple[Any, ...]) -> None:
+        try:
+            self._result = function(*arguments)
+        except BaseException as error:
+            self._error = error
+
+    @property
+    def done(self) -> bool:
+        """Whether `result` need not wait."""
+        return not self._thread.is_alive()
+
+    def result(self) -> Result:
+        """Wait until the thread has ended; what the call returned, or raises what it raised. Any thread may ask, also again."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._result

@@ -21,7 +21,7 @@ from flashmem.base.types import TransferMode
 from flashmem.base.units import budget_text, parse_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.runtime.engine.batches import Batch, check_batch, looped
-from flashmem.runtime.engine.device_state import begin_to_open
+from flashmem.runtime.engine.device_state import DeviceInUse, DeviceOpening
 from flashmem.runtime.engine.engine import Engine
 from flashmem.runtime.engine.futures import BackgroundRuns
 from flashmem.runtime.engine.given_arrays import Input, arrays_by_name, described
@@ -118,53 +118,48 @@ class Session:
             raise UserError(f"a session is opened with a bundle, a model or the path of one, not with {described(bundle)}")
         if not isinstance(device, str):
             raise UserError(f"the device is {described(device)}; give its name as text, or 'auto'")
-        begin_to_start_drivers()
-        name = bundle.descriptor.name if isinstance(bundle, Bundle) else None
-        if isinstance(bundle, str | Path) and not is_model(bundle):
-            name = Bundle.device_name(bundle)
-        opening = None if name is None else begin_to_open(device, prefer=name, profiling=trace)  # while the rest is prepared
-        opened = bundle_for(
-            bundle,
-            device=device,
-            mode=mode,
-            strategy=strategy,
-            budget=budget,
-            host_budget=host_budget,
-            build=build_apart,
-            options=compiling,
-        )
-        opening = opening or begin_to_open(device, prefer=opened.descriptor.name, profiling=trace)
         if process_memory is not None and (budget is not None or host_budget is not None):
             raise UserError("the process memory gives the budget; give either it or budgets")
         self.process_memory = None if process_memory is None else read_process_memory(process_memory)
-        in_use = opening.result()
-        self.device = in_use.device
-        self.last_run: RunReport | None = None
-        self._process = os.getpid()
-        self._alone = OneThread()
-        self._background = BackgroundRuns[list[Array]]()
-        opened = for_processor(opened, self.device)
-        self.strategy: Strategy = choose_strategy(opened.plan, strategy)
-        self.mode = mode_for(opened, self.device, mode, self.strategy)
-        self._plans = plans = SessionPlans(opened, self.device, self.mode, self.strategy)
-        if self.process_memory is not None:
-            in_use.open()
-            budget = plans.fit_process(self.process_memory, in_use.start_rss)
-        plans.choose(budget, host_budget)
-        in_use.budget.limit = plans.budget
-        file = OpenedBundle(self.bundle, self.device, self.mode, verify_weights=verify_weights, lanes=lanes)
-        try:
-            plan, layout = plans.ready.plan, plans.ready.layout
-            file.announce(plan, layout)
+
+        def find() -> Bundle:
+            return bundle_for(
+                bundle,
+                device=device,
+                mode=mode,
+                strategy=strategy,
+                budget=budget,
+                host_budget=host_budget,
+                build=build_apart,
+                options=compiling,
+            )
+
+        begin_to_start_drivers()
+        compiled = find() if is_model(bundle) else None
+        with DeviceOpening(device, prefer=_device_of(compiled or bundle), profiling=trace) as opening:
+            opened = compiled or find()
+            in_use = opening.found()
+            self.device = in_use.device
+            self.last_run: RunReport | None = None
+            self._process = os.getpid()
+            self._alone = OneThread()
+            self._background = BackgroundRuns[list[Array]]()
+            opened = for_processor(opened, self.device)
+            self.strategy: Strategy = choose_strategy(opened.plan, strategy)
+            self.mode = mode_for(opened, self.device, mode, self.strategy)
+            self._plans = plans = SessionPlans(opened, self.device, self.mode, self.strategy)
+            if self.process_memory is not None:
+                in_use.open()
+                budget = plans.fit_process(self.process_memory, in_use.start_rss)
+            plans.choose(budget, host_budget)
+            in_use.budget.limit = plans.budget
+            file = OpenedBundle(self.bundle, self.device, self.mode, verify_weights=verify_weights, lanes=lanes)
             self._engine = Engine(file, in_use, apart=build_apart, warm_up=prepare and not trace)
-            self._engine.kernels_for(plan)  # the compiled ones are read before there is a context
-            in_use.open()
-            if plans.host is not None:
-                file.tier = HostTier(in_use.context, plans.host.budget, plans.host.slices)
-            self._engine.bind(plan, layout, in_use.ledger(), in_use.queue)
-        except BaseException:
-            file.close()
-            raise
+            try:
+                self._bind(in_use)
+            except BaseException:
+                self._engine.close("it could not be opened")
+                raise
         self._prefetches = prepare and not trace
         self._engine.stop_with(self)
         _open.add(self)
@@ -175,6 +170,21 @@ class Session:
                 self.close()
                 raise
         self._engine.opening_seconds = perf_counter() - begun
+
+    def _bind(self, in_use: DeviceInUse) -> None:
+        """Bind the program. What needs no context comes first, since that is still being made.
+
+        Raises:
+            RunError: the device or the budget refuses.
+        """
+        plans, engine = self._plans, self._engine
+        plan, layout = plans.ready.plan, plans.ready.layout
+        engine.opened.announce(plan, layout)
+        engine.kernels_for(plan)  # reads those that are compiled
+        in_use.open()
+        if plans.host is not None:
+            engine.opened.tier = HostTier(in_use.context, plans.host.budget, plans.host.slices)
+        engine.bind(plan, layout, in_use.ledger(), in_use.queue)
 
     @property
     def budget(self) -> int | None:
@@ -472,6 +482,13 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _device_of(bundle: Bundle | str | Path | bytes | onnx.ModelProto) -> str | None:
+    """The name of the device that a bundle was compiled for; None if that cannot be read."""
+    if isinstance(bundle, Bundle):
+        return bundle.descriptor.name
+    return Bundle.device_name(bundle) if isinstance(bundle, str | Path) else None
 
 
 _open: weakref.WeakSet[Session] = weakref.WeakSet()

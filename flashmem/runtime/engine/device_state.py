@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
 from weakref import WeakValueDictionary
 
-from flashmem.base.apart import apart
+from flashmem.base.apart import Apart
+from flashmem.base.errors import RunError, UserError
 from flashmem.runtime.engine.report import process_rss
 from flashmem.runtime.memory.accounts import Budget
 from flashmem.runtime.memory.ledger import Ledger
@@ -67,10 +70,27 @@ class DeviceInUse:
         return self._beside
 
 
-def begin_to_open(device: str, *, prefer: str | None, profiling: bool) -> Future[DeviceInUse]:
-    """The device that `device_here` finds, whose context is being made (`DeviceInUse.open`). A thread waits for the drivers."""
+class DeviceOpening:
+    """A device that is being opened in threads, while the rest of a session is prepared: the drivers start, then it is found,
+    then its context is made. In a `with`: if the body fails, none of these threads goes on.
+    """
 
-    def work() -> DeviceInUse:
-        return DeviceInUse(device_here(device, prefer=prefer), None, profiling=profiling, later=True)
+    def __init__(self, name: str, *, prefer: str | None, profiling: bool) -> None:
+        """Begin. `name` and `prefer` are those of `device_here`."""
 
-    return apart("flashmem-device", work)
+        def find() -> DeviceInUse:
+            return DeviceInUse(device_here(name, prefer=prefer), None, profiling=profiling, later=True)
+
+        self._finding = Apart("flashmem-device", find)
+
+    def found(self) -> DeviceInUse:
+        """The device, whose `open` must follow. Raises what `device_here` and `DeviceInUse` raise."""
+        return self._finding.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            with suppress(UserError, RunError):
+                self.found().context.wait()

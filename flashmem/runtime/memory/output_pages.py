@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.base.apart import apart
+from flashmem.base.apart import Apart
 from flashmem.base.errors import RunError
 from flashmem.program.program import LARGE_OUTPUT
 from flashmem.runtime.memory.arena import Bytes, large_pages
@@ -36,7 +36,7 @@ class OutputPages:
         """
         self._ledger = ledger
         self._allocating = {
-            name: apart("flashmem-outputs", large_pages, nbytes) for name, nbytes in sizes.items() if nbytes >= LARGE_OUTPUT
+            name: Apart("flashmem-outputs", large_pages, nbytes) for name, nbytes in sizes.items() if nbytes >= LARGE_OUTPUT
         }
         self._free: dict[str, list[Bytes]] = {}  # by output; any thread may return some
         self._made: dict[str, int] = {}

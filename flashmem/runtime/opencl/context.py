@@ -11,7 +11,6 @@ import ctypes
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from time import perf_counter
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.base.apart import apart
+from flashmem.base.apart import Apart
 from flashmem.base.errors import FlashmemWarning, RunError
 from flashmem.base.types import Channel
 from flashmem.program.kernel_text import shuffles, uses_dot_products
@@ -248,9 +247,9 @@ class Context:
             )
         if device.compiles_at_launch:
             check_room()
-        self._making: Future[Any] | None = None
+        self._making: Apart[Any] | None = None
         if later:
-            self._making = apart("flashmem-context", undocumented.make_context, device.handle)
+            self._making = Apart("flashmem-context", undocumented.make_context, device.handle)
         else:
             self._handle = undocumented.make_context(device.handle)
         self._queues: weakref.WeakSet[Queue] = weakref.WeakSet()
@@ -258,7 +257,7 @@ class Context:
     @property
     def ready(self) -> bool:
         """Whether no use has to wait."""
-        return self._making is None or self._making.done()
+        return self._making is None or self._making.done
 
     @property
     def handle(self) -> Any:

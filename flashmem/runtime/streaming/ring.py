@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future
 
-from flashmem.base.apart import apart
+from flashmem.base.apart import Apart
 from flashmem.runtime.memory.arena import large_pages
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Bytes, Queue
@@ -77,7 +76,7 @@ class PinnedRing:
         self._free: list[Bytes] = []
         self._copying: deque[tuple[Bytes, CopyEvent]] = deque()
         self.pieces, self.piece_bytes = pieces, _piece_bytes(nbytes, pieces)
-        self._pages: Future[Bytes] | None = apart("flashmem-ring", large_pages, nbytes) if nbytes else None
+        self._pages: Apart[Bytes] | None = Apart("flashmem-ring", large_pages, nbytes) if nbytes else None
 
     @property
     def open(self) -> bool:
