@@ -29,6 +29,7 @@ from flashmem.schedule.loads import Load, Step, TimedInterval
 
 if TYPE_CHECKING:
     from flashmem.runtime.streaming.copied_ahead import AheadTransfer
+    from flashmem.runtime.streaming.host_tier import HostTier
 
 
 class Copy(NamedTuple):
@@ -108,6 +109,7 @@ class AheadRun(Loading):
         self._queue = LoadQueue(planned.reads)
         self._left = len(planned.reads)  # reads that have not begun
         self._lacks_piece = False  # the next one waits for a piece of the ring
+        self._places: dict[int, Bytes | None] = {}  # of loads that have begun, by identity: where the host tier keeps them
         self._launches: dict[int, Event] = {}
         self._reading: deque[InFlight] = deque()  # in the order of their begin
         self._unreleased: dict[int, list[InFlight]] = {}  # by launch: what is read, and waits for its release
@@ -250,7 +252,7 @@ class AheadRun(Loading):
         if transfer.reads.busy or (number := self._queue.next(self._done, ahead=admitted)) is None:
             return False
         read = self._queue[number]
-        place, held = transfer.tier_place(read) if transfer.tier is not None else (None, False)
+        place, held = (None, False) if transfer.tier is None else self._tier_place(transfer.tier, read)
         piece = transfer.ring.take() if place is None else None
         memory = place if piece is None else piece[: read.nbytes]
         if memory is None:
@@ -274,6 +276,21 @@ class AheadRun(Loading):
         else:
             self._reading.append(made)
         return True
+
+    def _tier_place(self, tier: HostTier, read: Read) -> tuple[Bytes | None, bool]:
+        """Where the host tier keeps what is read (None: not there), and whether the bytes are there. All reads of a load go to
+        one place, which the tier may get while they go on.
+        """
+        if len(read.copies) > 1:
+            return None, False
+        load = read.copies[0].load
+        if read.first:
+            self._places[id(load)] = tier.place(load.part, load.segment)
+        place = self._places[id(load)]
+        if place is None:
+            return None, False
+        at = read.offset - load.place[0]
+        return place[at : at + read.nbytes], tier.holds(load.part, load.segment)
 
     def _finish(self, made: InFlight, reading: Reading) -> None:
         """A read has ended."""

@@ -143,17 +143,6 @@ class AheadTransfer(Transfer):
             return self._copier.prepare(self.staged[part.name], first, nbytes)
         return prepared_copy(self._copier, self.memories[part.name], part, first, nbytes)
 
-    def tier_place(self, read: Read) -> tuple[Bytes | None, bool]:
-        """Where the host tier keeps what is read (None: not there, or not yet), and whether the bytes are there."""
-        load, tier = read.copies[0].load, self.tier
-        if tier is None or len(read.copies) > 1:
-            return None, False
-        place = tier.place(load.part, load.segment)
-        if place is None:
-            return None, False
-        at = read.offset - load.place[0]
-        return place[at : at + read.nbytes], tier.holds(load.part, load.segment)
-
     def has_read(self, read: Read, memory: Bytes, *, in_tier: bool) -> None:
         """Compare the checksum of a slice that is read, and keep it in the host tier. Raises RunError: it is damaged."""
         if self.checksums is None and not in_tier:

@@ -52,8 +52,8 @@ class FakeTransfer:
     def __init__(self, pieces: int = 8, *, held: Sequence[str] = ()) -> None:
         self.slow: set[str] = set()
         self.failing, self.refused = "", ""
-        self.held, self.tier = held, object() if held else None
-        self.arrived = list[str]()
+        self.held, self.tier = held, FakeTier(held) if held else None
+        self.arrived, self.in_tier = list[str](), list[bool]()
         self.parts: dict[str, int] = defaultdict(lambda: 1)
         self.begun, self.read = list[str](), list[str]()
         self.copied: list[tuple[str, Any, str]] = []
@@ -82,9 +82,6 @@ class FakeTransfer:
 
         return Copy(load, enqueue, last=last)
 
-    def tier_place(self, read: Read) -> tuple[Bytes | None, bool]:
-        return (np.zeros(NBYTES, np.uint8), True) if self._at[read.offset] in self.held else (None, False)
-
     def _begin(self, data: Bytes, address: int, offset: int) -> FakeReading:
         name = self._at[offset]
         if name == self.refused:
@@ -93,7 +90,7 @@ class FakeTransfer:
         return FakeReading(self, name)
 
     def has_read(self, read: Read, memory: Bytes, *, in_tier: bool) -> None:
-        pass
+        self.in_tier.append(in_tier)
 
     def arrives(self, part: Slice, event: Any) -> None:
         self.arrived.append(part.name)
@@ -106,6 +103,19 @@ class FakeTransfer:
 
     def order(self) -> list[tuple[str, Any]]:
         return [each[:2] for each in self.copied]
+
+
+class FakeTier:
+    """Holds some slices; `placed` have a place, and no bytes yet."""
+
+    def __init__(self, held: Sequence[str]) -> None:
+        self._held, self.placed = held, set(held)
+
+    def place(self, part: Slice, segment: Segment) -> Bytes | None:
+        return np.zeros(segment.nbytes, np.uint8) if part.name in self.placed else None
+
+    def holds(self, part: Slice, segment: Segment) -> bool:
+        return part.name in self._held
 
 
 class FakeRing:
@@ -223,6 +233,20 @@ def test_a_load_of_several_reads_is_complete_with_the_last() -> None:
     run.stop()
     assert transfer.order() == [("w0", "one")] * 3 + [("w1", "one")]
     assert [each.name for each in run.intervals] == ["w0", "w1"]
+
+
+def test_all_reads_of_a_load_go_to_one_place_although_the_tier_gets_it_meanwhile() -> None:
+    transfer = FakeTransfer(pieces=1, held=("w9",))
+    transfer.parts["w0"] = 3
+    transfer.slow = {"w0"}
+    run = begun(transfer, 0, 0)
+    assert transfer.begun == ["w0"] and isinstance(transfer.tier, FakeTier)
+    transfer.tier.placed |= {"w0", "w1"}
+    transfer.slow.clear()
+    run.take_over()
+    run.wait("w1")
+    run.stop()
+    assert transfer.begun == ["w0", "w0", "w0", "w1"] and transfer.in_tier == [False, False, False, True]
 
 
 def test_loads_of_the_host_tier_are_enqueued_with_the_launches_that_release_them() -> None:
