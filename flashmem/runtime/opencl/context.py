@@ -237,7 +237,8 @@ class Context:
         """`later`: a thread makes it, and the first use waits: some drivers take 0.1 s.
 
         Raises:
-            RunError: the process was forked after the driver's start, or a library of the driver is too old.
+            RunError: the process was forked after the driver had started, PoCL's cache has no room, or, without `later`, the
+                driver refuses.
         """
         self.device = device
         if started_before_fork() and not device.survives_fork:

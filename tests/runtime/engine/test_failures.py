@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from flashmem.runtime.engine.executor import Executor
 from flashmem.runtime.engine.run import Run
 from flashmem.runtime.engine.weight_store import WeightStore
 from flashmem.runtime.memory.ledger import Ledger
+from flashmem.runtime.opencl import undocumented
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.devices import choose, descriptor_for
 from flashmem.runtime.opencl.discovery import list_devices
@@ -49,6 +51,27 @@ def test_a_file_truncated_while_open_is_one_clear_error(mode: str, device: int, 
     with pytest.raises(RunError, match=r"the session is closed \(its last run failed: short read"):
         session.run(None, model.inputs())
     session.close()
+
+
+@pytest.mark.parametrize("what", ["the bundle", "the mode", "the context"])
+def test_a_session_that_cannot_be_opened_leaves_no_thread(what: str, model: MiniModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, mode = undocumented.make_context, "map"
+
+    def make_late(device: Any) -> Any:
+        time.sleep(0.2)
+        if what == "the context":
+            raise RunError("the driver is gone")
+        return make(device)
+
+    monkeypatch.setattr(undocumented, "make_context", make_late)
+    if what == "the bundle":
+        os.truncate(model.open().files / "program.json", 100)
+    elif what == "the mode":
+        mode = "teleport"
+    said = {"the bundle": "program.json", "the mode": "teleport", "the context": "the driver is gone"}[what]
+    with pytest.raises(RunError if what == "the context" else UserError, match=said):
+        Session(model.path, mode=mode)  # type: ignore[arg-type]
+    assert loader_threads() == []
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -28,6 +28,7 @@ from flashmem.runtime.kernels.cache import CachedKernels, kernel_key
 from flashmem.runtime.kernels.cache_files import ProgramCache, packed_entries, unpacked_entries
 from flashmem.runtime.kernels.required import KernelLaunch, RequiredKernel
 from flashmem.runtime.opencl import context as opencl
+from flashmem.runtime.opencl import undocumented
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.discovery import list_devices
 from tests.support.mini_bundle import write_mini_bundle
@@ -143,6 +144,47 @@ def test_a_binary_that_the_driver_refuses_is_a_miss(tmp_path: Path) -> None:
     opened = CachedKernels(cache, context, (), [WANTED], build=build)
     opened.kernel("f", [context.buffer(1024)])
     assert opened.compiled == 0 and built == [kernel_key(context.device, WANTED, ())]
+
+
+def test_kernels_are_read_while_the_context_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, cache, make, made = list_devices()[0], ProgramCache(tmp_path), undocumented.make_context, threading.Event()
+    CachedKernels(cache, Context(device), (), [WANTED]).save()
+    read, reading = list[str](), cache.read
+
+    def note(key: str) -> bytes | None:
+        read.append(key)
+        return reading(key)
+
+    def make_late(handle: Any) -> Any:
+        assert made.wait(20)
+        return make(handle)
+
+    monkeypatch.setattr(cache, "read", note)
+    monkeypatch.setattr(undocumented, "make_context", make_late)
+    context = Context(device, later=True)
+    opened, ends = CachedKernels(cache, context, (), [WANTED]), time.monotonic() + 20
+    while not read and time.monotonic() < ends:
+        time.sleep(0.001)
+    assert read == [kernel_key(device, WANTED, ())] and not context.ready
+    made.set()
+    opened.kernel("f", [context.buffer(1024)])
+    assert len(read) == 1 and opened.compiled == 0
+
+
+def test_without_a_context_no_kernel_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, cache = list_devices()[0], ProgramCache(tmp_path)
+    CachedKernels(cache, Context(device), (), [WANTED]).save()
+
+    def refuse(handle: Any) -> Any:
+        raise RunError("the driver is gone")
+
+    monkeypatch.setattr(undocumented, "make_context", refuse)
+    opened = CachedKernels(cache, Context(device, later=True), (), [WANTED])
+    for _ in range(2):
+        with pytest.raises(RunError, match="the driver is gone"):
+            opened.kernel("f", [])
+    opened.close()
+    assert cache.holds(kernel_key(device, WANTED, ()))
 
 
 def test_two_threads_wait_for_what_one_of_them_builds(tmp_path: Path) -> None:
