@@ -25,10 +25,7 @@ def with_weights(graph: Graph, seed: int = 0) -> Graph:
     users = {value: node for node in graph.nodes for value in node.inputs if value is not None}
     for value in values:
         shape, user = value.shape, users[value]
-        if value.dtype == "bool" or value.name == "mask":
-            below = np.broadcast_to(np.tri(shape[-1], dtype=bool), shape)
-            array = below if value.dtype == "bool" else np.where(below, 0, -3.4e38).astype(np.float32)
-        elif len(shape) == 1:
+        if len(shape) == 1:
             ones = user.op == "LayerNormalization" and value.name.endswith("weight")
             array = np.full(shape, ones, np.float32) + random.standard_normal(shape, np.float32) * np.float32(0.1)
         else:

@@ -173,9 +173,9 @@ def test_numbers_of_real_kernels_cannot_grow(name: str, compiled: dict[tuple[str
 
 HARMLESS = {
     "stride_d", "stride_h", "stride_w", "dilation_d", "dilation_h", "dilation_w", "pad_front", "pad_top", "pad_left",
-    "pad_back", "pad_bottom", "pad_right", "fold_rows", "fold_texels",
+    "pad_back", "pad_bottom", "pad_right", "fold_rows", "fold_texels", "since", "until",
 }  # fmt: skip
-"""Taps outside the image are not read, wherever they are, nor texels outside a texture."""
+"""Taps outside the image are not read, wherever they are, nor texels outside a texture, nor keys outside the memory."""
 
 
 def _is_harmless(bundle: Bundle, launch: Launch, at: int) -> bool:

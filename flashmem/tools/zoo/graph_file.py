@@ -69,13 +69,8 @@ def _users(graph: Graph) -> dict[Value, Node]:
 
 
 def _weight(value: Value, user: Node, random: np.random.Generator) -> NDArray[np.generic]:
-    """Random weights that keep activations near one: scaled by the length of the sum (He et al., ICCV 2015), except for
-    masks.
-    """
+    """Random weights that keep activations near one: scaled by the length of the sum (He et al., ICCV 2015)."""
     shape = value.shape
-    if value.dtype == "bool" or value.name == "mask":
-        below = np.broadcast_to(np.tri(shape[-1], dtype=bool), shape)
-        return below if value.dtype == "bool" else np.where(below, 0, -3.4e38).astype(np.float32)
     drawn = random.standard_normal(shape, np.float32)
     if len(shape) == 1:  # scales and biases
         return drawn * np.float32(0.1) + np.float32(user.op == "LayerNormalization" and value.name.endswith("weight"))

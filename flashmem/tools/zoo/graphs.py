@@ -31,10 +31,10 @@ class GptNeo:
         net = Net(name)
         x = net.embed(self.vocabulary, self.hidden, tokens)
         x = net.op("Add", [x, net.weight("wpe", (1, tokens, self.hidden))], x.shape)
-        masks = [net.weight(f"mask.{kind}", (1, 1, tokens, tokens), "bool") for kind in ("global", "local")]
-        if tokens <= self.window:
-            masks[1] = masks[0]
-        causal = net.weight("mask", (1, 1, tokens, tokens))
+        masks = [net.causal_mask("mask.global", tokens)] * 2
+        if tokens > self.window:
+            masks[1] = net.causal_mask("mask.local", tokens, self.window)
+        causal = net.additive_mask(tokens)
         lowest = net.number(-3.4e38)
         for layer in range(self.layers):
             at = f"h.{layer}"
@@ -71,7 +71,7 @@ class TiedDecoder:
         table = net.weight("embedding", (self.vocabulary, self.hidden))
         x = net.op("Gather", [table, net.input("input_ids", (1, tokens), "int64")], (1, tokens, self.hidden), axis=0)
         x = net.op("Add", [x, net.weight("positions", (1, tokens, self.hidden))], x.shape)
-        causal = net.weight("mask", (1, 1, tokens, tokens))
+        causal = net.additive_mask(tokens)
         scale = net.number((self.hidden // self.heads) ** -0.5)
         for layer in range(self.layers):
             at = f"h.{layer}"
@@ -108,7 +108,7 @@ class Llama:
         net = Net(name)
         width = self.hidden // self.heads
         x = net.embed(self.vocabulary, self.hidden, tokens)
-        mask = net.weight("mask", (1, 1, tokens, tokens))
+        mask = net.additive_mask(tokens)
         turn = (net.weight("cos", (1, 1, tokens, width)), net.weight("sin", (1, 1, tokens, width)))
         scale = net.number(width**-0.25)
         for layer in range(self.layers):

@@ -43,6 +43,17 @@ class Net:
         fill = self.weights % 2 if dtype == "bool" else self.weights
         return Value(name, shape, dtype, Placeholder(shape, fill, np.dtype(dtype)))
 
+    def causal_mask(self, name: str, tokens: int, window: int | None = None) -> Value:
+        """A constant: which keys a query may see, those up to itself, and of them only the last `window`."""
+        seen = np.tri(tokens, dtype=bool)
+        if window is not None:
+            seen &= ~np.tri(tokens, k=-window, dtype=bool)
+        return constant(name, seen[None, None])
+
+    def additive_mask(self, tokens: int) -> Value:
+        """A constant: what is added to the scores of the keys that a query may see, and of others."""
+        return constant("mask", np.where(np.tri(tokens, dtype=bool), 0, -3.4e38).astype(np.float32)[None, None])
+
     def number(self, value: float) -> Value:
         """A scalar constant."""
         if value not in self.numbers:

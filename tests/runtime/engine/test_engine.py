@@ -116,7 +116,8 @@ def test_a_run_that_fails_closes_its_model_and_holds_nothing(
 ) -> None:
     fail = failing(RunError("the device is lost"))
     with opened(through, model.path, mode) as each:
-        assert right(each.run(None, model.inputs()), model)
+        if where != "a load":  # else the next run may find all its weights
+            assert right(each.run(None, model.inputs()), model)
         with monkeypatch.context() as patch:
             if where == "a layer":
                 patch.setattr(Executor, "run", fail)
@@ -125,8 +126,6 @@ def test_a_run_that_fails_closes_its_model_and_holds_nothing(
             else:
                 patch.setattr(WeightFile, "populate", fail)
                 patch.setattr(WeightFile, "read_into", fail)
-            if where == "a load" and through == "session":
-                each.engines[0].stop_ahead()  # the next run's loads were made before the disk failed
             with pytest.raises(RunError, match="the device is lost"):
                 each.run(None, model.inputs())
         assert each.held == 0 and each.engines[0].bound is None
