@@ -37,11 +37,10 @@ class Net:
         self.inputs.append(GraphPort(name, dtype, value))
         return value
 
-    def weight(self, name: str, shape: tuple[int, ...], dtype: DType = "float32") -> Value:
+    def weight(self, name: str, shape: tuple[int, ...]) -> Value:
         """A placeholder for a weight. Each has its own fill value, so that two of one shape are not merged."""
         self.weights += 1
-        fill = self.weights % 2 if dtype == "bool" else self.weights
-        return Value(name, shape, dtype, Placeholder(shape, fill, np.dtype(dtype)))
+        return Value(name, shape, "float32", Placeholder(shape, self.weights, np.dtype("float32")))
 
     def causal_mask(self, name: str, tokens: int, window: int | None = None) -> Value:
         """A constant: which keys a query may see, those up to itself, and of them only the last `window`."""
