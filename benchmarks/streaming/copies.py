@@ -28,6 +28,7 @@ from flashmem.base.units import parse_size
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context, Memory
 from flashmem.runtime.opencl.copier import Copier, CopyEvent
+from flashmem.runtime.opencl.shared_memory import address_of
 from flashmem.runtime.request.options import device_here
 
 FILE, SLICE = 480 << 20, 12 << 20
@@ -69,7 +70,7 @@ class Bench:
                 os.preadv(self.file, [data.data], first)
                 buffer, offset = target(first)
                 with alone:
-                    copies[turn] = copy = copier(thread).write(buffer, data, offset=offset)
+                    copies[turn] = copy = copier(thread).prepare(buffer, offset, data.nbytes)(address_of(data))
                     if parts == 1:
                         copy.wait()
             for copy in copies:

@@ -47,9 +47,9 @@ class DeviceInUse:
     def open(self) -> None:
         """Wait for the context, and make the queue. Once is enough. Raises RunError: the driver refuses."""
         if not self._is_open:
-            self._is_open = True
             self.queue = self.context.queue(profiling=self.traced)
             self.start_rss = process_rss()
+            self._is_open = True
 
     def ledger(self) -> Ledger:
         """A new account on the budget."""

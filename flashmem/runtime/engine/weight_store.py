@@ -12,7 +12,6 @@ from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Memory
 from flashmem.runtime.streaming.transfer import Transfer
 from flashmem.runtime.streaming.transfer_modes import make_transfer
-from flashmem.schedule.host_tier import identity
 from flashmem.schedule.loads import Schedule, scheduled, staying
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
 from flashmem.schedule.residency import share_places
@@ -74,13 +73,13 @@ class WeightStore:
     def schedule(self, *, kept: Collection[str] | None = None, done: int = 0) -> Schedule:
         """The loads and frees of the next run after launch `done`; it leaves `kept` resident (None: as the plan says)."""
         opened, resident = self._opened, self.resident
-        held = opened.tier.complete if opened.tier is not None else ()
-        key = (resident, None if kept is None else frozenset(kept), done, len(held))
+        tier = opened.tier
+        key = (resident, None if kept is None else frozenset(kept), done, len(tier.complete) if tier is not None else 0)
         if self._last_schedule is None or self._last_schedule[0] != key:
             made = scheduled(
                 self.plan, opened.slices, self.layout, opened.mode,
                 resident=resident, kept=kept, done=done, segmented=opened.segmented,
-                undivided={part.name for part in opened.program.slices if identity(part) in held} if held else (),
+                undivided=() if tier is None else {part.name for part in opened.program.slices if tier.has_all(part)},
             )  # fmt: skip
             self._last_schedule = key, made
         return self._last_schedule[1]

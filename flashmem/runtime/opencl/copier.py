@@ -22,8 +22,7 @@ from typing import Any
 
 from flashmem.runtime.opencl import undocumented
 from flashmem.runtime.opencl.binding import checked
-from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory
-from flashmem.runtime.opencl.shared_memory import address_of
+from flashmem.runtime.opencl.context import Context, Event, Memory
 
 _SIZE, _POINTER, _NUMBER = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_uint
 _ONE = _POINTER * 1
@@ -131,10 +130,6 @@ class Copier:
         origin, region = (_SIZE * 3)(0, first_row, 0), (_SIZE * 3)(width, rows, 1)
         arguments = self._handle, image.int_ptr, 0, origin, region, row_pitch, 0
         return PreparedCopy("write to a texture", self._write_image, arguments, self._library)
-
-    def write(self, buffer: Memory, data: Bytes, *, offset: int = 0) -> CopyEvent:
-        """Start a copy of contiguous host memory to byte `offset` of a buffer. Raises RunError."""
-        return self.prepare(buffer, offset, data.nbytes)(address_of(data))
 
     def flush(self) -> None:
         """Let another queue wait for the events of all copies so far, which no thread waits for first. Raises RunError."""

@@ -181,13 +181,14 @@ def test_reads_are_whole_whatever_the_page_cache_says(
 def test_copies_arrive_and_one_that_cannot_be_made_says_so(device: Any) -> None:
     context = Context(device)
     copier, buffer = Copier(context), context.buffer(64)
-    copied = copier.write(buffer, np.arange(16, dtype=np.uint8), offset=8)
+    numbers, more = np.arange(16, dtype=np.uint8), np.zeros(65, np.uint8)
+    copied = copier.prepare(buffer, 8, 16)(numbers.ctypes.data)
     copied.wait()
     answer = np.zeros(24, np.uint8)
     copier.queue.read(answer, buffer)
     np.testing.assert_array_equal(answer[8:], np.arange(16))
     with pytest.raises(RunError, match="OpenCL failed to write to a buffer: INVALID_VALUE"):
-        copier.write(buffer, np.zeros(65, np.uint8))
+        copier.prepare(buffer, 0, 65)(more.ctypes.data)
     image = context.image(4, 4, "float")
     rows = np.arange(64, dtype=np.float32).view(np.uint8)
     copier.prepare_image(image, first_row=0, width=4, rows=4, row_pitch=64)(rows.ctypes.data).wait()
