@@ -1,0 +1,348 @@
+"""Checks that a driver makes of a kernel what its text says.
+
+One launch runs on the device with drawn memory. What it wrote is compared with two others:
+
+- the *twin*: the same text, compiled with `-cl-opt-disable`. All elements are compared.
+- the *interpreter* (`flashmem.interpreter`), which no compiler takes part in. It executes some work-groups, among them those at
+  the grid's ends, where tails are.
+
+The tolerance is the error bound that the interpreter carries along; elements without one are equal to the bit. Bytes behind and
+before each buffer, and all that a kernel may not write, must be as they were. The launch is repeated, because a race need not
+show the first time.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashmem.base.errors import RunError
+from flashmem.interpreter.errors import OutsideError, UnknownTextError
+from flashmem.interpreter.launch import InterpretedKernel, Written, interpreted
+from flashmem.interpreter.syntax import Parameter
+from flashmem.runtime.checking.drawing import DRAWS, drawn_bytes, drawn_texels
+from flashmem.runtime.checking.trials import Trial, TrialArgument
+from flashmem.runtime.opencl.context import CompiledProgram, Context, Queue
+
+GUARD = 4096
+"""Bytes before and behind each buffer that a kernel must leave alone."""
+
+MOST_ITEMS = 4096
+"""Work-items that the interpreter executes at a time, if work-groups are not larger."""
+
+SAFETY = 4.0
+"""Factor on error bounds, which are of first order, and for sums in another order (tensor cores, subgroups)."""
+
+REPEATS = 200
+"""Runs of a launch that must agree: a race that shows in one of fifty is found in 98 of 100."""
+
+REPEAT_SECONDS = 0.15
+"""Seconds after which no further repetition begins."""
+
+UNOPTIMISED = "-cl-opt-disable"
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of a check: `wrong` says what a kernel did, or is "" if all is right.
+
+    `compared` counts elements that were compared with the interpreter, `twin` those compared with the unoptimised kernel. `note`:
+    what could not be checked.
+    """
+
+    wrong: str = ""
+    compared: int = 0
+    twin: int = 0
+    seconds: float = 0.0
+    note: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was wrong."""
+        return not self.wrong
+
+
+class _WrongError(Exception):
+    """The driver's kernel does something else than its text."""
+
+
+@dataclass
+class _Memory:
+    """One argument's memory for all draws: [draws or 1, bytes], or texels; and whether the kernel may write it."""
+
+    argument: TrialArgument
+    parameter: Parameter
+    content: Any
+    written: bool
+    buffers: list[Any] = field(default_factory=list)
+
+    def of(self, draw: int) -> Any:
+        """The content for a draw."""
+        return self.content[min(draw, len(self.content) - 1)]
+
+
+def check_kernel(context: Context, trial: Trial, options: Sequence[str], *, program: CompiledProgram | None = None) -> Verdict:
+    """Check one launch on a device. `options` are those of the build; `program`, if it is compiled already.
+
+    Raises:
+        RunError: the driver refuses the kernel, or its launch.
+    """
+    begun = perf_counter()
+    try:
+        kernel = interpreted(trial.text, trial.name, _forms(context, trial.text))
+    except UnknownTextError as error:
+        kernel = None
+        note = f"not compared with the interpreter, which does not know {error}"
+    else:
+        note = ""
+    program = context.build(trial.text, options) if program is None else program
+    if kernel is None:
+        return Verdict(note=note, seconds=perf_counter() - begun)
+    try:
+        check = _Check(context, trial, kernel)
+        return check.run(program, context.build(trial.text, [*options, UNOPTIMISED]), begun)
+    except _WrongError as error:
+        return Verdict(str(error), seconds=perf_counter() - begun)
+    except OutsideError as error:
+        return Verdict(f"{trial.name}: {error}", seconds=perf_counter() - begun)
+
+
+class _Check:
+    def __init__(self, context: Context, trial: Trial, kernel: InterpretedKernel) -> None:
+        self._context, self._trial, self._kernel = context, trial, kernel
+        self._queue: Queue = context.queue()
+        self._memory: dict[str, _Memory] = {}
+        self._order: list[_Memory | TrialArgument] = []
+        written = {
+            argument.place
+            for argument, parameter in zip(trial.arguments, kernel.parameters, strict=True)
+            if not parameter.constant and parameter.type.is_pointer
+        }
+        for argument, parameter in zip(trial.arguments, kernel.parameters, strict=True):
+            if argument.kind in ("int", "float"):
+                self._order.append(argument)
+                continue
+            if argument.place not in self._memory:
+                self._memory[argument.place] = self._drawn(argument, parameter, argument.place in written)
+            self._order.append(self._memory[argument.place])
+
+    def _drawn(self, argument: TrialArgument, parameter: Parameter, written: bool) -> _Memory:
+        salt = str(list(self._memory))
+        if argument.kind == "image":
+            width, height, channel = argument.shape
+            return _Memory(argument, parameter, [drawn_texels(width, height, channel, salt)], written)
+        weights = argument.place.startswith(("slice", "staging"))
+        draws = DRAWS[:1] if weights and not written else DRAWS
+        rows = [drawn_bytes(argument.nbytes, parameter.type.name, draw, salt, weights=weights) for draw in draws]
+        return _Memory(argument, parameter, np.stack(rows), written)
+
+    # -- on the device
+
+    def _buffer(self, memory: _Memory) -> tuple[Any, Any]:
+        """A buffer with guards, and the part of it that the kernel gets."""
+        whole = self._context.buffer(memory.argument.nbytes + 2 * GUARD)
+        return whole, self._context.sub_buffer(whole, GUARD, memory.argument.nbytes)
+
+    def _device_memory(self, draw: int) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of the launch on the device, and the buffers by place."""
+        whole: dict[str, Any] = {}
+        parts: dict[str, Any] = {}
+        for place, memory in self._memory.items():
+            if memory.argument.kind == "image":
+                width, height, channel = memory.argument.shape
+                texels = memory.of(draw)
+                image = self._context.image(width, height, channel)  # type: ignore[arg-type]
+                data = np.ascontiguousarray(texels).view(np.uint8).reshape(-1)
+                self._queue.write_image(
+                    image, data, first_row=0, width=width, rows=height, row_pitch=width * 4 * texels.dtype.itemsize
+                )
+                parts[place] = image
+            else:
+                whole[place], parts[place] = self._buffer(memory)
+                self._fill(whole[place], memory, draw)
+        arguments = [
+            parts[each.argument.place] if isinstance(each, _Memory)
+            else np.int32(each.value) if each.kind == "int" else np.float32(each.value)
+            for each in self._order
+        ]  # fmt: skip
+        return arguments, whole
+
+    def _fill(self, buffer: Any, memory: _Memory, draw: int) -> None:
+        self._queue.write(buffer, np.concatenate([_guard(), memory.of(draw), _guard()]))
+
+    def _launch(self, program: CompiledProgram, arguments: list[Any]) -> Any:
+        whole, group = self._trial.size
+        return self._queue.prepare(program.kernel(self._trial.name, arguments), whole, group)
+
+    def _results(self, whole: dict[str, Any], draw: int, who: str) -> dict[str, Bytes]:
+        """What the launch left in each written buffer; that nothing else has changed."""
+        found: dict[str, Bytes] = {}
+        for place, memory in self._memory.items():
+            if memory.argument.kind == "image":
+                continue
+            read = np.empty(memory.argument.nbytes + 2 * GUARD, np.uint8)
+            self._queue.read(read, whole[place])
+            name = f"{self._trial.name}: {who}"
+            for guard, where in ((read[:GUARD], "before"), (read[-GUARD:], "behind")):
+                if not np.array_equal(guard, _guard()):
+                    raise _WrongError(f"{name} writes {where} the memory of {memory.parameter.name!r}")
+            content = read[GUARD:-GUARD]
+            if memory.written:
+                found[place] = content
+            elif not np.array_equal(content, memory.of(draw)):
+                raise _WrongError(f"{name} writes to {memory.parameter.name!r}, which it only reads")
+        return found
+
+    # -- the comparisons
+
+    def run(self, program: CompiledProgram, twin: CompiledProgram, begun: float) -> Verdict:
+        """Compare all draws. Raises _WrongError."""
+        group = self._trial.size[1] or (1,) * len(self._trial.size[0])
+        chosen = _sample(self._trial.size[0], group, self._trial.key)
+        expected = self._interpret(chosen, group)
+        compared = same = 0
+        for draw in range(len(DRAWS)):
+            arguments, whole = self._device_memory(draw)
+            launch = self._launch(program, arguments)
+            self._queue.launch(launch)
+            self._queue.finish()
+            results = self._results(whole, draw, "the driver's kernel")
+            for written, place in expected:
+                compared += self._compare(results[place], written, draw)
+            if draw == 0:
+                self._repeat(launch, whole, results)
+            for place, memory in self._memory.items():
+                if memory.written:
+                    self._fill(whole[place], memory, draw)
+            self._queue.launch(self._launch(twin, arguments))
+            self._queue.finish()
+            others = self._results(whole, draw, "the unoptimised kernel")
+            for written, place in expected:
+                same += self._compare_twin(results[place], others[place], written, draw)
+        return Verdict(compared=compared, twin=same, seconds=perf_counter() - begun)
+
+    def _interpret(self, groups: list[tuple[int, ...]], group: Sequence[int]) -> list[tuple[Written, str]]:
+        arguments = [each.content if isinstance(each, _Memory) else each.value for each in self._order]
+        given = [
+            each.content[0] if isinstance(each, _Memory) and each.argument.kind == "image" else content
+            for each, content in zip(self._order, arguments, strict=True)
+        ]
+        done = self._kernel.run(self._trial.size[0], group, groups, given, len(DRAWS))
+        by_name = {
+            each.parameter.name: each.argument.place for each in self._order if isinstance(each, _Memory) and each.written
+        }
+        return [(written, by_name[written.parameter.name]) for written in done if written.parameter.name in by_name]
+
+    def _compare(self, result: Bytes, written: Written, draw: int) -> int:
+        """Compare the elements that the interpreter wrote; their number."""
+        want, where = written.elements[draw], written.where[draw]
+        got = result[: want.nbytes].view(want.dtype)
+        bound = None if written.errors is None else written.errors[draw]
+        difference = _beyond(got, want, None if bound is None else SAFETY * bound)
+        wrong = difference & where
+        if wrong.any():
+            at = int(np.flatnonzero(wrong)[0])
+            raise _WrongError(
+                f"{self._trial.name}: {int(wrong.sum())} of {int(where.sum())} elements of {written.parameter.name!r} are wrong with "
+                f"{DRAWS[draw]} numbers; element {at} is {got[at]} and should be {want[at]}"
+                + (f" within {SAFETY * float(bound[at]):.2g}" if bound is not None and bound[at] else "")
+            )
+        return int(where.sum()) if bound is None else int((where & np.isfinite(bound)).sum())
+
+    def _compare_twin(self, result: Bytes, other: Bytes, written: Written, draw: int) -> int:
+        """Compare all elements with those of the unoptimised kernel, within the largest error bounds of the sample."""
+        dtype = written.elements.dtype
+        count = len(result) // dtype.itemsize * dtype.itemsize
+        got, want = result[:count].view(dtype), other[:count].view(dtype)
+        allowed: NDArray[Any] | None = None
+        if written.errors is not None:
+            bound, values = written.errors[draw][written.where[draw]].astype(np.float64), written.elements[draw][written.where[draw]]
+            if not np.isfinite(bound).all():
+                return 0  # elements depend on how others are rounded, and which do is known of the sample alone
+            if bound.any():
+                with np.errstate(all="ignore"):
+                    size = np.abs(values.astype(np.float64))
+                    share = float(np.nanmax(np.where(size > 0, bound / size, 0.0), initial=0.0))
+                    allowed = 2 * SAFETY * (float(bound.max()) + min(share, 2.0**-8) * np.abs(want.astype(np.float64)))
+        wrong = _beyond(got, want, allowed)
+        if wrong.any():
+            at = int(np.flatnonzero(wrong)[0])
+            raise _WrongError(
+                f"{self._trial.name}: {int(wrong.sum())} of {len(got)} elements of {written.parameter.name!r} differ from the "
+                f"unoptimised kernel's with {DRAWS[draw]} numbers; element {at} is {got[at]}, not {want[at]}"
+            )
+        return len(got)
+
+    def _repeat(self, launch: Any, whole: dict[str, Any], results: dict[str, Bytes]) -> None:
+        """Run the launch again and again: it must write the same."""
+        end = perf_counter() + REPEAT_SECONDS
+        for repetition in range(REPEATS):
+            if perf_counter() > end:
+                return
+            for place, memory in self._memory.items():
+                if memory.written:
+                    self._fill(whole[place], memory, 0)
+            self._queue.launch(launch)
+            self._queue.finish()
+            again = self._results(whole, 0, "the driver's kernel")
+            for place, content in results.items():
+                if not np.array_equal(content, again[place]):
+                    raise _WrongError(f"{self._trial.name}: run {repetition + 2} of the same launch has another result")
+
+
+def _forms(context: Context, text: str) -> tuple[tuple[str, str], ...]:
+    """Names that the functions of the device's instructions define and that choose a form of numbers in the text itself."""
+    ahead = context.device.with_instructions(text)
+    return tuple((name, "1") for name in _FORMS if f"#define {name}\n" in ahead)
+
+
+_FORMS = ("FM_DOT_UNSIGNED",)
+
+
+def _guard() -> Bytes:
+    return np.tile(np.frombuffer(b"\xa5\x5a\xc3\x3c", np.uint8), GUARD // 4)
+
+
+def _beyond(got: NDArray[Any], want: NDArray[Any], allowed: NDArray[Any] | None) -> NDArray[np.bool_]:
+    """Where two arrays differ by more than is allowed; NaN equals NaN, and infinity itself."""
+    if got.dtype.kind != "f":
+        if allowed is None:
+            return got != want
+        return np.abs(got.astype(np.float64) - want.astype(np.float64)) > np.floor(allowed)
+    same = (got == want) | (np.isnan(got) & np.isnan(want))
+    if allowed is None:
+        return ~same
+    with np.errstate(all="ignore"):
+        near = np.abs(got.astype(np.float64) - want.astype(np.float64)) <= allowed + _SMALLEST
+    return ~(same | near | ~np.isfinite(allowed))
+
+
+_SMALLEST = 2.0**-125
+"""Devices may take numbers below the normal ones for zero (OpenCL 3.0, section 7.5.3)."""
+
+
+def _sample(size: Sequence[int], group: Sequence[int], seed: str) -> list[tuple[int, ...]]:
+    """Work-groups to interpret: the first and the last in each direction, and others drawn, up to `MOST_ITEMS` work-items."""
+    counts = [-(-whole // each) for whole, each in zip(size, group, strict=True)]
+    most = max(2, MOST_ITEMS // (len(DRAWS) * int(np.prod(group))))
+    corners = list(dict.fromkeys(product(*((0, count - 1) for count in counts))))
+    if len(corners) > most:
+        corners = [corners[0], corners[-1], *corners[1:-1]][:most]
+    found = dict.fromkeys(corners)
+    generator = random.Random(zlib.crc32(seed.encode()))
+    for _ in range(4 * most):
+        if len(found) >= min(most, int(np.prod(counts))):
+            break
+        found.setdefault(tuple(generator.randrange(count) for count in counts))
+    return list(found)
+
