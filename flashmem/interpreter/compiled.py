@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -189,16 +189,26 @@ class Compiler:
         value = None if node.value is None else self._expression(node.value)
         slot, type_ = self._name(node.name, node.type), node.type
 
+        if value is None:
+            zero = None if type_.is_pointer else of_width(number(0, "int"), type_)
+
+            def begin(m: Machine) -> None:
+                m.variables[slot] = zero
+
+            return begin
+
         def declare(m: Machine) -> None:
-            m.variables[slot] = None if value is None else _as_declared(value(m), type_)
+            m.variables[slot] = _as_declared(value(m), type_)
 
         return declare
 
     def _array(self, node: Declare) -> Execute:
-        count = math.prod(constant(size) for size in node.sizes) or len(node.values)
-        if len(node.sizes) > 1 or node.type.is_pointer:
-            raise UnknownTextError("an array of arrays or pointers")
+        sizes = [constant(size) for size in node.sizes]
+        count = math.prod(sizes) or len(node.values)
+        if node.type.is_pointer:
+            raise UnknownTextError("an array of pointers")
         slot, type_ = self._name(node.name, Type(node.type.name, node.type.width, node.space)), node.type
+        rows = tuple(math.prod(sizes[place + 1 :]) for place in range(len(sizes) - 1))
         itemsize = DTYPES[type_.name].itemsize * type_.width
         nbytes = -(-count * itemsize // 16) * 16
         values = [self._expression(each) for each in node.values]
@@ -208,10 +218,10 @@ class Compiler:
                 shared = {"local": (m.teams, m.team), "constant": (1, np.zeros(1, np.int64))}.get(node.space, (m.items, m.item))
                 data = np.zeros(shared[0] * nbytes, np.uint8)
                 m.arrays[slot] = Memory(node.name, data, count * itemsize, shared[1] * nbytes, DTYPES[type_.name].itemsize)
-            pointer = Pointer(m.arrays[slot], np.zeros(1, np.int64), type_)
+            pointer = Pointer(m.arrays[slot], np.zeros(1, np.int64), type_, rows=rows)
             m.variables[slot] = pointer
             for place, each in enumerate(values):
-                m.store(pointer.moved(number(place, "int")), of_width(each(m), type_))
+                m.store(replace(pointer, rows=()).moved(number(place, "int")), of_width(each(m), type_))
 
         return declare
 
@@ -622,14 +632,15 @@ def _inverted(x: Number) -> Number:
     return Number(~x.v, None if x.e is None else known(np.where(x.e > 0, np.inf, 0.0)))
 
 
-def _loaded(m: Machine, pointer: Any, width: int = 0) -> Number:
+def _loaded(m: Machine, pointer: Any, width: int = 0) -> Any:
+    if isinstance(pointer, Pointer) and pointer.in_row:  # a row of an array of arrays
+        return pointer
     if isinstance(pointer, Reference):
         found: Number = m.variables[pointer.slot]
         wanted = width or pointer.type.width
         dtype = DTYPES[pointer.type.name]
         return found if found.v.dtype == dtype and found.width == wanted else reinterpreted(found, dtype, wanted)
-    loaded: Number = pointer.load(m.mask, m.items, width)
-    return loaded
+    return pointer.load(m.mask, m.items, width)
 
 
 def _as_declared(x: Value, type_: Type) -> Value:

@@ -11,6 +11,7 @@ import numpy as np
 from flashmem.interpreter.errors import UnknownTextError
 from flashmem.interpreter.values import (
     DTYPES,
+    ROUNDS,
     Array,
     Number,
     added,
@@ -24,6 +25,7 @@ from flashmem.interpreter.values import (
     no_nan,
     promoted,
     reinterpreted,
+    rounded_apart,
     settled,
     unit,
 )
@@ -102,16 +104,25 @@ def _power(x: Number, y: Number) -> Number:
 
 def _multiply_add(x: Number, y: Number, z: Number) -> Number:
     """x * y + z rounded once or twice: mad() may be anything near, and fma() of a device that has none is slow, not wrong."""
-    x, y = common(x, y)
-    x, z = common(x, z)
-    y, z = common(y, z)
+    if not x.v.dtype == y.v.dtype == z.v.dtype or not x.v.ndim == y.v.ndim == z.v.ndim:
+        x, y = common(x, y)
+        x, z = common(x, z)
+        y, z = common(y, z)
     if not is_float(x.v):
         raise UnknownTextError("mad() of integers")
-    product = x.v.astype(np.float64) * y.v
-    v = (product + z.v).astype(x.v.dtype)
-    e = arithmetic("*", x, y).e if x.e is not None or y.e is not None else None
-    bound = added(e, z.e, unit(v) * (np.abs(product) + np.abs(v.astype(np.float64))))
-    return Number(v, settled(v, no_nan(bound), x, y, z))
+    product = np.multiply(x.v, y.v, dtype=np.float64)
+    v = np.add(product, z.v).astype(x.v.dtype)
+    if z.v.size == 1 and abs(z.v.item()) == ROUNDS:
+        once = unit(v) * np.abs(product)
+        carried = arithmetic("*", x, y).e if x.e is not None or y.e is not None else None
+        return Number(v, settled(v, rounded_apart(v, product + z.v, once if carried is None else once + carried), x, y, z))
+    bound = np.abs(product) + np.abs(v)
+    bound *= unit(v)
+    if x.e is not None or y.e is not None:
+        bound = bound + arithmetic("*", x, y).e
+    if z.e is not None:
+        bound = bound + z.e
+    return Number(v, settled(v, bound, x, y, z))
 
 
 def _exact_multiply_add(x: Number, y: Number, z: Number) -> Number:

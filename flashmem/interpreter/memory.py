@@ -95,18 +95,25 @@ class Memory:
 
 @dataclass(frozen=True)
 class Pointer:
-    """A pointer of each work-item: a byte offset into a memory."""
+    """A pointer of each work-item: a byte offset into a memory.
+
+    `rows`: of an array of arrays, the elements in each of its rows, by dimension. `in_row`: it has been indexed less often than
+    it has dimensions.
+    """
 
     memory: Memory
     offset: Array
     type: Type
     doubt: Array | None = None  # where the offset has an error
+    rows: tuple[int, ...] = ()
+    in_row: bool = False
 
     def moved(self, by: Number) -> Pointer:
-        """The pointer some elements on."""
-        size = DTYPES[self.type.name].itemsize * self.type.width
+        """The pointer some elements, or rows, on."""
+        size = DTYPES[self.type.name].itemsize * self.type.width * (self.rows[0] if self.rows else 1)
         doubt = self.doubt if by.e is None else (by.e if self.doubt is None else self.doubt + by.e)
-        return replace(self, offset=self.offset + by.v.astype(np.int64) * size, doubt=doubt)
+        offset = self.offset + by.v.astype(np.int64) * size
+        return Pointer(self.memory, offset, self.type, doubt, self.rows[1:], bool(self.rows))
 
     def as_type(self, type_: Type) -> Pointer:
         """The same address of another type."""

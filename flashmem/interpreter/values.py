@@ -12,6 +12,7 @@ from a number that could be on the other side of a comparison or rounding: infin
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 import numpy as np
@@ -229,7 +230,9 @@ def arithmetic(sign: str, a: Number, b: Number, fused: Array | None = None, lite
         e = added(a.e, b.e)
         if fused is not None:
             e = added(e, unit(v) * fused)
-        if e is not None and not literal:
+        if e is not None and literal:
+            e = rounded_apart(v, np.add(a.v, b.v if sign == "+" else -b.v, dtype=np.float64), e)
+        elif e is not None:
             e = e + unit(v) * np.abs(v).astype(np.float64)
         return Number(v, settled(v, e, a, b))
     if sign == "*":
@@ -258,15 +261,28 @@ def no_nan(e: Array | None) -> Array | None:
     return None if e is None else np.where(np.isnan(e), np.inf, e)
 
 
+ROUNDS: Final = 12582912.0
+"""1.5 * 2^23: a float that is added to it is rounded to an integer, which the last bits of the sum are."""
+
+
+def rounded_apart(v: Array, exact: Array, e: Array) -> Array | None:
+    """The error of `v`, an `exact` sum that is rounded, if the sum has the error `e`: none, unless it is near a tie.
+
+    A sum with a number of the text may be meant to round (`ROUNDS`), so that `e` by itself says nothing of `v`.
+    """
+    ends = [np.abs((exact + sign * e).astype(v.dtype).astype(np.float64) - v) for sign in (-1, 1)]
+    return known(np.maximum(*ends))
+
+
 def settled(v: Array, e: Array | None, *operands: Number) -> Array | None:
     """An error bound, for results that are infinite or NaN: none, if the operands' errors are finite, as nothing is near them."""
-    if e is None or np.isfinite(v).all():
+    if e is None or math.isfinite(e.sum()):  # an infinite number has an infinite bound, or NaN
         return e
     known_operands = np.ones((1,) * v.ndim, bool)
     for x in operands:
         if x.e is not None:
             known_operands = known_operands & np.isfinite(x.e)
-    return np.where(np.isfinite(v), e, np.where(known_operands, 0.0, np.inf))
+    return np.where(np.isfinite(v), np.where(np.isnan(e), np.inf, e), np.where(known_operands, 0.0, np.inf))
 
 
 def quotient(a: Number, b: Number, ulps: float) -> Number:

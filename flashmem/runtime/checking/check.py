@@ -35,7 +35,7 @@ from flashmem.runtime.opencl.context import CompiledProgram, Context, Queue
 GUARD = 4096
 """Bytes before and behind each buffer that a kernel must leave alone."""
 
-MOST_ITEMS = 4096
+MOST_ITEMS = 512
 """Work-items that the interpreter executes at a time, if work-groups are not larger."""
 
 SAFETY = 4.0
@@ -334,7 +334,7 @@ _SMALLEST = 2.0**-125
 def _sample(size: Sequence[int], group: Sequence[int], seed: str) -> list[tuple[int, ...]]:
     """Work-groups to interpret: the first and the last in each direction, and others drawn, up to `MOST_ITEMS` work-items."""
     counts = [-(-whole // each) for whole, each in zip(size, group, strict=True)]
-    most = max(2, MOST_ITEMS // (len(DRAWS) * int(np.prod(group))))
+    most = max(4, MOST_ITEMS // (len(DRAWS) * int(np.prod(group))))
     corners = list(dict.fromkeys(product(*((0, count - 1) for count in counts))))
     if len(corners) > most:
         corners = [corners[0], corners[-1], *corners[1:-1]][:most]
