@@ -5,13 +5,14 @@ docs/reference/internals/architecture.md shows the pipeline.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashmem.base.errors import BudgetError, UserError
+from flashmem.base.errors import BudgetError, FlashmemWarning, UserError
 from flashmem.base.types import MemoryPath, Optimize, Precision, Quantize, StatePrecision, States, TransferMode
 from flashmem.bundle.bundle import Bundle, ProgramCode, ShapeVariant
 from flashmem.bundle.cache import find_or_make
@@ -39,8 +40,10 @@ from flashmem.planning.carried_instance import KEY as CARRIED
 from flashmem.planning.carried_instance import carried
 from flashmem.planning.planner import planning_instance
 from flashmem.program.program import Program
+from flashmem.runtime.checking.bundles import check_bundle_kernels
 from flashmem.runtime.kernels.ahead_of_time import BuildRequest, KernelBuilder
 from flashmem.runtime.kernels.ahead_of_time import with_binaries as carrying
+from flashmem.runtime.opencl.device import Device
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import Objective, OverlapPlan, Strategy, Units
 
@@ -180,7 +183,24 @@ def compile(
         if not build:
             return bundle
         built = kernels.finish(bundle)
+        if built is not None and _miscompiled(bundle, built.device, progress):
+            built = kernels.finish(bundle)  # with the options that are right
         return carrying(bundle, built) if with_binaries else bundle
+
+
+def _miscompiled(bundle: Bundle, device: Device, progress: Progress) -> bool:
+    """Check the kernels of a bundle on its device, and warn of those that the driver miscompiles. Whether there are new ones."""
+    checked = check_bundle_kernels(bundle, device, report=lambda fraction: progress("check kernels", fraction))
+    wrong = {each.trial.name: each.finding for each in checked if each.finding.wrong and not each.known}
+    for name, finding in wrong.items():
+        if finding.options is not None:
+            warnings.warn(
+                f"the driver of {device.name} miscompiles the kernel {name}, which is compiled without optimisation there: "
+                f"{finding.wrong}",
+                FlashmemWarning,
+                stacklevel=3,
+            )
+    return bool(wrong)
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "serve": model_commands.serve,
     "plan": model_commands.plan,
     "check": model_commands.check,
+    "verify": model_commands.verify,
     "replan": model_commands.replan,
     "profile": device_commands.profile,
     "tune": device_commands.tune,

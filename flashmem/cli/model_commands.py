@@ -223,6 +223,19 @@ def check(
     check_bundle(bundle, as_json=json)
 
 
+def verify(
+    bundle: Annotated[Path, typer.Argument(metavar="model.flashmem", help="A bundle.", show_default=False)],
+    device: Annotated[str | None, typer.Option(metavar="NAME", help="A device, or 'auto'.", show_default=False)] = None,
+    again: Annotated[bool, typer.Option("--again", help="Check what an earlier check found right, too.")] = False,
+    json: Json = False,
+) -> None:
+    """Check what the driver makes of each kernel of a bundle: every launch, compared with the kernel's text."""
+    from flashmem.cli.commands.verify import verify_bundle
+
+    if not verify_bundle(bundle, device, again=again, as_json=json):
+        raise typer.Exit(1)
+
+
 def replan(
     bundle: Annotated[Path, typer.Argument(metavar="model.flashmem", help="A bundle.", show_default=False)],
     budget: Annotated[str, typer.Option(metavar="SIZE", help="The new limit on all memory.", show_default=False)],

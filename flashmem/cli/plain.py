@@ -87,6 +87,10 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--speculate", action=both, default=True, help="check drafts from the text so far")
     generate.add_argument("--draft", type=Path, metavar="small.flashmem", help="a small model whose drafts are checked")
     bundle(add("check", _check, "Read all of a bundle, weights too, and say whether it is what was written."))
+    verify = add("verify", _verify, "Check what the driver makes of each kernel of a bundle.")
+    bundle(verify)
+    verify.add_argument("--device", metavar="NAME", help="a device, or 'auto'")
+    verify.add_argument("--again", action="store_true", help="check what an earlier check found right, too")
     replan = add("replan", _replan, "Plan a bundle again for another budget.", json=False)
     bundle(replan)
     replan.add_argument("--budget", required=True, metavar="SIZE", help="the new limit on all memory")
@@ -151,6 +155,12 @@ def _check(arguments: argparse.Namespace) -> None:
     from flashmem.cli.commands.bundles import check_bundle
 
     check_bundle(arguments.bundle, as_json=arguments.json)
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from flashmem.cli.commands.verify import verify_bundle
+
+    return 0 if verify_bundle(arguments.bundle, arguments.device, again=arguments.again, as_json=arguments.json) else 1
 
 
 def _replan(arguments: argparse.Namespace) -> None:

@@ -75,7 +75,9 @@ _CONSTANTS: Final[dict[str, Number]] = {
 _IDENTITIES: Final = frozenset(
     ("get_global_id", "get_local_id", "get_group_id", "get_global_size", "get_local_size", "get_num_groups")
 )
-_FENCES: Final = frozenset(("barrier", "work_group_barrier", "mem_fence", "read_mem_fence", "write_mem_fence", "sub_group_barrier"))
+_FENCES: Final = frozenset(
+    ("barrier", "work_group_barrier", "mem_fence", "read_mem_fence", "write_mem_fence", "sub_group_barrier")
+)
 _VECTOR_ACCESS: Final = re.compile(r"v(load|store)(_half)?(\d*)(_rte|_rtz|_rtn|_rtp)?")
 _IMAGE_ACCESS: Final = re.compile(r"(read|write)_image(f|h|i|ui)")
 _IMAGE_TYPES: Final = {"f": "float", "h": "half", "i": "int", "ui": "uint"}
@@ -516,7 +518,9 @@ class Compiler:
         result_type = function.result
 
         def call(m: Machine) -> Value:
-            given = [_as_declared(argument(m), type_) for argument, (_, type_) in zip(arguments, called.parameters, strict=True)]
+            given = [
+                _as_declared(argument(m), type_) for argument, (_, type_) in zip(arguments, called.parameters, strict=True)
+            ]
             for (slot, _), value in zip(called.parameters, given, strict=True):
                 m.variables[slot] = value
             whole = m.mask
@@ -743,7 +747,11 @@ def _image_access(match: re.Match[str], arguments: list[Evaluate]) -> Evaluate:
             at: Number = arguments[-1](m)
             x, y = coordinates(at)
             found = converted(image.load(x, y, m.mask), kind)
-            return found if at.e is None else Number(found.v, known(np.where(at.e.any(1, keepdims=True), np.inf, np.zeros((1, 4)))))
+            return (
+                found
+                if at.e is None
+                else Number(found.v, known(np.where(at.e.any(1, keepdims=True), np.inf, np.zeros((1, 4)))))
+            )
 
         return read
 
@@ -755,5 +763,3 @@ def _image_access(match: re.Match[str], arguments: list[Evaluate]) -> Evaluate:
         return texel
 
     return write
-
-

@@ -22,7 +22,6 @@ from flashmem.interpreter.values import (
     converted,
     is_float,
     known,
-    no_nan,
     promoted,
     reinterpreted,
     rounded_apart,
@@ -303,4 +302,3 @@ _FUNCTIONS: Final[dict[str, Function]] = {
     "any": _any, "all": _all, "fmod": _remainder, "dot": _dot, "sign": _sign, "copysign": _copysign, "mul_hi": _high_product,
     "fabs": _absolute, "abs": _absolute, "add_sat": _saturated("+"), "sub_sat": _saturated("-"), "ldexp": _scalbn,
 }  # fmt: skip
-

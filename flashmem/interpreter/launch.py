@@ -124,5 +124,3 @@ def _written(parameter: Parameter, memory: Memory, copies: int) -> Written:
     assert memory.written is not None
     errors = None if memory.errors is None else cut(memory.errors)
     return Written(parameter, cut(memory.view(dtype)), cut(memory.written), errors)
-
-

@@ -88,7 +88,9 @@ class Memory:
         if e is not None and self.errors is None:
             self.errors = np.zeros(len(self.data) // self.unit, np.float32)
         if self.errors is not None:
-            self.errors[units] = 0.0 if e is None else np.minimum(np.nextafter(e.astype(np.float32), np.float32(np.inf)) * (e > 0), np.inf)
+            self.errors[units] = (
+                0.0 if e is None else np.minimum(np.nextafter(e.astype(np.float32), np.float32(np.inf)) * (e > 0), np.inf)
+            )
             for extra in range(1, dtype.itemsize // self.unit):
                 self.errors[units + extra] = self.errors[units]
 

@@ -10,11 +10,42 @@ from typing import Final
 from flashmem.interpreter.errors import UnknownTextError
 
 SCALARS: Final = frozenset(
-    "void bool char uchar short ushort int uint long ulong size_t float half double image2d_t sampler_t".split()
+    [
+        "void",
+        "bool",
+        "char",
+        "uchar",
+        "short",
+        "ushort",
+        "int",
+        "uint",
+        "long",
+        "ulong",
+        "size_t",
+        "float",
+        "half",
+        "double",
+        "image2d_t",
+        "sampler_t",
+    ]
 )
 _TYPE = re.compile(r"(char|uchar|short|ushort|int|uint|long|ulong|float|half|double)(2|3|4|8|16)")
 _QUALIFIERS = frozenset(
-    "const restrict volatile static inline __kernel kernel __read_only __write_only read_only write_only __private private".split()
+    [
+        "const",
+        "restrict",
+        "volatile",
+        "static",
+        "inline",
+        "__kernel",
+        "kernel",
+        "__read_only",
+        "__write_only",
+        "read_only",
+        "write_only",
+        "__private",
+        "private",
+    ]
 )
 _SPACES = {"__global": "global", "__local": "local", "__constant": "constant", "global": "global", "local": "local"}
 

@@ -33,7 +33,9 @@ DTYPES: Final[dict[str, Any]] = {
 INT: Final = DTYPES["int"]
 _SIGNED: Final = {1: np.dtype(np.int8), 2: np.dtype(np.int16), 4: np.dtype(np.int32), 8: np.dtype(np.int64)}
 _ROUNDING: Final = {2: 2.0**-11, 4: 2.0**-24, 8: 2.0**-53}  # half a unit in the last place of 1, by size
-_RANK: Final = {np.dtype(t): rank for rank, t in enumerate((np.int32, np.uint32, np.int64, np.uint64, np.float16, np.float32, np.float64))}
+_RANK: Final = {
+    np.dtype(t): rank for rank, t in enumerate((np.int32, np.uint32, np.int64, np.uint64, np.float16, np.float32, np.float64))
+}
 
 
 class Number:
@@ -117,7 +119,15 @@ def converted(x: Number, dtype: Any, rounding: str = "") -> Number:
 def _whole(v: Array, dtype: Any, rounding: str) -> Array:
     """Floats as integers, limited to the type's range: what OpenCL says of larger ones is nothing."""
     limits = np.iinfo(dtype)
-    cut = np.rint(v) if "rte" in rounding else np.floor(v) if "rtn" in rounding else np.ceil(v) if "rtp" in rounding else np.trunc(v)
+    cut = (
+        np.rint(v)
+        if "rte" in rounding
+        else np.floor(v)
+        if "rtn" in rounding
+        else np.ceil(v)
+        if "rtp" in rounding
+        else np.trunc(v)
+    )
     wide = np.nan_to_num(cut.astype(np.float64), nan=0.0)
     inside = np.clip(wide, float(limits.min), float(limits.max))
     if dtype.itemsize < 8:
@@ -142,7 +152,9 @@ def reinterpreted(x: Number, dtype: Any, width: int) -> Number:
         apart = np.ceil(x.e / np.spacing(np.abs(v) + np.array(0, v.dtype)).astype(np.float64)) + 1.0
         return Number(made, known(np.where(x.e > 0, apart, 0.0)))
     if dtype.kind == "f" and v.dtype.kind in "iu":
-        return Number(made, known(np.where(x.e > 0, np.where(x.e < 2**20, (x.e + 1.0) * np.spacing(np.abs(made)), np.inf), 0.0)))
+        return Number(
+            made, known(np.where(x.e > 0, np.where(x.e < 2**20, (x.e + 1.0) * np.spacing(np.abs(made)), np.inf), 0.0))
+        )
     return Number(made, x.e)
 
 
@@ -185,7 +197,9 @@ def of_width(x: Number, type_: Type) -> Number:
     if made.v.shape[1] != 1:
         raise UnknownTextError(f"a vector of {made.v.shape[1]} elements for {type_.width}")
     shape = (made.v.shape[0], type_.width)
-    return Number(np.broadcast_to(made.v, shape), None if made.e is None else np.broadcast_to(made.e, (made.e.shape[0], type_.width)))
+    return Number(
+        np.broadcast_to(made.v, shape), None if made.e is None else np.broadcast_to(made.e, (made.e.shape[0], type_.width))
+    )
 
 
 def truth(x: Number) -> Number:

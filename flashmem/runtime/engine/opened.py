@@ -21,6 +21,7 @@ from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.kernels.cache_files import ProgramCache
 from flashmem.runtime.kernels.chains import with_chains
 from flashmem.runtime.kernels.required import RequiredKernel, required_kernels
+from flashmem.runtime.kernels.verdicts import Verdicts
 from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.request.options import choose_host_budget
 from flashmem.runtime.streaming.checked_table import CheckedTable
@@ -218,14 +219,14 @@ class Kernels:
 
         Raises:
             UserError: the kernels compute in half precision, and the device does not.
-            RunError: the driver refuses the kernels.
+            RunError: the driver refuses the kernels, or is known to miscompile one.
         """
         program, cache = opened.program, ProgramCache()
 
         def build(missing: Mapping[str, RequiredKernel]) -> Mapping[str, bytes]:
             return build_apart(missing, program, device.device, cache)
 
-        moves = opened.moves(plan)
+        moves, verdicts = opened.moves(plan), Verdicts(device.device)
         later = plan.later()
         later_moves = moves if later is plan or not moves else opened.moves(later)
         self.plain, self.lane = (
@@ -233,7 +234,7 @@ class Kernels:
                 cache,
                 device.context,
                 program.build_options,
-                wanted,
+                verdicts.applied(wanted, program.build_options),
                 opened.bundle.binaries or b"",
                 build if apart else None,
                 device.programs,

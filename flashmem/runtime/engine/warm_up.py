@@ -23,6 +23,7 @@ from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.kernels.cache_files import ProgramCache
 from flashmem.runtime.kernels.required import RequiredKernel, required_kernels
 from flashmem.runtime.kernels.steady import new_kernels
+from flashmem.runtime.kernels.verdicts import Verdicts
 from flashmem.schedule.plan import OverlapPlan
 
 _REMEMBERED = 2
@@ -200,7 +201,7 @@ class WarmUp:
             cache,
             device.context,
             program.build_options,
-            new_kernels(source, steady, known),
+            Verdicts(device.device).applied(new_kernels(source, steady, known), program.build_options),
             opened.bundle.binaries or b"",
             build if self._apart else None,
             device.programs,

@@ -19,8 +19,9 @@ from flashmem.runtime.kernels.build_processes import Builders
 from flashmem.runtime.kernels.cache import kernel_key
 from flashmem.runtime.kernels.cache_files import ProgramCache, packed_entries
 from flashmem.runtime.kernels.chains import with_chains
-from flashmem.runtime.kernels.required import required_kernels
+from flashmem.runtime.kernels.required import RequiredKernel, required_kernels
 from flashmem.runtime.kernels.steady import new_kernels
+from flashmem.runtime.kernels.verdicts import Verdicts
 from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.request.options import choose_mode, device_for
@@ -96,11 +97,8 @@ class KernelBuilder:
             RunError: the driver refuses a kernel, or ends the process that builds it.
         """
         keys: dict[str, None] = {}
-        planned = bundle.common.get("mode")
-        for each in bundle.variants:
-            found = self._begin(
-                BuildRequest(each.program, each.source, bundle.descriptor, each.plan.strategy, planned, each.plan)
-            )
+        for request in requests_of(bundle):
+            found = self._begin(request)
             if found is None:
                 return None
             device, wanted, missing = found
@@ -124,28 +122,13 @@ class KernelBuilder:
         device = device_for(request.descriptor.name, self._asked)
         if device is None:
             return None
-        program, source = with_chains(request.program, request.source, request.descriptor, device.compute_units)
-        try:
-            mode = choose_mode(
-                descriptor_for(device, request.descriptor.probed),
-                path=program.memory_path,
-                planned=request.planned,
-                strategy=request.strategy,
-            )
-        except UserError:  # a descriptor of the same name that is not for this device
+        found = kernels_of(request, device)
+        if found is None:
             return None
-        moves: Mapping[int, LayerMoves] = {}
-        again = moves
-        if mode == "interleave":
-            if request.plan is None:
-                return None
-            slices, kind = {part.name: part for part in program.slices}, lane_kind(program)
-            moves = layer_moves(request.plan, slices, kind)
-            later = request.plan.later()
-            again = moves if later is request.plan else layer_moves(later, slices, kind)
-        plain, lane = required_kernels(program, source, moves, again)
-        options, steady = program.build_options, new_kernels(source, program.steady, plain)
-        wanted = {kernel_key(device, each, options): each for each in (*plain, *lane, *steady)}
+        program, kernels = found
+        options = program.build_options
+        kernels = Verdicts(device).applied(kernels, options)
+        wanted = {kernel_key(device, each, options): each for each in kernels}
         missing = [key for key in wanted if key not in self._builders.submitted and self._cache.read(key) is None]
         if missing and why_unusable(self._cache.folder) is not None:
             return device, tuple(wanted), True
@@ -158,6 +141,43 @@ class KernelBuilder:
         self._builders.close()
         if self._builders.submitted:
             self._cache.trim()
+
+
+def kernels_of(request: BuildRequest, device: Device) -> tuple[Program, tuple[RequiredKernel, ...]] | None:
+    """The program as `device` runs it, and all kernels that a session without options needs: first and later runs, copies, chains.
+
+    None: the device cannot run it, or kernels with stream lanes are not known yet.
+    """
+    program, source = with_chains(request.program, request.source, request.descriptor, device.compute_units)
+    try:
+        mode = choose_mode(
+            descriptor_for(device, request.descriptor.probed),
+            path=program.memory_path,
+            planned=request.planned,
+            strategy=request.strategy,
+        )
+    except UserError:  # a descriptor of the same name that is not for this device
+        return None
+    moves: Mapping[int, LayerMoves] = {}
+    again = moves
+    if mode == "interleave":
+        if request.plan is None:
+            return None
+        slices, kind = {part.name: part for part in program.slices}, lane_kind(program)
+        moves = layer_moves(request.plan, slices, kind)
+        later = request.plan.later()
+        again = moves if later is request.plan else layer_moves(later, slices, kind)
+    plain, lane = required_kernels(program, source, moves, again)
+    return program, (*plain, *lane, *new_kernels(source, program.steady, plain))
+
+
+def requests_of(bundle: Bundle) -> list[BuildRequest]:
+    """The program of each shape variant of a bundle."""
+    planned = bundle.common.get("mode")
+    return [
+        BuildRequest(each.program, each.source, bundle.descriptor, each.plan.strategy, planned, each.plan)
+        for each in bundle.variants
+    ]
 
 
 def with_binaries(bundle: Bundle, built: BuildResult | None) -> Bundle:

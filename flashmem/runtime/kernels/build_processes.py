@@ -12,12 +12,9 @@ Each child is started by the thread that sends it jobs, not by the caller's: Lin
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import queue
-import selectors
 import shutil
-import subprocess
 import tempfile
 import threading
 import time
@@ -26,16 +23,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flashmem.base.child_processes import module_environment, python_module
 from flashmem.base.errors import RunError
 from flashmem.base.paths import no_temporary_folder, temporary_parent
 from flashmem.bundle.version_directories import held
 from flashmem.program.program import Program
 from flashmem.runtime.kernels.cache_files import ProgramCache
+from flashmem.runtime.kernels.children import Child, processors
 from flashmem.runtime.kernels.required import SMALL_GRID, KernelLaunch, RequiredKernel, Size, variant
-from flashmem.runtime.opencl.compile_target import driver_variables
 from flashmem.runtime.opencl.device import Device
-from flashmem.runtime.opencl.discovery import driver_for
 from flashmem.runtime.opencl.pocl import ROOM_BYTES
 
 LONGEST = 600.0
@@ -64,9 +59,9 @@ class Builders:
         self._abandoned = False
         self._waiting: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None for a built kernel, or why it cannot be built
-        self._folder: _Folder | None = None
+        self._folder: WorkFolder | None = None
         self._lock = threading.Lock()  # guards the following
-        self._children: list[subprocess.Popen[bytes]] = []
+        self._children: list[Child] = []
         self._ended = False  # children are to stop
         self._threads: list[threading.Thread] = []
 
@@ -83,13 +78,13 @@ class Builders:
         Raises:
             UserError: no temporary folder can be written.
         """
-        self._folder = self._folder or _Folder()
+        self._folder = self._folder or WorkFolder()
         jobs = [_job(key, each, program, device) for key, each in wanted.items()]
         for job in sorted(jobs, key=lambda job: -len(job["text"]) * max(1, len(job["trials"]))):
             self.submitted.add(job["key"])
             self._waiting.put(job)
         self._device = device
-        self._start_children(max(1, _processors() - busy))
+        self._start_children(max(1, processors() - busy))
 
     def _start_children(self, most: int) -> None:
         """Start a child for each waiting job, up to `most` children in all."""
@@ -104,21 +99,22 @@ class Builders:
         child = None
         try:
             errors = Path(self._folder.name, f"{threading.get_ident()}.txt")
-            child = _start(self._device, self._folder.name, errors)
+            child = Child("flashmem.runtime.kernels.build_worker", self._device, Path(self._folder.name), errors)
             with self._lock:
                 self._children.append(child)
                 if self._ended:
                     child.kill()
             if self._idle:
-                _only_when_idle(child.pid)
+                child.only_when_idle()
             while (job := self._waiting.get()) is not None:
-                answer = _answer(child, job)
+                answer = child.ask(job, LONGEST)
                 if isinstance(answer, str):
-                    self._done.put(answer)
+                    self._done.put(f"the kernel {job['name']} {answer}")
                 elif answer is None:
-                    child.wait()  # its output is then complete
-                    self._done.put(f"the driver ended the process that built the kernel {job['name']}{_last_line(errors)}")
+                    self._done.put(f"the driver ended the process that built the kernel {job['name']}{child.last_line()}")
                     return
+                elif answer["error"] is not None:
+                    self._done.put(f"the kernel {job['name']} cannot be built: {answer['error']}")
                 else:
                     self._keep(job["key"], Path(answer["file"]).read_bytes())
                     self._done.put(None)
@@ -143,7 +139,7 @@ class Builders:
         if self._finished == len(self.submitted) or self._failure is not None:
             return False
         if wait:
-            self._start_children(_processors())
+            self._start_children(processors())
         try:
             self._failure = self._done.get(block=wait)
         except queue.Empty:
@@ -176,11 +172,7 @@ class Builders:
             if thread.ident is not None:
                 thread.join()
         for child in self._children:
-            child.wait()
-            for pipe in (child.stdin, child.stdout):
-                if pipe is not None:
-                    with suppress(OSError):  # the rest of a line that a child did not read
-                        pipe.close()
+            child.close()
         if self._folder is not None:
             self._folder.remove()
 
@@ -229,7 +221,8 @@ def _job(key: str, wanted: RequiredKernel, program: Program, device: Device) -> 
         for use in wanted.launches:
             first.setdefault(variant(use.size), use)
         trials = [{"size": _trial_size(use.size), "args": _arguments(use, program)} for use in first.values()]
-    return {"key": key, "name": wanted.name, "text": wanted.text, "options": program.build_options, "trials": trials}
+    options = (*program.build_options, *wanted.options)
+    return {"key": key, "name": wanted.name, "text": wanted.text, "options": options, "trials": trials}
 
 
 def _trial_size(size: Size) -> Size:
@@ -268,7 +261,7 @@ def _memory(part: Any) -> list[Any]:
     return ["image", part.width, part.height, part.channel] if part.is_image else ["buffer", part.file_bytes]
 
 
-class _Folder:
+class WorkFolder:
     """A temporary folder with a lock of this process, which is emptied when it is no longer needed."""
 
     def __init__(self) -> None:
@@ -302,62 +295,3 @@ def _remove_left_over(folder: Path) -> None:
         with held(folder) as mine:
             if mine:
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _start(device: Device, folder: str, errors: Path) -> subprocess.Popen[bytes]:
-    """Start a child that builds for `device`, with the driver's variables of this process; `errors` receives its output."""
-    environment = {name: value for name, value in os.environ.items() if name not in driver_variables(device.platform)}
-    arguments = (device.key, folder, str(os.getpid()), driver_for(device) or "")
-    with errors.open("wb") as stderr:
-        return subprocess.Popen(
-            python_module("flashmem.runtime.kernels.build_worker", *arguments),
-            env=module_environment({**environment, **device.variables}),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            start_new_session=True,
-        )
-
-
-def _only_when_idle(process: int) -> None:
-    """Give a process idle priority, where the system supports it."""
-    if hasattr(os, "SCHED_IDLE"):
-        with suppress(OSError):
-            os.sched_setscheduler(process, os.SCHED_IDLE, os.sched_param(0))
-
-
-def _answer(child: subprocess.Popen[bytes], job: dict[str, Any]) -> dict[str, Any] | str | None:
-    """Send a job to a child. Returns its answer, a message if the kernel cannot be built, or None if the child has ended."""
-    assert child.stdin is not None and child.stdout is not None
-    try:
-        child.stdin.write(f"{json.dumps(job)}\n".encode())
-        child.stdin.flush()
-    except OSError:
-        return None
-    line, end = b"", time.monotonic() + LONGEST
-    with selectors.DefaultSelector() as selector:  # select() knows descriptors below 1024 only
-        selector.register(child.stdout, selectors.EVENT_READ)
-        while not line.endswith(b"\n"):
-            if not selector.select(max(0.0, end - time.monotonic())):
-                child.kill()
-                return f"the kernel {job['name']} was not built within {LONGEST:.0f} s"
-            part = os.read(child.stdout.fileno(), 1 << 16)
-            if not part:
-                return None
-            line += part
-    answer: dict[str, Any] = json.loads(line)
-    error = answer["error"]
-    return answer if error is None else f"the kernel {job['name']} cannot be built: {error}"
-
-
-def _last_line(file: Path) -> str:
-    """The last line in a child's output, in brackets."""
-    try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((f" ({line.strip()})" for line in reversed(lines) if line.strip()), "")

@@ -140,29 +140,33 @@ class CachedKernels:
         if self._build is not None and missing:
             for key, binary in self._build(missing).items():
                 try:
-                    self._keep(key, missing[key], self._context.load(binary, self._options))
+                    self._keep(key, missing[key], self._context.load(binary, self._options_of(missing[key])))
                 except RunError:
                     self._distrust(self._build)
-                    self._keep(key, missing[key], self._context.build(missing[key].text, self._options))
+                    self._keep(key, missing[key], self._context.build(missing[key].text, self._options_of(missing[key])))
             return
-        for newer in (False, True):  # these are compiled with other options
-            self._make_together({key: each for key, each in missing.items() if shuffles(each.text) == newer})
+        for ways in {(shuffles(each.text), each.options) for each in missing.values()}:  # each is compiled with other options
+            self._make_together({key: each for key, each in missing.items() if (shuffles(each.text), each.options) == ways})
 
     def _make_together(self, missing: Mapping[str, RequiredKernel]) -> None:
         """Load the program of these kernels from the cache, or compile it in this process."""
         if not missing:
             return
         entry = next(iter(missing)) if len(missing) == 1 else hashlib.sha256("".join(sorted(missing)).encode()).hexdigest()
-        program = self._from_cache(entry)
+        options = self._options_of(next(iter(missing.values())))
+        program = self._from_cache(entry, options)
         if program is not None:
             self._loaded |= {each.name: (entry, each) for each in missing.values()}
         else:
-            program = self._context.build(joined_texts([each.text for each in missing.values()]), self._options)
+            program = self._context.build(joined_texts([each.text for each in missing.values()]), options)
             self._compiled[entry] = program
         for key, each in missing.items():
             self._keep(key, each, program)
 
-    def _from_cache(self, entry: str, read: bytes | None = None) -> CompiledProgram | None:
+    def _options_of(self, wanted: RequiredKernel) -> Sequence[str]:
+        return (*self._options, *wanted.options)
+
+    def _from_cache(self, entry: str, options: Sequence[str], read: bytes | None = None) -> CompiledProgram | None:
         """The program of an entry, which is `read` perhaps; None if there is none that the driver takes. A refused entry is
         deleted.
         """
@@ -170,7 +174,7 @@ class CachedKernels:
         if binary is None:
             return None
         try:
-            return self._context.load(binary, self._options)
+            return self._context.load(binary, options)
         except RunError:
             self._cache.delete(entry)
             return None
@@ -220,13 +224,16 @@ class CachedKernels:
     def _load_one(self, key: str, wanted: RequiredKernel, carried: bytes | None, read: bytes | None) -> None:
         """Load a kernel that the bundle has `carried`, or the cache has, of which it is `read` perhaps."""
         if carried is None:
-            shared_as, program = key, self._from_cache(key, read)  # one at a time: all of them are megabytes
+            shared_as, program = (
+                key,
+                self._from_cache(key, self._options_of(wanted), read),
+            )  # one at a time: all of them are megabytes
         else:
             shared_as = f"{key} {hashlib.sha256(carried).hexdigest()}"
             program = self._shared.get(shared_as)
             if program is None:
                 with suppress(RunError):
-                    program = self._context.load(carried, self._options)
+                    program = self._context.load(carried, self._options_of(wanted))
         with self._more:
             if program is None:
                 self._refused[key] = wanted
@@ -322,7 +329,7 @@ def kernel_key(device: Device, wanted: RequiredKernel, options: Sequence[str]) -
     variants = sorted(set(map(variant, wanted.sizes))) if device.compiles_at_launch else []
     hashing = hashlib.sha256()
     text = device.with_instructions(wanted.text)
-    for part in (str(FORMAT_VERSION), device.key, "\n".join(options), text, "\n".join(variants)):
+    for part in (str(FORMAT_VERSION), device.key, "\n".join((*options, *wanted.options)), text, "\n".join(variants)):
         data = part.encode()
         hashing.update(len(data).to_bytes(_LENGTH_BYTES, "little"))
         hashing.update(data)

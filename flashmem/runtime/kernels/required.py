@@ -29,11 +29,12 @@ class KernelLaunch:
 
 @dataclass(frozen=True)
 class RequiredKernel:
-    """A kernel with its complete text and its launches."""
+    """A kernel with its complete text and its launches. `options`: of its build, in addition to the program's."""
 
     name: str
     text: str
     launches: tuple[KernelLaunch, ...]
+    options: tuple[str, ...] = ()
 
     @property
     def sizes(self) -> list[Size]:

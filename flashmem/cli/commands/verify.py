@@ -1,0 +1,62 @@
+"""`flashmem verify`: checks what a driver makes of each kernel of a bundle, and prints a table."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from flashmem.bundle.bundle import Bundle
+from flashmem.cli.output.console import emit_json, print_table
+from flashmem.runtime.checking.bundles import check_bundle_kernels
+from flashmem.runtime.checking.checks import CheckedKernel
+from flashmem.runtime.request.options import device_here
+
+
+def verify_bundle(path: Path, device: str | None, *, again: bool, as_json: bool) -> bool:
+    """Check the kernels of a bundle on a device. Returns whether all that will be used are right.
+
+    Raises:
+        UserError: no bundle, or no device that runs it.
+        RunError: no process that checks can be started.
+    """
+    bundle = Bundle.open(path)
+    found_device = device_here(device or "auto", prefer=bundle.descriptor.name)
+    checked = check_bundle_kernels(bundle, found_device, again=again)
+    usable = all(not each.finding.wrong or each.finding.options is not None for each in checked)
+    if as_json:
+        kernels = [_as_json(each) for each in checked]
+        emit_json({"device": found_device.name, "driver": found_device.key, "ok": usable, "kernels": kernels})
+        return usable
+    rows = [(each.trial.name, _size(each), _compared(each), _result(each)) for each in checked]
+    print_table(("kernel", "work-items", "elements compared", "result"), rows)
+    wrong = {each.trial.name: each.finding for each in checked if each.finding.wrong}
+    for name, finding in wrong.items():
+        use = "is used without optimisation" if finding.options is not None else "is not used: no build of it is right"
+        print(f"{name} {use}. {finding.wrong}")
+    print(f"{len(checked)} launches on {found_device.name}: {len(wrong)} kernels miscompiled")
+    return usable
+
+
+def _result(each: CheckedKernel) -> str:
+    if each.finding.wrong:
+        return "WRONG"
+    if each.known:
+        return "right (checked before)"
+    return "right" if each.verdict.compared or each.verdict.twin else each.verdict.note or "nothing to compare"
+
+
+def _compared(each: CheckedKernel) -> str:
+    return "" if each.known else f"{each.verdict.compared} + {each.verdict.twin}"
+
+
+def _size(each: CheckedKernel) -> str:
+    whole, group = each.trial.size
+    return " x ".join(map(str, whole)) + (f" in groups of {' x '.join(map(str, group))}" if group else "")
+
+
+def _as_json(each: CheckedKernel) -> dict[str, Any]:
+    return {
+        "kernel": each.trial.name, "size": each.trial.size, "known": each.known, "wrong": each.finding.wrong,
+        "options": each.finding.options, **{key: value for key, value in asdict(each.verdict).items() if key != "wrong"},
+    }  # fmt: skip

@@ -1,0 +1,32 @@
+"""Checks of all kernels of a bundle on a device."""
+
+from __future__ import annotations
+
+from flashmem.base.errors import UserError
+from flashmem.bundle.bundle import Bundle
+from flashmem.runtime.checking.checks import CheckedKernel, Report, check_kernels
+from flashmem.runtime.kernels.ahead_of_time import kernels_of, requests_of
+from flashmem.runtime.opencl.device import Device
+
+
+def check_bundle_kernels(
+    bundle: Bundle, device: Device, *, again: bool = False, report: Report = lambda fraction: None
+) -> list[CheckedKernel]:
+    """Check each kernel that sessions of `bundle` launch on `device`: of first and later runs, for each shape variant.
+
+    What earlier checks found right is not checked again, unless `again`.
+
+    Raises:
+        UserError: the device cannot run the bundle.
+        RunError: no process that checks can be started.
+    """
+    found: list[CheckedKernel] = []
+    for request in requests_of(bundle):
+        made = kernels_of(request, device)
+        if made is None:
+            raise UserError(
+                f"{bundle.path} is for {bundle.descriptor.name}, and {device.name} cannot run it as it is; compile the model for it"
+            )
+        program, kernels = made
+        found += check_kernels(kernels, program, device, again=again, report=report)
+    return found
