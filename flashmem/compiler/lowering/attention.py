@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -220,8 +221,9 @@ def _launch_tensor(context: LoweringContext, attention: _Attention, config: Tens
     values = {**attention.values, **context.epilogue_values(epilogue), "attributes": context.attributes(form.local), "f": form}
     masks = [_launch_mask_blocks(context, attention, form, epilogue)] if form.skips else []
     strides: list[int] = []
-    places = zip(attention.accesses, ("query", "key", "key", "query"), map(context.stored, attention.tensors), strict=True)
-    q, k, v, y = (_template_values(access, row, stored, strides, vectors=False) for access, row, stored in places)
+    rows, stored = ("query", "key", "key", "query"), map(context.stored, attention.tensors)
+    places = list(zip(attention.accesses, rows, stored, strict=True))
+    q, k, v, y = _each_template_values(places, strides, vectors=False)
     scaled = bool(attention.nodes) or attention.scale <= 0
     kernel = context.kernels.kernel(
         "attention/tensor_attention",
@@ -260,9 +262,10 @@ def _launch_whole(context: LoweringContext, attention: _Attention) -> None:
     form = form_of(config, w.rows, query.channels, value.channels, wide)
     epilogue = attention.body(context, form.vector, down=form.form == "rows" and form.vector > 1)
     strides: list[int] = []
-    places = zip(attention.accesses, ("query", "key", "key", "query"), map(context.stored, attention.tensors), strict=True)
+    rows, stored = ("query", "key", "key", "query"), map(context.stored, attention.tensors)
+    places = list(zip(attention.accesses, rows, stored, strict=True))
     vectors = context.descriptor.code.vector_loads and all(context.nbytes(each) < MOST_OFFSET for each in attention.tensors)
-    q, k, v, y = (_template_values(access, row, stored, strides, vectors=vectors) for access, row, stored in places)
+    q, k, v, y = _each_template_values(places, strides, vectors=vectors)
     for operand, access, each in zip((q, k, v), attention.accesses, attention.tensors, strict=False):
         operand["width"] = _width(access, context.stored(each)) if isinstance(form, KeyBlock) else 1
     kernel = context.kernels.kernel(
@@ -323,7 +326,7 @@ def _launch_split(context: LoweringContext, attention: _Attention, config: Split
     items = (form.lanes * chunks, -(-w.rows // form.rows), w.batches)
     context.launch(group, kernel, args, items, form.local, shape, macs=attention.macs, nbytes=nbytes, part="[chunks]")
     strides = []
-    y = _template_values(answer, "query", stored[3], strides, vectors=False)
+    y = _template_values(answer, "query", stored[3], strides, vectors=False, written=True)
     kernel = context.kernels.kernel("attention/join_chunks", y=y, strides=range(len(strides)), **values)
     args = [context.tensor(parts), context.tensor(group.output), *attention.dropped, *attention.filled]
     args += [*sizes, *attention.ends, *strides]
@@ -344,14 +347,23 @@ def _width(access: Access, stored: str) -> int:
     return width if access.channel == 1 and width >= 4 else 1
 
 
-def _template_values(access: Access, row: str, stored: str, strides: list[int], *, vectors: bool) -> dict[str, object]:
+def _each_template_values(
+    places: Sequence[tuple[Access, str, str]], strides: list[int], *, vectors: bool
+) -> Iterator[dict[str, object]]:
+    """Template values of the matrices of an attention, the last of which is written."""
+    for access, row, stored in places:
+        yield _template_values(access, row, stored, strides, vectors=vectors, written=access is places[-1][0])
+
+
+def _template_values(access: Access, row: str, stored: str, strides: list[int], *, vectors: bool, written: bool = False) -> dict[str, object]:
     """Template values of a matrix operand: offsets as expressions of `batch` and of `row`, and the stride between channels.
 
     `step` is the stride between rows; empty if rows have several. `stored` is the element type in memory. `scale`: bytes from a
     quantised row to its scale. `aligned`: rows have
     a multiple of four channels and start at a multiple of four elements, and the device reads them by vectors (`vectors`).
     Strides that the expressions name are appended to `strides`. They become kernel arguments, so that models share kernels
-    that differ in such sizes only.
+    that differ in such sizes only. The stride between channels is one where the matrix is `written`: NVIDIA's compiler
+    (580.159) computes some addresses wrongly where it is a number of the text (docs/research/opencl-notes.md).
     """
 
     def argument(stride: int) -> str:
@@ -368,7 +380,7 @@ def _template_values(access: Access, row: str, stored: str, strides: list[int], 
         "batch": batch,
         "row": rows,
         "step": "" if more else rows.removeprefix(f"{row} * ") if rows.startswith(f"{row} * ") else stride,
-        "channel": access.channel,
+        "channel": argument(access.channel) if written and access.channel != 1 else access.channel,
         "stored": stored,
         "scale": access.scale,
         "aligned": vectors and access.channel == 1 and not any(each % 4 for each in starts),
