@@ -189,7 +189,7 @@ def compile(
 
 
 def _miscompiled(bundle: Bundle, device: Device, progress: Progress) -> bool:
-    """Check the kernels of a bundle on its device, and warn of those that the driver miscompiles. Whether there are new ones."""
+    """Check the kernels of a bundle on its device, and warn of those that the driver miscompiles; whether some are new."""
     checked = check_bundle_kernels(bundle, device, report=lambda fraction: progress("check kernels", fraction))
     wrong = {each.trial.name: each.finding for each in checked if each.finding.wrong and not each.known}
     for name, finding in wrong.items():

@@ -63,7 +63,8 @@ Execute = Callable[[Machine], None]
 Put = Callable[[Machine, Value], None]
 
 _CONSTANTS: Final[dict[str, Number]] = {
-    "INFINITY": number(math.inf, "float"), "NAN": number(math.nan, "float"), "FLT_MAX": number(float(np.finfo(np.float32).max), "float"),
+    "INFINITY": number(math.inf, "float"), "NAN": number(math.nan, "float"),
+    "FLT_MAX": number(float(np.finfo(np.float32).max), "float"),
     "MAXFLOAT": number(float(np.finfo(np.float32).max), "float"), "FLT_MIN": number(float(np.finfo(np.float32).tiny), "float"),
     "FLT_EPSILON": number(2.0**-23, "float"), "M_PI_F": number(math.pi, "float"),
     "INT_MAX": number(2**31 - 1, "int"), "INT_MIN": number(-(2**31), "int"), "UINT_MAX": number(2**32 - 1, "uint"),
@@ -332,7 +333,8 @@ class Compiler:
         made = self._EXPRESSIONS.get(type(node))
         if made is None:
             raise UnknownTextError(f"a {type(node).__name__}")
-        return made(self, node)
+        evaluate: Evaluate = made(self, node)
+        return evaluate
 
     def _literal(self, node: Literal) -> Evaluate:
         made = _literal(node.text)

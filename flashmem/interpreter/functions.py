@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any, Final
@@ -171,21 +172,25 @@ def _test(f: Callable[[Array], Array]) -> Function:
         holds = f(x.v)
         if holds.ndim == 1:
             return Number(holds.astype(np.int32), doubt)
-        return Number(-holds.astype(np.int32 if x.v.dtype.itemsize == 4 else np.int16), doubt)
+        return Number(np.negative(holds.astype(np.int32 if x.v.dtype.itemsize == 4 else np.int16)), doubt)
 
     return apply
 
 
-def _any(x: Number) -> Number:
+def _joined(x: Number, join: Any) -> Number:
+    """any() and all(): of the highest bits of a vector's elements."""
     if x.v.ndim == 1:
         return Number((x.v < 0).astype(np.int32), x.e)
-    return Number((x.v < 0).any(1).astype(np.int32), None if x.e is None else known((x.e > 0).any(1).astype(np.float64)))
+    doubt = None if x.e is None else np.asarray((x.e > 0).any(1), np.float64)
+    return Number(np.asarray(join(x.v < 0, 1), np.int32), known(doubt))
+
+
+def _any(x: Number) -> Number:
+    return _joined(x, np.any)
 
 
 def _all(x: Number) -> Number:
-    if x.v.ndim == 1:
-        return _any(x)
-    return Number((x.v < 0).all(1).astype(np.int32), None if x.e is None else known((x.e > 0).any(1).astype(np.float64)))
+    return _joined(x, np.all)
 
 
 def _remainder(x: Number, y: Number) -> Number:
@@ -264,9 +269,8 @@ def _rounded_away(v: Array) -> Array:
 
 
 def _erf(v: Array) -> Array:
-    import math
-
-    return np.vectorize(math.erf, otypes=[np.float64])(v)
+    made: Array = np.vectorize(math.erf, otypes=[np.float64])(v)
+    return made
 
 
 def _wide_product(x: Number, y: Number) -> Number:
@@ -287,18 +291,57 @@ def _scalbn(x: Number, n: Number) -> Number:
 _FUNCTIONS: Final[dict[str, Function]] = {
     **_exact_table(),
     "round": _monotone(_rounded_away, 0.0, exact=True),
-    "exp": _monotone(np.exp, 4), "exp2": _monotone(np.exp2, 4), "exp10": _monotone(lambda v: np.power(10.0, v), 4),
-    "expm1": _monotone(np.expm1, 4), "log": _monotone(np.log, 4), "log2": _monotone(np.log2, 4), "log10": _monotone(np.log10, 4),
-    "log1p": _monotone(np.log1p, 4), "sqrt": _monotone(np.sqrt, 4), "rsqrt": _monotone(lambda v: 1.0 / np.sqrt(v), 4),
-    "cbrt": _monotone(np.cbrt, 4), "tanh": _monotone(np.tanh, 5), "sinh": _monotone(np.sinh, 4), "asin": _monotone(np.arcsin, 4),
-    "acos": _monotone(np.arccos, 4), "atan": _monotone(np.arctan, 5), "asinh": _monotone(np.arcsinh, 4),
-    "acosh": _monotone(np.arccosh, 4), "atanh": _monotone(np.arctanh, 5), "erf": _monotone(_erf, 16),
+    "exp": _monotone(np.exp, 4),
+    "exp2": _monotone(np.exp2, 4),
+    "exp10": _monotone(lambda v: np.power(10.0, v), 4),
+    "expm1": _monotone(np.expm1, 4),
+    "log": _monotone(np.log, 4),
+    "log2": _monotone(np.log2, 4),
+    "log10": _monotone(np.log10, 4),
+    "log1p": _monotone(np.log1p, 4),
+    "sqrt": _monotone(np.sqrt, 4),
+    "rsqrt": _monotone(lambda v: 1.0 / np.sqrt(v), 4),
+    "cbrt": _monotone(np.cbrt, 4),
+    "tanh": _monotone(np.tanh, 5),
+    "sinh": _monotone(np.sinh, 4),
+    "asin": _monotone(np.arcsin, 4),
+    "acos": _monotone(np.arccos, 4),
+    "atan": _monotone(np.arctan, 5),
+    "asinh": _monotone(np.arcsinh, 4),
+    "acosh": _monotone(np.arccosh, 4),
+    "atanh": _monotone(np.arctanh, 5),
+    "erf": _monotone(_erf, 16),
     "erfc": _monotone(lambda v: 1.0 - _erf(v), 16),
-    "sin": _bounded(np.sin, 4), "cos": _bounded(np.cos, 4), "tan": _tangent, "pow": _power, "powr": _power,
     "cosh": _even_cosine,
-    "fma": _exact_multiply_add, "mad": _multiply_add, "mad24": _wide_multiply_add, "mul24": _wide_product,
-    "fmax": _larger, "max": _larger, "fmin": _lesser, "min": _lesser, "clamp": _within,
-    "select": _select, "isnan": _test(np.isnan), "isinf": _test(np.isinf), "isfinite": _test(np.isfinite), "signbit": _test(np.signbit),
-    "any": _any, "all": _all, "fmod": _remainder, "dot": _dot, "sign": _sign, "copysign": _copysign, "mul_hi": _high_product,
-    "fabs": _absolute, "abs": _absolute, "add_sat": _saturated("+"), "sub_sat": _saturated("-"), "ldexp": _scalbn,
-}  # fmt: skip
+    "sin": _bounded(np.sin, 4),
+    "cos": _bounded(np.cos, 4),
+    "tan": _tangent,
+    "pow": _power,
+    "powr": _power,
+    "fma": _exact_multiply_add,
+    "mad": _multiply_add,
+    "mad24": _wide_multiply_add,
+    "mul24": _wide_product,
+    "mul_hi": _high_product,
+    "fmax": _larger,
+    "max": _larger,
+    "fmin": _lesser,
+    "min": _lesser,
+    "clamp": _within,
+    "select": _select,
+    "isnan": _test(np.isnan),
+    "isinf": _test(np.isinf),
+    "isfinite": _test(np.isfinite),
+    "signbit": _test(np.signbit),
+    "any": _any,
+    "all": _all,
+    "fmod": _remainder,
+    "dot": _dot,
+    "sign": _sign,
+    "copysign": _copysign,
+    "fabs": _absolute,
+    "abs": _absolute,
+    "add_sat": _saturated("+"),
+    "sub_sat": _saturated("-"),
+    "ldexp": _scalbn,
+}

@@ -22,8 +22,10 @@ GAP = 64
 
 @dataclass(frozen=True)
 class Written:
-    """What work-groups wrote to one argument: for each copy of the memory, the elements in the parameter's type, which of them were
-    written, and their error bounds (None if all are exact).
+    """What work-groups wrote to one argument.
+
+    For each copy of the memory: its elements in the parameter's type, which of them were written, and their error bounds (None
+    if all are exact).
     """
 
     parameter: Parameter

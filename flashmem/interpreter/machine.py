@@ -18,8 +18,8 @@ class Machine:
     """All work-items of some work-groups, each group `copies` times with memory of its own.
 
     They execute each statement together, so that every barrier holds. `mask`: those that take part, None for all. `lost`: those
-    of work-groups whose way depends on a number that another implementation may round to the other side: nothing that they write
-    from there on is known.
+    of work-groups whose way depends on a number that another implementation may round to the other side: nothing is known of
+    what they write from there on.
     """
 
     def __init__(

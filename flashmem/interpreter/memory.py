@@ -13,11 +13,11 @@ from flashmem.interpreter.values import DTYPES, Array, Number, chosen, known
 
 
 class Memory:
-    """Bytes that work-items share: several copies of `nbytes`, of which each work-item has one, which begins at `base`.
+    """Bytes that work-items share: copies of `nbytes` each, of which a work-item has the one that begins at its `base`.
 
-    `errors` and `written` have an element for each `unit` bytes, and are None until they are needed. `writer` has the work-item
-    that wrote last, plus one, where `watched`: if two write different numbers to one place, the error there is infinite, because
-    OpenCL does not say which comes last.
+    `errors` and `written` have an element for each `unit` bytes, and are None until they are needed. Where `watched`, it is
+    known which work-item wrote last: if two write different numbers to one place, the error there is infinite, because OpenCL
+    does not say which comes last.
     """
 
     def __init__(self, name: str, data: Array, nbytes: int, base: Array, unit: int, *, watched: bool = False) -> None:
@@ -46,7 +46,7 @@ class Memory:
             at = int(np.broadcast_to(offset, inside.shape)[bad])
             raise OutsideError(f"a work-item {how} byte {at} of {self.name!r}, which has {self.nbytes}")
         places = (offset + self.base) // size
-        return places if width == 1 else places[:, None] + np.arange(width)
+        return np.asarray(places if width == 1 else places[:, None] + np.arange(width))
 
     def load(self, offset: Array, type_: Type, mask: Array | None, width: int) -> Number:
         """The numbers at a byte offset of each work-item."""

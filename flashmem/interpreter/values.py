@@ -1,13 +1,13 @@
 """Numbers of all work-items at a time, with their type and a bound of their rounding error.
 
-A number has an array `v` of its OpenCL type: one element a work-item, or `width` in a row; of one row if all work-items have the
-same. Arithmetic is that of the type: floats are rounded after each operation, integers wrap.
+A number has an array `v` of its OpenCL type: one element a work-item, or `width` in a row; of one row if all work-items have
+the same. Arithmetic is that of the type: floats are rounded after each operation, integers wrap.
 
 `e` bounds how far another correct implementation may be from `v` (running error analysis: Higham, Accuracy and Stability of
-Numerical Algorithms, 2002, section 3.3). None is zero everywhere. An error begins where OpenCL leaves freedom: a product that is
-added may be fused; a division and each function of its own has the error in ULP that the specification allows (OpenCL 3.0,
-section 7.4, the larger of the full and the embedded profile). From there it is carried on. An integer has an error if it comes
-from a number that could be on the other side of a comparison or rounding: infinite, if what follows from it is not known.
+Numerical Algorithms, 2002, section 3.3). None is zero everywhere. An error begins where OpenCL leaves freedom: a product that
+is added may be fused; a division and each function has the error in ULP that the specification allows (OpenCL 3.0, section 7.4,
+the larger of the full and the embedded profile). From there it is carried on. An integer has an error if it comes from a number
+that could be on the other side of a comparison or rounding: infinite, if what follows from it is not known.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DTYPES: Final[dict[str, Any]] = {
 }  # fmt: skip
 
 INT: Final = DTYPES["int"]
-_SIGNED: Final = {1: np.dtype(np.int8), 2: np.dtype(np.int16), 4: np.dtype(np.int32), 8: np.dtype(np.int64)}
+_SIGNED: Final[dict[int, Any]] = {1: np.dtype(np.int8), 2: np.dtype(np.int16), 4: np.dtype(np.int32), 8: np.dtype(np.int64)}
 _ROUNDING: Final = {2: 2.0**-11, 4: 2.0**-24, 8: 2.0**-53}  # half a unit in the last place of 1, by size
 _RANK: Final = {
     np.dtype(t): rank for rank, t in enumerate((np.int32, np.uint32, np.int64, np.uint64, np.float16, np.float32, np.float64))
@@ -55,7 +55,7 @@ class Number:
     @property
     def is_uniform(self) -> bool:
         """Whether all work-items have the same, known as one row."""
-        return self.v.shape[0] == 1
+        return len(self.v) == 1
 
 
 def number(value: float, kind: str) -> Number:
@@ -79,7 +79,7 @@ def added(*errors: Array | None) -> Array | None:
 
 def is_float(v: Array) -> bool:
     """Whether an array has floating-point numbers."""
-    return v.dtype.kind == "f"
+    return bool(v.dtype.kind == "f")
 
 
 def unit(v: Array) -> float:
@@ -147,7 +147,8 @@ def reinterpreted(x: Number, dtype: Any, width: int) -> Number:
     if x.e is None:
         return Number(made)
     if v.dtype.itemsize != dtype.itemsize:
-        return Number(made, np.where(x.e.reshape(rows, -1).any(1, keepdims=True), np.inf, 0.0) * np.ones((1, width)) if width > 1 else np.where(x.e.reshape(rows, -1).any(1), np.inf, 0.0))  # fmt: skip
+        doubtful = np.where(x.e.reshape(rows, -1).any(1), np.inf, 0.0)
+        return Number(made, known(np.repeat(doubtful[:, None], width, 1) if width > 1 else doubtful))
     if is_float(v) and dtype.kind in "iu":  # neighbouring floats have neighbouring bits
         apart = np.ceil(x.e / np.spacing(np.abs(v) + np.array(0, v.dtype)).astype(np.float64)) + 1.0
         return Number(made, known(np.where(x.e > 0, apart, 0.0)))
@@ -222,7 +223,7 @@ def compared(sign: str, a: Number, b: Number) -> Number:
     e = _doubtful(a.v, b.v, added(a.e, b.e))
     if holds.ndim == 1:
         return Number(holds.astype(np.int32), e)
-    return Number(-holds.astype(_SIGNED[a.v.dtype.itemsize]), e)
+    return Number(np.negative(holds.astype(_SIGNED[a.v.dtype.itemsize])), e)
 
 
 _COMPARE: Final = {
@@ -289,7 +290,7 @@ def rounded_apart(v: Array, exact: Array, e: Array) -> Array | None:
 
 
 def settled(v: Array, e: Array | None, *operands: Number) -> Array | None:
-    """An error bound, for results that are infinite or NaN: none, if the operands' errors are finite, as nothing is near them."""
+    """An error bound; of results that are infinite or NaN it is zero, if the operands' are finite, as nothing is near them."""
     if e is None or math.isfinite(e.sum()):  # an infinite number has an infinite bound, or NaN
         return e
     known_operands = np.ones((1,) * v.ndim, bool)
@@ -366,7 +367,7 @@ def _logic_error(sign: str, a: Number, b: Number) -> Array | None:
 
 
 def chosen(condition: Number, yes: Number, no: Number) -> Number:
-    """`yes` where a condition of 0 and not 0 holds, else `no`, of one type; with the difference as error where it is doubtful."""
+    """`yes` where a condition is not 0, else `no`, of one type; with their difference as error where it is doubtful."""
     holds = condition.v != 0
     if holds.ndim == 1 and (yes.v.ndim == 2 or no.v.ndim == 2):
         holds = holds[:, None]

@@ -56,7 +56,7 @@ KINDS: Sequence[Miscompilation] = (
     Miscompilation("a sign", r"([\w\])]) - (\w)", r"\1 + \2"),
     Miscompilation("a comparison", r"(\w) < (\w+)\)", r"\1 <= \2)"),
     Miscompilation("a shift", r">> 4", ">> 3"),
-    Miscompilation("a constant", r"\b(\d\.\d+e[+-]\d+f)", r"(\1 * 1.001f)"),
+    Miscompilation("a constant", r"\b(\d\.\d+e[+-]\d+f)", r"(\1 * 2.0f)"),
     Miscompilation("a stride", r"\* (stride\d|depth|columns|width|inner)\b", r"* (\1 + 1)"),
     Miscompilation("a lane's place", r"get_local_id\(0\)", "(get_local_id(0) ^ 1)"),
     Miscompilation("the larger for the smaller", r"\b(fm_max|fmax|max)\(([^(),]+), ", r"min(\2, "),

@@ -355,7 +355,9 @@ def _each_template_values(
         yield _template_values(access, row, stored, strides, vectors=vectors, written=access is places[-1][0])
 
 
-def _template_values(access: Access, row: str, stored: str, strides: list[int], *, vectors: bool, written: bool = False) -> dict[str, object]:
+def _template_values(
+    access: Access, row: str, stored: str, strides: list[int], *, vectors: bool, written: bool = False
+) -> dict[str, object]:
     """Template values of a matrix operand: offsets as expressions of `batch` and of `row`, and the stride between channels.
 
     `step` is the stride between rows; empty if rows have several. `stored` is the element type in memory. `scale`: bytes from a

@@ -25,7 +25,8 @@ def check_bundle_kernels(
         made = kernels_of(request, device)
         if made is None:
             raise UserError(
-                f"{bundle.path} is for {bundle.descriptor.name}, and {device.name} cannot run it as it is; compile the model for it"
+                f"{bundle.path} is for {bundle.descriptor.name}, and {device.name} cannot run it as it is; compile the "
+                "model for this device"
             )
         program, kernels = made
         found += check_kernels(kernels, program, device, again=again, report=report)

@@ -55,8 +55,8 @@ Bytes = NDArray[np.uint8]
 class Verdict:
     """The result of a check: `wrong` says what a kernel did, or is "" if all is right.
 
-    `compared` counts elements that were compared with the interpreter, `twin` those compared with the unoptimised kernel. `note`:
-    what could not be checked.
+    `compared` counts elements that were compared with the interpreter, `twin` those compared with the unoptimised kernel's.
+    `note`: what could not be checked.
     """
 
     wrong: str = ""
@@ -98,7 +98,7 @@ def check_kernel(context: Context, trial: Trial, options: Sequence[str], *, prog
     """
     begun = perf_counter()
     try:
-        kernel = interpreted(trial.text, trial.name, _forms(context, trial.text))
+        kernel = interpreted(trial.text, trial.name, forms(context, trial.text))
     except UnknownTextError as error:
         kernel = None
         note = f"not compared with the interpreter, which does not know {error}"
@@ -108,7 +108,7 @@ def check_kernel(context: Context, trial: Trial, options: Sequence[str], *, prog
     if kernel is None:
         return Verdict(note=note, seconds=perf_counter() - begun)
     try:
-        check = _Check(context, trial, kernel)
+        check = Launch(context, trial, kernel)
         return check.run(program, context.build(trial.text, [*options, UNOPTIMISED]), begun)
     except _WrongError as error:
         return Verdict(str(error), seconds=perf_counter() - begun)
@@ -116,10 +116,13 @@ def check_kernel(context: Context, trial: Trial, options: Sequence[str], *, prog
         return Verdict(f"{trial.name}: {error}", seconds=perf_counter() - begun)
 
 
-class _Check:
+class Launch:
+    """One launch on a device: its drawn memory, what it writes, and what it should write."""
+
     def __init__(self, context: Context, trial: Trial, kernel: InterpretedKernel) -> None:
         self._context, self._trial, self._kernel = context, trial, kernel
         self._queue: Queue = context.queue()
+        self._whole = False  # whether the interpreter executes all work-groups
         self._memory: dict[str, _Memory] = {}
         self._order: list[_Memory | TrialArgument] = []
         written = {
@@ -197,17 +200,29 @@ class _Check:
                     raise _WrongError(f"{name} writes {where} the memory of {memory.parameter.name!r}")
             content = read[GUARD:-GUARD]
             if memory.written:
+                last = memory.argument.writable
+                if not np.array_equal(content[last:], memory.of(draw)[last:]):
+                    raise _WrongError(f"{name} writes behind the last element of {memory.parameter.name!r}")
                 found[place] = content
             elif not np.array_equal(content, memory.of(draw)):
                 raise _WrongError(f"{name} writes to {memory.parameter.name!r}, which it only reads")
         return found
+
+    def results_of(self, program: CompiledProgram, draw: int) -> dict[str, Bytes]:
+        """What the launch writes to each argument that it may write, by place."""
+        arguments, whole = self._device_memory(draw)
+        self._queue.launch(self._launch(program, arguments))
+        self._queue.finish()
+        return self._results(whole, draw, "the driver's kernel")
 
     # -- the comparisons
 
     def run(self, program: CompiledProgram, twin: CompiledProgram, begun: float) -> Verdict:
         """Compare all draws. Raises _WrongError."""
         group = self._trial.size[1] or (1,) * len(self._trial.size[0])
-        expected = self._interpret(_sample(self._trial.size[0], group, self._trial.key), group)
+        groups = _sample(self._trial.size[0], group, self._trial.key)
+        self._whole = len(groups) == int(np.prod([-(-n // each) for n, each in zip(self._trial.size[0], group, strict=True)]))
+        expected = self._interpret(groups, group)
         compared = same = 0
         note = ""
         for draw in range(len(DRAWS)):
@@ -262,8 +277,10 @@ class _Check:
         return [(written, by_name[written.parameter.name]) for written in done if written.parameter.name in by_name]
 
     def _compare(self, result: Bytes, written: Written, draw: int) -> int:
-        """Compare the elements that the interpreter wrote; their number."""
+        """Compare the elements that the interpreter wrote, and if it executed the whole launch, all of them; their number."""
         want, where = written.elements[draw], written.where[draw]
+        if self._whole:
+            where = np.ones_like(where)
         got = result[: want.nbytes].view(want.dtype)
         bound = None if written.errors is None else written.errors[draw]
         difference = _beyond(got, want, None if bound is None else SAFETY * bound)
@@ -271,8 +288,8 @@ class _Check:
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])
             raise _WrongError(
-                f"{self._trial.name}: {int(wrong.sum())} of {int(where.sum())} elements of {written.parameter.name!r} are wrong with "
-                f"{DRAWS[draw]} numbers; element {at} is {got[at]} and should be {want[at]}"
+                f"{self._trial.name}: {int(wrong.sum())} of {int(where.sum())} elements of {written.parameter.name!r} are "
+                f"wrong with {DRAWS[draw]} numbers; element {at} is {got[at]} and should be {want[at]}"
                 + (f" within {SAFETY * float(bound[at]):.2g}" if bound is not None and bound[at] else "")
             )
         return int(where.sum()) if bound is None else int((where & np.isfinite(bound)).sum())
@@ -319,7 +336,7 @@ class _Check:
                     raise _WrongError(f"{self._trial.name}: run {repetition + 2} of the same launch has another result")
 
 
-def _forms(context: Context, text: str) -> tuple[tuple[str, str], ...]:
+def forms(context: Context, text: str) -> tuple[tuple[str, str], ...]:
     """Names that the functions of the device's instructions define and that choose a form of numbers in the text itself."""
     ahead = context.device.with_instructions(text)
     return tuple((name, "1") for name in _FORMS if f"#define {name}\n" in ahead)
@@ -334,16 +351,12 @@ def _guard() -> Bytes:
 
 def _beyond(got: NDArray[Any], want: NDArray[Any], allowed: NDArray[Any] | None) -> NDArray[np.bool_]:
     """Where two arrays differ by more than is allowed; NaN equals NaN, and infinity itself."""
-    if got.dtype.kind != "f":
-        if allowed is None:
-            return got != want
-        return np.abs(got.astype(np.float64) - want.astype(np.float64)) > np.floor(allowed)
-    same = (got == want) | (np.isnan(got) & np.isnan(want))
-    if allowed is None:
-        return ~same
     with np.errstate(all="ignore"):
-        near = np.abs(got.astype(np.float64) - want.astype(np.float64)) <= allowed + _SMALLEST
-    return ~(same | near | ~np.isfinite(allowed))
+        difference = np.abs(got.astype(np.float64) - want.astype(np.float64))
+        if got.dtype.kind != "f":
+            return np.asarray(got != want if allowed is None else difference > np.floor(allowed))
+        same = (got == want) | (np.isnan(got) & np.isnan(want))
+        return np.asarray(~same if allowed is None else ~(same | (difference <= allowed + _SMALLEST) | ~np.isfinite(allowed)))
 
 
 _SMALLEST = 2.0**-125

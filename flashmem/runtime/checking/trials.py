@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flashmem.base.types import ITEMSIZE
 from flashmem.program.program import Program
 from flashmem.runtime.kernels.required import KernelLaunch, RequiredKernel, Size
 
@@ -17,12 +19,13 @@ class TrialArgument:
     """One argument of a launch.
 
     `kind` is "buffer", "image", "int" or "float". `value` of a number; `shape` of a texture: width, height and channel type;
-    `nbytes` of a buffer. Arguments of the same `place` are the same memory.
+    `nbytes` of a buffer, of which a kernel may write the first `writable`. Arguments of the same `place` are the same memory.
     """
 
     kind: str
     value: float = 0
     nbytes: int = 0
+    writable: int = 0
     shape: tuple[int, int, str] = (0, 0, "")
     place: str = ""
 
@@ -79,7 +82,9 @@ def _arguments(use: KernelLaunch, program: Program) -> Sequence[TrialArgument]:
         if arg.kind == "slice":
             found.append(_memory(slices[str(arg.value)], place))
         elif arg.kind == "tensor":
-            found.append(TrialArgument("buffer", nbytes=tensors[str(arg.value)].nbytes, place=place))
+            tensor = tensors[str(arg.value)]
+            elements = ITEMSIZE[tensor.dtype] * math.prod(tensor.shape)
+            found.append(TrialArgument("buffer", nbytes=tensor.nbytes, writable=elements, place=place))
         elif arg.kind == "constant":
             found.append(TrialArgument("buffer", nbytes=arg.nbytes, place=place))
         else:
@@ -97,4 +102,4 @@ def _arguments(use: KernelLaunch, program: Program) -> Sequence[TrialArgument]:
 def _memory(part: Any, place: str) -> TrialArgument:
     if part.is_image:
         return TrialArgument("image", shape=(part.width, part.height, part.channel), place=place)
-    return TrialArgument("buffer", nbytes=part.file_bytes, place=place)
+    return TrialArgument("buffer", nbytes=part.file_bytes, writable=part.file_bytes, place=place)

@@ -144,7 +144,7 @@ class KernelBuilder:
 
 
 def kernels_of(request: BuildRequest, device: Device) -> tuple[Program, tuple[RequiredKernel, ...]] | None:
-    """The program as `device` runs it, and all kernels that a session without options needs: first and later runs, copies, chains.
+    """The program as `device` runs it, and the kernels of a session without options: first and later runs, copies, chains.
 
     None: the device cannot run it, or kernels with stream lanes are not known yet.
     """

@@ -1,8 +1,8 @@
 """What checks have found of kernels on a device, and how each is compiled therefore (`flashmem.runtime.checking`).
 
-One file a device and driver, `checks/KEY.json` beside the program cache: for each kernel's text the launches that were right, or
-what was wrong. A kernel that its driver miscompiles is compiled without optimisation, if that is right, and else refused. Like
-the program cache, the file is the user's own, and any doubt about it is a miss.
+One file a device and driver, `checks/KEY.json` beside the program cache: for each kernel's text the launches that were right,
+or what was wrong. A kernel that its driver miscompiles is compiled without optimisation, if that is right, and else refused.
+Like the program cache, the file is the user's own, and any doubt about it is a miss.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Verdicts:
         return {key: finding for key, finding in self._found.items() if finding.wrong}
 
     def keep(self, found: Mapping[str, Finding]) -> None:
-        """Add findings, and write the file, which another process may have written since. A file that cannot be written is left."""
+        """Add findings, and write the file, which another process may have written since, if it can be written."""
         self._found = self._read() | self._found
         for key, finding in found.items():
             before = self[key]
@@ -99,8 +99,8 @@ class Verdicts:
             return kernel
         if finding.options is None:
             raise RunError(
-                f"the driver of {self._device.name} miscompiles the kernel {kernel.name} ({finding.wrong}); use another driver or "
-                "device, or clear what is known with flashmem cache clear after an update of the driver"
+                f"the driver of {self._device.name} miscompiles the kernel {kernel.name} ({finding.wrong}); use another driver "
+                "or device"
             )
         return replace(kernel, options=finding.options)
 
