@@ -18,8 +18,8 @@ def drawn_bytes(nbytes: int, element: str, draw: str, salt: str, *, weights: boo
     """`nbytes` bytes of elements of an OpenCL type. `salt` distinguishes the arguments of a launch. `weights`: packed weights.
 
     Floats are in [0.5, 2) with either sign for "signed", in [32, 33) for "offset", and 2^-10 of the first for "tiny". Integers
-    of one byte have all values; others are small, so that most are valid as indices. Bytes of packed weights may contain scales in
-    any place: each pair or four of them is a float of moderate size.
+    of one byte have all values; others are small, so that most are valid as indices. Bytes of packed weights may contain scales
+    in any place: each pair or four of them is a float of moderate size.
     """
     spread = _spread(nbytes // _SIZES[element] + 1, salt, draw)
     if element in ("float", "double"):

@@ -2,8 +2,9 @@
 
     python -m tests.runtime.checking.imitations --device pocl [--count 40] [--seed 0]
 
-Each changes a kernel's text at one drawn place (`tests.support.miscompiled`), and the driver compiles that. Only changes with an effect count: the changed kernel writes other bits than the right one, of drawn memory, or ends the process. The right
-kernels are checked too, and must be found right.
+Each changes a kernel's text at one drawn place (`tests.support.miscompiled`), and the driver compiles that. Only changes with an
+effect count: the changed kernel writes other bits than the right one, of drawn memory, or ends the process. The right kernels
+are checked too, and must be found right.
 """
 
 from __future__ import annotations
