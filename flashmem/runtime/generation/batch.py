@@ -217,7 +217,7 @@ class BatchGenerator:
             RunError: the generator is closed.
         """
         wanted, tokens = TextRequest.resolved(**options), self.tokens_of(prompt)
-        request = _Request(tokens, GeneratedText(self.language, self.tokenizer, tokens, wanted))
+        request = _Request(tokens, GeneratedText(self.language, self.tokenizer, wanted))
         with self._lock:
             if self._is_closed:
                 raise RunError("the generator is closed; open a new one")
