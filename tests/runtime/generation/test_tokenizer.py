@@ -15,6 +15,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Reference
 
 from flashmem.bundle.language import PATTERNS, SPACE_PREFIXES, Language
+from flashmem.runtime.generation import byte_pairs as byte_pairs_module
 from flashmem.runtime.generation import tokenizer
 from flashmem.runtime.generation.byte_pairs import BytePairs
 from flashmem.runtime.generation.joining import joined
@@ -73,6 +74,12 @@ def test_long_words(pattern: str) -> None:
     for count in (1 << 8, 1 << 12):
         assert joined("a" * count, rank) == ["a" * count]
     assert looked[1 << 12] <= 17 * looked[1 << 8]
+
+
+def test_kinds_of_rare_characters_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(byte_pairs_module, "_KNOWN_CHARACTERS", 2)
+    kinds = byte_pairs_module._Kinds()
+    assert "a1 b\n!".translate(kinds) == "LN LRO" and [*kinds] == [ord("a"), ord("1")]
 
 
 @settings(max_examples=200)
