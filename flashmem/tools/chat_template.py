@@ -1,21 +1,40 @@
-"""Conversations by a chat template in Jinja, as the library transformers renders it. The runtime loads this module by name, for
-templates that are no fixed texts around the messages."""
+"""A process that renders a chat template in Jinja, as the library transformers does, for `flashmem.bundle.chat_templates`.
+
+It reads JSON from stdin, limits its own time and memory, and writes for each conversation a text or why there is none.
+"""
 
 from __future__ import annotations
 
+import json
+import resource
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flashmem.base.errors import UserError
+from flashmem.base.child_processes import end_with
 
 
-def rendered(template: str, marks: Mapping[str, str], messages: Sequence[Mapping[str, str]]) -> str:
-    """The text of `messages`, up to where the assistant speaks. `marks`: names that the template uses, such as `bos_token`.
+def main() -> None:
+    """Answer the request on stdin; the argument is the id of the parent's process."""
+    if not end_with(int(sys.argv[1])):
+        return
+    asked = json.loads(sys.stdin.buffer.read())
+    limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_CPU: asked["seconds"], resource.RLIMIT_AS: asked["bytes"]}
+    for kind, most in limits.items():
+        hard = resource.getrlimit(kind)[1]
+        least = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (least, least))
+    render = _renderer(asked["template"], asked["marks"], clock=asked["clock"])
+    answers = [_answer(render, messages, asked["most_characters"]) for messages in asked["conversations"]]
+    json.dump(answers, sys.stdout)
 
-    Raises:
-        UserError: the template refuses the messages, or is none.
-    """
+
+_Render = Callable[[Sequence[Mapping[str, str]]], str]
+
+
+def _renderer(template: str, marks: Mapping[str, str], *, clock: bool) -> _Render:
+    """A function that renders the template; it raises any error. `marks`: names that it uses, such as `bos_token`."""
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -25,9 +44,25 @@ def rendered(template: str, marks: Mapping[str, str], messages: Sequence[Mapping
     environment: Any = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    environment.globals |= {"raise_exception": refuse, "strftime_now": time.strftime}
+    environment.globals |= {"raise_exception": refuse} | ({"strftime_now": time.strftime} if clock else {})
+
+    def render(messages: Sequence[Mapping[str, str]]) -> str:
+        return str(environment.from_string(template).render(messages=messages, add_generation_prompt=True, **marks))
+
+    return render
+
+
+def _answer(render: _Render, messages: Sequence[Mapping[str, str]], most_characters: int) -> dict[str, str]:
     try:
-        made = environment.from_string(template)
-        return str(made.render(messages=[dict(each) for each in messages], add_generation_prompt=True, **marks))
+        text = render(messages)
+    except MemoryError:
+        raise
     except Exception as error:  # a template may raise anything
-        raise UserError(f"the model's chat template refuses the conversation: {' '.join(str(error).split())}") from error
+        return {"refused": " ".join(str(error).split())[:500]}
+    if len(text) > most_characters:
+        return {"refused": f"it makes {len(text)} characters of it, and {most_characters} are possible"}
+    return {"text": text}
+
+
+if __name__ == "__main__":
+    main()

@@ -18,6 +18,8 @@ import pytest
 
 from flashmem import Session
 from flashmem.base.errors import RunError, UserError
+from flashmem.bundle import chat_templates
+from flashmem.bundle.language import Template
 from flashmem.cli.commands import compiling
 from flashmem.profiler import sessions
 from flashmem.runtime.kernels import build_processes as kernel_processes
@@ -52,6 +54,7 @@ STARTS: dict[str, Callable[[Path], object]] = {
     "points": lambda folder: points._run_apart({"bundle": "none", "plan": {}}),
     "sessions": lambda folder: sessions._open(folder / "none", CPUS[0], folder / "cache"),
     "surroundings": lambda folder: surroundings._refusal("/none.so"),
+    "chat_templates": lambda folder: chat_templates.rendered(Template("x", {}), [[]], most_characters=1),
 }
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
@@ -36,16 +36,20 @@ from flashmem.runtime.generation.options import ModelOpening, OpeningOptions, Te
 from flashmem.runtime.generation.prompts import Prompt, tokens_of
 from flashmem.runtime.generation.tokenizer import Tokenizer
 
+Piece = str | Exception | None
+"""A piece of a text, or what ended the request before its end, or None at the end."""
+
 
 class _Request:
     """A request: its tokens, of which `read` are in the cache of its row, and what its client gets.
 
-    `reused`: tokens of an earlier prompt that it need not read.
+    `reused`: tokens of an earlier prompt that it need not read. `deliver` gets what else is in `pieces`.
     """
 
-    def __init__(self, tokens: Sequence[int], made: GeneratedText) -> None:
+    def __init__(self, tokens: Sequence[int], made: GeneratedText, deliver: Callable[[Piece], None] | None = None) -> None:
         self.tokens, self.made, self.prompt, self.read, self.reused = list(tokens), made, len(tokens), 0, 0
-        self.pieces: SimpleQueue[str | Exception | None] = SimpleQueue()  # None at the end
+        self.pieces: SimpleQueue[Piece] = SimpleQueue()
+        self.put = deliver or self.pieces.put
         self.is_cancelled = False
         self.report: GenerationReport | None = None
         self._begun, self._first, self._last, self._nbytes = perf_counter(), 0.0, 0.0, 0
@@ -79,7 +83,7 @@ class _Request:
     def cancel(self) -> None:
         """Ask for its end; from any thread. Who waits for a piece gets the end."""
         self.is_cancelled = True
-        self.pieces.put(None)
+        self.put(None)
 
     def follow(self, candidates: Candidates, nbytes: int, peak_bytes: int) -> bool:
         """Choose the next token, after a run that loaded `nbytes`; returns whether the request has ended."""
@@ -95,7 +99,7 @@ class _Request:
             self._nbytes += nbytes
         self._last = now
         if text:
-            self.pieces.put(text)
+            self.put(text)
         if self.made.is_over:
             self._end(peak_bytes)
             return True
@@ -104,11 +108,11 @@ class _Request:
 
     def fail(self, error: Exception) -> None:
         """End with an error."""
-        self.pieces.put(error)
+        self.put(error)
 
     def _end(self, peak_bytes: int) -> None:
         if text := self.made.rest():
-            self.pieces.put(text)
+            self.put(text)
         count, later = self.made.count, max(1, self.made.count - 1)
         self.report = GenerationReport(
             prompt=self.prompt,
@@ -122,7 +126,7 @@ class _Request:
             peak_bytes=peak_bytes,
             ended=self.made.ended,
         )
-        self.pieces.put(None)
+        self.put(None)
 
 
 class Generation:
@@ -209,15 +213,19 @@ class BatchGenerator:
         """The requests that are answered at a time."""
         return len(self._rows)
 
-    def generate(self, prompt: Prompt, **options: Unpack[TextOptions]) -> Generation:
+    def generate(
+        self, prompt: Prompt, *, deliver: Callable[[Piece], None] | None = None, **options: Unpack[TextOptions]
+    ) -> Generation:
         """Begin to answer a request, and return at once; the arguments are those of `Generator.generate`.
+
+        `deliver`, if it is given, gets the pieces, in other threads; it must not wait, nor raise. The result has none then.
 
         Raises:
             UserError: as `Generator.generate`.
             RunError: the generator is closed.
         """
         wanted, tokens = TextRequest.resolved(**options), self.tokens_of(prompt)
-        request = _Request(tokens, GeneratedText(self.language, self.tokenizer, tokens, wanted))
+        request = _Request(tokens, GeneratedText(self.language, self.tokenizer, wanted), deliver)
         with self._lock:
             if self._is_closed:
                 raise RunError("the generator is closed; open a new one")
@@ -273,10 +281,9 @@ class BatchGenerator:
             if request is not None and request.is_cancelled:
                 self._free(number)
         free = [number for number, request in enumerate(self._rows) if request is None]
+        self._waiting = deque(request for request in self._waiting if not request.is_cancelled)
         while free and self._waiting:
             request = self._waiting.popleft()
-            if request.is_cancelled:
-                continue
             shared = {number: request.reusable(self._kept[number]) for number in free}
             number = max(free, key=lambda each: (shared[each], -len(self._kept[each])))
             request.reuse(shared[number])

@@ -7,14 +7,19 @@ in the list are joined until none is left (Radford et al. 2019, GPT-2; Sennrich 
 from __future__ import annotations
 
 import re
+import reprlib
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import count, pairwise
 
 from flashmem.bundle.language import Pattern
+from flashmem.runtime.generation.joining import joined
 
-_CACHED_PIECES = 1 << 15
+_CACHED_PIECES, _CACHED_LENGTH = 1 << 15, 32
+"""So many pieces are kept with their tokens, none with more characters."""
+
+_KNOWN_CHARACTERS = 1 << 16
+
 _NO_SPACE = frozenset("\x1c\x1d\x1e\x1f")
 """White space for `str.isspace`, and not for regular expressions of other languages."""
 
@@ -41,7 +46,8 @@ class _Kinds(dict[int, str]):
             kind = "O"
         else:
             kind = " " if character == " " else "R" if character in "\r\n" else "S"
-        self[code] = kind
+        if len(self) < _KNOWN_CHARACTERS:
+            self[code] = kind
         return kind
 
 
@@ -54,11 +60,14 @@ class BytePairs:
     def __init__(self, ids: Mapping[str, int], merges: Sequence[str], pattern: Pattern) -> None:
         self._ids, self._pattern = ids, pattern
         self._ranks = {tuple(merge.split(" ")): rank for rank, merge in enumerate(merges)}
-        self._of_piece = lru_cache(_CACHED_PIECES)(self._merged)
+        self._cached = lru_cache(_CACHED_PIECES)(self._merged)
 
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`. Raises ValueError if the vocabulary lacks a byte of it."""
-        return [token for piece in self._pieces(text) for token in self._of_piece(piece)]
+        tokens = list[int]()
+        for piece in self._pieces(text):
+            tokens += self._cached(piece) if len(piece) <= _CACHED_LENGTH else self._merged(piece)
+        return tokens
 
     @staticmethod
     def decode(token: str) -> bytes:
@@ -76,18 +85,15 @@ class BytePairs:
                 yield text[start:stop]
                 start = stop
 
+    def _rank(self, left: str, right: str) -> int | None:
+        return self._ranks.get((left, right))
+
     def _merged(self, piece: str) -> tuple[int, ...]:
         """The tokens of a piece."""
         symbols = [_CHARACTERS[byte] for byte in piece.encode("utf-8", "replace")]
         if self._pattern.whole and (token := self._ids.get("".join(symbols))) is not None:
             return (token,)
-        while len(symbols) > 1:
-            ranks = (self._ranks.get(pair, len(self._ranks)) for pair in pairwise(symbols))
-            rank, at = min(zip(ranks, count(), strict=False))
-            if rank == len(self._ranks):
-                break
-            symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
         try:
-            return tuple(self._ids[symbol] for symbol in symbols)
+            return tuple(self._ids[symbol] for symbol in joined(symbols, self._rank))
         except KeyError as error:
-            raise ValueError(f"the model's vocabulary has no token for {piece!r}") from error
+            raise ValueError(f"the model's vocabulary has no token for {reprlib.repr(piece)}") from error

@@ -23,15 +23,20 @@ class DraftModel:
     def __init__(self, model: LanguageSession) -> None:
         self._model = model
         self._tokens: list[int] = []
+        self._knows_all = True
 
     def add(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""
         self._tokens += tokens
+        self._knows_all &= all(token < len(self._model.language.tokens) for token in tokens)
 
     def draft(self, most: int) -> list[int]:
-        """The likeliest `most` tokens after the text, each after those before; none if the cache has no room for them."""
+        """The likeliest `most` tokens after the text, each after those before.
+
+        None if the cache has no room for them, or if the text has a token that this model lacks.
+        """
         model, count = self._model, len(self._tokens)
-        if count + most > model.language.max_length:
+        if not self._knows_all or count + most > model.language.max_length:
             return []
         found = [int(model.read(self._tokens, model.reusable(self._tokens)).tokens[0])]
         while len(found) < most and found[-1] not in model.language.ends:

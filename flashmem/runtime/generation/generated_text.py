@@ -6,7 +6,6 @@ import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flashmem.base.errors import UserError
 from flashmem.bundle.language import Language
 from flashmem.runtime.generation.candidates import Candidates
 from flashmem.runtime.generation.options import TextRequest
@@ -44,17 +43,7 @@ class GeneratedText:
     `Sampler`.
     """
 
-    def __init__(self, language: Language, tokenizer: Tokenizer, prompt: Sequence[int], request: TextRequest) -> None:
-        """Check the prompt.
-
-        Raises:
-            UserError: it is longer than the cache.
-        """
-        if len(prompt) > language.max_length:
-            raise UserError(
-                f"the prompt has {len(prompt)} tokens, and the cache holds {language.max_length}; shorten the prompt, or "
-                "compile the model with a larger --max-length"
-            )
+    def __init__(self, language: Language, tokenizer: Tokenizer, request: TextRequest) -> None:
         self._language, self._tokenizer, self._most = language, tokenizer, request.max_new_tokens
         self._sampler, self._stops = Sampler(request.sampling), Stops(request.stop)
         self._text_of = codecs.getincrementaldecoder("utf-8")("replace")

@@ -86,7 +86,7 @@ class Generator:
             RunError: a run fails, or gives no numbers.
         """
         request, tokens = TextRequest.resolved(**options), self.tokens_of(prompt)
-        made = GeneratedText(self.language, self.tokenizer, tokens, request)
+        made = GeneratedText(self.language, self.tokenizer, request)
         return self._generated(tokens, made, speculate)
 
     def tokens_of(self, prompt: Prompt) -> list[int]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import re
+import reprlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from flashmem.base.errors import UserError
+from flashmem.bundle.chat_templates import can_render, rendered
 from flashmem.bundle.language import Language, Template
 from flashmem.runtime.generation.conversation import Message
-from flashmem.runtime.generation.tokenizer import BREAK, Tokenizer
+from flashmem.runtime.generation.tokenizer import SPELLED, Tokenizer
 
-_RENDERER = "flashmem.tools.chat_template"
-"""The module of the desk that renders templates in Jinja. The runtime loads it by name, and only for these."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""The roles of messages that a template in Jinja gets."""
 
 Prompt = str | Sequence[Message] | Sequence[int]
 """A text to continue; messages, of which the last is the user's; or tokens."""
@@ -24,19 +25,37 @@ def tokens_of(prompt: Prompt, language: Language, tokenizer: Tokenizer) -> list[
     """The tokens of a prompt.
 
     Raises:
-        UserError: it has none, or unknown ones; or the chat template does not take the messages.
+        UserError: it has none, or unknown ones, or more than the cache holds; or the chat template does not take the messages.
     """
     try:
         tokens = _tokens_of(prompt, language, tokenizer)
+    except UserError:
+        raise
     except ValueError as error:  # the vocabulary lacks a byte
         raise UserError(str(error)) from error
     if not tokens:
         raise UserError("the prompt is empty; give at least one word")
+    if len(tokens) > language.max_length:
+        raise _too_long(f"{len(tokens)} tokens", language)
     return tokens
+
+
+def _too_long(has: str, language: Language) -> UserError:
+    return UserError(
+        f"the prompt has {has}, and the cache holds {language.max_length}; shorten the prompt, or compile the model with a "
+        "larger --max-length"
+    )
+
+
+def _check_characters(count: int, language: Language, tokenizer: Tokenizer) -> None:
+    """Refuse a text that is too long for the cache before the work of finding its tokens."""
+    if count > tokenizer.most_characters:
+        raise _too_long(f"{count} characters, which are more than {language.max_length} tokens", language)
 
 
 def _tokens_of(prompt: Prompt, language: Language, tokenizer: Tokenizer) -> list[int]:
     if isinstance(prompt, str):
+        _check_characters(len(prompt), language, tokenizer)
         begin = [] if language.begin is None else [language.begin]
         return begin + tokenizer.encode(prompt)
     messages = [each for each in prompt if isinstance(each, Mapping)]
@@ -51,8 +70,8 @@ def _tokens_of(prompt: Prompt, language: Language, tokenizer: Tokenizer) -> list
 def _conversation(messages: Sequence[Message], language: Language, tokenizer: Tokenizer) -> list[int]:
     """The tokens of a conversation. Control tokens are recognised in the template, not in the messages."""
     chat, template = language.chat, language.template
-    if template is not None and (chat is None or _has_jinja()):
-        return _begun(_rendered(messages, template, tokenizer), language)
+    if template is not None and (chat is None or can_render()):
+        return _begun(_rendered(messages, template, language, tokenizer), language)
     if chat is None:
         raise UserError("the model has no chat template that flashmem understands; give a text to continue")
     parts: list[tuple[str, bool]] = []
@@ -65,12 +84,13 @@ def _conversation(messages: Sequence[Message], language: Language, tokenizer: To
         if piece is None or not isinstance(content, str):
             raise UserError(
                 "a conversation is an optional message of the system, then messages of user and assistant in turn, each "
-                f"with a role and a content; one has the role {role!r} after {before or 'nothing'!r}"
+                f"with a role and a content; one has the role {reprlib.repr(role)} after {before or 'nothing'!r}"
             )
         parts += [(piece, True), (content, False)]
         before = role
     if before != "user":
         raise UserError("the last message of a conversation must be the user's")
+    _check_characters(sum(len(content) for content, control in parts if not control), language, tokenizer)
     tokens = tokenizer.encode_parts([*parts, (chat["user assistant"], True)])
     return _begun(tokens, language)
 
@@ -80,26 +100,40 @@ def _begun(tokens: list[int], language: Language) -> list[int]:
     return tokens if begin is None or tokens[:1] == [begin] else [begin, *tokens]
 
 
-def _has_jinja() -> bool:
-    return all(importlib.util.find_spec(name) is not None for name in ("jinja2", _RENDERER.rpartition(".")[0]))
+def _rendered(messages: Sequence[Message], template: Template, language: Language, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of a conversation by a template in Jinja.
 
-
-def _rendered(messages: Sequence[Message], template: Template, tokenizer: Tokenizer) -> list[int]:
-    """The tokens of a conversation by a template in Jinja. Control tokens are recognised in it, and in what the model said.
+    Control tokens are recognised in the template, and those in an answer that it looks for there, such as "<think>".
 
     Raises:
         UserError: Jinja is not installed; a message is not one; or the template refuses them.
     """
-    if not _has_jinja():
+    if not can_render():
         raise UserError("the model's chat template needs Jinja here: install flashmem[compile], or give a text to continue")
     given: list[Message] = []
+    sought = _sought_in_messages(template.text)
     for message in messages:
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not isinstance(content, str):
             raise UserError("each message of a conversation has a role and a content, both texts")
-        said = content.replace(BREAK, "")
-        given.append({"role": role, "content": said if role == "assistant" else tokenizer.broken(said)})
+        if role not in ROLES:  # a template writes the role between marks, as "<|" and "|>"
+            raise UserError(f"a message has the role {reprlib.repr(role)}; known are {', '.join(ROLES)}")
+        given.append({"role": role, "content": tokenizer.spelled(content, sought if role == "assistant" else ())})
     if given[-1]["role"] != "user":
         raise UserError("the last message of a conversation must be the user's")
-    text: str = importlib.import_module(_RENDERER).rendered(template.text, template.marks, given)
-    return tokenizer.encode_parts([(part, True) for part in text.split(BREAK)])
+    [text] = rendered(template, [given], most_characters=2 * tokenizer.most_characters)
+    if isinstance(text, UserError):
+        raise text
+    _check_characters(len(text.replace(SPELLED, "")), language, tokenizer)
+    return tokenizer.encode_template(text)
+
+
+_SOUGHT = re.compile(
+    r"""(?:split|partition|replace|startswith|endswith|find|index)\(\s*(?:"([^"]+)"|'([^']+)')"""
+    r"""|(?:"([^"]+)"|'([^']+)')\s+(?:not\s+)?in\b"""
+)
+
+
+def _sought_in_messages(template: str) -> list[str]:
+    """The texts that a template looks for, as in `content.split('</think>')` and `'</think>' in content`."""
+    return [text for found in _SOUGHT.findall(template) for text in found if text]

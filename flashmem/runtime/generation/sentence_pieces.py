@@ -6,8 +6,11 @@ first (Kudo and Richardson 2018). What is no token then becomes the tokens of it
 
 from __future__ import annotations
 
+import reprlib
+from array import array
 from collections.abc import Mapping, Sequence
-from heapq import heapify, heappop, heappush
+
+from flashmem.runtime.generation.joining import joined
 
 _SPACE = "▁"
 
@@ -16,11 +19,13 @@ class SentencePieces:
     """The tokens of texts by scores. `ids` has no control tokens; `unknown` is for a byte that the vocabulary lacks."""
 
     def __init__(self, ids: Mapping[str, int], scores: Sequence[float], unknown: int | None) -> None:
-        self._ids, self._scores, self._unknown = ids, scores, unknown
+        self._ids, self._unknown = ids, unknown
+        order = {score: rank for rank, score in enumerate(sorted(set(scores), reverse=True))}
+        self._ranks = array("q", (order[score] for score in scores))
 
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`. Raises ValueError if the vocabulary lacks a byte of it, and has no token for that."""
-        parts = self._joined(list(text.replace(" ", _SPACE)))
+        parts = joined(list(text.replace(" ", _SPACE)), self._rank)
         return [token for part in parts for token in self._tokens(part)]
 
     @staticmethod
@@ -28,29 +33,10 @@ class SentencePieces:
         """The bytes of a token that is not a byte, by its text in the vocabulary."""
         return token.replace(_SPACE, " ").encode()
 
-    def _joined(self, parts: list[str]) -> list[str]:
-        """Neighbours joined. `parts` is changed: a joined part becomes empty."""
-        before, after = list(range(-1, len(parts) - 1)), list(range(1, len(parts) + 1))
-        found = [each for at in range(len(parts) - 1) if (each := self._pair(parts, at, at + 1)) is not None]
-        heapify(found)
-        while found:
-            _, left, right, text = heappop(found)
-            if parts[left] + parts[right] != text or not parts[left] or after[left] != right:
-                continue  # one of them was joined to another
-            parts[left], parts[right] = text, ""
-            after[left] = after[right]
-            if after[left] < len(parts):
-                before[after[left]] = left
-            for pair in ((before[left], left), (left, after[left])):
-                if pair[0] >= 0 and pair[1] < len(parts) and (new := self._pair(parts, *pair)) is not None:
-                    heappush(found, new)
-        return [part for part in parts if part]
-
-    def _pair(self, parts: list[str], left: int, right: int) -> tuple[float, int, int, str] | None:
-        """Two neighbours in the order of joining: the highest score, then the first; None if they are no token together."""
-        text = parts[left] + parts[right]
-        token = self._ids.get(text)
-        return None if token is None else (-self._scores[token], left, right, text)
+    def _rank(self, left: str, right: str) -> int | None:
+        """The place of the score that the join of two parts has; None if it is no token."""
+        number = self._ids.get(left + right)
+        return None if number is None else self._ranks[number]
 
     def _tokens(self, part: str) -> list[int]:
         if (token := self._ids.get(part)) is not None:
@@ -58,5 +44,5 @@ class SentencePieces:
         tokens = [self._ids.get(f"<0x{byte:02X}>", self._unknown) for byte in part.encode("utf-8", "replace")]
         known = [token for token in tokens if token is not None]
         if len(known) < len(tokens):
-            raise ValueError(f"the model's vocabulary has no token for {part!r}")
+            raise ValueError(f"the model's vocabulary has no token for {reprlib.repr(part)}")
         return known

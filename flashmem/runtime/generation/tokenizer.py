@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from flashmem.bundle.language import BYTE, CONTROL, UNKNOWN, UNUSED, USER_DEFINED, Language
 from flashmem.runtime.generation.byte_pairs import BytePairs
 from flashmem.runtime.generation.sentence_pieces import SentencePieces
 
-BREAK = "\ufdd0"
-"""A character that no text has (a noncharacter of Unicode): what it divides is no control token."""
+SPELLED = "\ufdd0"
+"""A character that no text has (a noncharacter of Unicode): the one behind it is part of a text, and of no control token."""
+
+_SPELLED_PARTS = re.compile(f"((?:{SPELLED}[^{SPELLED}])+)", re.DOTALL)
 
 
 def _cut_at(marks: set[str]) -> re.Pattern[str] | None:
@@ -19,8 +21,22 @@ def _cut_at(marks: set[str]) -> re.Pattern[str] | None:
     return re.compile(f"({'|'.join(re.escape(mark) for mark in sorted(marks, key=len, reverse=True))})") if marks else None
 
 
+def composed(text: str) -> str:
+    """Unicode's normal form C of `text`. Its marks are sorted first, for which the library's own way takes quadratic time."""
+    if text.isascii():
+        return text
+    parts, marks = list[str](), list[str]()
+    for character in "".join(unicodedata.normalize("NFD", each) for each in text):
+        if unicodedata.combining(character):
+            marks.append(character)
+        else:
+            parts += [*sorted(marks, key=unicodedata.combining), character]
+            marks.clear()
+    return unicodedata.normalize("NFC", "".join([*parts, *sorted(marks, key=unicodedata.combining)]))
+
+
 class Tokenizer:
-    """The tokens of texts, and the bytes of tokens."""
+    """The tokens of texts, and the bytes of tokens. `most_characters`: no longer text has so few tokens as the cache holds."""
 
     def __init__(self, language: Language) -> None:
         self._tokens, self._types = language.tokens, language.types
@@ -31,6 +47,9 @@ class Tokenizer:
             for kind in (CONTROL, USER_DEFINED)
         )
         self._silent, self._cut = silent, {False: _cut_at(own), True: _cut_at(own | silent)}
+        longest = max(len(token) for token in language.tokens)
+        # The longest composition of normal form C makes one character of four.
+        self.most_characters = language.max_length * longest * (4 if language.nfc else 1)
         self._model: BytePairs | SentencePieces
         if language.pattern is not None:
             self._model = BytePairs(self._ids, language.merges, language.pattern)
@@ -39,10 +58,22 @@ class Tokenizer:
             unknown = next((number for number, its in enumerate(language.types) if its == UNKNOWN), None)
             self._model = SentencePieces(ids, language.scores, unknown)
 
-    def broken(self, text: str) -> str:
-        """`text` with `BREAK` inside each control token, for a template that puts it among others."""
-        cut = _cut_at(self._silent)
-        return text if cut is None else cut.sub(lambda found: f"{found[0][:1]}{BREAK}{found[0][1:]}", text)
+    def spelled(self, text: str, kept: Collection[str] = ()) -> str:
+        """`text` for a template that puts it among control tokens: those in it, but for the tokens `kept`, are spelled.
+
+        `encode_template` reads what the template makes of it.
+        """
+        text, cut = text.replace(SPELLED, ""), _cut_at(self._silent - {*kept})
+        return text if cut is None else cut.sub(lambda found: "".join(f"{SPELLED}{each}" for each in found[0]), text)
+
+    def encode_template(self, text: str) -> list[int]:
+        """The tokens of what a template made: control tokens are recognised where they are not spelled.
+
+        Raises:
+            ValueError: the vocabulary lacks a byte of the text.
+        """
+        parts = enumerate(_SPELLED_PARTS.split(text))
+        return self.encode_parts([(part[1::2], False) if at % 2 else (part.replace(SPELLED, ""), True) for at, part in parts])
 
     def encode(self, text: str, *, control: bool = False) -> list[int]:
         """The tokens of `text`. With `control`, control tokens in it are recognised: for templates, not for a user's text.
@@ -91,7 +122,7 @@ class Tokenizer:
         if not text:
             return []
         if self._nfc:
-            text = unicodedata.normalize("NFC", text)
+            text = composed(text)
         if self._space == "always" or (self._space == "first" and is_first and not text.startswith((" ", "▁"))):
             text = " " + text
         return self._model.encode(text)

@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+import traceback
+from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from flashmem.base.errors import RunError, UserError
+from flashmem.base.streams import say
 from flashmem.runtime.generation.batch import BatchGenerator
-from flashmem.runtime.generation.generated_text import GenerationReport
 from flashmem.runtime.generation.generator import Generator
-from flashmem.tools.server.protocol import Request, Responses, read_request
+from flashmem.tools.server.clients import Client, ClientLeftError
+from flashmem.tools.server.one_by_one import OneByOne
+from flashmem.tools.server.pages import OwnPages
+from flashmem.tools.server.protocol import Request, Responses, UnknownModelError, problem, read_request
+from flashmem.tools.server.texts import Texts
 
-MOST_BYTES = 16 << 20
-"""The longest body of a request."""
+MOST_WAITING = 64
+"""The most requests beyond those that are answered at a time."""
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-"""Addresses that only this machine reaches."""
+MOST_CONNECTIONS = 256
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -44,36 +45,27 @@ def listening(host: str, port: int) -> socket.socket:
 
 def serve(generator: Generator | BatchGenerator, model: str, at: socket.socket) -> None:
     """Serve `generator` as `model` until the process is interrupted."""
-    host = at.getsockname()[0]
-    server = uvicorn.Server(uvicorn.Config(application(generator, model, host), log_level="warning", access_log=False))
-    server.run(sockets=[at])
+    http_server(generator, model, at.getsockname()[0]).run(sockets=[at])
 
 
-def application(generator: Generator | BatchGenerator, model: str, host: str) -> Starlette:
-    """The application. At a loopback address it refuses requests that name another host, as those of a strange web page may."""
+def http_server(generator: Generator | BatchGenerator, model: str, address: str) -> uvicorn.Server:
+    """A server at `address` that is not running yet."""
+    made = application(generator, model, address)
+    return uvicorn.Server(
+        uvicorn.Config(made, ws="none", limit_concurrency=MOST_CONNECTIONS, log_level="warning", access_log=False)
+    )
+
+
+def application(generator: Generator | BatchGenerator, model: str, address: str) -> Starlette:
+    """The application at `address`, which refuses requests of strange web pages."""
     model_server = _ModelServer(generator, model)
-    allowed = [*LOOPBACK, "[::1]"] if host in LOOPBACK else ["*"]
     routes = [
         Route("/v1/models", model_server.models),
         Route("/v1/models/{name}", model_server.one_model),
-        Route("/v1/completions", model_server.completions, methods=["POST"]),
-        Route("/v1/chat/completions", model_server.chat, methods=["POST"]),
+        Route("/v1/completions", _Endpoint(model_server, chat=False), methods=["POST"]),
+        Route("/v1/chat/completions", _Endpoint(model_server, chat=True), methods=["POST"]),
     ]
-    return Starlette(routes=routes, middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=allowed)])
-
-
-@dataclass(frozen=True)
-class _Pieces:
-    """The pieces of a text as they are generated, and the report about it, which is there afterwards."""
-
-    texts: AsyncIterator[str]
-    report_of: Callable[[], GenerationReport | None]
-
-    @property
-    def report(self) -> GenerationReport:
-        report = self.report_of()
-        assert report is not None
-        return report
+    return Starlette(routes=routes, middleware=[Middleware(OwnPages, address=address)])
 
 
 class _ModelServer:
@@ -81,7 +73,10 @@ class _ModelServer:
 
     def __init__(self, generator: Generator | BatchGenerator, model: str) -> None:
         self._generator, self._model, self._begun = generator, model, int(time.time())
-        self._turn = asyncio.Lock()  # waiting requests get it in the order of their arrival
+        self._texts = Texts(generator)
+        self._reader = OneByOne("flashmem-requests")  # the event loop goes on while tokens are found
+        self._open = 0
+        self._most = MOST_WAITING + (generator.rows if isinstance(generator, BatchGenerator) else 1)
 
     async def models(self, request: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [self._about()]})
@@ -90,97 +85,114 @@ class _ModelServer:
         name = request.path_params["name"]
         return JSONResponse(self._about()) if name == self._model else _error(f"there is no model {name!r} here", 404)
 
-    async def completions(self, request: HttpRequest) -> Response:
-        return await self._answered(request, chat=False)
-
-    async def chat(self, request: HttpRequest) -> Response:
-        return await self._answered(request, chat=True)
-
     def _about(self) -> dict[str, Any]:
         return {"id": self._model, "object": "model", "created": self._begun, "owned_by": "flashmem"}
 
-    async def _answered(self, http: HttpRequest, *, chat: bool) -> Response:
+    async def answer(self, http: HttpRequest, send: Send, *, chat: bool) -> None:
+        """Answer a request for a text; the response ends before this does."""
+        if self._open >= self._most:
+            said = f"the server has {self._open} requests already; ask again later"
+            await _error(said, 429)(http.scope, http.receive, send)
+            return
+        self._open += 1
+        client = Client(http)
         try:
-            wanted = read_request(await _body(http), chat=chat, model=self._model)
-            tokens = self._generator.tokens_of(wanted.prompt)  # a prompt is refused before the response begins
-        except LookupError as error:
-            return _error(str(error.args[0]), 404)
-        except UserError as error:
-            return _error(str(error), 400)
+            try:
+                response = await self._response(client, chat)
+            except ClientLeftError:
+                raise
+            except Exception as error:
+                response = _refusal(error)
+            await response(http.scope, http.receive, send)
+        except ClientLeftError:
+            pass
+        finally:
+            self._open -= 1
+            client.close()
+
+    async def _response(self, client: Client, chat: bool) -> Response:
+        """The response to a request; a streamed one generates its text when it is sent. Raises any error."""
+        body = await client.body()
+        wanted, tokens = await client.wait(self._reader.begin(partial(self._read, body, chat)))
         responses = Responses(wanted, self._model, uuid4().hex, int(time.time()))
         if wanted.stream:
-            return StreamingResponse(self._events(wanted, tokens, responses), media_type="text/event-stream")
-        try:
-            async with self._pieces(wanted, tokens) as pieces:
-                text = "".join([piece async for piece in pieces.texts])
-                return JSONResponse(responses.whole(text, pieces.report))
-        except (UserError, RunError) as error:
-            return _error(str(error), 400 if isinstance(error, UserError) else 500)
+            return _Events(self._events(wanted, tokens, responses, client))
+        async with self._texts.begin(tokens, wanted, client) as text:
+            whole = "".join([piece async for piece in text.pieces()])
+            return JSONResponse(responses.whole(whole, text.report))
 
-    async def _events(self, wanted: Request, tokens: list[int], responses: Responses) -> AsyncIterator[str]:
+    def _read(self, body: bytes, chat: bool) -> tuple[Request, list[int]]:
+        """The request in a body, and the tokens of its prompt. Raises UserError."""
+        try:
+            content = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"the body is no JSON ({error})") from error
+        wanted = read_request(content, chat=chat, model=self._model)
+        return wanted, self._generator.tokens_of(wanted.prompt)
+
+    async def _events(self, wanted: Request, tokens: list[int], responses: Responses, client: Client) -> AsyncIterator[str]:
         """A streamed response: server-sent events."""
         try:
-            async with self._pieces(wanted, tokens) as pieces:
+            async with self._texts.begin(tokens, wanted, client) as text:
                 if (first := responses.first()) is not None:
                     yield _event(first)
-                async for piece in pieces.texts:
+                async for piece in text.pieces():
                     yield _event(responses.piece(piece))
-                report = pieces.report
-            yield _event(responses.last(report))
+            yield _event(responses.last(text.report))
             if wanted.with_usage:
-                yield _event(responses.usage(report))
+                yield _event(responses.usage(text.report))
             yield "data: [DONE]\n\n"
-        except (UserError, RunError) as error:
-            yield _event(_problem(str(error), "invalid_request_error" if isinstance(error, UserError) else "server_error"))
-
-    @asynccontextmanager
-    async def _pieces(self, wanted: Request, tokens: list[int]) -> AsyncIterator[_Pieces]:
-        """A text, made in a thread: in a batch, or when it is this request's turn. A client that leaves ends the generation."""
-        generator = self._generator
-        options: dict[str, Any] = {
-            "max_new_tokens": wanted.max_new_tokens, "temperature": wanted.temperature, "top_p": wanted.top_p,
-            "seed": wanted.seed, "stop": wanted.stop,
-        }  # fmt: skip
-        if isinstance(generator, BatchGenerator):
-            batched = generator.generate(tokens, **options)
-            try:
-                yield _Pieces(_from_thread(batched), lambda: batched.report)
-            finally:
-                batched.close()
-            return
-        async with self._turn:
-            made = generator.generate(tokens, **options)
-            try:
-                yield _Pieces(_from_thread(made), lambda: generator.last)
-            finally:
-                made.close()  # type: ignore[attr-defined]
+        except ClientLeftError:
+            raise
+        except Exception as error:
+            yield _event(problem(_failure(error), 500))
 
 
-async def _from_thread(pieces: Iterator[str]) -> AsyncIterator[str]:
-    while (piece := await run_in_threadpool(next, pieces, None)) is not None:
-        yield piece
+class _Endpoint:
+    """An endpoint for texts, as an application: it knows when its response was sent."""
+
+    def __init__(self, server: _ModelServer, *, chat: bool) -> None:
+        self._server, self._chat = server, chat
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._server.answer(HttpRequest(scope, receive), send, chat=self._chat)
 
 
-async def _body(http: HttpRequest) -> Any:
-    """The JSON of a request. Raises UserError."""
-    body = b""
-    async for part in http.stream():
-        body += part
-        if len(body) > MOST_BYTES:
-            raise UserError(f"the body has more than {MOST_BYTES} bytes")
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"the body is no JSON ({error})") from error
+class _Events(StreamingResponse):
+    """Server-sent events of a generator that notices itself when the client leaves."""
+
+    def __init__(self, events: AsyncIterator[str]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._events: Any = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self.stream_response(send)
+        except OSError as error:  # some servers say so that the client has left
+            raise ClientLeftError from error
+        finally:
+            await self._events.aclose()
+
+
+def _refusal(error: Exception) -> Response:
+    """The response to a request that cannot be answered."""
+    if isinstance(error, UserError):
+        return _error(str(error), 404 if isinstance(error, UnknownModelError) else 400)
+    return _error(_failure(error), 500)
+
+
+def _failure(error: Exception) -> str:
+    """What a client hears of a failure: nothing about this machine, which only the output of the server tells."""
+    if isinstance(error, RunError):
+        say(f"a request failed: {error}")
+    else:
+        traceback.print_exception(error)
+    return "the server could not answer; its own output says why"
 
 
 def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 
-def _problem(said: str, kind: str) -> dict[str, Any]:
-    return {"error": {"message": said, "type": kind, "param": None, "code": None}}
-
-
 def _error(said: str, status: int) -> JSONResponse:
-    return JSONResponse(_problem(said, "server_error" if status >= 500 else "invalid_request_error"), status)
+    return JSONResponse(problem(said, status), status)

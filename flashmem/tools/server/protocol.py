@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +10,15 @@ from typing import Any
 from flashmem.base.errors import UserError
 from flashmem.runtime.generation.conversation import Message
 from flashmem.runtime.generation.generated_text import GenerationReport
+from flashmem.runtime.generation.options import TextOptions, TextRequest
 
 _ROLES = {"developer": "system"}
 """Roles with another name in a chat template."""
+
+_MOST_STOPS, _LONGEST_STOP = 4, 1000
+"""The most texts of `stop`, and the characters of each. The API allows 4."""
+
+_LARGEST = 2**63 - 1
 
 _ONLY: Mapping[str, Any] = {
     "n": 1,
@@ -32,6 +38,10 @@ _ONLY: Mapping[str, Any] = {
 """Fields that are supported with one value only. A field with this value, or null, changes nothing."""
 
 
+class UnknownModelError(UserError):
+    """A client asks for a model that is not here."""
+
+
 @dataclass(frozen=True)
 class Request:
     """What a client asks for. `prompt`: a text, tokens, or messages of a `chat`. The rest is as for `Generator.generate`."""
@@ -46,25 +56,33 @@ class Request:
     stream: bool
     with_usage: bool
 
+    @property
+    def options(self) -> TextOptions:
+        """The keywords of `Generator.generate`."""
+        return {
+            "max_new_tokens": self.max_new_tokens, "temperature": self.temperature, "top_p": self.top_p,
+            "seed": self.seed, "stop": self.stop,
+        }  # fmt: skip
+
 
 def read_request(body: Any, *, chat: bool, model: str) -> Request:
     """The request in a JSON body.
 
     Raises:
-        UserError: a field is missing, has another type, or is not supported.
-        LookupError: the client asks for another model.
+        UserError: a field is missing, has another type, is out of range, or is not supported.
+        UnknownModelError: the client asks for another model.
     """
     if not isinstance(body, dict):
         raise UserError("the body is no JSON object")
     if body.get("model", model) != model:
-        raise LookupError(f"there is no model {body['model']!r} here; name {model!r}")
+        raise UnknownModelError(f"there is no model {reprlib.repr(body['model'])} here; name {model!r}")
     for name, only in _ONLY.items():
         if body.get(name) not in (None, only):
             raise UserError(f"{name} is not supported; leave it out")
     limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     usual = 4096 if chat else 16  # the API's own default for texts; a conversation ends at the model's end
     options = _object(body.get("stream_options"), "stream_options")
-    return Request(
+    request = Request(
         chat,
         _messages(body.get("messages")) if chat else _prompt(body.get("prompt")),
         _number(body, limit, int, usual),
@@ -75,21 +93,31 @@ def read_request(body: Any, *, chat: bool, model: str) -> Request:
         _flag(body, "stream"),
         _flag(options, "include_usage"),
     )
+    TextRequest.resolved(**request.options)  # raises for numbers out of range
+    return request
+
+
+def problem(said: str, status: int) -> dict[str, Any]:
+    """The JSON of a response with an error `status`."""
+    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    return {"error": {"message": said, "type": kind, "param": None, "code": None}}
 
 
 def _number(body: Mapping[str, Any], name: str, kind: type[Any], usual: Any) -> Any:
     value: Any = body.get(name)
     if value is None:
         return usual
-    if type(value) not in (int, kind) or not math.isfinite(value):
-        raise UserError(f"{name} {value!r} is no {'whole ' if kind is int else ''}number")
+    if type(value) not in (int, kind):
+        raise UserError(f"{name} {reprlib.repr(value)} is no {'whole ' if kind is int else ''}number")
+    if not abs(value) <= _LARGEST:  # nor is it, for one that is not a number
+        raise UserError(f"{name} {reprlib.repr(value)} is not possible; give a number from -{_LARGEST} to {_LARGEST}")
     return value
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool:
     value = body.get(name)
     if value not in (None, False, True):
-        raise UserError(f"{name} {value!r} is neither true nor false")
+        raise UserError(f"{name} {reprlib.repr(value)} is neither true nor false")
     return bool(value)
 
 
@@ -103,6 +131,8 @@ def _stop(value: Any) -> tuple[str, ...]:
     texts = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(each, str) for each in texts):
         raise UserError("stop is neither a text nor a list of texts")
+    if len(texts) > _MOST_STOPS or any(len(each) > _LONGEST_STOP for each in texts):
+        raise UserError(f"stop has more than {_MOST_STOPS} texts, or one of more than {_LONGEST_STOP} characters")
     return tuple(texts)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf
 import numpy as np
 import onnxruntime
 import pytest
@@ -25,7 +26,7 @@ from flashmem.compiler.frontend.language.chat import chat_pieces
 from tests.support.command_line import command_line
 from tests.support.compared import PLACES
 from tests.support.gguf_kinds import KINDS, SHOWN, TOKENS
-from tests.support.gguf_models import HALVES, TEMPLATE, SmallLlama, plain_head, random_blocks, vocabulary
+from tests.support.gguf_models import HALVES, TEMPLATE, SmallLlama, plain_head, random_blocks, sentence_pieces, vocabulary
 
 MODELS = {
     "blocks": SmallLlama(),
@@ -186,6 +187,48 @@ def test_options_that_are_known(tmp_path: Path) -> None:
     other.write_bytes(b"")
     with pytest.raises(UserError, match="--max-length is for a GGUF file"):
         flashmem.compile(other, max_length=64)
+
+
+@dataclass(frozen=True)
+class WithFields(SmallLlama):
+    """A file with the pattern `pattern`. `named`: its first token; `adds`: the field about that. None: the field is missing."""
+
+    pattern: str = "llama-bpe"
+    named: int | None = None
+    adds: bool | None = None
+
+    def _add_tokenizer(self, writer: gguf.GGUFWriter) -> None:
+        super()._add_tokenizer(writer)
+        [fields] = writer.kv_data
+        for name in ("bos_token_id", "eos_token_id") if self.pieces else ():
+            del fields[f"tokenizer.ggml.{name}"]
+        if not self.pieces:
+            del fields["tokenizer.ggml.pre"]
+            writer.add_tokenizer_pre(self.pattern)
+        if self.named is not None:
+            writer.add_bos_token_id(self.named)
+        if self.adds is not None:
+            writer.add_add_bos_token(self.adds)
+
+
+def test_the_token_that_begins_a_text(tmp_path: Path) -> None:
+    """As llama.cpp reads files without the field about it: `llama_vocab::impl::load` in its llama-vocab.cpp."""
+    pieces = sentence_pieces()[0]
+    for given, begin in (
+        ({"named": 3}, 3), ({"named": 3, "adds": False}, None), ({}, None), ({"named": 3, "pattern": "qwen2"}, None),
+        ({"named": 3, "pattern": "gpt-2"}, None), ({"named": 3, "adds": True, "pattern": "smollm"}, 3),
+        ({"pieces": True}, 1), ({"pieces": True, "named": 3}, 3), ({"pieces": True, "adds": False}, None),
+    ):  # fmt: skip
+        chosen: Any = given
+        language = GGUFFile(WithFields(layers=1, **chosen).write(tmp_path / "m.gguf")).language()
+        assert language["begin"] == begin, given
+        assert "pieces" not in given or [pieces[each] for each in language["ends"]] == ["</s>", "<|end|>"]
+    for given in ({"adds": True}, {"adds": True, "named": 400}):
+        chosen = given
+        with pytest.raises(
+            UserError, match="has texts begin with a token, and does not name one; download or convert it again"
+        ):
+            GGUFFile(WithFields(layers=1, **chosen).write(tmp_path / "m.gguf")).language()
 
 
 def test_a_chat_template_in_pieces() -> None:

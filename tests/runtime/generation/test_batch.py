@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ import pytest
 import flashmem
 from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.bundle.language import BATCH_TOKENS
+from flashmem.runtime.generation.batch import Piece
 from flashmem.runtime.session import Session
 from tests.runtime.generation.test_generator import MARGIN, MODELS, prompt
 from tests.support.command_line import Command, command_line
@@ -111,6 +115,25 @@ def test_threads_ask_at_once_and_drop_what_they_began(generator: flashmem.BatchG
     for thread in threads:
         thread.join(120)
     assert found == wanted
+
+
+def test_pieces_that_are_delivered(generator: flashmem.BatchGenerator) -> None:
+    given: Any = {"max_new_tokens": 6, "temperature": 0.5, "seed": 3}
+    got = SimpleQueue[Piece]()
+    made = generator.generate(prompt(9), deliver=got.put, **given)
+    pieces = [str(each) for each in iter(lambda: got.get(timeout=60), None)]
+    assert "".join(pieces) == alone(generator, prompt(9), **given)
+    assert made.report is not None and made.report.prompt == 9
+
+
+def test_cancelled_requests_do_not_wait_for_a_row() -> None:
+    made, here, gone = flashmem.BatchGenerator.__new__(flashmem.BatchGenerator), *map(_request, (False, True))
+    made._is_closed, made._rows, made._waiting = False, [here], deque([gone, here, gone])
+    assert made._next_rows() == [here] and list(made._waiting) == [here]
+
+
+def _request(is_cancelled: bool) -> Any:
+    return SimpleNamespace(is_cancelled=is_cancelled)
 
 
 def left_behind(count: int) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
 import flashmem
 from flashmem.base.errors import BudgetError, UserError
-from flashmem.runtime.generation.draft_model import needed_bytes
+from flashmem.runtime.generation.draft_model import DraftModel, needed_bytes
 from flashmem.runtime.generation.generator import Generator
 from flashmem.runtime.generation.speculation import Payoff
 from flashmem.runtime.opencl.discovery import list_devices
@@ -72,6 +73,32 @@ def test_other_tokens(file: Path, tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match=r"has other tokens than the model \(number 0 is '<unk>', not '<\|endoftext\|>'\)"):
         Generator(made, draft=other)
+
+
+def test_a_text_with_tokens_that_the_draft_model_lacks() -> None:
+    """It makes no draft of a text with one, whose session would refuse it."""
+
+    class Model:
+        language = SimpleNamespace(tokens=("a",) * 390, max_length=LENGTH, ends=frozenset[int]())
+        cached: ClassVar[list[int]] = [5]
+
+        def reusable(self, tokens: list[int]) -> int:
+            return 0
+
+        def read(self, tokens: list[int], at: int) -> Any:
+            assert max(tokens) < 390
+            return SimpleNamespace(tokens=[7])
+
+        def run(self, tokens: list[int], start: int) -> list[Any]:
+            return [SimpleNamespace(tokens=[8])]
+
+    model: Any = Model()
+    draft = DraftModel(model)
+    draft.add([5, 389])
+    assert draft.draft(2) == [7, 8]
+    draft.add([390])
+    draft.add([6])
+    assert draft.draft(2) == []
 
 
 @pytest.mark.thorough

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import random
+import unicodedata
+from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given, settings
@@ -11,7 +15,11 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Reference
 
 from flashmem.bundle.language import PATTERNS, SPACE_PREFIXES, Language
-from flashmem.runtime.generation.tokenizer import Tokenizer
+from flashmem.runtime.generation import byte_pairs as byte_pairs_module
+from flashmem.runtime.generation import tokenizer
+from flashmem.runtime.generation.byte_pairs import BytePairs
+from flashmem.runtime.generation.joining import joined
+from flashmem.runtime.generation.tokenizer import Tokenizer, composed
 from tests.support.gguf_models import CONTROLS, CORPUS, sentence_pieces, vocabulary
 from tests.support.reference_tokenizers import byte_pairs, characters
 
@@ -46,6 +54,76 @@ def test_any_text(pattern: str, text: str) -> None:
     tokens = ours(pattern).encode(text)
     assert tokens == byte_pairs(pattern).encode(text).ids
     assert ours(pattern).decode(tokens).decode() == text
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_long_words(pattern: str) -> None:
+    """They are not kept, and look-ups of pairs grow with the length of a word, not with its square."""
+    letters, chosen = [each for each in CORPUS if each.isalpha()], random.Random(1)
+    made = Tokenizer(language(pattern))
+    for count in (33, 500, 4000):
+        word = "".join(chosen.choices(letters, k=count))
+        assert made.encode(word) == byte_pairs(pattern).encode(word).ids
+    assert isinstance(made._model, BytePairs) and made._model._cached.cache_info().currsize == 0
+    looked: dict[int, int] = {}
+
+    def rank(left: str, right: str) -> int | None:
+        looked[count] = looked.get(count, 0) + 1
+        return len(left) if left == right else None
+
+    for count in (1 << 8, 1 << 12):
+        assert joined("a" * count, rank) == ["a" * count]
+    assert looked[1 << 12] <= 17 * looked[1 << 8]
+
+
+def test_kinds_of_rare_characters_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(byte_pairs_module, "_KNOWN_CHARACTERS", 2)
+    kinds = byte_pairs_module._Kinds()
+    assert "a1 b\n!".translate(kinds) == "LN LRO" and [*kinds] == [ord("a"), ord("1")]
+
+
+@settings(max_examples=200)
+@given(text=st.text(st.sampled_from("aeo\u0301\u0323\u0344\u0345\u0f73\u1f82\u1100\u1161\u11a8\uac00é\U0001d160")) | st.text())
+def test_the_normal_form(text: str) -> None:
+    assert composed(text) == unicodedata.normalize("NFC", text)
+
+
+def test_marks_are_sorted_before_the_library_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It moves each mark back past all that belong behind it, one by one."""
+    seen: list[str] = []
+
+    def normalize(form: str, text: str) -> str:
+        seen.append(text)
+        return unicodedata.normalize(form, text)
+
+    module = SimpleNamespace(normalize=normalize, combining=unicodedata.combining)
+    monkeypatch.setattr(tokenizer, "unicodedata", module)
+    composed("e" + "\u0f73\u0301\u0323" * 9 + "é")
+    classes = [unicodedata.combining(each) for each in max(seen, key=len)[1:-2]]
+    assert len(classes) == 36 and classes == sorted(classes)
+
+
+def test_texts_that_are_too_long_are_known_by_their_characters() -> None:
+    for made in (ours("gpt-2"), pieces("always")):
+        longest = max(made._tokens, key=len)
+        assert made.most_characters == 256 * len(longest)
+    assert Tokenizer(replace(language("qwen2"), nfc=True)).most_characters == 4 * ours("qwen2").most_characters
+
+
+def test_control_tokens_that_are_spelled() -> None:
+    """Also those of one character, those in others, and those that overlap; a template's own are recognised beside them."""
+    tokens, _ = vocabulary()
+    controls = ("<<s>", "<s>", "s><", "\u2402")
+    named = replace(language("gpt-2"), tokens=(*tokens, *controls), types=(*language("gpt-2").types, *[3] * len(controls)))
+    made, numbers = Tokenizer(named), range(len(tokens), len(tokens) + len(controls))
+    for text in ("a\u2402b", "<<s>", "x<s><s>", "\u2402", "\ufdd0<\ufdd0s>", "<|im_end|>\n<s"):
+        plain = text.replace("\ufdd0", "")
+        spelled = made.encode_template(made.spelled(text))
+        assert not {*spelled} & {*numbers, 0, 1, 2} and made.decode(spelled).decode() == plain
+        found = made.encode_template(f"<s>{made.spelled(text)}<<s>")
+        assert (found[0], found[-1]) == (numbers[1], numbers[0]) and not {*found[1:-1]} & {*numbers}
+    kept = made.encode_template(made.spelled("<s>\u2402", ["<s>", "<t>"]))
+    assert kept[0] == numbers[1] and numbers[3] not in kept
 
 
 def test_control_tokens_are_recognised_in_templates_only() -> None:

@@ -18,7 +18,7 @@ import openai
 import pytest
 
 import flashmem
-from flashmem.tools.server.protocol import read_request
+from flashmem.tools.server.protocol import UnknownModelError, read_request
 from tests.support.gguf_models import SmallLlama
 
 
@@ -156,9 +156,10 @@ def test_bad_requests(changed: dict[str, Any], said: str, client: openai.OpenAI)
 def test_bodies_that_are_no_requests(address: str) -> None:
     for body, said in ((b"{", "the body is no JSON"), (b"[1]", "the body is no JSON object"), (b"[" * 9999, "is no JSON")):
         with pytest.raises(urllib.error.HTTPError) as caught:
-            urllib.request.urlopen(urllib.request.Request(f"{address}/completions", body), timeout=30)
+            asked = urllib.request.Request(f"{address}/completions", body, {"Content-Type": "application/json"})
+            urllib.request.urlopen(asked, timeout=30)
         assert caught.value.code == 400 and said in json.loads(caught.value.read())["error"]["message"]
-    with pytest.raises(LookupError):
+    with pytest.raises(UnknownModelError):
         read_request({"model": "other", "prompt": "x"}, chat=False, model="small")
 
 

@@ -24,6 +24,10 @@ from flashmem.compiler.frontend.gguf.weights import matrix, sketched
 from flashmem.compiler.frontend.language.chat import chat_fields
 from flashmem.compiler.frontend.language.model import END_TOKENS, LanguageModel, cache_length
 
+_BEGINNING = ("llama-bpe",)
+"""Patterns with which a text begins with a token unless the file says otherwise. Files of Llama 3 from before llama.cpp wrote
+the field `add_bos_token` lack it, and llama.cpp reads them so."""
+
 
 @contextmanager
 def converted(path: Path, max_length: int | None, read: Read = matrix, batch: int = 1) -> Iterator[LanguageModel]:
@@ -114,15 +118,18 @@ class GGUFFile:
             )
         tokens = self.field("tokenizer.ggml.tokens")
         types = [int(each) for each in self.field("tokenizer.ggml.token_type")]
-        end = int(self.field("tokenizer.ggml.eos_token_id"))
+        end = int(self.field("tokenizer.ggml.eos_token_id", 2 if pieces else None))
         ends = [end, int(self.field("tokenizer.ggml.eot_token_id", end))]
         ends += [
             number
             for number, (token, its) in enumerate(zip(tokens, types, strict=True))
             if its == CONTROL and token in END_TOKENS
         ]
-        first = int(self.field("tokenizer.ggml.bos_token_id", -1))
-        begin = first if first >= 0 and self.field("tokenizer.ggml.add_bos_token", pieces) else None
+        first = int(self.field("tokenizer.ggml.bos_token_id", 1 if pieces else -1))
+        begins = self.field("tokenizer.ggml.add_bos_token", first >= 0 and (pieces or pattern in _BEGINNING))
+        if begins and not 0 <= first < len(tokens):
+            raise UserError(f"{self.path} has texts begin with a token, and does not name one; download or convert it again")
+        begin = first if begins else None
         template = self.field("tokenizer.chat_template", "")
         marks = {"bos_token": tokens[first] if first >= 0 else "", "eos_token": tokens[end]}
         return {
