@@ -19,6 +19,7 @@ from flashmem.compiler.frontend.cleanup import clean_up
 from flashmem.compiler.frontend.editing import REASON
 from flashmem.compiler.frontend.external_data import embed_small, resolve_external_data
 from flashmem.compiler.frontend.fixed_inputs import fix_inputs
+from flashmem.compiler.frontend.function_attributes import bind_attributes
 from flashmem.compiler.frontend.language.model import Rewrite, unchanged
 from flashmem.compiler.frontend.mapped_file import LARGE, load_mapped
 from flashmem.compiler.frontend.selected_rows import Known, follow
@@ -86,6 +87,7 @@ def import_model(
     resolve_external_data(proto, path)
     embed_small(proto, path, LARGE)
     check_structure(proto, path)
+    bind_attributes(proto, path)
     rewrite(proto)
     bind_shapes(proto, fix_inputs(proto, constants or {}, shapes or {}, path), path)
     inputs, outputs = ([value.name for value in values] for values in (proto.graph.input, proto.graph.output))
