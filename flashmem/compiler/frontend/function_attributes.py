@@ -37,7 +37,7 @@ class _Binder:
         self.bound: dict[tuple[object, ...], onnx.FunctionProto] = {}
 
     def bind_calls(self, nodes: Iterable[onnx.NodeProto]) -> None:
-        """Make the calls among `nodes`, which refer to no attribute, and in their subgraphs call functions without attributes."""
+        """Make calls among `nodes` and in their subgraphs, which refer to no attribute, calls of functions without any."""
         for node in nodes_of(nodes, self.path):
             key = function_key(node.domain, node.op_type, node)
             if key not in self.functions:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from flashmem.base.errors import UnsupportedModelError, UserError
+from flashmem.base.errors import DefectError, UnsupportedModelError, UserError, defect
 from flashmem.base.types import DType, States
 from flashmem.compiler.frontend import contrib
 from flashmem.compiler.frontend.cleanup import clean_up
@@ -35,6 +35,9 @@ from flashmem.compiler.operators.selection import SHAPED_BY_DATA
 
 OPSETS = range(7, min(NEWEST_OPSET, onnx.defs.onnx_opset_version()) + 1)
 """Supported versions of the ONNX operator set, limited to those of the installed onnx."""
+
+LISTED = 5
+"""The most nodes of a reason, and the most reasons, that a message names. `UnsupportedModelError.nodes` has all."""
 
 Supported = Callable[[Node], str | None]
 """Returns the reason why a node cannot run, or None if it can."""
@@ -97,8 +100,10 @@ def import_model(
         model = clean_up(proto, is_native)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    except Exception as error:  # for an invalid model, the libraries raise any kind of error
-        raise UserError(f"{path} is not a valid ONNX model: {_innermost(error)}") from error
+    except (MemoryError, OSError):
+        raise
+    except Exception as error:
+        raise _blamed(error, proto, path) from error
     return with_states(_Importer(model, path, supported).graph(), pairs)
 
 
@@ -113,9 +118,15 @@ def _refuse(offenders: list[tuple[str, str]]) -> None:
     by_reason: dict[str, list[str]] = {}
     for name, reason in offenders:
         by_reason.setdefault(reason, []).append(_printable(name))
-    listed = "; ".join(f"{reason} ({', '.join(names)})" for reason, names in by_reason.items())
+    listed = _cut([f"{reason} ({_cut(names, ', ')})" for reason, names in by_reason.items()], "; ")
     count = "1 node" if len(offenders) == 1 else f"{len(offenders)} nodes"
     raise UnsupportedModelError(f"the model has {count} that flashmem cannot run: {listed}", tuple(offenders))
+
+
+def _cut(texts: Sequence[str], separator: str) -> str:
+    """The first `LISTED` of `texts`, and how many more there are."""
+    more = len(texts) - LISTED
+    return separator.join([*texts[:LISTED], *([f"{more} more"] if more > 0 else [])])
 
 
 def _check_opset(model: onnx.ModelProto, path: Path) -> None:
@@ -136,12 +147,25 @@ def _check_opset(model: onnx.ModelProto, path: Path) -> None:
             )
 
 
-def _innermost(error: BaseException) -> str:
-    """The original error, in one line."""
+def _blamed(error: Exception, model: onnx.ModelProto, path: Path) -> UserError | DefectError:
+    """The error to raise for `error`, which ended the cleanup of `model`.
+
+    For an invalid model, the libraries raise any kind of error. But only ONNX's own rules say that a model is invalid: if they do
+    not, flashmem is at fault.
+    """
+    if isinstance(cause := _innermost(error), UserError):
+        return UserError(f"{path}: {cause}")
+    try:
+        onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
+    except Exception as denied:
+        return UserError(f"{path} is not a valid ONNX model: {printable(' '.join(str(denied).split()))}")
+    return defect(f"reading {path}", error)
+
+
+def _innermost(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
-    text = printable(" ".join(str(error).split()))
-    return text if " " in text else f"{type(error).__name__} {text}"
+    return error
 
 
 class _Importer:
@@ -195,7 +219,7 @@ class _Importer:
         if self.shapeless or any(_never(node) for node in source):
             _refuse(offenders or followers)
         if self.shapeless:
-            names = ", ".join(sorted(_printable(str(value.name)) for value in self.shapeless))
+            names = _cut(sorted(_printable(str(value.name)) for value in self.shapeless), ", ")
             raise UserError(f"{self.path}: no static shape can be inferred for {names}")
         outputs = [self._port(value) for value in source.outputs]
         opset = self.model.opset_imports.get("", OPSETS[-1])
