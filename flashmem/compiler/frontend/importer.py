@@ -150,8 +150,8 @@ def _check_opset(model: onnx.ModelProto, path: Path) -> None:
 def _blamed(error: Exception, model: onnx.ModelProto, path: Path) -> UserError | DefectError:
     """The error to raise for `error`, which ended the cleanup of `model`.
 
-    For an invalid model, the libraries raise any kind of error. But only ONNX's own rules say that a model is invalid: if they do
-    not, flashmem is at fault.
+    For an invalid model, the libraries raise any kind of error. But only ONNX's own rules say that a model is invalid; if they
+    do not, flashmem is at fault.
     """
     if isinstance(cause := _innermost(error), UserError):
         return UserError(f"{path}: {cause}")

@@ -627,11 +627,11 @@ def test_an_error_of_flashmem_does_not_accuse_the_model(path: Path, monkeypatch:
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
     assert caught.value.__cause__ is not None and caught.value.__cause__.__cause__ is failure
     onnx.save(make([add], {"x": [2], "z": [3]}, ["y"]), path)
-    with pytest.raises(UserError, match="is not a valid ONNX model: .*Incompatible dimensions") as denied:
+    with pytest.raises(UserError, match=r"is not a valid ONNX model: .*Incompatible dimensions") as denied:
         import_model(path)
     assert "\n" not in str(denied.value)
     failure = UserError("node 'n' has too much")
-    with pytest.raises(UserError, match="m.onnx: node 'n' has too much$"):
+    with pytest.raises(UserError, match=r"m\.onnx: node 'n' has too much$"):
         import_model(path)
 
 
