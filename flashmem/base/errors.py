@@ -1,8 +1,8 @@
 """The exceptions of flashmem.
 
 There are two kinds, and defects. A `UserError` is a mistake that the user can correct: a file, a flag, an input, a budget. Its
-message is one sentence: what is wrong, where, and what to do. The command line prints it and exits with code 2. A `RunError` is the
-failure of a run whose request was correct; the command line exits with code 1.
+message is one sentence: what is wrong, where, and what to do. The command line prints it and exits with code 2. A `RunError` is
+the failure of a run whose request was correct; the command line exits with code 1.
 """
 
 from __future__ import annotations

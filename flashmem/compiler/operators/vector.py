@@ -115,9 +115,9 @@ class Vector:
 def truncated(array: NDArray[Any], target: DType) -> NDArray[Any]:
     """Floats as `Vector.convert` converts them to integers of type `target`, on every machine.
 
-    ONNX leaves NaN and numbers out of range undefined. Here numbers are truncated to 64 bits, for targets of at most 16 bits and
-    int32 to 32, and the lower bits count. NaN and what the wider type cannot hold become its smallest number: so do processors
-    of x86. Numbers from 2^63 on are converted to uint64 exactly, and those from 2^64 on to 0.
+    ONNX leaves NaN and numbers out of range undefined. Here numbers are truncated to int64, for targets of at most 16 bits and
+    int32 to int32, and the lower bits count. NaN and what int64 or int32 cannot hold become its smallest number, as processors
+    of x86 have it. But numbers from 2^63 on are converted to uint64 exactly, and those from 2^64 on to 0.
     """
     wide: DType = "int64" if target in ("int64", "uint32", "uint64") else "int32"
     limit = 2.0 ** (8 * ITEMSIZE[wide] - 1)
