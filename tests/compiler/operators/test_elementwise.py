@@ -74,3 +74,20 @@ def test_casts_of_floats_that_integers_cannot_hold(place: tuple[str, str], tmp_p
     for dtype, (at_run_time, constant) in zip(types, zip(answers[::2], answers[1::2], strict=True), strict=True):
         np.testing.assert_array_equal(at_run_time, expected[dtype], err_msg=dtype)
         np.testing.assert_array_equal(constant, expected[dtype], err_msg=dtype)
+
+
+@pytest.mark.parametrize("opset", [10, 13])
+def test_clip_without_a_bound_ends_at_the_largest_finite_number(opset: int, tmp_path: Path) -> None:
+    """In ONNX's text and in ONNX Runtime; up to operator set 10 the bounds are attributes with that default."""
+    n = Nodes(opset=opset)
+    x = n.input(np.float32([-np.inf, np.inf, -3, 5, np.nan]))
+    if opset < 11:
+        for bounds in ({}, {"min": -1.0}, {"max": 2.0}):
+            n.node("Clip", x, **bounds)
+    else:
+        low, high = n.input(np.float32(-1)), n.constant(np.float32(2))
+        for inputs in ([], [low], ["", high]):
+            n.node("Clip", x, *inputs)
+    answers = answers_of(n.proto(), n.feeds, DEVICES[0], tmp_path)
+    for answer, wanted in zip(answers, by_runtime(n.proto(), n.feeds), strict=True):
+        np.testing.assert_array_equal(answer, wanted)
