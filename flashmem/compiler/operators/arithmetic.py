@@ -168,7 +168,7 @@ def _clip(node: Node, x: Sequence[str], v: Vector) -> str:
 
 
 def _rewrite_clip(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Rewrite Clip: constant bounds become attributes, others Max and Min. Without a bound that is the largest finite number."""
+    """Rewrite Clip: constant bounds become attributes, others Max and Min. An omitted bound is the largest finite number."""
     x, output = node.input(0), node.outputs[0]
     bounds = [node.attributes.get("min"), node.attributes.get("max")]
     given = [node.optional(1), node.optional(2)]
