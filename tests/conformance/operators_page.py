@@ -64,10 +64,9 @@ ONNX says little about them. flashmem computes the same on every device:
   NaN. LpNormalization and RMSNormalization of a row with an infinity are 0 for its numbers and NaN for its infinities;
   LayerNormalization is NaN. Rows of zeros stay 0. If squares exceed float32, LayerNormalization and RMSNormalization are 0;
   LpNormalization is right for all finite numbers.
-- **Cast** of a float to an integer truncates. To 8 and 16 bits and int32, the lower bits of its int32 count; to int64, uint32 and
-  uint64 those of its int64. NaN and what int32 or int64 cannot hold become its smallest number: 0 in the lower bits. But
-  numbers from 2^63 on become uint64 exactly, and those from 2^64 on 0. So do x86 processors and, but for uint32, ONNX Runtime
-  on them.
+- **Cast** of a float to an integer truncates to int32, or for int64, uint32 and uint64 to int64, whose lower bits count. NaN
+  and what that type cannot hold become its smallest number, whose lower bits are 0. But numbers from 2^63 on become uint64
+  exactly, and those from 2^64 on 0. So do x86 processors and, but for uint32, ONNX Runtime on them.
 """
 
 

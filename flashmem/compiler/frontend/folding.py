@@ -208,7 +208,7 @@ def _is_inexact(node: ir.Node) -> bool:
         return True  # the reference rounds after every step; kernels compute in float32
     if node.op_type.startswith("Reduce") and node.op_type not in ("ReduceMax", "ReduceMin"):
         return first is None or first.dtype is None or first.dtype.is_floating_point()
-    if node.op_type in ("ArgMax", "ArgMin", "TopK"):  # in the reference, NaN is the largest number
+    if node.op_type in ("ArgMax", "ArgMin", "TopK"):  # the reference chooses NaN in ArgMax and ArgMin
         return first is None or first.dtype is None or first.dtype.is_floating_point()
     if node.op_type == "Slice":
         return _starts_before_the_first(node)

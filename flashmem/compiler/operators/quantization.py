@@ -55,7 +55,7 @@ def _rounded(x: str, v: Vector) -> str:
 
 
 def _range_scale(node: Node, x: Sequence[str], v: Vector) -> str:
-    """The scale with which 0 to 255 covers the range from x[0] to x[1], and 0; NaN if one of them is, as the integers hide it."""
+    """The scale with which 0 to 255 covers the range from x[0] to x[1], and 0. NaN stays: integers hide it."""
     zero = v.literal("float32", 0)
     span = f"(fm_max({x[1]}, {zero}) - fm_min({x[0]}, {zero}))"
     return v.choose(
