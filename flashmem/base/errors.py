@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import PurePath
+from textwrap import shorten
 from typing import Any
 
 from flashmem.base.version import __version__
@@ -90,6 +91,6 @@ def _described(error: BaseException) -> str:
     while last is not None and last.tb_next is not None:
         last = last.tb_next
     place = "" if last is None else f" in {PurePath(last.tb_frame.f_code.co_filename).name}:{last.tb_lineno}"
-    text = " ".join(str(error).split())
+    text = shorten(str(error), 300, placeholder=" ...")
     text = text if text.isprintable() else repr(text)
     return f"{type(error).__name__}{place}{': ' if text else ''}{text}"

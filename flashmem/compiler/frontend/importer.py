@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -161,7 +162,7 @@ def _blamed(error: Exception, model: onnx.ModelProto, path: Path) -> UserError |
     try:
         onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
     except Exception as denied:
-        return UserError(f"{path} is not a valid ONNX model: {printable(' '.join(str(denied).split()))}")
+        return UserError(f"{path} is not a valid ONNX model: {printable(shorten(str(denied), 300, placeholder=' ...'))}")
     return defect(f"reading {path}", error)
 
 
