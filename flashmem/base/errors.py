@@ -1,14 +1,18 @@
 """The exceptions of flashmem.
 
-There are two kinds. A `UserError` is a mistake that the user can correct: a file, a flag, an input, a budget. Its message is
-one sentence: what is wrong, where, and what to do. The command line prints it and exits with code 2. A `RunError` is the
-failure of a run whose request was correct; the command line exits with code 1.
+There are two kinds, and defects. A `UserError` is a mistake that the user can correct: a file, a flag, an input, a budget. Its
+message is one sentence: what is wrong, where, and what to do. The command line prints it and exits with code 2. A `RunError` is
+the failure of a run whose request was correct; the command line exits with code 1.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from pathlib import PurePath
+from textwrap import shorten
 from typing import Any
+
+from flashmem.base.version import __version__
 
 
 class UserError(ValueError):
@@ -65,3 +69,28 @@ class FlashmemWarning(UserWarning):
 
 class RunError(RuntimeError):
     """A run failed: a short read, a lost device, a refused allocation. The session knows whether it can still be used."""
+
+
+class DefectError(RunError):
+    """flashmem itself is at fault, not the request. The message asks for a report; the original exception is the cause."""
+
+
+def defect(what: str, error: BaseException) -> DefectError:
+    """The error for an unexpected `error` while flashmem did `what`; raise it from `error`."""
+    return DefectError(
+        f"{what} failed by a defect of flashmem, not of yours: please report it, with this line and the model "
+        f"(flashmem {__version__}, {_described(error)})"
+    )
+
+
+def _described(error: BaseException) -> str:
+    """The innermost cause of `error` in one line: its type, where it was raised, and its message."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    place = "" if last is None else f" in {PurePath(last.tb_frame.f_code.co_filename).name}:{last.tb_lineno}"
+    text = shorten(str(error), 300, placeholder=" ...")
+    text = text if text.isprintable() else repr(text)
+    return f"{type(error).__name__}{place}{': ' if text else ''}{text}"

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from flashmem.base.errors import BudgetError, MissingFileError, NoDeviceError, RunError, UserError
+from flashmem.base.errors import BudgetError, DefectError, MissingFileError, NoDeviceError, RunError, UserError
 from flashmem.base.streams import exit_codes
 from flashmem.cli.commands.compiling import CompileOptions
 from flashmem.cli.output.console import emit_json, print_table, progress
@@ -30,6 +30,7 @@ from flashmem.cli.output.console import emit_json, print_table, progress
             "/full/x: no space left on the disk; free some or write elsewhere",
         ),
         (RunError("the device was lost"), 1, "the device was lost"),
+        (DefectError("reading m.onnx failed\nby a defect"), 1, "reading m.onnx failed by a defect"),
         (MemoryError(), 1, "the process ran out of memory"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],

@@ -46,6 +46,29 @@ length is fixed may start anywhere, if each end is its start plus a constant. Ou
 - *Tests*: the onnx package's node tests that pass, of those it has; `tests/conformance/onnx_nodes.txt` says why others fail.
 """
 
+_ODD = """
+## NaN, infinities and casts
+
+ONNX says little about them. flashmem computes the same on every device:
+
+- **NaN spreads.** Max, Min, Clip, ReduceMax, ReduceMin, MaxPool, GlobalMaxPool, ScatterElements with `max` or `min`, and all
+  arithmetic give NaN where an operand is NaN, as numpy does. ONNX Runtime drops some, depending on their place.
+  DynamicQuantizeLinear of NaN has scale NaN.
+- **TopK** takes NaN for the largest number: first among the largest, last among the smallest, of several the first. So do ONNX
+  Runtime and numpy, for all floating point types. Of equal numbers the first precedes.
+- **ArgMax and ArgMin** never choose NaN, but 0 if the row begins with NaN, as ONNX Runtime for all floating point types. numpy
+  and ONNX's reference choose the first NaN. Hardmax of a row that begins with NaN is 0 everywhere.
+- **NonMaxSuppression** takes boxes whose score is NaN last, and none of them if there is a score threshold.
+- **Clip** without a bound ends at the largest finite float32, as ONNX Runtime does.
+- **Rows with infinities**, as in ONNX Runtime. Softmax of a row with a positive infinity, or of negative infinities alone, is
+  NaN. LpNormalization and RMSNormalization of a row with an infinity are 0 for its numbers and NaN for its infinities;
+  LayerNormalization is NaN. Rows of zeros stay 0. If squares exceed float32, LayerNormalization and RMSNormalization are 0;
+  LpNormalization is right for all finite numbers.
+- **Cast** of a float to an integer truncates to int32, or for int64, uint32 and uint64 to int64, whose lower bits count. NaN
+  and what that type cannot hold become its smallest number, whose lower bits are 0. But numbers from 2^63 on become uint64
+  exactly, and those from 2^64 on 0. So do x86 processors and, but for uint32, ONNX Runtime on them.
+"""
+
 
 def _types(operator: Operator) -> str:
     return "; ".join(_NAMES.get(types, ", ".join(sorted(types))) for types in operator.inputs)
@@ -61,7 +84,7 @@ def page() -> str:
     """The text of docs/reference/operators.md."""
     tests = counts()
     passed, total = (sum(count[i] for count in tests.values()) for i in (0, 1))
-    parts = [_HEAD, f"\nOf all {total} node tests {passed} pass.\n"]
+    parts = [_HEAD, f"\nOf all {total} node tests {passed} pass.\n", _ODD]
     for family in FAMILIES:
         name = family.__name__.rsplit(".", 1)[1]
         operators = [each for each in REGISTRY.values() if each.onnx and each.family == family.__name__]

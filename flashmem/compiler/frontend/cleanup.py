@@ -62,8 +62,9 @@ def clean_up(proto: onnx.ModelProto, is_native: Callable[[str], bool]) -> ir.Mod
     """
     with _quiet():
         names = [output.name for output in proto.graph.output]
+        proto = onnx.inliner.inline_local_functions(proto, convert_version=True)
         _seed(proto)
-        model = ir.from_proto(onnx.inliner.inline_local_functions(proto, convert_version=True))
+        model = ir.from_proto(proto)
         _simplify(model, is_native)
         opset = model.opset_imports.get("", 0)
         for _ in range(DEPTH):  # a definition may use operators that have definitions

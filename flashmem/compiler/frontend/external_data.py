@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
@@ -130,6 +130,7 @@ def tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     """Yield every tensor in `model`: initializers and attributes, also in subgraphs and functions."""
     yield from _in_graph(model.graph)
     for function in model.functions:
+        yield from _in_attributes(function.attribute_proto)
         yield from _in_nodes(function.node)
 
 
@@ -138,14 +139,18 @@ def _in_graph(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
     yield from _in_nodes(graph.node)
 
 
-def _in_nodes(nodes: object) -> Iterator[onnx.TensorProto]:
-    for node in nodes:  # type: ignore[attr-defined]
-        for attribute in node.attribute:
-            if attribute.HasField("t"):
-                yield attribute.t
-            yield from attribute.tensors
-            for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-                yield from _in_graph(graph)
+def _in_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
+    for node in nodes:
+        yield from _in_attributes(node.attribute)
+
+
+def _in_attributes(attributes: Iterable[onnx.AttributeProto]) -> Iterator[onnx.TensorProto]:
+    for attribute in attributes:
+        if attribute.HasField("t"):
+            yield attribute.t
+        yield from attribute.tensors
+        for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+            yield from _in_graph(graph)
 
 
 def _inside(model_path: Path, location: str, tensor: str) -> Path:

@@ -171,9 +171,10 @@ class FoldPass(FoldConstantsPass):
         else:
             is_copy = node.op_type in _COPIES and 2 * made > largest
             folds = made <= DERIVED_LIMIT and not is_copy
-        if folds:
-            self._count(made)
-        return folds
+        if not folds or _overflows(node):
+            return False
+        self._count(made)
+        return True
 
     def _count(self, made: int) -> None:
         """Count `made` bytes of computed constants. Raises UserError if too many are kept, or were computed in all."""
@@ -207,13 +208,24 @@ def _is_inexact(node: ir.Node) -> bool:
         return True  # the reference rounds after every step; kernels compute in float32
     if node.op_type.startswith("Reduce") and node.op_type not in ("ReduceMax", "ReduceMin"):
         return first is None or first.dtype is None or first.dtype.is_floating_point()
-    if node.op_type in ("ArgMax", "ArgMin", "TopK"):  # in the reference, NaN is the largest number
+    if node.op_type in ("ArgMax", "ArgMin", "TopK"):  # the reference chooses NaN in ArgMax and ArgMin
         return first is None or first.dtype is None or first.dtype.is_floating_point()
     if node.op_type == "Slice":
         return _starts_before_the_first(node)
     if node.op_type == "Pad":
         return node.attributes.get_string("mode", "constant") != "constant"
     return "Pool" in node.op_type or node.op_type.startswith("Conv") or "Norm" in node.op_type
+
+
+def _overflows(node: ir.Node) -> bool:
+    """Whether a Cast of constants meets floats that its integers cannot hold: numpy's results depend on the processor."""
+    first, kind = node.inputs[0] if node.inputs else None, node.outputs[0].dtype
+    if node.op_type not in ("Cast", "CastLike") or first is None or first.dtype is None or kind is None:
+        return False
+    if not first.dtype.is_floating_point() or not kind.is_integer():
+        return False
+    data = _data(first).astype(np.float64)
+    return not bool(((data > float(kind.min) - 1) & (data < float(kind.max) + 1)).all())
 
 
 def _starts_before_the_first(node: ir.Node) -> bool:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
-from flashmem.base.errors import UnsupportedModelError, UserError
+from flashmem.base.errors import DefectError, UnsupportedModelError, UserError, defect
 from flashmem.base.types import DType, States
 from flashmem.compiler.frontend import contrib
 from flashmem.compiler.frontend.cleanup import clean_up
 from flashmem.compiler.frontend.editing import REASON
 from flashmem.compiler.frontend.external_data import embed_small, resolve_external_data
 from flashmem.compiler.frontend.fixed_inputs import fix_inputs
+from flashmem.compiler.frontend.function_attributes import bind_attributes
 from flashmem.compiler.frontend.language.model import Rewrite, unchanged
 from flashmem.compiler.frontend.mapped_file import LARGE, load_mapped
 from flashmem.compiler.frontend.selected_rows import Known, follow
@@ -34,6 +36,9 @@ from flashmem.compiler.operators.selection import SHAPED_BY_DATA
 
 OPSETS = range(7, min(NEWEST_OPSET, onnx.defs.onnx_opset_version()) + 1)
 """Supported versions of the ONNX operator set, limited to those of the installed onnx."""
+
+NAMED, REASONS = 3, 6
+"""The most nodes of a reason, and the most reasons, that a message has. `UnsupportedModelError.nodes` has all."""
 
 Supported = Callable[[Node], str | None]
 """Returns the reason why a node cannot run, or None if it can."""
@@ -54,6 +59,9 @@ _DTYPES: dict[ir.DataType, DType] = {
     ir.DataType.UINT64: "uint64",
 }
 
+_FOLDED = {"ConstantOfShape", "Range"}
+"""Operators that run only as constants, when their inputs are known."""
+
 _NIBBLES: dict[ir.DataType, DType] = {ir.DataType.INT4: "int8", ir.DataType.UINT4: "uint8"}
 """Element types of constants only, and the types they are read as."""
 
@@ -69,7 +77,7 @@ def import_model(
     """Import the model at `path` with every shape static, in execution order; weights stay in their files.
 
     `shapes` gives sizes to open dimensions: input name to shape. If some operators prevent the import, `supported` checks the
-    others too, so that one error lists them all. `states` pairs inputs and outputs (`flashmem.compiler.frontend.states`), and
+    others too, so that one error has them all. `states` pairs inputs and outputs (`flashmem.compiler.frontend.states`), and
     `constants` fixes inputs (`flashmem.compiler.frontend.fixed_inputs`). `rewrite` changes the model before shapes are bound.
 
     Raises MissingFileError for a missing model or data file, UnsupportedModelError for operators, UserError for every other
@@ -86,6 +94,7 @@ def import_model(
     resolve_external_data(proto, path)
     embed_small(proto, path, LARGE)
     check_structure(proto, path)
+    bind_attributes(proto, path)
     rewrite(proto)
     bind_shapes(proto, fix_inputs(proto, constants or {}, shapes or {}, path), path)
     inputs, outputs = ([value.name for value in values] for values in (proto.graph.input, proto.graph.output))
@@ -95,13 +104,15 @@ def import_model(
         model = clean_up(proto, is_native)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    except Exception as error:  # for an invalid model, the libraries raise any kind of error
-        raise UserError(f"{path} is not a valid ONNX model: {_innermost(error)}") from error
+    except (MemoryError, OSError):
+        raise
+    except Exception as error:
+        raise _blamed(error, proto, path) from error
     return with_states(_Importer(model, path, supported).graph(), pairs)
 
 
 def collect_unsupported(graph: Graph, supported: Supported) -> None:
-    """Raise one UnsupportedModelError that lists all nodes of `graph` for which `supported` returns a reason."""
+    """Raise one UnsupportedModelError for all nodes of `graph` for which `supported` returns a reason."""
     _refuse([(node.name, reason) for node in graph.nodes if (reason := supported(node)) is not None])
 
 
@@ -111,9 +122,15 @@ def _refuse(offenders: list[tuple[str, str]]) -> None:
     by_reason: dict[str, list[str]] = {}
     for name, reason in offenders:
         by_reason.setdefault(reason, []).append(_printable(name))
-    listed = "; ".join(f"{reason} ({', '.join(names)})" for reason, names in by_reason.items())
+    listed = _cut([f"{reason} ({_cut(names, NAMED, ', ')})" for reason, names in by_reason.items()], REASONS, "; ")
     count = "1 node" if len(offenders) == 1 else f"{len(offenders)} nodes"
     raise UnsupportedModelError(f"the model has {count} that flashmem cannot run: {listed}", tuple(offenders))
+
+
+def _cut(texts: Sequence[str], most: int, separator: str) -> str:
+    """The first `most` of `texts`, and how many more there are."""
+    more = len(texts) - most
+    return separator.join([*texts[:most], *([f"{more} more"] if more > 0 else [])])
 
 
 def _check_opset(model: onnx.ModelProto, path: Path) -> None:
@@ -134,12 +151,25 @@ def _check_opset(model: onnx.ModelProto, path: Path) -> None:
             )
 
 
-def _innermost(error: BaseException) -> str:
-    """The original error, in one line."""
+def _blamed(error: Exception, model: onnx.ModelProto, path: Path) -> UserError | DefectError:
+    """The error to raise for `error`, which ended the cleanup of `model`.
+
+    For an invalid model, the libraries raise any kind of error. But only ONNX's own rules say that a model is invalid; if they
+    do not, flashmem is at fault.
+    """
+    if isinstance(cause := _innermost(error), UserError):
+        return UserError(f"{path}: {cause}")
+    try:
+        onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
+    except Exception as denied:
+        return UserError(f"{path} is not a valid ONNX model: {printable(shorten(str(denied), 300, placeholder=' ...'))}")
+    return defect(f"reading {path}", error)
+
+
+def _innermost(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
-    text = printable(" ".join(str(error).split()))
-    return text if " " in text else f"{type(error).__name__} {text}"
+    return error
 
 
 class _Importer:
@@ -179,8 +209,9 @@ class _Importer:
             if made.op == "NonMaxSuppression":
                 count = Value(f"{made.outputs[0].name}.count", (1,), "int32")
                 made.attributes["count"] = self.counts[node.outputs[0]] = count
-            # If the inputs of a node have no shape, only an unknown operator can be reported.
-            if reason is None and self.supported is not None and (is_shaped or not is_native(made.op)):
+            # If the inputs of a node have no shape, only an unknown operator can be reported, unless it would be folded.
+            is_judged = is_shaped or not (is_native(made.op) or made.op in _FOLDED)
+            if reason is None and self.supported is not None and is_judged:
                 reason = self.supported(made)
             if reason is None and node.inputs and (folded := linear_constant(made, self._bits(node))) is not None:
                 self.values[node.outputs[0]] = folded
@@ -193,7 +224,7 @@ class _Importer:
         if self.shapeless or any(_never(node) for node in source):
             _refuse(offenders or followers)
         if self.shapeless:
-            names = ", ".join(sorted(_printable(str(value.name)) for value in self.shapeless))
+            names = _cut(sorted(_printable(str(value.name)) for value in self.shapeless), NAMED, ", ")
             raise UserError(f"{self.path}: no static shape can be inferred for {names}")
         outputs = [self._port(value) for value in source.outputs]
         opset = self.model.opset_imports.get("", OPSETS[-1])
@@ -271,8 +302,9 @@ class _Importer:
             named.pop()
         reason = _never(node)
         outputs = [self._value(value) if reason is None else self._unshaped(value) for value in named]
-        if reason is None and blameless and any(value in self.shapeless for value in named):
-            remedy = SHAPED_BY_DATA.get(node.op_type)
+        remedy = SHAPED_BY_DATA.get(node.op_type)
+        is_late = remedy is not None and not is_native(node.op_type)  # for inputs of every shape
+        if reason is None and (blameless or is_late) and any(value in self.shapeless for value in named):
             reason = f"{_op(node)} is not supported: the shape of its output depends on data"
             reason += f"; {remedy}" if remedy else ", or its inputs are wrong"
         made = Node(_op(node), self._name(node), inputs, outputs, _attributes(node))

@@ -12,7 +12,7 @@ and 4 do not occur in ONNX. Only the numbers of the fields on the way to tensors
 
     ModelProto      7 graph, 25 functions          NodeProto       5 attribute
     GraphProto      1 node, 5 initializer          AttributeProto  5 t, 6 g, 10 tensors, 11 graphs
-    FunctionProto   7 node                         TensorProto     2 data_type, 4 float_data, 9 raw_data, 10 double_data,
+    FunctionProto   7 node, 11 attribute_proto     TensorProto     2 data_type, 4 float_data, 9 raw_data, 10 double_data,
                                                                    13 external_data, 14 data_location
 
 All other fields, and every submessage too small for a large tensor, are copied unchanged. `float_data` and `double_data` in one
@@ -43,7 +43,7 @@ _DATA_TYPE, _FLOAT_DATA, _RAW_DATA, _DOUBLE_DATA, _EXTERNAL_DATA, _DATA_LOCATION
 _INWARD: dict[str, dict[int, str]] = {
     "ModelProto": {7: "GraphProto", 25: "FunctionProto"},
     "GraphProto": {1: "NodeProto", 5: "TensorProto"},
-    "FunctionProto": {7: "NodeProto"},
+    "FunctionProto": {7: "NodeProto", 11: "AttributeProto"},
     "NodeProto": {5: "AttributeProto"},
     "AttributeProto": {5: "TensorProto", 6: "GraphProto", 10: "TensorProto", 11: "GraphProto"},
 }

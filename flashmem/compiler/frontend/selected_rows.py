@@ -36,7 +36,7 @@ def follow(node: ir.Node, known: Known) -> str | None:
         return None
     read = [None if value is None else known.get(value) for value in node.inputs]
     found = [rows for rows in read if rows is not None]
-    if not found or any(value.shape is None for value in (*node.inputs, *node.outputs) if value is not None):
+    if not found or not all(_is_known(value) for value in (*node.inputs, *node.outputs) if value is not None):
         return None
     rule = _RULES.get(node.op_type) if node.domain in ("", "ai.onnx") else None
     if rule is None and node.op_type in REGISTRY and REGISTRY[node.op_type].expression is not None:
@@ -68,6 +68,10 @@ def most_boxes(node: ir.Node, boxes: tuple[int, ...]) -> list[int] | None:
 
 Rule = Callable[[ir.Node, Sequence[SelectedRows | None]], int | None]
 """Returns the axis of the outputs of a node that reads such rows (None for other inputs); None if it mixes places."""
+
+
+def _is_known(value: ir.Value) -> bool:
+    return value.shape is not None and value.shape.is_static()
 
 
 def _shape(value: ir.Value | None) -> tuple[int, ...]:

@@ -45,7 +45,7 @@ CONSTANTS = 1 << 30
 
 def check_size(model: onnx.ModelProto, path: Path) -> None:
     """Raise UserError for a model with too many nodes once its functions are inlined, nested too deeply, or recursive."""
-    functions = {_function_key(function.domain, function.name, function): function for function in model.functions}
+    functions = {function_key(function.domain, function.name, function): function for function in model.functions}
     counted: dict[tuple[str, str, str], tuple[int, int]] = {}
 
     def size(key: tuple[str, str, str], callers: tuple[tuple[str, str, str], ...]) -> tuple[int, int]:
@@ -64,7 +64,7 @@ def check_size(model: onnx.ModelProto, path: Path) -> None:
     def total(nodes: Iterable[onnx.NodeProto], callers: tuple[tuple[str, str, str], ...]) -> tuple[int, int]:
         count = depth = 0
         for node in nodes:
-            key = _function_key(node.domain, node.op_type, node)
+            key = function_key(node.domain, node.op_type, node)
             inner, below = size(key, callers) if key in functions else (1, 0)
             count, depth = count + inner, max(depth, below)
         return count, depth + 1
@@ -92,5 +92,6 @@ def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
         yield from attribute.graphs
 
 
-def _function_key(domain: str, name: str, owner: onnx.NodeProto | onnx.FunctionProto) -> tuple[str, str, str]:
+def function_key(domain: str, name: str, owner: onnx.NodeProto | onnx.FunctionProto) -> tuple[str, str, str]:
+    """What a call and its function have in common: domain, name and overload."""
     return ("" if domain == "ai.onnx" else domain), name, owner.overload

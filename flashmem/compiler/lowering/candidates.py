@@ -38,6 +38,7 @@ def lower_candidates(context: LoweringContext, group: FusionGroup) -> None:
             "selection/candidates_by_heap",
             kind="float",
             symbol=">",
+            nan_first=False,
             contiguous=vector.width > 1,
             vector=vector.width,
             block=_BLOCK,

@@ -129,11 +129,12 @@ def _rank(context: LoweringContext, group: FusionGroup, best: Value, kept: int, 
     context.launch(group, kernel, [*pointers, *numbers], items, local, shape, nbytes=nbytes, part="[ranks]")
 
 
-def _order(context: LoweringContext, node: Node) -> dict[str, str]:
+def _order(context: LoweringContext, node: Node) -> dict[str, str | bool]:
     """Template values of the order of the elements."""
     x = node.input(0)
     symbol = ">" if node.attributes["largest"] else "<"
-    return {"stored": context.stored(x), "kind": REGISTER[x.dtype], "symbol": symbol}
+    nan_first: bool = node.attributes["nan_first"]
+    return {"stored": context.stored(x), "kind": REGISTER[x.dtype], "symbol": symbol, "nan_first": nan_first}
 
 
 def _sort(context: LoweringContext, group: FusionGroup) -> None:

@@ -168,10 +168,13 @@ def _clip(node: Node, x: Sequence[str], v: Vector) -> str:
 
 
 def _rewrite_clip(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Rewrite Clip: constant bounds become attributes, others Max and Min."""
+    """Rewrite Clip: constant bounds become attributes, others Max and Min. An omitted bound is the largest finite number."""
     x, output = node.input(0), node.outputs[0]
     bounds = [node.attributes.get("min"), node.attributes.get("max")]
     given = [node.optional(1), node.optional(2)]
+    if x.dtype == "float32":
+        most = float(np.finfo(np.float32).max)
+        bounds = [default if bound is None else bound for bound, default in zip(bounds, (-most, most), strict=True)]
     for i, value in enumerate(given):
         if value is not None and value.constant is not None:
             bounds[i] = value.constant.array().reshape(-1)[0].item()

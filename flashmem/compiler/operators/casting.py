@@ -1,4 +1,4 @@
-"""Cast: integers wrap, floats truncate to integers, and narrower floats round to nearest, ties to even.
+"""Cast: integers wrap, floats truncate to integers (`vector.truncated`), and narrower floats round to nearest, ties to even.
 
 The device has one floating point type, float32. The result of a Cast to float16 or bfloat16 is float32 numbers that those types
 can represent.
@@ -18,7 +18,7 @@ from flashmem.compiler.ir.builder import Rewriter, derived
 from flashmem.compiler.ir.graph import Node
 from flashmem.compiler.operators.movement import rewrite_reshape
 from flashmem.compiler.operators.registry import ANY, Operator, elementwise, register
-from flashmem.compiler.operators.vector import Vector
+from flashmem.compiler.operators.vector import Vector, truncated
 
 _ROUNDED: dict[int, str] = {onnx.TensorProto.FLOAT16: "float16", onnx.TensorProto.BFLOAT16: "bfloat16"}
 
@@ -38,6 +38,8 @@ def _rewrite_cast(rewriter: Rewriter, node: Node, opset: int) -> None:
 
         def convert(array: NDArray[Any]) -> NDArray[Any]:
             narrow = onnx.helper.tensor_dtype_to_np_dtype(int(node.attributes["to"]))
+            if x.dtype == "float32" and np.issubdtype(narrow, np.integer):
+                return truncated(array, output.dtype)
             with np.errstate(all="ignore"):
                 return array.astype(narrow).astype(output.dtype)
 

@@ -277,22 +277,22 @@ def _check_lrn(node: Node) -> str | None:
 def _rewrite_lp_normalization(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite LpNormalization: divide by the norm of numbers over their largest, whose squares fit float32.
 
-    If the largest is 0, all are 0, and stay so.
+    If the largest is 0, all are 0, and stay so. If it is infinite, so is the norm: numbers become 0, and infinities NaN.
     """
     x, axis = node.input(0), from_front(int(node.attributes.get("axis", -1)), len(node.input(0).shape))
     shape = tuple(1 if a == axis else size for a, size in enumerate(x.shape))
 
-    def divided(value: Value, size: Value, name: str, output: Value | None = None) -> Value:
-        least = _number(f"{node.name}.{name}.least", float(np.finfo(np.float32).tiny))
-        size = rewriter.emit("Max", [size, least], shape, x.dtype, f"{node.name}.{name}")
+    def divided(value: Value, size: Value, name: str, most: float | None, output: Value | None = None) -> Value:
+        bounds = {"minimum": float(np.finfo(np.float32).tiny), "maximum": most}
+        size = rewriter.emit("Clip", [size], shape, x.dtype, f"{node.name}.{name}", **bounds)
         return rewriter.add("Div", [value, size], output or Value(f"{node.name}.by.{name}", x.shape, x.dtype), node.name)
 
     sizes = rewriter.emit("Abs", [x], x.shape, x.dtype, f"{node.name}.sizes")
     largest = rewriter.emit("ReduceMax", [sizes], shape, x.dtype, f"{node.name}.most", axes=(axis,))
-    scaled = divided(x, largest, "largest")
+    scaled = divided(x, largest, "largest", float(np.finfo(np.float32).max))  # an infinite one would make every number 0 or NaN
     op = f"ReduceL{node.attributes.get('p', 2)}"
     norm = rewriter.emit(op, [scaled], shape, x.dtype, f"{node.name}.norm", axes=(axis,))
-    divided(scaled, norm, "divisor", node.outputs[0])
+    divided(scaled, norm, "divisor", None, node.outputs[0])
 
 
 def _check_lp_normalization(node: Node) -> str | None:

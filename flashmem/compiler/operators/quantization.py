@@ -55,9 +55,9 @@ def _rounded(x: str, v: Vector) -> str:
 
 
 def _range_scale(node: Node, x: Sequence[str], v: Vector) -> str:
-    """The scale with which 0 to 255 covers the range from x[0] to x[1], and 0."""
+    """The scale with which 0 to 255 covers the range from x[0] to x[1], and 0. NaN stays: integers hide it."""
     zero = v.literal("float32", 0)
-    span = f"(fmax({x[1]}, {zero}) - fmin({x[0]}, {zero}))"
+    span = f"(fm_max({x[1]}, {zero}) - fm_min({x[0]}, {zero}))"
     return v.choose(
         "float32", v.truth("float32", f"{span} == {zero}"), v.literal("float32", 1),
         f"fm_quotient({span}, {v.literal('float32', 255)})",

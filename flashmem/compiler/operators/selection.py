@@ -49,14 +49,18 @@ def _check_axis(node: Node) -> str | None:
 
 
 def _rewrite_top(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Rewrite TopK: positions of the elements, and a gather of the elements. All results are sorted, even if not required."""
+    """Rewrite TopK: positions of the elements, and a gather of the elements. All results are sorted, even if not required.
+
+    NaN counts as the largest number, as in ONNX Runtime and numpy: first among the largest, last among the smallest.
+    """
     x, values = node.input(0), node.outputs[0]
     axis = from_front(int(node.attributes.get("axis", -1)), len(x.shape))
     indices = node.outputs[1] if len(node.outputs) > 1 else Value(f"{values.name}.indices", values.shape, "int64")
     if not indices.name:  # the model does not use them
         indices = Value(f"{values.name}.indices", values.shape, "int64")
     largest = bool(node.attributes.get("largest", 1))
-    rewriter.add("TopK", [x], indices, f"{node.name}.indices", axis=axis, k=indices.shape[axis], largest=largest)
+    kept = {"k": indices.shape[axis], "largest": largest, "nan_first": largest}
+    rewriter.add("TopK", [x], indices, f"{node.name}.indices", axis=axis, **kept)
     if values.name:
         gather_elements(rewriter, x, indices, axis, values, node.name)
 

@@ -29,7 +29,7 @@ def _rewrite_suppression(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite NonMaxSuppression: thresholds become attributes, and a TopK orders the boxes, of equal scores the first."""
     boxes, scores, output = node.input(0), node.input(1), node.outputs[0]
     order = rewriter.emit(
-        "TopK", [scores], scores.shape, "int32", f"{node.name}.order", axis=2, k=scores.shape[2], largest=True
+        "TopK", [scores], scores.shape, "int32", f"{node.name}.order", axis=2, k=scores.shape[2], largest=True, nan_first=False
     )
     rewriter.add(
         "NonMaxSuppression", [boxes, scores, order], output, node.name, count=node.attributes["count"],

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from flashmem.base.types import DType, StoredType
+from flashmem.base.types import ITEMSIZE, DType, StoredType
 
 STORED: dict[StoredType, str] = {
     "bool": "uchar", "float16": "half", "float32": "float", "int8": "char", "int16": "short", "int32": "int", "int64": "long",
@@ -88,15 +90,43 @@ class Vector:
         return f"select({no}, {yes}, {mask})"
 
     def convert(self, source: DType, target: DType, value: str) -> str:
-        """Convert `value` from `source` to `target`, in registers: floats truncate, integers wrap, and for bool != 0."""
+        """Convert the variable `value` from `source` to `target`, in registers: integers wrap, and for bool != 0.
+
+        Floats truncate, see `truncated`.
+        """
         if target == "bool":
             return value if source == "bool" else self.truth(source, f"{value} != {self.literal(source, 0)}")
         if REGISTER[source] == REGISTER[target]:
             return self.wrap(target, value)
-        if source == "float32" and target == "uint32":  # through a wider type, so that negative numbers wrap
-            return f"convert_{self.of(target)}(convert_{self.named('long')}_rtz({value}))"
-        rounding = "_rtz" if source == "float32" else ""
-        return self.wrap(target, f"convert_{self.of(target)}{rounding}({value})")
+        if source != "float32":
+            return self.wrap(target, f"convert_{self.of(target)}({value})")
+        wide: DType = "int64" if target in ("int64", "uint32", "uint64") else "int32"
+        limit = 2.0 ** (8 * ITEMSIZE[wide] - 1)
+        inside = self.truth(source, f"fabs({value}) < {self.literal(source, limit)}")
+        whole = self.choose(wide, inside, f"convert_{self.of(wide)}_rtz({value})", self.literal(wide, -int(limit)))
+        if target != "uint64":
+            return whole if target == wide else self.convert(wide, target, whole)
+        above, below = (self.truth(source, f"{value} {sign}") for sign in (f">= {self.literal(source, limit)}",
+                                                                           f"< {self.literal(source, 2 * limit)}"))  # fmt: skip
+        large = self.choose(target, below, f"convert_{self.of(target)}_rtz({value})", self.literal(target, 0))
+        return self.choose(target, above, large, f"convert_{self.of(target)}({whole})")
+
+
+def truncated(array: NDArray[Any], target: DType) -> NDArray[Any]:
+    """Floats as `Vector.convert` converts them to integers of type `target`, on every machine.
+
+    ONNX leaves NaN and numbers out of range undefined. Here numbers are truncated to int64, for targets of at most 16 bits and
+    int32 to int32, and the lower bits count. NaN and what int64 or int32 cannot hold become its smallest number, as processors
+    of x86 have it. But numbers from 2^63 on are converted to uint64 exactly, and those from 2^64 on to 0.
+    """
+    wide: DType = "int64" if target in ("int64", "uint32", "uint64") else "int32"
+    limit = 2.0 ** (8 * ITEMSIZE[wide] - 1)
+    x = array.astype(np.float64)
+    whole = np.where(np.abs(x) < limit, x, -limit).astype(np.int64).astype(target)
+    if target != "uint64":
+        return whole
+    above = x >= limit
+    return np.where(above, np.where(above & (x < 2 * limit), x, 0).astype(target), whole)
 
 
 def scalar_literal(dtype: DType, value: float | int) -> str:

@@ -16,9 +16,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from flashmem.base.errors import MissingFileError, UnsupportedModelError, UserError
-from flashmem.compiler.frontend import external_data
-from flashmem.compiler.frontend.importer import collect_unsupported, import_model
+from flashmem.base.errors import DefectError, MissingFileError, UnsupportedModelError, UserError
+from flashmem.compiler.frontend import external_data, importer
+from flashmem.compiler.frontend.importer import REASONS, collect_unsupported, import_model
 from flashmem.compiler.ir.graph import ArrayConstant, FileConstant, Graph
 from flashmem.compiler.ir.quantised import QuantizedConstant
 from flashmem.tools.zoo.graph_file import graph_to_onnx
@@ -392,6 +392,18 @@ def test_all_unsupported_nodes_are_listed_at_once(path: Path) -> None:
     collect_unsupported(graph, lambda node: None)
 
 
+def test_long_lists_of_nodes_are_cut(path: Path) -> None:
+    nodes = [helper.make_node("Hardmax", [f"x{i}"], [f"x{i + 1}"], name=f"node {i}") for i in range(181)]
+    onnx.save(make(nodes, {"x0": [3]}, ["x181"]), path)
+    graph = import_model(path)
+    with pytest.raises(UnsupportedModelError) as caught:
+        collect_unsupported(graph, lambda node: "Hardmax is missing" if node.name != "node 180" else "another reason")
+    assert len(caught.value.nodes) == 181
+    assert str(caught.value).endswith(": Hardmax is missing (node 0, node 1, node 2, 177 more); another reason (node 180)")
+    with pytest.raises(UnsupportedModelError, match=rf"; reason of node {REASONS - 1} [^;]*; {181 - REASONS} more$"):
+        collect_unsupported(graph, lambda node: f"reason of {node.name}")
+
+
 def test_what_no_graph_can_say_is_listed_with_the_rest(path: Path) -> None:
     then, other = (
         helper.make_graph([node], "b", [], [helper.make_tensor_value_info("b", TensorProto.FLOAT, None)])
@@ -596,6 +608,28 @@ def test_invalid_models(damage: Callable[[onnx.GraphProto], None], message: str,
     damage(model.graph)
     path.write_bytes(model.SerializeToString())
     with pytest.raises(UserError, match=message):
+        import_model(path)
+
+
+def test_an_error_of_flashmem_does_not_accuse_the_model(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failure = TypeError("no such shape\nat all")
+
+    def fail(*given: object) -> None:
+        raise RuntimeError("folding failed") from failure
+
+    monkeypatch.setattr(importer, "clean_up", fail)
+    add = helper.make_node("Add", ["x", "z"], ["y"])
+    onnx.save(make([add], {"x": [2], "z": [2]}, ["y"]), path)
+    with pytest.raises(DefectError, match=r"by a defect of flashmem.*report it.*TypeError: no such shape at all") as caught:
+        import_model(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    assert caught.value.__cause__ is not None and caught.value.__cause__.__cause__ is failure
+    onnx.save(make([add], {"x": [2], "z": [3]}, ["y"]), path)
+    with pytest.raises(UserError, match=r"is not a valid ONNX model: .*Incompatible dimensions") as denied:
+        import_model(path)
+    assert "\n" not in str(denied.value)
+    failure = UserError("node 'n' has too much")
+    with pytest.raises(UserError, match=r"m\.onnx: node 'n' has too much$"):
         import_model(path)
 
 

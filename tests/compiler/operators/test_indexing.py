@@ -80,6 +80,8 @@ def _choices(m: Model) -> None:
     m.node("beside NaN", "ArgMax", odd, dtype="int64", axis=1)
     m.node("least beside NaN", "ArgMin", odd, dtype="int64", axis=0, select_last_index=1)
     m.node("hard beside NaN", "Hardmax", odd, dtype="float32", axis=1)
+    for largest in (0, 1):
+        m.top(f"top beside NaN {largest}", odd, 3, axis=1, largest=largest)
     m.node("hard", "Hardmax", m.input(_draw(3, 4, 5), "float32"), dtype="float32", axis=1)
     for k, largest in ((1, 1), (7, 0), (40, 1), (500, 1)):
         m.top(f"top {k}", tied, k, axis=1, largest=largest)
@@ -170,16 +172,11 @@ def _newer() -> tuple[onnx.ModelProto, dict[str, Array], dict[str, Array]]:
     m = Model()
     x, cache, update = np.array([[2, -3, 4], [5, 1, -2]], np.int32), _draw(2, 1, 5, 3), _draw(2, 1, 3, 3)
     at, bits = np.array([1, 4]), np.array([[1.0, -2.5, np.inf]], np.float32)
-    sorted_last = np.array([[np.nan, 1, np.nan, 3], [np.nan, -np.inf, np.inf, np.nan]], np.float32)
     held = [m.input(cache, "float32"), m.input(update, "float32"), m.input(at, "int64")]
     m.node("products", "CumProd", m.input(x, "int32"), m.constant(1, "int64"), dtype="int32", exclusive=1)
     m.node("around", "TensorScatter", *held, dtype="float32", mode="circular")
     m.node("bits", "BitCast", m.input(bits, "float32"), dtype="uint32", to=TensorProto.UINT32)
     m.node("unsigned", "BitCast", m.input([-1, 5], "int8"), dtype="uint8", to=TensorProto.UINT8)
-    names = ["top beside NaN", "where beside NaN"]
-    m.nodes.append(helper.make_node("TopK", [m.input(sorted_last, "float32"), m.constant([4], "int64")], names))
-    kinds = (TensorProto.FLOAT, TensorProto.INT64)
-    m.outputs += [helper.make_tensor_value_info(name, kind, None) for name, kind in zip(names, kinds, strict=True)]
     y, z = np.array([5.5, -5.5, 5.5, -5.5, 0, -1, 7], np.float32), np.array([3, 3, -3, -3, -2, np.inf, 0], np.float32)
     m.node("remainder", "Mod", m.input(y, "float32"), m.input(z, "float32"), dtype="float32")
     around = cache.copy()
@@ -189,9 +186,7 @@ def _newer() -> tuple[onnx.ModelProto, dict[str, Array], dict[str, Array]]:
         remainder = np.mod(y, z)
     wanted = {
         "products": np.array([[1, 2, -6], [1, 5, 5]], np.int32), "around": around, "bits": bits.view(np.uint32),
-        "unsigned": np.array([255, 5], np.uint8), "top beside NaN": np.array([[3, 1, np.nan, np.nan],
-        [np.inf, -np.inf, np.nan, np.nan]], np.float32), "where beside NaN": np.array([[3, 1, 0, 2], [2, 1, 0, 3]]),
-        "remainder": remainder,
+        "unsigned": np.array([255, 5], np.uint8), "remainder": remainder,
     }  # fmt: skip
     proto = m.proto()
     proto.opset_import[0].version = 26

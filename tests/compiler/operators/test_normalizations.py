@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.compared import DEVICES, OF_A_GPU, Nodes, compare, refusal
+from tests.support.compared import DEVICES, OF_A_GPU, Nodes, answers_of, by_runtime, compare, refusal
 from tests.support.inputs import KINDS, floats
 
 SHAPE = (2, 6, 5, 19)
@@ -89,6 +89,31 @@ def test_tiny_numbers_have_a_norm(place: tuple[str, str], tmp_path: Path) -> Non
         n.node("LpNormalization", x)
         n.node("LpNormalization", x, p=1, axis=0)
     compare(n, place, tmp_path, against_runtime=False)
+
+
+@pytest.mark.parametrize("place", DEVICES, ids="-".join)
+def test_rows_with_infinities_and_nan(place: tuple[str, str], tmp_path: Path) -> None:
+    """As IEEE 754 and ONNX Runtime have it: beside an infinite norm numbers are 0, and what has no value is NaN."""
+    inf, nan = np.inf, np.nan
+    odd = np.array([[inf, 1, 2, 3], [1, -inf, 2, 0], [inf, -inf, 1, 2], [1, nan, 2, 3], [inf, nan, 1, 2], [0, 0, 0, 0],
+                    [-inf, -inf, -inf, -inf], [1, 2, -3, 4]], np.float32)  # fmt: skip
+    n = Nodes(opset=23)
+    rows, columns, scale = n.input(odd), n.input(np.ascontiguousarray(odd.T)), n.constant(np.float32([1, 2, 3, 4]))
+    for p in (1, 2):
+        n.node("LpNormalization", rows, p=p)
+        n.node("LpNormalization", columns, p=p, axis=0)
+    for axis, x in ((1, rows), (0, columns)):
+        n.node("Softmax", x, axis=axis)
+        n.node("LogSoftmax", x, axis=axis)
+        for op in ("L1", "L2", "LogSumExp", "Mean", "SumSquare"):
+            n.node(f"Reduce{op}", x, n.constant(np.array([axis])))
+    n.node("LayerNormalization", rows, scale)
+    n.node("RMSNormalization", rows, scale)
+    model = n.proto()
+    for info, answer, wanted in zip(
+        model.graph.output, answers_of(model, n.feeds, place, tmp_path), by_runtime(model, n.feeds), strict=True
+    ):
+        np.testing.assert_allclose(answer, wanted, rtol=1e-5, atol=1e-30, err_msg=info.name)
 
 
 @pytest.mark.parametrize("place", DEVICES, ids="-".join)

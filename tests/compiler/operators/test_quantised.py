@@ -426,3 +426,16 @@ def test_volumes_and_taps_that_move(place: tuple[str, str], tmp_path: Path) -> N
     image, offset = (n.input(random.standard_normal((1, c, 6, 6)).astype(np.float32)) for c in (3, 18))
     n.node("DeformConv", image, moved, offset, pads=[1] * 4)
     compare(n, place, tmp_path)
+
+
+def test_a_scale_shows_nan_that_integers_cannot(tmp_path: Path) -> None:
+    """As ONNX's definition has it. ONNX Runtime's result depends on the place of the NaN."""
+    m = Model()
+    names = ["integers", "scale", "zero point"]
+    m.nodes.append(helper.make_node("DynamicQuantizeLinear", [m.input([1.0, np.nan, -2.0], "float32")], names))
+    kinds = (TensorProto.UINT8, TensorProto.FLOAT, TensorProto.UINT8)
+    m.outputs += [helper.make_tensor_value_info(name, kind, None) for name, kind in zip(names, kinds, strict=True)]
+    made = flashmem.compile(saved(m.proto(21), tmp_path), tmp_path / "b.flashmem", device=CASES[0][0])
+    with flashmem.Session(made, device=CASES[0][0]) as session:
+        _, scale, zero = session.run(None, m.feeds)
+    assert np.isnan(scale) and zero == 255

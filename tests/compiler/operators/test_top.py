@@ -45,10 +45,10 @@ def numbers(shape: tuple[int, ...], dtype: str, kind: str) -> Any:
 
 
 def selected(data: Any, axis: int, k: int, largest: bool) -> tuple[Any, Any]:
-    """Values and positions by a stable sort of everything: numbers first, in order, then NaN; ties by position."""
+    """Values and positions by a stable sort of everything, in which NaN is the largest number; ties by position."""
     moved = np.moveaxis(data, axis, -1)
     key = moved.astype(np.float64) if moved.dtype.kind == "f" else moved.astype(np.int64)
-    order = np.lexsort((-key if largest else key, np.isnan(key)), axis=-1)[..., :k]
+    order = np.lexsort((-key if largest else key, ~np.isnan(key) if largest else np.isnan(key)), axis=-1)[..., :k]
     return tuple(np.moveaxis(each, -1, axis) for each in (np.take_along_axis(moved, order, -1), order))  # type: ignore[return-value]
 
 
