@@ -29,7 +29,7 @@ def check_target(path: Path, flag: str) -> None:
 
 @contextmanager
 def written_whole(path: Path, *, private: bool = False) -> Iterator[IO[bytes]]:
-    """A new file that is renamed to `path` when the body succeeds, and removed when it fails.
+    """A new file that is renamed to `path` when the body succeeds and it is on the disk, and removed when it fails.
 
     `private`: only the user may read it.
     """
@@ -37,6 +37,8 @@ def written_whole(path: Path, *, private: bool = False) -> Iterator[IO[bytes]]:
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
+            file.flush()
+            os.fsync(file.fileno())  # else the name could outlive a loss of power, and the content not
         if not private:
             Path(partial).chmod(0o666 & ~_umask())  # mkstemp creates files with mode 0600
         Path(partial).replace(path)

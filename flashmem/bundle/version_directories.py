@@ -58,7 +58,7 @@ class Draft:
         self.folder.mkdir()
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file of the version directory and wait until it is on the disk."""
+        """Write a new file of the version directory and wait until it is on the disk."""
         _write(self.folder / name, content)
 
     def publish(self, manifest: bytes) -> None:
@@ -196,7 +196,7 @@ def _is(descriptor: int, path: Path) -> bool:
 
 
 def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
+    with path.open("xb") as file:  # a file of that name is not ours
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

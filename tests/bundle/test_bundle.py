@@ -414,3 +414,12 @@ def _put(data: Any, path: tuple[Any, ...], value: Any) -> None:
     for key in path[:-1]:
         data = data[key]
     data[path[-1]] = value
+
+
+def test_a_bundle_that_was_replaced_gives_no_tokenizer_of_another_model(model: MiniModel) -> None:
+    bundle = model.open()
+    assert bundle.language() is None
+    write_mini_bundle(model.path)
+    with pytest.raises(BundleError, match="was replaced since it was opened; open it again"):
+        bundle.language()
+    assert Bundle.open(model.path).language() is None

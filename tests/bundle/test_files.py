@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 
 from flashmem import Session
-from flashmem.base.errors import BundleError, FlashmemWarning
+from flashmem.base.errors import BundleError, FlashmemWarning, UserError
+from flashmem.base.files import written_whole
 from flashmem.base.paths import make_private
 from flashmem.base.units import format_size
 from flashmem.bundle import cache as bundle_cache
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.manifest import BINARIES, variant_files
 from flashmem.bundle.version_directories import current_version
-from flashmem.bundle.writer import replace_binaries
+from flashmem.bundle.writer import _link_or_copy, replace_binaries, replace_plan
 from flashmem.cli.commands.bundles import check_bundle, clear_cache, list_cache
 from flashmem.runtime.kernels import cache_files as program_files
 from flashmem.runtime.kernels.cache_files import ProgramCache, packed_entries, unpacked_entries
@@ -231,3 +232,61 @@ def test_entries_of_a_bundle_are_read_in_one_pass() -> None:
     begun = time.process_time()
     assert unpacked_entries(content) == entries
     assert time.process_time() - begun < 1.5
+
+
+def test_a_manifest_that_names_other_files_is_refused(model: MiniModel) -> None:
+    """Those would be copied under that name."""
+    own = (model.path / "manifest.json").read_bytes()
+    for name in ("../../.bashrc", "/etc/passwd", "notes", "", "weights.bin", "program.1.json", "kernels.x.cl", "manifest.json"):
+        rewrite(model.path, "manifest.json", lambda manifest, name=name: manifest["files"].update({name: {"nbytes": 1}}))
+        with pytest.raises(BundleError, match=rf"its manifest names the file '{name}', which no bundle has; compile the"):
+            Bundle.open(model.path)
+        (model.path / "manifest.json").write_bytes(own)
+    Bundle.open(model.path)
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_copy_of_a_bundle_follows_no_link_and_overwrites_nothing(
+    has_links: bool, model: MiniModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_links:  # as from one file system to another
+        monkeypatch.setattr(os, "link", lambda *_, **__: os.read(-1, 1))
+    bundle = model.open()
+    copy = replace_plan(bundle, bundle.plan, bundle.meta, tmp_path / "copy.flashmem")
+    assert copy.weights_path.samefile(bundle.weights_path) is has_links
+    copy.verify_weights()
+    kernels = bundle.files / "kernels.cl"
+    kernels.rename(tmp_path / "private")
+    kernels.symlink_to(tmp_path / "private")
+    with pytest.raises(BundleError, match=r"kernels\.cl cannot be copied \(it is a link\)"):
+        replace_plan(bundle, bundle.plan, bundle.meta, tmp_path / "next.flashmem")
+    other = tmp_path / "other"
+    other.write_text("the user's own")
+    with pytest.raises(FileExistsError):
+        _link_or_copy(bundle.weights_path, other)
+    assert other.read_text() == "the user's own" and not (tmp_path / "next.flashmem").exists()
+
+
+def test_a_bundle_that_is_planned_again_replaces_bundles_only(model: MiniModel, tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "weights.bin").write_text("the user's own")
+    bundle = model.open()
+    with pytest.raises(UserError, match="work exists and is not a bundle; remove it or name another output"):
+        replace_plan(bundle, bundle.plan, bundle.meta, tmp_path / "work")
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["weights.bin"]
+
+
+def test_what_is_written_is_on_the_disk_before_it_gets_its_name(
+    model: MiniModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss of power leaves a whole file, or none. The order of the calls is what can be tested."""
+    synced: list[os.stat_result] = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(os.fstat(descriptor)), fsync(descriptor)))
+    with written_whole(tmp_path / "file") as file:
+        file.write(b"x" * 100)
+    assert os.path.samestat(synced[-1], (tmp_path / "file").stat()) and synced[-1].st_size == 100
+    bundle = model.open()
+    copy = replace_plan(bundle, bundle.plan, bundle.meta, tmp_path / "copy.flashmem")
+    for path in copy.files.iterdir():
+        assert any(os.path.samestat(each, path.stat()) for each in synced), path
