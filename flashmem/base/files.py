@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from flashmem.base.errors import MissingFileError, UserError
-from flashmem.base.paths import can_be_written
+from flashmem.base.paths import can_be_written, is_foreign
 
 
 def check_target(path: Path, flag: str) -> None:
@@ -72,6 +72,17 @@ def read_regular(path: Path, most: int, *, links: bool = True) -> bytes:
             if len(content) <= most:
                 return content
     raise OSError(errno.EFBIG, f"it is larger than {most} bytes", str(path))
+
+
+def read_cached(path: Path, most: int) -> bytes:
+    """Read a file of a cache folder, of at most `most` bytes.
+
+    Raises:
+        OSError: as `read_regular` without links; also where the folder or the file is another user's.
+    """
+    if is_foreign(path.parent) or is_foreign(path):
+        raise PermissionError(errno.EPERM, "another user owns it", str(path))
+    return read_regular(path, most, links=False)
 
 
 def _umask() -> int:

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from flashmem import Session
+from flashmem.base import files, paths
 from flashmem.base.errors import BundleError, FlashmemWarning, UserError
-from flashmem.base.files import written_whole
+from flashmem.base.files import read_cached, written_whole
 from flashmem.base.paths import make_private
 from flashmem.base.units import format_size
 from flashmem.bundle import cache as bundle_cache
@@ -166,10 +167,58 @@ def test_a_cache_of_another_user_is_not_used(cache: Path, monkeypatch: pytest.Mo
     with pytest.warns(FlashmemWarning, match="the bundle cache .* belongs to another user, so the bundle is removed when"):
         assert not bundle_cache.place("m").is_relative_to(cache)
     programs.trim()
-    assert programs.clear() == (0, 0)
+    programs.delete("ab" * 32)
+    assert programs.clear() == programs.size() == (0, 0)
     monkeypatch.undo()
     monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(cache))
     assert [path.name for path in (cache / "programs").iterdir()] == [f"{'ab' * 32}.bin"]
+
+
+def own_and_foreign(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Let every file and folder called `name` belong to another user."""
+    for module in (bundle_cache, paths, files):
+        monkeypatch.setattr(module, "is_foreign", lambda path: path.name == name)
+
+
+def test_a_bundle_in_the_cache_of_another_user_is_not_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = bundle_cache.find_or_make("m", lambda path: write_mini_bundle(path).open())
+    assert bundle_cache.find("m", lambda bundle: True) is not None and len(bundle_cache.entries()) == 1
+    own_and_foreign(monkeypatch, "bundles")
+    assert bundle_cache.find("m", lambda bundle: True) is None
+    bundle_cache.forget(own.files)
+    assert bundle_cache.entries() == [] and bundle_cache.clear() == ([], [])
+    Bundle.open(own.path)
+    with pytest.warns(FlashmemWarning, match="belongs to another user"):
+        made = bundle_cache.find_or_make("m", lambda path: write_mini_bundle(path).open())
+    assert made.path != own.path
+
+
+@pytest.mark.parametrize("foreign", ["m.flashmem", "manifest.json", "version", "link"])
+def test_a_bundle_of_another_user_in_the_own_cache_is_replaced(
+    foreign: str, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own = bundle_cache.find_or_make("m", lambda path: write_mini_bundle(path).open())
+    if foreign == "link":
+        own.path.rename(tmp_path / "elsewhere")
+        own.path.symlink_to(tmp_path / "elsewhere")
+    own_and_foreign(monkeypatch, own.files.name if foreign == "version" else foreign)
+    assert bundle_cache.find("m", lambda bundle: True) is None
+    bundle_cache.forget(own.files)
+    assert (own.path / "manifest.json").stat().st_size > 0
+    made = bundle_cache.find_or_make("m", lambda path: own if path.exists() else write_mini_bundle(path).open())
+    assert made.path == own.path and not own.path.is_symlink()
+    assert made.files.name != own.files.name, "the folder of another user was removed first"
+
+
+def test_files_of_other_users_in_caches_are_not_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the cache keeps: kernels, templates, rates and the list of drivers are read by this function."""
+    programs = ProgramCache()
+    programs.write("ab" * 32, b"binary")
+    for name in ("programs", f"{'ab' * 32}.bin"):
+        assert read_cached(programs.folder / f"{'ab' * 32}.bin", 1000)
+        with monkeypatch.context() as patch, pytest.raises(PermissionError, match="another user owns it"):
+            own_and_foreign(patch, name)
+            read_cached(programs.folder / f"{'ab' * 32}.bin", 1000)
 
 
 def test_entries_of_the_program_cache_that_are_no_files_are_misses(cache: Path, no_waiting: None) -> None:

@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 from flashmem.base.child_processes import module_environment, python_module
 from flashmem.base.errors import NoDeviceError
-from flashmem.base.files import written_whole
+from flashmem.base.files import read_cached, written_whole
 from flashmem.base.interrupts import child_environment
-from flashmem.base.paths import cache_folder, make_private, why_unusable
+from flashmem.base.paths import cache_folder, is_foreign, make_private, why_unusable
 from flashmem.base.version import __version__
 from flashmem.runtime.opencl.devices import choose
 from flashmem.runtime.opencl.icd import VARIABLE, installed_drivers
@@ -35,6 +35,7 @@ _LISTING = "flashmem.runtime.opencl.driver_listing"
 _SECONDS = 60
 """The longest that a driver may take to list its devices."""
 
+_FILE_BYTES = 1 << 20  # larger than any table
 _VARIABLES = ("CL_", "CUDA_", "GPU_", "LD_LIBRARY_PATH", "LD_PRELOAD", "NVIDIA_", "OCL_", "POCL_", "ROCR_", "ZE_")
 _DEVICE_FILES = ("nvidia*", "dri/*", "kfd", "kgsl*", "mali*")
 
@@ -79,6 +80,8 @@ def known_driver(platform_name: str, device_name: str) -> str | None:
 
 def forget() -> None:
     """Remove the table, which was wrong about a device."""
+    if is_foreign(_file().parent):
+        return
     with suppress(OSError):
         _file().unlink()
 
@@ -107,10 +110,9 @@ def _table(drivers: Mapping[str, str]) -> list[ListedDevice]:
 def _read(state: str) -> list[ListedDevice] | None:
     """The devices in the file, or None if it was not written in `state`."""
     with suppress(OSError, ValueError, TypeError, KeyError):
-        if why_unusable(_file().parent) is None:
-            known = json.loads(_file().read_text(encoding="utf-8"))
-            if known["state"] == state:
-                return [ListedDevice(**each) for each in known["devices"]]
+        known = json.loads(read_cached(_file(), _FILE_BYTES))
+        if known["state"] == state:
+            return [ListedDevice(**each) for each in known["devices"]]
     return None
 
 

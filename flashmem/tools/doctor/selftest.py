@@ -22,7 +22,7 @@ import numpy as np
 
 from flashmem.base.child_processes import module_environment, python_module
 from flashmem.base.errors import RunError
-from flashmem.base.paths import make_private
+from flashmem.base.paths import make_private, why_unusable
 
 if TYPE_CHECKING:
     from flashmem.runtime.opencl.context import Queue
@@ -197,6 +197,8 @@ def tests(number: int, folder: Path) -> Iterator[SelfTestResult]:
 
 def disk(folder: Path) -> SelfTestResult:
     """Measure the read rate of the disk under `folder`: cold, if the system drops the file's pages, and from the page cache."""
+    if (reason := why_unusable(folder)) is not None:
+        return SelfTestResult("disk", False, f"{folder} {reason}")
     block = np.random.default_rng(0).integers(0, 256, 4 << 20, np.uint8)
     try:
         make_private(folder)
