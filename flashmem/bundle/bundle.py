@@ -42,6 +42,7 @@ from flashmem.base.files import open_regular
 from flashmem.base.json import parsed
 from flashmem.base.units import budget_text, format_size
 from flashmem.bundle.checksums import ChecksummedRange, Checksums, checksum, checksummed_ranges, unpack_checksums
+from flashmem.bundle.field_types import check_types
 from flashmem.bundle.kernel_bounds import check_bounds
 from flashmem.bundle.kernel_source import check_options, check_source
 from flashmem.bundle.lane_bounds import check_lanes
@@ -57,7 +58,7 @@ from flashmem.bundle.manifest import (
     read_same_manifest,
     variant_files,
 )
-from flashmem.bundle.validation import check_bundle, check_elsewhere, check_types, check_variants
+from flashmem.bundle.validation import check_bundle, check_elsewhere, check_variants
 from flashmem.bundle.version_directories import MANIFEST, current_version
 from flashmem.program.kernel_text import Source
 from flashmem.program.program import Program
