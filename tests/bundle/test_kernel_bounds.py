@@ -155,8 +155,9 @@ def test_reading_ends_for_whatever_a_text_holds(no_end: None) -> None:
     many = 20_000
     blanks, word = " " * 10 * many, "a" * 10 * many
     texts = [
-        "/*" * many, "//" * many, "__kernel " * many, "__kernel void " * many, "__kernel void a(" * many, "__kernel void" + blanks,
-        "__kernel " + word, "void a(" * many, "#define A x ## 0 " + word, "#define A x ## 0 " + blanks, "## " * many,
+        "/*" * many, "//" * many, "__kernel " * many, "__kernel void " * many, "__kernel void a(" * many,
+        "__kernel void" + blanks, "__kernel " + word, "void a(" * many, "#define A x ## 0 " + word,
+        "#define A x ## 0 " + blanks, "## " * many,
         "k_prologue(" * many, word + "_prologue", "e0[" * many, "vload4(0, e0 + (" * many, "//@ " + "(" * many, "//@\n" * many,
         "#" + blanks, "#define " + word, "a_epilogue(){\n}" * many, "__has_" * many,
     ]  # fmt: skip
