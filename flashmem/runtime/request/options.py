@@ -75,7 +75,7 @@ def _is_file(device: str) -> bool:
 class NoLayoutError(UserError):
     """A bundle has layouts for none of the transfer modes that a device has on its path: `modes`."""
 
-    def __init__(self, message: str, modes: tuple[TransferMode, ...]) -> None:
+    def __init__(self, message: str, modes: tuple[TransferMode, ...] = ()) -> None:
         super().__init__(message, modes)
         self.modes = modes
 
