@@ -60,7 +60,7 @@ def usable_modes(bundle: Bundle, device: Device, mode: str) -> DeviceDescriptor:
     if target != device.descriptor_name and target in descriptor_names():
         here = f"{device.name} ({device.descriptor_name})"
         text = f"{bundle.path} was compiled for {target} and runs on {here}; compiled for that, it would be faster"
-        warnings.warn(FlashmemWarning(text), stacklevel=4)
+        warnings.warn(FlashmemWarning(text), stacklevel=5)
     descriptor = descriptor_for(device, bundle.descriptor.probed)
     path = bundle.program.memory_path
     if not reasons or path not in descriptor.modes:
