@@ -138,9 +138,7 @@ def test_a_bundle_without_a_layout_for_any_mode_here_is_planned_anew(mini: MiniM
     monkeypatch.setattr(replanned, "too_large", lambda layout, device: "too large" if layout.staging_bytes else "")
     with pytest.warns(FlashmemWarning, match="planned anew for mode dma"):
         assert fitted(there, device, "auto")[1] == "dma"
-    refusal = (
-        r"the bundle has layouts for transfer modes alias, and device pocl has interleave, dma on the buffer path;"
-    )
+    refusal = r"the bundle has layouts for transfer modes alias, and device pocl has interleave, dma on the buffer path;"
     for other in (bundle.with_plan(plan, bundle.meta), there.with_plan(replace(plan, strategy="same-op"), there.meta)):
         with pytest.raises(UserError, match=refusal):
             fitted(other, device, "auto")
