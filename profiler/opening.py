@@ -10,6 +10,7 @@ from time import perf_counter
 
 import numpy as np
 
+from flashmem.base.child_processes import ending_in_a_sentence
 from flashmem.bundle.bundle import Bundle
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.discovery import find_device
@@ -21,6 +22,11 @@ _WARM_RUNS = 10
 def main() -> None:
     """Measure, and print the seconds."""
     path, device = sys.argv[1:]
+    with ending_in_a_sentence():
+        _measure(path, device)
+
+
+def _measure(path: str, device: str) -> None:
     driver = Context(find_device(device)).queue()
     inputs = {port.name: np.zeros(port.shape, port.dtype) for port in Bundle.open(path).program.inputs}
     times = [perf_counter()]

@@ -6,8 +6,11 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+
+from flashmem.base.errors import RunError, UserError
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 
@@ -25,6 +28,15 @@ def module_environment(environment: Mapping[str, str] = os.environ) -> dict[str,
     here = str(Path(__file__).resolve().parents[2])
     folders = [folder for folder in sys.path if folder]  # "" is the current folder
     return {**environment, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*folders, here]))}
+
+
+@contextmanager
+def ending_in_a_sentence() -> Iterator[None]:
+    """An error of flashmem in the body ends this child process with its sentence as the last line, which the parent shows."""
+    try:
+        yield
+    except (UserError, RunError) as error:
+        sys.exit(str(error))
 
 
 def end_with(parent: int) -> bool:

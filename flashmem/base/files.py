@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from flashmem.base.errors import MissingFileError, UserError
-from flashmem.base.paths import can_be_written
+from flashmem.base.paths import can_be_written, is_foreign
 
 
 def check_target(path: Path, flag: str) -> None:
@@ -29,7 +29,7 @@ def check_target(path: Path, flag: str) -> None:
 
 @contextmanager
 def written_whole(path: Path, *, private: bool = False) -> Iterator[IO[bytes]]:
-    """A new file that is renamed to `path` when the body succeeds, and removed when it fails.
+    """A new file that is renamed to `path` when the body succeeds and it is on the disk, and removed when it fails.
 
     `private`: only the user may read it.
     """
@@ -37,6 +37,8 @@ def written_whole(path: Path, *, private: bool = False) -> Iterator[IO[bytes]]:
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
+            file.flush()
+            os.fsync(file.fileno())  # else the name could outlive a loss of power, and the content not
         if not private:
             Path(partial).chmod(0o666 & ~_umask())  # mkstemp creates files with mode 0600
         Path(partial).replace(path)
@@ -70,6 +72,17 @@ def read_regular(path: Path, most: int, *, links: bool = True) -> bytes:
             if len(content) <= most:
                 return content
     raise OSError(errno.EFBIG, f"it is larger than {most} bytes", str(path))
+
+
+def read_cached(path: Path, most: int) -> bytes:
+    """Read a file of a cache folder, of at most `most` bytes.
+
+    Raises:
+        OSError: as `read_regular` without links; also where the folder or the file is another user's.
+    """
+    if is_foreign(path.parent) or is_foreign(path):
+        raise PermissionError(errno.EPERM, "another user owns it", str(path))
+    return read_regular(path, most, links=False)
 
 
 def _umask() -> int:

@@ -61,10 +61,10 @@ def why_unusable(folder: Path) -> str | None:
     return "belongs to another user" if is_foreign(folder) else None
 
 
-def is_foreign(folder: Path) -> bool:
-    """Whether another user owns `folder`; False if it does not exist."""
+def is_foreign(path: Path) -> bool:
+    """Whether another user owns the folder or the file `path`; False if it does not exist."""
     try:
-        return folder.stat().st_uid != os.geteuid()
+        return path.stat().st_uid != os.geteuid()
     except OSError:
         return False
 

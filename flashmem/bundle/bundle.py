@@ -42,6 +42,7 @@ from flashmem.base.files import open_regular
 from flashmem.base.json import parsed
 from flashmem.base.units import budget_text, format_size
 from flashmem.bundle.checksums import ChecksummedRange, Checksums, checksum, checksummed_ranges, unpack_checksums
+from flashmem.bundle.field_types import check_types
 from flashmem.bundle.kernel_bounds import check_bounds
 from flashmem.bundle.kernel_source import check_options, check_source
 from flashmem.bundle.lane_bounds import check_lanes
@@ -54,9 +55,10 @@ from flashmem.bundle.manifest import (
     read_binaries,
     read_checked,
     read_manifest,
+    read_same_manifest,
     variant_files,
 )
-from flashmem.bundle.validation import check_bundle, check_elsewhere, check_types, check_variants
+from flashmem.bundle.validation import check_bundle, check_elsewhere, check_variants
 from flashmem.bundle.version_directories import MANIFEST, current_version
 from flashmem.program.kernel_text import Source
 from flashmem.program.program import Program
@@ -158,8 +160,12 @@ class Bundle:
         return budget if type(budget) is int and budget > 0 else None
 
     def language(self) -> Language | None:
-        """The tokenizer and the chat template of a language model; None for other models. Raises BundleError."""
-        manifest = read_manifest(self.path)
+        """The tokenizer and the chat template of a language model; None for other models.
+
+        Raises:
+            BundleError: they are damaged, or the bundle was replaced since it was opened.
+        """
+        manifest = read_same_manifest(self.path, self.files)
         if LANGUAGE not in manifest["files"]:
             return None
         return Language.from_json(read_checked(self.path, LANGUAGE, manifest))
@@ -179,9 +185,7 @@ class Bundle:
         own = self.descriptor.instruction_set
         if not name or not own or same_tile(name, own):
             return self
-        manifest = read_manifest(self.path)
-        if self.path / manifest["version_directory"] != self.files:
-            raise BundleError(f"bundle {self.path} was replaced since it was opened; open it again")
+        manifest = read_same_manifest(self.path, self.files)
         stored = next((each for each in other_tiles(own) if same_tile(each, name)), None)
         names = [] if stored is None else [instruction_set_files(index, stored)[0] for index in range(len(self.variants))]
         if stored is None or not any(each in manifest["files"] for each in names):

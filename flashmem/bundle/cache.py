@@ -4,6 +4,9 @@ An entry is a bundle, MODEL-KEY.flashmem. The modification time of its manifest 
 FLASHMEM_CACHE_LIMIT bytes. Without that variable it is 10 GB, or a tenth of the disk space that would be free without the
 cache, whichever is less. When a bundle is added, the least recently used ones are removed until the rest fits. The added bundle
 is never removed, and neither is one that a session has open.
+
+A cache of another user is neither used nor changed, and an entry of another user is replaced: its owner could choose the code
+that this process runs.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from pathlib import Path
 
 from flashmem.base.errors import FlashmemWarning, UserError
 from flashmem.base.files import read_regular
-from flashmem.base.paths import VARIABLE, cache_folder, folder_until_exit, make_private, why_unusable
+from flashmem.base.paths import VARIABLE, cache_folder, folder_until_exit, is_foreign, make_private, why_unusable
 from flashmem.base.units import parse_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.version_directories import MANIFEST, MANIFEST_BYTES, current_version, held, remove_leftovers
@@ -65,8 +68,10 @@ def place(name: str) -> Path:
 
 
 def find(name: str, is_right: Callable[[Bundle], bool]) -> Bundle | None:
-    """The bundle `name` of the cache; None if it is missing, damaged, of another format, or not right."""
+    """The bundle `name` of the cache; None if it is missing, damaged, of another format or of another user, or not right."""
     path = folder() / (name + _SUFFIX)
+    if not _is_own(path):
+        return None
     try:
         bundle = Bundle.open(path)
     except UserError:
@@ -89,8 +94,8 @@ def find_or_make(name: str, make: Callable[[Path], Bundle], is_right: Callable[[
     if (found := find(name, is_right)) is not None:
         return found
     path = place(name)
-    if path.exists() and not (path / MANIFEST).is_file():
-        shutil.rmtree(path, ignore_errors=True)  # a folder that is no bundle cannot be replaced by one
+    if path.exists() and not ((path / MANIFEST).is_file() and _is_own(path)):
+        _clear_place(path)  # a folder that is no bundle cannot be replaced by one, and another user's would stay theirs
     if _is_kept(path):
         make_private(folder())
     bundle = make(path)
@@ -106,9 +111,13 @@ def forget(files: Path) -> None:
     `files` is its version directory.
     """
     path = files.parent
-    if _is_kept(path) and current_version(path) == files.name:
-        with suppress(OSError):
-            os.truncate(path / MANIFEST, 0)
+    if not (_is_kept(path) and _is_own(path)):
+        return
+    with held(path, wait=True), suppress(OSError):  # no writer replaces the bundle meanwhile
+        if current_version(path) == files.name:
+            descriptor = os.open(path / MANIFEST, os.O_WRONLY | os.O_NOFOLLOW)
+            os.ftruncate(descriptor, 0)
+            os.close(descriptor)
 
 
 def _make_private(path: Path) -> None:
@@ -122,8 +131,24 @@ def _is_kept(path: Path) -> bool:
     return path.absolute().parent == folder().absolute()
 
 
+def _is_own(path: Path) -> bool:
+    """Whether the cache and its entry `path`, as far as they exist, belong to this user. A link belongs to no cache."""
+    own = not path.is_symlink() and not any(map(is_foreign, (folder(), path, path / MANIFEST)))
+    version = current_version(path) if own else None
+    return own and (version is None or not is_foreign(path / version))
+
+
+def _clear_place(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def entries() -> list[Entry]:
-    """The bundles in the cache, most recently used first."""
+    """The bundles in the cache, most recently used first; none in the cache of another user."""
+    if is_foreign(folder()):
+        return []
     try:
         paths = [path for path in folder().iterdir() if path.name.endswith(_SUFFIX) and not path.name.startswith(".")]
     except OSError:
@@ -165,6 +190,8 @@ def trim(keep: Path) -> None:
 
 def clear() -> tuple[list[Entry], list[Entry]]:
     """Remove every bundle that no session has open. Returns the removed entries and the kept ones."""
+    if is_foreign(folder()):
+        return [], []
     remove_leftovers(folder())
     removed: list[Entry] = []
     kept: list[Entry] = []
@@ -201,10 +228,15 @@ def _entry(path: Path) -> Entry:
         used = manifest.stat().st_mtime
     except OSError:
         used = 0.0  # not a usable bundle: removed first
+    return Entry(path, model, _size(path), used, _is_open(path))
+
+
+def _is_open(path: Path) -> bool:
     weights = _weights(path)
-    with held(weights) if weights is not None else held(path / MANIFEST) as unused:
-        is_open = weights is not None and weights.exists() and not unused
-    return Entry(path, model, _size(path), used, is_open)
+    if weights is None or not weights.exists():
+        return False
+    with held(weights) as unused:
+        return not unused
 
 
 def _size(path: Path) -> int:

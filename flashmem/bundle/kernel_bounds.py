@@ -22,37 +22,32 @@ with another tensor of the launch, except with one that the kernel states in `ov
 
 from __future__ import annotations
 
-import ast
-import functools
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import cast
 
 from flashmem.base.errors import BundleError
 from flashmem.base.types import ITEMSIZE
+from flashmem.bundle.kernel_expressions import MOST_LETTERS, Expression, Range, arguments, parsed
+from flashmem.program.kernel_text import kernel_heads, last_word
 from flashmem.program.launches import Launch
 from flashmem.program.program import Program
 from flashmem.program.tensors import Tensor
 
 _ITEMSIZE = {"char": 1, "uchar": 1, "half": 2, "short": 2, "ushort": 2, "int": 4, "uint": 4, "float": 4, "long": 8, "ulong": 8}
 _VECTOR = re.compile(r"([a-z]+?)(\d*)")
-_KERNEL = re.compile(r"__kernel\b[^;{]*?\bvoid\s+(\w+)\s*\(([^)]*)\)")
 _LOAD = re.compile(r"vload(?:_half)?(\d*)\(0, (e\d+) \+ ")
 _SUBSCRIPT = re.compile(r"\b(e\d+)\[")
+_FUNCTION = re.compile(r"logue\(")  # of NAME_prologue and NAME_epilogue: text with a fixed beginning is found fast
+_LONGEST_NAME = 200
+_BRACKET = re.compile(r"[()\[\]]")
 
-
-@dataclass(frozen=True)
-class _Range:
-    """The integers from `low` to `high`, both included."""
-
-    low: int
-    high: int
-
-
-_Expression = Callable[[Mapping[str, _Range]], _Range]
+_MOST_PARAMETERS = 512  # 4 KB of pointers; flashmem's kernels have up to 56
+_MOST_STATED = 1000
+"""The most statements of a kernel, and the most reads that are found in it. flashmem's have up to 36."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +66,11 @@ class Kernel:
 
     name: str
     parameters: list[_Parameter]
-    items: list[_Expression] = field(default_factory=list)
+    items: list[Expression] = field(default_factory=list)
     least: dict[str, int] = field(default_factory=dict)
-    ranges: list[tuple[str, _Expression]] = field(default_factory=list)
-    touched: list[tuple[str, tuple[_Expression, ...], int]] = field(default_factory=list)  # (pointer, places, width)
-    requirements: list[tuple[_Expression, _Expression, str]] = field(default_factory=list)
+    ranges: list[tuple[str, Expression]] = field(default_factory=list)
+    touched: list[tuple[str, tuple[Expression, ...], int]] = field(default_factory=list)  # (pointer, places, width)
+    requirements: list[tuple[Expression, Expression, str]] = field(default_factory=list)
     stated: list[str] = field(default_factory=list)  # the text of the statements
     over: set[str] = field(default_factory=set)
 
@@ -87,11 +82,11 @@ class Kernel:
         Raises:
             BundleError: the statements cannot be evaluated, or access an element before the first.
         """
-        known = {number: _Range(value, value) for number, value in numbers.items()}
+        known = {number: Range(value, value) for number, value in numbers.items()}
         try:
             for variable, end in self.ranges:
                 if variable.startswith(prefix):
-                    known[variable] = _Range(0, max(end(known).high - 1, 0))
+                    known[variable] = Range(0, max(end(known).high - 1, 0))
             found: dict[str, tuple[int, ...]] = {}
             for name, places, width in self.touched:
                 if name in wanted:
@@ -99,7 +94,7 @@ class Kernel:
                     _require(all(place.low >= 0 for place in at), f"kernel {self.name} leaves the memory of {name!r}")
                     ends = (at[0].high + width,) if len(at) == 1 else tuple(place.high for place in at)
                     found[name] = tuple(map(max, ends, found.get(name, ends)))
-        except (KeyError, ZeroDivisionError) as error:
+        except (KeyError, ArithmeticError) as error:
             raise damaged(f"kernel {self.name} states no bounds of {', '.join(sorted(wanted))} ({error})") from error
         return found
 
@@ -199,10 +194,10 @@ def _bounds(name: str, kernel: Kernel, numbers: tuple[int, ...], size: tuple[int
     for number, value in values.items():
         _require(value >= kernel.least.get(number, 1), f"{name} gives {value} for {number!r}")
     values |= {"layers": layers, **{f"global_{direction}": items for direction, items in enumerate(size)}}
-    known = {number: _Range(value, value) for number, value in values.items()}
+    known = {number: Range(value, value) for number, value in values.items()}
     try:
         for variable, end in kernel.ranges:
-            known[variable] = _Range(0, max(end(known).high - 1, 0))
+            known[variable] = Range(0, max(end(known).high - 1, 0))
         for small, large, text in kernel.requirements:
             _require(small(known).high <= large(known).low, f"{name} needs {text}")
         touched: dict[str, tuple[int, ...]] = {}
@@ -212,7 +207,7 @@ def _bounds(name: str, kernel: Kernel, numbers: tuple[int, ...], size: tuple[int
             ends = (at[0].high + width,) if len(at) == 1 else tuple(place.high for place in at)
             touched[pointer] = tuple(map(max, ends, touched.get(pointer, ends)))
         items = tuple(item(known).high for item in kernel.items)
-    except (KeyError, ZeroDivisionError) as error:
+    except (KeyError, ArithmeticError) as error:
         raise BundleError(
             f"the bundle is damaged: the kernel of {name} states no bounds ({error}); compile the model again"
         ) from error
@@ -227,23 +222,41 @@ def parsed_kernels(source: str) -> dict[str, Kernel]:
     """Parse an OpenCL C text: its kernels by name, with their `//@` statements.
 
     Raises:
-        BundleError: a statement cannot be parsed.
+        BundleError: a statement cannot be parsed, or a kernel has more parameters or statements than flashmem's.
     """
     found, behind = {}, 0
-    for match in _KERNEL.finditer(source):
-        name = match[1]
-        kernel = Kernel(name, [_parameter(text) for text in match[2].split(",")])
-        kernel.stated = _stated(source[behind : match.start()])
+    bodies = _bodies(source)
+    for head in kernel_heads(source):
+        declared = source[head.start : head.end]
+        _require("//" not in declared and "/*" not in declared, f"kernel {head.name[:60]} has a comment in its declaration")
+        parameters = head.parameters.split(",")
+        _require(len(parameters) <= _MOST_PARAMETERS, f"kernel {head.name[:60]} has {len(parameters)} parameters")
+        kernel = Kernel(head.name, [_parameter(text) for text in parameters])
+        kernel.stated = _stated(source[behind : head.start])
+        _require(len(kernel.stated) <= _MOST_STATED, f"kernel {head.name[:60]} states {len(kernel.stated)} facts")
         for line in kernel.stated:
             _state(kernel, line)
-        behind = match.end()
+        behind = head.end
         for function in ("prologue", "epilogue"):
-            start = source.find(f"{name}_{function}(")
-            body = source[start : source.find("\n}", start)] if start >= 0 else ""
-            for pointer, index, width in _loads(body[body.find("{") :]):
-                kernel.touched.append((pointer, (_parsed(index),), width))
-        found[name] = kernel
+            for pointer, index, width in _loads(bodies.get(f"{head.name}_{function}", "")):
+                kernel.touched.append((pointer, (parsed(index),), width))
+                _require(len(kernel.touched) <= _MOST_STATED, f"kernel {head.name[:60]} has too many reads")
+        found[head.name] = kernel
     return found
+
+
+def _bodies(source: str) -> dict[str, str]:
+    """The bodies of pointwise functions, by name."""
+    begun: dict[str, int] = {}
+    for match in _FUNCTION.finditer(source):
+        name = last_word(source[max(0, match.start() - _LONGEST_NAME) : match.end() - 1])
+        begun.setdefault(name, match.end())  # a function is defined before it is called
+    bodies = {}
+    for name, (start, following) in zip(begun, pairwise([*begun.values(), len(source)]), strict=True):
+        end = source.find("\n}", start, following)
+        text = source[start : end if end >= 0 else following]
+        bodies[name] = text[text.find("{") :]
+    return bodies
 
 
 def _stated(before: str) -> list[str]:
@@ -260,9 +273,9 @@ def _parameter(text: str) -> _Parameter:
     if "image2d_t" in declared:
         return _Parameter(name, "texture")
     kind = next((word for word in words if (match := _VECTOR.fullmatch(word)) and match[1] in _ITEMSIZE), "")
-    _require(bool(kind), f"a kernel takes {text.strip()!r}")
+    _require(bool(kind), f"a kernel takes {text.strip()[:100]!r}")
     if "*" not in declared:
-        _require(kind in ("int", "float"), f"a kernel takes {text.strip()!r}")
+        _require(kind in ("int", "float"), f"a kernel takes {text.strip()[:100]!r}")
         return _Parameter(name, kind)
     match = _VECTOR.fullmatch(kind)
     assert match is not None
@@ -271,116 +284,52 @@ def _parameter(text: str) -> _Parameter:
 
 def _state(kernel: Kernel, line: str) -> None:
     """Parse one `//@` statement and add it to the kernel."""
+    _require(len(line) <= MOST_LETTERS, f"a kernel states {line[:60]!r}, which does not end")
     word, _, rest = line.partition(" ")
     if word == "items":
-        kernel.items = [_parsed(text) for text in _arguments(rest)]
+        kernel.items = [parsed(text) for text in arguments(rest)]
     elif word in ("zero", "any"):
         kernel.least |= {name.strip(): 0 if word == "zero" else -(2**31) for name in rest.split(",")}
     elif word == "over":
         kernel.over.add(rest.strip())
     elif word == "require":
         small, _, large = rest.partition("<=")
-        kernel.requirements.append((_parsed(small), _parsed(large), rest))
+        kernel.requirements.append((parsed(small), parsed(large), rest))
     elif (match := re.fullmatch(r"(\w+) < (.+)", line)) is not None:
-        kernel.ranges.append((match[1], _parsed(match[2])))
+        kernel.ranges.append((match[1], parsed(match[2])))
     elif (match := re.fullmatch(r"(\w+)\[(.+)\]", line)) is not None:
-        kernel.touched.append((match[1], (_parsed(match[2]),), 1))
+        kernel.touched.append((match[1], (parsed(match[2]),), 1))
     elif (match := re.fullmatch(r"(\w+)\((.+)\)", line)) is not None:
-        kernel.touched.append((match[1], tuple(_parsed(text) for text in _arguments(match[2])), 1))
+        kernel.touched.append((match[1], tuple(parsed(text) for text in arguments(match[2])), 1))
     else:
-        _require(False, f"a kernel states {line!r}")
+        _require(False, f"a kernel states {line[:100]!r}")
 
 
-def _loads(body: str) -> list[tuple[str, str, int]]:
+def _loads(body: str) -> Iterator[tuple[str, str, int]]:
     """The reads of a pointwise function: (operand, index, elements from there on)."""
-    vectors = [(match[2], _until(body, match.end(), ")"), int(match[1] or 1)) for match in _LOAD.finditer(body)]
-    return vectors + [(match[1], _until(body, match.end(), "]"), 1) for match in _SUBSCRIPT.finditer(body)]
+    ends = _closing(body)
+    for match in _LOAD.finditer(body):
+        yield match[2], _index(body, match.end(), ends.get(body.index("(", match.start()))), int(match[1] or 1)
+    for match in _SUBSCRIPT.finditer(body):
+        yield match[1], _index(body, match.end(), ends.get(match.end() - 1)), 1
 
 
-def _until(text: str, start: int, closing: str) -> str:
-    """The text from `start` to the bracket that closes the one before `start`."""
-    depth = 0
-    for at in range(start, len(text)):
-        if depth == 0 and text[at] == closing:
-            return text[start:at]
-        depth += (text[at] in "([") - (text[at] in ")]")
-    return text[start:]
+def _closing(text: str) -> dict[int, int]:
+    """The place of the bracket that closes each bracket, by the place of that."""
+    open_at, ends = list[int](), dict[int, int]()
+    for match in _BRACKET.finditer(text):
+        if match[0] in "([":
+            open_at.append(match.start())
+        elif open_at:
+            ends[open_at.pop()] = match.start()
+    return ends
 
 
-def _arguments(text: str) -> list[str]:
-    """Split `text` at the commas outside of brackets."""
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter == "(") - (letter == ")")
-        if letter == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return parts
-
-
-@functools.cache
-def _parsed(text: str) -> _Expression:
-    """Compile a C integer expression to a function on intervals."""
-    try:
-        return _built(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, KeyError, RecursionError) as error:
-        raise BundleError(f"the bundle is damaged: a kernel states {text.strip()!r}; compile the model again") from error
-
-
-def _built(node: ast.expr) -> _Expression:
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        number = _Range(node.value, node.value)
-        return lambda known: number
-    if isinstance(node, ast.Name):
-        name = node.id
-        return lambda known: known[name]
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        inner = _built(node.operand)
-        return lambda known: _negated(inner(known))
-    if isinstance(node, ast.BinOp):
-        left, right, combine = _built(node.left), _built(node.right), _COMBINE[type(node.op)]
-        return lambda known: combine(left(known), right(known))
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "min" and len(node.args) == 2:
-        first, second = map(_built, node.args)
-        return lambda known: _smaller(first(known), second(known))
-    raise ValueError("not an expression of whole numbers")
-
-
-def _negated(a: _Range) -> _Range:
-    return _Range(-a.high, -a.low)
-
-
-def _smaller(a: _Range, b: _Range) -> _Range:
-    return _Range(min(a.low, b.low), min(a.high, b.high))
-
-
-def _product(a: _Range, b: _Range) -> _Range:
-    corners = (a.low * b.low, a.low * b.high, a.high * b.low, a.high * b.high)
-    return _Range(min(corners), max(corners))
-
-
-def _quotient(a: _Range, b: _Range) -> _Range:
-    """Interval division of non-negative numbers by positive ones, rounded down as in C."""
-    if a.low < 0 or b.low < 1:
-        raise ZeroDivisionError("a division of negative numbers or by zero")
-    return _Range(a.low // b.high, a.high // b.low)
-
-
-def _remainder(a: _Range, b: _Range) -> _Range:
-    """Interval remainder of non-negative numbers by positive ones, as in C."""
-    if a.low < 0 or b.low < 1:
-        raise ZeroDivisionError("a division of negative numbers or by zero")
-    return a if a.high < b.low else _Range(0, min(a.high, b.high - 1))
-
-
-_COMBINE: dict[type[ast.operator], Callable[[_Range, _Range], _Range]] = {
-    ast.Add: lambda a, b: _Range(a.low + b.low, a.high + b.high),
-    ast.Sub: lambda a, b: _Range(a.low - b.high, a.high - b.low),
-    ast.Mult: _product,
-    ast.Div: _quotient,
-    ast.Mod: _remainder,
-}
+def _index(body: str, start: int, end: int | None) -> str:
+    """The index that ends at `end`."""
+    if end is None or end - start > MOST_LETTERS:
+        raise damaged(f"a kernel reads at {body[start : start + 60]!r}, which does not end")
+    return body[start:end]
 
 
 def _require(holds: bool, what: str) -> None:

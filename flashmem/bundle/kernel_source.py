@@ -14,10 +14,9 @@ import re
 from collections.abc import Sequence
 
 from flashmem.base.errors import BundleError
-from flashmem.program.kernel_text import KERNEL_MARK
+from flashmem.program.kernel_text import KERNEL_MARK, code_of, last_word
 
 _ANYWHERE = re.compile(r"[\0\r]|\\(?!\n)|\?\?[=/'()!<>-]")
-_COMMENT = re.compile(r"/(?:/[^\n]*|\*.*?\*/)", re.DOTALL)
 _MARKS = ('"', "'", "`", "%:", "/*")
 _NAMES = re.compile(
     r"\b(?:asm|__asm|__asm__|_Pragma|__pragma|__has_\w+|__FILE__|__FILE_NAME__|__BASE_FILE__|__DATE__|__TIME__|__TIMESTAMP__|"
@@ -27,7 +26,7 @@ _IN_NAMES = ("asm", "_Pragma", "__pragma", "__has_", "_FILE_", "__DATE__", "__TI
 _DIRECTIVE = re.compile(r"[ \t\v\f]*#[ \t\v\f]*(\w*)(.*)")
 _DIRECTIVES = frozenset({"define", "undef", "if", "ifdef", "ifndef", "elif", "else", "endif", "pragma"})
 _PRAGMA = re.compile(r"OPENCL EXTENSION \w+ ?: ?(?:enable|disable)|OPENCL FP_CONTRACT (?:ON|OFF|DEFAULT)|unroll(?: ?\d+)?")
-_PASTE = re.compile(r"(\w*)\s*##\s*(\w*)")
+_NEXT_WORD = re.compile(r"\s*(\w*)")
 _OWN_BEGINNING = re.compile(r"as_|lane_")
 _PARAMETERS = re.compile(r"[ \t\v\f]*\w+\(([^)]*)\)")
 _OPTION = re.compile(r"-cl-[a-z-]+(?:=CL[0-9.]+)?")
@@ -44,7 +43,7 @@ def check_source(text: str) -> None:
 def _check_part(text: str) -> None:
     if any(each in text for each in ("\0", "\r", "\\", "??")) and (found := _ANYWHERE.search(text)):
         raise _refused(found[0])
-    code = _COMMENT.sub(" ", text.replace("\\\n", ""))
+    code = code_of(text)
     if "#" in code:
         for line in code.split("\n"):
             if "#" in line:
@@ -66,11 +65,14 @@ def _check_line(line: str) -> None:
         parameters = _PARAMETERS.match(directive[2]) if name == "define" else None
         if parameters is not None and _OWN_BEGINNING.search(parameters[1]):
             raise _refused(f"#{name} {rest}")
-    if "##" in line:
-        for paste in _PASTE.finditer(line):
-            # A name that starts with a digit, or with one of these prefixes and no parameter, is none of the names above.
-            if not paste[2].isdecimal() and not _OWN_BEGINNING.match(paste[1]):
-                raise _refused(paste[0])
+    before, *following = line.split("##")
+    for behind in following:
+        first, second = last_word(before.rstrip()), _NEXT_WORD.match(behind)
+        assert second is not None  # it may be empty
+        # A name that starts with a digit, or with one of these prefixes and no parameter, is none of the names above.
+        if not second[1].isdecimal() and not _OWN_BEGINNING.match(first):
+            raise _refused(f"{first}##{second[1]}")
+        before = behind[second.end() :]
 
 
 def check_options(options: Sequence[str]) -> None:

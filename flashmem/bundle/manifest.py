@@ -14,6 +14,7 @@ from typing import Any
 from flashmem.base.errors import BundleError, UserError
 from flashmem.base.files import open_regular, read_regular
 from flashmem.bundle.version_directories import MANIFEST, MANIFEST_BYTES, is_version_name
+from flashmem.target.instruction_set import INSTRUCTION_SETS
 
 FORMAT_VERSION = 20
 WEIGHTS = "weights.bin"
@@ -67,10 +68,38 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise BundleError(f"bundle {path} is damaged: its manifest does not describe {WEIGHTS}; compile the model again")
     if not manifest["variants"] or not all(isinstance(own, dict) for own in manifest["variants"]):
         raise BundleError(f"bundle {path} is damaged: its manifest does not describe its programs; compile the model again")
+    if (unknown := _unknown_file(manifest)) is not None:
+        raise BundleError(
+            f"bundle {path} is damaged: its manifest names the file {unknown[:60]!r}, which no bundle has; "
+            "compile the model again"
+        )
     if not is_version_name(manifest["version_directory"]):
         raise BundleError(f"bundle {path} is damaged: its manifest names no folder; compile the model again")
     checked: dict[str, Any] = manifest
     return checked
+
+
+def read_same_manifest(path: Path, files: Path) -> dict[str, Any]:
+    """Read the manifest of an open bundle again, whose version directory is `files`.
+
+    Raises:
+        BundleError: it is damaged, or the bundle was replaced since it was opened.
+    """
+    manifest = read_manifest(path)
+    if path / manifest["version_directory"] != files:
+        raise BundleError(f"bundle {path} was replaced since it was opened; open it again")
+    return manifest
+
+
+def _unknown_file(manifest: Mapping[str, Any]) -> str | None:
+    """A name among the files of a manifest that is not of the format, if there is one: files are copied under these names."""
+    files, count = manifest["files"], len(manifest["variants"])
+    known = {LANGUAGE, BINARIES}
+    for index in range(min(count, len(files))):  # a variant without files is refused when it is read
+        known.update(variant_files(index))
+        for name in INSTRUCTION_SETS:
+            known.update(instruction_set_files(index, name))
+    return next((name for name in files if name not in known), None)
 
 
 def _manifest_checksum(manifest: Mapping[str, Any]) -> str:

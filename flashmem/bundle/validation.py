@@ -1,4 +1,4 @@
-"""Validation of a bundle before it is used: the types of all fields first, then every offset, size and name.
+"""Validation of a bundle before it is used: the types of all fields first (`field_types`), then every offset, size and name.
 
 The runtime accesses the memory that a bundle names. After these checks all of it is inside the weight file, the arena, a pool
 or a texture.
@@ -6,15 +6,13 @@ or a texture.
 
 from __future__ import annotations
 
-import functools
 import math
 import re
-import types
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, cast
 
 import numpy as np
 
@@ -22,19 +20,15 @@ from flashmem.base.errors import BundleError
 from flashmem.base.pages import is_page_size
 from flashmem.base.types import ITEMSIZE, POOL_ALIGNMENT, TENSOR_ALIGNMENT, TEXEL_BYTES
 from flashmem.bundle.checksums import table_end
-from flashmem.program.launches import Arg, Launch
+from flashmem.bundle.field_types import check_types
+from flashmem.program.launches import Launch
 from flashmem.program.program import Program, copied_outputs
 from flashmem.program.tensors import Port, Slice, State, Tensor, array_bytes, port_dtype
 from flashmem.schedule.check import check_rules
 from flashmem.schedule.plan import OverlapPlan, PlanViolation, PoolLayout
 from flashmem.target.descriptor import MOST_LOADER_THREADS
-from flashmem.target.kernel_configs.config import KernelConfig
-from flashmem.target.kernel_configs.kinds import KINDS
 
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
-_LARGEST = 2**62  # keeps sums of offsets and sizes within 64 bits
-
-Checker = Callable[[Any], bool]
 
 
 def check_bundle(program: Program, plan: OverlapPlan) -> None:
@@ -88,67 +82,6 @@ def _state_tensors(program: Program) -> list[Tensor]:
 _OF_ALL_VARIANTS = (
     "memory_path", "precision", "page_bytes", "constants_offset", "weights_bytes", "hands_over", "states", "states_bytes",
 )  # fmt: skip
-
-
-def check_types(data: Any, where: str) -> None:
-    """Raise BundleError unless every field of the dataclass `data`, at any depth, has its declared type.
-
-    Integers must be between 0 and 2**62, except numbers for kernels.
-    """
-    kind: Any = type(data)
-    if not _checker(kind)(data):
-        raise BundleError(f"{where} of the bundle holds a value of the wrong type or range; compile the model again")
-
-
-@functools.cache
-def _checker(declared: Any) -> Checker:
-    """A function that checks whether a value has the type `declared`, created once for each type."""
-    origin, arguments = get_origin(declared), get_args(declared)
-    if declared is int:
-        return lambda value: type(value) is int and 0 <= value < _LARGEST
-    if declared is float:
-        return lambda value: type(value) in (int, float) and not math.isnan(value)
-    if origin is Literal:
-        return lambda value: type(value) is str and value in arguments
-    if declared is KernelConfig or origin in (Union, types.UnionType):
-        options = [_checker(option) for option in arguments or KINDS.values()]
-        return lambda value: any(option(value) for option in options)
-    if origin is tuple:
-        if arguments[-1] is Ellipsis:
-            item = _checker(arguments[0])
-            return lambda value: type(value) is tuple and all(map(item, value))
-        items = [_checker(argument) for argument in arguments]
-        return lambda value: (
-            type(value) is tuple and len(value) == len(items) and all(ok(v) for ok, v in zip(items, value, strict=True))
-        )
-    if origin is dict:
-        key, item = map(_checker, arguments)
-        return lambda value: type(value) is dict and all(map(key, value)) and all(map(item, value.values()))
-    if is_dataclass(declared):
-        return _dataclass_checker(declared)
-    return lambda value: type(value) is declared
-
-
-def _dataclass_checker(declared: Any) -> Checker:
-    if declared is Arg:
-        return _is_arg
-    hints = get_type_hints(declared)
-    parts = [(field.name, _checker(hints[field.name])) for field in fields(declared)]
-    return lambda value: type(value) is declared and all(ok(getattr(value, name)) for name, ok in parts)
-
-
-_ARG_VALUES: dict[Any, tuple[type, ...]] = {
-    "tensor": (str,), "slice": (str,), "constant": (int,), "int": (int,), "float": (int, float),
-}  # fmt: skip
-
-
-def _is_arg(value: Any) -> bool:
-    """Whether an `Arg` has a value for its kind. Numbers may be negative and must fit 32 bits."""
-    if type(value) is not Arg or type(value.kind) is not str or type(value.value) not in _ARG_VALUES.get(value.kind, ()):
-        return False
-    if type(value.nbytes) is not int or not 0 <= value.nbytes < _LARGEST:
-        return False
-    return value.kind != "int" or -(2**31) <= cast(int, value.value) < 2**31
 
 
 def _require(holds: bool, what: str) -> None:
@@ -252,7 +185,8 @@ def _check_states(program: Program) -> None:
 def _check_handed_over(program: Program) -> None:
     """Require that outputs which are returned as views of the arena share no memory."""
     tensors = {tensor.name: tensor for tensor in program.tensors}
-    handed = [port for port in program.outputs if port.tensor is not None and port not in copied_outputs(program)]
+    copied = set(copied_outputs(program))
+    handed = [port for port in program.outputs if port.tensor is not None and port not in copied]
     places = sorted((tensors[str(port.tensor)].offset, array_bytes(port), port.name) for port in handed)
     for (offset, nbytes, name), (following, _, other) in pairwise(places):
         _require(offset + nbytes <= following, f"the outputs {name!r} and {other!r} share memory")
@@ -366,6 +300,8 @@ def _check_plan(program: Program, plan: OverlapPlan) -> None:
     """Require that the plan belongs to this program and satisfies C0-C3 and its own layouts."""
     sizes = {part.name: part.nbytes for part in program.slices}
     _require(plan.chunk_bytes > 0, "its plan has no chunk size")
+    _require(plan.piece_bytes > 0, "its plan has pieces of no bytes")
+    _require(1 <= plan.loader_threads <= MOST_LOADER_THREADS, f"its plan is for {plan.loader_threads} loader threads")
     _require(len(plan.capacities) == len(program.launches), "its plan has another number of layers")
     weights = tuple(_Weight(name, sizes[name], first, last) for name, (first, last) in program.uses().items())
     instance = _HeldInstance(tuple(map(_Layer, plan.capacities)), weights, plan.chunk_bytes, plan.m_peak, plan.mode)
@@ -388,6 +324,7 @@ def _check_layout(program: Program, mode: str, layout: PoolLayout, preloaded: Co
     """Require that every place in `layout` is inside its pool, texture slot or staging."""
     _require(mode in ("map", "alias", "dma", "interleave"), f"it has a layout for the unknown transfer mode {mode!r}")
     _require(1 <= layout.threads <= MOST_LOADER_THREADS, f"its layout for mode {mode} is for {layout.threads} loader threads")
+    _require(layout.piece_bytes > 0, f"its layout for mode {mode} has pieces of no bytes")
     _require(layout.segment_bytes == 0, f"its layout for mode {mode} states segments, which only a session does")
     if mode == "map":
         return
@@ -411,7 +348,8 @@ def _check_layout(program: Program, mode: str, layout: PoolLayout, preloaded: Co
             _check_place(f"{name} (staging)", layout.staging[part.name], words, layout.staging_bytes)
         if mode == "dma" or (mode == "interleave" and (part.name in preloaded or layout.staging_slots)):
             own = layout.ring_bytes // layout.threads // POOL_ALIGNMENT * POOL_ALIGNMENT
-            _require(own >= part.row_pitch, f"no row of {name} fits the ring")
+            least = max(part.row_pitch, POOL_ALIGNMENT)  # of a buffer a page: a piece of no bytes would never end
+            _require(own >= least, f"no row or page of {name} fits the ring")
 
 
 def _check_place(name: str, offset: int | None, nbytes: int, room: int) -> None:

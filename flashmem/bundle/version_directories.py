@@ -23,6 +23,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,6 +33,7 @@ from flashmem.base.files import read_regular
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 64 << 20
 """The largest size of a manifest."""
+_TRIES, _TRY_SECONDS = 50, 0.01
 _VERSION_NAME = re.compile(r"[0-9a-f]{16}")
 _DRAFT = re.compile(r"\..+-[0-9a-f]{16}")
 _FLAT = ("program.json", "plan.json", "kernels.cl", "kernels_lane.cl", "weights.bin")
@@ -58,7 +60,7 @@ class Draft:
         self.folder.mkdir()
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file of the version directory and wait until it is on the disk."""
+        """Write a new file of the version directory and wait until it is on the disk."""
         _write(self.folder / name, content)
 
     def publish(self, manifest: bytes) -> None:
@@ -161,7 +163,7 @@ def held(path: Path, *, wait: bool = False) -> Iterator[bool]:
     With `wait`, wait until other processes release it. False where `path` does not exist or the file system has no locks.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # which a pipe's writer need not end
     except OSError:
         yield False
         return
@@ -172,8 +174,14 @@ def held(path: Path, *, wait: bool = False) -> Iterator[bool]:
 
 
 def hold_shared(descriptor: int) -> None:
-    """Take a shared lock that marks an open file as in use until it is closed. No effect on file systems without locks."""
-    _lock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    """Take a shared lock that marks an open file as in use until it is closed. No effect on file systems without locks.
+
+    A process that asks whether the file is in use has it locked for an instant; this waits for that, but not for ever.
+    """
+    for _ in range(_TRIES):
+        if _lock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB) is not False:
+            return
+        time.sleep(_TRY_SECONDS)
 
 
 def _lock(descriptor: int, how: int) -> bool | None:
@@ -196,7 +204,7 @@ def _is(descriptor: int, path: Path) -> bool:
 
 
 def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
+    with path.open("xb") as file:  # a file of that name is not ours
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.errors import BundleError, UserError
+from flashmem.base.files import open_regular
 from flashmem.base.version import __version__
 from flashmem.bundle.bundle import (
     READ_BYTES,
@@ -39,7 +40,7 @@ from flashmem.bundle.manifest import (
     fingerprint,
     instruction_set_files,
     manifest_text,
-    read_manifest,
+    read_same_manifest,
     variant_files,
 )
 from flashmem.bundle.validation import check_bundle, check_elsewhere, check_variants
@@ -60,8 +61,7 @@ class BundleWriter:
             UserError: `path` exists and is not a bundle, or cannot be written.
         """
         self.path = Path(path)
-        if self.path.exists() and not (self.path / MANIFEST).is_file():
-            raise UserError(f"{self.path} exists and is not a bundle; remove it or name another output")
+        _check_replaceable(self.path)
         with disk_errors(self.path):
             self._draft = Draft(self.path)
         self._size = 0
@@ -69,7 +69,7 @@ class BundleWriter:
         self._sha256 = hashlib.sha256()
         self._appended: dict[tuple[int, int], tuple[int, bytes]] = {}  # checksum, content hash; by (offset, bytes)
         with self._cleaned_up():
-            self._weights = (self._draft.folder / WEIGHTS).open("w+b", buffering=0)
+            self._weights = (self._draft.folder / WEIGHTS).open("x+b", buffering=0)
 
     @property
     def size(self) -> int:
@@ -224,6 +224,12 @@ class BundleWriter:
         self._discard()
 
 
+def _check_replaceable(path: Path) -> None:
+    """Raise UserError if there is something at `path` that a bundle must not replace."""
+    if path.exists() and not (path / MANIFEST).is_file():
+        raise UserError(f"{path} exists and is not a bundle; remove it or name another output")
+
+
 def replace_plan(bundle: Bundle, plan: OverlapPlan, meta: Mapping[str, Any], path: Path | None = None) -> Bundle:
     """Replace the plan and the metadata of the selected shape variant on disk, and return the bundle opened again.
 
@@ -231,7 +237,7 @@ def replace_plan(bundle: Bundle, plan: OverlapPlan, meta: Mapping[str, Any], pat
     permits it, else copied.
 
     Raises:
-        UserError: the disk is full or fails; the bundle is unchanged.
+        UserError: `path` exists and is not a bundle; or the disk is full or fails. The bundle is unchanged.
         BundleError: the plan does not fit the program, or another process replaced the bundle meanwhile.
     """
     return replace_plans(bundle, {bundle.index: plan}, {bundle.index: meta}, path)
@@ -266,9 +272,8 @@ def replace_binaries(bundle: Bundle, binaries: bytes) -> Bundle:
 
 def _with_files(bundle: Bundle, contents: Mapping[str, bytes], entries: Mapping[str, Any], path: Path) -> Bundle:
     """Write a copy of `bundle` to `path` with new `contents` of some files and new `entries` in the manifest, and open it."""
-    manifest = read_manifest(bundle.path)
-    if bundle.path / manifest["version_directory"] != bundle.files:
-        raise BundleError(f"bundle {bundle.path} was replaced since it was opened; open it again")
+    _check_replaceable(path)
+    manifest = read_same_manifest(bundle.path, bundle.files)
     with disk_errors(path):
         draft = Draft(path)
         try:
@@ -287,8 +292,35 @@ def _with_files(bundle: Bundle, contents: Mapping[str, bytes], entries: Mapping[
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
-    """Hard-link a file, or copy it where the file system has no hard links."""
+    """Hard-link a file, or copy it where the file system has no hard links, and wait until it is on the disk.
+
+    No link is followed, and no file is overwritten.
+
+    Raises:
+        BundleError: `source` is no regular file, or cannot be read.
+        OSError: `target` exists, or cannot be written.
+    """
     try:
-        target.hardlink_to(source)
-    except OSError:
-        shutil.copyfile(source, target)
+        descriptor = open_regular(source, links=False)
+    except OSError as error:
+        raise BundleError(f"{source} cannot be copied ({error.strerror}); compile the model again") from error
+    with os.fdopen(descriptor, "rb") as file:
+        if _is_linked(source, target, file.fileno()):
+            os.fsync(file.fileno())  # a downloaded file may be in memory only
+            return
+        with target.open("xb") as copy:
+            shutil.copyfileobj(file, copy, READ_BYTES)
+            copy.flush()
+            os.fsync(copy.fileno())
+
+
+def _is_linked(source: Path, target: Path, descriptor: int) -> bool:
+    """Hard-link the file that is open as `descriptor`; returns whether that was possible."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except (OSError, NotImplementedError):
+        return False
+    if os.path.samestat(target.lstat(), os.fstat(descriptor)):
+        return True
+    target.unlink()  # `source` was replaced since it was opened
+    return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 KERNEL_MARK = "//# "
@@ -32,6 +32,45 @@ def kernel_texts(text: str) -> dict[str, str]:
 def kernel_source(parts: dict[str, str]) -> str:
     """The text composed of these sections; the inverse of `kernel_texts`."""
     return "".join(f"{KERNEL_MARK}{name}\n{part}\n" for name, part in parts.items())
+
+
+@dataclass(frozen=True)
+class KernelHead:
+    """The beginning of a kernel in a text: from `__kernel` at `start` to the end of its parameters; `end` is behind it."""
+
+    name: str
+    parameters: str
+    start: int
+    end: int
+
+
+def kernel_heads(code: str) -> Iterator[KernelHead]:
+    """The beginnings of the kernels in a text, in one pass over it. Comments are not looked for (see `code_of`)."""
+    at = 0
+    while (begun := _KERNEL.search(code, at)) is not None:
+        behind = _BODY.search(code, begun.end())
+        at = len(code) if behind is None else behind.start()
+        name = _NAMED.search(code, begun.end(), at)
+        closed = -1 if name is None else code.find(")", name.end(), at)
+        if name is not None and closed >= 0:
+            yield KernelHead(name[1], code[name.end() : closed], begun.start(), closed + 1)
+
+
+def last_word(text: str) -> str:
+    """The word at the end of a text, or "". A search for one would take the square of a long word's length."""
+    found = _WORD.match(text[::-1])
+    assert found is not None  # it may be empty
+    return found[0][::-1]
+
+
+def code_of(text: str) -> str:
+    """The text as a compiler reads it, before its macros: lines joined, and a blank in place of each comment.
+
+    It ends with "/*" if a comment does not end. A text with a zero byte is none.
+    """
+    code = _COMMENT.sub(" ", text.replace("\\\n", "") + _END)  # which ends any comment, so that each is searched once
+    closed = code.endswith(_END_OF_CODE)
+    return code.removesuffix(_END_OF_CODE) if closed else f"{code}/*"
 
 
 def shuffles(text: str) -> bool:
@@ -63,5 +102,11 @@ def joined_texts(texts: Iterable[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+_COMMENT = re.compile(r"/(?:/[^\n]*|\*.*?\*/)", re.DOTALL)
+_END, _END_OF_CODE = "\n\0/**/", "\n\0 "
+_KERNEL = re.compile(r"__kernel\b")
+_WORD = re.compile(r"\w*")
+_BODY = re.compile(r"[;{]")
+_NAMED = re.compile(r"\bvoid\s+(\w+)\s*\(")
 _HELPER = re.compile(r"^(?:static inline \w+|__constant sampler_t) (\w+)", re.MULTILINE)
 _MACRO = re.compile(r"^#define (\w+)", re.MULTILINE)

@@ -29,12 +29,13 @@ from flashmem.runtime.engine.io_binding import IOBinding
 from flashmem.runtime.engine.opened import OpenedBundle
 from flashmem.runtime.engine.output_values import OutputValue
 from flashmem.runtime.engine.ports import PROVIDER, TensorInfo, are_exactly, chosen_outputs, fitting_variant, tensor_infos
+from flashmem.runtime.engine.replanned import fitted
 from flashmem.runtime.engine.report import RunReport
 from flashmem.runtime.engine.session_plans import SessionPlans
 from flashmem.runtime.engine.states import States
 from flashmem.runtime.engine.stopping import OneThread, RunStoppedError, deadline, never, too_late
 from flashmem.runtime.opencl.discovery import begin_to_start_drivers
-from flashmem.runtime.request.compatibility import for_processor, mode_for
+from flashmem.runtime.request.compatibility import for_processor
 from flashmem.runtime.request.models import ModelOptions, bundle_for, is_model
 from flashmem.runtime.request.options import choose_strategy
 from flashmem.runtime.request.process_memory import read_process_memory
@@ -146,7 +147,7 @@ class Session:
             self._background = BackgroundRuns[list[Array]]()
             opened = for_processor(opened, self.device)
             self.strategy: Strategy = choose_strategy(opened.plan, strategy)
-            self.mode = mode_for(opened, self.device, mode, self.strategy)
+            opened, self.mode = fitted(opened, self.device, mode, self.strategy)
             self._plans = plans = SessionPlans(opened, self.device, self.mode, self.strategy)
             if self.process_memory is not None:
                 in_use.open()

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
 
+from flashmem.base.child_processes import ending_in_a_sentence
 from flashmem.runtime.opencl.devices import descriptor_for
-from flashmem.runtime.opencl.discovery import list_devices
+from flashmem.runtime.opencl.discovery import device_at
 
 from ..bench import Bench, lower_quartile
 from ..kit import Kit
@@ -45,12 +46,13 @@ def heat(bench: Bench, seconds: float, interval: float = _INTERVAL) -> Iterator[
 def main() -> None:
     """Measure, and print a line for each interval."""
     launches, number, folder, seconds = sys.argv[1:]
-    device = list_devices()[int(number)]
-    descriptor = descriptor_for(device)
-    path = descriptor.memory_paths[0]
-    with Bench(device, descriptor.on_path(path), Path(folder), Kit(Path(launches)).supply(path)) as bench:
-        for row in heat(bench, float(seconds)):
-            print(json.dumps(row), flush=True)
+    with ending_in_a_sentence():
+        device = device_at(int(number))
+        descriptor = descriptor_for(device)
+        path = descriptor.memory_paths[0]
+        with Bench(device, descriptor.on_path(path), Path(folder), Kit(Path(launches)).supply(path)) as bench:
+            for row in heat(bench, float(seconds)):
+                print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from flashmem.base.child_processes import ending_in_a_sentence
 from flashmem.runtime.opencl.devices import descriptor_for
-from flashmem.runtime.opencl.discovery import list_devices
+from flashmem.runtime.opencl.discovery import device_at
 
 from ..kit import Kit
 from ..measure import ProfileRequest, measure
@@ -23,10 +24,11 @@ NAME = "phone"
 def main() -> None:
     """Measure, and write the dataset."""
     launches, number, folder, minutes = sys.argv[1:]
-    held, device = Kit(Path(launches)), list_devices()[int(number)]
-    request = ProfileRequest(number, Path(folder), float(minutes), NAME, (), True, held.seed)
-    found = measure(request, device, descriptor_for(device), held.models(), lambda what, done: None, held.supply)
-    found.write(Path(folder), NAME)
+    with ending_in_a_sentence():
+        held, device = Kit(Path(launches)), device_at(int(number))
+        request = ProfileRequest(number, Path(folder), float(minutes), NAME, (), True, held.seed)
+        found = measure(request, device, descriptor_for(device), held.models(), lambda what, done: None, held.supply)
+        found.write(Path(folder), NAME)
 
 
 if __name__ == "__main__":

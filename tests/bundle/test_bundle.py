@@ -414,3 +414,58 @@ def _put(data: Any, path: tuple[Any, ...], value: Any) -> None:
     for key in path[:-1]:
         data = data[key]
     data[path[-1]] = value
+
+
+def test_numbers_that_no_float_holds_are_refused(model: MiniModel) -> None:
+    """Python's JSON has whole numbers of any size, and floats that are too large for a kernel's."""
+    blend = ("launches", 0, "args", 4, "value")
+    for name, *place in (
+        ("manifest.json", "device", "rates", "disk_bandwidth", 10**400),
+        ("manifest.json", "device", "rates", "disk_bandwidth", 2**62),
+        ("plan.json", "solve_seconds", 10**400),
+        ("plan.json", "objective", -(10**400)),
+        ("program.json", *blend, 10**400),
+        ("program.json", *blend, -(10**39)),
+        ("program.json", *blend, 3.5e38),
+        ("program.json", *blend, "1"),
+    ):
+        kept = {path: path.read_bytes() for path in (model.path / "manifest.json", *files_of(model.path).glob("*.json"))}
+        rewrite(model.path, name, _set(*place))
+        with pytest.raises(
+            BundleError, match="of the bundle holds a value of the wrong type or range; compile the model again"
+        ):
+            Bundle.open(model.path)
+        for path, content in kept.items():
+            path.write_bytes(content)
+    for value in (3.4e38, -3.4e38, 0, 10**38, float("inf"), float("-inf"), float("nan")):
+        rewrite(model.path, "program.json", _set(*blend, value))
+        assert repr(Bundle.open(model.path).program.launches[0].args[4].value) == repr(value)
+
+
+def test_pieces_of_no_bytes_are_refused(model: MiniModel) -> None:
+    """A loader would copy nothing, for ever."""
+
+    def shrink(plan: Json) -> None:
+        plan["layouts"]["dma"].update(piece_bytes=1, ring_bytes=plan["layouts"]["dma"]["threads"] * 16)
+
+    own = files_of(model.path) / "plan.json"
+    kept = own.read_bytes()
+    for change, message in (
+        (shrink, "no row or page of slice 'w0.0' in mode dma fits the ring"),
+        (_set("layouts", "dma", "piece_bytes", 0), "its layout for mode dma has pieces of no bytes"),
+        (_set("piece_bytes", 0), "its plan has pieces of no bytes"),
+        (_set("loader_threads", 0), "its plan is for 0 loader threads"),
+    ):
+        own.write_bytes(kept)
+        rewrite(model.path, "plan.json", change)
+        with pytest.raises(BundleError, match=f"the bundle is damaged: {message}; compile the model again"):
+            Bundle.open(model.path)
+
+
+def test_a_bundle_that_was_replaced_gives_no_tokenizer_of_another_model(model: MiniModel) -> None:
+    bundle = model.open()
+    assert bundle.language() is None
+    write_mini_bundle(model.path)
+    with pytest.raises(BundleError, match="was replaced since it was opened; open it again"):
+        bundle.language()
+    assert Bundle.open(model.path).language() is None

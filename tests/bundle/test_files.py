@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 
 from flashmem import Session
-from flashmem.base.errors import BundleError, FlashmemWarning
+from flashmem.base import files, paths
+from flashmem.base.errors import BundleError, FlashmemWarning, UserError
+from flashmem.base.files import read_cached, written_whole
 from flashmem.base.paths import make_private
 from flashmem.base.units import format_size
 from flashmem.bundle import cache as bundle_cache
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.manifest import BINARIES, variant_files
 from flashmem.bundle.version_directories import current_version
-from flashmem.bundle.writer import replace_binaries
+from flashmem.bundle.writer import _link_or_copy, replace_binaries, replace_plan
 from flashmem.cli.commands.bundles import check_bundle, clear_cache, list_cache
 from flashmem.runtime.kernels import cache_files as program_files
 from flashmem.runtime.kernels.cache_files import ProgramCache, packed_entries, unpacked_entries
@@ -165,10 +167,58 @@ def test_a_cache_of_another_user_is_not_used(cache: Path, monkeypatch: pytest.Mo
     with pytest.warns(FlashmemWarning, match="the bundle cache .* belongs to another user, so the bundle is removed when"):
         assert not bundle_cache.place("m").is_relative_to(cache)
     programs.trim()
-    assert programs.clear() == (0, 0)
+    programs.delete("ab" * 32)
+    assert programs.clear() == programs.size() == (0, 0)
     monkeypatch.undo()
     monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(cache))
     assert [path.name for path in (cache / "programs").iterdir()] == [f"{'ab' * 32}.bin"]
+
+
+def own_and_foreign(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Let every file and folder called `name` belong to another user."""
+    for module in (bundle_cache, paths, files):
+        monkeypatch.setattr(module, "is_foreign", lambda path: path.name == name)
+
+
+def test_a_bundle_in_the_cache_of_another_user_is_not_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = bundle_cache.find_or_make("m", lambda path: write_mini_bundle(path).open())
+    assert bundle_cache.find("m", lambda bundle: True) is not None and len(bundle_cache.entries()) == 1
+    own_and_foreign(monkeypatch, "bundles")
+    assert bundle_cache.find("m", lambda bundle: True) is None
+    bundle_cache.forget(own.files)
+    assert bundle_cache.entries() == [] and bundle_cache.clear() == ([], [])
+    Bundle.open(own.path)
+    with pytest.warns(FlashmemWarning, match="belongs to another user"):
+        made = bundle_cache.find_or_make("m", lambda path: write_mini_bundle(path).open())
+    assert made.path != own.path
+
+
+@pytest.mark.parametrize("foreign", ["m.flashmem", "manifest.json", "version", "link"])
+def test_a_bundle_of_another_user_in_the_own_cache_is_replaced(
+    foreign: str, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own = bundle_cache.find_or_make("m", lambda path: write_mini_bundle(path).open())
+    if foreign == "link":
+        own.path.rename(tmp_path / "elsewhere")
+        own.path.symlink_to(tmp_path / "elsewhere")
+    own_and_foreign(monkeypatch, own.files.name if foreign == "version" else foreign)
+    assert bundle_cache.find("m", lambda bundle: True) is None
+    bundle_cache.forget(own.files)
+    assert (own.path / "manifest.json").stat().st_size > 0
+    made = bundle_cache.find_or_make("m", lambda path: own if path.exists() else write_mini_bundle(path).open())
+    assert made.path == own.path and not own.path.is_symlink()
+    assert made.files.name != own.files.name, "the folder of another user was removed first"
+
+
+def test_files_of_other_users_in_caches_are_not_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the cache keeps: kernels, templates, rates and the list of drivers are read by this function."""
+    programs = ProgramCache()
+    programs.write("ab" * 32, b"binary")
+    for name in ("programs", f"{'ab' * 32}.bin"):
+        assert read_cached(programs.folder / f"{'ab' * 32}.bin", 1000)
+        with monkeypatch.context() as patch, pytest.raises(PermissionError, match="another user owns it"):
+            own_and_foreign(patch, name)
+            read_cached(programs.folder / f"{'ab' * 32}.bin", 1000)
 
 
 def test_entries_of_the_program_cache_that_are_no_files_are_misses(cache: Path, no_waiting: None) -> None:
@@ -231,3 +281,61 @@ def test_entries_of_a_bundle_are_read_in_one_pass() -> None:
     begun = time.process_time()
     assert unpacked_entries(content) == entries
     assert time.process_time() - begun < 1.5
+
+
+def test_a_manifest_that_names_other_files_is_refused(model: MiniModel) -> None:
+    """Those would be copied under that name."""
+    own = (model.path / "manifest.json").read_bytes()
+    for name in ("../../.bashrc", "/etc/passwd", "notes", "", "weights.bin", "program.1.json", "kernels.x.cl", "manifest.json"):
+        rewrite(model.path, "manifest.json", lambda manifest, name=name: manifest["files"].update({name: {"nbytes": 1}}))
+        with pytest.raises(BundleError, match=rf"its manifest names the file '{name}', which no bundle has; compile the"):
+            Bundle.open(model.path)
+        (model.path / "manifest.json").write_bytes(own)
+    Bundle.open(model.path)
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_copy_of_a_bundle_follows_no_link_and_overwrites_nothing(
+    has_links: bool, model: MiniModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_links:  # as from one file system to another
+        monkeypatch.setattr(os, "link", lambda *_, **__: os.read(-1, 1))
+    bundle = model.open()
+    copy = replace_plan(bundle, bundle.plan, bundle.meta, tmp_path / "copy.flashmem")
+    assert copy.weights_path.samefile(bundle.weights_path) is has_links
+    copy.verify_weights()
+    kernels = bundle.files / "kernels.cl"
+    kernels.rename(tmp_path / "private")
+    kernels.symlink_to(tmp_path / "private")
+    with pytest.raises(BundleError, match=r"kernels\.cl cannot be copied \(it is a link\)"):
+        replace_plan(bundle, bundle.plan, bundle.meta, tmp_path / "next.flashmem")
+    other = tmp_path / "other"
+    other.write_text("the user's own")
+    with pytest.raises(FileExistsError):
+        _link_or_copy(bundle.weights_path, other)
+    assert other.read_text() == "the user's own" and not (tmp_path / "next.flashmem").exists()
+
+
+def test_a_bundle_that_is_planned_again_replaces_bundles_only(model: MiniModel, tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "weights.bin").write_text("the user's own")
+    bundle = model.open()
+    with pytest.raises(UserError, match="work exists and is not a bundle; remove it or name another output"):
+        replace_plan(bundle, bundle.plan, bundle.meta, tmp_path / "work")
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["weights.bin"]
+
+
+def test_what_is_written_is_on_the_disk_before_it_gets_its_name(
+    model: MiniModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss of power leaves a whole file, or none. The order of the calls is what can be tested."""
+    synced: list[os.stat_result] = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(os.fstat(descriptor)), fsync(descriptor)))
+    with written_whole(tmp_path / "file") as file:
+        file.write(b"x" * 100)
+    assert os.path.samestat(synced[-1], (tmp_path / "file").stat()) and synced[-1].st_size == 100
+    bundle = model.open()
+    copy = replace_plan(bundle, bundle.plan, bundle.meta, tmp_path / "copy.flashmem")
+    for path in copy.files.iterdir():
+        assert any(os.path.samestat(each, path.stat()) for each in synced), path

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,7 +17,8 @@ import pytest
 import flashmem
 from flashmem.base.errors import BundleError
 from flashmem.bundle.bundle import Bundle
-from flashmem.bundle.kernel_bounds import check_bounds
+from flashmem.bundle.kernel_bounds import check_bounds, parsed_kernels
+from flashmem.bundle.kernel_source import check_source
 from flashmem.program.launches import Arg, Launch
 from flashmem.program.program import Program
 from flashmem.program.tensors import Tensor
@@ -94,6 +98,74 @@ def test_a_kernel_says_all_of_it(old: str, new: str, message: str) -> None:
     assert old in KERNEL
     with pytest.raises(BundleError, match=message):
         check_bounds(program(10, 8, 0, (2, 10), 80, 27, 10), KERNEL.replace(old, new))
+
+
+@pytest.fixture
+def no_end() -> Iterator[None]:
+    """Fail instead of reading for hours."""
+
+    def stop(*_: object) -> None:
+        raise AssertionError("it does not end")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+BAD = [
+    "(" * 3000 + "rows" + ")" * 3000, "-" * 3000 + "rows", "rows" + " + 0" * 3000, "rows" + " + 0" * 300,
+    "(" * 300 + "rows" + ")" * 300, "-" * 150 + "rows", "9" * 5000, "rows ** 9", "rows if rows else 1", "rows\\", "rows < 1",
+    "min(rows)", "0x1for x in y", "1_0", "", "é", "'a'",
+]  # fmt: skip
+
+
+def test_statements_that_are_no_expressions_are_refused_in_a_sentence() -> None:
+    for text in BAD:
+        kernel = KERNEL.replace("//@ row < rows", f"//@ row < {text}")
+        with pytest.raises(BundleError, match=r"^the bundle is damaged: a kernel states .{1,140}; compile the model again$"):
+            check_bounds(program(10, 8, 0, (2, 10), 80, 27, 10), kernel)
+
+
+def test_numbers_of_statements_do_not_grow_without_end(no_end: None) -> None:
+    """Each of the lines squares the number before: the last one would have a billion digits."""
+    squares = "".join(f"//@ i{n + 1} < {' * '.join([f'i{n}'] * 20)}\n" for n in range(7))
+    kernel = KERNEL.replace("//@ row < rows\n", f"//@ row < rows\n//@ i0 < 1000000\n{squares}")
+    with pytest.raises(BundleError, match=r"states no bounds \(a number of more than 128 bits\); compile the"):
+        check_bounds(program(10, 8, 0, (2, 10), 80, 27, 10), kernel)
+
+
+def test_kernels_are_limited() -> None:
+    for old, new, message in (
+        ("const int first)", f"{', '.join(f'const int n{n}' for n in range(600))})", "kernel k has 605 parameters"),
+        ("//@ row < rows\n", "//@ row < rows\n" * 2000, "kernel k states 2005 facts"),
+        ("    const float4 x0", "    e0[0], " * 2000 + "const float4 x0", "kernel k has too many reads"),
+        ("(row % 3) * 8", f"(row {' ' * 3000} % 3) * 8", "a kernel reads at .*, which does not end"),
+        ("vload4(0, e0 + (row % 3) * 8 + col);", "vload4(0, e0 + (row % 3;", "a kernel reads at .*, which does not end"),
+        ("__kernel ", "__kernel /* void k(int a) */ ", "kernel k has a comment in its declaration"),
+    ):
+        assert old in KERNEL
+        with pytest.raises(BundleError, match=f"^the bundle is damaged: {message}; compile the model again$"):
+            check_bounds(program(10, 8, 0, (2, 10), 80, 27, 10), KERNEL.replace(old, new))
+
+
+def test_reading_ends_for_whatever_a_text_holds(no_end: None) -> None:
+    """The text of a stranger is read in one pass: a search that begins again at each word would take hours for these."""
+    many = 20_000
+    blanks, word = " " * 10 * many, "a" * 10 * many
+    texts = [
+        "/*" * many, "//" * many, "__kernel " * many, "__kernel void " * many, "__kernel void a(" * many,
+        "__kernel void" + blanks, "__kernel " + word, "void a(" * many, "#define A x ## 0 " + word,
+        "#define A x ## 0 " + blanks, "## " * many,
+        "k_prologue(" * many, word + "_prologue", "e0[" * many, "vload4(0, e0 + (" * many, "//@ " + "(" * many, "//@\n" * many,
+        "#" + blanks, "#define " + word, "a_epilogue(){\n}" * many, "__has_" * many,
+    ]  # fmt: skip
+    for text in texts:
+        for whole in (f"{text}\n{KERNEL}", KERNEL.replace("const float4 x0", f"{text}\nconst float4 x0")):
+            for read in (check_source, parsed_kernels):
+                with suppress(BundleError):
+                    read(whole)
 
 
 def _moved(whole: Program, offset: int) -> Program:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from flashmem.bundle import version_directories
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.writer import BundleWriter
 from tests.support.mini_bundle import write_mini_bundle
@@ -20,6 +21,7 @@ import os, signal, sys
 from dataclasses import replace
 from pathlib import Path
 
+from flashmem.bundle import version_directories
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.writer import replace_plan
 from flashmem.base.errors import BundleError, MissingFileError
@@ -130,3 +132,17 @@ def test_where_there_are_no_locks_bundles_are_written_all_the_same(tmp_path: Pat
         write_mini_bundle(tmp_path / "m.flashmem", budget=budget)
         assert Bundle.open(tmp_path / "m.flashmem").budget_bytes == budget
     assert (tmp_path / ".m.flashmem-0123456789abcdef").exists()  # its owner cannot be known
+
+
+def test_a_file_in_use_is_marked_although_another_process_just_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "weights.bin").write_bytes(b"")
+    asking, mine = (os.open(tmp_path / "weights.bin", os.O_RDONLY) for _ in range(2))
+    fcntl.flock(asking, fcntl.LOCK_EX)
+    monkeypatch.setattr(version_directories.time, "sleep", lambda seconds: fcntl.flock(asking, fcntl.LOCK_UN))
+    version_directories.hold_shared(mine)
+    with version_directories.held(tmp_path / "weights.bin") as unused:
+        assert not unused
+    os.close(mine)
+    with version_directories.held(tmp_path / "weights.bin") as unused:
+        assert unused
+    os.close(asking)

@@ -1,9 +1,10 @@
 """Fuzzing of bundles: changed bundles, opened and run: `python -m tests.fuzz.bundles --count 10000 --seed 1 [--jobs 2]`.
 
 A *damaged* bundle has changed bytes in any file. It must end in one sentence or in the right answer. A *rewritten* one has
-changed values in a JSON file, with every hash corrected. It may be a valid program, so any answer is accepted, but no crash and
-no hang. Workers are processes that open, run and report. A worker that ends, or reports nothing for 10 s, is a finding, and so
-is a traceback.
+changed values in a JSON file, or changed statements and senseless text in a file of kernels, with every hash corrected. It may
+be a valid program, so any answer is accepted, but no crash and no hang. One with changed kernels is opened, and not run.
+Workers are processes that open, run and report. A worker that ends, or reports nothing for 10 s, is a finding, and so is a
+traceback.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Job:
     answers: str
     device: int
     mode: str
+    opened_only: bool = False  # not run: drivers take seconds to build other kernels
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,10 @@ def _damage(path: Path, rng: random.Random) -> str:
 
 
 def _rewrite(path: Path, rng: random.Random) -> str:
-    name = rng.choice(("program.json",) * 5 + ("plan.json",) * 3 + ("manifest.json", "checksums.bin"))
+    names = ("program.json",) * 5 + ("plan.json",) * 3 + ("manifest.json", "checksums.bin") + ("kernels.cl", "kernels_lane.cl")
+    name = rng.choice(names)
+    if name.endswith(".cl"):
+        return _rewrite_kernels(path, name, rng)
     if name == "checksums.bin":
         file = files_of(path) / name
         content = bytearray(file.read_bytes())
@@ -163,6 +168,9 @@ def _rewrite(path: Path, rng: random.Random) -> str:
     done: list[str] = []
 
     def put(data: Any) -> None:
+        if name != "program.json" and rng.random() < 0.2:
+            done.append(_together(data, rng))
+            return
         for _ in range(rng.choice((1, 1, 1, 2, 3))):
             places = list(_places(data))
             if name == "program.json" and rng.random() < 0.5:
@@ -180,6 +188,42 @@ def _rewrite(path: Path, rng: random.Random) -> str:
 
     rewrite(path, name, put)
     return "; ".join(done)
+
+
+def _together(data: Any, rng: random.Random) -> str:
+    """Change values that a checker must see together: the pieces and the ring of a plan, or the files of a manifest."""
+    if "layouts" not in data:
+        file = rng.choice(("../../.bashrc", "/etc/passwd", "notes", "weights.bin", "program.1.json"))
+        data["files"][file] = {"nbytes": 1, "sha256": ""}
+        return f"manifest.json names {file}"
+    piece, ring = rng.choice((0, 1, 16, 4096)), rng.choice((0, 16, 48, 4095, 4096, 8192, 2**40))
+    data["piece_bytes"] = piece
+    for layout in data["layouts"].values():
+        layout.update(piece_bytes=piece, ring_bytes=ring)
+    return f"plan.json: pieces of {piece} bytes, rings of {ring}"
+
+
+_SENSELESS = (
+    "/*", "//", "*/", "\\\n", "__kernel ", "__kernel void a(", "void a(", "#define A x ## 0 ", "##", "## a", " ", "a", "#", "(",
+    "e0[", "vload4(0, e0 + (", "k_epilogue(", "\n", "//@\n", "//@ items 1\n",
+)  # fmt: skip
+_STATED = ("-", "(", "1 + ", "min(", "9", "width * ", "row % ", "x", "1, ", "2 ** ", "[", " < ")
+
+
+def _rewrite_kernels(path: Path, name: str, rng: random.Random) -> str:
+    """Change a statement of a kernel, or add text that is no code: other code may do whatever it likes, and tests nothing."""
+    file = files_of(path) / name
+    lines, times = file.read_text().split("\n"), rng.choice((1, 2, 100, 20_000))
+    if rng.random() < 0.5:
+        at = rng.choice([number for number, line in enumerate(lines) if line.startswith("//@ ")])
+        piece, cut = rng.choice(_STATED) * times, rng.randrange(4, len(lines[at]) + 1)
+        lines[at] = lines[at][:cut] + piece + rng.choice((lines[at][cut:], "", "1", ")" * times, "]"))
+    else:
+        at, piece = rng.randrange(len(lines)), rng.choice(_SENSELESS) * times
+        lines.insert(at, piece + rng.choice(_SENSELESS))
+    file.write_text("\n".join(lines))
+    fit(path, name)
+    return f"{name} line {at}: {len(piece)} letters of {piece[:20]!r}"
 
 
 def _places(data: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -204,9 +248,10 @@ def _another(value: Any, data: Any, places: list[tuple[Any, ...]], rng: random.R
         return rng.choice((0, 1, "", [], None, True))
     if isinstance(value, int):
         near = (value + 1, value - 1, value * 2, value // 2, value * 1000, value + 512, value + 4096, -value)
-        return rng.choice((*near, *near, 0, 1, 2**31 - 1, 2**31, 2**40, 2**63, 10**30, float(value)))
+        return rng.choice((*near, *near, 0, 1, 2**31 - 1, 2**31, 2**40, 2**63, 10**30, 10**400, float(value)))
     if isinstance(value, float):
-        return rng.choice((value * 2, -value, 0.0, 1e300, float("inf"), float("nan"), str(value)))
+        extreme = (0.0, -0.0, 1e39, 1e300, float("inf"), float("nan"), 10**400, -(10**400))
+        return rng.choice((value * 2, -value, *extreme, str(value)))
     if isinstance(value, str):
         return rng.choice((value + "x", value[:-1], "", "/etc/passwd", "é" * 100, 7))
     if isinstance(value, list):
@@ -220,6 +265,7 @@ def _another(value: Any, data: Any, places: list[tuple[Any, ...]], rng: random.R
 def work() -> None:
     """The worker: reads a job a line, and writes an outcome a line."""
     from flashmem.base.errors import RunError, UserError
+    from flashmem.bundle.bundle import Bundle
     from flashmem.runtime.engine.report import process_peak_rss
     from flashmem.runtime.session import Session
 
@@ -229,6 +275,10 @@ def work() -> None:
     for line in sys.stdin:
         job = Job(**json.loads(line))
         try:
+            if job.opened_only:
+                Bundle.open(job.path)
+                print(json.dumps({**asdict(Outcome("right")), "peak": process_peak_rss()}), file=reports)
+                continue
             options: dict[str, Any] = {"device": str(job.device), "mode": job.mode, "verify_weights": True}
             with Session(job.path, **options) as session:
                 answers = session.run(None, dict(np.load(job.inputs)))
@@ -307,7 +357,8 @@ def fuzz(bases: list[Base], count: int, seed: int, folder: Path, jobs: int = 1) 
                 path = folder / f"{index}.flashmem"
                 shutil.copytree(base.path, path)
                 how, what = change(path, rng)
-                outcome = worker.run(Job(str(path), str(base.inputs), str(base.answers(device, mode)), device, mode))
+                files, opened_only = (str(base.inputs), str(base.answers(device, mode))), what.startswith("kernels")
+                outcome = worker.run(Job(str(path), *files, device, mode, opened_only))
                 result.counts[how, outcome.kind] += 1
                 if outcome.kind in ("crash", "hang", "traceback") or (how, outcome.kind) == ("damaged", "different"):
                     where = f"{base.name}, device {device}, mode {mode}"

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -183,7 +183,8 @@ def compile_here(
         raise UserError(f"{folder} {reason}; name a bundle with -o, or set {VARIABLE} to a folder that can")
     with offline_half("compiling"):
         from flashmem.compile import compile as compile_model
-    with progress(f"compiling {model.name}") as report, process.explained() if process else nullcontext():
+    listed = _drivers_listed() if build else nullcontext()
+    with listed, progress(f"compiling {model.name}") as report, process.explained() if process else nullcontext():
         bundle = compile_model(
             model,
             output,
@@ -199,6 +200,15 @@ def compile_here(
     if others := bundle.meta.get("states_in_half"):
         say(f"states in half, as they are no caches of keys or values that attention alone reads: {', '.join(others)}")
     return bundle
+
+
+def _drivers_listed() -> AbstractContextManager[None]:
+    """In the body, the drivers of this machine are listed for `flashmem run`, which loads one driver."""
+    try:
+        from flashmem.runtime.opencl.driver_table import listed_meanwhile
+    except UserError:  # no OpenCL is here
+        return nullcontext()
+    return listed_meanwhile()
 
 
 def _quantised(weights: Sequence[Mapping[str, Any]]) -> str:

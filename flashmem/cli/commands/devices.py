@@ -13,8 +13,8 @@ from flashmem.base.streams import say
 from flashmem.base.units import format_size
 from flashmem.cli.output.console import emit_json, out
 from flashmem.runtime.opencl.device import Device
-from flashmem.runtime.opencl.devices import choose, descriptor_for, no_device, why_not
-from flashmem.runtime.opencl.discovery import list_devices
+from flashmem.runtime.opencl.devices import descriptor_for, why_not
+from flashmem.runtime.opencl.discovery import driver_failures, find_device, list_devices
 from flashmem.runtime.opencl.matrix_extensions import unused_of
 from flashmem.runtime.opencl.measured_rates import keep_measured_rates
 from flashmem.runtime.opencl.processor import processor_of, rates_are_of, rates_said
@@ -26,10 +26,9 @@ def show_devices(*, as_json: bool) -> None:
     Raises:
         NoDeviceError: no device.
     """
-    found = list_devices()
-    if not found:
-        raise no_device()
-    chosen = choose(found, "auto")
+    chosen, found = find_device(), list_devices()
+    for failure in driver_failures():
+        say(failure)
     described = [_describe(index, device, device is chosen) for index, device in enumerate(found)]
     if as_json:
         emit_json({"devices": described})

@@ -41,11 +41,11 @@ def examine(*, as_json: bool) -> bool:
 
 
 def _devices() -> tuple[tuple[Device, ...], str]:
-    """The devices, and the reason why they cannot be listed, or ""."""
+    """The devices, and the reason why they or others cannot be listed, or ""."""
     try:
-        from flashmem.runtime.opencl.discovery import list_devices
+        from flashmem.runtime.opencl.discovery import driver_failures, list_devices
 
-        return list_devices(), ""
+        return list_devices(), "; ".join(driver_failures())
     except UserError as error:  # pyopencl is missing, or finds no loader
         return (), str(error)
 
@@ -134,9 +134,9 @@ def _print_device(number: int, device: Device, results: Iterable[SelfTestResult]
 def _print_next(found: Iterable[CheckedItem], failure: str) -> None:
     found = list(found)
     lines = next_lines(found)
+    if failure:
+        print(f"\n{failure}")
     if lines:
         print("\nType next:\n" + "\n".join(f"    {line}" for line in lines))
-    elif failure:
-        print(f"\n{failure}")
-    elif any(step.ok is False for step in found):
+    elif not failure and any(step.ok is False for step in found):
         print("\nNo known command repairs this; please report the output of flashmem doctor --json.")

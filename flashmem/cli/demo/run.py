@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import MissingFileError, RunError, UserError
 from flashmem.base.extras import need
-from flashmem.base.paths import cache_folder, make_private
+from flashmem.base.files import written_whole
+from flashmem.base.paths import cache_folder, folder_until_exit, make_private, why_unusable
 from flashmem.base.streams import say
 from flashmem.base.units import format_size, parse_size
 from flashmem.cli.commands.compiling import CompileOptions, compile_apart
@@ -125,9 +126,14 @@ def run_demo(image: Path | None, *, budget: str, device: str) -> None:
 def _drawn_and_kept() -> Image:
     page = draw_page()
     have_cache()
-    kept = cache_folder("demo") / "page.png"
-    make_private(kept.parent)
-    page.save(kept)
+    folder = cache_folder("demo")
+    if why_unusable(folder) is None:
+        make_private(folder)
+    else:
+        folder = folder_until_exit("flashmem-demo-")
+    kept = folder / "page.png"
+    with written_whole(kept, private=True) as file:
+        page.save(file, format="PNG")
     say(f"no image given: reading the page drawn in {kept}")
     return page
 

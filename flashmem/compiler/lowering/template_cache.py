@@ -14,7 +14,7 @@ from pathlib import Path
 import jinja2
 from jinja2.bccache import Bucket, BytecodeCache
 
-from flashmem.base.files import read_regular, written_whole
+from flashmem.base.files import read_cached, written_whole
 from flashmem.base.paths import TEMPLATES, cache_folder, is_foreign, make_private
 
 _ENTRY_BYTES = 1 << 24  # larger than any template
@@ -30,10 +30,8 @@ class TemplateCache(BytecodeCache):
 
     def load_bytecode(self, bucket: Bucket) -> None:
         """Give `bucket` its bytecode, if an entry has it."""
-        if is_foreign(self.folder):
-            return
         with suppress(OSError):  # there is no such file, or it cannot be read
-            content = read_regular(self._path(bucket), _ENTRY_BYTES, links=False)
+            content = read_cached(self._path(bucket), _ENTRY_BYTES)
             code = content[_HASH_BYTES:]
             if hashlib.sha256(code).digest() == content[:_HASH_BYTES]:
                 bucket.bytecode_from_string(code)

@@ -12,8 +12,8 @@ from flashmem.base.errors import UserError
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import UNUSED, Language
 from flashmem.runtime.engine.opened import planned_variant
+from flashmem.runtime.engine.replanned import fitted
 from flashmem.runtime.generation.language_session import LanguageSession
-from flashmem.runtime.request.compatibility import mode_for
 from flashmem.runtime.request.options import choose_strategy, device_here
 
 
@@ -59,6 +59,6 @@ def check_same_tokens(model: Language, draft: Language) -> None:
 def needed_bytes(bundle: Bundle, device: str) -> int:
     """Bytes that a session of `bundle` needs on the device, as its plans are. Raises UserError as `Session`."""
     here, strategy = device_here(device, prefer=bundle.descriptor.name), choose_strategy(bundle.plan, "auto")
-    mode = mode_for(bundle, here, "auto", strategy)
+    bundle, mode = fitted(bundle, here, "auto", strategy)
     variants = [bundle.variant(index) for index in range(len(bundle.variants))]
     return max(planned_variant(each, here, mode, strategy).needed() for each in variants)

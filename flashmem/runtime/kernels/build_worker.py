@@ -48,17 +48,22 @@ def main() -> None:
 def _answer(key: str, driver: str | None, folder: Path, pocl: Path, answers: Any) -> None:
     from flashmem.base.errors import RunError
     from flashmem.runtime.opencl.context import Context
-    from flashmem.runtime.opencl.discovery import list_devices, use_driver
+    from flashmem.runtime.opencl.discovery import driver_failures, list_devices, use_driver
 
     use_driver(driver)
     device = next((device for device in list_devices() if device.key == key), None)
-    context = Context(device) if device is not None else None
+    context, why = None, "; ".join(("the device is gone; try again", *driver_failures()))
+    if device is not None:
+        try:
+            context = Context(device)
+        except RunError as failure:
+            why = str(failure)
     for line in sys.stdin:
         job = json.loads(line)
         made, error = folder / job["name"], None
         try:
             if context is None:
-                raise RunError("the device is gone; try again")
+                raise RunError(why)
             made.write_bytes(_built(context, job, pocl))
         except (RunError, OSError) as failure:
             error = str(failure)

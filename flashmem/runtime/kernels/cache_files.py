@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from flashmem.base.errors import FlashmemWarning
-from flashmem.base.files import read_regular, written_whole
+from flashmem.base.files import read_cached, written_whole
 from flashmem.base.paths import VARIABLE, cache_folder, is_foreign, make_private
 
 LIMIT_BYTES = 1_000_000_000
@@ -36,7 +36,8 @@ class ProgramCache:
 
     def holds(self, key: str) -> bool:
         """Whether `key` has an entry; reading may still find it damaged."""
-        return self._path(key).is_file() and not is_foreign(self.folder)
+        path = self._path(key)
+        return path.is_file() and not (is_foreign(self.folder) or is_foreign(path))
 
     def read(self, key: str) -> bytes | None:
         """The binary stored under `key`; None if the entry is missing or damaged."""
@@ -44,7 +45,7 @@ class ProgramCache:
             return None
         path = self._path(key)
         try:
-            content = read_regular(path, _ENTRY_BYTES, links=False)
+            content = read_cached(path, _ENTRY_BYTES)
         except FileNotFoundError:
             return None
         except OSError:  # not a file that `write` made
@@ -77,6 +78,8 @@ class ProgramCache:
 
     def delete(self, key: str) -> None:
         """Remove the entry of `key`, if it exists and can be removed."""
+        if is_foreign(self.folder):
+            return
         with suppress(OSError):
             self._path(key).unlink()
 
@@ -103,8 +106,6 @@ class ProgramCache:
         """Remove least recently used entries until the cache is within its limit, and the temporary files of killed
         processes.
         """
-        if is_foreign(self.folder):
-            return
         entries = self._entries()
         total = sum(nbytes for _, nbytes, _ in entries)
         most = self._limit(total)
@@ -122,7 +123,7 @@ class ProgramCache:
     def clear(self) -> tuple[int, int]:
         """Remove all entries, also while sessions are open, which have loaded theirs. Returns their number and bytes."""
         removed = nbytes = 0
-        for _, size, path in [] if is_foreign(self.folder) else self._entries():
+        for _, size, path in self._entries():
             with suppress(OSError):
                 Path(path).unlink()
                 removed, nbytes = removed + 1, nbytes + size
@@ -138,6 +139,8 @@ class ProgramCache:
         return found
 
     def _files(self, *, temporary: bool) -> list[os.DirEntry[str]]:
+        if is_foreign(self.folder):
+            return []
         try:
             with os.scandir(self.folder) as found:
                 files = list(found)

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
-from flashmem.program.kernel_text import Source, joined_texts, kernel_source, kernel_texts
+from flashmem.program.kernel_text import Source, code_of, joined_texts, kernel_heads, kernel_source, kernel_texts
 from flashmem.program.launches import Arg, Launch, SteadyLaunch
 from flashmem.program.program import Program
 from flashmem.target.descriptor import DeviceDescriptor
@@ -36,7 +36,6 @@ MOST_CHAINS = 8
 WORTH = 0.15
 """The least share of a run's estimated time that the chains of a program must save."""
 
-_KERNEL = re.compile(r"__kernel\b[^;{]*?\bvoid\s+(\w+)\s*\(([^)]*)\)")
 _ALWAYS_APART = re.compile(r"\b(?:__local|barrier|mem_fence|image2d_t|atomic_\w+|sub_group_\w+|FM_SHUFFLE|FM_TENSOR_CORES)\b")
 _WORK_ITEM = re.compile(r"\bget_(?!global_id\b)\w+\(")
 _IDS = "((d) == 0 ? chain_x : (d) == 1 ? chain_y : chain_z)"
@@ -141,24 +140,27 @@ def _numbers(launch: Launch) -> int:
 
 
 def _fits(launch: Launch, texts: Mapping[str, str]) -> bool:
-    text = texts.get(launch.kernel, "")
-    kernel = _KERNEL.search(text)
-    if kernel is None or launch.local_size is None or _ALWAYS_APART.search(text) or "get_" in text[: kernel.start()]:
+    code = code_of(texts.get(launch.kernel, ""))
+    kernel = next(kernel_heads(code), None)
+    if kernel is None or launch.local_size is None or _ALWAYS_APART.search(code) or "get_" in code[: kernel.start]:
         return False
-    return math.prod(launch.local_size) == 1 or not _WORK_ITEM.search(text)
+    if len(kernel.parameters.split(",")) != len(launch.args):  # a stranger's; its driver refuses the launch
+        return False
+    return math.prod(launch.local_size) == 1 or not _WORK_ITEM.search(code)
 
 
 def _function(name: str, text: str) -> _Function:
     """The kernel of section `text` as a function that has its work-item as its first parameters.
 
-    Its parameters are not `restrict`: what one call writes, the next one reads.
+    Its parameters are not `restrict`: what one call writes, the next one reads. Comments are left out first: without the part
+    that is replaced, a part of one could become code.
     """
-    kernel = _KERNEL.search(text)
-    assert kernel is not None
-    parameters = kernel[2].replace("\n", " ").replace(" restrict ", " ")
+    code = code_of(text)
+    kernel = next(kernel_heads(code))
+    parameters = kernel.parameters.replace("\n", " ").replace(" restrict ", " ")
     types = tuple(each.strip().rpartition(" ")[0] for each in parameters.split(","))
     head = f"static void {name}(const size_t chain_x, const size_t chain_y, const size_t chain_z, {parameters.strip()})"
-    return _Function(name, text[: kernel.start()] + head + text[kernel.end() :], types)
+    return _Function(name, code[: kernel.start] + head + code[kernel.end :], types)
 
 
 def _chain(program: Program, layers: range, texts: Mapping[str, str]) -> tuple[Launch, str]:

@@ -10,8 +10,8 @@ import ctypes
 import functools
 import os
 import threading
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 from flashmem.base.errors import NoDeviceError, UserError
@@ -75,6 +75,7 @@ def begin_to_start_drivers() -> None:
 def forget_devices() -> None:
     """Let the next `list_devices` look again. For tests: the loader never starts a driver twice."""
     _listed.cache_clear()
+    _failures.clear()
 
 
 @functools.cache
@@ -85,18 +86,54 @@ def _listed() -> tuple[Device, ...]:
     with vendors_folder(_only), writable_pocl_cache():
         _begun.set()
         undocumented.start_drivers()
-        try:
-            platforms = cl.get_platforms()
-        except cl.Error:  # PLATFORM_NOT_FOUND_KHR
-            return ()
-        found = []
-        for platform in platforms:
-            try:
-                devices = platform.get_devices()
-            except cl.Error:  # a driver without a device
-                continue
-            found += [_describe(platform, device) for device in devices if device.available]
+        found: list[Device] = []
+        with _noted("the OpenCL loader"):
+            for number, platform in enumerate(cl.get_platforms()):
+                name = f"OpenCL driver {number}"
+                with _noted(name):
+                    name = str(platform.name).strip() or name
+                with _noted(name):
+                    for device in platform.get_devices():
+                        with _noted(name):
+                            found += [_describe(platform, device)] if device.available else []
     return tuple(found)
+
+
+_failures: list[str] = []
+"""What failed when devices were listed."""
+
+
+@contextmanager
+def _noted(what: str) -> Iterator[None]:
+    """End the body at an OpenCL error of `what`, and note it: the other drivers can be used. No device is no error."""
+    try:
+        yield
+    except (cl.Error, UnicodeDecodeError) as error:  # a broken driver gives names that are no text
+        code = getattr(error, "code", None)
+        if code not in (cl.status_code.PLATFORM_NOT_FOUND_KHR, cl.status_code.DEVICE_NOT_FOUND):
+            name = cl.status_code.to_string(code, "code %d") if isinstance(code, int) else str(error)
+            _failures.append(f"{what} failed: {getattr(error, 'routine', None) or 'a text of its own'} ({name})")
+
+
+def driver_failures() -> tuple[str, ...]:
+    """The OpenCL calls that failed when the devices were listed, each with its driver. The other devices can be used."""
+    return tuple(_failures)
+
+
+def device_at(number: int) -> Device:
+    """Device `number` of `list_devices`, for a child process that was told the number.
+
+    Raises:
+        NoDeviceError: there are fewer here; with what drivers failed at.
+    """
+    devices = list_devices()
+    if number < len(devices):
+        return devices[number]
+    raise _with_failures(NoDeviceError(f"there is no OpenCL device {number} in this process, only {len(devices)}"))
+
+
+def _with_failures(error: NoDeviceError) -> NoDeviceError:
+    return NoDeviceError("; ".join((str(error), *_failures)))
 
 
 def started_before_fork() -> bool:
@@ -135,10 +172,10 @@ def find_device(name: str = "auto", prefer: str | None = None) -> Device:
         use_driver(driver_table.driver_of(name, prefer))
     try:
         return choose(list_devices(), name, prefer)
-    except NoDeviceError:
+    except NoDeviceError as error:
         if _only is not None:  # unplugged, for instance: the next process looks again
             driver_table.forget()
-        raise
+        raise _with_failures(error) from error
 
 
 def _describe(platform: Any, device: Any) -> Device:

@@ -13,17 +13,18 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from flashmem.base.child_processes import module_environment, python_module
 from flashmem.base.errors import NoDeviceError
-from flashmem.base.files import written_whole
+from flashmem.base.files import read_cached, written_whole
 from flashmem.base.interrupts import child_environment
-from flashmem.base.paths import cache_folder, make_private, why_unusable
+from flashmem.base.paths import cache_folder, is_foreign, make_private, why_unusable
 from flashmem.base.version import __version__
 from flashmem.runtime.opencl.devices import choose
 from flashmem.runtime.opencl.icd import VARIABLE, installed_drivers
@@ -35,6 +36,10 @@ _LISTING = "flashmem.runtime.opencl.driver_listing"
 _SECONDS = 60
 """The longest that a driver may take to list its devices."""
 
+_SECONDS_MORE = 5
+"""The longest that a command waits for the list that it does not need itself, when it is done."""
+
+_FILE_BYTES = 1 << 20  # larger than any table
 _VARIABLES = ("CL_", "CUDA_", "GPU_", "LD_LIBRARY_PATH", "LD_PRELOAD", "NVIDIA_", "OCL_", "POCL_", "ROCR_", "ZE_")
 _DEVICE_FILES = ("nvidia*", "dri/*", "kfd", "kgsl*", "mali*")
 
@@ -77,8 +82,26 @@ def known_driver(platform_name: str, device_name: str) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
+@contextmanager
+def listed_meanwhile() -> Iterator[None]:
+    """Have child processes list the devices of all drivers during the body, unless the table is there: they take two seconds.
+
+    It is for the commands that follow. An error of the body ends the children; a driver that does not answer is left out.
+    """
+    drivers = installed_drivers()
+    state = _state(drivers)
+    if len(drivers) < 2 or os.environ.get(VARIABLE) or why_unusable(_file().parent) is not None or _read(state) is not None:
+        yield
+        return
+    with _children(list(drivers)) as children:
+        yield
+        _keep(state, _answers(children, _SECONDS_MORE))
+
+
 def forget() -> None:
     """Remove the table, which was wrong about a device."""
+    if is_foreign(_file().parent):
+        return
     with suppress(OSError):
         _file().unlink()
 
@@ -95,22 +118,26 @@ def _table(drivers: Mapping[str, str]) -> list[ListedDevice]:
     if why_unusable(_file().parent) is not None:  # without a cache the children's time would be lost in each call
         return []
     devices = _listed(list(drivers))
+    _keep(state, devices)
+    return devices or []
+
+
+def _keep(state: str, devices: Sequence[ListedDevice] | None) -> None:
+    """Write the table, if all drivers have answered and there is room for it."""
     if devices is None:
-        return []
+        return
     with suppress(OSError):
         make_private(_file().parent)
         with written_whole(_file(), private=True) as file:
             file.write(json.dumps({"state": state, "devices": [asdict(each) for each in devices]}).encode())
-    return devices
 
 
 def _read(state: str) -> list[ListedDevice] | None:
     """The devices in the file, or None if it was not written in `state`."""
     with suppress(OSError, ValueError, TypeError, KeyError):
-        if why_unusable(_file().parent) is None:
-            known = json.loads(_file().read_text(encoding="utf-8"))
-            if known["state"] == state:
-                return [ListedDevice(**each) for each in known["devices"]]
+        known = json.loads(read_cached(_file(), _FILE_BYTES))
+        if known["state"] == state:
+            return [ListedDevice(**each) for each in known["devices"]]
     return None
 
 
@@ -131,23 +158,39 @@ def _state(drivers: Mapping[str, str]) -> str:
 
 def _listed(drivers: Sequence[str]) -> list[ListedDevice] | None:
     """The devices of each driver, from a child process for each; None if one fails."""
+    with _children(drivers) as children:
+        return _answers(children, _SECONDS)
+
+
+@contextmanager
+def _children(drivers: Sequence[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Child processes that list the devices of one driver each; they end with the body."""
     environment = module_environment(child_environment())
-    children = [
-        subprocess.Popen(
-            python_module(_LISTING, driver), env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        for driver in drivers
-    ]  # fmt: skip
+    children: list[subprocess.Popen[bytes]] = []
     try:
-        printed = [child.communicate(timeout=_SECONDS)[0] for child in children]
-        if any(child.returncode for child in children):
-            return None
-        return [ListedDevice(**each) for text in printed for each in json.loads(text.splitlines()[-1])]
-    except (subprocess.TimeoutExpired, ValueError, TypeError, IndexError):
-        return None
+        for driver in drivers:
+            child = subprocess.Popen(
+                python_module(_LISTING, driver), env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+            children.append(child)
+        yield children
     finally:
         for child in children:
             if child.poll() is None:
                 child.kill()
                 child.wait()
+            if child.stdout is not None:
+                child.stdout.close()
+
+
+def _answers(children: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[ListedDevice] | None:
+    """What the children have listed, in so many seconds; None if one fails."""
+    end = time.monotonic() + seconds
+    try:
+        printed = [child.communicate(timeout=max(0.1, end - time.monotonic()))[0] for child in children]
+        if any(child.returncode for child in children):
+            return None
+        return [ListedDevice(**each) for text in printed for each in json.loads(text.splitlines()[-1])]
+    except (subprocess.TimeoutExpired, ValueError, TypeError, IndexError):
+        return None

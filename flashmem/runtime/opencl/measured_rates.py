@@ -16,13 +16,14 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from flashmem.base.errors import UserError
-from flashmem.base.files import written_whole
+from flashmem.base.files import read_cached, written_whole
 from flashmem.base.paths import cache_folder, make_private, why_unusable
 from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.processor import processor_of
 from flashmem.target.descriptor import DeviceDescriptor, Rates
 from flashmem.target.instruction_set import INSTRUCTION_SETS
 
+_FILE_BYTES = 1 << 20  # larger than any such file
 _NAMES = frozenset(each.name for each in fields(Rates)) - {"contention"}
 
 
@@ -75,10 +76,9 @@ class _Measured:
 def _read(file: Path) -> _Measured:
     """What `file` says; nothing if it is missing, damaged, or another user's."""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        if why_unusable(file.parent) is None:
-            found = json.loads(file.read_text(encoding="utf-8"))
-            rates, tile = found["rates"], found["tile"]
-            numbers = rates.keys() <= _NAMES and all(math.isfinite(rate) and rate > 0 for rate in rates.values())
-            if numbers and tile in ("", *INSTRUCTION_SETS):
-                return _Measured({name: float(rate) for name, rate in rates.items()}, tile)
+        found = json.loads(read_cached(file, _FILE_BYTES))
+        rates, tile = found["rates"], found["tile"]
+        numbers = rates.keys() <= _NAMES and all(math.isfinite(rate) and rate > 0 for rate in rates.values())
+        if numbers and tile in ("", *INSTRUCTION_SETS):
+            return _Measured({name: float(rate) for name, rate in rates.items()}, tile)
     return _Measured()

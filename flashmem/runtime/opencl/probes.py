@@ -28,10 +28,11 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from flashmem.base.child_processes import ending_in_a_sentence
 from flashmem.base.errors import RunError, UserError
 from flashmem.runtime.opencl.binding import checked, cl
 from flashmem.runtime.opencl.context import Context, Queue
-from flashmem.runtime.opencl.discovery import list_devices
+from flashmem.runtime.opencl.discovery import device_at
 from flashmem.runtime.opencl.launching import (
     COMMAND_BUFFERS,
     RECORDABLE_QUEUES,
@@ -397,8 +398,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a driver's output must not mix with the result
     extension, number, folder = sys.argv[1:]
-    answers.write(json.dumps(asdict(run_probe(extension, Context(list_devices()[int(number)]), Path(folder)))) + "\n")
-    answers.flush()
+    with ending_in_a_sentence():
+        answers.write(json.dumps(asdict(run_probe(extension, Context(device_at(int(number))), Path(folder)))) + "\n")
+        answers.flush()
 
 
 if __name__ == "__main__":

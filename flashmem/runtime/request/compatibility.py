@@ -60,7 +60,7 @@ def usable_modes(bundle: Bundle, device: Device, mode: str) -> DeviceDescriptor:
     if target != device.descriptor_name and target in descriptor_names():
         here = f"{device.name} ({device.descriptor_name})"
         text = f"{bundle.path} was compiled for {target} and runs on {here}; compiled for that, it would be faster"
-        warnings.warn(FlashmemWarning(text), stacklevel=4)
+        warnings.warn(FlashmemWarning(text), stacklevel=5)
     descriptor = descriptor_for(device, bundle.descriptor.probed)
     path = bundle.program.memory_path
     if not reasons or path not in descriptor.modes:
@@ -74,6 +74,7 @@ def mode_for(bundle: Bundle, device: Device, mode: str, strategy: Strategy = "st
 
     Raises:
         UserError: the device cannot run the bundle, or not in that mode.
+        NoLayoutError: as `choose_mode`.
     """
     first, *others = (variant.plan.layouts for variant in bundle.variants)
     laid_out = [known for known in first if all(known in layouts for layouts in others)]
@@ -84,7 +85,7 @@ def mode_for(bundle: Bundle, device: Device, mode: str, strategy: Strategy = "st
         for variant in bundle.variants:
             threads, shares = variant.plan.loader_threads, device.unified_memory
             layout = preloaded_layout(variant.program, chosen, threads, shares_memory=shares)
-            if reason := _too_large(layout, device):
+            if reason := too_large(layout, device):
                 raise UserError(f"bundle {bundle.path} cannot be preloaded here: {reason}; stream it")
     return chosen
 
@@ -94,12 +95,12 @@ def _too_large_pools(bundle: Bundle, device: Device) -> dict[TransferMode, str]:
     reasons: dict[TransferMode, str] = {}
     for variant in bundle.variants:
         for mode in TRANSFER_MODES:
-            if mode in variant.plan.layouts and (reason := _too_large(variant.plan.layouts[mode], device)):
+            if mode in variant.plan.layouts and (reason := too_large(variant.plan.layouts[mode], device)):
                 reasons[mode] = reason
     return reasons
 
 
-def _too_large(layout: PoolLayout, device: Device) -> str:
+def too_large(layout: PoolLayout, device: Device) -> str:
     """The allocation of a layout that the device cannot make, for a message; "" if it can make all."""
     found = layout.larger_than(device.max_alloc_bytes) if device.max_alloc_bytes else None
     if found is None:

@@ -72,6 +72,17 @@ def _is_file(device: str) -> bool:
     return device.endswith(".toml")
 
 
+class NoLayoutError(UserError):
+    """A bundle has layouts for none of the transfer modes that a device has on its path: `modes`."""
+
+    def __init__(self, message: str, modes: tuple[TransferMode, ...] = ()) -> None:
+        super().__init__(message, modes)
+        self.modes = modes
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 def choose_mode(
     descriptor: DeviceDescriptor,
     mode: str = "auto",
@@ -92,7 +103,8 @@ def choose_mode(
         layouts: modes that a bundle has layouts for; "auto" selects one of these. None: no layouts exist yet.
 
     Raises:
-        UserError: the device lacks the path, or the mode on it, or has no mode on it that the bundle has a layout for.
+        UserError: the device lacks the path, or the mode on it.
+        NoLayoutError: "auto" finds no mode on the path that the bundle has a layout for.
     """
     path = path or descriptor.memory_paths[0]
     if path not in descriptor.memory_paths:
@@ -103,9 +115,10 @@ def choose_mode(
             return "dma"
         laid_out = [known for known in modes if layouts is None or known in layouts]
         if not laid_out:
-            raise UserError(
+            raise NoLayoutError(
                 f"the bundle has layouts for transfer modes {', '.join(layouts or ()) or 'none'}, and device {descriptor.name} "
-                f"has {', '.join(modes) or 'none'} on the {path} path; compile the model for this device"
+                f"has {', '.join(modes) or 'none'} on the {path} path; compile the model for this device",
+                modes,
             )
         return next((known for known in laid_out if known == planned), laid_out[0])
     if mode not in TRANSFER_MODES:

@@ -14,10 +14,10 @@ from flashmem.program.program import fixed_bytes
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.engine import Engine
 from flashmem.runtime.engine.opened import OpenedBundle
-from flashmem.runtime.engine.replanned import NO_TIMES, instance_of, refused
+from flashmem.runtime.engine.replanned import NO_TIMES, fitted, instance_of, refused
 from flashmem.runtime.engine.run import Run
 from flashmem.runtime.opencl.context import Queue
-from flashmem.runtime.request.compatibility import for_processor, mode_for
+from flashmem.runtime.request.compatibility import for_processor
 from flashmem.runtime.serving.host_memory import SharedHostMemory
 from flashmem.runtime.serving.sharing import Need, Turn
 from flashmem.runtime.streaming.host_tier import HostTier
@@ -60,7 +60,7 @@ class LoadedModel(Engine):
             RunError: the driver refuses the kernels.
         """
         bundle = for_processor(bundle, device.device)
-        chosen = mode_for(bundle, device.device, mode)
+        bundle, chosen = fitted(bundle, device.device, mode)
         opened = OpenedBundle(bundle, device.device, chosen, verify_weights=verify_weights)
         super().__init__(opened, device, apart=build_apart, warm_up=prepare)
         self._host = host

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flashmem.base.child_processes import module_environment, python_module
+from flashmem.base.child_processes import ending_in_a_sentence, module_environment, python_module
 from flashmem.base.errors import RunError
-from flashmem.base.paths import make_private
+from flashmem.base.paths import make_private, why_unusable
 
 if TYPE_CHECKING:
     from flashmem.runtime.opencl.context import Queue
@@ -88,9 +88,9 @@ def _ending(code: int, errors: str) -> str:
 def tests(number: int, folder: Path) -> Iterator[SelfTestResult]:
     """Run the tests of one device in sequence."""
     from flashmem.runtime.opencl.context import Context
-    from flashmem.runtime.opencl.discovery import list_devices
+    from flashmem.runtime.opencl.discovery import device_at
 
-    device = list_devices()[number]
+    device = device_at(number)
     context = Context(device)
 
     def guarded(name: str, test: Callable[[], SelfTestResult]) -> SelfTestResult:
@@ -197,6 +197,8 @@ def tests(number: int, folder: Path) -> Iterator[SelfTestResult]:
 
 def disk(folder: Path) -> SelfTestResult:
     """Measure the read rate of the disk under `folder`: cold, if the system drops the file's pages, and from the page cache."""
+    if (reason := why_unusable(folder)) is not None:
+        return SelfTestResult("disk", False, f"{folder} {reason}")
     block = np.random.default_rng(0).integers(0, 256, 4 << 20, np.uint8)
     try:
         make_private(folder)
@@ -229,9 +231,10 @@ def main() -> None:
     """Test one device and print a line for each test."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a driver's output must not mix with the results
-    for result in tests(int(sys.argv[1]), Path(sys.argv[2])):
-        answers.write(json.dumps(asdict(result)) + "\n")
-        answers.flush()
+    with ending_in_a_sentence():
+        for result in tests(int(sys.argv[1]), Path(sys.argv[2])):
+            answers.write(json.dumps(asdict(result)) + "\n")
+            answers.flush()
 
 
 if __name__ == "__main__":

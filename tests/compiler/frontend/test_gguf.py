@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
+import struct
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -170,6 +173,30 @@ def test_damaged_and_foreign_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         outcome = command("compile", damaged, "-o", tmp_path / "o.flashmem", "--device", "pocl")
         assert outcome.code == 2 and outcome.err.startswith("flashmem: ") and outcome.err.count("\n") == 1, outcome.err
         assert str(damaged) in outcome.err and not (tmp_path / "o.flashmem").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "nbytes"), [(0, 1 << 60, 84), (8, 1 << 60, 84), (9, 1 << 60, 84), (0, (1 << 23) + 1, 1 << 30)]
+)
+def test_arrays_that_a_file_does_not_hold_are_refused(kind: int, count: int, nbytes: int, tmp_path: Path) -> None:
+    """The package would read empty elements for ever, or make an object of each of a billion zeros."""
+    key, path = b"general.architecture", tmp_path / "m.gguf"
+    header = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", len(key)) + key
+    path.write_bytes(header + struct.pack("<IIQ", 9, kind, count) + bytes(16))
+    os.truncate(path, nbytes)
+
+    def stop(*_: object) -> None:
+        raise AssertionError("it does not end")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(10)
+    try:
+        said = rf"^{path} is no GGUF file, or a part of one \(it has an array of {count} elements\)$"
+        with pytest.raises(UserError, match=said), converted(path, None):
+            pass
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_options_that_are_known(tmp_path: Path) -> None:

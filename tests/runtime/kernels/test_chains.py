@@ -17,6 +17,8 @@ from onnx import helper, numpy_helper
 
 import flashmem
 from flashmem import Bundle, Session
+from flashmem.bundle.kernel_source import check_source
+from flashmem.program.kernel_text import KERNEL_MARK
 from flashmem.program.launches import Arg
 from flashmem.program.tensors import State
 from flashmem.runtime.kernels import chains
@@ -164,6 +166,25 @@ def test_kernels_of_work_groups_are_not_chained(bundle: Bundle, line: str) -> No
     assert chains._fits(wide, texts)
     texts[launch.kernel] = texts[launch.kernel].replace(")\n{\n", f")\n{{\n    {line}\n", 1)
     assert not chains._fits(wide, texts)
+
+
+def test_what_a_comment_holds_does_not_become_code() -> None:
+    """Without its beginning, the rest of a comment would be read."""
+    text = """//@ items 1
+__kernel /* void f(int a)
+#include <nowhere>
+// */
+void f(__global float* a) /* void g(int b) { \\
+*/
+{
+    a[get_global_id(0)] = 1; // \\
+#include <nowhere>
+}
+"""
+    check_source(f"{KERNEL_MARK}f\n{text}")
+    function = chains._function("f", text)
+    assert "#" not in function.text and function.types == ("__global float*",)
+    assert function.text.split()[:3] == ["static", "void", "f(const"] and "a[get_global_id(0)] = 1;" in function.text
 
 
 @pytest.mark.parametrize("device", ["nvidia", "adreno750", "mali-g710"])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +61,55 @@ def test_a_driver_is_known_from_an_earlier_table(asked: list[list[str]], monkeyp
     assert driver_table.known_driver("Intel(R) OpenCL", "pthread") is None
     monkeypatch.setitem(DRIVERS, "02-c.icd", "libc.so")
     assert driver_table.known_driver("Intel(R) OpenCL", "EPYC") is None and len(asked) == 1
+
+
+class Listing:
+    """A child process that lists a driver's devices."""
+
+    def __init__(self, command: list[str], **options: Any) -> None:
+        self.driver, self.stdout, self.killed, self.returncode = command[-1], None, False, 0
+        started.append(self)
+
+    def communicate(self, timeout: float) -> tuple[bytes, None]:
+        if silent:
+            raise subprocess.TimeoutExpired("it", timeout)
+        return json.dumps([asdict(each) for each in TABLE if each.driver == self.driver]).encode(), None
+
+    def poll(self) -> int | None:
+        return None if silent else 0
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def wait(self) -> None:
+        assert self.killed
+
+
+started: list[Listing] = []
+silent: list[str] = []
+
+
+def test_a_command_leaves_the_table_behind(asked: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drivers are listed while it works, so that the next command need not."""
+    monkeypatch.setattr(subprocess, "Popen", Listing)
+    started.clear()
+    silent[:] = ["all"]
+    with driver_table.listed_meanwhile():
+        assert [child.driver for child in started] == list(DRIVERS)
+    assert all(child.killed for child in started), "drivers that do not answer are not waited for"
+    silent.clear()
+    with pytest.raises(KeyError), driver_table.listed_meanwhile():
+        raise KeyError  # the command failed
+    assert not asked and driver_table.known_driver("Intel(R) OpenCL", "EPYC") is None
+    with monkeypatch.context() as patch, driver_table.listed_meanwhile():
+        patch.setenv("POCL_CACHE_DIR", "/elsewhere")  # as while drivers start
+    assert driver_table.known_driver("Intel(R) OpenCL", "EPYC") == driver_of("intel-cpu") == "01-b.icd"
+    assert not asked and len(started) == 6
+    with driver_table.listed_meanwhile():  # it is there
+        assert len(started) == 6
+    monkeypatch.setitem(DRIVERS, "02-c.icd", "libc.so")
+    with driver_table.listed_meanwhile():
+        assert len(started) == 9
 
 
 def test_the_table_is_made_again_when_something_changes(

@@ -16,8 +16,11 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.compiler.memory.allocations import within_allocations
 from flashmem.planning.capacity.choice import default_model
 from flashmem.planning.capacity.roofline import Roofline
+from flashmem.runtime.engine import replanned
+from flashmem.runtime.engine.replanned import fitted
 from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.discovery import list_devices
+from flashmem.runtime.request import compatibility
 from flashmem.runtime.request.compatibility import for_processor, usable_modes
 from flashmem.runtime.serving.runtime import Runtime
 from flashmem.runtime.session import Session
@@ -111,6 +114,34 @@ def test_auto_takes_a_mode_that_the_bundle_has_a_layout_for(device: Device, tmp_
         np.testing.assert_allclose(opened.run(None, model.inputs())[0], expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(UserError, match=r"layouts for transfer modes none, and device .* has .*interleave on the texture"):
         Session(having(), device=name)
+
+
+def test_a_bundle_without_a_layout_for_any_mode_here_is_planned_anew(mini: MiniModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A phone's bundle with times of its layers, where the device has none of the phone's modes: in memory, and it is said."""
+    device = list_devices()[0]
+    modes = {"buffer": ("interleave", "dma")}
+    monkeypatch.setattr(compatibility, "descriptor_for", lambda *_: replace(load_descriptor("pocl"), modes=modes))
+    bundle, times = mini.open(), {"times": [[1e-5, []]], "of": [0] * len(mini.open().program.launches)}
+    plan = replace(bundle.plan, layouts={"alias": bundle.plan.layouts["alias"]})
+    there = bundle.with_plan(plan, {**bundle.meta, "layers": times, "mode": "alias"})
+    said = r"has layouts for transfer modes alias, and .* has interleave, dma: it was planned anew for mode interleave, in this"
+    expected = mini.reference(mini.inputs())[0]
+    with pytest.warns(FlashmemWarning, match=said):
+        session = Session(there, device="0", build_apart=False)
+    with session:
+        assert session.mode == "interleave"
+        np.testing.assert_allclose(session.run(None, mini.inputs())[0], expected, rtol=1e-4, atol=1e-5)
+    with pytest.warns(FlashmemWarning, match=said):
+        planned, mode = fitted(there, device, "auto")
+    assert mode == planned.meta["mode"] == "interleave" and list(planned.plan.layouts) == ["interleave"]
+    assert planned.index == there.index and list(Bundle.open(mini.path).plan.layouts) == list(bundle.plan.layouts)
+    monkeypatch.setattr(replanned, "too_large", lambda layout, device: "too large" if layout.staging_bytes else "")
+    with pytest.warns(FlashmemWarning, match="planned anew for mode dma"):
+        assert fitted(there, device, "auto")[1] == "dma"
+    refusal = r"the bundle has layouts for transfer modes alias, and device pocl has interleave, dma on the buffer path;"
+    for other in (bundle.with_plan(plan, bundle.meta), there.with_plan(replace(plan, strategy="same-op"), there.meta)):
+        with pytest.raises(UserError, match=refusal):
+            fitted(other, device, "auto")
 
 
 def test_compiling_for_a_phone_names_the_budget_that_works(tmp_path: Path) -> None:

@@ -188,6 +188,11 @@ def test_the_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list((tmp_path / "new").iterdir()) == []
 
 
+def test_the_cache_of_another_user_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert disk(tmp_path) == SelfTestResult("disk", False, f"{tmp_path} belongs to another user")
+
+
 def test_the_command_prints_a_report_and_the_same_as_json(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

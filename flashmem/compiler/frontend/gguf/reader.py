@@ -27,6 +27,9 @@ from flashmem.compiler.frontend.language.model import END_TOKENS, LanguageModel,
 _BEGINNING = ("llama-bpe",)
 """Patterns with which a text begins with a token unless the file says otherwise. Files of Llama 3 from before llama.cpp wrote
 the field `add_bos_token` lack it, and llama.cpp reads them so."""
+_LENGTH_BYTES = 8  # before each text or array
+_MOST_ELEMENTS = 1 << 23
+"""The most elements of all arrays among the fields. The package makes an object of each. Large vocabularies have a million."""
 
 
 @contextmanager
@@ -66,10 +69,15 @@ class GGUFFile:
     """The fields and tensors of a GGUF file. Every method raises UserError for what is missing or unknown."""
 
     def __init__(self, path: Path) -> None:
-        from gguf import GGUFReader
+        from gguf import GGUFReader, GGUFValueType
 
         class Reader(GGUFReader):
-            """Reads through a plain array: a `numpy.memmap` takes twice as long for each of 150,000 fields."""
+            """Reads through a plain array: a `numpy.memmap` takes twice as long for each of 150,000 fields.
+
+            It refuses arrays with more elements than the rest of the file can hold: the package would read empty ones for ever.
+            """
+
+            elements = 0
 
             @property
             def data(self) -> Any:
@@ -78,6 +86,16 @@ class GGUFFile:
             @data.setter
             def data(self, mapped: Any) -> None:
                 self._data, self.mapping = np.asarray(mapped), mapped.base
+
+            def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+                if raw_type == GGUFValueType.ARRAY:
+                    kind, count = (int(self._get(orig_offs + at, whole)[0]) for at, whole in ((0, np.uint32), (4, np.uint64)))
+                    scalars: Any = self.gguf_scalar_to_np
+                    least = np.dtype(scalars[kind]).itemsize if kind in scalars else _LENGTH_BYTES  # of an element
+                    self.elements += count
+                    if count * least > len(self.data) - orig_offs or self.elements > _MOST_ELEMENTS:
+                        raise ValueError(f"it has an array of {count} elements")
+                return super()._get_field_parts(orig_offs, raw_type)
 
         reader: Any = Reader(path)
         self.path, self.fields, self._mapping = path, reader.fields, reader.mapping

@@ -119,6 +119,10 @@ class _Folder:
     def _decoder_file(self) -> Path:
         """The ONNX file of the decoder."""
         named = self.genai.get("decoder", {}).get("filename")
+        if named and (Path(named).is_absolute() or ".." in Path(named).parts):
+            raise UserError(
+                f"{self.path / _GENAI} names the decoder {named!r}, outside the model's folder: only files in it are read"
+            )
         places = [self.path / named] if named else [self.path / sub / name for sub in ("", "onnx") for name in _DECODERS]
         if (found := next((place for place in places if place.is_file()), None)) is not None:
             return found

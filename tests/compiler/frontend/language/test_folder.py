@@ -15,6 +15,7 @@ from onnx import helper
 
 import flashmem
 from flashmem.base.errors import MissingFileError, UserError
+from flashmem.compiler.frontend.language.folder import read_folder
 from tests.support.command_line import command_line
 from tests.support.compared import DEVICES
 from tests.support.language_folders import EXPORTED, merged, reference, unpack
@@ -241,6 +242,21 @@ def test_refusals(case: str, copied: Callable[[str], Path]) -> None:
     change(folder)
     with pytest.raises(kind, match=message):
         flashmem.compile(folder, folder.with_suffix(".flashmem"), max_length=96, build=False)
+
+
+def test_a_decoder_outside_the_folder_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "private.onnx").write_bytes(b"")
+    folder = tmp_path / "model"
+    (folder / "onnx").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 256}))
+    for name in ("../private.onnx", str(tmp_path / "private.onnx"), "onnx/../../private.onnx"):
+        (folder / "genai_config.json").write_text(json.dumps({"model": {"decoder": {"filename": name}}}))
+        with pytest.raises(UserError, match=rf"genai_config\.json names the decoder '{name}', outside the model's folder"):
+            read_folder(folder, 64)
+    (folder / "onnx" / "decoder.onnx").symlink_to(tmp_path / "private.onnx")  # as in caches of downloads
+    (folder / "genai_config.json").write_text(json.dumps({"model": {"decoder": {"filename": "onnx/decoder.onnx"}}}))
+    with pytest.raises(UserError, match="does not say num_attention_heads"):  # the decoder is found
+        read_folder(folder, 64)
 
 
 def test_a_length_beyond_the_context(folders: Path, tmp_path: Path) -> None:
