@@ -95,6 +95,9 @@ def run(
         bool,
         typer.Option("--check-weights/--no-check-weights", help="Compare weights with their checksums when read."),
     ] = False,
+    check_kernels: Annotated[
+        bool, typer.Option("--check-kernels", help="First check kernels that no check on this device has found right.")
+    ] = False,
     host_budget: HostBudget = None,
     process_memory: ProcessMemory = None,
     build: Build = True,
@@ -127,8 +130,8 @@ def run(
         model,
         options,
         RunOptions(
-            input, output, repeat, verify, reference, json, chosen, seed, trace, learn, check_weights, build, timeline,
-            host_budget, process_memory, files,
+            input, output, repeat, verify, reference, json, chosen, seed, trace, learn, check_weights, check_kernels,
+            build, timeline, host_budget, process_memory, files,
         ),
     )  # fmt: skip
 

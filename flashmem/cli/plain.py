@@ -64,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--seed", type=int, default=0, help="seed of the inputs not given")
     run.add_argument("--trace", type=Path, metavar="trace.json", help="where to write layers and loads over time")
     run.add_argument("--check-weights", action="store_true", help="compare weights with their checksums when read")
+    run.add_argument("--check-kernels", action="store_true", help="first check kernels that no check has found right here")
     generate = add("generate", _generate, "Answer a prompt with a language model, and print the text as it is generated.")
     bundle(generate)
     generate.add_argument("prompt", nargs="?", help="what to answer; none: each line of stdin, in one conversation")
@@ -136,6 +137,7 @@ def _run(arguments: argparse.Namespace) -> None:
         trace=arguments.trace,
         learn=arguments.learn,
         check_weights=arguments.check_weights,
+        check_kernels=arguments.check_kernels,
         host_budget=arguments.host_budget,
         process_memory=arguments.process_memory,
     )

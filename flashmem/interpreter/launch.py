@@ -33,6 +33,11 @@ class Written:
     where: Array
     errors: Array | None
 
+    def of(self, copy: int) -> tuple[Array, Array]:
+        """The elements of one copy, or of all if they share the memory, and which of them were written."""
+        row = min(copy, len(self.elements) - 1)
+        return self.elements[row], self.where[row]
+
 
 @dataclass(frozen=True)
 class InterpretedKernel:
@@ -61,7 +66,7 @@ class InterpretedKernel:
             OutsideError: a work-item leaves the memory of an argument.
         """
         machine = Machine(size, group, groups, copies, self._compiler.slots)
-        held: dict[int, Memory] = {}
+        held: dict[int, Memory | Image] = {}
         changed = {id(given) for parameter, given in zip(self.parameters, arguments, strict=True) if not parameter.constant}
         with np.errstate(all="ignore"):
             for execute in self._compiler.begin:
@@ -72,17 +77,25 @@ class InterpretedKernel:
         return [
             _written(parameter, held[id(given)], copies)
             for parameter, given in zip(self.parameters, arguments, strict=True)
-            if parameter.type.is_pointer and not parameter.constant
+            if parameter.is_memory and not parameter.constant
         ]
 
 
 def _argument(
-    machine: Machine, parameter: Parameter, given: Array | int | float, copies: int, changes: bool, held: dict[int, Memory]
+    machine: Machine,
+    parameter: Parameter,
+    given: Array | int | float,
+    copies: int,
+    changes: bool,
+    held: dict[int, Memory | Image],
 ) -> Value:
     """The value of a parameter. Arguments that are one array are one memory."""
     if parameter.type.name == "image2d_t":
         assert isinstance(given, np.ndarray)
-        return Image(parameter.name, given)
+        if id(given) not in held:
+            written = np.zeros(given.shape[:2], bool) if changes else None
+            held[id(given)] = Image(parameter.name, given.copy() if changes else given, written)
+        return held[id(given)]
     if not parameter.type.is_pointer:
         return Number(np.array([given]).astype(DTYPES[parameter.type.name]))
     assert isinstance(given, np.ndarray)
@@ -97,7 +110,9 @@ def _argument(
             data = np.zeros(copies * stride, np.uint8)
             data.reshape(copies, stride)[:, :nbytes] = given
             held[id(given)] = Memory(parameter.name, data, nbytes, machine.copy * stride, unit, watched=changes)
-    return Pointer(held[id(given)], np.zeros(1, np.int64), parameter.type.target)
+    memory = held[id(given)]
+    assert isinstance(memory, Memory)
+    return Pointer(memory, np.zeros(1, np.int64), parameter.type.target)
 
 
 @functools.lru_cache(maxsize=64)
@@ -115,8 +130,12 @@ def interpreted(text: str, name: str, defined: tuple[tuple[str, str], ...] = ())
     return InterpretedKernel(name, unit.functions[name].parameters, compiler, called)
 
 
-def _written(parameter: Parameter, memory: Memory, copies: int) -> Written:
+def _written(parameter: Parameter, memory: Memory | Image, copies: int) -> Written:
     """The written elements, without the gaps between copies."""
+    if isinstance(memory, Image):
+        assert memory.written is not None
+        texels = memory.texels.reshape(1, -1)
+        return Written(parameter, texels, np.repeat(memory.written.reshape(1, -1), 4, axis=1), None)
     dtype = DTYPES[parameter.type.name]
     count = memory.nbytes // dtype.itemsize
 

@@ -227,11 +227,16 @@ class Jump(Node):
 
 @dataclass(frozen=True)
 class Parameter:
-    """A function's parameter; `constant` if what it points to is const."""
+    """A function's parameter; `constant` if the function cannot write what it points to, or its texture."""
 
     type: Type
     name: str
     constant: bool
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether it is memory that a caller gives: a pointer or a texture."""
+        return self.type.is_pointer or self.type.name == "image2d_t"
 
 
 @dataclass(frozen=True)
@@ -374,7 +379,7 @@ class _Parser:
                 self._next()
                 self._skip_brackets()
             elif token in _QUALIFIERS:
-                constant |= token == "const"
+                constant |= token in ("const", "__read_only", "read_only")
                 self._next()
             elif token in _SPACES:
                 space = _SPACES[token]

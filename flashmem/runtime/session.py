@@ -20,6 +20,7 @@ from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.base.types import TransferMode
 from flashmem.base.units import budget_text, parse_size
 from flashmem.bundle.bundle import Bundle
+from flashmem.runtime.checking.bundles import check_bundle_kernels
 from flashmem.runtime.engine.batches import Batch, check_batch, looped
 from flashmem.runtime.engine.device_state import DeviceInUse, DeviceOpening
 from flashmem.runtime.engine.engine import Engine
@@ -75,6 +76,7 @@ class Session:
         lanes: bool = True,
         trace: bool = False,
         verify_weights: bool = False,
+        check_kernels: bool = False,
         build_apart: bool = True,
         prepare: bool = True,
         **compiling: Unpack[ModelOptions],
@@ -101,6 +103,9 @@ class Session:
             trace: record when each launch ran on the device.
             verify_weights: compare every slice and table row that is read with its checksum; damage fails the run. Constants
                 are always compared.
+            check_kernels: before anything runs, check the kernels that no earlier check has found right on this device, in
+                child processes (docs/reference/internals/kernel-check.md). A kernel that its driver miscompiles is compiled
+                without optimisation, or refused.
             build_apart: build kernels that no cache has in child processes, whose memory is freed when they end. If not, they
                 are built in this process, which then keeps a compiler's 200 to 400 MB. False is for callers that open many
                 sessions, or cannot start processes.
@@ -148,6 +153,8 @@ class Session:
             opened = for_processor(opened, self.device)
             self.strategy: Strategy = choose_strategy(opened.plan, strategy)
             opened, self.mode = fitted(opened, self.device, mode, self.strategy)
+            if check_kernels:
+                check_bundle_kernels(opened, self.device)
             self._plans = plans = SessionPlans(opened, self.device, self.mode, self.strategy)
             if self.process_memory is not None:
                 in_use.open()

@@ -101,6 +101,7 @@ def _print_surroundings(around: Surroundings, found: Iterable[CheckedItem]) -> N
 
 
 def _print_device(number: int, device: Device, results: Iterable[SelfTestResult]) -> None:
+    from flashmem.runtime.kernels.verdicts import Verdicts
     from flashmem.runtime.opencl.devices import descriptor_for, why_not
     from flashmem.runtime.opencl.matrix_extensions import unused_of
     from flashmem.runtime.opencl.processor import rates_said
@@ -127,6 +128,9 @@ def _print_device(number: int, device: Device, results: Iterable[SelfTestResult]
         print(f"     {'integers':<22} products of 8 bits by {device.dots}")
     for name, reason in unused_of(device.extensions).items():
         print(f"     {'not used':<22} {name}: {reason}")
+    for finding in Verdicts(device).wrong.values():
+        use = "compiled without optimisation" if finding.options is not None else "not used"
+        print(f"[!!] {'a kernel':<22} {finding.name} is miscompiled by this driver, and {use}: {finding.wrong}")
     for result in results:
         print(f"{_mark(result.ok)} {result.test:<22} {result.said}")
 

@@ -51,6 +51,7 @@ class RunOptions:
     trace: Path | None = None
     learn: bool = False
     check_weights: bool = False
+    check_kernels: bool = False
     build: bool = True
     timeline: Path | None = None
     host_budget: str | None = None
@@ -231,6 +232,7 @@ def _run(
             process_memory=options.process_memory,
             trace=options.traced,
             verify_weights=options.check_weights,
+            check_kernels=options.check_kernels,
             prepare=options.repeat > 1,
         ) as session,
     ):

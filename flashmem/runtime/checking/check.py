@@ -128,7 +128,7 @@ class Launch:
         written = {
             argument.place
             for argument, parameter in zip(trial.arguments, kernel.parameters, strict=True)
-            if not parameter.constant and parameter.type.is_pointer
+            if not parameter.constant and parameter.is_memory
         }
         for argument, parameter in zip(trial.arguments, kernel.parameters, strict=True):
             if argument.kind in ("int", "float"):
@@ -162,16 +162,10 @@ class Launch:
         for place, memory in self._memory.items():
             if memory.argument.kind == "image":
                 width, height, channel = memory.argument.shape
-                texels = memory.of(draw)
-                image = self._context.image(width, height, channel)  # type: ignore[arg-type]
-                data = np.ascontiguousarray(texels).view(np.uint8).reshape(-1)
-                self._queue.write_image(
-                    image, data, first_row=0, width=width, rows=height, row_pitch=width * 4 * texels.dtype.itemsize
-                )
-                parts[place] = image
+                whole[place] = parts[place] = self._context.image(width, height, channel)  # type: ignore[arg-type]
             else:
                 whole[place], parts[place] = self._buffer(memory)
-                self._fill(whole[place], memory, draw)
+            self._fill(whole[place], memory, draw)
         arguments = [
             parts[each.argument.place] if isinstance(each, _Memory)
             else np.int32(each.value) if each.kind == "int" else np.float32(each.value)
@@ -179,8 +173,15 @@ class Launch:
         ]  # fmt: skip
         return arguments, whole
 
-    def _fill(self, buffer: Any, memory: _Memory, draw: int) -> None:
-        self._queue.write(buffer, np.concatenate([_guard(), memory.of(draw), _guard()]))
+    def _fill(self, target: Any, memory: _Memory, draw: int) -> None:
+        """Write the drawn content to a texture, or to a buffer between its guards."""
+        content = memory.of(draw)
+        if memory.argument.kind == "image":
+            rows, width, _ = content.shape
+            data = np.ascontiguousarray(content).view(np.uint8).reshape(-1)
+            self._queue.write_image(target, data, first_row=0, width=width, rows=rows, row_pitch=data.nbytes // rows)
+        else:
+            self._queue.write(target, np.concatenate([_guard(), content, _guard()]))
 
     def _launch(self, program: CompiledProgram, arguments: list[Any]) -> Any:
         whole, group = self._trial.size
@@ -191,6 +192,12 @@ class Launch:
         found: dict[str, Bytes] = {}
         for place, memory in self._memory.items():
             if memory.argument.kind == "image":
+                texels = np.empty_like(memory.of(draw))
+                self._queue.read_image(texels, whole[place])
+                if memory.written:
+                    found[place] = texels.reshape(-1).view(np.uint8)
+                elif not np.array_equal(texels, memory.of(draw), equal_nan=texels.dtype.kind == "f"):
+                    raise _WrongError(f"{self._trial.name}: {who} writes to the texture {memory.parameter.name!r}")
                 continue
             read = np.empty(memory.argument.nbytes + 2 * GUARD, np.uint8)
             self._queue.read(read, whole[place])
@@ -261,7 +268,7 @@ class Launch:
     def _restore(self, whole: dict[str, Any], draw: int) -> None:
         """Write the drawn content again where a launch wrote."""
         for place, memory in self._memory.items():
-            if memory.written and place in whole:
+            if memory.written:
                 self._fill(whole[place], memory, draw)
 
     def _interpret(self, groups: list[tuple[int, ...]], group: Sequence[int]) -> list[tuple[Written, str]]:
@@ -278,7 +285,7 @@ class Launch:
 
     def _compare(self, result: Bytes, written: Written, draw: int) -> int:
         """Compare the elements that the interpreter wrote, and if it executed the whole launch, all of them; their number."""
-        want, where = written.elements[draw], written.where[draw]
+        want, where = written.of(draw)
         if self._whole:
             where = np.ones_like(where)
         got = result[: want.nbytes].view(want.dtype)

@@ -172,6 +172,12 @@ class Queue:
         with _explained("write to a texture"):
             undocumented.enqueue_write_image(self.handle, image, (0, first_row), (width, rows), data, row_pitch).wait()
 
+    def read_image(self, texels: NDArray[Any], image: Memory) -> None:
+        """Copy a texture to a contiguous host array of shape [rows, columns, 4], and wait."""
+        rows, width, _ = texels.shape
+        with _explained("read a texture"):
+            cl.enqueue_copy(self.handle, texels, image, origin=(0, 0), region=(width, rows))
+
     def map(self, buffer: Memory, nbytes: int, *, offset: int = 0, invalidate: bool = False) -> Bytes:
         """Map a host-visible buffer; the host view, until `unmap`. With `invalidate` the old content is lost."""
         flags = cl.map_flags.WRITE_INVALIDATE_REGION if invalidate else cl.map_flags.READ | cl.map_flags.WRITE
