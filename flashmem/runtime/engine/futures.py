@@ -17,6 +17,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from flashmem.base.interrupts import held_back
+from flashmem.base.threads import started
+
 Result = TypeVar("Result")
 _LOGGER = logging.getLogger("flashmem")
 
@@ -89,13 +92,15 @@ class BackgroundRuns(Generic[Result]):
         """Append a run; its future. `run` is called with a function that says whether the future is cancelled.
 
         The future can be cancelled until it is done, also during the run.
+
+        Raises:
+            RunError: the system has no more threads.
         """
         future = FencedFuture[Result]()
-        with self._lock:
-            self._waiting.append((future, run))
+        with held_back(), self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="flashmem-async", daemon=True)
-                self._thread.start()
+                self._thread = started(self._work, "flashmem-async")
+            self._waiting.append((future, run))
         return future
 
     def cancel(self, *, current: bool = False) -> None:

@@ -28,7 +28,9 @@ from typing import Any
 
 from flashmem.base.child_processes import module_environment, python_module
 from flashmem.base.errors import RunError
+from flashmem.base.interrupts import held_back
 from flashmem.base.paths import no_temporary_folder, temporary_parent
+from flashmem.base.threads import started
 from flashmem.bundle.version_directories import held
 from flashmem.program.program import Program
 from flashmem.runtime.kernels.cache_files import ProgramCache
@@ -82,6 +84,7 @@ class Builders:
 
         Raises:
             UserError: no temporary folder can be written.
+            RunError: the system has no more threads.
         """
         self._folder = self._folder or _Folder()
         jobs = [_job(key, each, program, device) for key, each in wanted.items()]
@@ -94,9 +97,8 @@ class Builders:
     def _start_children(self, most: int) -> None:
         """Start a child for each waiting job, up to `most` children in all."""
         for _ in range(min(self._waiting.qsize(), most - len(self._threads))):
-            thread = threading.Thread(target=self._feed, name="flashmem-build", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            with held_back():
+                self._threads.append(started(self._feed, "flashmem-build"))
 
     def _feed(self) -> None:
         """Start one child, give it jobs until the queue ends with None, and keep its binaries."""
@@ -173,8 +175,7 @@ class Builders:
         for _ in self._threads:
             self._waiting.put(None)
         for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
+            thread.join()
         for child in self._children:
             child.wait()
             for pipe in (child.stdin, child.stdout):

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from flashmem.base.errors import NoDeviceError, UserError
 from flashmem.base.interrupts import is_command
+from flashmem.base.threads import Waiters, started
 from flashmem.runtime.opencl import driver_table, undocumented
 from flashmem.runtime.opencl.binding import cl as cl
 from flashmem.runtime.opencl.compile_target import compile_target, driver_variables
@@ -42,7 +43,7 @@ _started_in: int | None = None
 
 
 _starting = threading.Lock()
-_begun = threading.Event()  # drivers are starting, or started
+_begun, _begun_lock = Waiters(), threading.Lock()  # who waits until drivers are starting
 _BEGIN_SECONDS = 0.02
 
 
@@ -61,6 +62,9 @@ def list_devices() -> tuple[Device, ...]:
 def begin_to_start_drivers() -> None:
     """Start the drivers in a thread, for which `list_devices` then waits: some take 0.1 s. Nothing if one of several is to be
     loaded, which is not decided yet.
+
+    Raises:
+        RunError: the system has no more threads.
     """
 
     def work() -> None:
@@ -68,8 +72,10 @@ def begin_to_start_drivers() -> None:
             list_devices()
 
     if not _listed.cache_info().currsize and not (_one_driver and len(installed_drivers()) > 1):
-        threading.Thread(target=work, name="flashmem-drivers").start()  # the process must not exit meanwhile
-        _begun.wait(_BEGIN_SECONDS)  # else the interpreter's lock would keep that thread from them
+        with _begun_lock:
+            turn = _begun.turn()
+        started(work, "flashmem-drivers", daemon=False)  # the process must not exit meanwhile
+        turn.acquire(timeout=_BEGIN_SECONDS)  # else the interpreter's lock would keep that thread from them
 
 
 def forget_devices() -> None:
@@ -83,7 +89,8 @@ def _listed() -> tuple[Device, ...]:
     _started_in = os.getpid()
     one_thread_a_core()
     with vendors_folder(_only), writable_pocl_cache():
-        _begun.set()
+        with _begun_lock:
+            _begun.wake()
         undocumented.start_drivers()
         try:
             platforms = cl.get_platforms()

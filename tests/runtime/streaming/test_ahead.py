@@ -57,7 +57,9 @@ class FakeTransfer:
         self.parts: dict[str, int] = defaultdict(lambda: 1)
         self.begun, self.read = list[str](), list[str]()
         self.copied: list[tuple[str, Any, str]] = []
-        self.reads = SimpleNamespace(begin=self._begin, busy=False, end=lambda reading: None)
+        self.under_way: list[FakeReading] = []
+        self.reads = SimpleNamespace(begin=self._begin, busy=False, end=self.under_way.remove, stop=self._stop)
+        self.runs: list[AheadRun] = []
         self.ring = FakeRing(pieces)
         self._at: dict[int, str] = {}
 
@@ -87,7 +89,18 @@ class FakeTransfer:
         if name == self.refused:
             raise RunError("a read could not begin")
         self.begun.append(name)
-        return FakeReading(self, name)
+        self.under_way.append(FakeReading(self, name))
+        return self.under_way[-1]
+
+    def _stop(self) -> None:
+        while self.under_way:
+            self.under_way.pop().wait()
+
+    def begins(self, run: AheadRun) -> None:
+        self.runs.append(run)
+
+    def has_stopped(self, run: AheadRun) -> None:
+        self.runs.remove(run)
 
     def has_read(self, read: Read, memory: Bytes, *, in_tier: bool) -> None:
         self.in_tier.append(in_tier)
