@@ -9,7 +9,7 @@ with its lock held, and whoever needs the lock next waits for ever. `__enter__` 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flashmem.base.errors import RunError
@@ -57,7 +57,40 @@ class Waiters:
             turns.pop()
 
 
-def started(work: Callable[..., object], name: str, *arguments: Any, daemon: bool = True) -> threading.Thread:
+class Thread(threading.Thread):
+    """A thread that main threads can wait for at any moment.
+
+    When Ctrl-C ends `join` or `is_alive` of `threading.Thread`, Python 3.11 and 3.12 take a thread that runs for one that has
+    ended, and later calls of `join` return at once.
+    """
+
+    def __init__(self, work: Callable[..., object], name: str, arguments: Sequence[Any], *, daemon: bool) -> None:
+        """`started` starts it."""
+        super().__init__(target=work, args=arguments, name=name, daemon=daemon)
+        self._running = threading.Lock()
+        self._running.acquire()
+        self._over = False
+
+    def run(self) -> None:
+        """Call `work`."""
+        try:
+            super().run()
+        finally:
+            self._over = True
+            self._running.release()
+
+    def is_alive(self) -> bool:
+        """Whether `work` has yet to return."""
+        return not self._over
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until `work` has returned; here without a time limit."""
+        assert timeout is None
+        with self._running:
+            pass
+
+
+def started(work: Callable[..., object], name: str, *arguments: Any, daemon: bool = True) -> Thread:
     """A new thread that calls `work` with the arguments. Assign the result inside `held_back` where the thread must be known.
 
     Ctrl-C waits until it has begun: `Thread.start` waits for the thread by an Event, which an interrupt would leave locked.
@@ -65,7 +98,7 @@ def started(work: Callable[..., object], name: str, *arguments: Any, daemon: boo
     Raises:
         RunError: the system has no more threads.
     """
-    thread = threading.Thread(target=work, args=arguments, name=name, daemon=daemon)
+    thread = Thread(work, name, arguments, daemon=daemon)
     with held_back():
         try:
             thread.start()

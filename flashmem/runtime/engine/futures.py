@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from flashmem.base.interrupts import held_back
-from flashmem.base.threads import started
+from flashmem.base.threads import Thread, started
 
 Result = TypeVar("Result")
 _LOGGER = logging.getLogger("flashmem")
@@ -86,7 +86,7 @@ class BackgroundRuns(Generic[Result]):
         self._lock = threading.Lock()
         self._waiting: deque[tuple[FencedFuture[Result], Callable[[Callable[[], bool]], Result]]] = deque()
         self._current: FencedFuture[Result] | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
 
     def submit(self, run: Callable[[Callable[[], bool]], Result]) -> Future[Result]:
         """Append a run; its future. `run` is called with a function that says whether the future is cancelled.

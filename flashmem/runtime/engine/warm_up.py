@@ -14,7 +14,7 @@ from functools import partial
 
 from flashmem.base.errors import FlashmemWarning, RunError
 from flashmem.base.interrupts import held_back
-from flashmem.base.threads import call_each, started
+from flashmem.base.threads import Thread, call_each, started
 from flashmem.program.launches import SteadyLaunch
 from flashmem.runtime.engine.bound_program import BoundProgram, Steady
 from flashmem.runtime.engine.cores import prefer_little
@@ -55,7 +55,7 @@ class WarmUp:
         self._builders: Builders | None = None
         self._lock = threading.Lock()  # guards the attributes below
         self._stopping = self._working = False
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._program: BoundProgram | None = None
         self._seen: frozenset[str] | None = None  # the resident slices at the last selection of steady launches
         self._stay = object()  # a new object each time the program's memory is freed

@@ -28,7 +28,7 @@ import numpy as np
 
 from flashmem.base.errors import RunError, UserError
 from flashmem.base.interrupts import held_back
-from flashmem.base.threads import call_each, started
+from flashmem.base.threads import Thread, call_each, started
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import BATCH_TOKENS, CANDIDATES, IDS, LOGITS, TEMPERATURE, TOTAL
 from flashmem.runtime.generation.candidates import Candidates, rows_of
@@ -202,7 +202,7 @@ class BatchGenerator:
         self._waiting: deque[_Request] = deque()
         self._rows: list[_Request | None] = [None] * count
         self._kept: list[list[int]] = [[] for _ in range(count)]  # tokens in the caches of rows without a request
-        self._worker: threading.Thread | None = None
+        self._worker: Thread | None = None
         self._is_closed = False
         self._read_prompts = False  # whether the last run did; of the worker alone
 

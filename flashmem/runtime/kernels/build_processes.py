@@ -30,7 +30,7 @@ from flashmem.base.child_processes import module_environment, python_module
 from flashmem.base.errors import RunError
 from flashmem.base.interrupts import held_back
 from flashmem.base.paths import no_temporary_folder, temporary_parent
-from flashmem.base.threads import started
+from flashmem.base.threads import Thread, started
 from flashmem.bundle.version_directories import held
 from flashmem.program.program import Program
 from flashmem.runtime.kernels.cache_files import ProgramCache
@@ -70,7 +70,7 @@ class Builders:
         self._lock = threading.Lock()  # guards the following
         self._children: list[subprocess.Popen[bytes]] = []
         self._ended = False  # children are to stop
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Thread] = []
 
     @property
     def fraction(self) -> float:

@@ -33,7 +33,7 @@ from typing import Any
 
 from flashmem.base.errors import RunError, UserError
 from flashmem.base.interrupts import held_back
-from flashmem.base.threads import Waiters, started
+from flashmem.base.threads import Thread, Waiters, started
 from flashmem.program.kernel_text import joined_texts, kernel_texts, shuffles, uses_tensor_cores
 from flashmem.runtime.kernels.cache_files import ProgramCache, unpacked_entries
 from flashmem.runtime.kernels.required import RequiredKernel, variant
@@ -122,7 +122,7 @@ class CachedKernels:
         self._make(missing)
         self._lock, self._more = threading.Lock(), Waiters()  # for `_programs`, which it guards
         self._left, self._ending = len(found), threading.Lock()
-        self._loading: threading.Thread | None = None
+        self._loading: Thread | None = None
         if found:  # a driver that loads another program may keep the interpreter lock, for which a new thread's start waits
             with held_back():
                 self._loading = started(self._load, "flashmem-kernels", found, daemon=False)

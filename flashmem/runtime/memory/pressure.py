@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashmem.base.interrupts import held_back
-from flashmem.base.threads import started
+from flashmem.base.threads import Thread, started
 
 RESERVE = 0.1
 """The share of available memory that stays free without pressure."""
@@ -112,7 +112,7 @@ class Follower:
         self._stop.acquire()
         begun = clock()
         self.state = wanted(PressureState(None, begun), sample(begun, held(), root))
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
 
     def start(self) -> None:
         """Start the thread. Raises RunError: the system has no more threads."""

@@ -10,7 +10,7 @@ from math import inf
 
 from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.base.pages import whole_pages
-from flashmem.base.threads import started
+from flashmem.base.threads import Thread, started
 from flashmem.base.units import format_size
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.run import Run
@@ -45,7 +45,7 @@ class MemoryArbiter:
         """`queue` returns the models of the waiting requests, in order. `relieved` is called after memory is freed."""
         self._device, self._queue, self._relieved = device, queue, relieved
         self.pressed = False  # the budget was lowered: the current run must free memory
-        self._thread: threading.Thread | None = None  # loads ahead, for this run:
+        self._thread: Thread | None = None  # loads ahead, for this run:
         self._loads_beside: Run | None = None
         self._models: list[LoadedModel] = []  # the least recently run first
         self._lock = threading.Lock()

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import ClassVar
 
 from flashmem.base.errors import BudgetError
-from flashmem.base.threads import started
+from flashmem.base.threads import Thread, started
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.serving.arbiter import MemoryArbiter
 
@@ -46,7 +46,7 @@ class Planner:
 
     def __init__(self, device: DeviceInUse, arbiter: MemoryArbiter) -> None:
         self._device, self._arbiter = device, arbiter
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._closing = False
 
     def wake(self) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import BudgetError, RunError
 from flashmem.base.interrupts import held_back
-from flashmem.base.threads import Waiters, call_each, started
+from flashmem.base.threads import Thread, Waiters, call_each, started
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.failures import RequestError, forget_locals
 from flashmem.runtime.engine.futures import FencedFuture, complete, complete_cancelled
@@ -64,7 +64,7 @@ class Worker:
         self._running: LoadedModel | None = None
         self._relieved: list[FencedFuture[None]] = []  # done when memory is within the budget
         self.closing: str | None = None  # why
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
 
     def start(self) -> None:
         """Start the thread. Raises RunError: the system has no more threads."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, overload
 
 from flashmem.base.errors import RunError
 from flashmem.base.interrupts import held_back
-from flashmem.base.threads import Waiters, started
+from flashmem.base.threads import Thread, Waiters, started
 from flashmem.runtime.opencl.context import Bytes, Event
 from flashmem.runtime.opencl.copier import CopyEvent, wait_for_copies
 from flashmem.runtime.opencl.shared_memory import address_of
@@ -122,7 +122,7 @@ class AheadRun(Loading):
         self._changed = Waiters()
         self._failure: str | None = None
         self._stopping = self._taken_over = False
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         transfer.begins(self)
         try:
             self._begin()
@@ -138,9 +138,8 @@ class AheadRun(Loading):
                     self._copy_held(layer, None)
             if self._left:
                 self._advance()
-        if self._left or self._reading:
-            with held_back():
-                self._thread = started(self._work, "flashmem-loader")
+                with held_back():
+                    self._thread = started(self._work, "flashmem-loader")
 
     @property
     def intervals(self) -> Sequence[TimedInterval]:

@@ -23,7 +23,7 @@ from queue import SimpleQueue
 
 from flashmem.base.errors import RunError
 from flashmem.base.interrupts import held_back
-from flashmem.base.threads import call_each, started
+from flashmem.base.threads import Thread, call_each, started
 from flashmem.runtime.opencl.context import Bytes
 from flashmem.runtime.streaming.weight_file import WeightFile
 
@@ -194,7 +194,7 @@ class BackgroundReads:
         self._descriptors: dict[int, list[int]] = {}  # of a descriptor of the file, a duplicate for each thread
         self._unused: list[_Request] = []  # requests for the next reads
         self._announced: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
-        self._announcer: threading.Thread | None = None
+        self._announcer: Thread | None = None
 
     @property
     def busy(self) -> bool:

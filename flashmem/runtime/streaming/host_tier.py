@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from flashmem.base.errors import RunError
 from flashmem.base.interrupts import held_back
-from flashmem.base.threads import call_each, started
+from flashmem.base.threads import Thread, call_each, started
 from flashmem.base.units import format_size
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.accounts import Budget
@@ -58,7 +58,7 @@ class HostTier:
         self._failure: str | None = None
         self._slices, self._most = slices, context.device.max_alloc_bytes
         self._blocks: list[list[Slice]] | None = None  # not begun
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
 
     def begin(self) -> None:
         """Begin to allocate, unless that has begun. The first answer would wait for it: a GiB takes 0.2 s.

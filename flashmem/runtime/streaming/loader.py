@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from flashmem.base.errors import RunError
 from flashmem.base.interrupts import held_back
-from flashmem.base.threads import Waiters, started
+from flashmem.base.threads import Thread, Waiters, started
 from flashmem.program.tensors import Slice
 from flashmem.runtime.streaming.loading import Loading, said_of_load
 from flashmem.schedule.load_queue import LoadQueue
@@ -99,7 +99,7 @@ class LoaderRun(Loading):
         self._announces = file.missed  # since the start of the last run
         file.missed = False
         self._count = min(threads, len(loads))
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Thread] = []
         transfer.begins(self)
         try:
             self._start_next()

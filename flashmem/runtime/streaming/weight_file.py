@@ -34,7 +34,7 @@ from flashmem.base.errors import BundleError, RunError
 from flashmem.base.files import open_regular
 from flashmem.base.interrupts import held_back
 from flashmem.base.pages import SYSTEM_PAGE
-from flashmem.base.threads import call_each, started
+from flashmem.base.threads import Thread, call_each, started
 from flashmem.bundle.cache import forget
 from flashmem.bundle.checksums import Checksum
 from flashmem.bundle.version_directories import hold_shared
@@ -109,7 +109,7 @@ class WeightFile:
         self.cached = CachedPart()  # what passes through the page cache although the file does not stay there
         self.direct = DirectReader(self._descriptor)
         self._owned: OwnedPages | None = None  # once memory has no room for the file
-        self._announcer: threading.Thread | None = None
+        self._announcer: Thread | None = None
         self._closing = False
         self._keepers, self._keeping = 1, threading.Lock()
 
