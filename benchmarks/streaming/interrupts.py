@@ -31,11 +31,12 @@ import sys
 import tempfile
 import threading
 import time
-import weakref
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -118,7 +119,7 @@ class Player:
         self._case, self._device, self._patience, self._random = case, device, patience, random.Random(seed)
         self._bundle = Bundle.open(case.bundle)
         self._inputs = drawn(self._bundle.program, 1)
-        self._budgets = weakref.WeakSet[Budget]()
+        self._budgets = list[Budget]()  # since the last signal
         self.counts = Counter[str]()
         self.failures = Counter[str]()
         if case.apart:
@@ -146,7 +147,7 @@ class Player:
 
         def noted(budget: Budget, *arguments: Any) -> None:
             make(budget, *arguments)
-            budgets.add(budget)
+            budgets.append(budget)
 
         Budget.__init__ = noted  # type: ignore[method-assign]
 
@@ -171,8 +172,15 @@ class Player:
     def _compare(self, answer: Sequence[NDArray[Any]]) -> None:
         self.counts["right" if same(answer, self._answer) else "wrong"] += 1
 
+    def interrupt(self, number: int, frame: FrameType | None) -> None:
+        """The handler of the signal: that of Python, but it notes where."""
+        stack = traceback.extract_stack(frame, limit=4)
+        self._came = " < ".join(f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in reversed(stack))
+        raise KeyboardInterrupt
+
     def play(self) -> None:
         """Sessions until a signal arrives, and what it leaves."""
+        self._came = "no handler"
         faulthandler.dump_traceback_later(self._patience, exit=True, file=sys.__stderr__)
         self._session: flashmem.Session | None = None
         self._where, until = "opening", time.monotonic() + LONGEST
@@ -181,6 +189,7 @@ class Player:
             while time.monotonic() < until:
                 self._cycle()
             self.counts["lost"] += 1
+            self.failures[f"lost in: {self._came}"] += 1
         except KeyboardInterrupt:
             self.counts[self._where] += 1
         except BaseException as error:
@@ -206,7 +215,8 @@ class Player:
         self._threads.update(left)  # counted once
         self.counts["threads"] += len(left)
         self.failures.update(f"the thread {thread.name} is left" for thread in left)
-        self.counts["bytes"] += sum(budget.total for budget in list(self._budgets))
+        self.counts["bytes"] += sum(budget.total for budget in self._budgets)
+        self._budgets.clear()
 
     def _left_threads(self) -> set[threading.Thread]:
         return set(threading.enumerate()) - self._threads
@@ -218,7 +228,7 @@ def play_batch(given: dict[str, Any]) -> None:
     case = Case(given["path"], given["mode"], given["apart"], Path(given["bundle"]))
     player = Player(case, given["device"], given["patience"], given["seed"])
     print(player.seconds, flush=True)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, player.interrupt)
     for _ in range(given["signals"]):
         player.play()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

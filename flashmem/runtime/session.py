@@ -497,6 +497,7 @@ class Session:
 
     def _close(self, until: float = inf) -> None:
         self._alone.during("close", lambda: self._engine.close("close was called"), until)
+        _open.discard(self)
 
     def __enter__(self) -> Self:
         return self

@@ -69,6 +69,7 @@ class Engine:
         self._kernels: dict[int, tuple[OverlapPlan, Kernels]] = {}  # by shape variant
         self._waiting: dict[int, tuple[BoundProgram, WarmUp | None]] = {}  # other shape variants bound in the same memory
         self._process = os.getpid()
+        self._finalizer: weakref.finalize[..., object] | None = None
 
     def _new_warm_up(self) -> WarmUp | None:
         if not self._warms_up or not self.opened.program.steady:
@@ -384,7 +385,8 @@ class Engine:
 
     def stop_with(self, owner: object) -> None:
         """Call `stop_ahead` when `owner` is garbage-collected without having closed the engine."""
-        weakref.finalize(owner, self._owner_is_gone).atexit = False
+        self._finalizer = weakref.finalize(owner, self._owner_is_gone)
+        self._finalizer.atexit = False
 
     def _owner_is_gone(self) -> None:
         """Runs in any thread, with any lock held; so another thread stops the loads."""
@@ -429,6 +431,8 @@ class Engine:
         with held_back():
             if self.failure is None:
                 self.failure = why
+                if self._finalizer is not None:
+                    self._finalizer.detach()
                 kernels = [kernels.close for _, kernels in self._kernels.values()]
                 call_each(self.unbind, self.stop_ahead, *kernels, self.opened.close)
 

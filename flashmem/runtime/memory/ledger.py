@@ -38,7 +38,8 @@ class Ledger(Account):
         self._parts: dict[tuple[int, int, int], Memory] = {}  # sub-buffers by buffer, offset and bytes
         self._maps: list[tuple[Queue, Bytes]] = []  # memory that stays mapped
         self._guard = threading.RLock()  # of these three; a garbage collection in a call may close another ledger
-        weakref.finalize(self, _release, self._objects, self._maps).atexit = False  # if nobody closes it
+        self._finalizer = weakref.finalize(self, _release, self._objects, self._maps)  # if nobody closes it
+        self._finalizer.atexit = False
 
     def buffer(self, category: Category, nbytes: int, what: str, *, host_visible: bool = False) -> Memory:
         """Allocate a device buffer, until `give_back`. Raises RunError beyond the budget or if the device refuses.
@@ -125,7 +126,7 @@ class Ledger(Account):
 
     def close(self) -> None:
         """Release everything."""
-        call_each(self.give_back, self.clear)
+        call_each(self.give_back, self.clear, self._finalizer.detach)
 
 
 def _release(objects: list[tuple[Memory, Category, int]], maps: list[tuple[Queue, Bytes]]) -> None:

@@ -377,8 +377,7 @@ class CompiledProgram:
     def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
         """A new kernel object with its arguments set: memory objects, `numpy.int32`, `numpy.float32`; None: not set yet."""
         with _explained(f"set up the kernel {name}"):
-            with undocumented.without_invokers():
-                kernel = cl.Kernel(self._handle, name)
+            kernel: Kernel = undocumented.new_kernel(self._handle, name)
             if kernel.num_args != len(arguments):
                 raise RunError(f"kernel {name} takes {kernel.num_args} arguments, the program has {len(arguments)}")
             for index, argument in enumerate(arguments):
@@ -392,8 +391,8 @@ class CompiledProgram:
 
     def check(self, name: str) -> None:
         """Create and drop a kernel object, since some drivers compile then. Raises RunError if the kernel does not exist."""
-        with _explained(f"set up the kernel {name}"), undocumented.without_invokers():
-            cl.Kernel(self._handle, name)
+        with _explained(f"set up the kernel {name}"):
+            undocumented.new_kernel(self._handle, name)
 
     def binary(self) -> bytes:
         """The compiled binary. Some drivers complete it only after the kernels have run (docs/research/opencl-notes.md)."""
