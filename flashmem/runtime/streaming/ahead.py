@@ -196,6 +196,7 @@ class AheadRun(Loading):
             if self._thread is not None:
                 self.wake()
                 self._thread.join()
+                self._thread = None  # here: Ctrl-C that came where a thread's object ends would be lost
             self._transfer.reads.stop()  # their memory is used again
             dropped = [*self._reading, *(made for waiting in self._unreleased.values() for made in waiting)]
             self._reading.clear()

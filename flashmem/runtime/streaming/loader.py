@@ -175,8 +175,9 @@ class LoaderRun(Loading):
         with held_back():
             with self._lock:
                 self._end()
-            for thread in self._threads:
-                thread.join()
+            while self._threads:
+                self._threads[-1].join()
+                self._threads.pop()  # here: Ctrl-C that came where a thread's object ends would be lost
             if self._to_free:
                 while self._to_free:
                     self._transfer.free(self._to_free[-1])
