@@ -18,6 +18,7 @@ from flashmem.program.tensors import Slice
 from flashmem.runtime.opencl.context import Bytes
 from flashmem.runtime.streaming.ahead import AheadRun, Copy, Planned, Read
 from flashmem.schedule.loads import Load, Segment
+from tests.support.refused_threads import refuse_threads
 
 NBYTES = 16
 
@@ -366,3 +367,25 @@ def test_a_slice_whose_launch_is_not_enqueued_is_never_waited_for() -> None:
     with pytest.raises(AssertionError, match="w0 waits for a launch"):
         run.wait("w0")
     run.stop()
+
+
+@pytest.mark.parametrize("what", ["the thread", "the begin of a read", "a copy of the host tier"])
+def test_a_run_that_cannot_begin_ends_what_it_has_begun(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    transfer = FakeTransfer(pieces=3, held=("w9",))
+    transfer.slow = {"w0"}
+    if what == "the thread":
+        refuse_threads(monkeypatch, "flashmem-loader")
+    elif what == "the begin of a read":
+        transfer.refused = "w2"
+    else:
+        assert isinstance(transfer.tier, FakeTier)
+        monkeypatch.setattr(transfer.tier, "place", lambda part, segment: fail() if part.name == "w2" else None)
+
+    def fail() -> None:
+        raise RunError("the driver refuses")
+
+    threading.Timer(0.02, transfer.slow.clear).start()
+    with pytest.raises(RunError):
+        begun(transfer, 1, 1, 1)
+    assert transfer.begun and not transfer.under_way and not transfer.slow, "nobody waits for these reads"
+    assert transfer.ring.free == 3 and not transfer.runs and no_threads()
