@@ -32,6 +32,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -119,7 +120,7 @@ class Player:
         self._case, self._device, self._patience, self._random = case, device, patience, random.Random(seed)
         self._bundle = Bundle.open(case.bundle)
         self._inputs = drawn(self._bundle.program, 1)
-        self._budgets = list[Budget]()  # since the last signal
+        self._budgets = list[weakref.ref[Budget]]()  # since the last signal
         self.counts = Counter[str]()
         self.failures = Counter[str]()
         if case.apart:
@@ -147,7 +148,7 @@ class Player:
 
         def noted(budget: Budget, *arguments: Any) -> None:
             make(budget, *arguments)
-            budgets.append(budget)
+            budgets.append(weakref.ref(budget))
 
         Budget.__init__ = noted  # type: ignore[method-assign]
 
@@ -215,7 +216,7 @@ class Player:
         self._threads.update(left)  # counted once
         self.counts["threads"] += len(left)
         self.failures.update(f"the thread {thread.name} is left" for thread in left)
-        self.counts["bytes"] += sum(budget.total for budget in self._budgets)
+        self.counts["bytes"] += sum(budget.total for each in self._budgets if (budget := each()) is not None)
         self._budgets.clear()
 
     def _left_threads(self) -> set[threading.Thread]:

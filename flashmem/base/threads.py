@@ -84,10 +84,17 @@ class Thread(threading.Thread):
         return not self._over
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until `work` has returned; here without a time limit."""
+        """Wait until `work` has returned, and the thread has ended; here without a time limit."""
         assert timeout is None
         with self._running:
             pass
+        super().join()  # a moment; Ctrl-C may end it
+
+
+_kept: list[Thread] = []
+"""Threads that were started. Their objects end in `started`: `threading` is told by a function of Python, in which Ctrl-C would
+be lost.
+"""
 
 
 def started(work: Callable[..., object], name: str, *arguments: Any, daemon: bool = True) -> Thread:
@@ -100,6 +107,7 @@ def started(work: Callable[..., object], name: str, *arguments: Any, daemon: boo
     """
     thread = Thread(work, name, arguments, daemon=daemon)
     with held_back():
+        _kept[:] = [each for each in _kept if each.is_alive()] + [thread]
         try:
             thread.start()
         except RuntimeError as error:
