@@ -57,6 +57,15 @@ class Waiters:
             turns.pop()
 
 
+class Condition(threading.Condition):
+    """One for `concurrent.futures`, whose main thread waits in `with condition:`: what that calls are the functions of C of its
+    lock. Where Ctrl-C ends a wait, it can raise RuntimeError instead of KeyboardInterrupt.
+    """
+
+    __enter__ = property(lambda self: self._lock.__enter__)
+    __exit__ = property(lambda self: self._lock.__exit__)
+
+
 class Thread(threading.Thread):
     """A thread that main threads can wait for at any moment.
 

@@ -15,6 +15,8 @@ ALLOWED = {"Lock", "RLock", "TIMEOUT_MAX", "current_thread", "get_ident", "local
 
 def used(source: str) -> set[str]:
     """The names of module `threading` that a source uses."""
+    if "threading" not in source:
+        return set()
     tree, found = ast.parse(source), set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "threading":

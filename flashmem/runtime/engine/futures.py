@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from flashmem.base.interrupts import held_back
-from flashmem.base.threads import Thread, started
+from flashmem.base.threads import Condition, Thread, started
 
 Result = TypeVar("Result")
 _LOGGER = logging.getLogger("flashmem")
@@ -29,6 +29,7 @@ class FencedFuture(Future[Result]):
 
     def __init__(self) -> None:
         super().__init__()
+        self._condition = Condition()  # Ctrl-C in `result` would leave its own one locked, and who completes it waiting
         self._raised: dict[int, BaseException] = {}  # by the thread that called the callback
 
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:

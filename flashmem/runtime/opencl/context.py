@@ -253,7 +253,7 @@ class Context:
             self._making = Apart("flashmem-context", undocumented.make_context, device.handle)
         else:
             self._handle = undocumented.make_context(device.handle)
-        self._queues: weakref.WeakSet[Queue] = weakref.WeakSet()
+        self._queues: list[weakref.ref[Queue]] = []
 
     @property
     def ready(self) -> bool:
@@ -276,7 +276,7 @@ class Context:
         """A new in-order queue."""
         with _explained("create a queue"):
             made = Queue(self.handle, self.device.handle, profiling=profiling)
-        self._queues.add(made)
+        self._queues[:] = [each for each in self._queues if each() is not None] + [weakref.ref(made)]
         return made
 
     def recorder(self, queue: Queue, probed: Mapping[str, str] = MappingProxyType({})) -> Recorder | None:
@@ -348,9 +348,9 @@ class Context:
             return CompiledProgram(cl.Program(self.handle, [self.device.handle], [binary]).build(list(options)))
 
 
-def _finish(queues: Iterable[Queue]) -> None:
-    """Wait for all commands of `queues`, as far as the device permits."""
-    for queue in list(queues):
+def _finish(queues: Iterable[weakref.ref[Queue]]) -> None:
+    """Wait for all commands of the `queues` that are left, as far as the device permits."""
+    for queue in [queue for each in list(queues) if (queue := each()) is not None]:
         with suppress(RunError):  # a lost device runs nothing
             queue.finish()
 

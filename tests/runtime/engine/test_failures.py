@@ -260,7 +260,7 @@ def test_closing_goes_on_after_an_error(fails: Any, model: MiniModel, monkeypatc
         raise OSError("broken")
 
     give_own_memory(monkeypatch, list_devices()[0])
-    session = Session(model.path, mode="dma", host_budget="1MB")
+    session = Session(model.path, mode="dma", host_budget="8MB")
     session.run(None, model.inputs())
     engine = session._engine
     budgets, file = [engine.device.budget, engine.opened.tier.ledger.shared], engine.opened.file  # type: ignore[union-attr]
