@@ -46,11 +46,12 @@ from numpy.typing import NDArray
 
 import flashmem
 from benchmarks.command import Arguments, run_command
-from benchmarks.streaming.stress import compile_all, drawn, same
+from benchmarks.streaming.stress import compile_all, same
 from flashmem.base.child_processes import module_environment, python_module
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.bundle.bundle import Bundle
+from flashmem.runtime.engine.inputs import complete_inputs
 from flashmem.runtime.memory.accounts import Budget
 from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.processor import processor_of
@@ -119,7 +120,7 @@ class Player:
     def __init__(self, case: Case, device: str, patience: float, seed: int) -> None:
         self._case, self._device, self._patience, self._random = case, device, patience, random.Random(seed)
         self._bundle = Bundle.open(case.bundle)
-        self._inputs = drawn(self._bundle.program, 1)
+        self._inputs = complete_inputs(self._bundle.program, {}, 0)
         self._budgets = list[weakref.ref[Budget]]()  # since the last signal
         self.counts = Counter[str]()
         self.failures = Counter[str]()
