@@ -11,7 +11,7 @@ import functools
 import os
 import threading
 from collections.abc import Collection
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Literal
 
 from flashmem.base.errors import NoDeviceError, UserError
@@ -46,6 +46,11 @@ _starting = threading.Lock()
 _begun, _begun_lock = Waiters(), threading.Lock()  # who waits until drivers are starting
 _BEGIN_SECONDS = 0.02
 
+_surroundings: tuple[int, ExitStack] | None = None
+"""While the variables that drivers read at their start are set: the thread that has set them, and what takes them back. Only
+that thread does, in calls of the user: C code in other threads may read variables meanwhile, which nothing protects.
+"""
+
 
 def list_devices() -> tuple[Device, ...]:
     """All OpenCL devices, including those of drivers from pip. Starts the drivers once in a process.
@@ -56,12 +61,15 @@ def list_devices() -> tuple[Device, ...]:
         UserError: no temporary folder can be written.
     """
     with _starting:
-        return _listed()
+        try:
+            return _listed()
+        finally:
+            leave_surroundings()
 
 
 def begin_to_start_drivers() -> None:
     """Start the drivers in a thread, for which `list_devices` then waits: some take 0.1 s. Nothing if one of several is to be
-    loaded, which is not decided yet.
+    loaded, which is not decided yet. The caller's next `list_devices`, or `leave_surroundings`, must follow.
 
     Raises:
         RunError: the system has no more threads.
@@ -72,6 +80,8 @@ def begin_to_start_drivers() -> None:
             list_devices()
 
     if not _listed.cache_info().currsize and not (_one_driver and len(installed_drivers()) > 1):
+        with suppress(UserError):
+            _enter_surroundings()
         with _begun_lock:
             turn = _begun.turn()
         started(work, "flashmem-drivers", daemon=False)  # the process must not exit meanwhile
@@ -87,23 +97,42 @@ def forget_devices() -> None:
 def _listed() -> tuple[Device, ...]:
     global _started_in
     _started_in = os.getpid()
-    one_thread_a_core()
-    with vendors_folder(_only), writable_pocl_cache():
-        with _begun_lock:
-            _begun.wake()
-        undocumented.start_drivers()
+    _enter_surroundings()
+    with _begun_lock:
+        _begun.wake()
+    undocumented.start_drivers()
+    try:
+        platforms = cl.get_platforms()
+    except cl.Error:  # PLATFORM_NOT_FOUND_KHR
+        return ()
+    found = []
+    for platform in platforms:
         try:
-            platforms = cl.get_platforms()
-        except cl.Error:  # PLATFORM_NOT_FOUND_KHR
-            return ()
-        found = []
-        for platform in platforms:
-            try:
-                devices = platform.get_devices()
-            except cl.Error:  # a driver without a device
-                continue
-            found += [_describe(platform, device) for device in devices if device.available]
+            devices = platform.get_devices()
+        except cl.Error:  # a driver without a device
+            continue
+        found += [_describe(platform, device) for device in devices if device.available]
     return tuple(found)
+
+
+def _enter_surroundings() -> None:
+    """Set the variables that drivers read at their start, unless they are set. Raises UserError: no folder can be written."""
+    global _surroundings
+    if _surroundings is None:
+        with ExitStack() as entered:
+            one_thread_a_core()
+            entered.enter_context(vendors_folder(_only))
+            entered.enter_context(writable_pocl_cache())
+            _surroundings = threading.get_ident(), entered.pop_all()
+
+
+def leave_surroundings() -> None:
+    """Once devices are listed: take back the variables that this thread has set for the drivers."""
+    global _surroundings
+    listed = _listed.cache_info().currsize
+    if listed and _surroundings is not None and _surroundings[0] == threading.get_ident():
+        (_, entered), _surroundings = _surroundings, None
+        entered.close()
 
 
 def started_before_fork() -> bool:
