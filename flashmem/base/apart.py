@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
+
+from flashmem.base.interrupts import held_back
+from flashmem.base.threads import started
 
 Result = TypeVar("Result")
 
@@ -13,11 +15,11 @@ class Apart(Generic[Result]):
     """A call that has begun in a new thread. The interpreter waits for it before it exits."""
 
     def __init__(self, name: str, function: Callable[..., Result], *arguments: Any) -> None:
-        """Begin it; `name`: of the thread."""
+        """Begin it; `name`: of the thread. Raises RunError: the system has no more threads."""
         self._result: Result
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, args=(function, arguments), name=name)
-        self._thread.start()
+        with held_back():
+            self._thread = started(self._work, name, function, arguments, daemon=False)
 
     def _work(self, function: Callable[..., Result], arguments: tuple[Any, ...]) -> None:
         try:
@@ -29,6 +31,10 @@ class Apart(Generic[Result]):
     def done(self) -> bool:
         """Whether `result` need not wait."""
         return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until the thread has ended."""
+        self._thread.join()
 
     def result(self) -> Result:
         """Wait until the thread has ended; what the call returned, or raises what it raised. Any thread may ask, also again."""

@@ -1,4 +1,6 @@
-"""Ctrl-C on the command line: at most one line of output, exit code 130 and no traceback.
+"""Ctrl-C: where it must not leave work half done (`held_back`), and on the command line.
+
+The command line prints at most one line, no traceback, and ends with exit code 130.
 
 Between `watch` and a command there is nothing to clean up, and the process ends at once. Inside a command (`unwinding`) Ctrl-C
 raises KeyboardInterrupt, so that `finally` clauses run. After the command its exit code is final.
@@ -12,9 +14,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from contextlib import AbstractContextManager, contextmanager, suppress
+from types import FrameType, TracebackType
 from typing import Any
 
 EXIT_CODE = 130  # 128 + SIGINT, as shells report it
@@ -23,6 +26,45 @@ _IMPORTING = "<frozen importlib._bootstrap>"
 _PARENT_SPEAKS = "FLASHMEM_PARENT_SPEAKS"
 
 _watching = False
+
+
+class _HeldBack:
+    """See `held_back`. Nothing is half done before `__enter__` has replaced the handler, and after `__exit__` put it back."""
+
+    __slots__ = ("_before", "_came")
+
+    def __init__(self) -> None:
+        self._before: Any = None
+        self._came: tuple[int, FrameType | None] | None = None
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            before = signal.getsignal(signal.SIGINT)
+            if callable(before) and before not in (_end_at_once, _end_in_silence):  # these leave nothing half done
+                self._before = before
+                with suppress(ValueError):  # another interpreter of this process
+                    signal.signal(signal.SIGINT, self._keep)
+
+    def _keep(self, number: int, frame: FrameType | None) -> None:
+        if self._came is not None:
+            self._before(number, frame)
+        self._came = number, frame
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._before is not None:
+            with suppress(ValueError):
+                signal.signal(signal.SIGINT, self._before)
+            if self._came is not None:
+                self._before(*self._came)
+
+
+def held_back() -> AbstractContextManager[None]:
+    """In the body, Ctrl-C waits for the end of it; a second one goes through at once.
+
+    No effect in other threads than the main one, where Python raises no KeyboardInterrupt, nor where no function of Python
+    handles the signal. Takes some microseconds.
+    """
+    return _HeldBack()
 
 
 def watch() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import BundleError, UserError
 from flashmem.base.files import open_regular
+from flashmem.base.threads import started
 from flashmem.base.version import __version__
 from flashmem.bundle.bundle import (
     READ_BYTES,
@@ -86,8 +86,7 @@ class BundleWriter:
             padding = bytes(-self._size % alignment)
             offset = self._size + len(padding)
             flat = memoryview(data if isinstance(data, bytes) else np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
-            hashing = threading.Thread(target=self._hash, args=(padding, flat, offset))
-            hashing.start()
+            hashing = started(self._hash, "flashmem-hash", padding, flat, offset, daemon=False)
             try:
                 self._write(memoryview(padding))
                 self._write(flat)

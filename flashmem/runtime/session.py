@@ -318,42 +318,53 @@ class Session:
             return cancelled() or perf_counter() >= until
 
         stopped = cancelled if until == inf else late
-        with self._alone.takes("run", until):
-            engine = self._engine
-            if engine.failure is not None:
-                raise RunError(f"the session is closed ({engine.failure}); open a new one")
-            if stopped():
-                raise RunStoppedError("the run was stopped before it began")
-            plans = self._plans
-            program = plans.ready.program
-            names = [] if kept_names and output_names == [] else chosen_outputs(program.outputs, output_names)
-            kept_names = chosen_outputs(program.outputs, kept_names) if kept_names else []
-            if are_exactly(plans.ready.takes, inputs):  # as in the last run
-                given, fitting = dict[str, Input](inputs), plans.ready
-            else:
-                given = arrays_by_name(inputs, program.inputs)
-                fitting = plans.variants[fitting_variant([each.program.inputs for each in plans.variants], given)]
-            if program.states:
-                self._bound_states().check_whole(state.name for state in program.states)
-            try:
-                if fitting is not plans.ready:
-                    engine.change_variant(engine.opened.variant(fitting.bundle), fitting.plan, fitting.layout)
-                    plans.ready = fitting
-                on_device = engine.values_on_device(kept_names, plans.needed) if kept_names else {}
-                every = [*names, *(name for name in kept_names if name not in on_device)]
-                results, self.last_run = engine.run(every, given, since=since, kept=on_device, stopped=stopped)
-                if self._prefetches:
-                    engine.prefetch()
-            except BaseException as error:
-                failure = engine.failed(error)
-                if failure is error:
-                    raise
-                raise failure from failure.__cause__
-            if not kept_names:
-                return results, []
-            in_host = dict(zip(every, results, strict=True))
-            values = [on_device.get(name) or OutputValue.in_host_memory(in_host[name]) for name in kept_names]
-            return results[: len(names)], values
+        return self._alone.during("run", lambda: self._run_alone(output_names, kept_names, inputs, stopped, since=since), until)
+
+    def _run_alone(
+        self,
+        output_names: Sequence[str] | None,
+        kept_names: Sequence[str],
+        inputs: Mapping[str, Any],
+        stopped: Callable[[], bool],
+        *,
+        since: float,
+    ) -> tuple[list[Array], list[OutputValue]]:
+        """As `_run`, once no other thread uses the session."""
+        engine = self._engine
+        if engine.failure is not None:
+            raise RunError(f"the session is closed ({engine.failure}); open a new one")
+        if stopped():
+            raise RunStoppedError("the run was stopped before it began")
+        plans = self._plans
+        program = plans.ready.program
+        names = [] if kept_names and output_names == [] else chosen_outputs(program.outputs, output_names)
+        kept_names = chosen_outputs(program.outputs, kept_names) if kept_names else []
+        if are_exactly(plans.ready.takes, inputs):  # as in the last run
+            given, fitting = dict[str, Input](inputs), plans.ready
+        else:
+            given = arrays_by_name(inputs, program.inputs)
+            fitting = plans.variants[fitting_variant([each.program.inputs for each in plans.variants], given)]
+        if program.states:
+            self._bound_states().check_whole(state.name for state in program.states)
+        try:
+            if fitting is not plans.ready:
+                engine.change_variant(engine.opened.variant(fitting.bundle), fitting.plan, fitting.layout)
+                plans.ready = fitting
+            on_device = engine.values_on_device(kept_names, plans.needed) if kept_names else {}
+            every = [*names, *(name for name in kept_names if name not in on_device)]
+            results, self.last_run = engine.run(every, given, since=since, kept=on_device, stopped=stopped)
+            if self._prefetches:
+                engine.prefetch()
+        except BaseException as error:
+            failure = engine.failed(error)
+            if failure is error:
+                raise
+            raise failure from failure.__cause__
+        if not kept_names:
+            return results, []
+        in_host = dict(zip(every, results, strict=True))
+        values = [on_device.get(name) or OutputValue.in_host_memory(in_host[name]) for name in kept_names]
+        return results[: len(names)], values
 
     def outputs(self, *names: str) -> dict[str, Array]:
         """Outputs of the last run that it was not asked for, by name: they are copied from the device now, and only now.
@@ -363,16 +374,18 @@ class Session:
                 before, another part of the model has used its memory, or no run has ended.
             RunError: the session is closed, or the device fails, which closes it.
         """
-        with self._alone.takes("outputs"):
-            self._bound_states()
-            wanted = chosen_outputs(self._plans.ready.program.outputs, names)
-            if lost := [name for name in wanted if name not in self._engine.left]:
-                raise ValueError(f"the last run has no output {lost[0]!r} left; name it when you call run")
-            try:
-                return self._engine.later_outputs(wanted)
-            except BaseException as error:
-                self._engine.failed(error)
-                raise
+        return self._alone.during("outputs", lambda: self._outputs(names))
+
+    def _outputs(self, names: Sequence[str]) -> dict[str, Array]:
+        self._bound_states()
+        wanted = chosen_outputs(self._plans.ready.program.outputs, names)
+        if lost := [name for name in wanted if name not in self._engine.left]:
+            raise ValueError(f"the last run has no output {lost[0]!r} left; name it when you call run")
+        try:
+            return self._engine.later_outputs(wanted)
+        except BaseException as error:
+            self._engine.failed(error)
+            raise
 
     @property
     def bundle(self) -> Bundle:
@@ -403,8 +416,7 @@ class Session:
             ValueError: an unknown name.
             RunError: the session is closed, or the device fails.
         """
-        with self._alone.takes("states"):
-            return self._bound_states().read(names)
+        return self._alone.during("states", lambda: self._bound_states().read(names))
 
     def set_states(self, states: Mapping[str, Any]) -> None:
         """Continue from other states: those of `states`, given as `states()` returns them. The others keep their values.
@@ -413,13 +425,13 @@ class Session:
             ValueError: an unknown name, or an array of another shape or type; no state has changed.
             RunError: the session is closed, or the device fails.
         """
-        with self._alone.takes("set_states"):
-            self._bound_states().write(arrays_by_name(states, self._plans.ready.program.states))
+        self._alone.during(
+            "set_states", lambda: self._bound_states().write(arrays_by_name(states, self._plans.ready.program.states))
+        )
 
     def reset(self) -> None:
         """Set all states to zeros, as they are when a session opens. Raises RunError like `states`."""
-        with self._alone.takes("reset"):
-            self._bound_states().reset()
+        self._alone.during("reset", lambda: self._bound_states().reset())
 
     def _bound_states(self) -> States:
         if self._engine.failure is not None or self._engine.bound is None:
@@ -434,10 +446,16 @@ class Session:
         Raises:
             RunError: the session is closed, or called inside a run of the same thread.
         """
-        with self._alone.takes("prefetch"):
-            self._bound_states()
-            if self._engine.current is None:
+        self._alone.during("prefetch", self._prefetch)
+
+    def _prefetch(self) -> None:
+        self._bound_states()
+        if self._engine.current is None:
+            try:
                 self._engine.prefetch()
+            except BaseException as error:  # Ctrl-C; others are warnings
+                self._engine.failed(error)
+                raise
 
     def set_budget(self, budget: int | str | None) -> None:
         """Change the most bytes to hold, between two runs: plans the model again for `budget`; None for no limit.
@@ -451,17 +469,19 @@ class Session:
         limit = None if budget is None else parse_size(budget, what="budget")
         if self.host_budget is not None:
             raise UserError("the session has a host budget too, and keeps both; open another session for another budget")
-        with self._alone.takes("set_budget"):
-            self._bound_states()
-            plans = self._plans.with_budget(limit)
-            try:
-                self._engine.follow(plans.ready, limit, plans.needed)
-            except BudgetError:
-                raise
-            except BaseException as error:
-                self._engine.failed(error)
-                raise
-            self._plans = plans
+        self._alone.during("set_budget", lambda: self._set_budget(limit))
+
+    def _set_budget(self, limit: int | None) -> None:
+        self._bound_states()
+        plans = self._plans.with_budget(limit)
+        try:
+            self._engine.follow(plans.ready, limit, plans.needed)
+        except BudgetError:
+            raise
+        except BaseException as error:
+            self._engine.failed(error)
+            raise
+        self._plans = plans
 
     def prepared(self) -> None:
         """Wait until the steady kernels of the next run are ready, if it has any, and the host tier has its memory. For
@@ -470,8 +490,7 @@ class Session:
         Raises:
             RunError: called inside a run of the same thread, or memory of the host tier was refused.
         """
-        with self._alone.takes("prepared"):
-            self._engine.wait_prepared()
+        self._alone.during("prepared", self._engine.wait_prepared)
 
     def close(self) -> None:
         """Free everything after the current run, and cancel those of `run_async` that wait. Does nothing if closed, or in a
@@ -482,8 +501,11 @@ class Session:
         """
         if os.getpid() == self._process:
             self._background.cancel()
-            with self._alone.takes("close"):
-                self._engine.close("close was called")
+            self._close()
+
+    def _close(self, until: float = inf) -> None:
+        self._alone.during("close", lambda: self._engine.close("close was called"), until)
+        _open.discard(self)
 
     def __enter__(self) -> Self:
         return self
@@ -506,9 +528,7 @@ _open: weakref.WeakSet[Session] = weakref.WeakSet()
 def _close_all() -> None:
     """Close what nobody closed: Python would release memory objects in another order (`flashmem.runtime.memory.ledger`)."""
     for session in list(_open):
-        session._background.cancel(current=True)
-        lock = session._alone.lock
-        if lock.acquire(blocking=False):  # not while another thread is in a run, which may take long
-            with suppress(Exception):
-                session.close()
-            lock.release()
+        if session._process == os.getpid():  # else the parent's
+            session._background.cancel(current=True)
+            with suppress(Exception):  # RunStoppedError: another thread is in a run, which may take long
+                session._close(until=0)

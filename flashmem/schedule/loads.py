@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise, takewhile
 from typing import Literal
 
@@ -164,6 +165,11 @@ class Schedule:
     frees: Mapping[int, tuple[Slice, ...]]
     resident: frozenset[str]
     held: tuple[int, ...]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all loads."""
+        return sum(load.segment.nbytes for load in self.loads)
 
     def peak(self, done: int = 0) -> int:
         """The largest `held` from the end of layer `done` on, in bytes."""

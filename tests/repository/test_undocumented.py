@@ -10,6 +10,7 @@ import threading
 import tomllib
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -77,15 +78,38 @@ def test_pyopencl_writes_no_python_function_for_a_kernel_made_inside(monkeypatch
     pyopencl.Kernel(program, "set")
     assert written, what
     written.clear()
-    with undocumented.without_invokers():
-        kernel = pyopencl.Kernel(program, "set")
-        assert kernel.num_args == 1 and not written, what
-        other = threading.Thread(target=pyopencl.Kernel, args=(program, "set"))
+    kernel = undocumented.new_kernel(program, "set")
+    assert kernel.num_args == 1 and not written, what
+    make = pyopencl.Kernel
+
+    def beside(*given: Any) -> Any:
+        other = threading.Thread(target=make, args=(program, "set"))
         other.start()
         other.join()
-        assert len(written) == 1, "the kernel of another thread has its function"
+        return make(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pyopencl, "Kernel", beside)
+        undocumented.new_kernel(program, "set")
+    assert len(written) == 1, "the kernel of another thread has its function"
     pyopencl.Kernel(program, "set")
     assert len(written) == 2
+
+
+def test_pyopencl_looks_for_no_other_kernel_of_a_program_that_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does for its own `Program`, and takes what goes wrong there for an answer."""
+
+    def interrupted(program: pyopencl.Program, name: str) -> Any:
+        raise KeyboardInterrupt
+
+    device = discovery.find_device().handle
+    context = pyopencl.Context([device])
+    binary = pyopencl.Program(context, "kernel void set(global int *x) { *x = 1; }").build().binaries[0]
+    program = pyopencl.Program(context, [device], [binary]).build()
+    monkeypatch.setattr(pyopencl.Program, "__getattr__", interrupted)
+    assert undocumented.new_kernel(program, "set").num_args == 1
+    with pytest.raises(pyopencl.LogicError):
+        undocumented.new_kernel(program, "other")
 
 
 _UNUSED = """
@@ -99,15 +123,19 @@ assert not imported(), imported()
 cl, device = discovery.cl, discovery.find_device().handle
 program = cl._cl._Program(cl.Context([device]), b"kernel void set(global int *x) { *x = 1; }")
 program._build(b"", [device])
-with undocumented.without_invokers():
-    cl.Kernel(program, "set")
+undocumented.new_kernel(program, "set")
 assert not imported(), imported()
-with undocumented.without_invokers():
-    other = threading.Thread(target=lambda: kernels.append(cl.Kernel(program, "set")))
-    kernels = []
+make, kernels = cl.Kernel, []
+
+def beside(*given):
+    other = threading.Thread(target=lambda: kernels.append(make(program, "set")))
     other.start()
     other.join()
-    cl.Kernel(program, "set")
+    return make(*given)
+
+cl.Kernel = beside
+undocumented.new_kernel(program, "set")
+cl.Kernel = make
 assert kernels[0].set_args and imported() == ["pyopencl.invoker", "pyopencl.tools"], imported()
 assert cl.cltypes.float4.itemsize == 16
 cl.Kernel(program, "set")

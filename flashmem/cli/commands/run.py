@@ -379,7 +379,7 @@ def _host_memory(host: HostMemoryUse, later: Sequence[RunReport]) -> str:
     text += f" of {format_size(host.budget_bytes)}"
     if not later:
         return text
-    loaded, copied = sum(load.nbytes for load in later[-1].loads), later[-1].host_tier_bytes
+    loaded, copied = later[-1].loaded_bytes, later[-1].host_tier_bytes
     return f"{text}; a later run loads {format_size(loaded)} of weights, {format_size(copied)} of them from there"
 
 

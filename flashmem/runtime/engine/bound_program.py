@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from flashmem.base.errors import RunError
+from flashmem.base.threads import call_each
 from flashmem.program.launches import Launch, SteadyLaunch
 from flashmem.runtime.engine.activations import Activations
 from flashmem.runtime.engine.device_state import DeviceInUse
@@ -204,8 +206,7 @@ class BoundProgram:
                 self.weights.close()
                 raise
         except BaseException:
-            kernels.close()
-            ledger.close()
+            call_each(kernels.close, ledger.close)
             raise
 
     def has_room_for(self, opened: OpenedBundle, layout: PoolLayout) -> bool:
@@ -285,17 +286,17 @@ class BoundProgram:
 
     def close(self) -> None:
         """Free everything."""
-        self._save_kernels()
-        self._compiled.close()
-        with suppress(RunError):  # a lost device runs nothing that needs a wait
-            self._device.queue.finish()
-        with suppress(RunError):  # and has nothing to free
-            self.weights.close()
-        self.activations.leave()
-        if self.opened.tier is not None:  # it may serve another bound program
-            self.opened.tier.ledger.give_back("staging")
-        self.kernels.forget()
-        self.activations.forget()
-        self.states.forget()
-        with suppress(RunError):
-            self.ledger.close()
+        tier = self.opened.tier
+        with suppress(RunError):  # a lost device runs nothing that needs a wait, and has nothing to free
+            call_each(
+                self._save_kernels,
+                self._compiled.close,
+                self._device.queue.finish,
+                self.weights.close,
+                self.activations.leave,
+                None if tier is None else partial(tier.ledger.give_back, "staging"),
+                self.kernels.forget,
+                self.activations.forget,
+                self.states.forget,
+                self.ledger.close,
+            )

@@ -16,6 +16,7 @@ from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import CompiledProgram, Context, Queue
 from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.devices import passed_probes
+from flashmem.runtime.opencl.discovery import leave_surroundings
 from flashmem.runtime.opencl.launching import Recorder
 from flashmem.runtime.request.options import device_here
 from flashmem.runtime.streaming.shared_pages import SharedSlices
@@ -85,7 +86,10 @@ class DeviceOpening:
 
     def found(self) -> DeviceInUse:
         """The device, whose `open` must follow. Raises what `device_here` and `DeviceInUse` raise."""
-        return self._finding.result()
+        try:
+            return self._finding.result()
+        finally:
+            leave_surroundings()
 
     def __enter__(self) -> Self:
         return self

@@ -7,7 +7,6 @@ and an arbiter that divides one budget among them.
 from __future__ import annotations
 
 import os
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from flashmem.base.errors import BudgetError, FlashmemWarning, RunError
+from flashmem.base.interrupts import held_back
+from flashmem.base.threads import call_each, started
 from flashmem.base.units import format_size
 from flashmem.program.tensors import Port
 from flashmem.runtime.engine.bound_program import BoundProgram
@@ -68,6 +69,7 @@ class Engine:
         self._kernels: dict[int, tuple[OverlapPlan, Kernels]] = {}  # by shape variant
         self._waiting: dict[int, tuple[BoundProgram, WarmUp | None]] = {}  # other shape variants bound in the same memory
         self._process = os.getpid()
+        self._finalizer: weakref.finalize[..., object] | None = None
 
     def _new_warm_up(self) -> WarmUp | None:
         if not self._warms_up or not self.opened.program.steady:
@@ -135,11 +137,9 @@ class Engine:
 
     def _end_waiting(self) -> None:
         """Drop the other shape variants that are bound."""
-        while self._waiting:
-            _, (bound, warm_up) = self._waiting.popitem()
-            if warm_up is not None:
-                warm_up.close()
-            bound.forget()
+        waiting, self._waiting = self._waiting, {}
+        for bound, warm_up in waiting.values():
+            call_each(None if warm_up is None else warm_up.close, bound.forget)
 
     def preload(self) -> None:
         """Load the preload set W. Raises RunError when a load fails."""
@@ -195,12 +195,14 @@ class Engine:
         if memory is None or mode != "interleave":
             inputs.clear()  # the caller may have dropped its references
         loads: Sequence[TimedInterval] = ()
+        nbytes = 0
         layers: list[TimedInterval] = []
         read: dict[str, Array] = {}
         done = 0
         while True:
             executed = self._execute([*wanted, *keeping], kept, done, memory, stopped)
-            loads = executed.loads if not loads else (*loads, *executed.loads)
+            loads = executed.loads if not nbytes else (*loads, *executed.loads)
+            nbytes += executed.nbytes
             layers += executed.layers
             read |= executed.read
             done = executed.done
@@ -225,7 +227,8 @@ class Engine:
         self.opening_seconds = 0.0
         direct = self.opened.file.direct
         before, self._direct_bytes = self._direct_bytes, direct.nbytes
-        report = RunReport(latency, use, loads, tuple(layers), self.steady, ended, self._direct_bytes - before, direct.refused)
+        directly = self._direct_bytes - before
+        report = RunReport(latency, use, loads, tuple(layers), self.steady, ended, directly, direct.refused, nbytes)
         return [results[name] for name in names], report
 
     def later_outputs(self, names: Sequence[str]) -> dict[str, Array]:
@@ -323,7 +326,7 @@ class Engine:
         elif (begun := memory.begin(done)) is not None:
             run = begun
         else:
-            return Executed((), (), {}, done)
+            return Executed((), 0, (), {}, done)
         self.steady = done == 0 and self._warm_up is not None and self._warm_up.choose(self.bound)
         self._loads = run.loader is not None
         try:
@@ -376,22 +379,20 @@ class Engine:
         """End the next run's loads and the warm-up, and ignore their failures. A forked child has none of these threads."""
         if os.getpid() != self._process:
             return
-        self._stop_current()
         warm_ups = [self._warm_up, *(warm_up for _, warm_up in self._waiting.values())]
         self._warm_up = None
-        for warm_up in warm_ups:
-            if warm_up is not None:
-                warm_up.close()
+        call_each(self._stop_current, *(warm_up.close for warm_up in warm_ups if warm_up is not None))
 
     def stop_with(self, owner: object) -> None:
         """Call `stop_ahead` when `owner` is garbage-collected without having closed the engine."""
-        weakref.finalize(owner, self._owner_is_gone).atexit = False
+        self._finalizer = weakref.finalize(owner, self._owner_is_gone)
+        self._finalizer.atexit = False
 
     def _owner_is_gone(self) -> None:
         """Runs in any thread, with any lock held; so another thread stops the loads."""
         if self.current is not None or self._warm_up is not None:
-            with suppress(RuntimeError):  # the interpreter is exiting
-                threading.Thread(target=self.stop_ahead, name="flashmem-stop", daemon=True).start()
+            with suppress(RunError):  # the interpreter is exiting
+                started(self.stop_ahead, "flashmem-stop")
 
     def _stop_current(self) -> None:
         run, self.current = self.current, None
@@ -408,13 +409,12 @@ class Engine:
 
     def unbind(self) -> None:
         """Free all memory, and stop the loads of the next run. The model can be bound again."""
-        self._stop_current()
-        self._end_waiting()
+        call_each(self._stop_current, self._end_waiting, self._leave_bound)
+
+    def _leave_bound(self) -> None:
         bound, self.bound = self.bound, None
         if bound is not None:
-            if self._warm_up is not None:
-                self._warm_up.leave()
-            bound.close()
+            call_each(None if self._warm_up is None else self._warm_up.leave, bound.close)
 
     def failed(self, error: BaseException) -> BaseException:
         """End a run that raised `error`. The model stays unchanged after an error of the request, and is closed otherwise.
@@ -427,14 +427,14 @@ class Engine:
         return error
 
     def close(self, why: str) -> None:
-        """Free everything and stay closed. Closing again does nothing."""
-        if self.failure is None:
-            self.failure = why
-            self.unbind()
-            self.stop_ahead()
-            for _, kernels in self._kernels.values():
-                kernels.close()
-            self.opened.close()
+        """Free everything and stay closed, also if a part of that fails. Ctrl-C waits for it. Closing again does nothing."""
+        with held_back():
+            if self.failure is None:
+                self.failure = why
+                if self._finalizer is not None:
+                    self._finalizer.detach()
+                kernels = [kernels.close for _, kernels in self._kernels.values()]
+                call_each(self.unbind, self.stop_ahead, *kernels, self.opened.close)
 
 
 class _OfTheRequest:

@@ -17,6 +17,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from flashmem.base.interrupts import held_back
+from flashmem.base.threads import Condition, Thread, started
+
 Result = TypeVar("Result")
 _LOGGER = logging.getLogger("flashmem")
 
@@ -26,6 +29,7 @@ class FencedFuture(Future[Result]):
 
     def __init__(self) -> None:
         super().__init__()
+        self._condition = Condition()  # Ctrl-C in `result` would leave its own one locked, and who completes it waiting
         self._raised: dict[int, BaseException] = {}  # by the thread that called the callback
 
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
@@ -83,19 +87,21 @@ class BackgroundRuns(Generic[Result]):
         self._lock = threading.Lock()
         self._waiting: deque[tuple[FencedFuture[Result], Callable[[Callable[[], bool]], Result]]] = deque()
         self._current: FencedFuture[Result] | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
 
     def submit(self, run: Callable[[Callable[[], bool]], Result]) -> Future[Result]:
         """Append a run; its future. `run` is called with a function that says whether the future is cancelled.
 
         The future can be cancelled until it is done, also during the run.
+
+        Raises:
+            RunError: the system has no more threads.
         """
         future = FencedFuture[Result]()
-        with self._lock:
-            self._waiting.append((future, run))
+        with held_back(), self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="flashmem-async", daemon=True)
-                self._thread.start()
+                self._thread = started(self._work, "flashmem-async")
+            self._waiting.append((future, run))
         return future
 
     def cancel(self, *, current: bool = False) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flashmem.base.errors import RunError
+from flashmem.base.threads import call_each
 from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.checksums import Checksum, table_blocks
@@ -116,12 +117,8 @@ class OpenedBundle:
     def close(self) -> None:
         """Close the weight file, and free the host tier; bound programs must be closed before."""
         tier, self.tier = self.tier, None
-        try:
-            if tier is not None:
-                with suppress(RunError):  # a lost device has nothing to free
-                    tier.close()
-        finally:
-            self.file.close()
+        with suppress(RunError):  # a lost device has nothing to free
+            call_each(None if tier is None else tier.close, self.file.close)
 
 
 @dataclass(frozen=True)
@@ -244,8 +241,7 @@ class Kernels:
 
     def close(self) -> None:
         """Stop loading kernels."""
-        for kernels in (self.plain, self.lane):
-            kernels.close()
+        call_each(self.plain.close, self.lane.close)
 
     def save(self) -> None:
         """Save to the cache what this process has compiled; its kernels must all have run. Raises RunError."""

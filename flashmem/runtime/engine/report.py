@@ -90,7 +90,8 @@ class RunReport:
     tier. `steady`: the run used the kernels of later runs. `ended` is when the outputs were in
     host memory; the run, without the session's creation, began `latency.exec` seconds before. `direct_bytes`: bytes that were
     read past the page cache since the last run, because memory cannot hold the weight file. `no_direct_reads`: why the file
-    system refuses such reads, if it has.
+    system refuses such reads, if it has. `loaded_bytes`: bytes of `loads`, whose times a device with memory of its own tells
+    only when they are asked for, once it has made all copies so far.
     """
 
     latency: Latency
@@ -101,6 +102,7 @@ class RunReport:
     ended: float = 0.0
     direct_bytes: int = 0
     no_direct_reads: str = ""
+    loaded_bytes: int = 0
 
     @property
     def host_tier_bytes(self) -> int:

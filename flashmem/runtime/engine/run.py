@@ -27,10 +27,12 @@ Array = NDArray[Any]
 class Executed:
     """The launches of a run up to `done`, which is less than the last launch if the run was halted.
 
-    `layers` only if the device traces. `read`: outputs that were read during the run, by name.
+    `loads`: those that were made, of `nbytes` bytes; their times may have to be asked of the device. `layers` only if the
+    device traces. `read`: outputs that were read during the run, by name.
     """
 
     loads: Sequence[TimedInterval]
+    nbytes: int
     layers: tuple[TimedInterval, ...]
     read: Mapping[str, Array]
     done: int
@@ -114,9 +116,12 @@ class Run:
         except BaseException:
             bound.kernels.executor.drain()  # nothing may be freed while the device reads it
             raise
+        loads, nbytes = loader.intervals if loader else (), self.schedule.nbytes
         if done == len(bound.opened.program.launches):
             bound.ran(self.schedule.resident)
-        return Executed(loader.intervals if loader else (), tuple(layers), arrays, done)
+        else:
+            nbytes = sum(load.nbytes for load in loads)
+        return Executed(loads, nbytes, tuple(layers), arrays, done)
 
     def stop(self) -> None:
         """End the loads. Raises RunError if one failed."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import os
 import threading
+from collections.abc import Callable
 from time import perf_counter
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, TypeVar
 
 from flashmem.base.errors import RunError
 from flashmem.runtime.engine.given_arrays import described
+
+Result = TypeVar("Result")
 
 
 class RunStoppedError(Exception):
@@ -43,18 +45,22 @@ def too_late(timeout: float | None) -> TimeoutError:
 
 
 class OneThread:
-    """Exclusive use of a session, in the process that opened it: one thread at a time, not reentrant.
-
-    `with one_thread.takes("run"):` has it in the body.
-    """
+    """Exclusive use of a session, in the process that opened it: one thread at a time, not reentrant."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.busy = False  # read and written by the thread that holds the lock
+        self._lock = threading.RLock()
+        self._holder: int | None = None  # the thread that has it
         self._process = os.getpid()
 
-    def takes(self, what: str, until: float = math.inf) -> Self:
-        """Wait for it, and take it for `what`, a method's name.
+    @property
+    def busy(self) -> bool:
+        """Whether a thread has it."""
+        return self._holder is not None
+
+    def during(self, what: str, act: Callable[[], Result], until: float = math.inf) -> Result:
+        """Wait for it, and call `act` for `what`, a method's name; returns its result.
+
+        Not by a context manager: Ctrl-C can end one where its `__exit__` begins, and nobody gets the session then.
 
         Raises:
             RunStoppedError: another thread had it until `until`, a time of `time.perf_counter()`.
@@ -62,19 +68,19 @@ class OneThread:
         """
         if os.getpid() != self._process:
             raise RunError("the session was opened before this process was forked; open one in the child")
-        if not self.lock.acquire(blocking=False):
-            left = min(max(0.0, until - perf_counter()), threading.TIMEOUT_MAX)
-            if not self.lock.acquire(timeout=-1 if until == math.inf else left):
-                raise RunStoppedError("the session was busy")
-        if self.busy:
-            self.lock.release()
+        here, lock = threading.get_ident(), self._lock
+        if self._holder == here:
             raise RunError(f"{what} was called while the same thread is in a run of the session; let the run end first")
-        self.busy = True
-        return self
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.busy = False
-        self.lock.release()
+        left = -1.0 if until == math.inf else min(max(0.0, until - perf_counter()), threading.TIMEOUT_MAX)
+        try:
+            if not lock.acquire(timeout=left):
+                raise RunStoppedError("the session was busy")
+            self._holder = here
+            return act()
+        finally:
+            if self._holder == here:
+                self._holder = None
+            try:  # noqa: SIM105 - functions of Python would be more places for Ctrl-C
+                lock.release()
+            except RuntimeError:  # this thread did not get it
+                pass

@@ -10,8 +10,11 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 from flashmem.base.errors import FlashmemWarning, RunError
+from flashmem.base.interrupts import held_back
+from flashmem.base.threads import Thread, call_each, started
 from flashmem.program.launches import SteadyLaunch
 from flashmem.runtime.engine.bound_program import BoundProgram, Steady
 from flashmem.runtime.engine.cores import prefer_little
@@ -53,7 +56,7 @@ class WarmUp:
         self._builders: Builders | None = None
         self._lock = threading.Lock()  # guards the attributes below
         self._stopping = self._working = False
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._program: BoundProgram | None = None
         self._seen: frozenset[str] | None = None  # the resident slices at the last selection of steady launches
         self._stay = object()  # a new object each time the program's memory is freed
@@ -85,9 +88,9 @@ class WarmUp:
                 return
             self._wanted = bound, self._stay, steady
             if not self._working:
-                thread = threading.Thread(target=self._work, name="flashmem-prepare", daemon=True)
-                thread.start()
-                self._working, self._thread = True, thread
+                with held_back():
+                    self._thread = started(self._work, "flashmem-prepare")
+                    self._working = True
 
     def choose(self, bound: BoundProgram) -> bool:
         """Choose the kernels of the next run among those that are ready, without waiting.
@@ -141,15 +144,16 @@ class WarmUp:
         """End the thread, and save the kernels that were compiled in this process and launched."""
         with self._lock:
             self._stopping, self._refused = True, True
-        self.leave()
-        if self._builders is not None:
-            self._builders.abandon()
-        self.wait()
-        for kernels in (*self._earlier, *([self._kernels] if self._kernels is not None and self._whole else [])):
-            with suppress(RunError):  # without the driver's binary, the next start compiles again
-                kernels.save()
-        if self._kernels is not None:
-            self._kernels.close()
+        call_each(self.leave, None if self._builders is None else self._builders.abandon, self.wait)
+        launched = [*self._earlier, *([self._kernels] if self._kernels is not None and self._whole else [])]
+        call_each(
+            *(partial(self._save, kernels) for kernels in launched),
+            None if self._kernels is None else self._kernels.close,
+        )
+
+    def _save(self, kernels: CachedKernels) -> None:
+        with suppress(RunError):  # without the driver's binary, the next start compiles again
+            kernels.save()
 
     def _refuse(self, error: Exception) -> None:
         if not self._stopping:

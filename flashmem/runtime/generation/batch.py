@@ -27,6 +27,8 @@ from typing import Self, Unpack
 import numpy as np
 
 from flashmem.base.errors import RunError, UserError
+from flashmem.base.interrupts import held_back
+from flashmem.base.threads import Thread, call_each, started
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import BATCH_TOKENS, CANDIDATES, IDS, LOGITS, TEMPERATURE, TOTAL
 from flashmem.runtime.generation.candidates import Candidates, rows_of
@@ -204,7 +206,7 @@ class BatchGenerator:
         self._waiting: deque[_Request] = deque()
         self._rows: list[_Request | None] = [None] * count
         self._kept: list[list[int]] = [[] for _ in range(count)]  # tokens in the caches of rows without a request
-        self._worker: threading.Thread | None = None
+        self._worker: Thread | None = None
         self._is_closed = False
         self._read_prompts = False  # whether the last run did; of the worker alone
 
@@ -222,17 +224,16 @@ class BatchGenerator:
 
         Raises:
             UserError: as `Generator.generate`.
-            RunError: the generator is closed.
+            RunError: the generator is closed, or the system has no more threads.
         """
         wanted, tokens = TextRequest.resolved(**options), self.tokens_of(prompt)
         request = _Request(tokens, GeneratedText(self.language, self.tokenizer, wanted), deliver)
-        with self._lock:
+        with held_back(), self._lock:
             if self._is_closed:
                 raise RunError("the generator is closed; open a new one")
-            self._waiting.append(request)
             if self._worker is None:
-                self._worker = threading.Thread(target=self._work, name="flashmem-batch", daemon=True)
-                self._worker.start()
+                self._worker = started(self._work, "flashmem-batch")
+            self._waiting.append(request)
         return Generation(request)
 
     def tokens_of(self, prompt: Prompt) -> list[int]:
@@ -244,9 +245,7 @@ class BatchGenerator:
         with self._lock:
             self._is_closed = True
             worker = self._worker
-        if worker is not None:
-            worker.join()
-        self._session.close()
+        call_each(None if worker is None else worker.join, self._session.close)
 
     def __enter__(self) -> Self:
         return self
@@ -330,7 +329,7 @@ class BatchGenerator:
         [output] = self._session.run([CANDIDATES], {IDS: ids, TOTAL: totals, TEMPERATURE: temperatures})
         run = self._session.last_run
         assert run is not None
-        nbytes, peak = sum(load.nbytes for load in run.loads), run.memory.peak_bytes
+        nbytes, peak = run.loaded_bytes, run.memory.peak_bytes
         found = rows_of(output[:, 0], temperatures.tolist(), cache(lambda: self._session.outputs(LOGITS)[LOGITS][:, 0]))
         return [
             request

@@ -9,7 +9,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Self, Unpack
 
-from flashmem.base.errors import UserError
+from flashmem.base.errors import RunError, UserError
 from flashmem.base.units import parse_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.runtime.generation.conversation import Message, model_key, read_conversation, write_conversation
@@ -67,12 +67,14 @@ class Generator:
         self.tokenizer = Tokenizer(self.language)
         self._payoffs = Payoff(), Payoff()  # of drafts from the text, and of those of the draft model
         self.last: GenerationReport | None = None  # of the last generation that ended
+        self._text = object()  # another one for each text
 
     def generate(self, prompt: Prompt, *, speculate: bool = True, **options: Unpack[TextOptions]) -> Iterator[str]:
         """Continue a text, or answer a conversation; yields the new text in pieces, as it is generated.
 
         It ends at the model's own end, at one of the texts `stop` (which is not yielded), after `max_new_tokens`, or when the
-        cache is full. Afterwards `last` has the report.
+        cache is full. Afterwards `last` has the report. It also ends when the next text begins, with an error for who still
+        asks for more: both have the same cache.
 
         Args:
             prompt: a text to continue; messages, of which the last is the user's; or tokens.
@@ -83,7 +85,7 @@ class Generator:
         Raises:
             UserError: a number out of range; a prompt without tokens, with unknown ones, or longer than the cache; messages
                 that the chat template does not take.
-            RunError: a run fails, or gives no numbers.
+            RunError: a run fails, or gives no numbers. Or another text has begun since.
         """
         request, tokens = TextRequest.resolved(**options), self.tokens_of(prompt)
         made = GeneratedText(self.language, self.tokenizer, request)
@@ -115,6 +117,7 @@ class Generator:
         return messages
 
     def _generated(self, tokens: list[int], made: GeneratedText, speculate: bool) -> Iterator[str]:
+        mine = self._text = object()
         begun, seconds = perf_counter(), 0.0
         first, reused = 0.0, self._model.reusable(tokens)
         drafters: list[Drafter] = [Lookup(), *([DraftModel(self._draft)] if self._draft is not None else [])]
@@ -129,6 +132,7 @@ class Generator:
                 seconds += perf_counter() - since
                 if text:
                     yield text
+                    self._check_current(mine)
                 if made.is_over:
                     break
                 since = perf_counter()
@@ -137,21 +141,36 @@ class Generator:
             if text := made.rest():
                 yield text
         finally:
-            steps.finish()
-            run, count = self._model.session.last_run, made.count
-            later = max(1, count - 1)
-            self.last = GenerationReport(
-                prompt=len(tokens),
-                reused=reused,
-                tokens=count,
-                first_seconds=first,
-                token_seconds=seconds / later if count > 1 else 0.0,
-                token_bytes=steps.nbytes // later,
-                drafted=steps.drafted,
-                accepted=steps.accepted,
-                peak_bytes=(run.memory.peak_bytes if run is not None else 0) + self._draft_bytes,
-                ended=made.ended,
+            if mine is self._text:  # else a later text uses the model, and its report is `last`
+                steps.finish()
+                self._report(tokens, reused, made, steps, first, seconds)
+
+    def _check_current(self, text: object) -> None:
+        """Raise RunError if another text has begun."""
+        if text is not self._text:
+            raise RunError(
+                "another text was begun with this generator before this one had ended; end a text first, or open another "
+                "Generator (a BatchGenerator makes several at a time)"
             )
+
+    def _report(
+        self, tokens: Sequence[int], reused: int, made: GeneratedText, steps: Steps, first: float, seconds: float
+    ) -> None:
+        """Let `last` describe a text: after `first` seconds its first token was there, and its runs took `seconds`."""
+        run, count = self._model.session.last_run, made.count
+        later = max(1, count - 1)
+        self.last = GenerationReport(
+            prompt=len(tokens),
+            reused=reused,
+            tokens=count,
+            first_seconds=first,
+            token_seconds=seconds / later if count > 1 else 0.0,
+            token_bytes=steps.nbytes // later,
+            drafted=steps.drafted,
+            accepted=steps.accepted,
+            peak_bytes=(run.memory.peak_bytes if run is not None else 0) + self._draft_bytes,
+            ended=made.ended,
+        )
 
     def __enter__(self) -> Self:
         return self

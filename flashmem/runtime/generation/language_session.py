@@ -83,7 +83,7 @@ class LanguageSession:
     def loaded(self) -> int:
         """Bytes of weights that the last run loaded."""
         run = self.session.last_run
-        return sum(load.nbytes for load in run.loads) if run is not None else 0
+        return run.loaded_bytes if run is not None else 0
 
     def __enter__(self) -> Self:
         return self

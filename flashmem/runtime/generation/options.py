@@ -110,6 +110,6 @@ class TextRequest:
             UserError: a number out of range.
             TypeError: an unknown keyword.
         """
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens {max_new_tokens} is not possible; give a number that is 1 or more")
+        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise UserError(f"max_new_tokens {max_new_tokens!r} is not possible; give a whole number that is 1 or more")
         return cls(max_new_tokens, Sampling(**sampling), (stop,) if isinstance(stop, str) else tuple(stop))

@@ -24,7 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from flashmem.base.errors import RunError
+from flashmem.base.interrupts import held_back
 from flashmem.base.paths import no_temporary_folder, temporary_parent
+from flashmem.base.threads import Thread, started
 from flashmem.bundle.version_directories import held
 from flashmem.program.program import Program
 from flashmem.runtime.kernels.cache_files import ProgramCache
@@ -63,7 +65,7 @@ class Builders:
         self._lock = threading.Lock()  # guards the following
         self._children: list[Child] = []
         self._ended = False  # children are to stop
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Thread] = []
 
     @property
     def fraction(self) -> float:
@@ -77,6 +79,7 @@ class Builders:
 
         Raises:
             UserError: no temporary folder can be written.
+            RunError: the system has no more threads.
         """
         self._folder = self._folder or WorkFolder()
         jobs = [_job(key, each, program, device) for key, each in wanted.items()]
@@ -89,9 +92,8 @@ class Builders:
     def _start_children(self, most: int) -> None:
         """Start a child for each waiting job, up to `most` children in all."""
         for _ in range(min(self._waiting.qsize(), most - len(self._threads))):
-            thread = threading.Thread(target=self._feed, name="flashmem-build", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            with held_back():
+                self._threads.append(started(self._feed, "flashmem-build"))
 
     def _feed(self) -> None:
         """Start one child, give it jobs until the queue ends with None, and keep its binaries."""
@@ -169,8 +171,7 @@ class Builders:
         for _ in self._threads:
             self._waiting.put(None)
         for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
+            thread.join()
         for child in self._children:
             child.close()
         if self._folder is not None:

@@ -32,6 +32,8 @@ from contextlib import suppress
 from typing import Any
 
 from flashmem.base.errors import RunError, UserError
+from flashmem.base.interrupts import held_back
+from flashmem.base.threads import Thread, Waiters, started
 from flashmem.program.kernel_text import joined_texts, kernel_texts, shuffles, uses_tensor_cores
 from flashmem.runtime.kernels.cache_files import ProgramCache, unpacked_entries
 from flashmem.runtime.kernels.required import RequiredKernel, variant
@@ -77,7 +79,7 @@ class CachedKernels:
 
         Raises:
             UserError: the kernels compute in half or use tensor cores, and the device does not.
-            RunError: the driver refuses the kernels.
+            RunError: the driver refuses the kernels, or the system has no more threads.
         """
         self._cache, self._context, self._options, self._build = cache, context, options, build
         self._shared = {} if shared is None else shared
@@ -118,12 +120,12 @@ class CachedKernels:
             else:
                 missing[key] = each
         self._make(missing)
-        self._more = threading.Condition()  # guards `_programs`
+        self._lock, self._more = threading.Lock(), Waiters()  # for `_programs`, which it guards
         self._left, self._ending = len(found), threading.Lock()
-        self._loading: threading.Thread | None = None
+        self._loading: Thread | None = None
         if found:  # a driver that loads another program may keep the interpreter lock, for which a new thread's start waits
-            self._loading = threading.Thread(target=self._load, args=(found,), name="flashmem-kernels")
-            self._loading.start()
+            with held_back():
+                self._loading = started(self._load, "flashmem-kernels", found, daemon=False)
 
     def __contains__(self, name: object) -> bool:
         """Whether the kernel is one of the session's."""
@@ -206,9 +208,9 @@ class CachedKernels:
         except RunError as error:  # there is no context
             self._error = error
         finally:
-            with self._more:
+            with self._lock:
                 self._left = 0
-                self._more.notify_all()
+                self._more.wake()
 
     def _read_ahead(self, keys: Iterable[str]) -> dict[str, bytes]:
         """Binaries of the cache that are read until the context is made."""
@@ -234,22 +236,25 @@ class CachedKernels:
             if program is None:
                 with suppress(RunError):
                     program = self._context.load(carried, self._options_of(wanted))
-        with self._more:
+        with self._lock:
             if program is None:
                 self._refused[key] = wanted
             else:
                 self._keep(key, wanted, program, shared_as)
                 self._loaded[wanted.name] = key, wanted
             self._left -= 1
-            self._more.notify_all()
+            self._more.wake()
 
     def _wait_for(self, name: str) -> None:
         """Wait until the kernel `name` is loaded, or all are that can be. Raises RunError as `wait` does."""
-        with self._more:
-            while name not in self._programs and self._left:
-                self._more.wait()
-            if name in self._programs:
-                return
+        while True:
+            with self._lock:
+                if name in self._programs:
+                    return
+                if not self._left:
+                    break
+                turn = self._more.turn()
+            turn.acquire()
         self.wait()
 
     def wait(self) -> None:

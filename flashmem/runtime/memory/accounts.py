@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import Literal
 
 from flashmem.base.errors import RunError
+from flashmem.base.threads import Waiters
 from flashmem.base.units import format_size
 
 Category = Literal["constants", "arena", "states", "outputs", "staging", "weights"]
@@ -50,13 +51,13 @@ class Changes:
 class Budget:
     """A limit in bytes for all its accounts together; None for no limit. Thread-safe.
 
-    `changed` is notified whenever there may be more room.
+    `lock` guards it and its accounts; `changed`: who waits until there may be more room.
     """
 
     def __init__(self, limit: int | None, name: str = "budget") -> None:
         """`name`: what messages call it."""
         self.name = name
-        self.changed = threading.Condition()
+        self.lock, self.changed = threading.RLock(), Waiters()
         self.total = 0  # bytes held
         self.peak = 0
         self.committed = 0
@@ -71,9 +72,9 @@ class Budget:
     @limit.setter
     def limit(self, nbytes: int | None) -> None:
         """Change the limit. Accounts keep their commitments beyond a lower limit until they release them."""
-        with self.changed:
+        with self.lock:
             self._limit = nbytes
-            self.changed.notify_all()
+            self.changed.wake()
 
     @property
     def room(self) -> float:
@@ -95,7 +96,7 @@ class Account:
         self._began = (time.perf_counter(), dict[Category, int]())  # the state before the first change
         self._promised = 0
         self._borrowed = 0
-        self._lock = self.shared.changed
+        self._lock = self.shared.lock
 
     def reserve(self, category: Category, nbytes: int, what: str) -> None:
         """Hold `nbytes` more.
@@ -168,7 +169,7 @@ class Account:
     def _commit(self, more: int) -> None:
         self.shared.committed += more
         if more < 0:
-            self.shared.changed.notify_all()
+            self.shared.changed.wake()
 
     def _change(self, category: Category, nbytes: int, *, lent: int = 0) -> None:
         budget, now, before = self.shared, time.perf_counter(), self.commitment

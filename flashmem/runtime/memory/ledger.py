@@ -9,12 +9,15 @@ in another order (docs/research/opencl-notes.md).
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 
 from flashmem.base.errors import RunError
+from flashmem.base.interrupts import held_back
+from flashmem.base.threads import call_each
 from flashmem.base.types import TEXEL_BYTES, Channel
 from flashmem.runtime.memory.accounts import Account, Budget, Category
 from flashmem.runtime.memory.arena import new_pages
@@ -34,7 +37,9 @@ class Ledger(Account):
         self._objects: list[tuple[Memory, Category, int]] = []
         self._parts: dict[tuple[int, int, int], Memory] = {}  # sub-buffers by buffer, offset and bytes
         self._maps: list[tuple[Queue, Bytes]] = []  # memory that stays mapped
-        weakref.finalize(self, _release, self._objects, self._maps).atexit = False  # if nobody closes it
+        self._guard = threading.RLock()  # of these three; a garbage collection in a call may close another ledger
+        self._finalizer = weakref.finalize(self, _release, self._objects, self._maps)  # if nobody closes it
+        self._finalizer.atexit = False
 
     def buffer(self, category: Category, nbytes: int, what: str, *, host_visible: bool = False) -> Memory:
         """Allocate a device buffer, until `give_back`. Raises RunError beyond the budget or if the device refuses.
@@ -65,31 +70,36 @@ class Ledger(Account):
             RunError: the device refuses.
         """
         key = (whole.int_ptr, offset, nbytes)
-        if key not in self._parts:
-            self._parts[key] = self._context.sub_buffer(whole, offset, nbytes)
-            self._objects.append((self._parts[key], category, 0))
-        return self._parts[key]
+        with self._guard:
+            made = self._parts.get(key)
+            if made is None:
+                made = self._parts[key] = self._context.sub_buffer(whole, offset, nbytes)
+                self._objects.append((made, category, 0))
+            return made
 
     def mapped(self, queue: Queue, buffer: Memory, nbytes: int) -> Bytes:
         """Map a host-visible buffer of this ledger through `queue`, until `unmap`; the host view. Raises RunError."""
         view = queue.map(buffer, nbytes)
-        self._maps.append((queue, view))
+        with self._guard:
+            self._maps.append((queue, view))
         return view
 
     def unmap(self, view: Bytes) -> None:
         """Unmap a view from `mapped`, before its buffer is released. Raises RunError."""
-        number = next(number for number, (_, each) in enumerate(self._maps) if each is view)
-        queue, _ = self._maps.pop(number)
+        with self._guard:
+            number = next(number for number, (_, each) in enumerate(self._maps) if each is view)
+            queue, _ = self._maps.pop(number)
         queue.unmap(view)
 
     def _allocate(self, category: Category, nbytes: int, what: str, make: Callable[[], Memory]) -> Memory:
         self.reserve(category, nbytes, what)
         try:
             handle = make()
-        except RunError:
+        except BaseException:
             self.release(category, nbytes)
             raise
-        self._objects.append((handle, category, nbytes))
+        with self._guard:
+            self._objects.append((handle, category, nbytes))
         return handle
 
     def give_back(self, *categories: Category) -> None:
@@ -98,26 +108,25 @@ class Ledger(Account):
 
     def free(self, memories: Collection[Memory]) -> None:
         """Release these memory objects and their sub-buffers, the latest first."""
-        going = {handle.int_ptr for handle in memories}
-        going |= {part.int_ptr for key, part in self._parts.items() if key[0] in going}
-        self._release_if(lambda handle, category: handle.int_ptr in going)
+        with self._guard:
+            going = {handle.int_ptr for handle in memories}
+            going |= {part.int_ptr for key, part in self._parts.items() if key[0] in going}
+            self._release_if(lambda handle, category: handle.int_ptr in going)
 
     def _release_if(self, goes: Callable[[Memory, Category], bool]) -> None:
-        going = [each for each in self._objects if goes(each[0], each[1])]
-        self._objects[:] = [each for each in self._objects if not goes(each[0], each[1])]
-        released = {handle.int_ptr for handle, _, _ in going}
-        self._parts = {key: part for key, part in self._parts.items() if key[0] not in released}
-        while going:
-            handle, category, nbytes = going.pop()
-            release(handle)
-            self.release(category, nbytes)
+        with held_back(), self._guard:
+            going = [each for each in self._objects if goes(each[0], each[1])]
+            self._objects[:] = [each for each in self._objects if not goes(each[0], each[1])]
+            released = {handle.int_ptr for handle, _, _ in going}
+            self._parts = {key: part for key, part in self._parts.items() if key[0] not in released}
+            calls = list[Callable[[], object]]()
+            for handle, category, nbytes in reversed(going):
+                calls += [partial(release, handle), partial(self.release, category, nbytes)]
+            call_each(*calls)
 
     def close(self) -> None:
         """Release everything."""
-        try:
-            self.give_back()
-        finally:
-            self.clear()
+        call_each(self.give_back, self.clear, self._finalizer.detach)
 
 
 def _release(objects: list[tuple[Memory, Category, int]], maps: list[tuple[Queue, Bytes]]) -> None:

@@ -21,6 +21,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from flashmem.base.interrupts import held_back
+from flashmem.base.threads import Thread, started
+
 RESERVE = 0.1
 """The share of available memory that stays free without pressure."""
 
@@ -105,26 +108,30 @@ class Follower:
         self, held: Callable[[], int], apply: Callable[[int], object], clock: Callable[[], float], root: Path = Path("/")
     ) -> None:
         self._held, self._apply, self._clock, self._root = held, apply, clock, root
-        self._stop = threading.Event()
+        self._stop = threading.Lock()  # free once it is to end
+        self._stop.acquire()
         begun = clock()
         self.state = wanted(PressureState(None, begun), sample(begun, held(), root))
-        self._thread = threading.Thread(target=self._follow, name="flashmem-pressure", daemon=True)
+        self._thread: Thread | None = None
 
     def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        """Start the thread. Raises RunError: the system has no more threads."""
+        with held_back():
+            self._thread = started(self._follow, "flashmem-pressure")
 
     def _follow(self) -> None:
-        while not self._stop.wait(SAMPLE_SECONDS):
+        while not self._stop.acquire(timeout=SAMPLE_SECONDS):
             before, self.state = self.state, wanted(self.state, sample(self._clock(), self._held(), self._root))
             if self.state.budget is not None and self.state.budget != before.budget:
                 self._apply(self.state.budget)
 
     def stop(self) -> None:
         """Stop the thread and, unless this thread calls it, wait for its end."""
-        self._stop.set()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._stop.release()
+            if threading.current_thread() is not thread:
+                thread.join()
 
 
 def _meminfo(path: Path, *, mapped: bool = False) -> int | None:

@@ -259,7 +259,7 @@ class Context:
             self._making = Apart("flashmem-context", undocumented.make_context, device.handle)
         else:
             self._handle = undocumented.make_context(device.handle)
-        self._queues: weakref.WeakSet[Queue] = weakref.WeakSet()
+        self._queues: list[weakref.ref[Queue]] = []
 
     @property
     def ready(self) -> bool:
@@ -282,7 +282,7 @@ class Context:
         """A new in-order queue."""
         with _explained("create a queue"):
             made = Queue(self.handle, self.device.handle, profiling=profiling)
-        self._queues.add(made)
+        self._queues[:] = [each for each in self._queues if each() is not None] + [weakref.ref(made)]
         return made
 
     def recorder(self, queue: Queue, probed: Mapping[str, str] = MappingProxyType({})) -> Recorder | None:
@@ -354,9 +354,9 @@ class Context:
             return CompiledProgram(cl.Program(self.handle, [self.device.handle], [binary]).build(list(options)))
 
 
-def _finish(queues: Iterable[Queue]) -> None:
-    """Wait for all commands of `queues`, as far as the device permits."""
-    for queue in list(queues):
+def _finish(queues: Iterable[weakref.ref[Queue]]) -> None:
+    """Wait for all commands of the `queues` that are left, as far as the device permits."""
+    for queue in [queue for each in list(queues) if (queue := each()) is not None]:
         with suppress(RunError):  # a lost device runs nothing
             queue.finish()
 
@@ -383,8 +383,7 @@ class CompiledProgram:
     def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
         """A new kernel object with its arguments set: memory objects, `numpy.int32`, `numpy.float32`; None: not set yet."""
         with _explained(f"set up the kernel {name}"):
-            with undocumented.without_invokers():
-                kernel = cl.Kernel(self._handle, name)
+            kernel: Kernel = undocumented.new_kernel(self._handle, name)
             if kernel.num_args != len(arguments):
                 raise RunError(f"kernel {name} takes {kernel.num_args} arguments, the program has {len(arguments)}")
             for index, argument in enumerate(arguments):
@@ -398,8 +397,8 @@ class CompiledProgram:
 
     def check(self, name: str) -> None:
         """Create and drop a kernel object, since some drivers compile then. Raises RunError if the kernel does not exist."""
-        with _explained(f"set up the kernel {name}"), undocumented.without_invokers():
-            cl.Kernel(self._handle, name)
+        with _explained(f"set up the kernel {name}"):
+            undocumented.new_kernel(self._handle, name)
 
     def binary(self) -> bytes:
         """The compiled binary. Some drivers complete it only after the kernels have run (docs/research/opencl-notes.md)."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,12 +35,17 @@ _START, _END = ctypes.c_uint(0x1282), ctypes.c_uint(0x1283)  # CL_PROFILING_COMM
 class CopyEvent:
     """The event of one copy, released with its last reference."""
 
-    __slots__ = ("_library", "int_ptr")
+    __slots__ = ("__weakref__", "_library", "int_ptr")
 
     def __init__(self, handle: int, library: Any) -> None:
         """Take ownership of `handle`, a cl_event; `library` releases it."""
         self.int_ptr = handle
-        self._library = library  # a lookup can fail while the interpreter shuts down
+        self._library = library
+        release = _Release(self, library.clReleaseEvent)
+        release._as_parameter_ = _POINTER(handle)
+        _RELEASES.add(release)
+        if len(_RELEASES) > 2 * _left:
+            _forget_releases()
 
     def wait(self, *, ended: bool = False) -> None:
         """Flush the queue, as clWaitForEvents does, and wait for the copy. Other threads run meanwhile, unless it has `ended`.
@@ -67,8 +73,28 @@ class CopyEvent:
         checked("read a command's times", code)
         return time.value * 1e-9
 
-    def __del__(self) -> None:
-        self._library.clReleaseEvent(_POINTER(self.int_ptr))
+
+class _Release(weakref.ref[CopyEvent]):
+    """Calls clReleaseEvent, with the handle as its argument, when a `CopyEvent` is gone.
+
+    No function of Python runs then, as `__del__` would be: a Ctrl-C that arrives in one is lost, and the event with it.
+    """
+
+    __slots__ = ("_as_parameter_",)
+    _as_parameter_: ctypes.c_void_p
+
+
+_RELEASES: set[_Release] = set()
+"""Of all events that are left, and of some that are gone."""
+
+_left = 1024
+"""Of these, the ones whose event was left at the last look, or a few more."""
+
+
+def _forget_releases() -> None:
+    global _left
+    _RELEASES.difference_update([each for each in list(_RELEASES) if each() is None])
+    _left = max(1024, len(_RELEASES))
 
 
 def wait_for_copies(copies: Sequence[CopyEvent], library: Any = None) -> None:
@@ -134,3 +160,7 @@ class Copier:
     def flush(self) -> None:
         """Let another queue wait for the events of all copies so far, which no thread waits for first. Raises RunError."""
         checked("flush copies", self._flush(self._handle))
+
+    def finish(self) -> None:
+        """Wait for all copies, also those whose events are lost. Raises RunError."""
+        self.queue.finish()

@@ -11,11 +11,12 @@ import functools
 import os
 import threading
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Literal
 
 from flashmem.base.errors import NoDeviceError, UserError
 from flashmem.base.interrupts import is_command
+from flashmem.base.threads import Waiters, started
 from flashmem.runtime.opencl import driver_table, undocumented
 from flashmem.runtime.opencl.binding import cl as cl
 from flashmem.runtime.opencl.compile_target import compile_target, driver_variables
@@ -42,8 +43,13 @@ _started_in: int | None = None
 
 
 _starting = threading.Lock()
-_begun = threading.Event()  # drivers are starting, or started
+_begun, _begun_lock = Waiters(), threading.Lock()  # who waits until drivers are starting
 _BEGIN_SECONDS = 0.02
+
+_surroundings: tuple[int, ExitStack] | None = None
+"""While the variables that drivers read at their start are set: the thread that has set them, and what takes them back. Only
+that thread does, in calls of the user: C code in other threads may read variables meanwhile, which nothing protects.
+"""
 
 
 def list_devices() -> tuple[Device, ...]:
@@ -55,12 +61,18 @@ def list_devices() -> tuple[Device, ...]:
         UserError: no temporary folder can be written.
     """
     with _starting:
-        return _listed()
+        try:
+            return _listed()
+        finally:
+            leave_surroundings()
 
 
 def begin_to_start_drivers() -> None:
     """Start the drivers in a thread, for which `list_devices` then waits: some take 0.1 s. Nothing if one of several is to be
-    loaded, which is not decided yet.
+    loaded, which is not decided yet. The caller's next `list_devices`, or `leave_surroundings`, must follow.
+
+    Raises:
+        RunError: the system has no more threads.
     """
 
     def work() -> None:
@@ -68,8 +80,12 @@ def begin_to_start_drivers() -> None:
             list_devices()
 
     if not _listed.cache_info().currsize and not (_one_driver and len(installed_drivers()) > 1):
-        threading.Thread(target=work, name="flashmem-drivers").start()  # the process must not exit meanwhile
-        _begun.wait(_BEGIN_SECONDS)  # else the interpreter's lock would keep that thread from them
+        with suppress(UserError):
+            _enter_surroundings()
+        with _begun_lock:
+            turn = _begun.turn()
+        started(work, "flashmem-drivers", daemon=False)  # the process must not exit meanwhile
+        turn.acquire(timeout=_BEGIN_SECONDS)  # else the interpreter's lock would keep that thread from them
 
 
 def forget_devices() -> None:
@@ -82,20 +98,20 @@ def forget_devices() -> None:
 def _listed() -> tuple[Device, ...]:
     global _started_in
     _started_in = os.getpid()
-    one_thread_a_core()
-    with vendors_folder(_only), writable_pocl_cache():
-        _begun.set()
-        undocumented.start_drivers()
-        found: list[Device] = []
-        with _noted("the OpenCL loader"):
-            for number, platform in enumerate(cl.get_platforms()):
-                name = f"OpenCL driver {number}"
-                with _noted(name):
-                    name = str(platform.name).strip() or name
-                with _noted(name):
-                    for device in platform.get_devices():
-                        with _noted(name):
-                            found += [_describe(platform, device)] if device.available else []
+    _enter_surroundings()
+    with _begun_lock:
+        _begun.wake()
+    undocumented.start_drivers()
+    found: list[Device] = []
+    with _noted("the OpenCL loader"):
+        for number, platform in enumerate(cl.get_platforms()):
+            name = f"OpenCL driver {number}"
+            with _noted(name):
+                name = str(platform.name).strip() or name
+            with _noted(name):
+                for device in platform.get_devices():
+                    with _noted(name):
+                        found += [_describe(platform, device)] if device.available else []
     return tuple(found)
 
 
@@ -134,6 +150,26 @@ def device_at(number: int) -> Device:
 
 def _with_failures(error: NoDeviceError) -> NoDeviceError:
     return NoDeviceError("; ".join((str(error), *_failures)))
+
+
+def _enter_surroundings() -> None:
+    """Set the variables that drivers read at their start, unless they are set. Raises UserError: no folder can be written."""
+    global _surroundings
+    if _surroundings is None:
+        with ExitStack() as entered:
+            one_thread_a_core()
+            entered.enter_context(vendors_folder(_only))
+            entered.enter_context(writable_pocl_cache())
+            _surroundings = threading.get_ident(), entered.pop_all()
+
+
+def leave_surroundings() -> None:
+    """Once devices are listed: take back the variables that this thread has set for the drivers."""
+    global _surroundings
+    listed = _listed.cache_info().currsize
+    if listed and _surroundings is not None and _surroundings[0] == threading.get_ident():
+        (_, entered), _surroundings = _surroundings, None
+        entered.close()
 
 
 def started_before_fork() -> bool:

@@ -7,6 +7,7 @@ No other module uses them; `tests/repository/test_undocumented.py` checks that t
   and makes a context, 0.1 s each on NVIDIA; the library itself does not need it.
 - `Kernel._set_arg_buf`: sets an argument that is a number. `Kernel.set_arg` finds the kind by exceptions, 5 us each.
 - `pyopencl.invoker`: writes a Python function for every kernel object, which flashmem never calls.
+- `Program._get_prg`: the program of the compiled module inside a `Program`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ import functools
 import importlib
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -77,12 +76,15 @@ _INVOKER = "pyopencl.invoker"
 _STANDING_IN = threading.RLock()
 
 
-@contextmanager
-def without_invokers() -> Iterator[None]:
-    """Create kernels in the body without Python call functions, which flashmem never uses.
+def new_kernel(program: Any, name: str) -> Any:
+    """A kernel object of a program, made without two detours of pyopencl. Raises pyopencl.Error.
 
-    pyopencl generates and compiles Python code for these. That costs 0.2 ms a kernel object: 0.1 s for a model of 500 launches.
-    The module that does it is not even imported: that takes 30 ms, and opens a database in the user's cache folder.
+    pyopencl generates and compiles a Python function for every kernel object, which flashmem never calls. That costs 0.2 ms:
+    0.1 s for a model of 500 launches. The module that does it is not even imported: that takes 30 ms, and opens a database in
+    the user's cache folder.
+
+    And it asks whether `Program` has a certain attribute. One that was loaded then looks for a kernel of that name, and what
+    goes wrong meanwhile, also a Ctrl-C, is taken for "no". So the kernel is made of the program inside.
     """
     thread, stands_in = threading.get_ident(), ModuleType(_INVOKER)
 
@@ -95,11 +97,13 @@ def without_invokers() -> Iterator[None]:
         return module.generate_enqueue_and_set_args(*args, **kwargs)
 
     stands_in.__dict__["generate_enqueue_and_set_args"] = generate
+    find = getattr(type(program), "_get_prg", None)  # none of the program inside
+    inside = program if find is None else find(program)
     with _STANDING_IN:  # two threads would each restore the other's module
         real = sys.modules.get(_INVOKER)
-        sys.modules[_INVOKER] = stands_in
         try:
-            yield
+            sys.modules[_INVOKER] = stands_in
+            return cl.Kernel(inside, name)
         finally:
             if real is not None:
                 sys.modules[_INVOKER] = real

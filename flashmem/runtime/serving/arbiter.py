@@ -10,6 +10,7 @@ from math import inf
 
 from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.base.pages import whole_pages
+from flashmem.base.threads import Thread, started
 from flashmem.base.units import format_size
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.run import Run
@@ -43,8 +44,9 @@ class MemoryArbiter:
     def __init__(self, device: DeviceInUse, queue: Callable[[], Sequence[LoadedModel]], relieved: Callable[[], None]) -> None:
         """`queue` returns the models of the waiting requests, in order. `relieved` is called after memory is freed."""
         self._device, self._queue, self._relieved = device, queue, relieved
-        self.pressed = threading.Event()  # the budget was lowered: the current run must free memory
-        self._thread: tuple[threading.Thread, threading.Event] | None = None  # loads ahead; the event stops it
+        self.pressed = False  # the budget was lowered: the current run must free memory
+        self._thread: Thread | None = None  # loads ahead, for this run:
+        self._loads_beside: Run | None = None
         self._models: list[LoadedModel] = []  # the least recently run first
         self._lock = threading.Lock()
         self._ahead: _Ahead | None = None
@@ -144,7 +146,7 @@ class MemoryArbiter:
             self._make_room(loaded, lambda: loaded.try_rebind(plan))
 
         self.wait_for_load_ahead()
-        self.pressed.clear()
+        self.pressed = False
         loaded.release_weights()
         self._relieve(but=loaded)
         self._relieved()
@@ -153,7 +155,7 @@ class MemoryArbiter:
     def relieve(self) -> None:
         """Between two runs: have models free memory until the total is within the budget."""
         self.wait_for_load_ahead()
-        self.pressed.clear()
+        self.pressed = False
         self._relieve()
         self._relieved()
 
@@ -192,39 +194,39 @@ class MemoryArbiter:
     @contextmanager
     def loading_ahead(self, executing: LoadedModel, run: Run) -> Iterator[None]:
         """While `run` executes: a thread loads slices of the next models when its loads wait, as far as memory permits."""
-        stop = threading.Event()
         if len(self.models()) > 1:
-            thread = threading.Thread(
-                target=self._keep_loading, args=(executing, run, stop), name="flashmem-ahead", daemon=True
-            )
-            thread.start()
-            self._thread = thread, stop
+            self._loads_beside = run
+            self._thread = started(self._keep_loading, "flashmem-ahead", executing, run)
         try:
             yield
         finally:
-            self._stop_loading(stop)
+            self._stop_loading()
 
     def wait_for_load_ahead(self) -> None:
         """Wait for the load-ahead thread; no answer waits for it. Afterwards models may be bound and closed."""
         if self._thread is not None:
-            thread, stop = self._thread
-            self._stop_loading(stop)
-            thread.join()
+            self._stop_loading()
+            self._thread.join()
             self._thread = None
 
-    def _stop_loading(self, stop: threading.Event) -> None:
-        stop.set()
-        with self._device.budget.changed:
-            self._device.budget.changed.notify_all()
-
-    def _keep_loading(self, executing: LoadedModel, run: Run, stop: threading.Event) -> None:
+    def _stop_loading(self) -> None:
         budget = self._device.budget
-        while not stop.is_set():
-            if not self.pressed.is_set() and (run.loader is None or run.loader.idle):
+        with budget.lock:
+            self._loads_beside = None
+            budget.changed.wake()
+
+    def _keep_loading(self, executing: LoadedModel, run: Run) -> None:
+        budget = self._device.budget
+        while self._loads_beside is run:
+            if not self.pressed and (run.loader is None or run.loader.idle):
                 self.load_ahead(executing, run)
-            with budget.changed:
-                if not stop.is_set():
-                    budget.changed.wait(_POLL_SECONDS)
+            with budget.lock:
+                if self._loads_beside is not run:
+                    return
+                turn = budget.changed.turn()
+            if not turn.acquire(timeout=_POLL_SECONDS):
+                with budget.lock:
+                    budget.changed.leave(turn)
 
     def load_ahead(self, executing: LoadedModel, running: Run) -> None:
         """While `running` executes and its loads wait: load slices of the first queued model that can load without a launch.

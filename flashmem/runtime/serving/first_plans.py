@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import ClassVar
 
 from flashmem.base.errors import BudgetError
+from flashmem.base.threads import Thread, started
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.serving.arbiter import MemoryArbiter
 
@@ -45,7 +46,7 @@ class Planner:
 
     def __init__(self, device: DeviceInUse, arbiter: MemoryArbiter) -> None:
         self._device, self._arbiter = device, arbiter
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._closing = False
 
     def wake(self) -> None:
@@ -53,8 +54,7 @@ class Planner:
         if self._thread is not None and self._thread.is_alive():
             return
         if self._arbiter.unplanned() is not None:
-            self._thread = threading.Thread(target=self._work, name="flashmem-planner", daemon=True)
-            self._thread.start()
+            self._thread = started(self._work, "flashmem-planner")
 
     def _work(self) -> None:
         with ShortTurns():

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import atexit
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -19,6 +21,7 @@ from typing import Any, Literal, Self, get_args
 from numpy.typing import NDArray
 
 from flashmem.base.errors import RunError, UserError
+from flashmem.base.threads import call_each, started
 from flashmem.base.types import TransferMode
 from flashmem.base.units import parse_size
 from flashmem.bundle.bundle import Bundle
@@ -38,6 +41,9 @@ OnPressure = Literal["finish", "fail"]
 
 class Runtime:
     """A device, a budget, and the models that share both. Use it as a context manager, or call `close`.
+
+    One that is dropped, with its models and their answers, is closed by a thread. Those that are open when Python exits are
+    closed then.
 
     Any thread may call any method. Futures can be awaited: `await asyncio.wrap_future(runtime.submit(...))`.
     """
@@ -73,7 +79,7 @@ class Runtime:
 
         Raises:
             UserError: not a size, no such device, an unknown `on_pressure`, or a host budget where memory is shared.
-            RunError: the device refuses.
+            RunError: the device refuses, or the system has no more threads.
         """
         if on_pressure not in get_args(OnPressure):
             raise UserError(f"on_pressure {on_pressure!r} is unknown; name one of: {', '.join(get_args(OnPressure))}")
@@ -83,17 +89,23 @@ class Runtime:
         self._device = DeviceInUse(found, None)
         self._worker = Worker(self._device)
         if budget == "auto":
-            self._follower = Follower(self._worker.arbiter.beside_files, self._follow, perf_counter)
+            follow = partial(_follow, weakref.ref(self))  # its thread must not keep the runtime
+            self._follower = Follower(self._worker.arbiter.beside_files, follow, perf_counter)
             self._device.budget.limit = self._follower.state.budget
         elif budget is not None:
             self._device.budget.limit = parse_size(budget, what="budget")
         self._on_pressure = on_pressure
         self._options = {"build_apart": build_apart, "prepare": prepare, "verify_weights": verify_weights}
         self._process = os.getpid()
-        self._worker.start()
-        atexit.register(self.close)
-        if self._follower is not None:
-            self._follower.start()
+        weakref.finalize(self, _end_apart, self._worker, self._follower, self._process).atexit = False
+        _open.add(self)
+        try:
+            self._worker.start()
+            if self._follower is not None:
+                self._follower.start()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def budget(self) -> int | None:
@@ -122,7 +134,7 @@ class Runtime:
 
     def over_time(self) -> list[tuple[float, int]]:
         """(seconds of `time.perf_counter()`, bytes in use from then on): the latest 65,536 changes."""
-        with self._device.budget.changed:
+        with self._device.budget.lock:
             return list(self._device.budget.history)
 
     def open(self, bundle: Bundle | str | Path, *, mode: TransferMode | Literal["auto"] = "auto") -> Model:
@@ -191,10 +203,6 @@ class Runtime:
             raise UserError("the budget follows the system; make the runtime with a size to set it")
         return self._set_limit(limit)
 
-    def _follow(self, limit: int) -> None:
-        with suppress(RunError):  # closed meanwhile
-            self._set_limit(limit)
-
     def _set_limit(self, limit: int | None) -> Future[None]:
         self._refuse_forked()
         return self._worker.set_limit(limit, halt_always=self._on_pressure == "fail")
@@ -216,12 +224,8 @@ class Runtime:
 
     def close(self) -> None:
         """Free everything after the current run. Cancels waiting requests. Closing again does nothing."""
-        if os.getpid() != self._process:
-            return
-        atexit.unregister(self.close)
-        if self._follower is not None:
-            self._follower.stop()
-        self._worker.close()
+        if os.getpid() == self._process:
+            _end(self._worker, self._follower)
 
     def refuse_inside(self, what: str) -> None:
         """Raise RunError in the runtime's own thread, where waiting for an answer would never end."""
@@ -237,3 +241,33 @@ class Runtime:
     def _refuse_forked(self) -> None:
         if os.getpid() != self._process:
             raise RunError("the runtime was made before this process was forked; make one in the child")
+
+
+def _follow(made: weakref.ref[Runtime], limit: int) -> None:
+    """Change the limit of a runtime to what the system can spare."""
+    runtime = made()
+    if runtime is not None:
+        with suppress(RunError):  # closed meanwhile
+            runtime._set_limit(limit)
+
+
+def _end(worker: Worker, follower: Follower | None) -> None:
+    call_each(None if follower is None else follower.stop, worker.close)
+
+
+def _end_apart(worker: Worker, follower: Follower | None, process: int) -> None:
+    """After a runtime was garbage-collected, in any thread, with any lock held; so another thread closes it."""
+    if os.getpid() == process and worker.closing is None:
+        with suppress(RunError):  # the interpreter is exiting
+            started(_end, "flashmem-stop", worker, follower)
+
+
+_open: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close what nobody closed."""
+    for runtime in list(_open):
+        with suppress(Exception):  # the others too
+            runtime.close()

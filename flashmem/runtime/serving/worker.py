@@ -14,6 +14,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from flashmem.base.errors import BudgetError, RunError
+from flashmem.base.interrupts import held_back
+from flashmem.base.threads import Thread, Waiters, call_each, started
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.failures import RequestError, forget_locals
 from flashmem.runtime.engine.futures import FencedFuture, complete, complete_cancelled
@@ -41,7 +43,7 @@ class _ArbitratedMemory:
         """While `run` executes: make missing plans, and load slices of the next models."""
         self._planner.wake()
         with self._arbiter.loading_ahead(self._loaded, run):
-            yield self._arbiter.pressed.is_set
+            yield lambda: self._arbiter.pressed
 
     def give_way(self) -> None:
         """After a halt: continue in less memory."""
@@ -56,22 +58,27 @@ class Worker:
         self._device = device
         self.arbiter = MemoryArbiter(device, self._queue, self._tell_relieved)
         self._planner = Planner(device, self.arbiter)
-        self._state = threading.Condition()  # guards the attributes below
+        self._lock, self._changed = threading.RLock(), Waiters()  # for the attributes below; callbacks of futures call `submit`
         self._waiting: deque[Answer] = deque()
         self._chores: deque[tuple[Callable[[], None], FencedFuture[None]]] = deque()  # work for the thread between runs
         self._running: LoadedModel | None = None
         self._relieved: list[FencedFuture[None]] = []  # done when memory is within the budget
         self.closing: str | None = None  # why
-        self._thread = threading.Thread(target=self._work, name="flashmem-runtime", daemon=True)
+        self._thread: Thread | None = None
 
     def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        """Start the thread. Raises RunError: the system has no more threads."""
+        with held_back():
+            self._thread = started(self._work, "flashmem-runtime")
 
     @property
     def is_current_thread(self) -> bool:
         """Whether the caller is the worker's thread, where waiting for an answer would never end."""
         return threading.current_thread() is self._thread
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
 
     def refuse_closed(self) -> None:
         """Raise RunError if the runtime is closed."""
@@ -80,20 +87,20 @@ class Worker:
 
     def enter(self, models: Sequence[LoadedModel]) -> None:
         """Add models that share the budget. Raises RunError if the runtime is closed."""
-        with self._state:
+        with self._lock:
             self.refuse_closed()
             for loaded in models:
                 self.arbiter.enter(loaded)
 
     def submit(self, answer: Answer) -> None:
         """Queue a request behind those of at least its priority. Raises RunError if its model or the runtime is closed."""
-        with self._state:
+        with self._lock:
             self.refuse_closed()
             if answer.model.failure is not None:
                 raise RunError(f"the model is closed ({answer.model.failure}); open it again")
             later = (place for place, other in enumerate(self._waiting) if other.priority < answer.priority)
             self._waiting.insert(next(later, len(self._waiting)), answer)
-            self._state.notify_all()
+            self._changed.wake()
 
     def set_limit(self, limit: int | None, *, halt_always: bool) -> Future[None]:
         """Change the budget's limit. The future is done when the memory in use is within it.
@@ -101,31 +108,32 @@ class Worker:
         `halt_always`: the current run halts even if its model cannot run in `limit`. Raises RunError once closed.
         """
         done, budget = FencedFuture[None](), self._device.budget
-        with self._state:
+        with self._lock:
             self.refuse_closed()
             budget.limit = limit
             if budget.room >= 0:
                 done.set_result(None)
-                self._state.notify_all()
+                self._changed.wake()
                 return done
             self._relieved.append(done)
             running = self._running
-            self._state.notify_all()
+            self._changed.wake()
         # `runs_in` may need a plan, which must not be made while the lock is held.
         if running is None or halt_always or limit is None or running.runs_in(limit):
-            with self._state:
+            with self._lock:
                 if budget.room < 0:  # no memory was freed meanwhile
-                    self.arbiter.pressed.set()
-                    self._state.notify_all()
+                    self.arbiter.pressed = True
+                    self._changed.wake()
         return done
 
     def have_done(self, chore: Callable[[], None]) -> None:
         """Run `chore` in the thread between two runs, and wait for it."""
         done = FencedFuture[None]()
-        with self._state:
-            if not self.is_current_thread and self._thread.is_alive() and self.closing is None:
+        with self._lock:
+            alive = self._thread is not None and self._thread.is_alive()
+            if not self.is_current_thread and alive and self.closing is None:
                 self._chores.append((chore, done))
-                self._state.notify_all()
+                self._changed.wake()
             else:
                 done.cancel()
         if not done.cancelled():
@@ -133,11 +141,11 @@ class Worker:
         elif self.is_current_thread:
             chore()
         else:
-            self._thread.join()  # the thread frees everything at its end
+            self._join()  # the thread frees everything at its end
 
     def close_model(self, model: Model) -> None:
         """Close a model between two runs. Its waiting requests fail."""
-        with self._state:
+        with self._lock:
             mine = [answer for answer in self._waiting if answer.model is model]
             self._waiting = deque(answer for answer in self._waiting if answer.model is not model)
         raised = []
@@ -152,11 +160,11 @@ class Worker:
 
     def close(self) -> None:
         """Close all models after the current run. Cancels waiting requests. Closing again does nothing."""
-        with self._state:
+        with self._lock:
             self.closing = self.closing or "close was called"
-            self._state.notify_all()
+            self._changed.wake()
         if not self.is_current_thread:
-            self._thread.join()
+            self._join()
 
     # The methods below run in the worker's thread.
 
@@ -166,17 +174,19 @@ class Worker:
             why = self.closing or ""
         except BaseException as error:  # not caused by a request, but waiting threads must not wait for ever
             why = f"its thread failed: {type(error).__name__}: {error}"
-        with self._state:
+        with self._lock:
             self.closing = self.closing or why
             left, self._waiting = self._waiting, deque()
             chores, self._chores = self._chores, deque()
             relieved, self._relieved = self._relieved, []
+        models = self.arbiter.models()
         try:
-            self.arbiter.wait_for_load_ahead()
-            self._planner.close()
-            for loaded in self.arbiter.models():
-                self.arbiter.leave(loaded)
-                loaded.close(why)
+            call_each(
+                self.arbiter.wait_for_load_ahead,
+                self._planner.close,
+                *(partial(self.arbiter.leave, loaded) for loaded in models),
+                *(partial(loaded.close, why) for loaded in models),
+            )
         finally:
             for answer in left:
                 complete_cancelled(answer)
@@ -184,15 +194,19 @@ class Worker:
 
     def _serve_all(self) -> None:
         while True:
-            with self._state:
-                while not (self._waiting or self._chores or self.closing or self.arbiter.pressed.is_set()):
-                    self._state.wait()
+            with self._lock:
+                turn = None
+                if not (self._waiting or self._chores or self.closing or self.arbiter.pressed):
+                    turn = self._changed.turn()
                 chores, self._chores = self._chores, deque()
                 answer = self._waiting.popleft() if self._waiting and not chores and not self.closing else None
                 if answer is not None and answer.set_running_or_notify_cancel():
                     self._running = answer.loaded
                 else:
                     answer = None
+            if turn is not None:
+                turn.acquire()
+                continue
             for chore, done in chores:
                 try:
                     chore()
@@ -216,7 +230,7 @@ class Worker:
             forget_locals(outcome)  # from here on it belongs to the user
             outcome = self._failed(answer, outcome)
         answer.finished = perf_counter()
-        with self._state:
+        with self._lock:
             self._running = None
         self.arbiter.has_run(answer.loaded)
         if isinstance(outcome, BaseException):
@@ -257,19 +271,20 @@ class Worker:
     def _close_variants(self, model: Model, why: str) -> None:
         """Close all shape variants of a model, outside of runs."""
         self.arbiter.wait_for_load_ahead()
+        calls = list[Callable[[], object]]()
         for loaded in model.variants:
-            self.arbiter.leave(loaded)
-            loaded.close(why)
+            calls += [partial(self.arbiter.leave, loaded), partial(loaded.close, why)]
+        call_each(*calls)
 
     def _tell_relieved(self) -> None:
-        with self._state:
+        with self._lock:
             if self._device.budget.room < 0:
                 return
             relieved, self._relieved = self._relieved, []
         _tell(relieved)
 
     def _queue(self) -> list[LoadedModel]:
-        with self._state:
+        with self._lock:
             return [each.loaded for each in self._waiting if not each.cancelled() and each.loaded.failure is None]
 
 

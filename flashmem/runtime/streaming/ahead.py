@@ -15,10 +15,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, overload
 
 from flashmem.base.errors import RunError
+from flashmem.base.interrupts import held_back
+from flashmem.base.threads import Thread, Waiters, started
 from flashmem.runtime.opencl.context import Bytes, Event
 from flashmem.runtime.opencl.copier import CopyEvent, wait_for_copies
 from flashmem.runtime.opencl.shared_memory import address_of
@@ -116,18 +119,27 @@ class AheadRun(Loading):
         self._made: list[InFlight] = []  # all copies are enqueued
         self._intervals = _Intervals(self._made, transfer.clock_apart)
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = Waiters()
         self._failure: str | None = None
         self._stopping = self._taken_over = False
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
+        transfer.begins(self)
+        try:
+            self._begin()
+        except BaseException:
+            with suppress(RunError):  # that one, or one that it has caused
+                self.stop()
+            raise
+
+    def _begin(self) -> None:
         with self._lock:
             for layer in self._held:
-                if layer <= done:
+                if layer <= self._done:
                     self._copy_held(layer, None)
-            if planned.reads:
+            if self._left:
                 self._advance()
-                self._thread = threading.Thread(target=self._work, name="flashmem-loader", daemon=True)
-                self._thread.start()
+                with held_back():
+                    self._thread = started(self._work, "flashmem-loader")
 
     @property
     def intervals(self) -> Sequence[TimedInterval]:
@@ -170,31 +182,32 @@ class AheadRun(Loading):
             if self._failure is not None:
                 raise RunError(self._failure)
             if not self._step(name):
-                with self._changed:
-                    if not (self._advance() or self.loaded[name] or self._failure):
-                        assert self._admit is not None, f"{name} waits for a launch that is not enqueued"
-                        self._changed.wait()
+                with self._lock:
+                    if self._advance() or self.loaded[name] or self._failure:
+                        continue
+                    assert self._admit is not None, f"{name} waits for a launch that is not enqueued"
+                    turn = self._changed.turn()
+                turn.acquire()
 
     def stop(self) -> None:
         """See `Loading`. Waits for the copies, and for reads that have begun."""
         self._stopping = True
-        if self._thread is not None:
-            self.wake()
-            self._thread.join()
-        dropped = [made for waiting in self._unreleased.values() for made in waiting]
-        self._unreleased.clear()
-        while self._reading:
-            made = self._reading.popleft()
-            dropped.append(made)
-            assert made.reading is not None
-            made.reading.wait()  # its memory is used again
-            self._transfer.reads.end(made.reading)
-        for made in dropped:
-            self._give_back(made, None)
-        try:
-            wait_for_copies([copy for made in self._made for copy in made.copied])
-        except RunError as error:
-            self._failure = self._failure or str(error)
+        with held_back():
+            if self._thread is not None:
+                self.wake()
+                self._thread.join()
+                self._thread = None  # here: Ctrl-C that came where a thread's object ends would be lost
+            self._transfer.reads.stop()  # their memory is used again
+            dropped = [*self._reading, *(made for waiting in self._unreleased.values() for made in waiting)]
+            self._reading.clear()
+            self._unreleased.clear()
+            for made in dropped:
+                self._give_back(made, None)
+            try:
+                wait_for_copies([copy for made in self._made for copy in made.copied])
+            except RunError as error:
+                self._failure = self._failure or str(error)
+            self._transfer.has_stopped(self)
         if self._failure is not None:
             raise RunError(self._failure)
 
@@ -203,13 +216,15 @@ class AheadRun(Loading):
         try:
             while not (self._taken_over or self._stopping):
                 if not self._step():
-                    with self._changed:
-                        if not (self._taken_over or self._stopping or self._advance()):
-                            self._changed.wait()
+                    with self._lock:
+                        if self._taken_over or self._stopping or self._advance():
+                            continue
+                        turn = self._changed.turn()
+                    turn.acquire()
         except BaseException as error:
-            with self._changed:
+            with self._lock:
                 self._failure = self._failure or said_of_load(error)
-                self._changed.notify_all()
+                self._changed.wake()
 
     def _step(self, wanted: str = "") -> bool:
         """Make calls that are due, or wait for a read or a copy; False if there is only a launch or an admission to wait for.

@@ -22,6 +22,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
 
 from flashmem.base.errors import RunError
+from flashmem.base.interrupts import held_back
+from flashmem.base.threads import Thread, call_each, started
 from flashmem.runtime.opencl.context import Bytes
 from flashmem.runtime.streaming.weight_file import WeightFile
 
@@ -122,7 +124,6 @@ class _ByLibrary(Reading):
         request.descriptor, request.address, request.nbytes, request.offset = descriptor, address, nbytes, self._offset
         if self._functions.read(self._at):
             why = os.strerror(ctypes.get_errno())
-            self.leave()
             raise RunError(f"a read of {self._file.path} could not begin: {why}")
 
     @property
@@ -181,18 +182,19 @@ class _ByPython(Reading):
 
 
 class BackgroundReads:
-    """Reads of one file by a number of threads. Not safe for several threads. Close it when all reads have ended."""
+    """Reads of one file by a number of threads. Not safe for several threads."""
 
     def __init__(self, file: WeightFile, threads: int) -> None:
         self._file, self._threads = file, threads
         self._idle = list(range(threads))  # the threads that do not read
+        self._under_way: list[Reading] = []
         self._functions = _functions()
         self._unseen = 0  # reads that are taken for cached before the next look
         self._pool: ThreadPoolExecutor | None = None
         self._descriptors: dict[int, list[int]] = {}  # of a descriptor of the file, a duplicate for each thread
         self._unused: list[_Request] = []  # requests for the next reads
-        self._announced: SimpleQueue[tuple[int, int] | None] | None = None
-        self._announcer: threading.Thread | None = None
+        self._announced: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
+        self._announcer: Thread | None = None
 
     @property
     def busy(self) -> bool:
@@ -212,7 +214,10 @@ class BackgroundReads:
         if self._functions is not None:
             return self._by_library(self._functions, data, address, offset)
         self._pool = self._pool or ThreadPoolExecutor(self._threads, "flashmem-reader")
-        return _ByPython(self._pool.submit(file.read_into, data, offset), self._idle.pop())
+        with held_back():
+            reading = _ByPython(self._pool.submit(file.read_into, data, offset), self._idle.pop())
+            self._under_way.append(reading)
+        return reading
 
     def _by_library(self, functions: _Functions, data: Bytes, address: int, offset: int) -> Reading:
         file, thread = self._file, self._idle[-1]
@@ -220,14 +225,29 @@ class BackgroundReads:
         if source not in self._descriptors:
             self._descriptors[source] = [os.dup(source) for _ in range(self._threads)]
         reading = _ByLibrary(functions, file, data, offset, thread, self._unused)
-        reading.begin(address, self._descriptors[source][thread], source, nbytes)
+        self._under_way.append(reading)  # before it begins, so that `stop` knows of it whenever Ctrl-C comes
         self._idle.pop()
+        try:
+            reading.begin(address, self._descriptors[source][thread], source, nbytes)
+        except RunError:
+            self.end(reading)
+            raise
         return reading
 
     def end(self, reading: Reading) -> None:
         """A read has ended, and is finished: its thread can make another one."""
-        self._idle.append(reading.thread)
-        reading.leave()
+        if reading in self._under_way:
+            self._under_way.remove(reading)
+            self._idle.append(reading.thread)
+            reading.leave()
+
+    def stop(self) -> None:
+        """Wait for all reads, and forget them."""
+        for reading in self._under_way:
+            reading.wait()
+        while self._under_way:
+            self._under_way.pop().leave()
+        self._idle[:] = range(self._threads)
 
     def _is_cached(self, offset: int, nbytes: int) -> bool:
         self._unseen -= 1
@@ -240,26 +260,30 @@ class BackgroundReads:
 
     def _announce(self, offset: int, nbytes: int) -> None:
         """Let the system read these bytes into the page cache at once. A thread asks for it: the disk's queue can be full."""
-        if self._announced is None:
-            self._announced = SimpleQueue()
-            self._announcer = threading.Thread(target=self._announce_all, name="flashmem-announcer", daemon=True)
-            self._announcer.start()
+        if self._announcer is None:
+            with held_back():
+                self._announcer = started(self._announce_all, "flashmem-announcer")
         self._announced.put((offset, nbytes))
 
     def _announce_all(self) -> None:
-        assert self._announced is not None
         while (place := self._announced.get()) is not None:
             self._file.expect(*place)
 
     def close(self) -> None:
-        """End the threads of Python, and close the descriptors."""
-        if self._announced is not None and self._announcer is not None:
+        """End all reads and threads, and close the descriptors."""
+        call_each(self.stop, self._end_threads, self._close_descriptors)
+
+    def _end_threads(self) -> None:
+        if self._announcer is not None:
             self._announced.put(None)
             self._announcer.join()
-            self._announced = None
+            self._announcer = None
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
-        for descriptor in (each for numbered in self._descriptors.values() for each in numbered):
-            os.close(descriptor)
-        self._descriptors.clear()
+
+    def _close_descriptors(self) -> None:
+        while self._descriptors:
+            _, numbered = self._descriptors.popitem()
+            for descriptor in numbered:
+                os.close(descriptor)

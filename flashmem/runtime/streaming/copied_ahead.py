@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from flashmem.base.threads import call_each
 from flashmem.base.types import POOL_ALIGNMENT
 from flashmem.bundle.checksums import checksum
 from flashmem.program.tensors import Slice
@@ -150,7 +151,8 @@ class AheadTransfer(Transfer):
         load, _, _, last = read.copies[-1]
         part = load.part
         if self.checksums is not None:
-            value = checksum(memory.data, self._sums.pop(part.name, 0))
+            before = self._sums.pop(part.name, 0)
+            value = checksum(memory.data, 0 if read.first else before)  # a load that was stopped leaves one behind
             if not last:
                 self._sums[part.name] = value
             else:
@@ -163,7 +165,6 @@ class AheadTransfer(Transfer):
         self._copier.flush()
 
     def leave(self) -> None:
-        """Free staging and the ring."""
+        """Free staging and the ring, once nothing reads to it and no copy reads it."""
         self.staged = {}
-        self.ring.close()
-        self.reads.close()
+        call_each(self.reads.close, self._copier.finish, self.ring.close)

@@ -16,6 +16,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from flashmem.base.errors import RunError
+from flashmem.base.interrupts import held_back
+from flashmem.base.threads import Thread, call_each, started
 from flashmem.base.units import format_size
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.accounts import Budget
@@ -56,19 +58,23 @@ class HostTier:
         self._failure: str | None = None
         self._slices, self._most = slices, context.device.max_alloc_bytes
         self._blocks: list[list[Slice]] | None = None  # not begun
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
 
     def begin(self) -> None:
-        """Begin to allocate, unless that has begun. The first answer would wait for it: a GiB takes 0.2 s."""
+        """Begin to allocate, unless that has begun. The first answer would wait for it: a GiB takes 0.2 s.
+
+        Raises:
+            RunError: the system has no more threads.
+        """
         if self._blocks is not None or self._closing:
             return
-        self._blocks = list(_blocks(self._slices() if callable(self._slices) else self._slices, self._most))
-        if self._blocks:
-            self._thread = threading.Thread(target=self._allocate_all, name="flashmem-host-tier", daemon=True)
-            self._thread.start()
+        blocks = list(_blocks(self._slices() if callable(self._slices) else self._slices, self._most))
+        with held_back():
+            if blocks:
+                self._thread = started(self._allocate_all, "flashmem-host-tier", blocks)
+            self._blocks = blocks
 
-    def _allocate_all(self) -> None:
-        blocks = self._blocks or []
+    def _allocate_all(self, blocks: Sequence[Sequence[Slice]]) -> None:
         try:
             for block in blocks:
                 if self._closing:
@@ -135,10 +141,7 @@ class HostTier:
     def close(self) -> None:
         """Free everything. No load may be in progress. Closing again does nothing."""
         self._closing = True
-        if self._thread is not None:
-            self._thread.join()
-        self.ledger.close()
-        self._places.clear()
+        call_each(None if self._thread is None else self._thread.join, self.ledger.close, self._places.clear)
 
 
 def _blocks(slices: Sequence[Slice], most: int) -> Iterator[list[Slice]]:

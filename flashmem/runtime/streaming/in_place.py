@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 
+from flashmem.base.threads import call_each
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context, Memory, Queue
@@ -93,16 +94,16 @@ class MapTransfer(ThreadedTransfer):
 
     def close(self) -> None:
         """Free all pages."""
-        super().close()
-        self._give_places_up()
+        call_each(super().close, self._give_places_up)
 
     def _give_places_up(self, but: Container[str] = ()) -> None:
         """Give up all places. Free the pages of slices that are not in `but`: another transfer of this ledger uses those."""
+        calls = list[Callable[[], object]]()
         for name, place in self._places.items():
             if name not in but:
-                place.free((self._ledger, name))
-            self._all.give_up(place, self._content_hashes[name])
-        self._places.clear()
+                calls.append(partial(place.free, (self._ledger, name)))
+            calls.append(partial(self._all.give_up, place, self._content_hashes[name]))
+        call_each(*calls, self._places.clear)
 
 
 class AliasTransfer(ThreadedTransfer):
@@ -146,5 +147,4 @@ class AliasTransfer(ThreadedTransfer):
 
     def close(self) -> None:
         """Drop the references to the places."""
-        super().close()
-        self._objects.places.clear()
+        call_each(super().close, self._objects.places.clear)

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from flashmem.base.errors import RunError
+from flashmem.base.interrupts import held_back
+from flashmem.base.threads import Thread, Waiters, started
 from flashmem.program.tensors import Slice
 from flashmem.runtime.streaming.loading import Loading, said_of_load
 from flashmem.schedule.load_queue import LoadQueue
@@ -78,11 +80,10 @@ class LoaderRun(Loading):
         self._transfer = transfer
         self._frees = frees if transfer.frees else {}
         self.wakes = frozenset(load.after for load in loads) | frozenset(self._frees)  # launches to wait for
-        lock = threading.Lock()
-        self._lock = lock
-        self._changed = threading.Condition(lock)  # for loader threads without a load: releases, frees, the end
-        self._releases: dict[int, threading.Condition] = {}  # for those with one that is read: by the launch it waits for
-        self._arrived = threading.Condition(lock)  # for threads that wait for a slice
+        self._lock = threading.Lock()
+        self._changed = Waiters()  # loader threads without a load: for releases, frees, the end
+        self._releases: dict[int, Waiters] = {}  # those with one that is read: by the launch it waits for
+        self._arrived = Waiters()  # threads that wait for a slice
         self._wanted: str | None = None  # that slice
         self._queue = LoadQueue(loads)
         self._done = done  # launches that are complete
@@ -98,17 +99,22 @@ class LoaderRun(Loading):
         self._announces = file.missed  # since the start of the last run
         file.missed = False
         self._count = min(threads, len(loads))
-        self._threads: list[threading.Thread] = []
-        self._start_next()
+        self._threads: list[Thread] = []
+        transfer.begins(self)
+        try:
+            self._start_next()
+        except BaseException:
+            self.stop()
+            raise
 
     def _start_next(self) -> None:
-        """Start one more thread, if needed: each starts the next, so that the caller does not wait for all starts."""
-        with self._changed:
+        """Start one more thread, if needed: each starts the next, so that the caller does not wait for all starts. Raises
+        RunError if the system has none.
+        """
+        with held_back(), self._lock:
             number = len(self._threads)
             if number < self._count and not self._stopping:
-                thread = threading.Thread(target=self._work, args=(number,), name=f"flashmem-loader-{number}", daemon=True)
-                thread.start()
-                self._threads.append(thread)
+                self._threads.append(started(self._work, f"flashmem-loader-{number}", number))
 
     @property
     def intervals(self) -> Sequence[TimedInterval]:
@@ -122,7 +128,7 @@ class LoaderRun(Loading):
         """See `Loading`."""
         if layer not in self.wakes:
             return
-        with self._changed:
+        with self._lock:
             self._to_free.extend(self._frees.get(layer, ()))
             self._release(layer)
             self._tell_freed()
@@ -133,9 +139,10 @@ class LoaderRun(Loading):
         """
         self._done = layer
         for released in [each for each in self._releases if each <= layer]:
-            self._releases.pop(released).notify_all()
+            self._releases[released].wake()
+            del self._releases[released]
         if self._to_free or self._admit is not None or not self._transfer.reads_ahead:
-            self._changed.notify_all()
+            self._changed.wake()
 
     def _tell_freed(self) -> None:
         """Report how far slices are freed. Requires the lock: no later load may be released before the report."""
@@ -145,41 +152,48 @@ class LoaderRun(Loading):
     @property
     def idle(self) -> bool:
         """See `Loading`."""
-        with self._changed:
+        with self._lock:
             following = self._queue.next(self._done, ahead=self._transfer.reads_ahead)
             begins = following is not None and (self.is_done(self._queue[following].after) or self._unreleased < self._count)
             return self._stopping or (not begins and self._loading == self._unreleased)
 
     def wait(self, name: str) -> None:
         """See `Loading`."""
-        with self._arrived:
-            self._wanted = name
-            while not self.loaded[name]:
+        while True:
+            with self._lock:
+                self._wanted = name
+                if self.loaded[name]:
+                    self._wanted = None
+                    return
                 if self._failure is not None:
                     raise RunError(self._failure)
-                self._arrived.wait()
-            self._wanted = None
+                turn = self._arrived.turn()
+            turn.acquire()
 
     def stop(self) -> None:
         """See `Loading`."""
-        with self._changed:
-            self._end()
-        for thread in self._threads:
-            thread.join()
-        if self._to_free:
-            while self._to_free:
-                self._transfer.free(self._to_free.pop())
-            with self._changed:
-                self._tell_freed()
+        with held_back():
+            with self._lock:
+                self._end()
+            while self._threads:
+                self._threads[-1].join()
+                self._threads.pop()  # here: Ctrl-C that came where a thread's object ends would be lost
+            if self._to_free:
+                while self._to_free:
+                    self._transfer.free(self._to_free[-1])
+                    self._to_free.pop()
+                with self._lock:
+                    self._tell_freed()
+            self._transfer.has_stopped(self)
         if self._failure is not None:
             raise RunError(self._failure)
 
     def _end(self) -> None:
         """Let all threads end. Requires the lock."""
         self._stopping = True
-        self._changed.notify_all()
+        self._changed.wake()
         for waiting in self._releases.values():
-            waiting.notify_all()
+            waiting.wake()
 
     def _work(self, thread: int) -> None:
         try:
@@ -192,26 +206,26 @@ class LoaderRun(Loading):
         except _StoppedError:
             return
         except BaseException as error:
-            with self._changed:
+            with self._lock:
                 self._failure = self._failure or said_of_load(error)
                 self._end()
-                self._arrived.notify_all()
+                self._arrived.wake()
 
     def _load_done(self, turn: _Turn) -> None:
         """Record a load that is complete: its slice is loaded if it was the last one."""
         end, part = time.perf_counter(), turn.load.part
-        with self._changed:
+        with self._lock:
             self._missing[part.name] -= 1
             complete = not self._missing[part.name]
         if complete:
             self._transfer.complete(part, turn)
-        with self._changed:
+        with self._lock:
             self._intervals.append(turn.interval(end))
             self._loading -= 1
             if complete:
                 self.loaded[part.name] = True
                 if part.name == self._wanted:
-                    self._arrived.notify_all()
+                    self._arrived.wake()
 
     def is_done(self, layer: int) -> bool:
         """Whether launch `layer` releases loads: it is known to be complete, or enqueued if copies follow it."""
@@ -219,44 +233,50 @@ class LoaderRun(Loading):
 
     def wait_for(self, layer: int) -> None:
         """Wait until launch `layer` releases loads. Raises _StoppedError if the run stops before."""
-        with self._changed:
+        with self._lock:
             self._unreleased += 1
-            while layer > self._done:
+        while True:
+            with self._lock:
+                if layer <= self._done:
+                    self._unreleased -= 1
+                    return
                 if self._stopping:
                     raise _StoppedError
-                self._releases.setdefault(layer, threading.Condition(self._lock)).wait()
-            self._unreleased -= 1
+                turn = self._releases.setdefault(layer, Waiters()).turn()
+            turn.acquire()
 
     def _take(self) -> Load | None:
         """The next released load; frees slices first. None when the run stops."""
         while True:
-            with self._changed:
-                number = None
-                while not self._stopping and not self._to_free and (number := self._next()) is None:
-                    self._changed.wait()
+            load, turn, frees, ahead = None, None, list[Slice](), list[Load]()
+            with self._lock:
                 if self._stopping:
                     return None
-                frees, self._to_free = self._to_free, []
-                self._freeing += bool(frees)
-                load = None
-                if number is not None:
+                if self._to_free:
+                    frees, self._to_free = self._to_free, []
+                    self._freeing += 1
+                elif (number := self._next()) is None:
+                    turn = self._changed.turn()
+                else:
                     load = self._queue.take(number)
                     self._loading += 1
                     file = self._transfer.file
                     # Where the file does not stay, what is read ahead would take the place of what loads read.
-                    announces = file.stays and (self._announces or file.missed)
-                    ahead = self._queue.announce(number, self._ahead, self._done) if announces else []
-            if load is not None:
+                    if file.stays and (self._announces or file.missed):
+                        ahead = self._queue.announce(number, self._ahead, self._done)
+            if turn is not None:
+                turn.acquire()
+            elif load is not None:
                 for each in ahead:
                     self._transfer.expect(each.part, each.segment)
                 return load
-            for part in frees:
-                self._transfer.free(part)
-            if frees:
-                with self._changed:
+            else:
+                for part in frees:
+                    self._transfer.free(part)
+                with self._lock:
                     self._freeing -= 1
                     self._tell_freed()
-                    self._changed.notify_all()
+                    self._changed.wake()
 
     def _next(self) -> int | None:
         """The next load to start; None while slices are being freed, or without memory for it."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from threading import Condition
+from threading import Lock
 
 from flashmem.base.errors import RunError
+from flashmem.base.threads import Waiters
 from flashmem.runtime.opencl.context import Event
 from flashmem.schedule.loads import Load, TimedInterval
 
@@ -28,8 +29,11 @@ class Loading(ABC):
     when_freed: Callable[[int], None] | None = None
     """Called with a completed launch, after its slices are freed."""
 
-    _changed: Condition
-    """Of the lock of the loads; threads without work wait for it."""
+    _lock: Lock
+    """Guards the loads."""
+
+    _changed: Waiters
+    """Threads without work."""
 
     _admit: Callable[[Load], bool] | None
     """Whether there is memory for a load; None: for all. Asked with the lock."""
@@ -65,18 +69,18 @@ class Loading(ABC):
 
     def wake(self) -> None:
         """Retry loads that were not admitted: memory may be available now."""
-        with self._changed:
-            self._changed.notify_all()
+        with self._lock:
+            self._changed.wake()
 
     def admit_all(self) -> None:
         """Admit every released load from now on."""
-        with self._changed:  # no thread may be asking `_admit`
+        with self._lock:  # no thread may be asking `_admit`
             self._admit = None
-            self._changed.notify_all()
+            self._changed.wake()
 
     @abstractmethod
     def stop(self) -> None:
-        """End the loads, and free the slices that are due. Raises RunError if a load failed."""
+        """End the loads, and free the slices that are due. Ctrl-C waits for that. Raises RunError if a load failed."""
 
 
 def said_of_load(error: BaseException) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from flashmem.base.apart import Apart
+from flashmem.base.threads import call_each
 from flashmem.runtime.memory.arena import large_pages
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Bytes, Queue
@@ -114,11 +115,8 @@ class PinnedRing:
 
     def close(self) -> None:
         """Drop it, once no copy reads it. Raises RunError if one failed."""
-        if self._pages is not None:
-            self._pages.result()
-            self._pages = None
+        pages, self._pages = self._pages, None
+        if pages is not None:
+            pages.wait()  # who took a piece of pages that were refused got the error
         copying = [copy for _, copy in self._copying]
-        self._free.clear()
-        self._copying.clear()
-        for copy in copying:
-            copy.wait()
+        call_each(*(copy.wait for copy in copying), self._free.clear, self._copying.clear)

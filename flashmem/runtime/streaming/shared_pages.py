@@ -14,6 +14,7 @@ from contextlib import suppress
 
 from flashmem.base.errors import RunError
 from flashmem.base.pages import whole_pages
+from flashmem.base.threads import Waiters
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.accounts import Account
 from flashmem.runtime.streaming.weight_file import Bytes, WeightFile
@@ -35,7 +36,8 @@ class SharedSlice:
         self.file, self.offset, self.nbytes = file, part.offset, part.file_bytes
         self.uses = 0  # by users that may load it; see `SharedSlices`
         self._segments: dict[Segment, _Pages] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = Waiters()  # for the pages that another thread reads
 
     def is_in(self, file: WeightFile, offset: int) -> bool:
         """Whether this is the slice at `offset` of `file`."""
@@ -53,38 +55,42 @@ class SharedSlice:
             RunError: the budget has no room, or the disk fails.
         """
         nbytes = whole_pages(segment.nbytes)
-        with self._changed:
-            while (pages := self._segments.get(segment)) is not None and not pages.there:  # another thread reads them
-                self._changed.wait()
-            if pages is not None:
-                ledger.borrow(nbytes, what)
-                pages.users.append((user, ledger))
-                return
-            ledger.reserve("weights", nbytes, what)
-            pages = self._segments[segment] = _Pages()
-            pages.users.append((user, ledger))
+        while True:
+            with self._lock:
+                pages = self._segments.get(segment)
+                if pages is None:
+                    ledger.reserve("weights", nbytes, what)
+                    pages = self._segments[segment] = _Pages()
+                    pages.users.append((user, ledger))
+                    break
+                if pages.there:
+                    ledger.borrow(nbytes, what)
+                    pages.users.append((user, ledger))
+                    return
+                turn = self._changed.turn()
+            turn.acquire()
         try:
             self.file.populate(self.offset + segment.first, segment.nbytes)
         except BaseException:
-            with self._changed:
+            with self._lock:
                 del self._segments[segment]
                 with suppress(RunError):  # report the first failure only
                     self.file.drop(self.offset + segment.first, segment.nbytes)
                 ledger.release("weights", nbytes)
-                self._changed.notify_all()
+                self._changed.wake()
             raise
-        with self._changed:
+        with self._lock:
             pages.there = True
-            self._changed.notify_all()
+            self._changed.wake()
 
     def holds(self, segment: Segment) -> bool:
         """Whether the pages of a segment are in memory, or being read."""
-        with self._changed:
+        with self._lock:
             return segment in self._segments
 
     def free(self, user: Hashable) -> None:
         """Free all segments of `user`; drops pages without another user. None of them may be loading for it."""
-        with self._changed:
+        with self._lock:
             for segment, pages in list(self._segments.items()):
                 mine = next((each for each in pages.users if each[0] == user), None)
                 if mine is None:

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol
 
+from flashmem.base.errors import RunError
+from flashmem.base.threads import call_each
 from flashmem.bundle.checksums import Checksum, checksum
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
@@ -55,6 +58,24 @@ class Transfer(ABC):
         self.memories: dict[str, Memory] = {}  # the memory of each slice, as a kernel argument; None: see `binds_late`
         self.staged: Mapping[str, Memory] = {}  # where kernels read a streamed slice that they copy to its place
         self.arrived: dict[str, list[Event]] = {}  # by slice: events of its copies that the launch queue does not wait for yet
+        self._under_way: Loading | None = None
+
+    def begins(self, loading: Loading) -> None:
+        """These loads begin, and `has_stopped` must follow. Ends others, which nobody knows of: those that had just begun when
+        Ctrl-C came.
+        """
+        self._end_loads()
+        self._under_way = loading
+
+    def has_stopped(self, loading: Loading) -> None:
+        """These loads have ended."""
+        if self._under_way is loading:
+            self._under_way = None
+
+    def _end_loads(self) -> None:
+        if self._under_way is not None:
+            with suppress(RunError):  # whoever began them has got another error
+                self._under_way.stop()
 
     @abstractmethod
     def begin(
@@ -97,8 +118,7 @@ class Transfer(ABC):
 
     def close(self) -> None:
         """Free what the ledger does not own."""
-        self.leave()
-        self.memories.clear()
+        call_each(self._end_loads, self.leave, self.memories.clear)
 
 
 class ThreadedTransfer(Transfer):

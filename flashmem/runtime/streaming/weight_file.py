@@ -32,7 +32,9 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import BundleError, RunError
 from flashmem.base.files import open_regular
+from flashmem.base.interrupts import held_back
 from flashmem.base.pages import SYSTEM_PAGE
+from flashmem.base.threads import Thread, call_each, started
 from flashmem.bundle.cache import forget
 from flashmem.bundle.checksums import Checksum
 from flashmem.bundle.version_directories import hold_shared
@@ -107,7 +109,7 @@ class WeightFile:
         self.cached = CachedPart()  # what passes through the page cache although the file does not stay there
         self.direct = DirectReader(self._descriptor)
         self._owned: OwnedPages | None = None  # once memory has no room for the file
-        self._announcer: threading.Thread | None = None
+        self._announcer: Thread | None = None
         self._closing = False
         self._keepers, self._keeping = 1, threading.Lock()
 
@@ -262,7 +264,11 @@ class WeightFile:
         os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def announce(self, parts: Iterable[tuple[int, int]]) -> None:
-        """Call `expect` for each (offset, bytes), in order, in a thread: the call blocks while the disk's queue is full."""
+        """Call `expect` for each (offset, bytes), in order, in a thread: the call blocks while the disk's queue is full.
+
+        Raises:
+            RunError: the system has no more threads.
+        """
 
         def work() -> None:
             for offset, nbytes in parts:
@@ -270,8 +276,8 @@ class WeightFile:
                     return
                 self.expect(offset, nbytes)
 
-        self._announcer = threading.Thread(target=work, name="flashmem-announcer", daemon=True)
-        self._announcer.start()
+        with held_back():
+            self._announcer = started(work, "flashmem-announcer")
 
     @property
     def mapped(self) -> Bytes:
@@ -404,8 +410,6 @@ class WeightFile:
             if self._keepers:
                 return
         self._closing = True
-        if self._announcer is not None:
-            self._announcer.join()  # it must not use a descriptor that another file has reused
         self._mapped = None
-        self.direct.close()
-        self._file.close()
+        # The announcer first: it must not use a descriptor that another file has reused.
+        call_each(None if self._announcer is None else self._announcer.join, self.direct.close, self._file.close)

@@ -15,15 +15,20 @@ from flashmem import Runtime, Session
 from flashmem.base.errors import BudgetError, BundleError, FlashmemWarning, NoDeviceError, RunError, UserError
 from flashmem.program.program import fixed_bytes
 from flashmem.runtime.engine import engine
+from flashmem.runtime.engine.activations import Activations
 from flashmem.runtime.engine.executor import Executor
 from flashmem.runtime.engine.run import Run
+from flashmem.runtime.engine.warm_up import WarmUp
 from flashmem.runtime.engine.weight_store import WeightStore
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl import undocumented
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.devices import choose, descriptor_for
 from flashmem.runtime.opencl.discovery import list_devices
+from flashmem.runtime.streaming.host_tier import HostTier
+from flashmem.runtime.streaming.ring import PinnedRing
 from tests.support.mini_bundle import MiniModel, write_mini_bundle
+from tests.support.own_memory import give_own_memory
 
 pytestmark = pytest.mark.build_apart
 
@@ -247,3 +252,34 @@ def test_an_interrupted_run_says_so(said: str, model: MiniModel, monkeypatch: py
             opened.run(None, model.inputs())
         with pytest.raises(RunError, match=rf"^the model is closed \({why}\); open it again$"):
             opened.run(None, model.inputs())
+
+
+@pytest.mark.parametrize("fails", [PinnedRing, Activations, WarmUp, HostTier], ids=lambda each: each.__name__)
+def test_closing_goes_on_after_an_error(fails: Any, model: MiniModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any) -> None:
+        raise OSError("broken")
+
+    give_own_memory(monkeypatch, list_devices()[0])
+    session = Session(model.path, mode="dma", host_budget="8MB")
+    session.run(None, model.inputs())
+    engine = session._engine
+    budgets, file = [engine.device.budget, engine.opened.tier.ledger.shared], engine.opened.file  # type: ignore[union-attr]
+    engine._warm_up = engine._warm_up or WarmUp(engine.opened, engine.device, apart=False)
+    monkeypatch.setattr(fails, "leave" if fails is Activations else "close", fail)
+    with pytest.raises(OSError, match="broken"):
+        session.close()
+    session.close()
+    assert file._file.closed and loader_threads() == []
+    assert [budget.total for budget in budgets[: 1 if fails is HostTier else 2]] in ([0], [0, 0])
+
+
+def test_an_interrupted_prefetch_closes_the_session(model: MiniModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(run: Run, *arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    with Session(model.path) as session, monkeypatch.context() as patch:
+        patch.setattr(Run, "__init__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.prefetch()
+        with pytest.raises(RunError, match="the session is closed"):
+            session.run(None, model.inputs())

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-import numpy as np
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pytest
+
+from flashmem import Session
 from flashmem.runtime.engine import report
 from flashmem.runtime.engine.ports import are_exactly
 from flashmem.runtime.memory.accounts import Account
+from flashmem.runtime.opencl.context import Queue
+from flashmem.runtime.opencl.discovery import list_devices
+from tests.support.mini_bundle import write_mini_bundle
+from tests.support.own_memory import give_own_memory
 
 
 def test_the_peak_of_a_process_is_read_again_after_it_has_new_pages() -> None:
@@ -46,3 +55,20 @@ def test_only_numpy_arrays_of_the_types_of_a_model_need_no_other_check() -> None
         {"x": x.astype(np.float64), "n": n}, {"x": x.astype(">f4"), "n": n}, {"x": masked, "n": n}, {"x": x[:1], "n": n},
     ):  # fmt: skip
         assert not are_exactly(types, wrong)
+
+
+@pytest.mark.parametrize("mode", ["map", "dma"])
+def test_the_bytes_of_the_loads_are_known_without_asking_the_device(
+    mode: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies tell their times behind all that are enqueued: those of the next run."""
+    asked, ask = list[int](), Queue.clock_apart
+    monkeypatch.setattr(Queue, "clock_apart", lambda queue: (asked.append(1), ask(queue))[1])
+    give_own_memory(monkeypatch, list_devices()[0]) if mode == "dma" else None
+    model = write_mini_bundle(tmp_path / "m.flashmem")
+    with Session(model.path, mode=mode) as session:
+        for _ in range(2):
+            session.run(None, model.inputs())
+            run = session.last_run
+            assert run is not None and run.loaded_bytes > 0 and not asked
+        assert run.loaded_bytes == sum(load.nbytes for load in run.loads) and len(asked) == (mode == "dma")

@@ -21,7 +21,10 @@ from flashmem import Session
 from flashmem.base.errors import RunError
 from flashmem.runtime.engine.activations import Activations
 from flashmem.runtime.engine.executor import Executor
+from flashmem.runtime.engine.stopping import OneThread, RunStoppedError
 from flashmem.runtime.opencl.discovery import list_devices
+from flashmem.runtime.session import _close_all
+from tests.support.interrupts import interrupt_everywhere
 from tests.support.mini_bundle import MiniModel, write_mini_bundle
 from tests.support.state_models import recurrence
 
@@ -140,8 +143,7 @@ def test_a_cancelled_run_stops(session: Session, model: MiniModel, monkeypatch: 
         futures += [session.run_async(None, inputs)]
         submitted.set()
         assert wait(futures, 60).done
-        with session._alone.lock:
-            pass  # the thread has left the run
+        session._alone.during("a test", lambda: None)  # the thread has left the run
         assert LAUNCH <= len(launches) < len(session.bundle.program.launches)
     with pytest.raises(CancelledError):
         futures[0].result()
@@ -268,3 +270,48 @@ def test_a_process_ends_with_runs_under_way(model: MiniModel) -> None:
     )
     assert "launch" in done.stdout and not done.stderr
     assert time.perf_counter() - begun < 60  # all of the runs would take minutes
+
+
+def test_no_moment_of_an_interrupt_keeps_a_session_for_a_thread() -> None:
+    alone, made = OneThread(), list[str]()
+
+    def check() -> None:
+        other = threading.Thread(target=lambda: alone.during("run", lambda: made.append("other"), until=0))
+        other.start()
+        other.join()
+        assert made and made[-1] == "other" and not alone.busy
+
+    assert interrupt_everywhere(lambda: alone.during("run", lambda: made.append("this")), check) > 5
+
+
+def test_one_thread_at_a_time_and_never_twice() -> None:
+    alone = OneThread()
+
+    def again() -> None:
+        with pytest.raises(RunError, match="close was called while the same thread is in a run"):
+            alone.during("close", lambda: None)
+
+    def busy() -> None:
+        with pytest.raises(RunStoppedError):
+            alone.during("run", lambda: None, until=time.perf_counter() + 0.01)
+        told.append(alone.busy)
+
+    told = list[bool]()
+    other = threading.Thread(target=busy)
+    alone.during("run", lambda: (again(), other.start(), other.join()))
+    assert told == [True] and not alone.busy
+
+
+def test_a_forked_child_that_exits_leaves_the_runs_of_its_parent(session: Session, model: MiniModel) -> None:
+    session._process += 1  # as in a forked child
+    go = threading.Event()
+    first = session._background.submit(lambda cancelled: [np.array(go.wait(60))])
+    second = session.run_async(None, model.inputs())
+    _close_all()
+    assert not first.cancelled() and not second.cancelled()
+    go.set()
+    session._process -= 1
+    assert right(second.result(60), model)
+    _close_all()
+    with pytest.raises(RunError, match="the session is closed"):
+        session.run(None, model.inputs())

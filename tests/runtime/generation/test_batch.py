@@ -22,6 +22,7 @@ from tests.runtime.generation.test_generator import MARGIN, MODELS, prompt
 from tests.support.command_line import Command, command_line
 from tests.support.compared import DEVICES
 from tests.support.gguf_models import SmallLlama
+from tests.support.refused_threads import refuse_threads
 
 ROWS = 3
 PROMPTS = [prompt(count, count) for count in (12, 20, 9, 1, 5, 40, 8, 63)]
@@ -271,3 +272,12 @@ def test_the_command_line(command: Command, file: Path) -> None:
     ):
         refused = command(*words)
         assert refused.code == 2 and said in refused.err and refused.err.count("\n") == 1
+
+
+def test_a_thread_that_cannot_start_fails_its_request_only(
+    generator: flashmem.BatchGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_threads(monkeypatch, "flashmem-batch")
+    with pytest.raises(RunError, match="the thread flashmem-batch could not be started"):
+        generator.generate(PROMPTS[0], max_new_tokens=2)
+    assert alone(generator, PROMPTS[0], max_new_tokens=2) and not generator._waiting

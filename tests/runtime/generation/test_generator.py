@@ -186,6 +186,8 @@ def test_samples_repeat_with_their_seed(generator: Generator) -> None:
         ([1, 400], {}, "the prompt is neither a text, nor messages, nor tokens from 0 to 399"),
         ([*range(3, 164)], {}, "the prompt has 161 tokens, and the cache holds 160; shorten the prompt"),
         ([5], {"max_new_tokens": 0}, "max_new_tokens 0 is not possible"),
+        ([5], {"max_new_tokens": 2.5}, "max_new_tokens 2.5 is not possible; give a whole number"),
+        ([5], {"max_new_tokens": True}, "max_new_tokens True is not possible; give a whole number"),
         ([5], {"top_p": 2.0}, "top_p 2.0 is not possible"),
     ],
 )
@@ -382,3 +384,23 @@ def test_a_limit_on_the_process(bundle: flashmem.Bundle, command: Command) -> No
     assert both.code == 2 and "give either it or --budget" in both.err
     drafted = command(*words, "8GB", "--draft", bundle.path)
     assert drafted.code == 2 and "--process-memory is for one model" in drafted.err
+
+
+def test_two_texts_at_a_time_are_refused(generator: Generator) -> None:
+    alone = "".join(generator.generate(prompt(9), max_new_tokens=8))
+    first = generator.generate(prompt(12), max_new_tokens=8)
+    next(first)
+    second = generator.generate(prompt(9), max_new_tokens=8)
+    pieces = [next(second)]
+    with pytest.raises(RunError, match="another text was begun with this generator before this one had ended"):
+        next(first)
+    assert "".join([*pieces, *second]) == alone
+
+
+def test_a_text_that_is_dropped_later_does_not_overwrite_the_report(generator: Generator) -> None:
+    first = generator.generate(prompt(12), max_new_tokens=8)
+    next(first)
+    "".join(generator.generate(prompt(9), max_new_tokens=3))
+    last = generator.last
+    first.close()  # type: ignore[attr-defined]
+    assert last is not None and generator.last is last and last.prompt == 9

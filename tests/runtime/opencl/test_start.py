@@ -46,7 +46,35 @@ discovery.list_devices()
 """
 
 
-@pytest.mark.parametrize("what", [_IN_A_THREAD, _A_COMMAND], ids=["a program", "a command, with one of two drivers"])
+_SURROUNDINGS = """
+import contextlib, os
+from flashmem.runtime.engine.device_state import DeviceOpening
+
+before, folder = dict(os.environ), discovery.vendors_folder
+
+@contextlib.contextmanager
+def noted(only):
+    changes.append(threading.current_thread().name)
+    with folder(only) as found:
+        yield found
+    changes.append(threading.current_thread().name)
+
+changes, discovery.vendors_folder = [], noted
+discovery.begin_to_start_drivers()
+with DeviceOpening("auto", prefer=None, profiling=False) as opening:
+    opening.found().open()
+assert changes == ["MainThread"] * 2 and started == ["flashmem-drivers"], changes
+assert {name: os.environ[name] for name in os.environ if name != "POCL_AFFINITY"} == {
+    name: before[name] for name in before if name != "POCL_AFFINITY"
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "what",
+    [_IN_A_THREAD, _A_COMMAND, _SURROUNDINGS],
+    ids=["a program", "a command, with one of two drivers", "variables of the process"],
+)
 def test_drivers_are_started_once_in_a_thread(what: str) -> None:
     done = subprocess.run([sys.executable, "-c", _BEGIN + what], capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr

@@ -10,6 +10,7 @@ import shutil
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, wait
 from pathlib import Path
@@ -31,6 +32,7 @@ from flashmem.runtime.serving.first_plans import ShortTurns
 from flashmem.runtime.serving.requests import Answer, Model
 from tests.support.mini_bundle import MiniModel, write_mini_bundle
 from tests.support.paths import DATA, ROOT
+from tests.support.refused_threads import refuse_threads
 
 DEVICES = range(len(list_devices()))
 MODES = ("map", "alias", "dma", "interleave")
@@ -494,3 +496,24 @@ def test_the_examples_of_the_page_run(compiled: list[Bundle], tmp_path: Path, mo
         for answer, model, inputs in zip(answers, reversed(compiled), (image, ids), strict=True):
             assert same(answer, expected(model, {next(iter(drawn(model, 0))): inputs}))
     assert space["other"].last_run.memory.by_category.get("weights", 0) == 0
+
+
+def test_a_runtime_that_is_dropped_ends_its_threads(models: list[MiniModel]) -> None:
+    runtime = Runtime("auto")
+    opened = runtime.open(models[0].path)
+    opened.run(None, models[0].inputs())
+    budget, dropped = runtime._device.budget, weakref.ref(runtime)
+    del runtime, opened
+    gc.collect()
+    assert dropped() is None
+    end = time.monotonic() + 30
+    while budget.total or [each for each in threading.enumerate() if each.name in ("flashmem-runtime", "flashmem-pressure")]:
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_a_runtime_whose_thread_cannot_start_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_threads(monkeypatch, "flashmem-pressure")
+    with pytest.raises(RunError, match="the thread flashmem-pressure could not be started"):
+        Runtime("auto")
+    assert not [each for each in threading.enumerate() if each.name == "flashmem-runtime"]

@@ -18,6 +18,7 @@ from flashmem.program.tensors import Slice
 from flashmem.runtime.opencl.context import Bytes
 from flashmem.runtime.streaming.ahead import AheadRun, Copy, Planned, Read
 from flashmem.schedule.loads import Load, Segment
+from tests.support.refused_threads import refuse_threads
 
 NBYTES = 16
 
@@ -57,7 +58,9 @@ class FakeTransfer:
         self.parts: dict[str, int] = defaultdict(lambda: 1)
         self.begun, self.read = list[str](), list[str]()
         self.copied: list[tuple[str, Any, str]] = []
-        self.reads = SimpleNamespace(begin=self._begin, busy=False, end=lambda reading: None)
+        self.under_way: list[FakeReading] = []
+        self.reads = SimpleNamespace(begin=self._begin, busy=False, end=self.under_way.remove, stop=self._stop)
+        self.runs: list[AheadRun] = []
         self.ring = FakeRing(pieces)
         self._at: dict[int, str] = {}
 
@@ -87,7 +90,18 @@ class FakeTransfer:
         if name == self.refused:
             raise RunError("a read could not begin")
         self.begun.append(name)
-        return FakeReading(self, name)
+        self.under_way.append(FakeReading(self, name))
+        return self.under_way[-1]
+
+    def _stop(self) -> None:
+        while self.under_way:
+            self.under_way.pop().wait()
+
+    def begins(self, run: AheadRun) -> None:
+        self.runs.append(run)
+
+    def has_stopped(self, run: AheadRun) -> None:
+        self.runs.remove(run)
 
     def has_read(self, read: Read, memory: Bytes, *, in_tier: bool) -> None:
         self.in_tier.append(in_tier)
@@ -353,3 +367,25 @@ def test_a_slice_whose_launch_is_not_enqueued_is_never_waited_for() -> None:
     with pytest.raises(AssertionError, match="w0 waits for a launch"):
         run.wait("w0")
     run.stop()
+
+
+@pytest.mark.parametrize("what", ["the thread", "the begin of a read", "a copy of the host tier"])
+def test_a_run_that_cannot_begin_ends_what_it_has_begun(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    transfer = FakeTransfer(pieces=3, held=("w9",))
+    transfer.slow = {"w0"}
+    if what == "the thread":
+        refuse_threads(monkeypatch, "flashmem-loader")
+    elif what == "the begin of a read":
+        transfer.refused = "w2"
+    else:
+        assert isinstance(transfer.tier, FakeTier)
+        monkeypatch.setattr(transfer.tier, "place", lambda part, segment: fail() if part.name == "w2" else None)
+
+    def fail() -> None:
+        raise RunError("the driver refuses")
+
+    threading.Timer(0.02, transfer.slow.clear).start()
+    with pytest.raises(RunError):
+        begun(transfer, 1, 1, 1)
+    assert transfer.begun and not transfer.under_way and not transfer.slow, "nobody waits for these reads"
+    assert transfer.ring.free == 3 and not transfer.runs and no_threads()

@@ -23,6 +23,7 @@ from flashmem.runtime.streaming.background_reads import BackgroundReads, Reading
 from flashmem.runtime.streaming.direct import UNIT
 from flashmem.runtime.streaming.weight_file import WeightFile
 from tests.support.isolated import call_isolated
+from tests.support.refused_threads import refuse_threads
 
 CONTENT = np.random.default_rng(3).integers(0, 255, 300 * UNIT + 123, np.uint8)
 
@@ -231,3 +232,36 @@ def test_requests_are_not_used_again_while_a_thread_waits(tmp_path: Path) -> Non
     """glibc crashes then, in every second process, so another one reads."""
     [(_, wrong)] = call_isolated(read_while_others_wait, [str(tmp_path / "long.bin")], jobs=1, timeout=120)
     assert wrong == 0
+
+
+def test_reads_that_nobody_ends_are_waited_for(reads: BackgroundReads) -> None:
+    data = np.zeros((2, CONTENT.size), np.uint8)
+    for place in data:
+        reads.begin(place, place.ctypes.data, 0)
+    reads.stop()
+    assert np.array_equal(data[0], CONTENT) and np.array_equal(data[1], CONTENT) and sorted(reads._idle) == [0, 1, 2]
+
+
+def test_a_read_that_the_system_refuses_leaves_its_thread_idle(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_reads, "_functions", lambda: SimpleNamespace(read=lambda at: -1))
+    file, data = WeightFile(path, CONTENT.size), np.zeros(10, np.uint8)
+    reads = BackgroundReads(file, 1)
+    for _ in range(2):
+        with pytest.raises(RunError, match="could not begin"):
+            reads.begin(data, data.ctypes.data, 0)
+    assert not reads.busy
+    reads.close()
+    file.close()
+
+
+def test_a_thread_that_cannot_start_fails_its_read_only(reads: BackgroundReads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reads._file, "is_cached", lambda offset, nbytes: False)
+    refuse_threads(monkeypatch, "flashmem-announcer")
+    data = np.zeros(10, np.uint8)
+    with pytest.raises(RunError, match="the thread flashmem-announcer could not be started"):
+        reads.begin(data, data.ctypes.data, 0)
+    reading = reads.begin(data, data.ctypes.data, 0)
+    reading.wait()
+    reading.finish()
+    reads.end(reading)
+    assert np.array_equal(data, CONTENT[:10])

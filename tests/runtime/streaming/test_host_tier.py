@@ -45,6 +45,7 @@ from flashmem.tools.simulation.simulator import simulate
 from tests.runtime.streaming.test_weight_checks import damage
 from tests.support.mini_bundle import MiniModel, write_mini_bundle
 from tests.support.own_memory import Reads, descriptor_with_own_memory, give_own_memory, reads_of_files, wait_for_tiers
+from tests.support.refused_threads import refuse_threads
 from tests.support.zoo_data import examples
 
 PAGE = 4096
@@ -503,3 +504,15 @@ def test_the_loads_of_a_report_can_be_asked_for_when_the_session_is_closed(
         times = [load.start, *(end for _, end in load.steps)]
         assert times == sorted(times) and begun - 1 < times[0] and times[-1] < report.ended + 0.01
     assert report.loads[0] is report.loads[:1][0]
+
+
+def test_a_tier_whose_thread_cannot_start_begins_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = Slice("w", "w", 0, PAGE)
+    tier = HostTier(Context(find_device("pocl")), None, [part])
+    refuse_threads(monkeypatch, "flashmem-host-tier")
+    with pytest.raises(RunError, match="the thread flashmem-host-tier could not be started"):
+        tier.begin()
+    tier.begin()
+    tier.wait()
+    assert tier.keeps(part)
+    tier.close()

@@ -30,7 +30,9 @@ from flashmem.schedule.loads import Load, Segment
 from flashmem.schedule.plan import PoolLayout
 from flashmem.schedule.residency import free_from, streamed_layout
 from flashmem.target.descriptor import DeviceDescriptor
+from tests.support.interrupts import interrupt_everywhere
 from tests.support.mini_bundle import write_mini_bundle
+from tests.support.refused_threads import refuse_threads
 
 
 class Noted(ThreadedTransfer):
@@ -256,3 +258,31 @@ def test_a_slice_may_come_in_when_all_that_was_in_its_place_has_been_used(
     baseline = replace(bundle.plan, strategy="always-next")
     assert free_from(baseline, slices, layout, mode) == {w.name: w.read_layer - 1 for w in streamed}
     assert free_from(bundle.plan, slices, bundle.plan.layouts["map"], "map") == {w.name: w.read_layer - 1 for w in streamed}
+
+
+def test_no_moment_of_an_interrupt_keeps_a_lock_or_a_thread() -> None:
+    def play() -> None:
+        transfers.append(transfer := Noted(reads_ahead=True))
+        run = LoaderRun(transfer, loads(0, 1, 1), {}, threads=2)
+        run.wait("w0")
+        run.layer_done(1)
+        run.wait("w2")
+        run.stop()
+
+    def check() -> None:
+        while transfers:
+            transfers.pop().close()  # ends loads that have begun, and that nobody knows of
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("flashmem") and thread.is_alive()]
+
+    transfers = list[Noted]()
+    assert interrupt_everywhere(play, check) > 50
+
+
+def test_a_run_without_a_thread_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_threads(monkeypatch, "flashmem-loader")
+    transfer = Noted(reads_ahead=True)
+    with pytest.raises(RunError, match="the thread flashmem-loader-0 could not be started"):
+        LoaderRun(transfer, loads(0), {}, threads=1)
+    run = LoaderRun(transfer, loads(0), {}, threads=1)
+    run.wait("w0")
+    run.stop()

@@ -12,6 +12,7 @@ from flashmem.base.errors import RunError
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.discovery import find_device
+from flashmem.runtime.streaming import ring
 from flashmem.runtime.streaming.ring import MappedRing, PinnedRing
 
 
@@ -98,3 +99,30 @@ def test_threads_never_hold_the_same_piece_of_a_mapped_ring() -> None:
     ring.close()
     ledger.close()
     assert ledger.total == 0
+
+
+def test_a_ring_whose_memory_was_refused_is_closed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(nbytes: int) -> Any:
+        raise MemoryError("no pages are left")
+
+    monkeypatch.setattr(ring, "large_pages", refused)
+    made, ledger = pinned_ring(2)
+    with pytest.raises(MemoryError):
+        made.take()
+    made.close()
+    assert not made.open
+    ledger.close()
+
+
+def test_a_ring_waits_for_all_copies_although_one_has_failed() -> None:
+    def fail() -> None:
+        raise RunError("the copy failed")
+
+    (made, ledger), waited = pinned_ring(2), list[str]()
+    pieces = [piece for _ in range(2) if (piece := made.take()) is not None]
+    made.give_back(pieces[0], SimpleNamespace(wait=fail))  # type: ignore[arg-type]
+    made.give_back(pieces[1], copy_of(waited, "second", ended=False))
+    with pytest.raises(RunError, match="the copy failed"):
+        made.close()
+    assert waited == ["second"] and not made.open
+    ledger.close()

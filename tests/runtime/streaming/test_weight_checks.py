@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,11 +17,15 @@ from flashmem import Runtime
 from flashmem.base.errors import RunError
 from flashmem.base.types import TransferMode
 from flashmem.bundle.checksums import ChecksummedRange, checksum
+from flashmem.program.tensors import Slice
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.session import Session
+from flashmem.runtime.streaming.ahead import Copy, Read
 from flashmem.runtime.streaming.checked_table import CheckedTable
+from flashmem.runtime.streaming.copied_ahead import AheadTransfer
 from flashmem.runtime.streaming.weight_file import WeightFile
+from flashmem.schedule.loads import Load, Segment
 from tests.support.mini_bundle import MiniModel, write_mini_bundle
 
 CASES = [
@@ -166,3 +171,16 @@ def test_a_run_in_place_checks_the_file_before_each_layer(
     with Session(model.path, device=str(device), mode="map") as session:
         session.run(None, model.inputs())
     assert checks == [True] * len(model.open().program.launches)
+
+
+def test_a_load_that_was_stopped_is_checked_from_its_begin_the_next_time() -> None:
+    compared, part = list[int](), Slice("w", "w", 0, 8)
+    transfer = AheadTransfer.__new__(AheadTransfer)
+    transfer.checksums, transfer.tier, transfer._sums = {"w": checksum(bytes(range(8)))}, None, {}
+    transfer.file = SimpleNamespace(compare_checksum=lambda what, value, expected: compared.append(value - expected))  # type: ignore[assignment]
+    load = Load(part, Segment(0, 8))
+    first = Read(0, 4, [Copy(load, lambda *_: None, last=False)], 0)  # type: ignore[arg-type, return-value]
+    second = Read(4, 4, [Copy(load, lambda *_: None)], 0, first=False)  # type: ignore[arg-type, return-value]
+    for read, content in ((first, range(4)), (first, range(4)), (second, range(4, 8))):
+        transfer.has_read(read, np.array(content, np.uint8), in_tier=False)
+    assert compared == [0]

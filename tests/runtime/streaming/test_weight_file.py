@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flashmem.base.errors import RunError
 from flashmem.runtime.streaming.weight_file import WeightFile
+from tests.support.refused_threads import refuse_threads
 
 
 def test_threads_that_map_the_file_at_the_same_time_get_one_mapping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,3 +56,13 @@ def test_pages_stay_in_the_page_cache_if_memory_can_hold_the_file(
     file.read_into(np.empty(4096, np.uint8), 16000)  # not from a whole page on
     assert advised == ([] if stays else [(16000, 4096, os.POSIX_FADV_DONTNEED)])
     file.close()
+
+
+def test_a_file_whose_thread_cannot_start_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "w.bin").write_bytes(bytes(10))
+    file = WeightFile(tmp_path / "w.bin", 10)
+    refuse_threads(monkeypatch, "flashmem-announcer")
+    with pytest.raises(RunError, match="the thread flashmem-announcer could not be started"):
+        file.announce([(0, 10)])
+    file.close()
+    assert file._file.closed
