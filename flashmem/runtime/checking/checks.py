@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flashmem.base.errors import RunError
+from flashmem.base.threads import started
 from flashmem.program.program import Program
 from flashmem.runtime.checking.check import Verdict
 from flashmem.runtime.checking.trials import Trial, distinct_trials
@@ -93,14 +94,8 @@ def _answers(trials: Sequence[Trial], options: Sequence[str], device: Device, re
     done: queue.SimpleQueue[tuple[str, Verdict] | BaseException] = queue.SimpleQueue()
     folder = WorkFolder()
     try:
-        threads = [
-            threading.Thread(
-                target=_work, args=(waiting, done, options, device, Path(folder.name)), name="flashmem-check", daemon=True
-            )
-            for _ in range(min(processors(), len(trials)))
-        ]
-        for thread in threads:
-            thread.start()
+        arguments = (waiting, done, options, device, Path(folder.name))
+        threads = [started(_work, "flashmem-check", *arguments) for _ in range(min(processors(), len(trials)))]
         found: dict[str, Verdict] = {}
         while len(found) < len(trials):
             answer = done.get()

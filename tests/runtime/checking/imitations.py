@@ -2,9 +2,9 @@
 
     python -m tests.runtime.checking.imitations --device pocl [--count 40] [--seed 0]
 
-Each changes a kernel's text at one drawn place (`tests.support.miscompiled`), and the driver compiles that. Only changes with an
-effect count: the changed kernel writes other bits than the right one, of drawn memory, or ends the process. The right kernels
-are checked too, and must be found right.
+Each changes a kernel's text at one drawn place (`tests.support.miscompiled`), and the driver compiles that. Only changes with
+an effect count: the changed kernel writes other bits than the right one, of drawn memory, or ends the process. The right
+kernels are checked too, and must be found right.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Imitator:
 
 
 def main() -> None:
-    """Print a line for each imitation, and a summary; exit with 1 if more than one in forty is missed, or a right kernel is not."""
+    """Print a line for each imitation and a summary; exit with 1 if over one in forty is missed, or a right kernel is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--count", type=int, default=40)
