@@ -83,14 +83,13 @@ class Memory:
         view[places] = v
         if clash is not None:
             clash |= (view[places] != v) & (v == v)  # two in one step
-            if clash.any():
-                e = np.where(clash, np.inf, 0.0 if e is None else e)
-        if e is not None and self.errors is None:
+            clash = clash if clash.any() else None
+        if (e is not None or clash is not None) and self.errors is None:
             self.errors = np.zeros(len(self.data) // self.unit, np.float32)
         if self.errors is not None:
-            self.errors[units] = (
-                0.0 if e is None else np.minimum(np.nextafter(e.astype(np.float32), np.float32(np.inf)) * (e > 0), np.inf)
-            )
+            self.errors[units] = 0.0 if e is None else np.nextafter(e.astype(np.float32), np.float32(np.inf)) * (e > 0)
+            if clash is not None:
+                self.errors[units[clash]] = np.inf
             for extra in range(1, dtype.itemsize // self.unit):
                 self.errors[units + extra] = self.errors[units]
 

@@ -27,8 +27,8 @@ _VERSION = 1
 _MOST_BYTES = 64 << 20
 
 
-_KNOWN: Final[dict[str, dict[str, Finding]]] = {}
-"""By key of a device: what this process has found, for when the file cannot be written."""
+_KNOWN: Final[dict[Path, dict[str, Finding]]] = {}
+"""By file: what this process has found, for when the file cannot be written."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Verdicts:
         self._folder = cache_folder("checks") if folder is None else folder
         name = hashlib.sha256(f"{_VERSION} {device.key}".encode()).hexdigest()
         self._file = self._folder / f"{name}.json"
-        self._found = self._read() | _KNOWN.get(device.key, {})
+        self._found = self._read() | _KNOWN.get(self._file, {})
 
     def __getitem__(self, key: str) -> Finding:
         """The finding of a text (`text_key`); nothing is known of an unknown one."""
@@ -70,7 +70,7 @@ class Verdicts:
         for key, finding in found.items():
             before = self[key]
             self._found[key] = replace(finding, right=tuple(dict.fromkeys((*before.right, *finding.right))))
-        _KNOWN[self._device.key] = self._found
+        _KNOWN[self._file] = self._found
         with suppress(OSError):
             if is_foreign(self._folder):
                 return
