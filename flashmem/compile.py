@@ -41,6 +41,7 @@ from flashmem.planning.carried_instance import carried
 from flashmem.planning.planner import planning_instance
 from flashmem.program.program import Program
 from flashmem.runtime.checking.bundles import check_bundle_kernels
+from flashmem.runtime.checking.checks import Effort
 from flashmem.runtime.kernels.ahead_of_time import BuildRequest, KernelBuilder
 from flashmem.runtime.kernels.ahead_of_time import with_binaries as carrying
 from flashmem.runtime.opencl.device import Device
@@ -190,7 +191,7 @@ def compile(
 
 def _miscompiled(bundle: Bundle, device: Device, progress: Progress) -> bool:
     """Check the kernels of a bundle on its device, and warn of those that the driver miscompiles; whether some are new."""
-    checked = check_bundle_kernels(bundle, device, report=lambda fraction: progress("check kernels", fraction))
+    checked = check_bundle_kernels(bundle, device, Effort(report=lambda fraction: progress("check kernels", fraction)))
     wrong = {each.trial.name: each.finding for each in checked if each.finding.wrong and not each.known}
     for name, finding in wrong.items():
         if finding.options is not None:

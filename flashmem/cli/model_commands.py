@@ -230,12 +230,15 @@ def verify(
     bundle: Annotated[Path, typer.Argument(metavar="model.flashmem", help="A bundle.", show_default=False)],
     device: Annotated[str | None, typer.Option(metavar="NAME", help="A device, or 'auto'.", show_default=False)] = None,
     again: Annotated[bool, typer.Option("--again", help="Check what an earlier check found right, too.")] = False,
+    seconds: Annotated[
+        float | None, typer.Option(metavar="S", help="Begin no check after S seconds.", show_default=False)
+    ] = None,
     json: Json = False,
 ) -> None:
     """Check what the driver makes of each kernel of a bundle: every launch, compared with the kernel's text."""
     from flashmem.cli.commands.verify import verify_bundle
 
-    if not verify_bundle(bundle, device, again=again, as_json=json):
+    if not verify_bundle(bundle, device, again=again, seconds=seconds, as_json=json):
         raise typer.Exit(1)
 
 

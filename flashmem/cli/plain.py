@@ -91,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     verify = add("verify", _verify, "Check what the driver makes of each kernel of a bundle.")
     bundle(verify)
     verify.add_argument("--device", metavar="NAME", help="a device, or 'auto'")
+    verify.add_argument("--seconds", type=float, metavar="S", help="begin no check after S seconds")
     verify.add_argument("--again", action="store_true", help="check what an earlier check found right, too")
     replan = add("replan", _replan, "Plan a bundle again for another budget.", json=False)
     bundle(replan)
@@ -162,7 +163,9 @@ def _check(arguments: argparse.Namespace) -> None:
 def _verify(arguments: argparse.Namespace) -> int:
     from flashmem.cli.commands.verify import verify_bundle
 
-    return 0 if verify_bundle(arguments.bundle, arguments.device, again=arguments.again, as_json=arguments.json) else 1
+    again, seconds = arguments.again, arguments.seconds
+    right = verify_bundle(arguments.bundle, arguments.device, again=again, seconds=seconds, as_json=arguments.json)
+    return 0 if right else 1
 
 
 def _replan(arguments: argparse.Namespace) -> None:

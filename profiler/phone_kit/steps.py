@@ -29,6 +29,7 @@ MINUTES = 10.0
 
 _REPEATS = 3
 _RATES_MINUTES = 2.5  # for rates and launches; the rates alone need one or two
+_CHECK_SECONDS = 20.0  # for the kernels of each bundle
 _REFUSED = 2  # exit code of a command that does not do what was asked, and says why
 
 
@@ -136,6 +137,38 @@ def correctness(kit: KitRun) -> list[Json]:
     return found
 
 
+def kernels(kit: KitRun) -> list[Json]:
+    """Every kernel of every bundle, compared with its text (`flashmem verify`); what took too long is not checked."""
+    assert kit.device is not None
+    found: list[Json] = []
+    wrong: list[str] = []
+    for bundle in kit.bundles():
+        words = (
+            "verify",
+            bundle.folder,
+            "--device",
+            str(kit.device.number),
+            "--seconds",
+            str(_CHECK_SECONDS * kit.scale),
+            "--json",
+        )
+        ended = kit.child(_CHECK_SECONDS + 60, "flashmem", *words)
+        row: Json = {"model": bundle.model, "memory_path": bundle.memory_path}
+        try:
+            row["report"] = json.loads(ended.out)
+        except ValueError:
+            row["said"] = ended.said or "flashmem verify printed no report"
+            wrong.append(f"{bundle.model}, {bundle.memory_path}: {row['said']}")
+        else:
+            wrong += [
+                f"{bundle.model}, {bundle.memory_path}: {each['wrong']}" for each in row["report"]["kernels"] if each["wrong"]
+            ]
+        found.append(row)
+    if wrong:
+        raise StepFailedError("; ".join(wrong), found)
+    return found
+
+
 def streamed(kit: KitRun) -> list[Json]:
     """The large model: streamed from a file outside the page cache in every mode, and preloaded."""
     found = []
@@ -188,6 +221,7 @@ def heat(kit: KitRun) -> list[Json]:
 STEPS: dict[str, Callable[[KitRun], Any]] = {
     "doctor": doctor,
     "probes": probes,
+    "kernels": kernels,
     "correctness": correctness,
     "streamed": streamed,
     "storage": storage,

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from flashmem.base.errors import UserError
 from flashmem.bundle.bundle import Bundle
-from flashmem.runtime.checking.checks import CheckedKernel, Report, check_kernels
+from flashmem.runtime.checking.checks import CheckedKernel, Effort, check_kernels
 from flashmem.runtime.kernels.ahead_of_time import kernels_of, requests_of
 from flashmem.runtime.opencl.device import Device
 
 
-def check_bundle_kernels(
-    bundle: Bundle, device: Device, *, again: bool = False, report: Report = lambda fraction: None
-) -> list[CheckedKernel]:
+def check_bundle_kernels(bundle: Bundle, device: Device, effort: Effort | None = None) -> list[CheckedKernel]:
     """Check each kernel that sessions of `bundle` launch on `device`: of first and later runs, for each shape variant.
 
-    What earlier checks found right is not checked again, unless `again`.
+    What earlier checks found right is not checked again, unless `effort` says so.
 
     Raises:
         UserError: the device cannot run the bundle.
@@ -29,5 +27,5 @@ def check_bundle_kernels(
                 "model for this device"
             )
         program, kernels = made
-        found += check_kernels(kernels, program, device, again=again, report=report)
+        found += check_kernels(kernels, program, device, effort)
     return found
