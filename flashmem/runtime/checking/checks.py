@@ -43,8 +43,8 @@ class CheckedKernel:
 class Effort:
     """What checks may use. `abandon` ends them from another thread: what is not checked then is not known.
 
-    `again`: check what an earlier check found right, too. `seconds`: after which no further check begins. `report` is called with
-    the fraction done.
+    `again`: check what an earlier check found right, too. `seconds`: after which no further check begins. `report` is called
+    with the fraction done.
     """
 
     again: bool = False
