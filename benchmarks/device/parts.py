@@ -22,7 +22,7 @@ from tests.support.isolated import call_isolated
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "tests/data"
-STRESSED = ("mobilenetv2", "whisper-tiny-encoder")
+STRESSED = ("whisper-tiny-encoder", str(MODELS / "mobilenet-tiny.onnx"), str(MODELS / "gptneo-tiny.onnx"))
 _LONGEST = 240.0
 """Seconds after which one case counts as hanging."""
 

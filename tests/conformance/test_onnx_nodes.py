@@ -69,6 +69,7 @@ def test_refused_for_the_listed_reason(name: str, reason: str) -> None:
     assert outcome(cases()[name], DEVICES[0].descriptor_name, "buffer") == (reason, ())
 
 
+@pytest.mark.every_driver
 @pytest.mark.parametrize("index", range(len(BATCHES)), ids=[names[0] for names in BATCHES])
 def test_passes(index: int) -> None:
     path, other = PATHS[index % 2], PATHS[(index + 1) % 2]

@@ -146,6 +146,8 @@ def copiers(device: Device, kind: LaneKind, style: CodeStyle) -> CompiledKernels
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("style", [pytest.param(CodeStyle(), id="plain"), pytest.param(PHONE, id="phone")])
 def test_any_number_of_moves_by_launches_of_their_own(style: CodeStyle, kind: LaneKind, device: Device) -> None:
+    if kind == "half" and style is PHONE and device.platform == "rusticl":
+        pytest.skip("Mesa 26.1: llvmpipe's write_imageh writes zeros, or ends the process")
     here, kernels = bench(device, kind), copiers(device, kind, style)
 
     @settings(max_examples=10, deadline=None, derandomize=True)
