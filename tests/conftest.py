@@ -36,7 +36,9 @@ SAMPLED = ("base", "benchmarks", "bundle", "cli", "compiler", "conformance", "fu
 """Folders of tests that compile and run models, or start processes. A plain run takes a sample of them."""
 
 
-ON_DRIVERS = ("compiler/lowering", "compiler/operators", "conformance", "runtime/engine", "runtime/streaming")
+ON_DRIVERS = (
+    "compiler/lowering", "conformance/test_exact", "conformance/test_models", "conformance/test_onnx", "runtime/streaming", "tools/doctor",
+)  # fmt: skip
 """The folders whose tests a run on another driver takes a sample of (`--driver`)."""
 
 
@@ -58,9 +60,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if thorough and not driver:
         return
     if driver:
-        of_driver = [item for item in items if is_on(item.nodeid, driver) or item.get_closest_marker("every_driver")]
-        inside = (item.nodeid for item in of_driver if _within(item, ON_DRIVERS))
-        taken = {item.nodeid for item in of_driver} if thorough else one_of_each_file(inside)
+        marked = [item for item in items if item.get_closest_marker("every_driver")]
+        of_driver = [*marked, *(item for item in items if is_on(item.nodeid, driver) and item not in marked)]
+        files = {item.path for item in marked}
+        inside = (item for item in of_driver if _within(item, ON_DRIVERS) and (item in marked or item.path not in files))
+        taken = {item.nodeid for item in of_driver} if thorough else one_of_each_file(item.nodeid for item in inside)
     else:
         taken = sample(item.nodeid for item in items if _within(item, SAMPLED))
         taken |= {item.nodeid for item in items if not _within(item, SAMPLED)}
