@@ -18,15 +18,20 @@ Cases run in `--jobs` processes. It prints a table, the device and its driver. G
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.command import Arguments, run_command
 from benchmarks.device.parts import PARTS, Setting, processors
 from flashmem.base.errors import UserError
+from flashmem.base.paths import VARIABLE
+from flashmem.runtime.opencl import pocl
 from flashmem.runtime.request.options import device_here
 
 KINDS = ("right", "refused", "wrong", "failed")
@@ -52,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     here = Setting(args.device, device, args.seed, args.jobs, args.graphs, args.together, args.findings)
     named = f"{device.name} ({device.platform}, driver {device.driver_version})"
     print(f"{named}, {args.jobs} processes", flush=True)
-    table = check(here, args.parts, args.minutes)
+    with own_caches():
+        table = check(here, args.parts, args.minutes)
     print(f"\n{'part':12}" + "".join(f"{kind:>9}" for kind in KINDS) + f"{'seconds':>9}")
     for name, (counts, seconds) in table.items():
         print(f"{name:12}" + "".join(f"{counts[kind]:9}" for kind in KINDS) + f"{seconds:9.0f}")
@@ -62,6 +68,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{name}: nothing was right")
     print(f"{named}: {whole['wrong']} wrong, {whole['failed']} failed")
     sys.exit(1 if whole["wrong"] or whole["failed"] or nothing else 0)
+
+
+@contextmanager
+def own_caches() -> Iterator[None]:
+    """In the body, processes keep compiled kernels in a temporary folder: the user's cache has no use for thousands of them."""
+    before = {name: os.environ.get(name) for name in (VARIABLE, pocl.VARIABLE)}
+    with tempfile.TemporaryDirectory(prefix="flashmem-check-", ignore_cleanup_errors=True) as folder:
+        os.environ |= {name: str(Path(folder, name.lower())) for name in before}
+        Path(os.environ[pocl.VARIABLE]).mkdir()
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
 
 
 def check(setting: Setting, parts: Sequence[str], minutes: float) -> dict[str, tuple[Counter[str], float]]:

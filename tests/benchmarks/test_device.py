@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from benchmarks.device import check, parts, running
 from benchmarks.device.drawing import Drawing, difference, joined
 from benchmarks.device.layouts import drawn
 from benchmarks.device.running import Batch, Outcome
-from flashmem.base.errors import UnsupportedModelError
+from flashmem.base.errors import UserError
 from flashmem.runtime.opencl.discovery import list_devices
 from tests.support.compared import by_runtime
 
@@ -85,7 +86,7 @@ def test_graphs_of_a_model_that_fails_are_judged_alone(alone: str, tmp_path: Pat
         if len(graphs) > 1:
             raise ZeroDivisionError("in many")
         if alone == "refused" and graphs[0].prefix == "g2_":
-            raise UnsupportedModelError([("node", "no such kernel")])
+            raise UserError("no such kernel")
         return _right(graphs)
 
     monkeypatch.setattr(running, "_answers", failing)
@@ -101,7 +102,10 @@ def test_graphs_of_a_model_that_fails_are_judged_alone(alone: str, tmp_path: Pat
     [(["right"], 0), (["right", "refused"], 0), (["right", "wrong"], 1), (["right", "failed"], 1), (["refused"], 1)],
 )
 def test_exit_codes(kinds: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    before = dict(os.environ)
+
     def outcomes(setting: object, deadline: float) -> Iterator[Outcome]:
+        assert os.environ["FLASHMEM_CACHE_DIR"] != before.get("FLASHMEM_CACHE_DIR")
         for kind in kinds:
             made = Outcome()
             made.add(kind, "" if kind == "right" else "the reason")
@@ -112,6 +116,7 @@ def test_exit_codes(kinds: list[str], code: int, monkeypatch: pytest.MonkeyPatch
         check.main(["--device", DEVICE])
     printed = capsys.readouterr().out
     assert ended.value.code == code, printed
+    assert os.environ == before
     assert list_devices()[0].driver_version in printed
     assert all(f"layouts: {kind}: the reason" in printed for kind in kinds if kind != "right")
 
