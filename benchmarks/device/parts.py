@@ -190,7 +190,9 @@ PARTS = {
     "operators": Part(1.5, operators),
     "stress": Part(3.5, stress),
 }
-"""By name, in the order in which they run. Time that a part leaves is for the ones after it."""
+"""By name, in the order in which they run. Time that a part leaves is for the ones after it. Another check, for instance of the
+kernels in a bundle, is a function like `play_model` that says what happened to one case, and an entry here.
+"""
 
 
 def _in_processes(
