@@ -22,7 +22,7 @@ from tests.support.isolated import call_isolated
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "tests/data"
-STRESSED = ("whisper-tiny-encoder", str(MODELS / "mobilenet-tiny.onnx"), str(MODELS / "gptneo-tiny.onnx"))
+STRESSED = ("whisper-tiny-encoder", str(MODELS / "mobilenet-tiny.onnx"), str(MODELS / "vit-tiny.onnx"))
 _LONGEST_ON_A_GPU, _LONGEST_ELSEWHERE = 240.0, 1800.0
 """Seconds after which one model counts as hanging. CPUs build kernels slowly."""
 
