@@ -16,7 +16,7 @@ from tests.support.caches import (
     optimisation,
     rates_as_shipped,
 )
-from tests.support.selection import sample
+from tests.support.selection import is_on, one_of_each_file, sample
 
 HERE = Path(__file__).parent
 
@@ -36,6 +36,10 @@ SAMPLED = ("base", "benchmarks", "bundle", "cli", "compiler", "conformance", "fu
 """Folders of tests that compile and run models, or start processes. A plain run takes a sample of them."""
 
 
+ON_DRIVERS = ("compiler/lowering", "conformance/test_exact", "conformance/test_models", "conformance/test_onnx", "tools/doctor")
+"""The folders whose tests a run on another driver takes a sample of (`--driver`)."""
+
+
 NODE_TESTS = "ONNX node tests"
 """The name of a property: the counts of the node tests as text, and of each operator with another ending."""
 
@@ -43,17 +47,29 @@ NODE_TESTS = "ONNX node tests"
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--thorough`."""
     parser.addoption("--thorough", action="store_true", help="run all tests, on all OpenCL runtimes")
+    parser.addoption(
+        "--driver", metavar="DESCRIPTOR", help="run tests on the device of this descriptor only (tools/cpu_drivers.py)"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without `--thorough`, select a sample of the tests in `SAMPLED` folders (see CONTRIBUTING.md)."""
-    if config.getoption("thorough"):
+    driver, thorough = config.getoption("driver"), config.getoption("thorough")
+    if thorough and not driver:
         return
-    chosen = sample(item.nodeid for item in items if _within(item, SAMPLED))
+    if driver:
+        marked = [item for item in items if item.get_closest_marker("every_driver")]
+        of_driver = [*marked, *(item for item in items if is_on(item.nodeid, driver) and item not in marked)]
+        files = {item.path for item in marked}
+        inside = (item for item in of_driver if _within(item, ON_DRIVERS) and (item in marked or item.path not in files))
+        taken = {item.nodeid for item in of_driver} if thorough else one_of_each_file(item.nodeid for item in inside)
+    else:
+        taken = sample(item.nodeid for item in items if _within(item, SAMPLED))
+        taken |= {item.nodeid for item in items if not _within(item, SAMPLED)}
     kept, left = [], []
     for item in items:
-        taken = item.nodeid in chosen or not _within(item, SAMPLED)
-        (kept if taken and not item.get_closest_marker("thorough") else left).append(item)
+        unwanted = not thorough and item.get_closest_marker("thorough")
+        (kept if item.nodeid in taken and not unwanted else left).append(item)
     config.hook.pytest_deselected(items=left)
     items[:] = kept
 
@@ -70,6 +86,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     strict = item.path.name.startswith("test_strict")  # which watches the calls of OpenCL
     apart = item.get_closest_marker("build_apart") is not None  # as for users
     optimisation.on = apart or (listed and not strict and item.get_closest_marker("unoptimised") is None)
+    # PoCL 7.1 answers wrongly, or crashes, in kernels of attention that it was told not to optimise.
+    optimisation.always = bool(item.config.getoption("driver"))
 
 
 @pytest.fixture(scope="session", autouse=True)

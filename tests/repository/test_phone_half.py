@@ -32,7 +32,10 @@ from tests.repository.test_packaging import ROOT, build
 from tests.support.gguf_models import SmallLlama
 
 MODEL = ROOT / "tests/data/resnet-tiny.onnx"
-DEVICE = next(device for device in list_devices() if device.kind == "cpu" and device.descriptor_name in ("pocl", "intel-cpu"))
+CPUS = [device for device in list_devices() if device.kind == "cpu" and device.descriptor_name in ("pocl", "intel-cpu")]
+if not CPUS:
+    pytest.skip("a kit is for a device with a descriptor of its own", allow_module_level=True)
+DEVICE = CPUS[0]
 NUMBER = str(list_devices().index(DEVICE))
 ALLOWED = ("numpy", "pyopencl", "pytools", "platformdirs", "typing_extensions", "importlib_resources", "siphash24", "mako")
 """Also the dependencies of pyopencl."""

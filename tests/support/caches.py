@@ -76,7 +76,7 @@ class Optimisation:
     """Whether drivers optimise the kernels that a session builds itself."""
 
     def __init__(self) -> None:
-        self.on = True
+        self.on, self.always = True, False
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -108,7 +108,7 @@ def kernels_unoptimised(monkeypatch: pytest.MonkeyPatch) -> None:
         build: Build | None = None,
         shared: MutableMapping[str, CompiledProgram] | None = None,
     ) -> None:
-        if build is None and not carried and not optimisation.on:
+        if build is None and not carried and not (optimisation.on or optimisation.always):
             options = [*options, "-cl-opt-disable"]
         _init(kernels, cache, context, options, wanted, carried, build, shared)
 

@@ -26,6 +26,16 @@ def sample(names: Iterable[str]) -> frozenset[str]:
     return frozenset(name for test in tests for name in sorted(test, key=_checksum)[: -(-len(test) // SHARE)])
 
 
+def is_on(name: str, driver: str) -> bool:
+    """Whether a test has the descriptor of `driver` among its parameters."""
+    return re.search(rf"\[.*(?<![\w.]){re.escape(driver)}(?![\w.]).*\]", name) is not None
+
+
+def one_of_each_file(names: Iterable[str]) -> frozenset[str]:
+    """One test of each file, chosen by checksums: always the same one."""
+    return frozenset(min(each, key=_checksum) for each in _alike(names, lambda name: name.split("::")[0]).values())
+
+
 def _without_runtime(name: str) -> str:
     """`name` without its OpenCL runtime, if it has one only."""
     return _RUNTIME.sub("*", name) if len(set(_RUNTIME.findall(name))) == 1 else name

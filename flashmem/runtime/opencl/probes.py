@@ -267,7 +267,7 @@ class _Reader:
     def __init__(self, context: Context) -> None:
         self.queue = context.queue()
         self._sums = context.buffer(4 * _ITEMS)
-        self._program = context.build(_SOURCE, ["-cl-std=CL1.2"])
+        self._program = context.build(_SOURCE, [])
 
     def _total(self, buffer: Any) -> int:
         """The sum of the buffer's numbers, modulo 2**32, by the device."""
@@ -370,7 +370,7 @@ def _record(extension: str, context: Context, make: Callable[[Queue], Recorder])
     queue = context.queue()
     counts, found = context.buffer(4 * _ITEMS), np.zeros(_ITEMS, np.uint32)
     queue.write(counts, found)
-    program = context.build(_SOURCE, ["-cl-std=CL1.2"])
+    program = context.build(_SOURCE, [])
     launch = queue.prepare(program.kernel("add", [counts]), (_ITEMS,), (_ITEMS,))
     recorder = make(queue)
     count = min(_LAUNCHES, recorder.most)

@@ -101,7 +101,7 @@ def tests(number: int, folder: Path) -> Iterator[SelfTestResult]:
 
     def build() -> SelfTestResult:
         begun = perf_counter()
-        program = context.build(_BUSY, ["-cl-std=CL1.2"])
+        program = context.build(_BUSY, [])
         program.check("busy")
         seconds = perf_counter() - begun
         size = len(program.binary())
@@ -113,7 +113,7 @@ def tests(number: int, folder: Path) -> Iterator[SelfTestResult]:
     def summed(image: object, queue: Queue) -> bool:
         """Whether a kernel reads what `queue` wrote. A kernel on another queue would have to wait for an event of this one."""
         sums = context.buffer(4 * _ROWS)
-        kernel = context.build(_SUMS, ["-cl-std=CL1.2"]).kernel("sum_rows", [image, sums, np.int32(_WIDTH)])
+        kernel = context.build(_SUMS, []).kernel("sum_rows", [image, sums, np.int32(_WIDTH)])
         queue.launch(queue.prepare(kernel, (_ROWS,), (1,)))
         found = np.empty(_ROWS, np.float32)
         queue.read(found, sums)
@@ -161,7 +161,7 @@ def tests(number: int, folder: Path) -> Iterator[SelfTestResult]:
         other.write(target, data)
         rate = _COPY_BYTES / min(_seconds(lambda: other.write(target, data)) for _ in range(3))
         numbers = context.buffer(4 << 14)
-        program = context.build(_BUSY, ["-cl-std=CL1.2"])
+        program = context.build(_BUSY, [])
         steps = 1000
         kernel = program.kernel("busy", [numbers, np.int32(steps)])
 

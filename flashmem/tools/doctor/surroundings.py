@@ -17,7 +17,7 @@ from typing import Literal
 
 from flashmem.base.pages import SYSTEM_PAGE
 from flashmem.runtime.opencl.devices import is_android
-from flashmem.runtime.opencl.icd import pip_runtimes
+from flashmem.runtime.opencl.icd import VARIABLE, pip_runtimes
 
 Family = Literal["adreno", "mali", "powervr"]
 
@@ -111,11 +111,11 @@ def look(
         drivers=tuple(Driver(family, path, open_library(path)) for family, path in found),
         listed=_listed(root),
         loaders=_loaders(root, prefix),
-        icds=_icds(root, prefix),
+        icds=_icds(root, environment.get(VARIABLE) or f"{prefix}/{_VENDORS}"),
         copied=copied,
         outdated=copy is not None
         and any((root / path.lstrip("/")).stat().st_mtime > copy.stat().st_mtime for _, path in found),
-        pip=tuple(map(str, pip_runtimes())) if root == Path("/") else (),
+        pip=tuple(map(str, pip_runtimes())) if root == Path("/") and not environment.get(VARIABLE) else (),
         pyopencl=version,
         pyopencl_error=error,
         loaded=loaded,
@@ -155,21 +155,20 @@ def _loaders(root: Path, prefix: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(f"/{file.relative_to(root)}" for file in files))
 
 
-def _icds(root: Path, prefix: str) -> tuple[Icd, ...]:
-    folders = [f"{prefix.lstrip('/')}/{_VENDORS}"] if prefix else [_VENDORS]
-    found = []
-    for folder in folders:
-        for file in sorted((root / folder).glob("*.icd")) if (root / folder).is_dir() else []:
-            library = file.read_text(encoding="utf-8", errors="replace").strip()
-            place = root / library.lstrip("/")
-            broken = ""
-            if not library:
-                broken = "it names no library"
-            elif library.startswith("/") and not place.is_file():
-                broken = f"{library} is not there"
-            elif library.startswith("/") and place.stat().st_size == 0:
-                broken = f"{library} is empty"
-            found.append(Icd(f"/{file.relative_to(root)}", library, broken))
+def _icds(root: Path, named: str) -> tuple[Icd, ...]:
+    """The files in the folder `named`, or this file itself: what OCL_ICD_VENDORS may be, in place of the usual folder."""
+    there, found = root / named.lstrip("/"), []
+    for file in sorted(there.glob("*.icd")) if there.is_dir() else [there] if there.is_file() else []:
+        library = file.read_text(encoding="utf-8", errors="replace").strip()
+        place = root / library.lstrip("/")
+        broken = ""
+        if not library:
+            broken = "it names no library"
+        elif library.startswith("/") and not place.is_file():
+            broken = f"{library} is not there"
+        elif library.startswith("/") and place.stat().st_size == 0:
+            broken = f"{library} is empty"
+        found.append(Icd(f"/{file.relative_to(root)}", library, broken))
     return tuple(found)
 
 

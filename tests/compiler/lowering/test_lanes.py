@@ -139,13 +139,15 @@ def bench(device: Device, kind: LaneKind) -> Bench:
 @cache
 def copiers(device: Device, kind: LaneKind, style: CodeStyle) -> CompiledKernels:
     channels = () if kind == "buffer" else (kind,)
-    return CompiledKernels(bench(device, kind).context, KernelLibrary(style).source(kind, channels).lane, ("-cl-std=CL1.2",))
+    return CompiledKernels(bench(device, kind).context, KernelLibrary(style).source(kind, channels).lane, ())
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("style", [pytest.param(CodeStyle(), id="plain"), pytest.param(PHONE, id="phone")])
 def test_any_number_of_moves_by_launches_of_their_own(style: CodeStyle, kind: LaneKind, device: Device) -> None:
+    if kind == "half" and style is PHONE and device.platform == "rusticl":
+        pytest.skip("Mesa 26.1: llvmpipe's write_imageh writes zeros, or ends the process")
     here, kernels = bench(device, kind), copiers(device, kind, style)
 
     @settings(max_examples=10, deadline=None, derandomize=True)
@@ -188,7 +190,7 @@ def test_places_in_textures_of_any_size(device: Device) -> None:
     module: Any = _environment(PHONE).get_template("common/lane.cl.j2").module
     text = (module.definitions(Lane("float", 4)) + PLACES).replace("FM_MAD(", "mad(")
     context = Context(device)
-    queue, program = cl.CommandQueue(context.handle), cl.Program(context.handle, text).build(["-cl-std=CL1.2"], cache_dir=False)
+    queue, program = cl.CommandQueue(context.handle), cl.Program(context.handle, text).build(cache_dir=False)
     given = [cl.Buffer(context.handle, cl.mem_flags.READ_WRITE, 4 * count) for _ in range(3)]
     place = cl.Buffer(context.handle, cl.mem_flags.READ_WRITE, 8 * count)
     for each, numbers in zip(given, (at, wide, distance), strict=True):

@@ -211,7 +211,7 @@ def test_quantised_weights_give_the_bits_of_the_floats_they_stand_for(device: st
             feeds = {name: _of_kind(data, numbers, random) for name, data in quantised.feeds.items()}
             assert feeds.keys() == floats.feeds.keys()
             require_right(floats.proto(21), feeds, session.run(None, feeds))
-    if (device, path) == CASES[2]:
+    if (device, path) == CASES[:3][-1]:
         file = saved(floats.proto(21), tmp_path, "floats")
         same = flashmem.compile(
             file,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flashmem.base.errors import UserError
-from flashmem.profiler.phone_compilers import adreno, compiling, mali, roots
+from flashmem.profiler.phone_compilers import adreno, compiling, mali, packages, roots
 from flashmem.profiler.phone_compilers.compiling import Compiled, Compiler, options_of, root_of
 from flashmem.profiler.phone_compilers.gpus import GPUS, gpu_of
 from flashmem.profiler.phone_compilers.report import CompilerReport, examine, texts_of
@@ -155,7 +155,7 @@ def test_a_download_that_fails_says_what_apt_said(tmp_path: Path, monkeypatch: p
         (programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(programs))
-    monkeypatch.setattr(roots, "KEYRING", keys)
+    monkeypatch.setattr(packages, "KEYRING", keys)
     monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path / "cache"))
     with pytest.raises(UserError, match="Could not resolve the archive"):
         roots.set_up("amd64")

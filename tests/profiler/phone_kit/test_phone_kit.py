@@ -32,7 +32,10 @@ from flashmem.target.descriptor import IMPORT_HOST_MEMORY, load_descriptor
 from flashmem.tools.verify import TOLERANCE, compare, reference
 from tests.support.made_profile import BASIS, law
 
-DEVICE = next(device for device in list_devices() if device.kind == "cpu" and device.descriptor_name in ("pocl", "intel-cpu"))
+CPUS = [device for device in list_devices() if device.kind == "cpu" and device.descriptor_name in ("pocl", "intel-cpu")]
+if not CPUS:
+    pytest.skip("a kit is for a device with a descriptor of its own", allow_module_level=True)
+DEVICE = CPUS[0]
 NUMBER = list_devices().index(DEVICE)
 PATHS = load_descriptor(DEVICE.descriptor_name).memory_paths
 

@@ -10,6 +10,7 @@ import pytest
 
 from flashmem.cli.commands import doctor
 from flashmem.runtime.opencl.discovery import list_devices
+from flashmem.tools.doctor import surroundings
 from flashmem.tools.doctor.advice import ADRENO_LINE, MALI_LINE, next_lines, steps
 from flashmem.tools.doctor.selftest import SelfTestResult, disk, run_apart
 from flashmem.tools.doctor.surroundings import FORBIDDEN, Surroundings, look
@@ -141,6 +142,15 @@ def test_termux_without_a_loader_is_told_which_package_has_one(tmp_path: Path) -
     assert said(phone.file(f"{PREFIX}/lib/libOpenCL.so").look(), "loader") == (True, f"{PREFIX}/lib/libOpenCL.so")
 
 
+@pytest.mark.parametrize("named", ["/elsewhere/vendors", "/elsewhere/vendors/mine.icd"])
+def test_drivers_that_the_user_named_are_the_loader_s(named: str, adreno: Phone, monkeypatch: pytest.MonkeyPatch) -> None:
+    adreno.termux_package("ELF").file("/elsewhere/vendors/mine.icd", "libmine.so\n")
+    adreno.environment["OCL_ICD_VENDORS"] = named
+    assert said(adreno.look(), "drivers of the loader") == (True, "/elsewhere/vendors/mine.icd: libmine.so")
+    monkeypatch.setattr(surroundings, "pip_runtimes", lambda: (Path("libintelocl.so"),))
+    assert look(environment={}).pip == ("libintelocl.so",) and look(environment=adreno.environment).pip == ()
+
+
 def test_pyopencl_comes_after_the_driver(adreno: Phone) -> None:
     adreno.environment["LD_LIBRARY_PATH"] = f"/vendor/lib64:{PREFIX}/lib"
     lines = next_lines(steps(adreno.look()))
@@ -161,6 +171,7 @@ def test_a_desk_is_told_of_a_driver_that_exists_for_it(tmp_path: Path, machine: 
     assert bool(arm) == (machine == "x86_64")
 
 
+@pytest.mark.every_driver
 @pytest.mark.parametrize("number", range(len(list_devices())))
 def test_every_runtime_here_passes_its_self_test(number: int, tmp_path: Path) -> None:
     device, results = list_devices()[number], run_apart(number, tmp_path)
