@@ -1,4 +1,4 @@
-"""Functions of a text as Python closures that execute them on a `Machine`."""
+"""Functions of a text as Python closures that execute them on a `LaunchState`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 
 from flashmem.interpreter import functions
 from flashmem.interpreter.errors import UnknownTextError
-from flashmem.interpreter.machine import Machine, Reference, Value, choose_pointer
-from flashmem.interpreter.memory import Choice, Image, Memory, Pointer
+from flashmem.interpreter.machine import LaunchState, Reference, Value, choose_pointer
+from flashmem.interpreter.memory import Image, KernelMemory, Pointer, PointerChoice
 from flashmem.interpreter.syntax import (
     Assign,
     Binary,
@@ -25,18 +25,18 @@ from flashmem.interpreter.syntax import (
     Expression,
     Function,
     If,
+    Increment,
     Index,
     Jump,
     Literal,
     Loop,
     Member,
     Name,
-    Node,
-    Step,
+    SyntaxNode,
     Ternary,
+    TranslationUnit,
     Type,
     Unary,
-    Unit,
     constant,
 )
 from flashmem.interpreter.values import (
@@ -58,9 +58,9 @@ from flashmem.interpreter.values import (
     truth,
 )
 
-Evaluate = Callable[[Machine], Value]
-Execute = Callable[[Machine], None]
-Put = Callable[[Machine, Value], None]
+Evaluate = Callable[[LaunchState], Value]
+Execute = Callable[[LaunchState], None]
+Put = Callable[[LaunchState, Value], None]
 
 _CONSTANTS: Final[dict[str, Number]] = {
     "INFINITY": number(math.inf, "float"), "NAN": number(math.nan, "float"),
@@ -95,10 +95,10 @@ class _Called:
     body: Execute
 
 
-class Compiler:
-    """Compiles the functions of a text. Each variable of the text has a slot in `Machine.variables`."""
+class TextCompiler:
+    """Compiles the functions of a text. Each variable of the text has a slot in `LaunchState.variables`."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: TranslationUnit) -> None:
         self._unit = unit
         self._called: dict[str, _Called] = {}
         self._scopes: list[dict[str, tuple[int, Type]]] = [{}]
@@ -140,7 +140,7 @@ class Compiler:
         self._scopes, self._loops = scopes, loops
         self._active.pop()
 
-        def run(m: Machine) -> None:
+        def run(m: LaunchState) -> None:
             m.variables[result] = m.variables[gone] = None
             body(m)
 
@@ -149,7 +149,7 @@ class Compiler:
 
     # -- statements
 
-    def _statement(self, node: Node) -> Execute:
+    def _statement(self, node: SyntaxNode) -> Execute:
         if isinstance(node, Block):
             return self._block(node)
         if isinstance(node, Declare):
@@ -157,7 +157,7 @@ class Compiler:
         if isinstance(node, Expression):
             value = self._expression(node.value)
 
-            def evaluate(m: Machine) -> None:
+            def evaluate(m: LaunchState) -> None:
                 value(m)
 
             return evaluate
@@ -176,7 +176,7 @@ class Compiler:
         if node.scope:
             self._scopes.pop()
 
-        def run(m: Machine) -> None:
+        def run(m: LaunchState) -> None:
             for statement in statements:
                 statement(m)
                 if m.mask is not None and not m.mask.any():
@@ -195,12 +195,12 @@ class Compiler:
         if value is None:
             zero = None if type_.is_pointer else of_width(number(0, "int"), type_)
 
-            def begin(m: Machine) -> None:
+            def begin(m: LaunchState) -> None:
                 m.variables[slot] = zero
 
             return begin
 
-        def declare(m: Machine) -> None:
+        def declare(m: LaunchState) -> None:
             m.variables[slot] = _as_declared(value(m), type_)
 
         return declare
@@ -216,11 +216,13 @@ class Compiler:
         nbytes = -(-count * itemsize // 16) * 16
         values = [self._expression(each) for each in node.values]
 
-        def declare(m: Machine) -> None:
+        def declare(m: LaunchState) -> None:
             if slot not in m.arrays:
                 shared = {"local": (m.teams, m.team), "constant": (1, np.zeros(1, np.int64))}.get(node.space, (m.items, m.item))
                 data = np.zeros(shared[0] * nbytes, np.uint8)
-                m.arrays[slot] = Memory(node.name, data, count * itemsize, shared[1] * nbytes, DTYPES[type_.name].itemsize)
+                m.arrays[slot] = KernelMemory(
+                    node.name, data, count * itemsize, shared[1] * nbytes, DTYPES[type_.name].itemsize
+                )
             pointer = Pointer(m.arrays[slot], np.zeros(1, np.int64), type_, rows=rows)
             m.variables[slot] = pointer
             for place, each in enumerate(values):
@@ -232,7 +234,7 @@ class Compiler:
         condition = self._expression(node.condition)
         yes, no = self._scoped(node.yes), None if node.no is None else self._scoped(node.no)
 
-        def run(m: Machine) -> None:
+        def run(m: LaunchState) -> None:
             found: Number = condition(m)
             m.doubt(found)
             if found.is_uniform:
@@ -255,7 +257,7 @@ class Compiler:
 
         return run
 
-    def _scoped(self, node: Node) -> Execute:
+    def _scoped(self, node: SyntaxNode) -> Execute:
         self._scopes.append({})
         made = self._statement(node)
         self._scopes.pop()
@@ -274,7 +276,7 @@ class Compiler:
         first = not node.after
         gone = self._returned[-1] if self._returned else -1
 
-        def run(m: Machine) -> None:
+        def run(m: LaunchState) -> None:
             if begin is not None:
                 begin(m)
             before = m.mask
@@ -312,7 +314,7 @@ class Compiler:
             result, gone = self._returned[-2:]
             value = None if node.value is None else self._expression(node.value)
 
-            def leave(m: Machine) -> None:
+            def leave(m: LaunchState) -> None:
                 if value is not None:
                     m.assign(result, value(m))
                 _go(m, gone)
@@ -322,14 +324,14 @@ class Compiler:
             raise UnknownTextError(f"{node.kind} outside of a loop")
         slot = self._loops[-1][0 if node.kind == "break" else 1]
 
-        def jump(m: Machine) -> None:
+        def jump(m: LaunchState) -> None:
             _go(m, slot)
 
         return jump
 
     # -- expressions
 
-    def _expression(self, node: Node) -> Evaluate:
+    def _expression(self, node: SyntaxNode) -> Evaluate:
         made = self._EXPRESSIONS.get(type(node))
         if made is None:
             raise UnknownTextError(f"a {type(node).__name__}")
@@ -369,7 +371,7 @@ class Compiler:
             return lambda m: compared("==", operand(m), number(0, "int"))
         return lambda m: _inverted(operand(m))
 
-    def _pointer_to(self, node: Node) -> Evaluate:
+    def _pointer_to(self, node: SyntaxNode) -> Evaluate:
         """The address of an element."""
         if isinstance(node, Unary) and node.sign == "*":
             return self._expression(node.operand)
@@ -378,10 +380,10 @@ class Compiler:
             return lambda m: base(m).moved(index(m))
         raise UnknownTextError("the address of something that is no element")
 
-    def _step(self, node: Step) -> Evaluate:
+    def _step(self, node: Increment) -> Evaluate:
         get, put = self._place(node.target)
 
-        def step(m: Machine) -> Value:
+        def step(m: LaunchState) -> Value:
             old = get(m)
             new = _moved(node.sign, old, number(1, "int"))
             put(m, new)
@@ -407,7 +409,7 @@ class Compiler:
         left, right = self._expression(node.left), self._expression(node.right)
         both = node.sign == "&&"
 
-        def evaluate(m: Machine) -> Value:
+        def evaluate(m: LaunchState) -> Value:
             first = truth(left(m))
             if first.is_uniform and first.e is None and bool(first.v[0]) != both:
                 return first
@@ -429,11 +431,11 @@ class Compiler:
         value, sign = self._expression(node.value), node.sign
         product, literal = _is_product(node.value), _is_literal(node.value)
 
-        def assign(m: Machine) -> Value:
+        def assign(m: LaunchState) -> Value:
             new = value(m)
             if sign:
                 old = get(m)
-                if isinstance(old, Pointer | Choice):
+                if isinstance(old, Pointer | PointerChoice):
                     new = _moved(sign, old, new)
                 elif sign in "+-":
                     new = _sum(sign, old, new, (False, product), literal)
@@ -444,7 +446,7 @@ class Compiler:
 
         return assign
 
-    def _place(self, node: Node) -> tuple[Evaluate, Put]:
+    def _place(self, node: SyntaxNode) -> tuple[Evaluate, Put]:
         """How a variable, an element or components of a vector are read and written."""
         if isinstance(node, Name) and (found := self._found(node.name)) is not None:
             slot, type_ = found
@@ -453,13 +455,13 @@ class Compiler:
             get, put = self._place(node.base)
             name = node.name
 
-            def replace(m: Machine, x: Value) -> None:
+            def replace(m: LaunchState, x: Value) -> None:
                 put(m, _with_components(get(m), name, x, m.items))
 
             return lambda m: _components(get(m), name), replace
         pointer = self._pointer_to(node)
 
-        def store(m: Machine, x: Value) -> None:
+        def store(m: LaunchState, x: Value) -> None:
             place = pointer(m)
             m.store(place, of_width(x, place.type))
 
@@ -468,7 +470,7 @@ class Compiler:
     def _ternary(self, node: Ternary) -> Evaluate:
         condition, yes, no = map(self._expression, (node.condition, node.yes, node.no))
 
-        def evaluate(m: Machine) -> Value:
+        def evaluate(m: LaunchState) -> Value:
             found: Number = condition(m)
             if found.v.ndim == 2:
                 return functions.function("select")(no(m), yes(m), found)  # type: ignore[misc]
@@ -519,7 +521,7 @@ class Compiler:
         called = self._function(function)
         result_type = function.result
 
-        def call(m: Machine) -> Value:
+        def call(m: LaunchState) -> Value:
             given = [
                 _as_declared(argument(m), type_) for argument, (_, type_) in zip(arguments, called.parameters, strict=True)
             ]
@@ -547,7 +549,7 @@ class Compiler:
             return lambda m: _as_declared(parts[0](m), type_)
         scalar = Type(type_.name)
 
-        def vector(m: Machine) -> Value:
+        def vector(m: LaunchState) -> Value:
             found = [part(m) for part in parts]
             columns = [of_width(x, scalar if x.v.ndim == 1 else Type(type_.name, x.width)) for x in found]
             return _joined(columns, type_.width)
@@ -557,20 +559,20 @@ class Compiler:
     def _comma(self, node: Comma) -> Evaluate:
         parts = [self._expression(each) for each in node.parts]
 
-        def evaluate(m: Machine) -> Value:
+        def evaluate(m: LaunchState) -> Value:
             for part in parts[:-1]:
                 part(m)
             return parts[-1](m)
 
         return evaluate
 
-    _EXPRESSIONS: Final[dict[type[Node], Any]] = {
-        Literal: _literal, Name: _variable, Unary: _unary, Step: _step, Binary: _binary, Assign: _assign, Ternary: _ternary,
-        Call: _call, Index: _index, Member: _member, Cast: _cast, Comma: _comma,
+    _EXPRESSIONS: Final[dict[type[SyntaxNode], Any]] = {
+        Literal: _literal, Name: _variable, Unary: _unary, Increment: _step, Binary: _binary, Assign: _assign,
+        Ternary: _ternary, Call: _call, Index: _index, Member: _member, Cast: _cast, Comma: _comma,
     }  # fmt: skip
 
 
-def _go(m: Machine, slot: int) -> None:
+def _go(m: LaunchState, slot: int) -> None:
     """Those that take part leave a loop, its body or a function, in which they are noted."""
     leaving = np.ones(m.items, bool) if m.mask is None else m.mask
     before = m.variables[slot]
@@ -593,13 +595,13 @@ def _literal(text: str) -> Number:
     return number(float(lower.rstrip("f")), "float" if lower.endswith("f") else "double")
 
 
-def _is_product(node: Node) -> bool:
+def _is_product(node: SyntaxNode) -> bool:
     if isinstance(node, Unary) and node.sign in "+-":
         return _is_product(node.operand)
     return isinstance(node, Binary) and node.sign == "*"
 
 
-def _is_literal(node: Node) -> bool:
+def _is_literal(node: SyntaxNode) -> bool:
     if isinstance(node, Cast):
         return len(node.parts) == 1 and _is_literal(node.parts[0])
     if isinstance(node, Unary):
@@ -638,7 +640,7 @@ def _inverted(x: Number) -> Number:
     return Number(~x.v, None if x.e is None else known(np.where(x.e > 0, np.inf, 0.0)))
 
 
-def _loaded(m: Machine, pointer: Any, width: int = 0) -> Any:
+def _loaded(m: LaunchState, pointer: Any, width: int = 0) -> Any:
     if isinstance(pointer, Pointer) and pointer.in_row:  # a row of an array of arrays
         return pointer
     if isinstance(pointer, Reference):
@@ -652,7 +654,7 @@ def _loaded(m: Machine, pointer: Any, width: int = 0) -> Any:
 def _as_declared(x: Value, type_: Type) -> Value:
     if isinstance(x, Number):
         return of_width(x, type_)
-    if isinstance(x, Pointer | Choice | Reference) and type_.is_pointer:
+    if isinstance(x, Pointer | PointerChoice | Reference) and type_.is_pointer:
         return x if x.type == type_.target else x.as_type(type_)
     return x
 
@@ -710,7 +712,7 @@ def _vector_access(match: re.Match[str], arguments: list[Evaluate]) -> Evaluate:
     """vloadN, vstoreN, and those of halves."""
     width, half = int(match[3] or 1), bool(match[2])
 
-    def place(m: Machine, offset: Evaluate, pointer: Evaluate) -> Any:
+    def place(m: LaunchState, offset: Evaluate, pointer: Evaluate) -> Any:
         at, base = offset(m), pointer(m)
         if isinstance(base, Reference):
             return base
@@ -718,13 +720,13 @@ def _vector_access(match: re.Match[str], arguments: list[Evaluate]) -> Evaluate:
 
     if match[1] == "load":
 
-        def load(m: Machine) -> Value:
+        def load(m: LaunchState) -> Value:
             found = _loaded(m, place(m, *arguments), width)
             return converted(found, DTYPES["float"]) if half else found
 
         return load
 
-    def store(m: Machine) -> Value:
+    def store(m: LaunchState) -> Value:
         x: Number = arguments[0](m)
         pointer = place(m, *arguments[1:])
         m.store(pointer, of_width(x, Type("half" if half else pointer.type.name, width)))
@@ -744,7 +746,7 @@ def _image_access(match: re.Match[str], arguments: list[Evaluate]) -> Evaluate:
 
     if match[1] == "read":
 
-        def read(m: Machine) -> Value:
+        def read(m: LaunchState) -> Value:
             image: Image = arguments[0](m)
             at: Number = arguments[-1](m)
             x, y = coordinates(at)
@@ -757,7 +759,7 @@ def _image_access(match: re.Match[str], arguments: list[Evaluate]) -> Evaluate:
 
         return read
 
-    def write(m: Machine) -> Value:
+    def write(m: LaunchState) -> Value:
         image: Image = arguments[0](m)
         x, y = coordinates(arguments[1](m))
         texel: Number = arguments[2](m)

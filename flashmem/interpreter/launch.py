@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flashmem.interpreter.compiled import Compiler, _Called
+from flashmem.interpreter.compiled import TextCompiler, _Called
 from flashmem.interpreter.errors import UnknownTextError
-from flashmem.interpreter.machine import Machine, Value
-from flashmem.interpreter.memory import Image, Memory, Pointer
+from flashmem.interpreter.machine import LaunchState, Value
+from flashmem.interpreter.memory import Image, KernelMemory, Pointer
 from flashmem.interpreter.preprocessor import preprocess
 from flashmem.interpreter.syntax import Parameter, parse
 from flashmem.interpreter.values import DTYPES, Array, Number
@@ -45,7 +45,7 @@ class InterpretedKernel:
 
     name: str
     parameters: tuple[Parameter, ...]
-    _compiler: Compiler
+    _compiler: TextCompiler
     _called: _Called
 
     def run(
@@ -65,8 +65,8 @@ class InterpretedKernel:
             UnknownTextError: the text uses what the interpreter does not know.
             OutsideError: a work-item leaves the memory of an argument.
         """
-        machine = Machine(size, group, groups, copies, self._compiler.slots)
-        held: dict[int, Memory | Image] = {}
+        machine = LaunchState(size, group, groups, copies, self._compiler.slots)
+        held: dict[int, KernelMemory | Image] = {}
         changed = {id(given) for parameter, given in zip(self.parameters, arguments, strict=True) if not parameter.constant}
         with np.errstate(all="ignore"):
             for execute in self._compiler.begin:
@@ -82,12 +82,12 @@ class InterpretedKernel:
 
 
 def _argument(
-    machine: Machine,
+    machine: LaunchState,
     parameter: Parameter,
     given: Array | int | float,
     copies: int,
     changes: bool,
-    held: dict[int, Memory | Image],
+    held: dict[int, KernelMemory | Image],
 ) -> Value:
     """The value of a parameter. Arguments that are one array are one memory."""
     if parameter.type.name == "image2d_t":
@@ -104,14 +104,14 @@ def _argument(
         unit = DTYPES[parameter.type.name].itemsize
         if len(given) == 1 and not changes:
             data = np.pad(given.reshape(-1), (0, -nbytes % 16)) if nbytes % 16 else given.reshape(-1)
-            held[id(given)] = Memory(parameter.name, data, nbytes, np.zeros(1, np.int64), unit)
+            held[id(given)] = KernelMemory(parameter.name, data, nbytes, np.zeros(1, np.int64), unit)
         else:
             stride = -(-(nbytes + GAP) // GAP) * GAP
             data = np.zeros(copies * stride, np.uint8)
             data.reshape(copies, stride)[:, :nbytes] = given
-            held[id(given)] = Memory(parameter.name, data, nbytes, machine.copy * stride, unit, watched=changes)
+            held[id(given)] = KernelMemory(parameter.name, data, nbytes, machine.copy * stride, unit, watched=changes)
     memory = held[id(given)]
-    assert isinstance(memory, Memory)
+    assert isinstance(memory, KernelMemory)
     return Pointer(memory, np.zeros(1, np.int64), parameter.type.target)
 
 
@@ -125,12 +125,12 @@ def interpreted(text: str, name: str, defined: tuple[tuple[str, str], ...] = ())
     unit = parse(preprocess(text, dict(defined)))
     if name not in unit.functions:
         raise UnknownTextError(f"no kernel {name}")
-    compiler = Compiler(unit)
+    compiler = TextCompiler(unit)
     called = compiler.kernel(name)
     return InterpretedKernel(name, unit.functions[name].parameters, compiler, called)
 
 
-def _written(parameter: Parameter, memory: Memory | Image, copies: int) -> Written:
+def _written(parameter: Parameter, memory: KernelMemory | Image, copies: int) -> Written:
     """The written elements, without the gaps between copies."""
     if isinstance(memory, Image):
         assert memory.written is not None

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from flashmem.interpreter.memory import Choice, Image, Memory, Pointer
+from flashmem.interpreter.memory import Image, KernelMemory, Pointer, PointerChoice
 from flashmem.interpreter.values import Array, Number
 
 Value = Any
 
 
-class Machine:
+class LaunchState:
     """All work-items of some work-groups, each group `copies` times with memory of its own.
 
     They execute each statement together, so that every barrier holds. `mask`: those that take part, None for all. `lost`: those
@@ -41,7 +41,7 @@ class Machine:
         self.variables: list[Value] = [None] * slots
         self.mask: Array | None = None
         self.lost: Array | None = None
-        self.arrays: dict[int, Memory] = {}  # by slot
+        self.arrays: dict[int, KernelMemory] = {}  # by slot
 
     # -- who takes part
 
@@ -78,7 +78,7 @@ class Machine:
             rows = Number(self.mask.astype(np.int32))
             self.variables[slot] = choose_pointer(rows, new, old)
 
-    def store(self, pointer: Pointer | Choice | Reference, x: Number) -> None:
+    def store(self, pointer: Pointer | PointerChoice | Reference, x: Number) -> None:
         """Write to memory; nothing is known of what lost work-items write."""
         if self.lost is not None:
             rows = self.lost if x.v.ndim == 1 else self.lost[:, None]
@@ -142,4 +142,4 @@ def choose_pointer(condition: Number, yes: Any, no: Any) -> Any:
         return Pointer(yes.memory, np.where(holds, yes.offset, no.offset), yes.type, doubt)
     if isinstance(yes, Image):
         return yes
-    return Choice(condition, yes, no)
+    return PointerChoice(condition, yes, no)

@@ -12,7 +12,7 @@ from flashmem.interpreter.syntax import Type
 from flashmem.interpreter.values import DTYPES, Array, Number, chosen, known
 
 
-class Memory:
+class KernelMemory:
     """Bytes that work-items share: copies of `nbytes` each, of which a work-item has the one that begins at its `base`.
 
     `errors` and `written` have an element for each `unit` bytes, and are None until they are needed. Where `watched`, it is
@@ -102,7 +102,7 @@ class Pointer:
     it has dimensions.
     """
 
-    memory: Memory
+    memory: KernelMemory
     offset: Array
     type: Type
     doubt: Array | None = None  # where the offset has an error
@@ -131,23 +131,23 @@ class Pointer:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PointerChoice:
     """One of two pointers, by a condition."""
 
     condition: Number
-    yes: Pointer | Choice
-    no: Pointer | Choice
+    yes: Pointer | PointerChoice
+    no: Pointer | PointerChoice
 
     @property
     def type(self) -> Type:
         """What it points to."""
         return self.yes.type
 
-    def moved(self, by: Number) -> Choice:
+    def moved(self, by: Number) -> PointerChoice:
         """The pointer some elements on."""
         return replace(self, yes=self.yes.moved(by), no=self.no.moved(by))
 
-    def as_type(self, type_: Type) -> Choice:
+    def as_type(self, type_: Type) -> PointerChoice:
         """The same address of another type."""
         return replace(self, yes=self.yes.as_type(type_), no=self.no.as_type(type_))
 

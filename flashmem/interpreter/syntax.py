@@ -69,160 +69,160 @@ class Type:
         return Type(self.name, self.width)
 
 
-class Node:
+class SyntaxNode:
     """A node of the tree."""
 
 
 @dataclass(frozen=True)
-class Literal(Node):
+class Literal(SyntaxNode):
     """A number with its suffix."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Name(Node):
+class Name(SyntaxNode):
     """A variable, or a constant of OpenCL."""
 
     name: str
 
 
 @dataclass(frozen=True)
-class Unary(Node):
+class Unary(SyntaxNode):
     """`sign` before an operand."""
 
     sign: str
-    operand: Node
+    operand: SyntaxNode
 
 
 @dataclass(frozen=True)
-class Step(Node):
+class Increment(SyntaxNode):
     """++ or -- ("+" or "-") before (`first`) or after a variable or element."""
 
     sign: str
-    target: Node
+    target: SyntaxNode
     first: bool
 
 
 @dataclass(frozen=True)
-class Binary(Node):
+class Binary(SyntaxNode):
     """Two operands and the operator between them."""
 
     sign: str
-    left: Node
-    right: Node
+    left: SyntaxNode
+    right: SyntaxNode
 
 
 @dataclass(frozen=True)
-class Assign(Node):
+class Assign(SyntaxNode):
     """An assignment; `sign` is the operator before "=", or ""."""
 
     sign: str
-    target: Node
-    value: Node
+    target: SyntaxNode
+    value: SyntaxNode
 
 
 @dataclass(frozen=True)
-class Ternary(Node):
+class Ternary(SyntaxNode):
     """condition ? yes : no."""
 
-    condition: Node
-    yes: Node
-    no: Node
+    condition: SyntaxNode
+    yes: SyntaxNode
+    no: SyntaxNode
 
 
 @dataclass(frozen=True)
-class Call(Node):
+class Call(SyntaxNode):
     """A call of a function by its name."""
 
     name: str
-    arguments: tuple[Node, ...]
+    arguments: tuple[SyntaxNode, ...]
 
 
 @dataclass(frozen=True)
-class Index(Node):
+class Index(SyntaxNode):
     """base[index]."""
 
-    base: Node
-    index: Node
+    base: SyntaxNode
+    index: SyntaxNode
 
 
 @dataclass(frozen=True)
-class Member(Node):
+class Member(SyntaxNode):
     """Components of a vector: base.name."""
 
-    base: Node
+    base: SyntaxNode
     name: str
 
 
 @dataclass(frozen=True)
-class Cast(Node):
+class Cast(SyntaxNode):
     """A conversion, or a vector of several parts."""
 
     type: Type
-    parts: tuple[Node, ...]
+    parts: tuple[SyntaxNode, ...]
 
 
 @dataclass(frozen=True)
-class Comma(Node):
+class Comma(SyntaxNode):
     """Expressions in a row; the last one is the value."""
 
-    parts: tuple[Node, ...]
+    parts: tuple[SyntaxNode, ...]
 
 
 @dataclass(frozen=True)
-class Declare(Node):
+class Declare(SyntaxNode):
     """One declared variable, or an array if it has `sizes`."""
 
     type: Type
     space: str  # "local", or "private"
     name: str
-    sizes: tuple[Node, ...]
-    value: Node | None
-    values: tuple[Node, ...] = ()
+    sizes: tuple[SyntaxNode, ...]
+    value: SyntaxNode | None
+    values: tuple[SyntaxNode, ...] = ()
 
 
 @dataclass(frozen=True)
-class Expression(Node):
+class Expression(SyntaxNode):
     """A statement that is an expression."""
 
-    value: Node
+    value: SyntaxNode
 
 
 @dataclass(frozen=True)
-class If(Node):
+class If(SyntaxNode):
     """A condition with one or two branches."""
 
-    condition: Node
-    yes: Node
-    no: Node | None
+    condition: SyntaxNode
+    yes: SyntaxNode
+    no: SyntaxNode | None
 
 
 @dataclass(frozen=True)
-class Loop(Node):
+class Loop(SyntaxNode):
     """for, while, and (`after`) do-while."""
 
-    begin: Node | None
-    condition: Node | None
-    step: Node | None
-    body: Node
+    begin: SyntaxNode | None
+    condition: SyntaxNode | None
+    step: SyntaxNode | None
+    body: SyntaxNode
     after: bool = False
 
 
 @dataclass(frozen=True)
-class Block(Node):
+class Block(SyntaxNode):
     """Statements in a row; `scope`: names declared in them end with it."""
 
-    statements: tuple[Node, ...]
+    statements: tuple[SyntaxNode, ...]
     scope: bool = True
 
 
 @dataclass(frozen=True)
-class Jump(Node):
+class Jump(SyntaxNode):
     """break, continue, or return with a value perhaps."""
 
     kind: str
-    value: Node | None = None
+    value: SyntaxNode | None = None
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ class Function:
 
 
 @dataclass
-class Unit:
+class TranslationUnit:
     """A text: its functions by name, and its constants."""
 
     functions: dict[str, Function] = field(default_factory=dict)
@@ -263,17 +263,17 @@ _LEVELS: Final = (
 _ASSIGNMENTS: Final = {"=": "", **{f"{sign}=": sign for sign in ("+", "-", "*", "/", "%", "&", "|", "^", "<<", ">>")}}
 
 
-def parse(tokens: Sequence[str]) -> Unit:
+def parse(tokens: Sequence[str]) -> TranslationUnit:
     """Parse the tokens of a text. Raises UnknownTextError."""
     return _Parser(tokens).unit()
 
 
-def parse_expression(tokens: Sequence[str]) -> Node:
+def parse_expression(tokens: Sequence[str]) -> SyntaxNode:
     """Parse the tokens of one expression. Raises UnknownTextError."""
     return _Parser(tokens).whole_expression()
 
 
-def constant(node: Node) -> int:
+def constant(node: SyntaxNode) -> int:
     """The value of an expression of whole numbers without names. Raises UnknownTextError."""
     if isinstance(node, Literal):
         return int(node.text.rstrip("uUlL"), 0)
@@ -325,15 +325,15 @@ class _Parser:
         if not self._take(wanted):
             raise UnknownTextError(f"{' '.join(self._tokens[self._at : self._at + 6])!r} where {wanted!r} was expected")
 
-    def whole_expression(self) -> Node:
+    def whole_expression(self) -> SyntaxNode:
         found = self._expression()
         self._expect("")
         return found
 
     # -- declarations
 
-    def unit(self) -> Unit:
-        found = Unit()
+    def unit(self) -> TranslationUnit:
+        found = TranslationUnit()
         while not self._see(""):
             if self._take(";"):
                 continue
@@ -417,12 +417,12 @@ class _Parser:
         """Declared names from `name`, which was read, to the last one."""
         found: list[Declare] = []
         while True:
-            sizes: list[Node] = []
+            sizes: list[SyntaxNode] = []
             while self._take("["):
                 sizes.append(Literal("0") if self._see("]") else self._expression())
                 self._expect("]")
-            value: Node | None = None
-            values: tuple[Node, ...] = ()
+            value: SyntaxNode | None = None
+            values: tuple[SyntaxNode, ...] = ()
             if self._take("="):
                 if self._see("{"):
                     values = self._listed()
@@ -434,9 +434,9 @@ class _Parser:
             kind = self._pointed(base, space if space != "constant" else "")
             name = self._next()
 
-    def _listed(self) -> tuple[Node, ...]:
+    def _listed(self) -> tuple[SyntaxNode, ...]:
         self._expect("{")
-        values: list[Node] = []
+        values: list[SyntaxNode] = []
         while not self._take("}"):
             values += self._listed() if self._see("{") else (self._assignment(),)
             self._take(",")
@@ -446,14 +446,14 @@ class _Parser:
 
     def _block(self) -> Block:
         self._expect("{")
-        statements: list[Node] = []
+        statements: list[SyntaxNode] = []
         while not self._take("}"):
             if self._see(""):
                 raise UnknownTextError("a block that does not end")
             statements.append(self._statement())
         return Block(tuple(statements))
 
-    def _statement(self) -> Node:
+    def _statement(self) -> SyntaxNode:
         if self._see("{"):
             return self._block()
         if self._take(";"):
@@ -486,7 +486,7 @@ class _Parser:
             return Jump(kind, value)
         return self._simple()
 
-    def _simple(self) -> Node:
+    def _simple(self) -> SyntaxNode:
         """A declaration or an expression, with its semicolon."""
         if self._begins_declaration():
             base, space, _ = self._specifiers()
@@ -499,7 +499,7 @@ class _Parser:
         self._expect(";")
         return Expression(value)
 
-    def _for(self) -> Node:
+    def _for(self) -> SyntaxNode:
         self._expect("(")
         begin = None if self._take(";") else self._simple()
         condition = None if self._see(";") else self._expression()
@@ -510,20 +510,20 @@ class _Parser:
 
     # -- expressions
 
-    def _expression(self) -> Node:
+    def _expression(self) -> SyntaxNode:
         parts = [self._assignment()]
         while self._take(","):
             parts.append(self._assignment())
         return parts[0] if len(parts) == 1 else Comma(tuple(parts))
 
-    def _assignment(self) -> Node:
+    def _assignment(self) -> SyntaxNode:
         left = self._ternary()
         if self._tokens[self._at] in _ASSIGNMENTS:
             sign = _ASSIGNMENTS[self._next()]
             return Assign(sign, left, self._assignment())
         return left
 
-    def _ternary(self) -> Node:
+    def _ternary(self) -> SyntaxNode:
         condition = self._binary(0)
         if not self._take("?"):
             return condition
@@ -531,7 +531,7 @@ class _Parser:
         self._expect(":")
         return Ternary(condition, yes, self._assignment())
 
-    def _binary(self, level: int) -> Node:
+    def _binary(self, level: int) -> SyntaxNode:
         if level == len(_LEVELS):
             return self._unary()
         left = self._binary(level + 1)
@@ -540,10 +540,10 @@ class _Parser:
             left = Binary(sign, left, self._binary(level + 1))
         return left
 
-    def _unary(self) -> Node:
+    def _unary(self) -> SyntaxNode:
         for sign in ("++", "--"):
             if self._take(sign):
-                return Step(sign[0], self._unary(), first=True)
+                return Increment(sign[0], self._unary(), first=True)
         if self._see("-", "+", "!", "~", "*", "&"):
             return Unary(self._next(), self._unary())
         if self._see("(") and (self._is_type(self._tokens[self._at + 1]) or self._tokens[self._at + 1] in (*_SPACES, "const")):
@@ -561,7 +561,7 @@ class _Parser:
             return Cast(kind, (self._unary(),))
         return self._postfix(self._primary())
 
-    def _primary(self) -> Node:
+    def _primary(self) -> SyntaxNode:
         token = self._next()
         if token == "(":
             inner = self._expression()
@@ -572,14 +572,14 @@ class _Parser:
         if not re.match(r"[A-Za-z_]", token):
             raise UnknownTextError(f"{token!r} in an expression")
         if self._take("("):
-            arguments: list[Node] = []
+            arguments: list[SyntaxNode] = []
             while not self._take(")"):
                 arguments.append(self._assignment())
                 self._take(",")
             return Call(token, tuple(arguments))
         return Name(token)
 
-    def _postfix(self, base: Node) -> Node:
+    def _postfix(self, base: SyntaxNode) -> SyntaxNode:
         while True:
             if self._take("["):
                 base = Index(base, self._expression())
@@ -587,6 +587,6 @@ class _Parser:
             elif self._take("."):
                 base = Member(base, self._next())
             elif self._see("++", "--"):
-                base = Step(self._next()[0], base, first=False)
+                base = Increment(self._next()[0], base, first=False)
             else:
                 return base

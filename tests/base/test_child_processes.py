@@ -79,12 +79,13 @@ from types import SimpleNamespace
 from flashmem.runtime.kernels import build_processes as kernel_processes
 from flashmem.runtime.kernels.required import RequiredKernel
 from flashmem.runtime.opencl.discovery import find_device
-start = kernel_processes._start
+from flashmem.runtime.kernels import children
+start = children._start
 def started(*given):
     child = start(*given)
     print(child.pid, flush=True)
     return child
-kernel_processes._start = started
+children._start = started
 builders = kernel_processes.Builders(lambda key, binary: None, "")
 text = "__kernel void f(__global float* a) { a[get_global_id(0)] = 1; }"
 builders.submit({"ab" * 32: RequiredKernel("f", text, ())}, SimpleNamespace(build_options=(), tensors=()), find_device("cpu"))
@@ -113,10 +114,10 @@ def test_a_child_whose_build_does_not_end_ends_with_its_parent(tmp_path: Path) -
     os.utime(left, (0, 0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tempfile.tempdir", str(tmp_path))
-        first = kernel_processes._Folder()
+        first = kernel_processes.WorkFolder()
         assert not left.exists(), "who builds next removes what was left"
         os.utime(first.name, (0, 0))
-        second = kernel_processes._Folder()
+        second = kernel_processes.WorkFolder()
     assert Path(first.name).exists(), "what somebody holds stays"
     first.remove()
     second.remove()
@@ -146,13 +147,13 @@ def _build(
     """Let a child that runs `program` build a kernel; returns the children."""
     children: list[subprocess.Popen[bytes]] = []
 
-    def start(device: Any, folder: str, errors: Path) -> subprocess.Popen[bytes]:
+    def start(module: str, device: Any, folder: Path, errors: Path) -> subprocess.Popen[bytes]:
         with errors.open("wb") as stderr:
             pipe = subprocess.PIPE
             children.append(subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe, stderr=stderr))
         return children[-1]
 
-    monkeypatch.setattr(kernel_processes, "_start", start)
+    monkeypatch.setattr("flashmem.runtime.kernels.children._start", start)
     device: Any = SimpleNamespace(compiles_at_launch=False)
     given: Any = SimpleNamespace(build_options=())
     builders = Builders(keep, "do something else")

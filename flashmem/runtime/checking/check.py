@@ -108,7 +108,7 @@ def check_kernel(context: Context, trial: Trial, options: Sequence[str], *, prog
     if kernel is None:
         return Verdict(note=note, seconds=perf_counter() - begun)
     try:
-        check = Launch(context, trial, kernel)
+        check = TrialRun(context, trial, kernel)
         return check.run(program, context.build(trial.text, [*options, UNOPTIMISED]), begun)
     except _WrongError as error:
         return Verdict(str(error), seconds=perf_counter() - begun)
@@ -116,7 +116,7 @@ def check_kernel(context: Context, trial: Trial, options: Sequence[str], *, prog
         return Verdict(f"{trial.name}: {error}", seconds=perf_counter() - begun)
 
 
-class Launch:
+class TrialRun:
     """One launch on a device: its drawn memory, what it writes, and what it should write."""
 
     def __init__(self, context: Context, trial: Trial, kernel: InterpretedKernel) -> None:

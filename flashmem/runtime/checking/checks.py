@@ -171,9 +171,8 @@ def _work(
                 done.put((trial, Verdict(note="not checked: no time was left")))
                 continue
             child = child or effort.child(device, folder)
-            answer = child.ask({"trial": trial.to_json(), "options": list(options)}, LONGEST)
-            verdict = _verdict(trial, answer, child)
-            if not isinstance(answer, dict):
+            verdict = _asked(child, trial, options)
+            if verdict.wrong:  # it may have ended, or written where it must not
                 child.close()
                 child = None
             done.put((trial, Verdict(note="not checked: no time was left") if effort.abandoned else verdict))
@@ -184,12 +183,14 @@ def _work(
             child.close()
 
 
-def _verdict(trial: Trial, answer: dict[str, object] | str | None, child: Child) -> Verdict:
-    """What a child's answer to a trial means (`Child.ask`)."""
+def _asked(child: Child, trial: Trial, options: Sequence[str]) -> Verdict:
+    """The verdict of a child on a trial."""
+    try:
+        answer = child.ask({"trial": trial.to_json(), "options": list(options)}, LONGEST)
+    except TimeoutError:
+        return Verdict(f"{trial.name}: the check did not end within {LONGEST:.0f} s")
     if answer is None:
         return Verdict(f"{trial.name}: the driver ended the process{child.last_line()}")
-    if isinstance(answer, str):
-        return Verdict(f"{trial.name}: the check {answer}")
     if "error" in answer:
         return Verdict(note=f"not checked: {answer['error']}")
-    return Verdict(**answer)  # type: ignore[arg-type]
+    return Verdict(**answer)

@@ -109,10 +109,12 @@ class Builders:
             if self._idle:
                 child.only_when_idle()
             while (job := self._waiting.get()) is not None:
-                answer = child.ask(job, LONGEST)
-                if isinstance(answer, str):
-                    self._done.put(f"the kernel {job['name']} {answer}")
-                elif answer is None:
+                try:
+                    answer = child.ask(job, LONGEST)
+                except TimeoutError:
+                    self._done.put(f"the kernel {job['name']} was not built within {LONGEST:.0f} s")
+                    continue
+                if answer is None:
                     self._done.put(f"the driver ended the process that built the kernel {job['name']}{child.last_line()}")
                     return
                 elif answer["error"] is not None:

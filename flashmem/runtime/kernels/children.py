@@ -32,21 +32,15 @@ class Child:
         Raises:
             OSError: no process can be started.
         """
-        environment = {name: value for name, value in os.environ.items() if name not in driver_variables(device.platform)}
-        arguments = (device.key, str(folder), str(os.getpid()), driver_for(device) or "")
         self._errors = errors
-        with errors.open("wb") as stderr:
-            self.process = subprocess.Popen(
-                python_module(module, *arguments),
-                env=module_environment({**environment, **device.variables}),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                start_new_session=True,
-            )
+        self.process = _start(module, device, folder, errors)
 
-    def ask(self, job: dict[str, Any], longest: float) -> dict[str, Any] | str | None:
-        """The answer to a job; None if the child has ended, and a message if it takes more than `longest` seconds."""
+    def ask(self, job: dict[str, Any], longest: float) -> dict[str, Any] | None:
+        """The answer to a job; None if the child has ended.
+
+        Raises:
+            TimeoutError: it took more than `longest` seconds; the child is ended.
+        """
         child = self.process
         assert child.stdin is not None and child.stdout is not None
         try:
@@ -60,7 +54,7 @@ class Child:
             while not line.endswith(b"\n"):
                 if not selector.select(max(0.0, end - time.monotonic())):
                     child.kill()
-                    return f"was not done within {longest:.0f} s"
+                    raise TimeoutError
                 part = os.read(child.stdout.fileno(), 1 << 16)
                 if not part:
                     return None
@@ -95,6 +89,20 @@ class Child:
             if pipe is not None:
                 with suppress(OSError):  # the rest of a line that it did not read
                     pipe.close()
+
+
+def _start(module: str, device: Device, folder: Path, errors: Path) -> subprocess.Popen[bytes]:
+    environment = {name: value for name, value in os.environ.items() if name not in driver_variables(device.platform)}
+    arguments = (device.key, str(folder), str(os.getpid()), driver_for(device) or "")
+    with errors.open("wb") as stderr:
+        return subprocess.Popen(
+            python_module(module, *arguments),
+            env=module_environment({**environment, **device.variables}),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            start_new_session=True,
+        )
 
 
 def processors() -> int:

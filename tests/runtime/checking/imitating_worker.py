@@ -46,7 +46,7 @@ def _answer(device: Any, job: dict[str, Any]) -> dict[str, Any]:
 
 def _differs(context: Context, trial: Trial, options: list[str], text: str) -> bool:
     """Whether the changed kernel writes other bits than the right one."""
-    launch = check.Launch(context, trial, interpreted(trial.text, trial.name, check.forms(context, trial.text)))
+    launch = check.TrialRun(context, trial, interpreted(trial.text, trial.name, check.forms(context, trial.text)))
     right, changed = context.build(trial.text, options), context.build(text, options)
     for draw in range(len(DRAWS)):
         results = [launch.results_of(program, draw) for program in (right, changed)]

@@ -106,8 +106,11 @@ class Imitator:
         """Whether the change has an effect, and what the check says of it ("": nothing)."""
         self._child = self._child or Child(_WORKER, self._device, self._folder, self._folder / "errors.txt")
         job = {"trial": made.trial.to_json(), "options": list(made.options), "text": made.text}
-        answer = self._child.ask(job, _LONGEST)
-        if not isinstance(answer, dict):
+        try:
+            answer = self._child.ask(job, _LONGEST)
+        except TimeoutError:
+            answer = None
+        if answer is None:
             self.close()
             return True, "the process ended"
         return bool(answer["effect"]), str(answer["wrong"])

@@ -126,7 +126,7 @@ class _Optimising(Context):
 
 
 def test_an_optimiser_is_found_without_the_interpreter(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashmem.runtime.checking.check.Launch._compare", lambda *_: 0)
+    monkeypatch.setattr("flashmem.runtime.checking.check.TrialRun._compare", lambda *_: 0)
     assert "unoptimised" in check_kernel(_Optimising(device), scaled(), OPTIONS).wrong
 
 
