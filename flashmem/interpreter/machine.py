@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from flashmem.interpreter.memory import Image, KernelMemory, Pointer, PointerChoice
-from flashmem.interpreter.values import Array, Number
+from flashmem.interpreter.syntax import Type
+from flashmem.interpreter.values import DTYPES, Array, Number, reinterpreted
 
 Value = Any
 
@@ -85,7 +86,7 @@ class LaunchState:
             shape = (self.items,) if x.v.ndim == 1 else (self.items, x.width)
             x = Number(x.v, np.broadcast_to(np.where(rows, np.inf, 0.0 if x.e is None else x.e), shape))
         if isinstance(pointer, Reference):
-            self.assign(pointer.slot, x)
+            self.assign(pointer.slot, pointer.bits(x))
         else:
             pointer.store(x, self.mask, self.items)
 
@@ -108,14 +109,18 @@ class LaunchState:
 
 
 class Reference:
-    """The address of a private variable."""
+    """The address of a private variable, which is `declared` of a type; what it points to is taken for `type`."""
 
-    def __init__(self, slot: int, type_: Any) -> None:
-        self.slot, self.type = slot, type_
+    def __init__(self, slot: int, declared: Type, type_: Type | None = None) -> None:
+        self.slot, self.declared, self.type = slot, declared, type_ or declared
 
-    def as_type(self, type_: Any) -> Reference:
+    def as_type(self, type_: Type) -> Reference:
         """The same address of another type."""
-        return Reference(self.slot, type_.target)
+        return Reference(self.slot, self.declared, type_.target)
+
+    def bits(self, x: Number) -> Number:
+        """`x`, which is written there, as a value of the variable."""
+        return reinterpreted(x, DTYPES[self.declared.name], self.declared.width)
 
 
 def _size(value: Any) -> Number:

@@ -49,6 +49,8 @@ def outputs(dtype: Any = np.float32, count: int = 8) -> NDArray[Any]:
         ("float t[2][3]; for (int r = 0; r < 2; ++r) for (int c = 0; c < 3; ++c) t[r][c] = 10 * r + c; y[i] = t[i % 2][i % 3];",
          [10 * (i % 2) + i % 3 for i in range(8)]),
         ("float x = a[i]; float* const p = &x; *p = *p + 1.0f; y[i] = twice(x);", 2 * (X + np.float32(1))),
+        ("ushort bits = 0; if (i & 1) vstore_half_rte(a[i], 0, (half*)&bits); y[i] = vload_half(0, (const half*)&bits);",
+         np.where(np.arange(8) % 2 == 1, X.astype(np.float16).astype(np.float32), 0)),
         ("y[i] = select(a[i], 0.0f, isnan(a[i])) + (any((int2)(-1, 0)) ? 1.0f : 0.0f);", X + 1),
         ("y[i] = as_float(as_int(a[i]) ^ 0x80000000);", -X),
         ("y[i] = convert_int_rte(a[i]) * 10 + (int)a[i];", np.rint(X).astype(int) * 10 + np.trunc(X).astype(int)),

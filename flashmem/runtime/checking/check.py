@@ -112,6 +112,8 @@ def check_kernel(context: Context, trial: Trial, options: Sequence[str], *, prog
         return check.run(program, context.build(trial.text, [*options, UNOPTIMISED]), begun)
     except _WrongError as error:
         return Verdict(str(error), seconds=perf_counter() - begun)
+    except UnknownTextError as error:
+        return Verdict(note=f"not compared with the interpreter, which does not know {error}", seconds=perf_counter() - begun)
     except OutsideError as error:
         return Verdict(f"{trial.name}: {error}", seconds=perf_counter() - begun)
 

@@ -41,8 +41,10 @@ def _answer(key: str, driver: str | None, answers: Any) -> None:
             if context is None:
                 raise RunError("the device is gone; try again")
             verdict = asdict(check_kernel(context, Trial.from_json(job["trial"]), job["options"]))
-        except (RunError, MemoryError) as error:
-            verdict = {"error": str(error) or type(error).__name__}
+        except RunError as error:
+            verdict = {"error": str(error)}
+        except Exception as error:  # of the check itself, which says nothing of the driver
+            verdict = {"error": f"{type(error).__name__}: {error}"}
         answers.write(f"{json.dumps(verdict)}\n".encode())
 
 
