@@ -274,10 +274,12 @@ class _Moves:
         output, view = node.outputs[0], self.views[node.input(0)]
         if len(self.readers.of(node.input(0))) > 1 and _is_run(node):
             return False
-        flat = [(axis, *factor) for axis, dimension in enumerate(view.dimensions) for factor in dimension]
-        flat.sort(key=lambda each: -each[2])
+        flat = [
+            (axis, place, *factor) for axis, dimension in enumerate(view.dimensions) for place, factor in enumerate(dimension)
+        ]
+        flat.sort(key=lambda each: -each[3])
         starts, steps, sizes = [], [], []
-        for axis, size, _ in flat:
+        for axis, _, size, _ in flat:
             start, step = node.attributes["starts"][axis], node.attributes["steps"][axis]
             is_cut = (start, step, output.shape[axis]) != (0, 1, view.shape[axis])
             if is_cut and len(view.dimensions[axis]) > 1:
@@ -285,15 +287,15 @@ class _Moves:
             starts.append(start if is_cut else 0)
             steps.append(step if is_cut else 1)
             sizes.append(output.shape[axis] if is_cut else size)
-        x = self._reshaped(view.root, tuple(size for _, size, _ in flat))
+        x = self._reshaped(view.root, tuple(size for _, _, size, _ in flat))
         part = self.rewriter.emit(
             "Slice", [x], sizes, output.dtype, output.name, starts=tuple(starts), steps=tuple(steps)
         )  # fmt: skip
         assert part.producer is not None
         part.producer.name = node.name
-        dimensions: list[list[Factor]] = [[] for _ in view.dimensions]
-        for (axis, *_), size, stride in zip(flat, sizes, row_major(sizes), strict=True):
-            dimensions[axis].append((size, stride))
+        dimensions: list[list[Factor]] = [list(each) for each in view.dimensions]
+        for (axis, place, *_), size, stride in zip(flat, sizes, row_major(sizes), strict=True):
+            dimensions[axis][place] = (size, stride)  # a dimension's factors may be in another order than their strides
         self._wait(output, StridedView(part, 0, tuple(merged(each) for each in dimensions)))
         return True
 
