@@ -162,10 +162,10 @@ def apart(answer: Array, right: Answer, other: Array | None = None) -> NDArray[n
     return np.where(finite, ~(off <= reach), ~same)
 
 
-def outside_halves(answer: Array, right: Answer, other: Array | None = None) -> NDArray[np.bool_]:
-    """The elements of `answer` that are not what a permitted float32 number rounds to in half."""
+def outside_halves(answer: Array, right: Answer, other: Array | None = None, more: float = 0.0) -> NDArray[np.bool_]:
+    """The elements of `answer` that are not what a permitted float32 number rounds to in half. `more`: that it may be off by."""
     exact = beyond(right.exact, np.float32)
-    reach = reach_of(right, other)
+    reach = reach_of(right, other) + more
     with np.errstate(over="ignore"):
         low, high = ((exact + sign * reach).astype(np.float16).astype(np.float64) for sign in (-1, 1))
     given = answer.astype(np.float64)

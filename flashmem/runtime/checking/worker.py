@@ -10,6 +10,7 @@ import os
 import sys
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from flashmem.base.child_processes import end_with
@@ -19,6 +20,8 @@ def main() -> None:
     """Answer jobs until stdin or the parent ends. Arguments: as those of `flashmem.runtime.kernels.build_worker`."""
     if not end_with(int(sys.argv[3])):
         return
+    # PoCL's cache of this process, in the folder that the parent removes: what a check compiles is used once.
+    os.environ["POCL_CACHE_DIR"] = str(Path(sys.argv[2], f"pocl-{os.getpid()}"))
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # a driver's output must not mix with the answers
     with suppress(BrokenPipeError):  # the parent no longer reads answers

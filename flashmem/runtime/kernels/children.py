@@ -64,9 +64,7 @@ class Child:
 
     def only_when_idle(self) -> None:
         """Give it idle priority, where the system supports it."""
-        if hasattr(os, "SCHED_IDLE"):
-            with suppress(OSError):
-                os.sched_setscheduler(self.process.pid, os.SCHED_IDLE, os.sched_param(0))
+        _only_when_idle(self.process.pid)
 
     def last_line(self) -> str:
         """The last line of its output, in brackets, after it has ended."""
@@ -103,6 +101,12 @@ def _start(module: str, device: Device, folder: Path, errors: Path) -> subproces
             stderr=stderr,
             start_new_session=True,
         )
+
+
+def _only_when_idle(process: int) -> None:
+    if hasattr(os, "SCHED_IDLE"):
+        with suppress(OSError):
+            os.sched_setscheduler(process, os.SCHED_IDLE, os.sched_param(0))
 
 
 def processors() -> int:

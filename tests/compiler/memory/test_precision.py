@@ -372,6 +372,7 @@ def test_attention_reads_and_leaves_halves(place: tuple[str, str], compiled_for:
     chosen: dict[str, Any] = {"device": compiled_for or device, "memory_path": path}
     bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / "b", precision="fp16", **chosen)
     assert [launch.shape.family for launch in bundle.program.launches].count("attention") == 3
+    by_tensor_cores = any(launch.kernel.startswith("tensor_") for launch in bundle.program.launches)
     with flashmem.Session(bundle, device=device) as session:
         for kind in OF_HALVES:
             random = np.random.default_rng(len(kind))
@@ -380,9 +381,11 @@ def test_attention_reads_and_leaves_halves(place: tuple[str, str], compiled_for:
             answers = session.run(None, feeds)
             stored = {n: x if x.size <= SMALL else x.astype(np.float16).astype(np.float32) for n, x in feeds.items()}
             others, known = by_runtime(model, stored), evaluated(model, stored)
-            for answer, right, other in zip(answers, known, others, strict=True):
+            for n, (answer, right, other) in enumerate(zip(answers, known, others, strict=True)):
                 np.testing.assert_array_equal(answer, answer.astype(np.float16))
-                wrong = outside_halves(answer, right, other)
+                # Tensor cores take the weights of the values in half; the sum of the weights is 1.
+                more = 2.0**-11 * float(np.abs(feeds[f"v{n}"]).max()) if by_tensor_cores else 0.0
+                wrong = outside_halves(answer, right, other, more)
                 assert not wrong.any(), f"{kind}: {wrong.sum()} of {wrong.size}: {answer[wrong][0]} not {right.exact[wrong][0]}"
 
 

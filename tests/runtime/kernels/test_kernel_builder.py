@@ -28,7 +28,7 @@ from flashmem.bundle.manifest import BINARIES
 from flashmem.cli.commands.bundles import check_bundle
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.runtime.kernels import ahead_of_time as kernel_builder
-from flashmem.runtime.kernels import build_processes as kernel_processes
+from flashmem.runtime.kernels import children
 from flashmem.runtime.kernels.required import SMALL_GRID
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.request.options import find_device
@@ -132,12 +132,17 @@ def test_a_run_after_compile_builds_nothing(
         assert there > 0 and same and last == "True"
     # A network with other sizes has the same kernels.
     write_model(tmp_path / "n.onnx", 80, 64)
-    monkeypatch.setattr(kernel_processes, "_start", refuse_to_run)
+    monkeypatch.setattr(children, "_start", refuse_to_run)
     flashmem.compile(tmp_path / "n.onnx", tmp_path / "n.flashmem", device=device, memory_path=path)
 
 
-def refuse_to_run(*_: Any) -> None:
-    raise AssertionError("kernels are built")
+_start = children._start
+
+
+def refuse_to_run(module: str, *given: Any) -> Any:
+    """Start children that check kernels of other sizes, and none that builds any."""
+    assert "build_worker" not in module, "kernels are built"
+    return _start(module, *given)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -159,7 +164,7 @@ def test_only_the_lanes_that_the_plan_uses_are_built(device: str, cache: Path, t
 def test_nothing_is_built_where_that_is_not_asked_for_or_the_device_is_elsewhere(
     empty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(kernel_processes, "_start", refuse_to_run)
+    monkeypatch.setattr(children, "_start", refuse_to_run)
     write_model(tmp_path / "m.onnx", 40, 32)
     flashmem.compile(tmp_path / "m.onnx", tmp_path / "m.flashmem", device=DEVICES[0], build=False)
     flashmem.compile(tmp_path / "m.onnx", tmp_path / "m.flashmem", device="adreno750")

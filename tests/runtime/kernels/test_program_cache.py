@@ -229,13 +229,14 @@ _INTERRUPTED = """
 import signal, sys, time
 from flashmem import Session
 from flashmem.runtime.kernels import build_processes as kernel_processes
+from flashmem.runtime.kernels import children
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who was started in the background ignores it
-start = kernel_processes._start
+start = children._start
 def started(*given):
     child = start(*given)
     print(child.pid, flush=True)
     return child
-kernel_processes._start = started
+children._start = started
 step = kernel_processes.Builders.step
 def late(builders, **given):  # however busy the machine is, the interrupt comes before the session has its kernels
     time.sleep(60)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flashmem.base.errors import NoDeviceError
-from flashmem.runtime.kernels import build_processes
+from flashmem.runtime.kernels import children
 from flashmem.runtime.opencl import discovery, driver_table
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.opencl.driver_table import ListedDevice, driver_of
@@ -172,7 +172,7 @@ def test_a_process_that_builds_kernels_loads_one_driver(monkeypatch: pytest.Monk
     monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path))
     driver = driver_of(device.descriptor_name)
     assert driver is not None
-    child = build_processes._start(device, str(tmp_path), tmp_path / "errors")
+    child = children._start("flashmem.runtime.kernels.build_worker", device, tmp_path, tmp_path / "errors")
     assert child.stdin is not None and child.stdout is not None
     with child:
         child.stdin.write(b'{"name": "none", "text": "", "options": [], "trials": []}\n')

@@ -22,6 +22,7 @@ from flashmem.runtime.engine import cores, warm_up
 from flashmem.runtime.engine.bound_program import BoundKernels
 from flashmem.runtime.engine.run import Run
 from flashmem.runtime.kernels import build_processes as kernel_processes
+from flashmem.runtime.kernels import children
 from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.kernels.required import RequiredKernel
 from flashmem.target.descriptor import load_descriptor
@@ -236,7 +237,7 @@ def test_children_that_prepare_stay_on_little_cores_while_these_are_idle(
     monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path / "cache"))
     with_parted(monkeypatch)
     bundle = flashmem.compile(wide[0], tmp_path / "b", device=DEVICE, memory_path="buffer", build=False)
-    when_idle, seen = kernel_processes._only_when_idle, list[Any]()
+    when_idle, seen = children._only_when_idle, list[Any]()
 
     def looked_at(process: int) -> None:
         when_idle(process)
@@ -244,7 +245,7 @@ def test_children_that_prepare_stay_on_little_cores_while_these_are_idle(
 
     with Runtime(device=DEVICE) as many:  # builds the first run's kernels in this process
         model = many.open(bundle)
-        monkeypatch.setattr(kernel_processes, "_only_when_idle", looked_at)
+        monkeypatch.setattr(children, "_only_when_idle", looked_at)
         model.loaded._warm_up._apart = True  # type: ignore[union-attr]
         model.run(None, wide[1])
         many.prepared()
@@ -295,8 +296,8 @@ def test_children_take_from_one_queue_the_dearest_first(tmp_path: Path, monkeypa
         command = [sys.executable, "-c", _CHILD, str(log)]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
-    monkeypatch.setattr(kernel_processes, "_start", start)
-    monkeypatch.setattr(kernel_processes, "_processors", lambda: 2)
+    monkeypatch.setattr(children, "_start", start)
+    monkeypatch.setattr(kernel_processes, "processors", lambda: 2)
     wanted = {f"cheap {length}": RequiredKernel("k", "x" * length, ()) for length in (10, 30, 20, 50, 40)}
     wanted["dear"] = RequiredKernel("k", "x" * 1000, ())
     program, device = SimpleNamespace(build_options=()), SimpleNamespace(compiles_at_launch=False)
