@@ -163,7 +163,7 @@ def apart(answer: Array, right: Answer, other: Array | None = None) -> NDArray[n
 
 
 def outside_halves(answer: Array, right: Answer, other: Array | None = None, more: float = 0.0) -> NDArray[np.bool_]:
-    """The elements of `answer` that are not what a permitted float32 number rounds to in half. `more`: that it may be off by."""
+    """The elements of `answer` that are not what a permitted float32 number, or one `more` away, rounds to in half."""
     exact = beyond(right.exact, np.float32)
     reach = reach_of(right, other) + more
     with np.errstate(over="ignore"):

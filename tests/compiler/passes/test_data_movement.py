@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from onnx import helper, numpy_helper
 
 from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.builder import sliced_constant
@@ -57,6 +58,33 @@ def test_no_pass_changes_what_a_graph_computes(pattern: str, tmp_path: Path) -> 
         moved.append((before, cost(graph)))
     assert len(moved) > 10
     assert sum(after for _, after in moved) < 0.9 * sum(before for before, _ in moved)
+
+
+@pytest.mark.parametrize(("start", "end", "step"), [(0, 1, 1), (3, 5, 1), (6, 0, -2), (0, 7, 1)])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_slice_of_a_reshaped_transpose_keeps_the_order_of_its_factors(
+    axis: int, start: int, end: int, step: int, tmp_path: Path
+) -> None:
+    """A dimension of 188 elements is 4 by 47, of which the first has the smaller stride."""
+    nodes = [
+        helper.make_node("Relu", ["x"], ["a"]),
+        helper.make_node("Transpose", ["a"], ["t"], perm=[1, 0]),
+        helper.make_node("Reshape", ["t", "shape"], ["b"]),
+        helper.make_node("Slice", ["b", "start", "end", "axis", "step"], ["c"]),
+    ]
+    numbers = {"shape": [7, 188], "start": [start], "end": [end], "axis": [axis], "step": [step]}
+    constants = [numpy_helper.from_array(np.array(value, np.int64), name) for name, value in numbers.items()]
+    given = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, (47, 28))
+    result = helper.make_tensor_value_info("c", onnx.TensorProto.FLOAT, None)
+    made = helper.make_graph(nodes, "g", [given], [result], constants)
+    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)])
+    onnx.save(onnx.shape_inference.infer_shapes(model), tmp_path / "graph.onnx")
+    x = np.random.default_rng(0).standard_normal((47, 28)).astype(np.float32)
+    whole = np.maximum(x, 0).T.reshape(7, 188)
+    cut = slice(start, end, step)
+    graph = run_passes(import_model(tmp_path / "graph.onnx", {}, why_unsupported), PASSES)
+    [answer] = evaluate(graph, {"x": x})
+    np.testing.assert_array_equal(answer, whole[cut] if axis == 0 else whole[:, cut])
 
 
 def cost(graph: Graph) -> int:
