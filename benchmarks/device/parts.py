@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -116,6 +117,35 @@ def play_model(task: tuple[Path, str, str, str]) -> Outcome:
     return made
 
 
+def kernels(setting: Setting, deadline: float) -> Iterator[Outcome]:
+    """Every kernel of the same networks, compared with its text by `flashmem verify`: one case a launch."""
+    places = sorted({(precision, path) for precision, path, _ in setting.places})
+    files = [file for file in sorted(MODELS.glob("*.onnx")) if "dynamic" not in file.stem]
+    tasks = [(file, setting.name, *place) for file in files for place in places]
+    yield from _in_processes(play_kernels, tasks, setting, deadline)
+
+
+def play_kernels(task: tuple[Path, str, str, str]) -> Outcome:
+    """Compile one model without building, and check its kernels, by the commands of users."""
+    file, device, precision, path = task
+    made, named = Outcome(), f"{file.stem}, {precision}, {path}"
+    with tempfile.TemporaryDirectory(prefix="flashmem-") as folder:
+        place = ("--device", device, "--precision", precision, "--memory-path", path, "--no-build")
+        bundle = str(Path(folder, "m.flashmem"))
+        for words in (("compile", str(file), "-o", bundle, *place), ("verify", bundle, "--device", device, "--json")):
+            done = subprocess.run(
+                [sys.executable, "-m", "flashmem", *words], cwd=ROOT, capture_output=True, text=True, check=False
+            )
+            if done.returncode and not done.stdout.startswith("{"):
+                kind = "refused" if done.returncode == 2 else "failed"
+                made.add(kind, f"{named}: {(done.stderr.splitlines() or [''])[-1]}")
+                return made
+    for each in json.loads(done.stdout)["kernels"]:
+        kind = "wrong" if each["wrong"] else "right" if each["known"] or each["compared"] else "refused"
+        made.add(kind, "" if kind == "right" else f"{named}: {each['wrong'] or each['note']}")
+    return made
+
+
 def layouts(setting: Setting, deadline: float) -> Iterator[Outcome]:
     """Random graphs of layouts (`layouts.py`), in every precision, memory path and transfer mode."""
     places = setting.places
@@ -186,13 +216,12 @@ class Part:
 PARTS = {
     "node-tests": Part(3, node_tests),
     "models": Part(1.5, models),
+    "kernels": Part(1.5, kernels),
     "layouts": Part(5.5, layouts),
     "operators": Part(1.5, operators),
     "stress": Part(3.5, stress),
 }
-"""By name, in the order in which they run. Time that a part leaves is for the ones after it. Another check, for instance of the
-kernels in a bundle, is a function like `play_model` that says what happened to one case, and an entry here.
-"""
+"""By name, in the order in which they run. Time that a part leaves is for the ones after it."""
 
 
 def _in_processes(
