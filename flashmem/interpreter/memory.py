@@ -26,6 +26,7 @@ class KernelMemory:
         self.watched = watched
         self.written: Array | None = np.zeros(len(data) // unit, bool) if watched else None
         self._writer: Array | None = np.zeros(len(data) // unit, np.int32) if watched else None
+        self._contested = np.zeros(len(data) // unit if watched else 0, bool)
         self._views: dict[Any, Array] = {}
 
     def view(self, dtype: Any) -> Array:
@@ -89,7 +90,9 @@ class KernelMemory:
         if self.errors is not None:
             self.errors[units] = 0.0 if e is None else np.nextafter(e.astype(np.float32), np.float32(np.inf)) * (e > 0)
             if clash is not None:
-                self.errors[units[clash]] = np.inf
+                self._contested[units[clash]] = True
+            if self.watched:
+                self.errors[units[self._contested[units]]] = np.inf  # whatever is written there later
             for extra in range(1, dtype.itemsize // self.unit):
                 self.errors[units + extra] = self.errors[units]
 

@@ -145,6 +145,8 @@ def test_what_follows_from_a_doubtful_condition_is_not_known() -> None:
 def test_two_work_items_that_write_one_place() -> None:
     found = run("y[i / 2] = a[i];", X, outputs())
     assert found.errors is not None and np.isinf(found.errors[0][:4]).all()
+    found = run("y[0] = a[i]; if (i == 7) y[0] = a[7];", X, outputs())  # it stays so, whoever writes last
+    assert found.errors is not None and np.isinf(found.errors[0][0])
 
 
 def test_copies_have_memory_of_their_own() -> None:

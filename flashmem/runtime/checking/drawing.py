@@ -32,7 +32,7 @@ def drawn_bytes(nbytes: int, element: str, draw: str, salt: str, *, weights: boo
     elif element in ("char", "uchar"):
         made = (spread >> np.uint32(24)).astype(np.uint8)
     else:
-        low, high = {"signed": (0, 4), "offset": (0, 64), "tiny": (-2, 3)}[draw]
+        low, high = {"signed": (0, 4), "offset": (0, 64), "tiny": (0, 8)}[draw]
         made = (low + ((spread >> np.uint32(8)) % np.uint32(high - low)).astype(np.int64)).astype(_TYPES[element])
     return np.ascontiguousarray(made).view(np.uint8)[:nbytes]
 
