@@ -28,9 +28,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.command import Arguments, run_command
-from benchmarks.device.parts import PARTS, Setting, processors
+from benchmarks.device.parts import PARTS, Setting
 from flashmem.base.errors import UserError
 from flashmem.base.paths import VARIABLE
+from flashmem.runtime.kernels.children import processors
 from flashmem.runtime.opencl import pocl
 from flashmem.runtime.request.options import device_here
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -236,11 +235,6 @@ def _in_processes(
             yield made
         else:
             yield result
-
-
-def processors() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def _line(error: BaseException) -> str:

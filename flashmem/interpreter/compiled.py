@@ -456,7 +456,7 @@ class TextCompiler:
             name = node.name
 
             def replace(m: LaunchState, x: Value) -> None:
-                put(m, _with_components(get(m), name, x, m.items))
+                put(m, _with_components(get(m), name, x))
 
             return lambda m: _components(get(m), name), replace
         pointer = self._pointer_to(node)
@@ -695,7 +695,7 @@ def _components(x: Number, name: str) -> Number:
     return Number(x.v[:, places], None if x.e is None else np.broadcast_to(x.e, (x.e.shape[0], x.width))[:, places])
 
 
-def _with_components(old: Number, name: str, x: Number, items: int) -> Number:
+def _with_components(old: Number, name: str, x: Number) -> Number:
     places = _places(name, old.width)
     x = converted(x, old.v.dtype)
     rows = max(old.v.shape[0], x.v.shape[0])
@@ -750,7 +750,7 @@ def _image_access(match: re.Match[str], arguments: list[Evaluate]) -> Evaluate:
             image: Image = arguments[0](m)
             at: Number = arguments[-1](m)
             x, y = coordinates(at)
-            found = converted(image.load(x, y, m.mask), kind)
+            found = converted(image.load(x, y), kind)
             return (
                 found
                 if at.e is None

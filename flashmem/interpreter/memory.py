@@ -185,7 +185,7 @@ class Image:
     texels: Array
     written: Array | None = None
 
-    def load(self, x: Number, y: Number, mask: Array | None) -> Number:
+    def load(self, x: Number, y: Number) -> Number:
         """The texels at (x, y) in their stored type."""
         rows, columns, _ = self.texels.shape
         return Number(self.texels[np.clip(y.v, 0, rows - 1), np.clip(x.v, 0, columns - 1)])

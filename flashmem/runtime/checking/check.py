@@ -16,7 +16,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from time import perf_counter
 from typing import Any
@@ -83,7 +83,6 @@ class _Memory:
     parameter: Parameter
     content: Any
     written: bool
-    buffers: list[Any] = field(default_factory=list)
 
     def of(self, draw: int) -> Any:
         """The content for a draw."""

@@ -101,10 +101,11 @@ def check_kernels(
             verdicts.keep({keys[trial.key]: replace(verdicts[keys[trial.key]], right=(trial.key,), name=trial.name)})
 
     todo = [trial for trial in trials if not is_known(trial)]
-    done = _answers(todo, options, device, effort, keep)
+    end = None if effort.seconds is None else monotonic() + effort.seconds
+    done = _answers(todo, options, device, effort, keep, end)
     wrong = {keys[trial.key]: done[trial.key].wrong for trial in reversed(todo) if done[trial.key].wrong}
     repaired = [trial for trial in trials if keys[trial.key] in wrong]
-    slow = _answers(repaired, (*options, UNOPTIMISED), device, replace(effort, seconds=None), lambda trial, verdict: None)
+    slow = _answers(repaired, (*options, UNOPTIMISED), device, effort, lambda trial, verdict: None)
     for key, said in wrong.items():
         own = [trial for trial in repaired if keys[trial.key] == key]
         helps = not any(slow[trial.key].wrong for trial in own) and any(slow[trial.key].compared for trial in own)
@@ -116,16 +117,21 @@ def check_kernels(
 
 
 def _answers(
-    trials: Sequence[Trial], options: Sequence[str], device: Device, effort: Effort, keep: Callable[[Trial, Verdict], None]
+    trials: Sequence[Trial],
+    options: Sequence[str],
+    device: Device,
+    effort: Effort,
+    keep: Callable[[Trial, Verdict], None],
+    end: float | None = None,
 ) -> dict[str, Verdict]:
-    """The verdict of each trial, by its key: those of the longest texts first, each by a free child. `keep` gets each."""
+    """The verdict of each trial, by its key: those of the longest texts first, each by a free child. `keep` gets each;
+    none begins after `end`."""
     if not trials:
         return {}
     waiting: queue.SimpleQueue[Trial] = queue.SimpleQueue()
     for trial in sorted(trials, key=lambda trial: -len(trial.text)):
         waiting.put(trial)
     done: queue.SimpleQueue[tuple[Trial, Verdict] | BaseException] = queue.SimpleQueue()
-    end = None if effort.seconds is None else monotonic() + effort.seconds
     folder = WorkFolder()
     threads = []
     try:

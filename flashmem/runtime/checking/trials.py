@@ -61,7 +61,7 @@ class Trial:
 def distinct_trials(kernels: Iterable[RequiredKernel], program: Program) -> list[Trial]:
     """The trials of kernels: one for each launch whose text, numbers or sizes differ.
 
-    Launches in chains, whose arguments are whole memories, are left out: `chains` checks them.
+    Chains, whose arguments are whole memories, are left out: nothing checks them yet, but the kernels that they join.
     """
     found: dict[str, Trial] = {}
     for kernel in kernels:
