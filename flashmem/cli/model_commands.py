@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 
 from flashmem.base.errors import UserError
-from flashmem.cli.commands.compiling import CompileOptions
 from flashmem.cli.commands.options import (
     Build,
     Device,
@@ -25,11 +24,12 @@ from flashmem.cli.commands.options import (
     RunStrategyOption,
     with_bundle_options,
 )
+from flashmem.request.request import Request
 
 
 @with_bundle_options
 def compile_(
-    options: CompileOptions,
+    options: Request,
     model: Annotated[
         Path, typer.Argument(help="An .onnx model, or a language model: a .gguf file or a folder.", show_default=False)
     ],
@@ -69,7 +69,7 @@ def compile_(
 
 @with_bundle_options
 def run(
-    options: CompileOptions,
+    options: Request,
     model: ModelArgument,
     input: Annotated[Path | None, typer.Option(metavar="x.npz", help="Inputs by name; the rest is drawn from --seed.")] = None,
     output: Annotated[Path | None, typer.Option(metavar="y.npz", help="Where to write the outputs.")] = None,
@@ -138,7 +138,7 @@ def run(
 
 @with_bundle_options
 def generate(
-    options: CompileOptions,
+    options: Request,
     model: Annotated[Path, typer.Argument(help="A language model: a .gguf file, a folder, or a bundle.", show_default=False)],
     prompt: Annotated[
         str | None,
@@ -190,7 +190,7 @@ def generate(
 
 @with_bundle_options
 def serve(
-    options: CompileOptions,
+    options: Request,
     model: Annotated[Path, typer.Argument(help="A language model: a .gguf file, a folder, or a bundle.", show_default=False)],
     host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for other machines too.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 for any free one.")] = 8000,
@@ -206,7 +206,7 @@ def serve(
 
 @with_bundle_options
 def plan(
-    options: CompileOptions,
+    options: Request,
     model: PlannedModel,
     json: Json = False,
     show_all: Annotated[bool, typer.Option("--all", help="Every layer and slice, however many.")] = False,
@@ -295,7 +295,7 @@ def queue(
 
 @with_bundle_options
 def simulate(
-    options: CompileOptions,
+    options: Request,
     model: PlannedModel,
     disk: Annotated[Disk, typer.Option(help="Whether the weight file is in the page cache.")] = Disk.CACHED,
     strategy: RunStrategyOption = None,

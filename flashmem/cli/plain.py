@@ -14,7 +14,8 @@ from pathlib import Path
 from flashmem.base.interrupts import unwinding
 from flashmem.base.streams import exit_codes, prepare_streams
 from flashmem.base.version import __version__
-from flashmem.cli.commands.compiling import CompileOptions
+from flashmem.bundle.shape_variants import read_variants
+from flashmem.request.request import Request
 
 Command = Callable[[argparse.Namespace], int | None]
 
@@ -126,8 +127,8 @@ def _devices(arguments: argparse.Namespace) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     from flashmem.cli.commands.run import RunOptions, run_model
 
-    shape = tuple(arguments.shape or ())
-    compiling = CompileOptions(device=arguments.device, budget=arguments.budget, mode=arguments.mode, shape=shape)
+    shapes = read_variants(arguments.shape or ())
+    compiling = Request(device=arguments.device, budget=arguments.budget, mode=arguments.mode, shapes=shapes)
     options = RunOptions(
         input=arguments.input,
         output=arguments.output,
@@ -148,7 +149,7 @@ def _run(arguments: argparse.Namespace) -> None:
 def _generate(arguments: argparse.Namespace) -> None:
     from flashmem.cli.commands.generate import GenerateOptions, generate_text
 
-    compiling = CompileOptions(device=arguments.device, budget=arguments.budget, mode=arguments.mode)
+    compiling = Request(device=arguments.device, budget=arguments.budget, mode=arguments.mode)
     given = vars(arguments)
     options = GenerateOptions(**{each.name: given[each.name] for each in fields(GenerateOptions)})
     generate_text(arguments.bundle, arguments.prompt, compiling, replace(options, stop=tuple(arguments.stop)))

@@ -11,10 +11,10 @@ from flashmem.base.errors import BudgetError
 from flashmem.planning.arithmetic.measure import Measure
 from flashmem.planning.baselines import fastest_within, operators_of
 from flashmem.planning.latency.first_answer import smallest_m_peak
-from flashmem.planning.limits import Limits
 from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.opg.lc_opg import ReadAhead, proven_bound, solve
 from flashmem.program.program import Program, fixed_bytes
+from flashmem.request.limits import Limits
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan, Units
 

@@ -27,11 +27,11 @@ from flashmem.planning.latency.later_runs import (
     with_kept,
 )
 from flashmem.planning.latency.tiers import with_pinned
-from flashmem.planning.limits import Limits
 from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.pose import staged_within, with_host_budget
 from flashmem.planning.variants import VariantProblem, plan_together
 from flashmem.program.program import Program, fixed_bytes
+from flashmem.request.limits import Limits
 from flashmem.schedule.check import check
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import BoundScope, OverlapPlan
@@ -121,7 +121,7 @@ def planned_together(
     threads, piece = min(plan.loader_threads for plan in plans), min(plan.piece_bytes for plan in plans)
     problems = []
     for program, plan in variants:
-        instance = planning_instance(program, descriptor, mode, replace(limits, chunk=plan.chunk_bytes))
+        instance = planning_instance(program, descriptor, mode, limits.replace(chunk=plan.chunk_bytes))
         instance = replace(instance, piece_bytes=piece, loader_threads=threads)
         problems.append(VariantProblem(instance, plan, _in_all(program, mode)))
     made = plan_together(problems, limits.budget, objective)

@@ -28,7 +28,6 @@ from flashmem.compiler.selection.tuning_database import (
 )
 from flashmem.planning.capacity.features import KERNEL_FEATURES, kernel_features, launch_features
 from flashmem.planning.capacity.predictor import Predictor
-from flashmem.planning.limits import Limits
 from flashmem.profiler.dataset import SUFFIX as DATASET
 from flashmem.profiler.dataset import read_dataset, write_dataset
 from flashmem.profiler.descriptor import name_table, write_descriptor
@@ -137,7 +136,7 @@ def test_the_key_of_a_bundle_changes_with_the_table(tmp_path: Path) -> None:
     for took in (1e-3, 2e-3):
         descriptor = tuned(tmp_path, [timing(workload, tile, took), timing(workload, wide, 1234.0)])
         assert content_hash(descriptor) and "1234" not in str(descriptor.to_dict())
-        keys.add(Compilation(model, (Options(descriptor, "map", Limits()),)).name)
+        keys.add(Compilation(model, (Options(descriptor, "map"),)).name)
     assert len(keys) == 2
 
 

@@ -10,9 +10,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,86 +22,16 @@ from flashmem.base.extras import offline_half
 from flashmem.base.interrupts import EXIT_CODE, blocked, child_environment
 from flashmem.base.paths import VARIABLE, why_unusable
 from flashmem.base.streams import say
-from flashmem.base.units import read_constants, read_states
 from flashmem.bundle import cache as bundle_cache
 from flashmem.bundle.language import is_bundle, is_language_folder
-from flashmem.bundle.shape_variants import asked_for, list_text, read_variants, shapes_text
+from flashmem.bundle.shape_variants import asked_for, list_text, shapes_text
 from flashmem.cli.commands.temporary_cache import have_cache
 from flashmem.cli.output.console import progress
+from flashmem.request.description import Description
+from flashmem.request.request import Request
 
 if TYPE_CHECKING:
     from flashmem.bundle.bundle import Bundle
-    from flashmem.planning.limits import Limits
-
-
-@dataclass(frozen=True)
-class CompileOptions:
-    """The options of a compilation, as text from the command line. None or empty leaves the default of `flashmem.compile`."""
-
-    device: str | None = None
-    budget: str | None = None
-    host_budget: str | None = None
-    m_peak: str | None = None
-    lambda_: float | None = None
-    chunk: str | None = None
-    precision: str | None = None
-    state_precision: str | None = None
-    quantize: str | None = None
-    shape: tuple[str, ...] = ()
-    constant: tuple[str, ...] = ()
-    state: tuple[str, ...] = ()
-    max_length: int | None = None
-    batch: int | None = None
-    preload: tuple[str, ...] = ()
-    memory_path: str | None = None
-    mode: str | None = None
-    objective: str | None = None
-    strategy: str | None = None
-    unfusion: bool | None = None
-    mu: float | None = None
-    alpha: float | None = None
-    units: str | None = None
-    optimize: str | None = None
-
-    def check(self) -> None:
-        """Raise UserError for an invalid size, shape, constant or state, before a child process is started."""
-        self.limits()
-        read_variants(self.shape)
-        read_states(self.state)
-        read_constants(self.constant)
-
-    def limits(self) -> Limits:
-        """The planning limits in the options. Raises UserError for invalid ones."""
-        from flashmem.planning.limits import read_limits
-
-        return read_limits(**self._given(_LIMITS))
-
-    def target(self) -> dict[str, Any]:
-        """The target in the options, as arguments of `flashmem.options.resolve`."""
-        return {**self._given(_TARGET), "states": read_states(self.state), "constants": read_constants(self.constant)}
-
-    def keywords(self) -> dict[str, Any]:
-        """All options except shapes, as arguments of `flashmem.compile`."""
-        return {**self.target(), **self._given(("max_length", "batch", "quantize", *_LIMITS))}
-
-    def _given(self, names: Iterable[str]) -> dict[str, Any]:
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
-
-    def given(self) -> tuple[str, ...]:
-        """The flags that were given, for instance `--chunk`."""
-        return tuple(f"--{_flag(field.name)}" for field in fields(self) if getattr(self, field.name) not in (None, ()))
-
-    def arguments(self) -> list[str]:
-        """The same options as command line arguments."""
-        written: list[str] = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            for item in value if isinstance(value, tuple) else (value,):
-                if isinstance(item, bool):
-                    written.append(f"--{'' if item else 'no-'}{_flag(field.name)}")
-                elif item is not None:
-                    written.append(f"--{_flag(field.name)}={item}")
-        return written
 
 
 @dataclass(frozen=True)
@@ -133,8 +63,8 @@ class ProcessLimit:
 
 
 def within_process(
-    options: CompileOptions, process_memory: str | None, host_budget: str | None, *, compiles: bool
-) -> tuple[CompileOptions, ProcessLimit | None]:
+    options: Request, process_memory: str | None, host_budget: str | None, *, compiles: bool
+) -> tuple[Request, ProcessLimit | None]:
     """`options` with the budget that a limit on this process leaves for a model that is compiled (`compiles`).
 
     Opens the device, to measure what the process holds without the model.
@@ -153,17 +83,17 @@ def within_process(
     limit = read_process_memory(process_memory)
     if not compiles:
         return options, None
-    held: int | None = DeviceInUse(device := device_here(options.device or "auto"), None).start_rss
+    held: int | None = DeviceInUse(device := device_here(options.device), None).start_rss
     if held is not None:  # rounded up, so that the next call finds the same bundle in the cache
         held = -(-(held + _OPENED) // _STEP) * _STEP
     budget = budget_within(limit, held, device)
-    return replace(options, budget=str(budget)), ProcessLimit(limit, held or 0)
+    return options.replace(budget=budget), ProcessLimit(limit, held or 0)
 
 
 def compile_here(
     model: Path,
     output: Path | None,
-    options: CompileOptions,
+    options: Request,
     *,
     build: bool = True,
     with_binaries: bool = False,
@@ -178,7 +108,6 @@ def compile_here(
     Raises:
         UserError: no output and no cache; and the errors of `flashmem.compile`.
     """
-    options.check()
     if output is None and (reason := why_unusable(folder := bundle_cache.folder())) is not None:
         raise UserError(f"{folder} {reason}; name a bundle with -o, or set {VARIABLE} to a folder that can")
     with offline_half("compiling"):
@@ -188,12 +117,11 @@ def compile_here(
         bundle = compile_model(
             model,
             output,
-            shapes=read_variants(options.shape),
             build=build,
             with_binaries=with_binaries,
             dump_passes=dump_passes,
             progress=report,
-            **options.keywords(),
+            **options.given,
         )
     if options.quantize is not None:
         say(_quantised(bundle.meta["quantised"]))
@@ -222,7 +150,7 @@ def _quantised(weights: Sequence[Mapping[str, Any]]) -> str:
     return f"weights quantised, relative to their root mean squares: {'; '.join(parts)}"
 
 
-def compile_apart(model: Path, options: CompileOptions, *, build: bool = True, process: ProcessLimit | None = None) -> Bundle:
+def compile_apart(model: Path, options: Request, *, build: bool = True, process: ProcessLimit | None = None) -> Bundle:
     """The bundle in the user's cache; it is compiled in a child process unless it is there. `build`: kernels too.
 
     `process`: as for `compile_here`.
@@ -236,11 +164,10 @@ def compile_apart(model: Path, options: CompileOptions, *, build: bool = True, p
     from flashmem.bundle.bundle import Bundle
     from flashmem.compilation import read_compilation
 
-    options.check()
     if not model.is_file() and not is_language_folder(model):
         raise MissingFileError(f"{model}: no such file; name an .onnx or .gguf file, or a bundle")
     have_cache()
-    if (found := read_compilation(model, shapes=read_variants(options.shape), **options.keywords()).find()) is not None:
+    if (found := read_compilation(model, options).find()) is not None:
         return found
     command = python_module("flashmem", "compile", str(model), *options.arguments(), f"--{'' if build else 'no-'}build")
     command += [] if process is None else [process.argument()]
@@ -272,7 +199,7 @@ def _interrupt(child: subprocess.Popen[bytes]) -> None:
 
 def bundle_of(
     model: Path,
-    options: CompileOptions,
+    options: Request,
     *,
     still_open: Collection[str] = (),
     build: bool = False,
@@ -293,7 +220,7 @@ def bundle_of(
                 f"{model} is no bundle, and the compiler is not installed here; compile it elsewhere, and copy the bundle"
             )
         return compile_apart(model, options, build=build, process=process)
-    fixed = [flag for flag in options.given() if flag not in still_open]
+    fixed = [flag for flag in flags_of(options) if flag not in still_open]
     if fixed:
         raise UserError(f"{fixed[0]} was fixed when {model} was compiled; compile the model anew, or leave {fixed[0]} out")
     return Bundle.open(model)
@@ -301,7 +228,7 @@ def bundle_of(
 
 def open_bundle(
     model: Path,
-    options: CompileOptions,
+    options: Request,
     *,
     still_open: Collection[str] = (),
     build: bool = False,
@@ -313,7 +240,7 @@ def open_bundle(
         UserError: the bundle has no such variant.
     """
     bundle = bundle_of(model, options, still_open=(*still_open, "--shape"), build=build, process=process)
-    asked = read_variants(options.shape)
+    asked = options.shapes
     if not is_bundle(model):
         return bundle
     if len(asked) > 1:
@@ -325,21 +252,6 @@ def open_bundle(
     return bundle.variant(index)
 
 
-_TARGET = ("device", "memory_path", "mode", "precision", "state_precision", "optimize")
-_LIMITS = (
-    "budget",
-    "m_peak",
-    "chunk",
-    "lambda_",
-    "objective",
-    "preload",
-    "strategy",
-    "unfusion",
-    "mu",
-    "alpha",
-    "units",
-    "host_budget",
-)
 _LAST_SECONDS = 10
 
 _OPENED, _STEP = 8 << 20, 4 << 20
@@ -349,5 +261,6 @@ RUN_TIME = ("--device", "--budget", "--mode")
 """Flags that also apply to a bundle: a session or a simulation can choose them again."""
 
 
-def _flag(name: str) -> str:
-    return name.rstrip("_").replace("_", "-")
+def flags_of(options: Description) -> list[str]:
+    """The flags that were given, for instance `--chunk`."""
+    return [options.options[name].flags[0] for name, value in options.given.items() if value is not None]

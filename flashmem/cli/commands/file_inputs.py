@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from flashmem.base.child_processes import module_environment, python_module
 from flashmem.base.interrupts import EXIT_CODE, child_environment
 from flashmem.bundle.language import is_bundle
-from flashmem.bundle.shape_variants import read_variants, shapes_text
-from flashmem.cli.commands.compiling import CompileOptions
 from flashmem.program.tensors import Port
+from flashmem.request.request import Request
 
 if TYPE_CHECKING:
     from flashmem.tools.inputs.classes import Classes
@@ -70,7 +69,7 @@ class MadeInputs:
 
 
 @contextmanager
-def made_inputs(model: Path, files: FileInputs, options: CompileOptions) -> Iterator[tuple[MadeInputs | None, CompileOptions]]:
+def made_inputs(model: Path, files: FileInputs, options: Request) -> Iterator[tuple[MadeInputs | None, Request]]:
     """Make the inputs in a temporary folder; yields them, and `options` with the shapes of inputs with open dimensions.
 
     Yields None, and `options` unchanged, if no file was given.
@@ -82,7 +81,7 @@ def made_inputs(model: Path, files: FileInputs, options: CompileOptions) -> Iter
     if not files.given:
         yield None, options
         return
-    variants = read_variants(options.shape)
+    variants = options.shapes
     with tempfile.TemporaryDirectory(prefix="flashmem-inputs-") as folder:
         arrays = Path(folder) / "inputs.npz"
         paths = {"image": files.image, "audio": files.audio, "labels": files.labels}
@@ -98,10 +97,9 @@ def made_inputs(model: Path, files: FileInputs, options: CompileOptions) -> Iter
         shapes = said["shapes"]
         named = {name: tuple(shape) for name, shape in shapes.items() if name not in variants[0]}
         if named and not is_bundle(model):
-            options = replace(options, shape=(*options.shape, *(shapes_text({name: shape}) for name, shape in named.items())))
+            options = options.replace(shapes=[{**each, **named} for each in variants])
         labels = {"names": tuple(said["labels"]["names"]), "several": said["labels"]["several"]}
-        constant = {text.partition("=")[0] for text in options.constant}
-        others = tuple(name for name in said["others"] if name not in constant)
+        others = tuple(name for name in said["others"] if name not in options.constants)
         yield MadeInputs(arrays, said["sentences"], others, labels, files.labels is not None), options
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from flashmem.base.errors import UserError
 from flashmem.base.streams import say
-from flashmem.base.units import format_size, parse_size
+from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import is_bundle
-from flashmem.cli.commands.compiling import RUN_TIME, CompileOptions, open_bundle, within_process
+from flashmem.cli.commands.compiling import RUN_TIME, open_bundle, within_process
 from flashmem.cli.output.console import emit_json
+from flashmem.request.request import Request
 from flashmem.runtime.generation.conversation import Message
 from flashmem.runtime.generation.draft_model import needed_bytes
 from flashmem.runtime.generation.generated_text import GenerationReport
@@ -51,7 +52,7 @@ class GenerateOptions:
     chat: bool = False
 
 
-def generate_text(model: Path, prompt: str | None, compiling: CompileOptions, options: GenerateOptions) -> None:
+def generate_text(model: Path, prompt: str | None, compiling: Request, options: GenerateOptions) -> None:
     """Answer `prompt`, or each line of stdin in one conversation, or both, with a bundle or a GGUF file.
 
     Raises:
@@ -87,7 +88,7 @@ def generate_text(model: Path, prompt: str | None, compiling: CompileOptions, op
 
 def open_generator(
     model: Path,
-    compiling: CompileOptions,
+    compiling: Request,
     draft: Path | None = None,
     host_budget: str | None = None,
     process_memory: str | None = None,
@@ -97,7 +98,7 @@ def open_generator(
     The budget of `compiling` is for both. Raises as `generate_text`.
     """
     use_one_device()
-    if compiling.batch not in (None, 1):
+    if compiling.batch != 1:
         drafts = ", and a batch makes no drafts" if draft is not None else ""
         raise UserError(f"--batch is for flashmem compile and flashmem serve{drafts}; leave it out")
     if draft is None:
@@ -106,20 +107,20 @@ def open_generator(
     if process_memory is not None:
         raise UserError("--process-memory is for one model; leave --draft out, or give --budget")
     read_host_budget(host_budget)
-    own = CompileOptions(device=compiling.device, max_length=compiling.max_length)
+    own = Request(**{name: value for name, value in compiling.given.items() if name in ("device", "max_length")})
     small = open_bundle(draft, own, still_open=RUN_TIME, build=True) if not is_bundle(draft) else Bundle.open(draft)
     budget = compiling.budget
     if budget is not None:
-        left = parse_size(budget, what="budget") - needed_bytes(small, compiling.device or "auto")
+        left = budget - needed_bytes(small, compiling.device)
         if left <= 0:
-            raise UserError(f"--budget {budget} is less than --draft needs alone; raise it, or leave --draft out")
-        compiling = replace(compiling, budget=str(left))
+            raise UserError(f"--budget {format_size(budget)} is less than --draft needs alone; raise it, or leave --draft out")
+        compiling = compiling.replace(budget=left)
     bundle, options = open_language_model(model, compiling, host_budget, None)
     return Generator(bundle, **{**options, "budget": budget}, draft=small)
 
 
 def open_language_model(
-    model: Path, compiling: CompileOptions, host_budget: str | None, process_memory: str | None
+    model: Path, compiling: Request, host_budget: str | None, process_memory: str | None
 ) -> tuple[Bundle, dict[str, Any]]:
     """The bundle of a language model, which is compiled first if `model` is none; and keyword arguments for its generator.
 
@@ -131,11 +132,11 @@ def open_language_model(
     bundle = open_bundle(model, compiling, still_open=RUN_TIME, build=True, process=process)
     in_bundle = process_memory is not None or not is_bundle(model)  # a model compiled now has its budget in the bundle
     return bundle, {
-        "device": compiling.device or "auto",
+        "device": compiling.device,
         "budget": None if in_bundle else compiling.budget,
         "host_budget": host_budget,
         "process_memory": process_memory,
-        "mode": compiling.mode or "auto",
+        "mode": compiling.mode,
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
@@ -20,11 +20,12 @@ from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import is_bundle
 from flashmem.bundle.shape_variants import list_text, port_shapes, which_fits
-from flashmem.cli.commands.compiling import RUN_TIME, CompileOptions, open_bundle, within_process
+from flashmem.cli.commands.compiling import RUN_TIME, open_bundle, within_process
 from flashmem.cli.commands.file_inputs import FileInputs, MadeInputs, made_inputs
 from flashmem.cli.commands.plan_summary import summary
 from flashmem.cli.commands.trace import write_trace
 from flashmem.cli.output.console import emit_json, print_facts, waiting
+from flashmem.request.request import Request
 from flashmem.runtime.engine.inputs import check_input_file, complete_inputs, read_inputs, stored_arrays, write_outputs
 from flashmem.runtime.engine.report import HostMemoryUse, RunReport, process_rss
 from flashmem.runtime.opencl.discovery import use_one_device
@@ -82,7 +83,7 @@ class Outcome:
     process_limit: int | None = None
 
 
-def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> None:
+def run_model(model: Path, compiling: Request, options: RunOptions) -> None:
     """Run `model`, a bundle or an ONNX file, and print the report.
 
     Raises:
@@ -113,21 +114,21 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
         _run_with(model, shaped, options, made)
 
 
-def _run_with(model: Path, compiling: CompileOptions, options: RunOptions, made: MadeInputs | None) -> None:
+def _run_with(model: Path, compiling: Request, options: RunOptions, made: MadeInputs | None) -> None:
     """Open the bundle, run it on inputs from files, and report."""
     files = [path for path in (options.input, None if made is None else made.arrays) if path is not None]
     if not is_bundle(model) and options.strategy != "preload":
-        compiling = replace(compiling, strategy=options.strategy)  # the session checks it for a bundle
+        compiling = compiling.replace(strategy=options.strategy)  # the session checks it for a bundle
         if options.host_budget != "auto":
-            compiling = replace(compiling, host_budget=options.host_budget)
+            compiling = compiling.replace(host_budget=options.host_budget)
     use_one_device()
     compiling, process = within_process(compiling, options.process_memory, options.host_budget, compiles=not is_bundle(model))
     if not is_bundle(model):
         with suppress(NoDeviceError):  # its driver is no part of the bundle
-            device_here(compiling.device or "auto")
+            device_here(compiling.device)
     before = process_rss() or 0
     bundle = open_bundle(model, compiling, still_open=RUN_TIME, build=options.build, process=process)
-    if files and not (is_bundle(model) and compiling.shape):
+    if files and not (is_bundle(model) and any(compiling.shapes)):
         bundle = _fitting(bundle, files)
     if made is not None:
         made.check(bundle.program.outputs)
@@ -214,9 +215,9 @@ def _run(
     bundle: Bundle,
     inputs: HandedOver,
     options: RunOptions,
-    compiling: CompileOptions,
+    compiling: Request,
     *,
-    budget: str | None,
+    budget: int | None,
     opened: int,
 ) -> Outcome:
     reports = []
@@ -224,8 +225,8 @@ def _run(
         waiting("preparing kernels and running", quiet=options.json),
         Session(
             bundle,
-            device=compiling.device or "auto",
-            mode=cast(TransferMode, compiling.mode or "auto"),  # the session refuses unknown modes
+            device=compiling.device,
+            mode=compiling.mode,
             strategy=cast(Strategy, options.strategy or "auto"),
             budget=budget,
             host_budget=options.host_budget,

