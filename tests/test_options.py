@@ -11,8 +11,9 @@ import pytest
 
 import flashmem
 from flashmem.base.errors import BudgetError, NoDeviceError, UserError
+from flashmem.cli.calls.models import Simulate
 from flashmem.cli.commands.plan_zoo import plan_architecture
-from flashmem.cli.commands.simulate import SimulateOptions, simulate_model
+from flashmem.cli.commands.simulate import simulate_model
 from flashmem.request.request import Request
 from flashmem.runtime.request.options import choose_budget, choose_mode, find_descriptor
 from flashmem.target.descriptor import load_descriptor
@@ -62,9 +63,8 @@ def test_every_command_refuses_a_request_with_the_same_sentence(device: str, mod
     (only,) = said
     assert only.startswith(sentence)
     if mode != "map":  # the memory path of a bundle is fixed
-        options = SimulateOptions()
         for play in (
-            lambda: simulate_model(bundle, Request(device=device, mode=mode), options),
+            lambda: simulate_model(Simulate(bundle, device=device, mode=mode)),
             lambda: _sweep(bundle, device, mode),
         ):
             with pytest.raises(UserError) as refusal:

@@ -72,7 +72,8 @@ class Option:
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
         self.what = self.what or name.rstrip("_").replace("_", " ")
-        self.flags = self.flags or (f"--{name.rstrip('_').replace('_', '-')}",)
+        if not (self.flags or self.positional):
+            self.flags = (f"--{name.rstrip('_').replace('_', '-')}",)
 
     def __get__(self, instance: Description | None, owner: type) -> Any:
         return self if instance is None else instance.given.get(self.name, self.default)
@@ -81,6 +82,20 @@ class Option:
     def required(self) -> bool:
         """Whether it has no default."""
         return self.default is _REQUIRED
+
+    @property
+    def is_word(self) -> bool:
+        """Whether a command line has it by its place; with `flags`, only Python has."""
+        return self.positional and not self.flags
+
+    @property
+    def form(self) -> str:
+        """The form of its words, for help."""
+        return "|".join(self.kind.words) if isinstance(self.kind, Choice) else self.kind.metavar
+
+    def read(self, words: Any) -> Any:
+        """The value of a word, of several, or of a flag. Raises UserError."""
+        return words if isinstance(self.kind, Flag) else self.kind.read(words, self.what)
 
     def checked(self, value: Any) -> Any:
         """The value that is kept of a given one; None means the default. Raises UserError."""
@@ -103,7 +118,7 @@ class Option:
         return "" if no is None else no or f"--no-{self.flags[0].removeprefix('--')}"
 
 
-def option(help: str | None, *, default: Any, kind: Kind | type | None = None, **more: Any) -> Any:
+def option(help: str | None, *, default: Any = _REQUIRED, kind: Kind | type | None = None, **more: Any) -> Any:
     """A field; see `Option`. `kind` may be a type, and is that of the default if it is left out."""
     return Option(default, help, _kind(type(default) if kind is None else kind), **more)
 
@@ -140,8 +155,9 @@ class Description:
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
-        own = {name: field for name, field in vars(cls).items() if isinstance(field, Option)}
-        cls.options = {**cls.options, **own}
+        cls.options = {
+            name: field for base in reversed(cls.__mro__) for name, field in vars(base).items() if isinstance(field, Option)
+        }
         places = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
         parameters = [
             inspect.Parameter(field.name, places[not field.positional], default=field.default)

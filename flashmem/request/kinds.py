@@ -78,14 +78,14 @@ class Number(Kind):
         if self.least <= value <= self.most:
             return value
         if math.isinf(self.most):
-            wanted = f"a number of {self.least:g} or more"
+            wanted = f"a number of {self.least} or more"
         else:
-            wanted = f"between {self.least:g} and {self.most:g}" if math.isfinite(self.least) else f"at most {self.most:g}"
+            wanted = f"between {self.least} and {self.most}" if math.isfinite(self.least) else f"at most {self.most}"
         raise UserError(f"{what} {value} is not {wanted}; {self.hint or f'give one, for instance {self._instance}'}")
 
     @property
     def _instance(self) -> str:
-        return f"{self.least if math.isfinite(self.least) else 1:g}"
+        return str(self.least if math.isfinite(self.least) else 1)
 
 
 @dataclass(frozen=True)

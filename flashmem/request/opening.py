@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 HostBytes = Read[int | str | None, int | Literal["auto"] | None]
 
 
-class Opening(Request):
-    """What a bundle, or a model that is compiled first, is opened with. Some options have more values here."""
+class RunRequest(Request):
+    """What runs of a bundle, or of a model that is compiled first, are asked for. Some options have more values here."""
 
     asker = "a session"
 
@@ -49,6 +49,26 @@ class Opening(Request):
         scope="both",
         group=PLAN,
     )
+
+    @property
+    def of_session(self) -> dict[str, Any]:
+        """The fields that were given, and are a session's own."""
+        return {name: value for name, value in self.given.items() if self.options[name].scope != "compile"}
+
+    @property
+    def of_bundle(self) -> Request:
+        """What a model is compiled for. A strategy or a host budget that no plan has is left out."""
+        given = {name: value for name, value in self.given.items() if name in Request.options}
+        if self.strategy in ("auto", "preload"):
+            given.pop("strategy", None)
+        if self.host_budget == "auto" or self.strategy == "preload":
+            given.pop("host_budget", None)
+        return Request(**given)
+
+
+class Opening(RunRequest):
+    """What a session is opened with."""
+
     process_memory: Bytes = option(
         "Limit on the whole process, driver and interpreter too, in place of --budget; for instance 300MB.",
         default=None,
@@ -60,46 +80,10 @@ class Opening(Request):
         group=MEMORY,
     )
 
-    @property
-    def fixed(self) -> tuple[str, ...]:
-        """The fields that were given, and are fixed once a bundle is compiled."""
-        return tuple(name for name, value in self.given.items() if value is not None and self.options[name].scope == "compile")
 
-    @property
-    def reopened(self) -> dict[str, Any]:
-        """The fields that were given, and are a session's own."""
-        return {name: value for name, value in self.given.items() if self.options[name].scope != "compile"}
+class CheckedOpening(Opening):
+    """What a session is opened with that may check weights and kernels."""
 
-    @property
-    def request(self) -> Request:
-        """What a model is compiled for. A strategy or a host budget that no plan has is left out."""
-        given = {name: value for name, value in self.given.items() if self.options[name].scope != "session"}
-        if self.strategy in ("auto", "preload"):
-            given.pop("strategy", None)
-        if self.host_budget == "auto" or self.strategy == "preload":
-            given.pop("host_budget", None)
-        return Request(**given)
-
-
-class SessionCall(Opening):
-    """The keywords of `Session`."""
-
-    bundle: Bundle | str | Path | bytes | onnx.ModelProto = argument(
-        "An .onnx model, or a bundle.",
-        kw_only=False,
-        kind=Kind("MODEL"),
-        doc="a bundle or its path. Or a model, which is compiled first unless the user's cache has its bundle: the path of an "
-        "ONNX or GGUF file, the bytes of an ONNX file, or an `onnx.ModelProto`. `flashmem run` uses the same cache.",
-        scope="session",
-    )
-    lanes: bool = option(
-        None,
-        default=True,
-        doc='in mode "interleave", whether kernels copy weights while they compute; if not, separate launches between them '
-        "copy, for comparison.",
-        scope="session",
-    )
-    trace: bool = option(None, default=False, doc="record when each launch ran on the device.", scope="session")
     verify_weights: bool = option(
         "Compare weights with their checksums when read.",
         default=False,
@@ -117,6 +101,26 @@ class SessionCall(Opening):
         "refused.",
         scope="session",
     )
+
+
+class SessionCall(CheckedOpening):
+    """The keywords of `Session`."""
+
+    bundle: Bundle | str | Path | bytes | onnx.ModelProto = argument(
+        "An .onnx model, or a bundle.",
+        kw_only=False,
+        kind=Kind("MODEL"),
+        doc="a bundle or its path. Or a model, which is compiled first unless the user's cache has its bundle: the path of an "
+        "ONNX or GGUF file, the bytes of an ONNX file, or an `onnx.ModelProto`. `flashmem run` uses the same cache.",
+    )
+    lanes: bool = option(
+        None,
+        default=True,
+        doc='in mode "interleave", whether kernels copy weights while they compute; if not, separate launches between them '
+        "copy, for comparison.",
+        scope="session",
+    )
+    trace: bool = option(None, default=False, doc="record when each launch ran on the device.", scope="session")
     build_apart: bool = option(
         None,
         default=True,
@@ -144,7 +148,6 @@ class GeneratorCall(Opening):
         kw_only=False,
         kind=Kind("MODEL"),
         doc="a bundle of a language model; or the model, which is compiled through the cache.",
-        scope="session",
     )
     draft: Bundle | str | Path | None = option(
         "A small model with the same tokens, whose drafts are checked.",

@@ -158,6 +158,17 @@ class Request(Limits):
     )
 
     @property
+    def of_bundle(self) -> Request:
+        """What a model is compiled for."""
+        return self.given_as(Request)
+
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """The fields that were given, and are fixed once a bundle is compiled."""
+        known = Request.options.keys() & self.given.keys()
+        return tuple(name for name in self.given if name in known and self.options[name].scope == "compile")
+
+    @property
     def resolved_state_precision(self) -> StatePrecision:
         """The named stored type of states, or the one that follows from `precision`."""
         return self.state_precision or ("fp32" if self.precision == "tf32" else self.precision)
@@ -178,8 +189,9 @@ class CompileCall(Request):
     output: Read[str | Path | None, Path | None] = argument(
         "The bundle; default: in the user's cache.",
         kw_only=False,
-        kind=Path,
         default=None,
+        kind=File("model.flashmem"),
+        flags=("-o", "--output"),
         doc="the bundle's folder (`model.flashmem`). None keeps it in the user's cache, where an equal call finds it again. If "
         "the cache cannot be written, it is kept until the process ends, with a warning.",
     )

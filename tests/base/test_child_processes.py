@@ -65,7 +65,7 @@ def test_nothing_is_imported_from_the_current_folder(
 ) -> None:
     """For instance a numpy.py beside a model."""
     told = tmp_path / "told"
-    for name in ("numpy", "ctypes", "json", "typer", "pyopencl"):
+    for name in ("numpy", "ctypes", "json", "argparse", "pyopencl"):
         (tmp_path / f"{name}.py").write_text(f"open({str(told)!r}, 'w')\nraise SystemExit(3)\n")
     (tmp_path / "none.onnx").write_bytes(b"")
     monkeypatch.chdir(tmp_path)

@@ -13,6 +13,7 @@ import pytest
 
 from flashmem.base.units import parse_size
 from flashmem.bundle.shape_variants import read_variants
+from flashmem.request.description import Description
 from flashmem.request.request import Request
 from tests.support.command_line import Command, command_line
 
@@ -48,7 +49,7 @@ WORK: dict[str, tuple[str, ...]] = {
 """The functions that do the work of the commands, by their modules in `flashmem.cli`."""
 
 SIZES = ("budget", "host_budget", "m_peak", "chunk", "process_memory")
-NAMES = {"shape": "shapes", "as_json": "json", "path": "bundle"}
+NAMES = {"shape": "shapes", "as_json": "json", "path": "bundle", "verify_weights": "check_weights"}
 READERS: dict[str, Callable[[Any], Any]] = {
     **{name: lambda text: text if isinstance(text, str) and "," in text else parse_size(text) for name in SIZES},
     "shape": read_variants,
@@ -60,9 +61,10 @@ def _values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if is_dataclass(value) and not isinstance(value, type):
         for each in fields(value):
             yield from _values(each.name, getattr(value, each.name))
-    elif isinstance(value, Request):
-        for option, given in value.given.items():
-            yield from _values(option, given)
+    elif isinstance(value, Description):
+        for option in value.options:
+            if option in value.given or not isinstance(value, Request) or option not in Request.options:
+                yield from _values(option, getattr(value, option))
     elif value not in (None, (), "", {}) and (value != "auto" or name == "states"):
         read = READERS.get(name, lambda given: given)
         yield NAMES.get(name, name), read(value)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from flashmem.base.errors import UserError
 from flashmem.compilation import Compilation
@@ -39,6 +38,7 @@ from flashmem.target.kernel_configs.config import KernelConfig
 from flashmem.target.kernel_configs.contraction import PlainContraction, StagedContraction
 from flashmem.target.kernel_configs.tensor_cores import TensorContraction
 from flashmem.target.kernel_configs.workload import TF32, Workload
+from tests.support.command_line import invoke
 from tests.support.paths import DATA, ROOT
 
 CONFIGS = (
@@ -259,13 +259,11 @@ def test_nothing_to_choose_is_said(pocl_table: tuple[Path, TuningResult], tmp_pa
 
 
 def test_the_command_says_what_it_did(pocl_table: tuple[Path, TuningResult], monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashmem.cli.main import app
-
     folder, _ = pocl_table
     monkeypatch.setattr("flashmem.profiler.tuning.cases", lambda paths, **given: list(CASES))
-    done = CliRunner().invoke(app, ["tune", "--device", str(folder / "pocl.toml"), "--minutes", "0.1"])
-    assert done.exit_code == 0 and done.stdout.strip() == str(folder / "pocl.toml")
-    assert CliRunner().invoke(app, ["tune", "--family", "cake"]).exit_code == 2
+    done = invoke("tune", "--device", str(folder / "pocl.toml"), "--minutes", "0.1")
+    assert done.code == 0 and done.out.strip() == str(folder / "pocl.toml")
+    assert invoke("tune", "--family", "cake").code == 2
 
 
 # -- shapes

@@ -69,10 +69,10 @@ def test_places_and_missing_fields() -> None:
 
 def test_a_session_asks_for_a_model_what_a_plan_can_have() -> None:
     asked = Opening(strategy="preload", host_budget="auto", budget="1MB", precision="fp16", process_memory="1GB")
-    assert asked.request == Request(budget="1MB", precision="fp16")
-    assert Opening(strategy="on-demand", host_budget="1MB").request == Request(strategy="on-demand", host_budget="1MB")
+    assert asked.of_bundle == Request(budget="1MB", precision="fp16")
+    assert Opening(strategy="on-demand", host_budget="1MB").of_bundle == Request(strategy="on-demand", host_budget="1MB")
     assert asked.fixed == ("precision",)
-    assert asked.reopened.keys() == {"strategy", "host_budget", "budget", "process_memory"}
+    assert asked.of_session.keys() == {"strategy", "host_budget", "budget", "process_memory"}
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 from flashmem.base.paths import VARIABLE, cache_folder, make_private
 from flashmem.bundle.bundle import Bundle
+from flashmem.cli.calls.models import Compile
 from flashmem.cli.commands import compiling
 from flashmem.program.kernel_text import Source
 from flashmem.program.program import Program
@@ -60,8 +61,8 @@ def kernels_built_by_runs(monkeypatch: pytest.MonkeyPatch, *, saved: bool = True
         else:
             _save(kernels)
 
-    def compile_here(*args: Any, build: bool = True, with_binaries: bool = False, **options: Any) -> Bundle:
-        return _compile_here(*args, build=build and with_binaries, with_binaries=with_binaries, **options)
+    def compile_here(call: Compile) -> Bundle:
+        return _compile_here(call.replace(build=call.build and call.with_binaries))
 
     def compile_apart(*args: Any, build: bool = True, **options: Any) -> Bundle:
         return _compile_apart(*args, build=False, **options)

@@ -10,11 +10,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flashmem.base.child_processes import module_environment, python_module
 from flashmem.base.errors import BudgetError, MissingFileError, UserError
@@ -27,11 +27,14 @@ from flashmem.bundle.language import is_bundle, is_language_folder
 from flashmem.bundle.shape_variants import asked_for, list_text, shapes_text
 from flashmem.cli.commands.temporary_cache import have_cache
 from flashmem.cli.output.console import progress
-from flashmem.request.description import Description
-from flashmem.request.request import Request
+from flashmem.request.opening import Opening
+from flashmem.request.request import CompileCall, Request
 
 if TYPE_CHECKING:
     from flashmem.bundle.bundle import Bundle
+    from flashmem.cli.calls.models import Compile
+
+Asked = TypeVar("Asked", bound=Opening)
 
 
 @dataclass(frozen=True)
@@ -62,68 +65,47 @@ class ProcessLimit:
         return None if text is None else cls(*map(int, text.split(",")))
 
 
-def within_process(
-    options: Request, process_memory: str | None, host_budget: str | None, *, compiles: bool
-) -> tuple[Request, ProcessLimit | None]:
-    """`options` with the budget that a limit on this process leaves for a model that is compiled (`compiles`).
+def within_process(call: Asked, *, compiles: bool) -> tuple[Asked, ProcessLimit | None]:
+    """`call` with the budget that its limit on this process leaves for a model that is compiled (`compiles`).
 
     Opens the device, to measure what the process holds without the model.
 
     Raises:
-        UserError: not a size, a budget is given too, or the device has memory of its own.
+        UserError: a budget is given too, or the device has memory of its own.
     """
-    if process_memory is None:
-        return options, None
+    limit = call.process_memory
+    if limit is None:
+        return call, None
+    if call.budget is not None or call.m_peak is not None or call.host_budget is not None:
+        raise UserError("--process-memory gives the budget; give either it or --budget, --m-peak and --host-budget")
+    if not compiles:
+        return call, None
     from flashmem.runtime.engine.device_state import DeviceInUse
     from flashmem.runtime.request.options import device_here
-    from flashmem.runtime.request.process_memory import budget_within, read_process_memory
+    from flashmem.runtime.request.process_memory import budget_within
 
-    if options.budget is not None or options.m_peak is not None or host_budget is not None:
-        raise UserError("--process-memory gives the budget; give either it or --budget, --m-peak and --host-budget")
-    limit = read_process_memory(process_memory)
-    if not compiles:
-        return options, None
-    held: int | None = DeviceInUse(device := device_here(options.device), None).start_rss
+    held: int | None = DeviceInUse(device := device_here(call.device), None).start_rss
     if held is not None:  # rounded up, so that the next call finds the same bundle in the cache
         held = -(-(held + _OPENED) // _STEP) * _STEP
-    budget = budget_within(limit, held, device)
-    return options.replace(budget=budget), ProcessLimit(limit, held or 0)
+    return call.replace(budget=budget_within(limit, held, device)), ProcessLimit(limit, held or 0)
 
 
-def compile_here(
-    model: Path,
-    output: Path | None,
-    options: Request,
-    *,
-    build: bool = True,
-    with_binaries: bool = False,
-    dump_passes: Path | None = None,
-    process: ProcessLimit | None = None,
-) -> Bundle:
-    """Compile in this process, with a progress bar; without `output`, into the user's cache. `build`: kernels too.
-
-    `process`: where the budget comes from, for errors. `dump_passes`: a folder for the graph as text, before and after each
-    pass.
+def compile_here(call: Compile) -> Bundle:
+    """Compile in this process, with a progress bar; without an output, into the user's cache.
 
     Raises:
         UserError: no output and no cache; and the errors of `flashmem.compile`.
     """
-    if output is None and (reason := why_unusable(folder := bundle_cache.folder())) is not None:
+    if call.output is None and (reason := why_unusable(folder := bundle_cache.folder())) is not None:
         raise UserError(f"{folder} {reason}; name a bundle with -o, or set {VARIABLE} to a folder that can")
     with offline_half("compiling"):
         from flashmem.compile import compile as compile_model
-    listed = _drivers_listed() if build else nullcontext()
-    with listed, progress(f"compiling {model.name}") as report, process.explained() if process else nullcontext():
-        bundle = compile_model(
-            model,
-            output,
-            build=build,
-            with_binaries=with_binaries,
-            dump_passes=dump_passes,
-            progress=report,
-            **options.given,
-        )
-    if options.quantize is not None:
+    listed = _drivers_listed() if call.build else nullcontext()
+    process = ProcessLimit.of(call.within)
+    title = f"compiling {Path(str(call.model)).name}"
+    with listed, progress(title) as report, process.explained() if process else nullcontext():
+        bundle = compile_model(**call.given_as(CompileCall).given, progress=report)
+    if call.quantize is not None:
         say(_quantised(bundle.meta["quantised"]))
     if others := bundle.meta.get("states_in_half"):
         say(f"states in half, as they are no caches of keys or values that attention alone reads: {', '.join(others)}")
@@ -150,12 +132,11 @@ def _quantised(weights: Sequence[Mapping[str, Any]]) -> str:
     return f"weights quantised, relative to their root mean squares: {'; '.join(parts)}"
 
 
-def compile_apart(model: Path, options: Request, *, build: bool = True, process: ProcessLimit | None = None) -> Bundle:
+def compile_apart(model: Path, request: Request, *, build: bool = True, process: ProcessLimit | None = None) -> Bundle:
     """The bundle in the user's cache; it is compiled in a child process unless it is there. `build`: kernels too.
 
-    `process`: as for `compile_here`.
-
-    This process does not import the compiler. The child prints its progress and its errors to the same stderr.
+    `process`: where the budget comes from, for errors. This process does not import the compiler. The child prints its progress
+    and its errors to the same stderr.
 
     Raises:
         SystemExit: the child failed and has printed the reason; with its exit code.
@@ -167,9 +148,9 @@ def compile_apart(model: Path, options: Request, *, build: bool = True, process:
     if not model.is_file() and not is_language_folder(model):
         raise MissingFileError(f"{model}: no such file; name an .onnx or .gguf file, or a bundle")
     have_cache()
-    if (found := read_compilation(model, options).find()) is not None:
+    if (found := read_compilation(model, request).find()) is not None:
         return found
-    command = python_module("flashmem", "compile", str(model), *options.arguments(), f"--{'' if build else 'no-'}build")
+    command = python_module("flashmem", "compile", str(model), *request.arguments(), f"--{'' if build else 'no-'}build")
     command += [] if process is None else [process.argument()]
     quiet = module_environment(child_environment())
     with blocked() as unblock, subprocess.Popen(command, env=quiet, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as child:
@@ -197,20 +178,21 @@ def _interrupt(child: subprocess.Popen[bytes]) -> None:
         child.wait()
 
 
-def bundle_of(
+def open_bundle(
     model: Path,
-    options: Request,
+    request: Request,
     *,
-    still_open: Collection[str] = (),
+    chosen_again: bool = True,
     build: bool = False,
     process: ProcessLimit | None = None,
 ) -> Bundle:
-    """The bundle for `model`: `model` itself if it is a folder, else the compiled one, with its kernels if `build`.
+    """The bundle for `model`: `model` itself if it is one, with the variant of `--shape` selected, or the first; else the
+    compiled one, with its kernels if `build`.
 
-    `still_open` has the flags that the command accepts for a bundle too, for instance `RUN_TIME`.
+    `chosen_again`: whether the command chooses what a session chooses, such as the device, for a bundle too.
 
     Raises:
-        UserError: an option was given that was fixed when the bundle was compiled.
+        UserError: an option was given that was fixed when the bundle was compiled, or the bundle has no such variant.
     """
     from flashmem.bundle.bundle import Bundle
 
@@ -219,30 +201,13 @@ def bundle_of(
             raise UserError(
                 f"{model} is no bundle, and the compiler is not installed here; compile it elsewhere, and copy the bundle"
             )
-        return compile_apart(model, options, build=build, process=process)
-    fixed = [flag for flag in flags_of(options) if flag not in still_open]
-    if fixed:
-        raise UserError(f"{fixed[0]} was fixed when {model} was compiled; compile the model anew, or leave {fixed[0]} out")
-    return Bundle.open(model)
-
-
-def open_bundle(
-    model: Path,
-    options: Request,
-    *,
-    still_open: Collection[str] = (),
-    build: bool = False,
-    process: ProcessLimit | None = None,
-) -> Bundle:
-    """Open the bundle from `bundle_of`, with the shape variant in `--shape` selected, or the first.
-
-    Raises:
-        UserError: the bundle has no such variant.
-    """
-    bundle = bundle_of(model, options, still_open=(*still_open, "--shape"), build=build, process=process)
-    asked = options.shapes
-    if not is_bundle(model):
-        return bundle
+        return compile_apart(model, request.of_bundle, build=build, process=process)
+    for name in request.fixed if chosen_again else request.of_bundle.given:
+        if name != "shapes":
+            flag = request.options[name].flags[0]
+            raise UserError(f"{flag} was fixed when {model} was compiled; compile the model anew, or leave {flag} out")
+    bundle = Bundle.open(model)
+    asked = request.shapes
     if len(asked) > 1:
         raise UserError(f"{model} is compiled, and --shape names {len(asked)} variants of it; name one, or leave --shape out")
     inputs = [variant.program.inputs for variant in bundle.variants]
@@ -256,11 +221,3 @@ _LAST_SECONDS = 10
 
 _OPENED, _STEP = 8 << 20, 4 << 20
 """Bytes that an opened bundle and the inputs of a run take, and the step in which a process's memory counts."""
-
-RUN_TIME = ("--device", "--budget", "--mode")
-"""Flags that also apply to a bundle: a session or a simulation can choose them again."""
-
-
-def flags_of(options: Description) -> list[str]:
-    """The flags that were given, for instance `--chunk`."""
-    return [options.options[name].flags[0] for name, value in options.given.items() if value is not None]

@@ -87,7 +87,7 @@ def show_plan(model: Path, options: Request, *, as_json: bool, show_all: bool = 
         zoo = plan_architecture(name, options)
         shown = Shown(zoo.name, zoo.descriptor.name, zoo.program, zoo.plan, zoo.seconds)
     else:
-        bundle = open_bundle(model, options)
+        bundle = open_bundle(model, options, chosen_again=False)
         smallest = _smallest(model, options) if model.suffix == ".onnx" else []
         which = [bundle.index] if is_bundle(model) and any(options.shapes) else range(len(bundle.variants))
         if len(bundle.variants) > 1:

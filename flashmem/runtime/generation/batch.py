@@ -199,7 +199,7 @@ class BatchGenerator:
         if count == 1:
             raise UserError(f"{made.path} answers one request at a time; compile the model with --batch 8, for instance")
         self.tokenizer = Tokenizer(self.language)
-        self._session = Session(made, **opening.reopened)
+        self._session = Session(made, **opening.of_session)
         self._lock = threading.Lock()  # held for all below, but not during runs
         self._waiting: deque[_Request] = deque()
         self._rows: list[_Request | None] = [None] * count

@@ -47,7 +47,7 @@ class LanguageSession:
         self.temperature = 1.0
         self.lengths = sorted((_tokens(each.program)[1] for each in self.bundle.variants), reverse=True)
         """Tokens that a run can read, the most first."""
-        self.session = Session(self.bundle, **opening.reopened)
+        self.session = Session(self.bundle, **opening.of_session)
 
     def reusable(self, tokens: Sequence[int]) -> int:
         """How many tokens of a text are in the cache; the last one is read anyway, for what follows it."""

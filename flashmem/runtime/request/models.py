@@ -49,6 +49,6 @@ def bundle_for(given: Any, opening: Opening, *, build: bool) -> Bundle:
         raise UserError(
             f"{what} is no bundle, and the compiler is not installed here; compile it elsewhere, and copy the bundle"
         )
-    made = importlib.import_module(_OFFLINE).cached_bundle(given, opening.request, build=build)
+    made = importlib.import_module(_OFFLINE).cached_bundle(given, opening.of_bundle, build=build)
     assert isinstance(made, Bundle)
     return made
