@@ -30,6 +30,7 @@ class Fields(Tensors, Protocol):
     """The fields and tensors of a file."""
 
     path: Any
+    tensors: Any
 
     def field(self, name: str, default: Any = None) -> Any:
         """The value of a field; raises UserError if it is missing and has no default."""

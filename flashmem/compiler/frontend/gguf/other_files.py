@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
 from flashmem.base.errors import UserError
-
-
-class Fields(Protocol):
-    """The fields of a file, and how many tensors it has."""
-
-    path: Any
-    tensors: Any
-
-    def field(self, name: str, default: Any = None) -> Any:
-        """The value of a field; raises UserError if it is missing and has no default."""
+from flashmem.compiler.frontend.gguf.kinds import Fields
 
 
 def check_is_model(file: Fields) -> None:
