@@ -109,7 +109,8 @@ class Option:
             return []
         if isinstance(self.kind, Flag):
             return [self.flags[0] if value else self.opposite]
-        return [f"{self.flags[0]}={word}" for word in self.kind.write(value)]
+        prefix = "" if self.is_word else f"{self.flags[0]}="
+        return [f"{prefix}{word}" for word in self.kind.write(value)]
 
     @property
     def opposite(self) -> str:
