@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from flashmem.cli.commands.options import (
+    AUTO_OBJECTIVE,
     Device,
     Disk,
     Json,
@@ -170,7 +171,7 @@ def sweep(
     shape: Shape = None,
     objective: Annotated[
         Objective, typer.Option(help="The first answer (auto), later runs, or the paper's sum.")
-    ] = Objective.AUTO,
+    ] = AUTO_OBJECTIVE,
     mode: Annotated[Mode, typer.Option(help="How weights are transferred.")] = Mode.AUTO,
     disk: Annotated[Disk, typer.Option(help="Whether the weight file is in the page cache.")] = Disk.CACHED,
     measured: Annotated[bool, typer.Option("--measured/--simulated", help="Run every point, or predict it.")] = False,

@@ -18,7 +18,7 @@ from flashmem.planning.latency.first_answer import first_plan, forced_preload, s
 from flashmem.planning.latency.later_runs import OWN_WORTH, by_cache_and_disk, keeping, ladder, read_early, with_kept
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.loads import staying
-from flashmem.schedule.plan import Objective, OverlapPlan
+from flashmem.schedule.plan import OverlapPlan
 
 TOGETHER_WORTH = 0.1
 """The share of a later run that the same weights in all variants may cost any of them. A change between variants that keep
@@ -37,11 +37,11 @@ class VariantProblem:
     measure: Measure
 
 
-def plan_together(variants: Sequence[VariantProblem], budget: int, objective: Objective) -> list[OverlapPlan] | None:
+def plan_together(variants: Sequence[VariantProblem], budget: int, *, answers_first: bool) -> list[OverlapPlan] | None:
     """Plans of all `variants` within `budget` bytes that keep the same weights; None if their own ones do, or none is good
     enough.
 
-    Each later run takes at most the share `TOGETHER_WORTH` longer than that of the variant's own plan. For objective "first",
+    Each later run takes at most the share `TOGETHER_WORTH` longer than that of the variant's own plan. With `answers_first`,
     each first answer is at most the share `OWN_WORTH` after the earliest, or not after that of its own plan. Of several, those
     with the least sum of later runs over the own plans' are returned.
     """
@@ -58,7 +58,7 @@ def plan_together(variants: Sequence[VariantProblem], budget: int, objective: Ob
         made = _with_common(variants, plans, budget, leader)
         if made is None:
             continue
-        if objective == "first":
+        if answers_first:
             made = [read_early(each.instance, plan) for each, plan in zip(variants, made, strict=True)]
             soonest = [min(plan.objective for plan in several) for several in rooms]
             pairs = zip(variants, made, soonest, strict=True)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from flashmem.cli.commands.compiling import CompileOptions
+from flashmem.schedule.objectives import AUTO, KINDS
 
 
 class Quantize(StrEnum):
@@ -56,12 +57,12 @@ class Mode(StrEnum):
 
 
 class Objective(StrEnum):
-    """The quantity that the planner minimises."""
+    """The quantity that the planner minimises: its members are those of `KINDS`."""
 
-    AUTO = "auto"
-    FIRST = "first"
-    STEADY = "steady"
-    PAPER = "paper"
+    vars().update({name.upper(): name for name in (AUTO, *KINDS)})
+
+
+AUTO_OBJECTIVE = Objective(AUTO)
 
 
 class Units(StrEnum):
