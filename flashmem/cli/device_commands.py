@@ -16,7 +16,7 @@ from flashmem.cli.commands.options import (
     Disk,
     Json,
     Mode,
-    Objective,
+    ObjectiveName,
     Shape,
 )
 
@@ -170,7 +170,7 @@ def sweep(
     chunk: Annotated[str, typer.Option(metavar="SIZE", help="Unit of transfer (S).")] = "auto",
     shape: Shape = None,
     objective: Annotated[
-        Objective, typer.Option(help="The first answer (auto), later runs, or the paper's sum.")
+        ObjectiveName, typer.Option(help="The first answer (auto), later runs, or the paper's sum.")
     ] = AUTO_OBJECTIVE,
     mode: Annotated[Mode, typer.Option(help="How weights are transferred.")] = Mode.AUTO,
     disk: Annotated[Disk, typer.Option(help="Whether the weight file is in the page cache.")] = Disk.CACHED,

@@ -56,13 +56,13 @@ class Mode(StrEnum):
     INTERLEAVE = "interleave"
 
 
-class Objective(StrEnum):
+class ObjectiveName(StrEnum):
     """The quantity that the planner minimises: its members are those of `KINDS`."""
 
     vars().update({name.upper(): name for name in (AUTO, *KINDS)})
 
 
-AUTO_OBJECTIVE = Objective(AUTO)
+AUTO_OBJECTIVE = ObjectiveName(AUTO)
 
 
 class Units(StrEnum):
@@ -209,7 +209,7 @@ BUNDLE_OPTIONS: dict[str, Any] = {
     "memory_path": Annotated[MemoryPath | None, typer.Option(help="Memory objects for weights.", show_default="auto")],
     "mode": Annotated[Mode | None, typer.Option(help="How weights are transferred.", show_default="auto")],
     "objective": Annotated[
-        Objective | None,
+        ObjectiveName | None,
         typer.Option(
             help="The first answer, later runs, or the paper's weighted sum.", show_default="first; steady with states"
         ),

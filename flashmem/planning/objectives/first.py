@@ -22,7 +22,7 @@ from flashmem.schedule.objectives import FIRST, ObjectiveKind
 from flashmem.schedule.plan import OverlapPlan
 
 
-class First(Objective):
+class FirstAnswer(Objective):
     """Predicted seconds of the first run. Memory that it does not need keeps weights for later runs."""
 
     kind: ClassVar[ObjectiveKind] = FIRST
@@ -64,4 +64,4 @@ def _roomiest(problem: Problem, plan: OverlapPlan) -> Instance:
     return roomiest(instance, plan, None if limits.budget is None else limits.budget - problem.fixed)
 
 
-OBJECTIVE: Objective = First()
+OBJECTIVE: Objective = FirstAnswer()

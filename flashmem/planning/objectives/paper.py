@@ -23,7 +23,7 @@ from flashmem.schedule.objectives import PAPER, ObjectiveKind
 from flashmem.schedule.plan import OverlapPlan, Units
 
 
-class Paper(Objective):
+class WeightedSum(Objective):
     """FlashMem's weighted sum of W and the loading distances (section 3.2). C_l limits its moves."""
 
     kind: ClassVar[ObjectiveKind] = PAPER
@@ -157,4 +157,4 @@ _SECONDS_EACH = 4.0
 
 _SECONDS_FIRST, _SECONDS_AGAIN = 5.0, 2.0
 
-OBJECTIVE: Objective = Paper()
+OBJECTIVE: Objective = WeightedSum()

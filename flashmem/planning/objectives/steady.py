@@ -19,7 +19,7 @@ from flashmem.schedule.objectives import STEADY, ObjectiveKind
 from flashmem.schedule.plan import BoundScope, OverlapPlan
 
 
-class Steady(Objective):
+class LaterRuns(Objective):
     """Predicted seconds of a later run: what W and the kept weights leave to be read again."""
 
     kind: ClassVar[ObjectiveKind] = STEADY
@@ -68,4 +68,4 @@ def steady_bound(problem: Problem, plan: OverlapPlan) -> tuple[float, BoundScope
     return bound, "problem" if limits.m_peak is None or bound == compute else "resident-set"
 
 
-OBJECTIVE: Objective = Steady()
+OBJECTIVE: Objective = LaterRuns()
