@@ -6,7 +6,6 @@ staging, activations, constants, and arrays that outputs are copied to. On a dev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from flashmem.base.types import TransferMode
@@ -18,7 +17,6 @@ from flashmem.planning.objectives.registry import objective_of
 from flashmem.planning.portfolio import strategy_plan
 from flashmem.planning.pose import staged_within, with_host_budget
 from flashmem.planning.problem import Problem
-from flashmem.planning.variants import VariantProblem, plan_together
 from flashmem.program.program import Program
 from flashmem.schedule.check import check
 from flashmem.schedule.instance import Instance
@@ -68,7 +66,7 @@ def plan_instance(
     instance, plan = with_staging_that_fits(instance, problem.limit, make)
     if complete or objective.completes_at_once:
         return completed(instance, plan, program, mode, limits)
-    return _sealed(problem.of(instance), plan)
+    return sealed(problem.of(instance), plan)
 
 
 def completed(
@@ -88,41 +86,10 @@ def completed(
     if limits.strategy == "stream":
         objective = objective_of(limits.resolved_objective)
         plan = objective.completed(problem, plan, plan.objective if soonest is None else soonest)
-    return _sealed(problem, plan)
+    return sealed(problem, plan)
 
 
-def planned_together(
-    variants: Sequence[tuple[Program, OverlapPlan]], descriptor: DeviceDescriptor, mode: TransferMode, limits: Limits
-) -> list[OverlapPlan]:
-    """The checked plans of shape variants of one bundle that keep the same weights, if they can (`planning.variants`).
-
-    Their own plans otherwise, and for first answers where memory is shared.
-    `variants`: each program, and the plan that it has alone.
-    """
-    objective, plans = objective_of(limits.resolved_objective), [plan for _, plan in variants]
-    answers_first = objective.kind.value == "first run"
-    if limits.budget is None or limits.strategy != "stream" or not objective.serves_later_runs:
-        return plans
-    if descriptor.shares_memory and answers_first:
-        return plans
-    threads, piece = min(plan.loader_threads for plan in plans), min(plan.piece_bytes for plan in plans)
-    problems = []
-    for program, plan in variants:
-        instance = planning_instance(program, descriptor, mode, replace(limits, chunk=plan.chunk_bytes))
-        problems.append(Problem(replace(instance, piece_bytes=piece, loader_threads=threads), program, mode, limits))
-    alone = [VariantProblem(each.instance, plan, each.in_all) for each, plan in zip(problems, plans, strict=True)]
-    made = plan_together(alone, limits.budget, answers_first=answers_first)
-    if made is None:
-        return plans
-    sealed = []
-    for problem, own, plan in zip(problems, plans, made, strict=True):
-        judged = objective.judged(problem, plan)
-        noted = replace(judged, notes=(*judged.notes, *(note for note in own.notes if note not in judged.notes)))
-        sealed.append(_sealed(problem, noted))
-    return sealed
-
-
-def _sealed(problem: Problem, plan: OverlapPlan) -> OverlapPlan:
+def sealed(problem: Problem, plan: OverlapPlan) -> OverlapPlan:
     """Check `plan` and set its M_peak (the limit that the user gave, or the bytes of its layout). Its bound holds for the given
     limits, even if the plan was made with less memory.
     """
