@@ -24,6 +24,7 @@ from flashmem.compiler.options import Options
 from flashmem.compiler.selection.tuning_database import content_hash
 from flashmem.options import resolve
 from flashmem.request.request import Request
+from flashmem.schedule.objectives import AUTO, STEADY
 
 if TYPE_CHECKING:
     import onnx
@@ -116,8 +117,8 @@ def read_compilation(model: str | Path | bytes | onnx.ModelProto, request: Reque
     request = _of_network(model, request) if kind_of(model) == "onnx" else _of_language_model(model, request)
     if request.state_precision is not None and request.states is None:
         raise UserError("--state-precision is for states, and none is named; name them with --state")
-    if request.states is not None and request.objective == "auto":
-        request = request.replace(objective="steady")  # a model is run many times for one answer
+    if request.states is not None and request.objective == AUTO:
+        request = request.replace(objective=STEADY.name)  # a model is run many times for one answer
     first = resolve(request)
     return Compilation(model, tuple(replace(first, shapes=each) for each in request.shapes), content)
 

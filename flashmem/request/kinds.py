@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, get_args
@@ -38,7 +38,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Choice(Kind):
-    """One of the words of a Literal, or of several."""
+    """One of the words of a Literal, of several, or of the keys of a mapping."""
 
     of: Any = None
 
@@ -161,7 +161,7 @@ class Parsed(Kind):
 
 
 def _literals(of: Any) -> list[str]:
-    """The words in a Literal, in a union of Literals, or in a tuple of them."""
-    if isinstance(of, str):
-        return [of]
+    """The words in a Literal, in a union of Literals, in a tuple of them, or the keys of a mapping as it is now."""
+    if isinstance(of, str | Mapping):
+        return [of] if isinstance(of, str) else [*of]
     return [word for each in (of if isinstance(of, tuple) else get_args(of)) for word in _literals(each)]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from flashmem.base.errors import UserError
 from flashmem.request.description import Description, Read, choice, option
 from flashmem.request.kinds import Flag, Number, Several, Size
-from flashmem.schedule.plan import Objective, Strategy, Units
+from flashmem.schedule.objectives import AUTO, FIRST, KINDS
+from flashmem.schedule.plan import Strategy, Units
 
 Bytes = Read[int | str | None, int | None]
 """A field that is given as a size in words or in bytes, and kept in bytes."""
@@ -74,10 +74,10 @@ class Limits(Description):
         doc="weights that must be resident from the start.",
         group=PLAN,
     )
-    objective: Objective | Literal["auto"] = option(
+    objective: str = option(
         "The first answer, later runs, or the paper's weighted sum.",
-        default="auto",
-        kind=choice((Objective, "auto")),
+        default=AUTO,
+        kind=choice((AUTO, KINDS)),
         doc='"first" answer (the default), "steady" (later runs; the default with states), or "paper".',
         shown="first; steady with states",
         group=PLAN,
@@ -124,13 +124,11 @@ class Limits(Description):
             raise UserError("budget and M_peak cannot both be given: M_peak is derived from the budget; leave one out")
 
     @property
-    def resolved_objective(self) -> Objective:
+    def resolved_objective(self) -> str:
         """The objective that was named; "auto" resolves to a concrete one."""
-        return "first" if self.objective == "auto" else self.objective
+        return FIRST.name if self.objective == AUTO else self.objective
 
     @property
     def resolved_lambda(self) -> float:
         """The given lambda, or the default of the objective."""
-        if self.lambda_ is not None:
-            return self.lambda_
-        return 0.9 if self.resolved_objective == "paper" else 0.0
+        return KINDS[self.resolved_objective].lambda_ if self.lambda_ is None else self.lambda_

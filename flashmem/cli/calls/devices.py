@@ -10,7 +10,7 @@ from flashmem.base.types import TransferMode
 from flashmem.cli.calls.call import DEVICE, DISK, JSON, SHAPE, Call, Disk
 from flashmem.request.description import Description, argument, choice, option
 from flashmem.request.kinds import File, Flag, Kind, Number, Several
-from flashmem.schedule.plan import Objective
+from flashmem.schedule.objectives import AUTO, KINDS
 
 
 class Devices(Description, Call):
@@ -184,8 +184,8 @@ class Sweep(Description, Call):
     device: str = option("Local devices, descriptors, or 'auto'.", default="auto", kind=Kind("NAME,..."))
     chunk: str = option("Unit of transfer (S).", default="auto", kind=Kind("SIZE"))
     shape: tuple[str, ...] = option(SHAPE, default=(), kind=Several("NAME=1x128"))
-    objective: Objective | Literal["auto"] = option(
-        "The first answer (auto), later runs, or the paper's sum.", default="auto", kind=choice((Objective, "auto"))
+    objective: str = option(
+        "The first answer (auto), later runs, or the paper's sum.", default=AUTO, kind=choice((AUTO, KINDS))
     )
     mode: TransferMode | Literal["auto"] = option(
         "How weights are transferred.", default="auto", kind=choice((TransferMode, "auto")), what="transfer mode"

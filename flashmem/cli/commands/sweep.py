@@ -16,6 +16,7 @@ from flashmem.base.units import parse_shape, parse_size
 from flashmem.cli.calls.devices import Sweep
 from flashmem.cli.commands.temporary_cache import have_cache
 from flashmem.cli.output.console import ProgressCallback, progress
+from flashmem.request.limits import Limits
 from flashmem.tools.sweep.executors import EXECUTORS, default_jobs, executor
 from flashmem.tools.sweep.grid import Grid, Point, Row, numbers, sizes, words
 from flashmem.tools.sweep.results import ResultFile, read_rows
@@ -45,7 +46,7 @@ def grid_of(options: Sweep) -> Grid:
         precisions=words(options.precision, "--precision", get_args(Precision)),
         m_peaks=sizes(options.m_peak, "--m-peak"),
         budgets=sizes(options.budget, "--budget"),
-        lambdas=numbers(options.lambda_ or ("0.9" if options.objective == "paper" else "0"), "--lambda", low=0, high=1),
+        lambdas=numbers(options.lambda_ or str(Limits(objective=options.objective).resolved_lambda), "--lambda", low=0, high=1),
         mus=mus,
         shape=" ".join(sorted(options.shape)),
         chunk_bytes=0 if options.chunk == "auto" else parse_size(options.chunk, what="--chunk"),
