@@ -57,8 +57,9 @@ def test_commands_are_whole(name: str) -> None:
 
 
 def test_a_command_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Compile, "module", "flashmem.nowhere")
-    with pytest.raises(UserError, match="flashmem compile is not installed here"):
-        call(["compile", "m.onnx"])
+    for module in ("flashmem.nowhere", "flashmem.nowhere.compile"):
+        monkeypatch.setattr(Compile, "module", module)
+        with pytest.raises(UserError, match="flashmem compile is not installed here"):
+            call(["compile", "m.onnx"])
     with pytest.raises(UserError, match="flashmem has no command compil; did you mean compile"):
         call(["compil"])

@@ -37,4 +37,7 @@ class Call:
     @classmethod
     def is_here(cls) -> bool:
         """Whether the command is installed; `flashmem-runtime` has those of a phone."""
-        return importlib.util.find_spec(cls.module) is not None
+        try:
+            return importlib.util.find_spec(cls.module) is not None
+        except ModuleNotFoundError:  # not even its package is here
+            return False
