@@ -111,7 +111,9 @@ class Streamed:
 
     def run(self, orders: LaunchOrders, trace: Trace | None = None) -> int:
         """See `Executor.run`. Step by step."""
-        return self._enqueue(self._prepared.singly_after(orders.done, orders.loader), orders, trace)
+        prepared = self._prepared
+        parts = prepared.singly if not orders.done else prepared.singly_after(orders.done, orders.loader)
+        return self._enqueue(parts, orders, trace)
 
     def _enqueue(self, parts: Sequence[Part], orders: LaunchOrders, trace: Trace | None = None) -> int:
         """Enqueue the parts, and wait for their end. Returns the last step."""
