@@ -63,7 +63,7 @@ class Queue:
         properties = cl.command_queue_properties.PROFILING_ENABLE if profiling else 0
         self.handle = cl.CommandQueue(context, device, properties)
         self._own: int = self.handle.int_ptr
-        self._enqueue, self._enqueue_alone = enqueue_function(alone=False), enqueue_function(alone=True)
+        self._calls = enqueue_function(alone=False), enqueue_function(alone=True)
         self._barrier = undocumented.library(locked=True).clEnqueueBarrierWithWaitList
         self._barrier.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p)
 
@@ -74,7 +74,7 @@ class Queue:
     def launch(self, launch: PreparedLaunch, *, alone: bool = False) -> Event:
         """Enqueue one launch; its event. `alone`: see `launch_all`."""
         event = ctypes.c_void_p()
-        if not (self._enqueue_alone if alone else self._enqueue)(*launch.arguments[:-1], ctypes.byref(event)):
+        if not self._calls[alone](*launch.arguments[:-1], ctypes.byref(event)):
             return cl.Event.from_int_ptr(event.value, retain=False)
         try:  # pyopencl frees unreferenced objects and tries again, or raises the error
             return cl.enqueue_nd_range_kernel(self.handle, launch.kernel, launch.global_size, launch.local_size)
@@ -86,7 +86,7 @@ class Queue:
 
         `alone`: no launch waits for what another thread of this session has yet to do.
         """
-        enqueue = self._enqueue_alone if alone else self._enqueue
+        enqueue = self._calls[alone]
         for launch in launches:
             if enqueue(*launch.arguments):
                 self.launch(launch)  # pyopencl frees unreferenced objects and tries again, or raises the error
