@@ -20,7 +20,6 @@ from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.base.types import TransferMode
 from flashmem.base.units import budget_text, parse_size
 from flashmem.bundle.bundle import Bundle
-from flashmem.runtime.checking.bundles import check_bundle_kernels
 from flashmem.runtime.engine.batches import Batch, check_batch, looped
 from flashmem.runtime.engine.device_state import DeviceInUse, DeviceOpening
 from flashmem.runtime.engine.engine import Engine
@@ -35,6 +34,7 @@ from flashmem.runtime.engine.report import RunReport
 from flashmem.runtime.engine.session_plans import SessionPlans
 from flashmem.runtime.engine.states import States
 from flashmem.runtime.engine.stopping import OneThread, RunStoppedError, deadline, never, too_late
+from flashmem.runtime.kernels.bundle_checks import check_bundle_kernels
 from flashmem.runtime.opencl.discovery import begin_to_start_drivers
 from flashmem.runtime.request.compatibility import for_processor
 from flashmem.runtime.request.models import ModelOptions, bundle_for, is_model

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 DRAWS = ("signed", "offset", "tiny")
 """Around zero; far from zero with one sign, so that sums grow and differences cancel; and small."""
 
+_PERIOD = 1048573
+"""A prime number of elements."""
 _GOLDEN = np.uint32(2654435769)  # 2^32 over the golden ratio: multiples of it are spread evenly, and all differ (Knuth, 6.4)
 
 
@@ -49,7 +51,9 @@ def drawn_texels(width: int, height: int, channel: str, salt: str) -> NDArray[An
 
 
 def _spread(count: int, salt: str, draw: str) -> NDArray[np.uint32]:
-    """`count` different numbers of 32 bits without order."""
+    """`count` different numbers of 32 bits without order. Large memory repeats them, at a distance that no stride has."""
+    if count > _PERIOD:
+        return np.resize(_spread(_PERIOD, salt, draw), count)
     start = np.uint32(zlib.crc32(f"{salt} {draw}".encode()))
     places = np.arange(count, dtype=np.uint32)
     mixed = (places + start) * _GOLDEN

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from flashmem.base.errors import UserError
 from flashmem.bundle.bundle import Bundle
-from flashmem.runtime.checking.checks import CheckedKernel, Effort, check_kernels
 from flashmem.runtime.kernels.ahead_of_time import kernels_of, requests_of
+from flashmem.runtime.kernels.checks import CheckedKernel, ProgramChecks, check_kernels
 from flashmem.runtime.opencl.device import Device
 
 
-def check_bundle_kernels(bundle: Bundle, device: Device, effort: Effort | None = None) -> list[CheckedKernel]:
+def check_bundle_kernels(
+    bundle: Bundle, device: Device, *, again: bool = False, seconds: float | None = None
+) -> list[CheckedKernel]:
     """Check each kernel that sessions of `bundle` launch on `device`: of first and later runs, for each shape variant.
 
-    What earlier checks found right is not checked again, unless `effort` says so.
+    What earlier checks found right is not checked again, unless `again`. No check begins after `seconds`.
 
     Raises:
         UserError: the device cannot run the bundle.
         RunError: no process that checks can be started.
     """
-    found: list[CheckedKernel] = []
+    checks: list[ProgramChecks] = []
     for request in requests_of(bundle):
         made = kernels_of(request, device)
         if made is None:
@@ -27,5 +29,5 @@ def check_bundle_kernels(bundle: Bundle, device: Device, effort: Effort | None =
                 "model for this device"
             )
         program, kernels = made
-        found += check_kernels(kernels, program, device, effort)
-    return found
+        checks.append(ProgramChecks(kernels, program, device))
+    return check_kernels(checks, device, again=again, seconds=seconds)
