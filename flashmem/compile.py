@@ -171,7 +171,7 @@ def compile(
 
         def make(place: Path) -> Bundle:
             hint = "; a cache of fewer tokens (--max-length) needs less" if compilation.is_language else ""
-            with compilation.in_a_file() as filed, _as_onnx(filed) as source, adding(after=hint):
+            with compilation.in_a_file() as filed, _as_onnx(filed, beside=place) as source, adding(after=hint):
                 if filed is not compilation:
                     source = replace(source, meta={**source.meta, "model_path": ""})
                 read = _read(source, filed, progress)
@@ -218,11 +218,15 @@ class _Source:
 
 
 @contextmanager
-def _as_onnx(compilation: Compilation, *, sketch: bool = False) -> Iterator[_Source]:
-    """The model as an ONNX file, as long as the body runs. `sketch`: with weights of zeros, if it is not one already."""
+def _as_onnx(compilation: Compilation, *, sketch: bool = False, beside: Path | None = None) -> Iterator[_Source]:
+    """The model as an ONNX file, as long as the body runs. `sketch`: with weights of zeros, if it is not one already.
+
+    A file that is written for this is on the disk of the bundle `beside`, or a temporary one.
+    """
     model = compilation.model
     if compilation.kind == "gguf":
-        with converted(model, compilation.max_length, sketched if sketch else matrix, compilation.batch) as language:
+        read = sketched if sketch else matrix
+        with converted(model, compilation.max_length, read, compilation.batch, beside=beside) as language:
             yield _Source(language.path, language.language)
         return
     source = _Source(model)

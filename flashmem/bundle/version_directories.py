@@ -157,6 +157,22 @@ def _locked_folder(path: Path) -> tuple[Path, int]:
 
 
 @contextmanager
+def scratch_folder(path: Path) -> Iterator[Path]:
+    """A folder beside the bundle `path`, on its disk, for files that the body needs.
+
+    It is removed afterwards, or by the next writer of that name if this process is killed. Raises OSError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(path.parent, path.name)
+    folder, lock = _locked_folder(path)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+@contextmanager
 def held(path: Path, *, wait: bool = False) -> Iterator[bool]:
     """Hold an exclusive lock on a file or a folder in the body; yields whether the lock was taken.
 

@@ -29,7 +29,10 @@ VOCABULARY = 300
 
 @dataclass(frozen=True)
 class SmallDecoder:
-    """A decoder of a kind. `fields`: further ones of the kind. `extra`: what its layers have besides matrices and norms."""
+    """A decoder of a kind. `fields`: further ones of the kind. `extra`: what its layers have besides matrices and norms.
+
+    `settings`: what transformers does not read from the file.
+    """
 
     kind: str
     layers: int = 2
@@ -40,6 +43,7 @@ class SmallDecoder:
     inner: int = 96
     fields: Mapping[str, int | float | str] = field(default_factory=dict)
     extra: frozenset[str] = frozenset()
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, path: Path) -> Path:
         """Write the GGUF file, without a tokenizer."""
@@ -81,6 +85,8 @@ class SmallDecoder:
         vectors: dict[str, tuple[int, ...]] = {"attn_norm.weight": (hidden,), "ffn_norm.weight": (hidden,)}
         if "biases" in self.extra:
             vectors |= {"attn_q.bias": (queries,), "attn_k.bias": (keys,), "attn_v.bias": (keys,)}
+        if "all biases" in self.extra:
+            vectors |= {f"{name}.bias": shape[:1] for name, shape in matrices.items()}
         if "head norms" in self.extra:
             vectors |= {"attn_q_norm.weight": (self.size,), "attn_k_norm.weight": (self.size,)}
         if "post norms" in self.extra:
@@ -124,6 +130,27 @@ KINDS = {
 """One of each kind. The heads of Qwen 3 and Gemma have 128 and 256 elements, which transformers takes for granted."""
 
 
+VARIANTS = {
+    "llama biases": SmallDecoder(
+        "llama", fields={"rope.dimension_count": 16}, extra=frozenset({"all biases"}),
+        settings={"attention_bias": True, "mlp_bias": True},
+    ),
+    "llama linear": SmallDecoder(
+        "llama", fields={"rope.dimension_count": 16, "rope.scaling.factor": 4.0},
+        settings={"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+    ),
+    "llama 2023": SmallDecoder(
+        "llama", fields={"rope.dimension_count": 16, "rope.scale_linear": 2.0},
+        settings={"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+    ),
+    "llama unscaled": SmallDecoder(
+        "llama", fields={"rope.dimension_count": 16, "rope.scaling.type": "none", "rope.scaling.factor": 4.0},
+    ),
+}  # fmt: skip
+"""Llama with parts that few files have. A factor without a type is linear, and one of the type "none" has no effect, as in
+llama.cpp."""
+
+
 def main() -> None:
     """Write what transformers computes to the file that is named."""
     import torch
@@ -131,10 +158,10 @@ def main() -> None:
 
     made: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, decoder in KINDS.items():
+        for name, decoder in {**KINDS, **VARIANTS}.items():
             file = decoder.write(Path(folder) / f"{name}.gguf")
             model = AutoModelForCausalLM.from_pretrained(
-                folder, gguf_file=file.name, dtype=torch.float32, attn_implementation="eager"
+                folder, gguf_file=file.name, dtype=torch.float32, attn_implementation="eager", **decoder.settings
             )
             with torch.no_grad():
                 logits = model.eval()(torch.tensor([TOKENS])).logits[0]

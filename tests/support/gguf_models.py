@@ -156,7 +156,8 @@ class SmallLlama:
         self._add_tokenizer(writer)
         writer.add_chat_template(self.template)
         for name, value in self.fields.items():
-            writer.add_string(name, value)
+            add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+            add[type(value)](name, value)  # type: ignore[operator]
         for name, (kind, data) in self.blocks.items():
             writer.add_tensor(name, data, raw_dtype=Format[kind])
         writer.write_header_to_file()

@@ -24,11 +24,11 @@ from flashmem.base.errors import UserError
 from flashmem.compiler.frontend.gguf.decoder import write_decoder
 from flashmem.compiler.frontend.gguf.kinds import decoder_of
 from flashmem.compiler.frontend.gguf.reader import GGUFFile, converted
-from flashmem.compiler.frontend.gguf.weights import BlockedMatrix, dequantised, matrix, stacked
+from flashmem.compiler.frontend.gguf.weights import BlockedMatrix, dequantised, matrix
 from flashmem.compiler.frontend.language.chat import chat_pieces
 from tests.support.command_line import command_line
 from tests.support.compared import PLACES
-from tests.support.gguf_kinds import KINDS, SHOWN, TOKENS
+from tests.support.gguf_kinds import KINDS, SHOWN, TOKENS, VARIANTS
 from tests.support.gguf_models import HALVES, TEMPLATE, SmallLlama, plain_head, random_blocks, sentence_pieces, vocabulary
 
 MODELS = {
@@ -68,8 +68,9 @@ def test_blocks_are_those_of_the_file(kind: str) -> None:
     found, wanted = matrix(tensor), quants.dequantize(data, Format[kind])
     assert isinstance(found, BlockedMatrix) and found.shape == (rows, depth) and np.isfinite(wanted).all()
     np.testing.assert_array_equal(weights_of(found), wanted)
-    both = stacked([found, found])
-    np.testing.assert_array_equal(weights_of(both), np.concatenate([wanted, wanted]))
+    part = matrix(tensor, slice(5, 17))
+    assert isinstance(part, BlockedMatrix)
+    np.testing.assert_array_equal(weights_of(part), wanted[5:17])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -119,6 +120,19 @@ def test_logits_are_those_of_transformers(kind: str, place: tuple[str, str], tmp
             assert np.abs(logits[0, :, :SHOWN] - wanted[start:end]).max() < most
             [found] = ours.run(None, given)
             assert np.abs(found[0, :, :SHOWN] - wanted[start:end]).max() < most
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_of_parts_that_few_files_have(name: str, tmp_path: Path) -> None:
+    """Beside transformers: biases of all projections, and positions that are divided by a factor."""
+    file, model = GGUFFile(VARIANTS[name].write(tmp_path / "m.gguf")), tmp_path / "m.onnx"
+    wanted = np.array(json.loads((Path(__file__).parent / "data" / "gguf_kinds.json").read_text())[name])
+    write_decoder(model, decoder_of(file), file, 64, dequantised)
+    session = onnxruntime.InferenceSession(model)
+    cache = {each.name: np.zeros(each.shape, np.float32) for each in session.get_inputs() if each.name.startswith("past")}
+    given = {"input_ids": np.array([TOKENS[:8]]), "total_sequence_length": np.array(8, np.int32)}
+    logits = session.run(["logits"], {**given, **cache})[0]
+    assert np.abs(logits[0, :, :SHOWN] - wanted[:8]).max() < 1e-5 + 2e-5 * np.ptp(wanted)
 
 
 @pytest.mark.parametrize(("kind", "place"), list(zip(KINDS, itertools.cycle(PLACES), strict=False)), ids=str)

@@ -7,12 +7,13 @@ Each layer is RMS normalisation, grouped-query attention with rotary positions, 
 `CHECKED_TOKENS` or fewer. In a batch, each row has its own number of earlier tokens.
 
 Projections of the same input are one product if their weights have the same format. Weights in blocks are nodes
-`flashmem.DequantizeBlocks` (`flashmem.compiler.frontend.contrib.quantized`).
+`flashmem.DequantizeBlocks` (`flashmem.compiler.frontend.contrib.quantized`). A file with a tensor that has no part in this form
+is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,9 +24,10 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from flashmem.bundle.language import BATCH_TOKENS, CHECKED_TOKENS, IDS, LOGITS, TOTAL
+from flashmem.bundle.manifest import disk_errors
 from flashmem.compiler.frontend.contrib import DOMAIN, OWN
-from flashmem.compiler.frontend.external_data import place_data
-from flashmem.compiler.frontend.gguf.weights import BlockedMatrix, Floats, floats, matrix, stacked
+from flashmem.compiler.frontend.gguf.placed_data import PlacedData, Read
+from flashmem.compiler.frontend.gguf.weights import BlockedMatrix, floats, matrix, sketched
 
 TOKENS = "tokens"
 """The name of the open dimension."""
@@ -82,25 +84,39 @@ class Tensors(Protocol):
     def tensor(self, name: str) -> Any:
         """A tensor of `gguf.GGUFReader`; raises UserError if it is missing."""
 
+    def check_tensors(self, used: Collection[str]) -> None:
+        """Raise UserError if the file has tensors besides those that are `used`."""
 
-Read = Callable[[Any], BlockedMatrix | Floats]
+    def check_room(self, folder: Path, nbytes: int) -> None:
+        """Raise UserError if the disk of `folder` has no room for `nbytes` bytes and what is made of them."""
 
 
 def write_decoder(path: Path, decoder: Decoder, tensors: Tensors, max_length: int, read: Read = matrix, batch: int = 1) -> None:
     """Write the decoder to `path`, and its data beside it. `read`: makes weights of the file's tensors. `batch`: its rows.
 
     Raises:
-        UserError: a tensor is missing or has an unknown format.
+        UserError: a tensor is missing, has an unknown format, or has no part in the decoder; or the disk has no room or fails.
     """
-    with (path.parent / f"{path.stem}.data").open("wb") as data:
-        onnx.save(_Writer(decoder, tensors, max_length, read, data, batch).model(), path)
+    data = PlacedData(path.parent / f"{path.stem}.data")
+    writer = _Writer(decoder, tensors, max_length, read, data, batch)
+    model = writer.model()
+    tensors.check_tensors(writer.used)
+    if read is not sketched:
+        tensors.check_room(path.parent, data.nbytes)
+    with disk_errors(path):
+        onnx.save(model, path)
+        data.write()
 
 
 class _Writer:
-    """Builds the graph, and writes the weights to `data` as they are named. `places`: tokens that the caches have room for."""
+    """Builds the graph, and gives the weights their places in `data` as they are named.
 
-    def __init__(self, decoder: Decoder, tensors: Tensors, max_length: int, read: Read, data: Any, batch: int) -> None:
+    `places`: tokens that the caches have room for. `used`: names of the tensors that have a part in the graph.
+    """
+
+    def __init__(self, decoder: Decoder, tensors: Tensors, max_length: int, read: Read, data: PlacedData, batch: int) -> None:
         self.decoder, self.tensors, self.read, self.data, self.batch = decoder, tensors, read, data, batch
+        self.used: set[str] = set()
         self.places = max_length + (BATCH_TOKENS if batch > 1 else 0)
         self.nodes: list[onnx.NodeProto] = []
         self.kept: dict[str, onnx.TensorProto] = {}
@@ -120,7 +136,7 @@ class _Writer:
             x = self.layer(layer, x, pairs)
         last = self.norm(self.last(x), "output_norm.weight")
         head = "output.weight" if self.tensors.has("output.weight") else "token_embd.weight"
-        product = self.product(last, head, outputs=() if decoder.logit_cap else (LOGITS,))
+        product = self.projection(last, ["output"], head, outputs=() if decoder.logit_cap else (LOGITS,))
         if decoder.logit_cap:
             cap = self.array("logit_cap", np.array(decoder.logit_cap, np.float32))
             self.node("Mul", self.node("Tanh", self.node("Div", product, cap)), cap, outputs=(LOGITS,))
@@ -149,7 +165,7 @@ class _Writer:
         """A layer; its states are added to `pairs`."""
         name = f"blk.{number}"
         y = self.norm(x, f"{name}.attn_norm.weight")
-        y = self.product(self.attention(number, y, pairs), f"{name}.attn_output.weight")
+        y = self.projection(self.attention(number, y, pairs), [f"{name}.attn_output"])
         x = self.node("Add", x, self.norm_if_any(y, f"{name}.post_attention_norm.weight"))
         y = self.mlp(name, self.norm(x, f"{name}.ffn_norm.weight"))
         return self.node("Add", x, self.norm_if_any(y, f"{name}.post_ffw_norm.weight"))
@@ -183,7 +199,7 @@ class _Writer:
 
     def mlp(self, name: str, x: str) -> str:
         """The gated MLP. Some files have the gate's weights above the others, in one tensor."""
-        rows = int(self.tensors.tensor(f"{name}.ffn_down.weight").shape[0])
+        rows = int(self.tensor(f"{name}.ffn_down.weight").shape[0])
         is_joined = not self.tensors.has(f"{name}.ffn_gate.weight")
         names = [f"{name}.ffn_up"] if is_joined else [f"{name}.ffn_gate", f"{name}.ffn_up"]
         gate, up = self.projections(x, names, [rows, rows])
@@ -191,26 +207,33 @@ class _Writer:
             active = self.node("Gelu", gate, approximate="tanh")
         else:
             active = self.node("Mul", gate, self.node("Sigmoid", gate))
-        return self.product(self.node("Mul", active, up), f"{name}.ffn_down.weight")
+        return self.projection(self.node("Mul", active, up), [f"{name}.ffn_down"])
 
     def projections(self, x: str, names: list[str], sizes: list[int]) -> list[str]:
         """Products of `x` with several weights: one if they have one format, split to `sizes` unless these are empty."""
-        if len({self.tensors.tensor(f"{name}.weight").tensor_type for name in names}) > 1:
-            return [self.biased(self.product(x, f"{name}.weight"), [name]) for name in names]
-        product = self.biased(self.product(x, *(f"{name}.weight" for name in names)), names)
+        if len({self.tensor(f"{name}.weight").tensor_type for name in names}) > 1:
+            return [self.projection(x, [name]) for name in names]
+        product = self.projection(x, names)
         if not sizes:
             return [product]
         parts = [f"{product}.{i}" for i in range(len(sizes))]
         self.node("Split", product, self.array(f"sizes.{sizes}", np.array(sizes)), outputs=parts, axis=2)
         return parts
 
-    def biased(self, x: str, names: list[str]) -> str:
-        """`x` with the biases of these projections, if the file has them."""
-        biases = [f"{name}.bias" for name in names]
-        if not self.tensors.has(biases[0]):
-            return x
-        bias = np.concatenate([floats(self.tensors.tensor(each)) for each in biases])
-        return self.node("Add", x, self.array(biases[0], bias))
+    def projection(self, x: str, names: Sequence[str], weight: str = "", outputs: Sequence[str] = ()) -> str:
+        """x times the transposed weights of these names, one below the other, plus the biases that the file has.
+
+        `weight`: the tensor's name, if it is another one.
+        """
+        weights = [weight] if weight else [f"{name}.weight" for name in names]
+        if not any(self.tensors.has(f"{name}.bias") for name in names):
+            return self.product(x, *weights, outputs=outputs)
+        biases = [
+            floats(self.tensor(f"{name}.bias")) if self.tensors.has(f"{name}.bias") else np.zeros(self.height(each), np.float32)
+            for name, each in zip(names, weights, strict=True)
+        ]
+        bias = self.array(f"{names[0]}.bias", np.concatenate(biases))
+        return self.node("Add", self.product(x, *weights), bias, outputs=outputs)
 
     def product(self, x: str, *names: str, outputs: Sequence[str] = ()) -> str:
         """x times the transposed matrices [rows, depth] of these names, one below the other."""
@@ -220,36 +243,39 @@ class _Writer:
     def weights(self, *names: str) -> str:
         """The matrices of these names, one below the other [rows, depth]."""
         if names not in self.matrices:
-            read = [self.read(self.tensors.tensor(name)) for name in names]
-            blocked = [each for each in read if isinstance(each, BlockedMatrix)]
-            if blocked:
-                self.matrices[names] = self.blocks(names[0], stacked(blocked))
-            else:
-                rows = np.concatenate([each for each in read if isinstance(each, np.ndarray)])
-                self.matrices[names] = self.array(names[0], rows)
+            example, arrays = self.data.matrix(names[0], [self.tensor(name) for name in names], self.read)
+            self.kept |= {array.name: array for array in arrays}
+            self.matrices[names] = self.blocks(example, arrays) if isinstance(example, BlockedMatrix) else arrays[0].name
         return self.matrices[names]
 
-    def blocks(self, name: str, matrix: BlockedMatrix) -> str:
-        """A matrix in blocks [rows, depth]."""
-        inputs = [self.array(f"{name}.codes", matrix.codes), self.array(f"{name}.scales", matrix.scales)]
-        if matrix.minima is not None:
-            inputs.append(self.array(f"{name}.minima", matrix.minima))
-        fields: dict[str, Any] = {"bits": matrix.bits, "block_size": matrix.block, "signed": int(matrix.signed)}
-        return self.node("DequantizeBlocks", *inputs, domain=OWN, **fields)
+    def blocks(self, example: BlockedMatrix, arrays: Sequence[onnx.TensorProto]) -> str:
+        """A matrix in blocks [rows, depth] like those of `example`."""
+        fields: dict[str, Any] = {"bits": example.bits, "block_size": example.block, "signed": int(example.signed)}
+        return self.node("DequantizeBlocks", *(array.name for array in arrays), domain=OWN, **fields)
+
+    def height(self, name: str) -> int:
+        """The rows of a matrix."""
+        return int(self.tensor(name).shape[1])
+
+    def tensor(self, name: str) -> Any:
+        """A tensor that has a part in the graph."""
+        self.used.add(name)
+        return self.tensors.tensor(name)
 
     def angles(self, rotary: Rotary) -> tuple[str, str]:
         """The cosines and sines of all positions, [length, size / 2]."""
         half = rotary.size // 2
         frequencies = rotary.base ** (-np.arange(half) / half) / rotary.factor
         if self.tensors.has("rope_freqs.weight"):  # of Llama 3.1 and later
-            frequencies /= floats(self.tensors.tensor("rope_freqs.weight"))
+            frequencies /= floats(self.tensor("rope_freqs.weight"))
+        name = f"{rotary.base:.9g}" + (f".{rotary.factor:.9g}" if rotary.factor != 1 else "")
         angles = np.arange(self.places)[:, None] * frequencies
-        cos, sin = (self.array(f"{of.__name__}.{rotary.base:g}", of(angles).astype(np.float32)) for of in (np.cos, np.sin))
+        cos, sin = (self.array(f"{of.__name__}.{name}", of(angles).astype(np.float32)) for of in (np.cos, np.sin))
         return cos, sin
 
     def norm(self, x: str, name: str) -> str:
         """RMS normalisation of the last dimension."""
-        scale = self.array(name, floats(self.tensors.tensor(name)))
+        scale = self.array(name, floats(self.tensor(name)))
         return self.node("SimplifiedLayerNormalization", x, scale, epsilon=self.decoder.epsilon, axis=-1)
 
     def norm_if_any(self, x: str, name: str) -> str:
@@ -264,10 +290,8 @@ class _Writer:
     def array(self, name: str, array: NDArray[Any]) -> str:
         """A constant, in the data file unless it is small."""
         if name not in self.kept:
-            proto = numpy_helper.from_array(array, name)
-            if array.nbytes > 1024:
-                place_data(proto, proto.raw_data, self.data)
-            self.kept[name] = proto
+            is_large = array.nbytes > 1024
+            self.kept[name] = self.data.array(name, array) if is_large else numpy_helper.from_array(array, name)
         return name
 
     def node(self, op: str, *inputs: str, outputs: Sequence[str] = (), domain: str = "", **attributes: Any) -> str:

@@ -15,8 +15,12 @@ from typing import Any, Protocol
 from flashmem.base.errors import UserError
 from flashmem.compiler.frontend.gguf.decoder import Decoder, Rotary, Tensors
 
-_LOCAL_BASE, _LOCAL_LAYERS = 10000.0, 6
-"""Gemma 3: the base of rotary positions in layers with a window, and of how many layers the last one has none."""
+_LAYERS_2 = 2
+_LAYERS_3 = 6
+"""Gemma 2 and 3: of how many layers the last one has no window."""
+
+_LOCAL_BASE = 10000.0
+"""Gemma 3: the base of rotary positions in layers with a window."""
 
 _WIDE = {"gemma2": 46, "gemma3": 62}
 """Layers of the models of 27 billion weights, whose scores are scaled by another size than that of a head."""
@@ -26,6 +30,7 @@ class Fields(Tensors, Protocol):
     """The fields and tensors of a file."""
 
     path: Any
+    tensors: Any
 
     def field(self, name: str, default: Any = None) -> Any:
         """The value of a field; raises UserError if it is missing and has no default."""
@@ -36,43 +41,57 @@ def decoder_of(file: Fields) -> Decoder:
     kind = str(file.field("general.architecture"))
     if kind not in _KINDS:
         raise UserError(f"{file.path} has the architecture {kind!r}; supported are {', '.join(_KINDS)}")
-    if file.has("blk.0.ffn_gate_inp.weight"):
-        raise UserError(f"{file.path} is a mixture of experts, which is not supported")
+    if file.field(f"{kind}.expert_count", 0) or file.has("blk.0.ffn_gate_inp.weight"):
+        raise UserError(f"{file.path} is a mixture of experts, which is not supported; use a dense model")
     return _KINDS[kind](file, _common(file, kind), kind)
 
 
 def _common(file: Fields, kind: str) -> Decoder:
     """What all kinds share."""
 
-    def field(name: str, default: Any = None) -> Any:
-        return file.field(f"{kind}.{name}", default)
+    def number(name: str, default: int | None = None) -> int:
+        value = file.field(f"{kind}.{name}", default)
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                raise UserError(f"{file.path} has layers of several sizes ({kind}.{name}), which is not supported")
+            value = value[0]
+        return int(value)
 
-    layers, heads, hidden = (int(field(name)) for name in ("block_count", "attention.head_count", "embedding_length"))
-    size = int(field("attention.key_length", hidden // heads))
-    if int(field("attention.value_length", size)) != size:
+    layers, heads, hidden = (number(name) for name in ("block_count", "attention.head_count", "embedding_length"))
+    size = number("attention.key_length", hidden // heads)
+    if number("attention.value_length", size) != size:
         raise UserError(f"{file.path} has values of another length than keys, which is not supported")
-    scaling, factor = str(field("rope.scaling.type", "none")), 1.0
-    if scaling == "linear":
-        factor = float(field("rope.scaling.factor"))
-    elif scaling != "none":
-        raise UserError(f"{file.path} scales its rotary positions ({scaling!r}), which is not supported")
-    rotary = Rotary(int(field("rope.dimension_count", size)), float(field("rope.freq_base", 10000.0)), factor)
+    rotary = Rotary(
+        number("rope.dimension_count", size),
+        float(file.field(f"{kind}.rope.freq_base", 10000.0)),
+        _scaling(file, kind),
+    )
     return Decoder(
         layers,
         hidden,
         heads,
-        int(field("attention.head_count_kv", heads)),
+        number("attention.head_count_kv", heads),
         size,
         int(file.tensor("token_embd.weight").shape[1]),
-        float(field("attention.layer_norm_rms_epsilon")),
+        float(file.field(f"{kind}.attention.layer_norm_rms_epsilon")),
         [rotary] * layers,
         [0] * layers,
     )
 
 
+def _scaling(file: Fields, kind: str) -> float:
+    """What positions are divided by. A factor without a type is linear, also under its name in files of 2023."""
+    scaling = str(file.field(f"{kind}.rope.scaling.type", "linear"))
+    if scaling not in ("none", "linear"):
+        raise UserError(f"{file.path} scales its rotary positions ({scaling!r}), which is not supported")
+    earlier = file.field(f"{kind}.rope.scale_linear", 0.0)
+    factor = float(file.field(f"{kind}.rope.scaling.factor", earlier))
+    return factor if factor and scaling == "linear" else 1.0
+
+
 def _llama(file: Fields, common: Decoder, kind: str) -> Decoder:
     """Llama (Touvron et al. 2023), SmolLM, Mistral."""
-    return replace(common, interleaved=True)
+    return replace(common, interleaved=True, windows=[_window(file, kind)] * common.layers)
 
 
 def _qwen(file: Fields, common: Decoder, kind: str) -> Decoder:
@@ -84,7 +103,7 @@ def _phi3(file: Fields, common: Decoder, kind: str) -> Decoder:
     """Phi-3 (Abdin et al. 2024), without the long context."""
     if file.has("rope_factors_long.weight"):
         raise UserError(f"{file.path} scales its rotary positions for a long context, which is not supported")
-    return replace(common, windows=[int(file.field("phi3.attention.sliding_window", 0))] * common.layers)
+    return replace(common, windows=[_window(file, kind)] * common.layers)
 
 
 def _gemma(file: Fields, common: Decoder, kind: str) -> Decoder:
@@ -94,10 +113,10 @@ def _gemma(file: Fields, common: Decoder, kind: str) -> Decoder:
 
 def _gemma2(file: Fields, common: Decoder, kind: str) -> Decoder:
     """Gemma 2: every other layer has a window, from the first on; scores and logits are bounded."""
-    window = int(file.field(f"{kind}.attention.sliding_window", 4096))
+    window = _window(file, kind, 4096)
     return replace(
         _gemma(file, common, kind),
-        windows=[0 if layer % 2 else window for layer in range(common.layers)],
+        windows=[window if each else 0 for each in _local(file, kind, common.layers, _LAYERS_2)],
         scale=_scale(common, kind),
         score_cap=float(file.field(f"{kind}.attn_logit_softcapping", 50.0)),
         logit_cap=float(file.field(f"{kind}.final_logit_softcapping", 30.0)),
@@ -107,14 +126,31 @@ def _gemma2(file: Fields, common: Decoder, kind: str) -> Decoder:
 def _gemma3(file: Fields, common: Decoder, kind: str) -> Decoder:
     """Gemma 3: one of six layers has no window, and rotary positions of its own."""
     window = int(file.field(f"{kind}.attention.sliding_window"))
-    is_local = [layer % _LOCAL_LAYERS < _LOCAL_LAYERS - 1 for layer in range(common.layers)]
-    local = Rotary(common.rotary[0].size, _LOCAL_BASE)
+    is_local = _local(file, kind, common.layers, _LAYERS_3)
+    local = Rotary(common.rotary[0].size, float(file.field(f"{kind}.rope.freq_base_swa", _LOCAL_BASE)))
     return replace(
         _gemma(file, common, kind),
         rotary=[local if each else whole for each, whole in zip(is_local, common.rotary, strict=True)],
         windows=[window if each else 0 for each in is_local],
         scale=_scale(common, kind),
+        score_cap=float(file.field(f"{kind}.attn_logit_softcapping", 0.0)),
+        logit_cap=float(file.field(f"{kind}.final_logit_softcapping", 0.0)),
     )
+
+
+def _window(file: Fields, kind: str, default: int = 0) -> int:
+    """Keys that a query sees in a layer with a window; 0 for all of them."""
+    return int(file.field(f"{kind}.attention.sliding_window", default))
+
+
+def _local(file: Fields, kind: str, layers: int, period: int) -> list[bool]:
+    """Whether each layer has a window: all but the last one of each `period`, unless the file has another one or a list."""
+    given = file.field(f"{kind}.attention.sliding_window_pattern", period)
+    if not isinstance(given, list):
+        return [given == 0 or layer % given < given - 1 for layer in range(layers)]
+    if len(given) != layers:
+        raise UserError(f"{file.path} says of {len(given)} layers whether they have a window, and has {layers}")
+    return [bool(each) for each in given]
 
 
 def _scale(decoder: Decoder, kind: str) -> float:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,9 +18,15 @@ import numpy as np
 
 from flashmem.base.errors import UserError
 from flashmem.base.extras import need
+from flashmem.base.units import format_size
 from flashmem.bundle.language import CONTROL, PATTERNS
-from flashmem.compiler.frontend.gguf.decoder import Read, write_decoder
+from flashmem.bundle.manifest import disk_errors
+from flashmem.bundle.version_directories import scratch_folder
+from flashmem.compiler.frontend.gguf.decoder import write_decoder
+from flashmem.compiler.frontend.gguf.keys import check_keys
 from flashmem.compiler.frontend.gguf.kinds import decoder_of
+from flashmem.compiler.frontend.gguf.other_files import check_is_model
+from flashmem.compiler.frontend.gguf.placed_data import Read
 from flashmem.compiler.frontend.gguf.weights import matrix, sketched
 from flashmem.compiler.frontend.language.chat import chat_fields
 from flashmem.compiler.frontend.language.model import END_TOKENS, LanguageModel, cache_length
@@ -27,24 +34,35 @@ from flashmem.compiler.frontend.language.model import END_TOKENS, LanguageModel,
 _BEGINNING = ("llama-bpe",)
 """Patterns with which a text begins with a token unless the file says otherwise. Files of Llama 3 from before llama.cpp wrote
 the field `add_bos_token` lack it, and llama.cpp reads them so."""
+_ENDS = ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+"""Tokens that end an answer besides that of the end of a text."""
 _LENGTH_BYTES = 8  # before each text or array
 _MOST_ELEMENTS = 1 << 23
 """The most elements of all arrays among the fields. The package makes an object of each. Large vocabularies have a million."""
 
 
 @contextmanager
-def converted(path: Path, max_length: int | None, read: Read = matrix, batch: int = 1) -> Iterator[LanguageModel]:
+def converted(
+    path: Path, max_length: int | None, read: Read = matrix, batch: int = 1, *, beside: Path | None = None
+) -> Iterator[LanguageModel]:
     """The model in the GGUF file `path`, as long as the body runs. `max_length`: tokens that the cache holds, in each row
     of the `batch`.
 
-    `read` makes weights of tensors; `weights.dequantised` makes floats of all, for other runtimes.
+    `read` makes weights of tensors; `weights.dequantised` makes floats of all, for other runtimes. The model is in a folder
+    beside the bundle `beside`, or a temporary one.
 
     Raises:
-        UserError: the package `gguf` is missing; the file is damaged or of an unknown kind; it has no room for `max_length`.
+        UserError: the package `gguf` is missing; the file is damaged, of an unknown kind, or has parts that are not supported;
+            it has no room for `max_length`; or the disk has none for the model.
     """
     need("a GGUF file", "gguf")
-    with TemporaryDirectory(prefix="flashmem-gguf-") as folder:
-        target = Path(folder) / f"{path.stem}.onnx"
+    with ExitStack() as opened:
+        if beside is not None:
+            with disk_errors(beside):
+                folder = opened.enter_context(scratch_folder(beside))
+        else:
+            folder = Path(opened.enter_context(TemporaryDirectory(prefix="flashmem-gguf-")))
+        target = folder / f"{path.stem}.onnx"
         try:
             file = GGUFFile(path)
             if read is sketched:
@@ -59,9 +77,12 @@ def converted(path: Path, max_length: int | None, read: Read = matrix, batch: in
 
 def _convert(file: GGUFFile, target: Path, max_length: int | None, read: Read, batch: int) -> bytes:
     """Write the decoder, and return the JSON of the language."""
+    check_is_model(file)
     language = file.language()
     length = cache_length(max_length, int(file.field(f"{file.field('general.architecture')}.context_length")), file.path)
-    write_decoder(target, decoder_of(file), file, length, read, batch)
+    decoder = decoder_of(file)
+    file.check_keys()
+    write_decoder(target, decoder, file, length, read, batch)
     return json.dumps({**language, "max_length": length}).encode()
 
 
@@ -69,7 +90,7 @@ class GGUFFile:
     """The fields and tensors of a GGUF file. Every method raises UserError for what is missing or unknown."""
 
     def __init__(self, path: Path) -> None:
-        from gguf import GGUFReader, GGUFValueType
+        from gguf import GGUFEndian, GGUFReader, GGUFValueType
 
         class Reader(GGUFReader):
             """Reads through a plain array: a `numpy.memmap` takes twice as long for each of 150,000 fields.
@@ -98,8 +119,11 @@ class GGUFFile:
                 return super()._get_field_parts(orig_offs, raw_type)
 
         reader: Any = Reader(path)
+        if reader.endianess != GGUFEndian.LITTLE:
+            raise UserError(f"{path} is for big-endian computers; convert it with gguf-py's gguf_convert_endian.py")
         self.path, self.fields, self._mapping = path, reader.fields, reader.mapping
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.read: set[str] = set()  # names of fields
 
     def read_little(self) -> None:
         """Read only the pages that are used from now on, and not those behind them, where the system can be asked for that."""
@@ -108,6 +132,7 @@ class GGUFFile:
 
     def field(self, name: str, default: Any = None) -> Any:
         """The value of a field."""
+        self.read.add(name)
         if name in self.fields:
             return self.fields[name].contents()
         if default is None:
@@ -124,6 +149,30 @@ class GGUFFile:
             raise UserError(f"{self.path} lacks the tensor {name}; download or convert it again")
         return self.tensors[name]
 
+    def check_keys(self) -> None:
+        """Raise UserError for a field that was not read and may change the answers."""
+        unread = [name for name in self.fields if name not in self.read]
+        check_keys(unread, lambda name: self.fields[name].contents(), str(self.field("general.architecture")), self.path)
+
+    def check_tensors(self, used: Collection[str]) -> None:
+        """Raise UserError for a tensor that is not `used`."""
+        unused = [name for name in self.tensors if name not in used]
+        if unused:
+            raise UserError(
+                f"{self.path} has the tensor {unused[0]}, which has no part in a model of the kind "
+                f"{self.field('general.architecture')} as this version knows it, so the answers would be wrong without it; use "
+                "another model"
+            )
+
+    def check_room(self, folder: Path, nbytes: int) -> None:
+        """Raise UserError if the disk of `folder` has no room for `nbytes` bytes and, beside them, a bundle of this file."""
+        needed = nbytes + sum(int(tensor.n_bytes) for tensor in self.tensors.values())
+        if (free := shutil.disk_usage(folder).free) < needed:
+            raise UserError(
+                f"compiling {self.path} needs {format_size(needed)} in {folder.parent}, where {format_size(free)} are free; "
+                "free some space, or name an output on another disk"
+            )
+
     def language(self) -> dict[str, Any]:
         """The tokenizer, the tokens that begin and end a text, and the chat template in pieces (`flashmem.bundle.language`)."""
         kind, pattern = self.field("tokenizer.ggml.model"), self.field("tokenizer.ggml.pre", "gpt-2")
@@ -137,7 +186,7 @@ class GGUFFile:
         tokens = self.field("tokenizer.ggml.tokens")
         types = [int(each) for each in self.field("tokenizer.ggml.token_type")]
         end = int(self.field("tokenizer.ggml.eos_token_id", 2 if pieces else None))
-        ends = [end, int(self.field("tokenizer.ggml.eot_token_id", end))]
+        ends = [end, *(int(self.field(f"tokenizer.ggml.{name}_token_id", end)) for name in _ENDS)]
         ends += [
             number
             for number, (token, its) in enumerate(zip(tokens, types, strict=True))

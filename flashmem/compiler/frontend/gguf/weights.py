@@ -7,7 +7,7 @@ in some formats a minimum, for each 16 or 32 weights: `scale * code + minimum` i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -23,6 +23,9 @@ Floats = NDArray[np.float32]
 
 FLOATS = ("F32", "F16", "BF16")
 """Formats of floats."""
+
+WHOLE = slice(None)
+"""All rows."""
 
 
 @dataclass(frozen=True)
@@ -50,63 +53,53 @@ class BlockedMatrix:
         return self.shape[1] // int(self.scales.shape[1])
 
 
-def stacked(matrices: Sequence[BlockedMatrix]) -> BlockedMatrix:
-    """Matrices of one format and depth, one below the other."""
-    minima = [each.minima for each in matrices if each.minima is not None]
-    return BlockedMatrix(
-        np.concatenate([each.codes for each in matrices]),
-        np.concatenate([each.scales for each in matrices]),
-        np.concatenate(minima) if minima else None,
-        matrices[0].bits,
-        matrices[0].signed,
-    )
-
-
-def matrix(tensor: Any) -> BlockedMatrix | Floats:
-    """A matrix of `gguf.GGUFReader`: in blocks, or floats [rows, depth].
+def matrix(tensor: Any, rows: slice = WHOLE) -> BlockedMatrix | Floats:
+    """Some rows of a matrix of `gguf.GGUFReader`: in blocks, or floats [rows, depth].
 
     Raises:
         UserError: it has another format.
     """
     kind = tensor.tensor_type.name
     if kind in FLOATS:
-        return floats(tensor)
+        return dequantised(tensor, rows)
     if kind not in _FORMATS:
         known = ", ".join((*_FORMATS, *FLOATS))
         raise UserError(
             f"the tensor {tensor.name} has the format {kind}, which is not supported; convert the file to one of {known}"
         )
     fields, bits, signed, read = _FORMATS[kind]
-    depth, rows = (int(size) for size in tensor.shape)
-    data = np.ascontiguousarray(tensor.data).reshape(-1, sum(fields))
-    blocks = read(*np.split(data, np.cumsum(fields)[:-1], axis=1))
-    codes: Bytes = blocks.codes.astype(np.uint8).reshape(rows, depth)
-    minima = None if blocks.minima is None else blocks.minima.reshape(rows, -1)
-    return BlockedMatrix(packed_codes(codes, bits), blocks.scales.reshape(rows, -1), minima, bits, signed)
+    depth, height = (int(size) for size in tensor.shape)
+    data = np.ascontiguousarray(tensor.data.reshape(height, -1)[rows])
+    blocks = read(*np.split(data.reshape(-1, sum(fields)), np.cumsum(fields)[:-1], axis=1))
+    codes: Bytes = blocks.codes.astype(np.uint8).reshape(-1, depth)
+    minima = None if blocks.minima is None else blocks.minima.reshape(len(codes), -1)
+    return BlockedMatrix(packed_codes(codes, bits), blocks.scales.reshape(len(codes), -1), minima, bits, signed)
 
 
-def sketched(tensor: Any) -> BlockedMatrix | Floats:
-    """A matrix in the form that `matrix` gives it, but of zeros: no data is read.
+def sketched(tensor: Any, rows: slice = WHOLE) -> BlockedMatrix | Floats:
+    """Some rows of a matrix in the form that `matrix` gives it, but of zeros: no data is read.
 
     The first elements depend on its name, because the compiler stores equal weights once. Raises UserError like `matrix`.
     """
-    depth, rows = (int(size) for size in tensor.shape)
+    depth, height = (int(size) for size in tensor.shape)
+    first, last, _ = rows.indices(height)
     kind, mark = tensor.tensor_type.name, np.frombuffer(crc32(tensor.name.encode()).to_bytes(4, "little"), np.uint8)
 
-    def marked(shape: tuple[int, int], dtype: type) -> NDArray[Any]:
-        array: NDArray[Any] = np.zeros(shape, dtype)
-        array.reshape(-1)[: len(mark)] = mark[: array.size]
+    def marked(size: int, dtype: type) -> NDArray[Any]:
+        array: NDArray[Any] = np.zeros((last - first, size), dtype)
+        if first == 0:
+            array.reshape(-1)[: len(mark)] = mark[: array.size]
         return array
 
     if kind not in _FORMATS:
-        return marked((rows, depth), np.float32) if kind in FLOATS else matrix(tensor)
+        return marked(depth, np.float32) if kind in FLOATS else matrix(tensor)
     fields, bits, signed, read = _FORMATS[kind]
     one = read(*np.split(np.zeros((1, sum(fields)), np.uint8), np.cumsum(fields)[:-1], axis=1))
-    scales = marked((rows, depth * one.scales.size // one.codes.size), np.float32)
-    if kind.endswith("_K"):
+    scales = marked(depth * one.scales.size // one.codes.size, np.float32)
+    if kind.endswith("_K") and last == height:
         scales[-1, -1] = 0.1  # scales of these formats are products, and need float32
     minima = None if one.minima is None else -scales
-    return BlockedMatrix(marked((rows, depth * bits // 8), np.uint8), scales, minima, bits, signed)
+    return BlockedMatrix(marked(depth * bits // 8, np.uint8), scales, minima, bits, signed)
 
 
 def floats(tensor: Any) -> Floats:
@@ -116,12 +109,13 @@ def floats(tensor: Any) -> Floats:
     return dequantised(tensor)
 
 
-def dequantised(tensor: Any) -> Floats:
-    """A tensor of any format as float32, its rows first, as the package `gguf` reads it."""
+def dequantised(tensor: Any, rows: slice = WHOLE) -> Floats:
+    """Some rows of a tensor of any format as float32, as the package `gguf` reads them."""
     from gguf import quants
 
-    array: Floats = quants.dequantize(tensor.data, tensor.tensor_type)
-    return array.reshape([int(size) for size in reversed(tensor.shape)])
+    *inner, height = (int(size) for size in tensor.shape)
+    array: Floats = quants.dequantize(tensor.data.reshape(height, -1)[rows], tensor.tensor_type)
+    return array.reshape([-1, *reversed(inner)])
 
 
 class _Blocks(NamedTuple):

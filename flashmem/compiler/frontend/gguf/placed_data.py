@@ -1,0 +1,107 @@
+"""The data file of an ONNX model that is laid out first and written afterwards, some rows at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+
+from flashmem.compiler.frontend.gguf.weights import BlockedMatrix, Floats
+
+_PAGE = 4096
+_PIECE = 1 << 20
+"""Elements of a matrix that are converted at a time."""
+
+Read = Callable[[Any, slice], BlockedMatrix | Floats]
+"""Makes weights of some rows of a tensor of `gguf.GGUFReader`."""
+
+_Pieces = Callable[[], Iterator[Sequence[NDArray[Any]]]]
+
+
+class PlacedData:
+    """Tensors of a data file: each has its place at once, and its bytes when `write` is called.
+
+    `nbytes`: of the file so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.nbytes = path, 0
+        self._content: list[tuple[Sequence[int], _Pieces]] = []
+
+    def array(self, name: str, array: NDArray[Any]) -> TensorProto:
+        """A tensor with the elements of `array`."""
+        made = self._place(name, array.shape, array.dtype)
+        self._content.append(([_offset(made)], lambda: iter([[array]])))
+        return made
+
+    def matrix(self, name: str, tensors: Sequence[Any], read: Read) -> tuple[BlockedMatrix | Floats, list[TensorProto]]:
+        """Matrices of one format and depth, one below the other, as `read` makes them.
+
+        Returns an example of them with few rows, and the tensors of its arrays: codes, scales and perhaps minima, or floats.
+        """
+        height = sum(_height(each) for each in tensors)
+        example = read(tensors[0], slice(0, 1))
+        made = [self._place(name + suffix, (height, array.shape[1]), array.dtype) for suffix, array in _arrays(example).items()]
+
+        def pieces() -> Iterator[Sequence[NDArray[Any]]]:
+            for tensor in tensors:
+                step = max(1, _PIECE // int(tensor.shape[0]))
+                for first in range(0, _height(tensor), step):
+                    yield [*_arrays(read(tensor, slice(first, min(first + step, _height(tensor))))).values()]
+
+        self._content.append(([_offset(each) for each in made], pieces))
+        return example, made
+
+    def write(self) -> None:
+        """Write the file. Pieces of zeros become holes, which take no disk space.
+
+        Raises:
+            OSError: the disk is full or fails.
+        """
+        with self.path.open("wb") as file:
+            file.truncate(self.nbytes)
+            for offsets, pieces in self._content:
+                places = [*offsets]
+                for arrays in pieces():
+                    for index, array in enumerate(arrays):
+                        if array.view(np.uint8).any():
+                            file.seek(places[index])
+                            file.write(np.ascontiguousarray(array).data)
+                        places[index] += array.nbytes
+
+    def _place(self, name: str, shape: Sequence[int], dtype: np.dtype[Any]) -> TensorProto:
+        self.nbytes += -self.nbytes % _PAGE
+        made = onnx.TensorProto(
+            name=name,
+            dims=shape,
+            data_type=helper.np_dtype_to_tensor_dtype(dtype),
+            data_location=TensorProto.EXTERNAL,
+        )
+        length = math.prod(shape) * dtype.itemsize
+        for key, value in (("location", self.path.name), ("offset", self.nbytes), ("length", length)):
+            made.external_data.add(key=key, value=str(value))
+        self.nbytes += length
+        return made
+
+
+def _arrays(matrix: BlockedMatrix | Floats) -> dict[str, NDArray[Any]]:
+    """The arrays of a matrix, by what follows its name in theirs."""
+    if not isinstance(matrix, BlockedMatrix):
+        return {"": matrix}
+    minima = {} if matrix.minima is None else {".minima": matrix.minima}
+    return {".codes": matrix.codes, ".scales": matrix.scales, **minima}
+
+
+def _height(tensor: Any) -> int:
+    """The rows of a tensor, whose shape the package has in ggml's order."""
+    return int(tensor.shape[-1])
+
+
+def _offset(tensor: TensorProto) -> int:
+    return next(int(entry.value) for entry in tensor.external_data if entry.key == "offset")

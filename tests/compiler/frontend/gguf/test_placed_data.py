@@ -1,0 +1,43 @@
+"""Matrices are written some rows at a time, at the places that they were given before."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+from gguf import GGMLQuantizationType as Format
+from onnx.external_data_helper import ExternalDataInfo
+
+from flashmem.compiler.frontend.gguf.placed_data import PlacedData
+from flashmem.compiler.frontend.gguf.weights import BlockedMatrix, matrix
+
+
+def test_memory_does_not_grow_with_a_matrix(tmp_path: Path) -> None:
+    """10 MB of weights in blocks: all at once they take 50 MB."""
+    rows, depth, random = 1 << 14, 1 << 10, np.random.default_rng(1)
+    data = np.tile(random.integers(0, 256, (16, depth // 32 * 20), np.uint8), (rows // 16, 1))
+    data[:, 1::20] = data[:, 3::20] = 0x20  # finite scales
+    tensor = SimpleNamespace(name="t", tensor_type=Format.Q4_1, shape=(depth, rows), data=data)
+    placed = PlacedData(tmp_path / "data")
+    small = placed.array("first", np.arange(5000.0))
+    tracemalloc.start()
+    try:
+        _, protos = placed.matrix("t", [tensor], matrix)
+        placed.write()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 20 << 20
+    assert [proto.name for proto in protos] == ["t.codes", "t.scales", "t.minima"]
+    written, at = np.fromfile(tmp_path / "data", np.uint8), 8000 + 16 * 7
+    assert len(written) == placed.nbytes
+    wanted = matrix(tensor, slice(at, at + 2))
+    assert isinstance(wanted, BlockedMatrix) and wanted.minima is not None
+    for proto, rows_of in zip(protos, (wanted.codes, wanted.scales, wanted.minima), strict=True):
+        place = int(ExternalDataInfo(proto).offset or 0)
+        row = rows_of[0].nbytes
+        assert written[place + at * row : place + (at + 2) * row].tobytes() == rows_of.tobytes()
+    first = int(ExternalDataInfo(small).offset or 0)
+    np.testing.assert_array_equal(written[first : first + 40_000].view(np.float64), np.arange(5000.0))

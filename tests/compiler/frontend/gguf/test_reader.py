@@ -1,0 +1,44 @@
+"""What converting a GGUF file takes: a place on the disk, and room there."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import onnx
+import pytest
+
+import flashmem
+from flashmem.base.errors import UserError
+from flashmem.compiler.frontend.gguf.reader import converted
+from flashmem.compiler.frontend.gguf.weights import sketched
+from tests.support.gguf_models import SmallLlama
+
+
+def test_the_model_is_written_beside_the_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The temporary folder may be in memory."""
+    path, target = SmallLlama(layers=1).write(tmp_path / "m.gguf"), tmp_path / "new" / "m.flashmem"
+
+    def refuse(*_: object, **__: object) -> str:
+        raise AssertionError("a temporary folder")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    with converted(path, 64, beside=target) as made:
+        assert made.path.parent.parent == target.parent
+        assert len(onnx.load(made.path).graph.initializer) > 9
+    assert not [*target.parent.iterdir()]
+
+
+def test_room_on_the_disk_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = SmallLlama().write(tmp_path / "m.gguf")
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=100_000))
+    with pytest.raises(UserError) as caught:
+        flashmem.compile(path, tmp_path / "m.flashmem", device="pocl")
+    said = str(caught.value)
+    assert said.startswith(f"compiling {path} needs ") and said.endswith(
+        f"in {tmp_path}, where 100KB are free; free some space, or name an output on another disk"
+    )
+    assert [each.name for each in tmp_path.iterdir()] == ["m.gguf"]
+    with converted(path, 64, sketched):  # which takes no room
+        pass
