@@ -13,6 +13,7 @@ show the first time. The twin is left out where the interpreter executes all wor
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import zlib
@@ -29,7 +30,7 @@ from numpy.typing import NDArray
 from flashmem.interpreter.errors import OutsideError, UnknownTextError
 from flashmem.interpreter.launch import InterpretedKernel, Written, interpreted
 from flashmem.interpreter.syntax import Parameter
-from flashmem.runtime.checking.drawing import DRAWS, drawn_bytes, drawn_texels
+from flashmem.runtime.checking.drawing import DRAWS, ITEMSIZES, drawn_bytes, drawn_texels
 from flashmem.runtime.checking.trial import Trial, TrialArgument
 from flashmem.runtime.opencl.context import CompiledProgram, Context, Queue
 
@@ -38,6 +39,12 @@ GUARD = 4096
 
 MOST_ITEMS = 512
 """Work-items that the interpreter executes at a time, if work-groups are not larger."""
+
+ELEMENTS = 1536
+"""Elements of each draw that the interpreter writes, if work-groups do not write more."""
+
+FEWEST_GROUPS = 6
+"""Work-groups that it executes, if there are so many: where tails are, and between."""
 
 SAFETY = 4.0
 """Factor on error bounds, which are of first order, and for sums in another order (tensor cores, subgroups)."""
@@ -62,12 +69,13 @@ class Verdict:
     """The result of a check: `wrong` says what a kernel did, or is "" if all is right.
 
     `compared` counts elements that were compared with the interpreter, `twin` those compared with the unoptimised kernel's.
-    `note`: what could not be checked.
+    `whole`: all elements were. `note`: what could not be checked.
     """
 
     wrong: str = ""
     compared: int = 0
     twin: int = 0
+    whole: bool = False
     seconds: float = 0.0
     note: str = ""
 
@@ -252,7 +260,7 @@ class TrialRun:
         Raises _WrongError.
         """
         group = self._trial.size[1] or (1,) * len(self._trial.size[0])
-        groups = _sample(self._trial.size[0], group, self._trial.key)
+        groups = _sample(self._trial.size[0], group, self._trial.key, self._written_elements())
         self._whole = len(groups) == int(np.prod([-(-n // each) for n, each in zip(self._trial.size[0], group, strict=True)]))
         expected = self._interpret(groups, group)
         compared = same = 0
@@ -275,7 +283,7 @@ class TrialRun:
                 continue
             for written, place in expected:
                 same += self._compare_twin(results[place], others[place], written, draw)
-        return Verdict(compared=compared, twin=same, note=note)
+        return Verdict(compared=compared, twin=same, whole=self._whole or same > 0, note=note)
 
     def _of_twin(
         self, twin: CompiledProgram, arguments: list[Any], whole: dict[str, Any], expected: list[tuple[Written, str]], draw: int
@@ -297,6 +305,15 @@ class TrialRun:
         for place, memory in self._memory.items():
             if memory.written:
                 self._fill(whole[place], memory, draw)
+
+    def _written_elements(self) -> int:
+        """Elements that the whole launch may write."""
+        return sum(
+            int(memory.guarded[0].size) if memory.is_image
+            else memory.argument.writable // ITEMSIZES[memory.parameter.type.name]
+            for memory in self._memory.values()
+            if memory.written
+        )  # fmt: skip
 
     def _interpret(self, groups: list[tuple[int, ...]], group: Sequence[int]) -> list[tuple[Written, str]]:
         arguments = [each.content if isinstance(each, _Memory) else each.value for each in self._order]
@@ -398,10 +415,12 @@ _SMALLEST = 2.0**-125
 """Devices may take numbers below the normal ones for zero (OpenCL 3.0, section 7.5.3)."""
 
 
-def _sample(size: Sequence[int], group: Sequence[int], seed: str) -> list[tuple[int, ...]]:
-    """Work-groups to interpret: the first and the last in each direction, and others drawn, up to `MOST_ITEMS` work-items."""
+def _sample(size: Sequence[int], group: Sequence[int], seed: str, elements: int) -> list[tuple[int, ...]]:
+    """Work-groups to interpret: the first and the last in each direction, and others drawn, up to `MOST_ITEMS` work-items or
+    `ELEMENTS` of the `elements` that the launch writes."""
     counts = [-(-whole // each) for whole, each in zip(size, group, strict=True)]
-    most = max(4, MOST_ITEMS // (len(DRAWS) * int(np.prod(group))))
+    by_elements = ELEMENTS * math.prod(counts) // max(1, elements)
+    most = max(FEWEST_GROUPS, min(by_elements, MOST_ITEMS // (len(DRAWS) * math.prod(group))))
     corners = list(dict.fromkeys(product(*((0, count - 1) for count in counts))))
     if len(corners) > most:
         corners = [corners[0], corners[-1], *corners[1:-1]][:most]

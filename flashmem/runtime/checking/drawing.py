@@ -23,7 +23,7 @@ def drawn_bytes(nbytes: int, element: str, draw: str, salt: str, *, weights: boo
     of one byte have all values; others are small, so that most are valid as indices. Bytes of packed weights may contain scales
     in any place: each pair or four of them is a float of moderate size.
     """
-    spread = _spread(nbytes // _SIZES[element] + 1, salt, draw)
+    spread = _spread(nbytes // ITEMSIZES[element] + 1, salt, draw)
     if element in ("float", "double"):
         made: NDArray[Any] = _floats(spread, draw).astype(_TYPES[element])
     elif element == "half":
@@ -46,7 +46,7 @@ def drawn_texels(width: int, height: int, channel: str, salt: str) -> NDArray[An
     if element == "ushort":
         flat: NDArray[Any] = (_spread(count, salt, "signed") >> np.uint32(16)).astype(np.uint16)
     else:
-        flat = drawn_bytes(count * _SIZES[element], element, "signed", salt, weights=True).view(_TYPES[element])
+        flat = drawn_bytes(count * ITEMSIZES[element], element, "signed", salt, weights=True).view(_TYPES[element])
     return flat.reshape(height, width, 4)
 
 
@@ -74,4 +74,5 @@ _TYPES = {
     "char": np.int8, "uchar": np.uint8, "short": np.int16, "ushort": np.uint16, "int": np.int32, "uint": np.uint32,
     "long": np.int64, "ulong": np.uint64, "float": np.float32, "half": np.float16, "double": np.float64,
 }  # fmt: skip
-_SIZES = {name: np.dtype(kind).itemsize for name, kind in _TYPES.items()}
+ITEMSIZES = {name: np.dtype(kind).itemsize for name, kind in _TYPES.items()}
+"""Bytes of OpenCL's scalar types."""

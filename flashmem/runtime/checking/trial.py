@@ -37,6 +37,11 @@ class Trial:
     arguments: tuple[TrialArgument, ...]
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of its buffers, and texels of its textures."""
+        return sum(each.nbytes + each.shape[0] * each.shape[1] for each in self.arguments)
+
+    @property
     def key(self) -> str:
         """A hash of all that decides the result: the same launch of another model has it too."""
         places: dict[str, int] = {}

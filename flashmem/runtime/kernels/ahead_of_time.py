@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from time import monotonic
 from typing import Self
 
 from flashmem.base.errors import FlashmemWarning, UserError
@@ -32,6 +33,9 @@ from flashmem.schedule.plan import OverlapPlan, Strategy
 from flashmem.target.descriptor import DeviceDescriptor
 
 Report = Callable[[float], None]
+
+SHARE, MOST_SECONDS = 0.1, 20.0
+"""Of compilation's time, and at most: for checks of whole launches, after all else."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,9 @@ class KernelBuilder:
         self._asked, self._report, self._cache = device, report, ProgramCache()
         self._pool: ChildPool | None = None
         self._built = set[str]()
+        self._sampled = set[str]()  # keys of texts
         self._checked = set[str]()  # keys of trials
+        self._begun = monotonic()
         self._wrong: dict[str, Finding] = {}
 
     def __enter__(self) -> Self:
@@ -99,8 +105,10 @@ class KernelBuilder:
             self._report(self._pool.fraction)
 
     def finish(self, bundle: Bundle) -> BuildResult | None:
-        """Wait until all kernels of `bundle` are in the program cache, and checked. Those that are wrong are built again with
-        the options that are right.
+        """Wait until all kernels of `bundle` are in the program cache, and a sample of each is checked.
+
+        Then whole launches are checked, for another tenth of the time since this builder was made. Kernels that are wrong are
+        built again with the options that are right.
 
         Returns:
             None, with nothing built, if the device is not on this machine, or with a warning if the cache cannot be written.
@@ -109,11 +117,11 @@ class KernelBuilder:
             RunError: the driver refuses a kernel, or ends the process that builds it, or miscompiles it however it is built.
         """
         requests = requests_of(bundle)
+        end: float | None = None
         wrong = -1
-        keys: dict[str, None] = {}
-        while wrong < len(self._wrong):  # what is found may ask for other builds
+        while wrong < len(self._wrong):  # what is found asks for other builds
             wrong = len(self._wrong)
-            keys.clear()
+            keys: dict[str, None] = {}
             for request in requests:
                 found = self._begin(request)
                 if found is None:
@@ -128,10 +136,15 @@ class KernelBuilder:
                         stacklevel=3,
                     )
                     return None
-            if self._pool is not None:
-                while self._pool.step():
-                    self._report(self._pool.fraction)
-                self._pool.check("compile with --no-build to leave the kernels to the first run")
+            if self._pool is None:
+                break
+            while self._pool.is_urgent and self._pool.step():
+                self._report(self._pool.fraction)
+            if end is None:
+                end = monotonic() + min(MOST_SECONDS, SHARE * (monotonic() - self._begun))
+            while self._pool.step(until=end):
+                self._report(self._pool.fraction)
+            self._pool.check("compile with --no-build to leave the kernels to the first run")
         return BuildResult(device, tuple(keys), len(self._built), self._wrong)
 
     def _begin(self, request: BuildRequest) -> tuple[Device, tuple[str, ...], bool] | None:
@@ -148,12 +161,15 @@ class KernelBuilder:
         missing = {key: each for key, each in wanted.items() if key not in self._built and self._cache.read(key) is None}
         if missing and why_unusable(self._cache.folder) is not None:
             return device, tuple(wanted), True
-        checks = ProgramChecks(kernels, program, device, self._note).jobs(leave=self._checked)
+        checks = ProgramChecks(kernels, program, device, self._note)
+        samples, wholes = checks.samples(self._sampled), checks.jobs(leave=self._checked)
         self._built |= missing.keys()
-        self._checked |= {trial.key for job in checks for trial in job.trials}
-        if missing or checks:
+        self._sampled |= set(checks.texts)
+        self._checked |= {trial.key for job in wholes for trial in job.trials}
+        if missing or samples or wholes:
             self._pool = self._pool or ChildPool(device)
-            self._pool.submit((*build_jobs(missing, program, device, self._cache.write), *checks), busy=1)  # one packs weights
+            builds = build_jobs(missing, program, device, self._cache.write)
+            self._pool.submit((*builds, *samples, *wholes), busy=1)  # one processor packs weights
             self._report(self._pool.fraction)
         return device, tuple(wanted), False
 

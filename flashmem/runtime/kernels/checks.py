@@ -17,7 +17,7 @@ from flashmem.runtime.checking.check import Verdict
 from flashmem.runtime.checking.trial import Trial
 from flashmem.runtime.kernels.cache import kernel_key
 from flashmem.runtime.kernels.cache_files import ProgramCache
-from flashmem.runtime.kernels.pool import ChildPool, Job, Worker
+from flashmem.runtime.kernels.pool import ChildPool, Job, Rank, Worker
 from flashmem.runtime.kernels.required import RequiredKernel
 from flashmem.runtime.kernels.trials import distinct_trials
 from flashmem.runtime.kernels.verdicts import UNOPTIMISED, Finding, Verdicts, text_key
@@ -40,7 +40,11 @@ class CheckedKernel:
 
 
 class CheckJob(Job):
-    """Checks launches of one kernel, which are not known to be right. `read` gives its binary, if there is one."""
+    """Checks launches of one kernel, which are not known to be right.
+
+    `read` gives its binary, if there is one. `whole`: compare all elements. If not, those that the interpreter executes, which
+    asks for no second compiler.
+    """
 
     def __init__(
         self,
@@ -48,13 +52,15 @@ class CheckJob(Job):
         options: Sequence[str],
         read: Callable[[], bytes | None] = lambda: None,
         *,
+        whole: bool = True,
         end: float | None = None,
         keep: Callable[[CheckJob], None] = lambda job: None,
     ) -> None:
         self.trials, self._options, self._read, self._end, self._keep = trials, options, read, end, keep
+        self._whole = whole
         self.verdicts: dict[str, Verdict] = {}
         self.repaired: tuple[str, ...] | None = None
-        self.rank = 1, -len(trials[0].text) * len(trials)  # after all builds
+        self.rank = Rank.WHOLE if whole else Rank.SAMPLE, -len(trials[0].text) * len(trials)
 
     def run(self, worker: Worker) -> str | None:
         """Check, and if a launch is wrong, check all of them without optimisation."""
@@ -84,7 +90,7 @@ class CheckJob(Job):
         return {
             trial.key: Verdict(note="not checked: no time was left")
             if end is not None and monotonic() > end
-            else _asked(worker, trial, options, binary)
+            else _asked(worker, trial, options, binary, whole=self._whole)
             for trial in self.trials
         }
 
@@ -100,16 +106,24 @@ class CheckJob(Job):
     @property
     def finding(self) -> Finding:
         """What is known now."""
-        right = [key for key, each in self.verdicts.items() if not each.wrong and (each.compared or not each.note)]
+        right = tuple(key for key, each in self.verdicts.items() if not each.wrong and (each.compared or not each.note))
         wrong = next((key for key, each in self.verdicts.items() if each.wrong), "")
+        name = self.trials[0].name
         if wrong:
-            return Finding((), self.wrong, self.repaired, self.trials[0].name, wrong)
-        return Finding(tuple(right), name=self.trials[0].name)
+            return Finding(wrong=self.wrong, options=self.repaired, name=name, trial=wrong)
+        if self._whole:
+            return Finding(right, name=name)
+        return Finding(tuple(key for key in right if self.verdicts[key].whole), right, name=name)
 
 
-def _asked(worker: Worker, trial: Trial, options: Sequence[str], binary: Path | None) -> Verdict:
+def _asked(worker: Worker, trial: Trial, options: Sequence[str], binary: Path | None, *, whole: bool) -> Verdict:
     """The verdict of a child on a launch. A child that was wrong is replaced: a kernel may have written where it must not."""
-    job = {"check": trial.to_json(), "options": list(options), "binary": None if binary is None else str(binary)}
+    job = {
+        "check": trial.to_json(),
+        "options": list(options),
+        "binary": None if binary is None else str(binary),
+        "whole": whole,
+    }
     try:
         answer = worker.ask(job, LONGEST)
     except TimeoutError:
@@ -148,6 +162,25 @@ class ProgramChecks:
         self._keys = {each.name: text_key(device, each.text, program.build_options) for each in self._kernels}
         self._done: dict[str, Verdict] = {}
 
+    def samples(self, leave: Iterable[str] = ()) -> list[CheckJob]:
+        """Jobs for a sample of each kernel of which nothing is known: elements of the launch with the least memory.
+
+        `leave`: keys of the texts that others check.
+        """
+        left, found = set(leave), []
+        for kernel in self._kernels:
+            key, trials = self._keys[kernel.name], self._trials[kernel.name]
+            finding = self._verdicts[key]
+            if trials and not (key in left or finding.wrong or finding.right or finding.sampled):
+                least = min(trials, key=lambda trial: trial.nbytes)
+                found.append(CheckJob([least], self._program.build_options, self._reader(kernel), whole=False, keep=self._keep))
+        return found
+
+    @property
+    def texts(self) -> Iterable[str]:
+        """The keys of all texts."""
+        return self._keys.values()
+
     def jobs(self, *, again: bool = False, end: float | None = None, leave: Iterable[str] = ()) -> list[CheckJob]:
         """Jobs for launches that no earlier check found right, or for all of them; none begins after `end`.
 
@@ -175,7 +208,7 @@ class ProgramChecks:
         before = self._verdicts[key]
         if before.wrong and not finding.wrong and before.trial not in finding.right:  # other launches do not excuse that one
             finding = replace(before, right=finding.right)
-        if finding.right or finding.wrong:
+        if finding.right or finding.sampled or finding.wrong:
             self._verdicts.keep({key: finding})
             self._note(finding)
 

@@ -12,9 +12,12 @@ import heapq
 import queue
 import threading
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable
+from enum import IntEnum
 from itertools import count
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from flashmem.base.errors import RunError
@@ -27,10 +30,16 @@ from flashmem.runtime.opencl.device import Device
 WORKER = "flashmem.runtime.kernels.worker"
 
 
-class Job(ABC):
-    """What a child is asked for one kernel. `rank`: of the jobs that wait, the smallest is next."""
+class Rank(IntEnum):
+    """What comes first: what is needed to run, what is needed to trust it, what may wait for another time."""
 
-    rank: tuple[int, int]
+    BUILD, SAMPLE, WHOLE = range(3)
+
+
+class Job(ABC):
+    """What a child is asked for one kernel. Of the jobs that wait, the one with the smallest `rank` is next."""
+
+    rank: tuple[Rank, int]
 
     @abstractmethod
     def run(self, worker: Worker) -> str | None:
@@ -97,9 +106,10 @@ class ChildPool:
         """Create a pool without starting anything. With `idle`, children run at idle priority."""
         self._device, self._idle = device, idle
         self._submitted = self._finished = 0
+        self._left = Counter[Rank]()
         self._failure: str | None = None
         self._abandoned = False
-        self._waiting: list[tuple[tuple[int, int], int, Job]] = []  # a heap
+        self._waiting: list[tuple[tuple[Rank, int], int, Job]] = []  # a heap
         self._tickets: queue.SimpleQueue[bool] = queue.SimpleQueue()  # one for each waiting job; False ends a thread
         self._numbers = count()
         self._done: queue.SimpleQueue[tuple[Job, str | None]] = queue.SimpleQueue()  # and why nothing more is to be done
@@ -129,6 +139,7 @@ class ChildPool:
         for _ in added:
             self._tickets.put(True)
         self._submitted += len(added)
+        self._left.update(job.rank[0] for _, _, job in added)
         self._start_threads(max(1, processors() - busy))
 
     def _start_threads(self, most: int) -> None:
@@ -161,10 +172,16 @@ class ChildPool:
             if self.ended:
                 child.kill()
 
-    def step(self, *, wait: bool = True) -> bool:
+    @property
+    def is_urgent(self) -> bool:
+        """Whether a job is left that may not wait for another time."""
+        return any(self._left[rank] for rank in (Rank.BUILD, Rank.SAMPLE))
+
+    def step(self, *, wait: bool = True, until: float | None = None) -> bool:
         """Finish one job.
 
-        Returns False if none is left or one has failed; without `wait`, also if none is done yet.
+        Returns False if none is left or one has failed; without `wait`, also if none is done yet, and with `until`, if none is
+        at that time (`time.monotonic`).
         """
         if self._abandoned:
             self._failure = "the kernels are no longer needed"
@@ -173,10 +190,11 @@ class ChildPool:
         if wait:
             self._start_threads(processors())
         try:
-            job, self._failure = self._done.get(block=wait)
+            job, self._failure = self._done.get(wait, None if until is None else max(0.0, until - monotonic()))
         except queue.Empty:
             return False
         self._finished += 1
+        self._left[job.rank[0]] -= 1
         if self._failure is None:
             job.finish()
         return True

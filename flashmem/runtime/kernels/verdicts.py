@@ -35,11 +35,12 @@ _KNOWN: Final[dict[Path, dict[str, Finding]]] = {}
 class Finding:
     """What is known of a kernel's text.
 
-    `right`: keys of the launches whose check found nothing. `wrong`: what the driver's kernel did, or "". `options`: with which
+    `right`: keys of the launches whose check found nothing; `sampled`: those of which a part was compared. `wrong`: what the driver's kernel did, or "". `options`: with which
     the kernel is right nevertheless; None if it is not. `trial`: the key of the launch that was wrong.
     """
 
     right: tuple[str, ...] = ()
+    sampled: tuple[str, ...] = ()
     wrong: str = ""
     options: tuple[str, ...] | None = None
     name: str = ""
@@ -70,7 +71,11 @@ class Verdicts:
         self._found = self._read() | self._found
         for key, finding in found.items():
             before = self[key]
-            self._found[key] = replace(finding, right=tuple(dict.fromkeys((*before.right, *finding.right))))
+            self._found[key] = replace(
+                finding,
+                right=tuple(dict.fromkeys((*before.right, *finding.right))),
+                sampled=tuple(dict.fromkeys((*before.sampled, *finding.sampled))),
+            )
         _KNOWN[self._file] = self._found
         with suppress(OSError):
             if is_foreign(self._folder):
@@ -113,8 +118,15 @@ class Verdicts:
 
 def _finding(row: dict[str, Any]) -> Finding:
     options = row["options"]
-    made = Finding(tuple(row["right"]), row["wrong"], None if options is None else tuple(options), row["name"], row["trial"])
-    if not all(isinstance(each, str) for each in (made.wrong, made.trial, *made.right, *(made.options or ()))):
+    made = Finding(
+        tuple(row["right"]),
+        tuple(row["sampled"]),
+        row["wrong"],
+        None if options is None else tuple(options),
+        row["name"],
+        row["trial"],
+    )
+    if not all(isinstance(each, str) for each in (made.wrong, made.trial, *made.right, *made.sampled, *(made.options or ()))):
         raise ValueError("not a finding")
     if made.options is not None and set(made.options) > {UNOPTIMISED}:
         raise ValueError("options that no check gives")

@@ -146,7 +146,8 @@ def _check(context: Any, job: dict[str, Any]) -> dict[str, Any]:
 
     program = _kept((trial.text, options, binary), optimised)
     twin = (trial.text, (*options, UNOPTIMISED), None)
-    return asdict(check_kernel(context, trial, program, lambda: _kept(twin, lambda: context.build(*twin[:2]))))
+    other = (lambda: _kept(twin, lambda: context.build(*twin[:2]))) if job["whole"] else None
+    return asdict(check_kernel(context, trial, program, other))
 
 
 _KEPT: dict[Any, Any] = {}
