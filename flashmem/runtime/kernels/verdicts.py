@@ -35,8 +35,9 @@ _KNOWN: Final[dict[Path, dict[str, Finding]]] = {}
 class Finding:
     """What is known of a kernel's text.
 
-    `right`: keys of the launches whose check found nothing; `sampled`: those of which a part was compared. `wrong`: what the driver's kernel did, or "". `options`: with which
-    the kernel is right nevertheless; None if it is not. `trial`: the key of the launch that was wrong.
+    `right`: keys of the launches whose check found nothing; `sampled`: those of which a part was compared. `wrong`: what the
+    driver's kernel did, or "". `options`: with which the kernel is right nevertheless; None if it is not. `trial`: the key of
+    the launch that was wrong.
     """
 
     right: tuple[str, ...] = ()
