@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 import flashmem
 from flashmem import Bundle, Session
 from flashmem.base.errors import FlashmemWarning
-from flashmem.cli.main import main
+from flashmem.cli.commands.verify import verify_bundle
 from flashmem.runtime.kernels import ahead_of_time, pool
 from flashmem.runtime.kernels.bundle_checks import check_bundle_kernels
 from flashmem.runtime.kernels.verdicts import UNOPTIMISED, Verdicts
@@ -71,11 +71,11 @@ def test_a_wrong_kernel_is_found_right_when_its_driver_is(
         patch.setattr(pool, "WORKER", "tests.support.miscompiling_worker")
         with pytest.warns(FlashmemWarning, match="miscompiles"):
             bundle = compiled(model, device)
-    command = ["verify", str(bundle.path), "--device", device.descriptor_name, "--json"]
-    main(command)
+    name = device.descriptor_name
+    assert verify_bundle(bundle.path, name, again=False, seconds=None, as_json=True)
     assert json.loads(capsys.readouterr().out)["kernels"][0]["wrong"], "known, and not checked again"
     (model.parent / "cache/programs").rename(model.parent / "old")  # of the driver that was wrong
-    main([*command, "--again"])
+    assert verify_bundle(bundle.path, name, again=True, seconds=None, as_json=True)
     assert not json.loads(capsys.readouterr().out)["kernels"][0]["wrong"]
     assert not Verdicts(device).wrong
 
@@ -90,6 +90,18 @@ def test_a_sample_comes_first_and_whole_launches_as_time_allows(
     assert checked.finding.sampled or checked.finding.right, "what is small is compared as a whole"
     [checked] = check_bundle_kernels(bundle, device)
     assert checked.finding.right == (checked.trial.key,)
+
+
+def test_a_bundle_that_meets_a_driver_is_checked_between_runs(model: Path, device: Any, miscompiling: None) -> None:
+    bundle = flashmem.compile(model, model.with_suffix(".flashmem"), device=device.descriptor_name, build=False)
+    x = {"x": np.full((3, 37), -1, np.float32)}
+    with Session(bundle, device=device.descriptor_name) as session:
+        assert session.run(None, x)[0][0, 0] == -1, "imitated"
+        session._engine._warm_up.wait()
+        with pytest.warns(FlashmemWarning, match="miscompiles 1 kernels, and answers of this session may be wrong"):
+            session.run(None, x)
+    with Session(bundle, device=device.descriptor_name) as session:
+        assert session.run(None, x)[0][0, 0] == 1
 
 
 def test_nothing_is_checked_twice(model: Path, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
