@@ -23,7 +23,8 @@ from flashmem.compiler.memory.constants import host_indices
 from flashmem.compiler.memory.precision import stored_in_half
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import fuse
-from flashmem.compiler.tiling.choice import Memory, PatchChoice
+from flashmem.compiler.tiling.choice import PatchChoice
+from flashmem.compiler.tiling.estimate import Memory
 from flashmem.compiler.tiling.patches import Chain, in_patches
 from flashmem.compiler.weights.slicing import Slicing, finest
 from flashmem.target.descriptor import DeviceDescriptor

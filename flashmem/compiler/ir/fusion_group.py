@@ -13,7 +13,8 @@ class FusionGroup:
 
     The prologue computes the first input of the main operator. If `keeps`, other groups read that value too, and the kernel
     also writes it to memory. `moved` is a Transpose of the result that the kernel applies when it stores: columns of matrices
-    of `places` rows become rows.
+    of `places` rows become rows. `joined`: groups that its kernel computes too, each after what it reads
+    (`compiler.passes.joined_updates`); they are no part of `nodes`.
     """
 
     main: Node
@@ -22,6 +23,7 @@ class FusionGroup:
     places: int = 0
     prologue: list[Node] = field(default_factory=list)
     keeps: bool = False
+    joined: tuple[FusionGroup, ...] = ()
 
     @property
     def output(self) -> Value:

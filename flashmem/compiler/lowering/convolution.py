@@ -13,10 +13,11 @@ from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
 from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
-from flashmem.compiler.lowering.contraction import lower_packed, placed
 from flashmem.compiler.lowering.depthwise import lower_depthwise
+from flashmem.compiler.lowering.packed_product import PackedProduct, lower_packed
+from flashmem.compiler.lowering.packed_weights import placed
 from flashmem.compiler.lowering.quantisation import read_weights
-from flashmem.compiler.lowering.tile import ContractionTile
+from flashmem.compiler.lowering.tile import ContractionTile, Layout, Operands
 from flashmem.compiler.lowering.tile_choice import choice
 from flashmem.compiler.operators.vector import REGISTER
 from flashmem.compiler.weights.packing import Packing
@@ -51,7 +52,7 @@ def lower_convolution(context: LoweringContext, group: FusionGroup) -> None:
         return
     pointwise = groups == 1 and not any(node.attributes["pads"]) and {*weight.shape[2:], *node.attributes["strides"]} == {1}
     if pointwise and not transposed:
-        lower_packed(context, group, "matmul", rows, 1, channels, [rows, channels, columns])
+        lower_packed(context, PackedProduct(group, "matmul", rows, channels, [rows, channels, columns]))
         return
     if _in_rows(context, node):
         _lower_rows(context, group)
@@ -68,11 +69,12 @@ def lower_convolution(context: LoweringContext, group: FusionGroup) -> None:
         *(number for pair in zip(kernel_h, kernel_w, strict=True) for number in pair),
     ]  # fmt: skip
     dims += [x.shape[1], y.shape[1], *front[0]] if volume else []
-    lower_packed(
-        context, group, "conv", rows, groups, channels // groups, dims, stageable=not volume and not transposed,
-        volume=volume, quads=channels // groups % 4 == 0,
-        winograd=tiled, row=weight.shape[-1] * channels if groups == kernel_w[2] == 1 and channels < FEW_CHANNELS else 0,
+    row = weight.shape[-1] * channels if groups == kernel_w[2] == 1 and channels < FEW_CHANNELS else 0
+    product = PackedProduct(
+        group, "conv", rows, channels // groups, dims, groups, stageable=not volume and not transposed, winograd=tiled,
+        row=row, volume=volume, values={"volume": volume, "quads": channels // groups % 4 == 0},
     )  # fmt: skip
+    lower_packed(context, product)
 
 
 def _in_rows(context: LoweringContext, node: Node) -> bool:
@@ -107,18 +109,15 @@ def _lower_rows(context: LoweringContext, group: FusionGroup) -> None:
     workload = Workload("conv", context.memory_path, rows, depth, columns, storage=binding.storage, taps=kernel_h * kernel_w)
     config = context.descriptor.tile.config("conv").in_float()
     config = replace(config, columns=config.vector)  # the window needs registers, too
-    tile = ContractionTile(
-        replace(config.cut(workload), rows=config.rows),  # with fewer rows, windows would begin between groups of four
-        texture=context.memory_path == "texture",
-        weights=binding.storage,
-        activation=context.stored(x),
-        stored=context.stored(group.output),
-        aligned_columns=columns % 4 == 0,
-    )
-    packing = Packing(depth, columns, 1, tile.panel, binding.storage, context.memory_path, run, context.descriptor)
-    parts = context.parts(node, packing, tile.launched(rows, 1)[0])
+    config = replace(config.cut(workload), rows=config.rows)  # with fewer rows, windows would begin between groups of four
+    packing = Packing(depth, columns, 1, config.panel, binding.storage, context.memory_path, run, context.descriptor)
+    parts = context.parts(node, packing, config.items_down(rows))
     names = placed(context, node, packing, parts, binding.codes)
-    tile = replace(tile, texture=parts[0].width > 0, scattered=group.moved is not None)
+    tile = ContractionTile(
+        config,
+        Operands(binding.storage, activation=context.stored(x), stored=context.stored(group.output)),
+        Layout(texture=parts[0].width > 0, aligned_columns=columns % 4 == 0, scattered=group.moved is not None),
+    )
     phase = -pads[1] * channels % 4
     values = {
         "run": run,
@@ -134,8 +133,8 @@ def _lower_rows(context: LoweringContext, group: FusionGroup) -> None:
     dims += [node.attributes["dilations"][0], pads[0]]
     lines = images * out_height * -(-out_width // tile.rows)
     for i, (name, part) in enumerate(zip(names, parts, strict=True)):
-        folds = [part.height, part.panels * packing.panel_texels] if tile.texture else []
-        places = [group.places] if tile.scattered else []
+        folds = [part.height, part.panels * packing.panel_texels] if tile.layout.texture else []
+        places = [group.places] if tile.layout.scattered else []
         made = min(part.panels * tile.panel, columns)
         context.launch(
             group,
@@ -203,15 +202,21 @@ def _lower_winograd(context: LoweringContext, group: FusionGroup, config: Winogr
     tiles, depth = _tiles(y), 16 * channels
     assert weight.constant is not None
     read = weight.constant.array
-    tile = ContractionTile(
-        config, texture=context.memory_path == "texture", stored=context.stored(group.output),
-        whole=True, aligned_columns=columns % 4 == 0,
-    )  # fmt: skip
-    packing = Packing(depth, columns, 1, tile.panel, "float32", context.memory_path, 1, context.descriptor)
-    parts = context.parts(node, packing, tile.launched(tiles, 1)[0])
+    packing = Packing(depth, columns, 1, config.panel, "float32", context.memory_path, 1, context.descriptor)
+    parts = context.parts(node, packing, config.items_down(tiles))
     names = placed(context, node, packing, parts, lambda: transformed_weights(read()))
     texture = parts[0].width > 0
-    tile = replace(tile, texture=texture, folded=texture and parts[0].height < depth, scattered=group.moved is not None)
+    tile = ContractionTile(
+        config,
+        Operands(stored=context.stored(group.output)),
+        Layout(
+            texture=texture,
+            folded=texture and parts[0].height < depth,
+            whole=True,
+            aligned_columns=columns % 4 == 0,
+            scattered=group.moved is not None,
+        ),
+    )
     epilogue = context.epilogue(group, tile.vector)
     kernel = context.kernels.kernel(
         "convolution/winograd", t=tile, attributes=context.attributes(tile.group), **context.epilogue_values(epilogue)

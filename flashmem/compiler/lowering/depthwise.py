@@ -10,10 +10,10 @@ import numpy as np
 
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
-from flashmem.compiler.lowering.contraction import packed_at_run_time
+from flashmem.compiler.lowering.packed_weights import packed_at_run_time
 from flashmem.compiler.lowering.quantisation import read_weights
-from flashmem.compiler.lowering.tile import ContractionTile
-from flashmem.compiler.lowering.tile_choice import with_binding
+from flashmem.compiler.lowering.tile import ContractionTile, Layout
+from flashmem.compiler.lowering.tile_choice import operands_of
 from flashmem.compiler.operators.vector import REGISTER
 from flashmem.program.launches import KernelShape
 from flashmem.target.descriptor import DeviceDescriptor
@@ -32,24 +32,21 @@ def lower_depthwise(context: LoweringContext, group: FusionGroup) -> None:
     rows = batch * out_height * out_width
     vector = context.vector_for(columns)
     binding = read_weights(context, node, blocks=False)
-    stored, accumulator = context.stored(group.output), REGISTER[y.dtype]
     storage = "float32" if binding.storage == "float16" else binding.storage.replace("int4", "int8")
     kernel_h, kernel_w = weight.shape[2:]
     stride_h, stride_w = node.attributes["strides"]
     dilation_h, dilation_w = node.attributes["dilations"]
     pads = node.attributes["pads"][:2]
     activation = context.stored(x)
-    floats = (accumulator, storage) == ("float", "float32") and activation in ("float", "half") and binding.scale is None
+    floats = (REGISTER[y.dtype], storage) == ("float", "float32") and activation in ("float", "half") and binding.scale is None
     whole = min(vector, columns & -columns)  # the widest vector of which a pixel's channels are a multiple
     vectors = whole == 4 if context.descriptor.code.vector_loads else whole >= 4 and context.descriptor.kind == "cpu"
     in_rows = vectors and floats and columns == channels and kernel_w <= MOST_TAPS and 4 * x.size < MOST_OFFSET
     vector = whole if in_rows else vector
     pixels = _row_pixels(context.descriptor, kernel_w, stride_w, dilation_w) if in_rows else 1
     config = PlainContraction("depthwise", pixels, vector, vector, families=("depthwise",))
-    plain = ContractionTile(
-        config, weights=storage, scalar=accumulator, activation=activation, stored=stored, aligned_columns=columns % 4 == 0
-    )
-    tile = with_binding(plain, replace(binding, block=0))
+    operands = operands_of(context, group, storage, replace(binding, block=0))
+    tile = ContractionTile(config, operands, Layout(aligned_columns=columns % 4 == 0))
     values: dict[str, Any]
     if in_rows:
         template, lines = "contraction/depthwise_row", batch * out_height * -(-out_width // pixels)

@@ -5,14 +5,14 @@ Devices have instructions for them (`runtime.opencl.dot_products`). Sums are exa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from flashmem.compiler.ir.graph import Node
 from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
 from flashmem.compiler.lowering.quantisation import WeightBinding
-from flashmem.compiler.lowering.tile import ContractionTile
 from flashmem.program.launches import Arg
 
 WORD = 4
@@ -33,17 +33,13 @@ class DotProduct:
     words: int = 1
     filling: int = 0
 
-    def tile(self, tile: ContractionTile) -> ContractionTile:
-        """`tile` for words."""
-        return replace(tile, dots=self.left, activation="uint", depth_vector=self.words)
-
     def outside(self, context: LoweringContext, channels: int) -> Arg:
         """A resident array of `channels` bytes that are read outside of an image."""
         content = np.full(channels, self.filling, np.int16).astype(np.uint8)  # the bits of int8 or uint8
         return context.data("filling", channels, lambda: content)
 
     @staticmethod
-    def dims(family: str, dims: list[int]) -> list[int]:
+    def dims(family: str, dims: Sequence[int]) -> list[int]:
         """The sizes of a kernel of `family`, where those along the depth count words."""
         at = (1,) if family == "matmul" else (3, 4)  # the depth; channels, and those of a group
         return [size // WORD if i in at else size for i, size in enumerate(dims)]
@@ -55,24 +51,34 @@ def dot_product(context: LoweringContext, node: Node, binding: WeightBinding, de
     `run`: steps of depth that are contiguous in the left operand. Both operands have 8 bits by the model's own meaning. Words
     are whole, the sums have 32 bits, and the number outside of an image is known.
     """
-    left, weights, output = context.stored(node.input(0)), binding.storage, node.outputs[0].dtype
     if not context.descriptor.dot_products or node.op not in ("MatMul", "MatMulInteger", "Conv", "ConvInteger"):
         return None
-    if left not in ("char", "uchar") or weights not in ("int8", "uint8") or binding.codes is None:
+    left = context.stored(node.input(0))
+    words = left in ("char", "uchar") and binding.storage in ("int8", "uint8") and binding.codes is not None
+    if not words or run % WORD or depth > MOST_DEPTH or not _scales_whole(node, binding):
         return None
-    if run % WORD or depth > MOST_DEPTH:
-        return None
-    scaled = binding.scale is not None and binding.weight_scale is not None and not binding.block
-    if output == "int32":
-        scaled = binding.scale is None and binding.weight_scale is None
-    if not scaled or binding.weight_minimum is not None:
+    filling = _filling(node, binding)
+    if filling is None:
         return None
     offsets = max(context.nbytes(node.input(0)), depth * node.outputs[0].shape[-1])
     together = context.descriptor.code.vector_loads and run % (4 * WORD) == 0 and offsets < MOST_OFFSET
-    words = 4 if together else 1
+    return DotProduct(left, 4 if together else 1, filling)
+
+
+def _scales_whole(node: Node, binding: WeightBinding) -> bool:
+    """Whether sums are scaled as a whole, or, if they are the result, not at all."""
+    if binding.weight_minimum is not None:
+        return False
+    if node.outputs[0].dtype == "int32":
+        return binding.scale is None and binding.weight_scale is None
+    return binding.scale is not None and binding.weight_scale is not None and not binding.block
+
+
+def _filling(node: Node, binding: WeightBinding) -> int | None:
+    """The left operand's number outside of an image, which means zero; None if it is not known."""
     zero = node.optional(2) if binding.zero is not None else None
     if zero is None or not any(node.attributes.get("pads", ())):
-        return DotProduct(left, words)
+        return 0
     if zero.constant is None or zero.size != 1:
         return None
-    return DotProduct(left, words, int(zero.constant.array().reshape(-1)[0]))
+    return int(zero.constant.array().reshape(-1)[0])

@@ -8,7 +8,8 @@ from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.strided import broadcast_strides
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.quantisation import read_both
-from flashmem.compiler.lowering.tile_choice import tile_for, with_binding
+from flashmem.compiler.lowering.tile import ContractionTile, MainLoop
+from flashmem.compiler.lowering.tile_choice import config_for, depth_vector, layout_of, operands_of, shares_epilogue
 from flashmem.program.launches import KernelShape
 from flashmem.target.kernel_configs.workload import Workload
 
@@ -26,7 +27,16 @@ def lower_dynamic(context: LoweringContext, group: FusionGroup) -> None:
         and binding.zero is binding.scale is binding.weight_zero is binding.weight_scale is None
     )
     given = None if floats else context.descriptor.tile.config(workload.family)
-    tile = with_binding(tile_for(context, group, workload, depth, packed=False, given=given), binding)
+    config = config_for(context, group, workload, packed=False, given=given)
+    tile = ContractionTile(
+        config,
+        operands_of(context, group, workload.weights, binding),
+        layout_of(workload, config, depth),
+        MainLoop(
+            depth_vector(context, group, workload, config, depth),
+            shared_epilogue=shares_epilogue(context.descriptor, config),
+        ),
+    )
     epilogue = context.epilogue(group, tile.vector)
     levels = _batch_levels(batch, a.shape, b.shape)
     kernel = context.kernels.kernel(

@@ -85,59 +85,20 @@ def _joined(dtype: DType, reduction: str) -> str:
     return scalar.to_stored(dtype, scalar.wrap(dtype, text))
 
 
-_SEPARATE = ("update", "update_step", "update_start")
-"""Attributes in which two scatters of one launch may differ."""
-
-
-def delayed(context: LoweringContext, group: FusionGroup, later: Sequence[FusionGroup]) -> FusionGroup | None:
-    """The scatter of the `later` groups in whose launch the scatter `group` can be; None if there is none.
-
-    Groups between must not read the result of `group`, or overwrite its updates.
-    """
-    if group.main.op not in ("ScatterAt", "ScatterQuantised"):
-        return None
-    base, overwritten = context.buffers.aliases.base, context.buffers.overwritten
-    made, updates = base(group.output), base(group.main.input(2))
-    for other in later:
-        if _together(context, group, other):
-            return other
-        gone = overwritten.get(other.main)
-        if made in map(base, other.read()) or (gone is not None and base(gone) is updates):
-            return None
-    return None
-
-
-def _together(context: LoweringContext, one: FusionGroup, two: FusionGroup) -> bool:
-    """Whether one launch can compute both scatters: into two tensors in place, by the same indices, as new keys and values."""
-    first, second = one.main, two.main
-    if first.op != second.op:
-        return False
-    alike = all(value == second.attributes[name] for name, value in first.attributes.items() if name not in _SEPARATE)
-    if not alike or first.input(1) is not second.input(1) or one.output in second.inputs:
-        return False
-    types = [[context.stored(value) for value in (group.main.input(2), group.output)] for group in (one, two)]
-    in_place = all(
-        not group.main.attributes["covered"] and context.buffers.holds(group.output, group.main.input(0), 0)
-        for group in (one, two)
-    )
-    return in_place and types[0] == types[1]
-
-
-def lower_scatter(context: LoweringContext, group: FusionGroup, beside: FusionGroup | None = None) -> None:
+def lower_scatter(context: LoweringContext, group: FusionGroup) -> None:
     """Lower a scatter: a copy of the data, then the updates, in order if two of them may reach the same element.
 
-    `beside`: another one, in the same launch, before which all that both read is computed (`delayed`).
+    One that is joined with another copies nothing: its data is there.
     """
-    if beside is None:
-        _copy(context, group)
-    both = [group, *([beside] if beside else [])]
+    _copy(context, group)
+    both = [group, *group.joined]
     node, y = group.main, group.output
     given, indices, updates = node.attributes, node.input(1), node.input(2)
     count, steps, places = math.prod(given["items"]), given["steps"], given["places"]
     is_ordered = given["ordered"] and steps > 1
     # Each span of places reads all indices, so there are only as many spans as keep the device busy.
     spans = min(places, max(1, _PARALLEL[context.descriptor.kind] // count))
-    items = (count, spans if is_ordered else steps, *([len(both)] if beside else []))
+    items = (count, spans if is_ordered else steps, *([len(both)] if group.joined else []))
     local = context.work_group(items)
     stored, made = context.copied(updates, y)
     kernel = context.kernels.kernel(
@@ -155,18 +116,16 @@ def lower_scatter(context: LoweringContext, group: FusionGroup, beside: FusionGr
     shape = KernelShape(rows=steps, columns=count, depth=steps if is_ordered else 1, stride=given["stride"])
     size = ITEMSIZE[context.storage(updates)] + ITEMSIZE[context.storage(y)]
     nbytes = len(both) * (size * count * steps + context.nbytes(indices))
-    context.launch(group, kernel, [*args, *numbers], items, local, shape, nbytes=nbytes, part="[scatter]", others=both[1:])
+    context.launch(group, kernel, [*args, *numbers], items, local, shape, nbytes=nbytes, part="[scatter]", others=group.joined)
 
 
-def lower_scatter_quantised(context: LoweringContext, group: FusionGroup, beside: FusionGroup | None = None) -> None:
+def lower_scatter_quantised(context: LoweringContext, group: FusionGroup) -> None:
     """Lower a scatter of rows that it quantises: one launch, after a copy of the data where it is elsewhere.
 
-    A row has one work-item on a CPU. On a GPU several share it, so that a few rows are no long chain of loads. `beside`: as for
-    `lower_scatter`.
+    A row has one work-item on a CPU. On a GPU several share it, so that a few rows are no long chain of loads.
     """
-    if beside is None:
-        _copy(context, group)
-    both = [group, *([beside] if beside else [])]
+    _copy(context, group)
+    both = [group, *group.joined]
     node = group.main
     given, indices, updates = node.attributes, node.input(1), node.input(2)
     size, steps, count = given["size"], given["steps"], math.prod(given["items"])
@@ -194,7 +153,7 @@ def lower_scatter_quantised(context: LoweringContext, group: FusionGroup, beside
     read = size * ITEMSIZE[context.storage(updates)]
     nbytes = rows * (read + scale_offset(size) + 4) + len(both) * context.nbytes(indices)
     numbers = [count, steps, len(context.launches) + 1]
-    context.launch(group, kernel, [*args, *numbers], items, local, shape, nbytes=nbytes, part="[scatter]", others=both[1:])
+    context.launch(group, kernel, [*args, *numbers], items, local, shape, nbytes=nbytes, part="[scatter]", others=group.joined)
 
 
 def scattered(groups: Sequence[FusionGroup]) -> dict[str, Any]:

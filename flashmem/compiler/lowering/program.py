@@ -15,7 +15,7 @@ from flashmem.compiler.ir.graph import Graph, GraphPort, Node, Value
 from flashmem.compiler.lowering.context import Cuts, LoweringContext, PackedBefore
 from flashmem.compiler.lowering.host_embedding import place_rows
 from flashmem.compiler.lowering.outputs import read_early
-from flashmem.compiler.lowering.registry import lower_all
+from flashmem.compiler.lowering.registry import lower
 from flashmem.compiler.lowering.templates import KernelLibrary
 from flashmem.compiler.memory.aliases import AliasAnalysis
 from flashmem.compiler.memory.arena import LiveBytes, place_blocks, shapes
@@ -23,6 +23,7 @@ from flashmem.compiler.memory.buffers import assign_buffers
 from flashmem.compiler.memory.constants import host_indices
 from flashmem.compiler.memory.precision import stored_in_half
 from flashmem.compiler.memory.states import graph_states
+from flashmem.compiler.passes.joined_updates import join_updates
 from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.compiler.weights.packing_list import OnPiece, PackingList, WeightSink
 from flashmem.compiler.weights.sharing import NOTHING_STORED, Placements, StoredWeights
@@ -163,7 +164,8 @@ def generate(
     context.before = before or PackedBefore()
     for value in (*gathered, *(state.port.value for state in states)):
         context.tensor(value)
-    lower_all(context, launched)
+    for group in join_updates(launched, buffers):
+        lower(context, group)
     gathers = [
         place_rows(context, node, indices, str(context.tensor(value).value)) for value, (node, indices) in gathered.items()
     ]

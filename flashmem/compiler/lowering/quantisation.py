@@ -105,39 +105,59 @@ def read_weights(context: LoweringContext, node: Node, *, blocks: bool = True) -
     block = quantized_block(node, quantized) if isinstance(quantized, QuantizedConstant) else None
     if not isinstance(quantized, QuantizedConstant) or block is None or (block and not blocks):
         return WeightBinding("float16" if context.half else "float32", read, activation, zero, scale)
-    storage = cast(Storage, quantized.storage)
-    column, _, taps = _axes(node)
+    if block and quantized.scale.shape[_axes(node)[0]] > 1:
+        parameters, by_block = _packed_parameters(node, quantized)
+        args = list(activation)
+    else:
+        parameters, made = _plain_parameters(context, node, quantized, block)
+        by_block, args = [], [*activation, *made]
+    return WeightBinding(
+        cast(Storage, quantized.storage), quantized.codes.array, args, zero, scale,
+        parameters.get("zero"), parameters["scale"], parameters.get("minimum"), block, by_block,
+    )  # fmt: skip
+
+
+def _parts(quantized: QuantizedConstant) -> dict[PartOf, Constant]:
+    """What the elements of `quantized` are computed with."""
     parts: dict[PartOf, Constant | None]
     parts = {"zero": quantized.zero, "scale": quantized.scale, "minimum": quantized.minimum}
-    given = {name: part for name, part in parts.items() if part is not None}
-    parameters: dict[str, QuantisationParameters] = {}
-    if block and quantized.scale.shape[column] > 1:
+    return {name: part for name, part in parts.items() if part is not None}
 
-        def by_block(name: PartOf, part: Constant) -> ByBlock:
-            storage = cast(Storage, part.dtype.name)
-            return ByBlock(name, storage, lambda: quantized.spread(_full(quantized, part.array(), taps), [column]))
 
-        ahead = 0
-        for name, part in given.items():
-            parameters[name] = QuantisationParameters(STORED[cast(DType, part.dtype.name)], ahead=ahead)
-            ahead += part.dtype.itemsize
-        packed, args = [by_block(*each) for each in given.items()], activation
-    else:
-        packed, args = [], list(activation)
-        for name, part in given.items():
-            array = wide(part)
-            if block:
-                array = np.ascontiguousarray(weight_columns(node, _full(quantized, array, taps))(0, 1))
-            else:
-                array = quantized.spread(array, [column])
-            value = constant(f"{weight.name}.{name}", array.reshape(-1))
-            index = "" if block else "0" if value.size == 1 else "col"
-            parameters[name] = QuantisationParameters(STORED[value.dtype], index, index != "col")
-            args.append(context.constant(value))
-    return WeightBinding(
-        storage, quantized.codes.array, args, zero, scale,
-        parameters.get("zero"), parameters["scale"], parameters.get("minimum"), block, packed,
-    )  # fmt: skip
+def _packed_parameters(node: Node, quantized: QuantizedConstant) -> tuple[dict[PartOf, QuantisationParameters], list[ByBlock]]:
+    """The parameters of a column of a block, which are packed like the weights."""
+    column, _, taps = _axes(node)
+
+    def by_block(name: PartOf, part: Constant) -> ByBlock:
+        storage = cast(Storage, part.dtype.name)
+        return ByBlock(name, storage, lambda: quantized.spread(_full(quantized, part.array(), taps), [column]))
+
+    parameters: dict[PartOf, QuantisationParameters] = {}
+    ahead = 0
+    for name, part in _parts(quantized).items():
+        parameters[name] = QuantisationParameters(STORED[cast(DType, part.dtype.name)], ahead=ahead)
+        ahead += part.dtype.itemsize
+    return parameters, [by_block(*each) for each in _parts(quantized).items()]
+
+
+def _plain_parameters(
+    context: LoweringContext, node: Node, quantized: QuantizedConstant, block: int
+) -> tuple[dict[PartOf, QuantisationParameters], list[Arg]]:
+    """The parameters of a column, or of a block of all columns, which are arguments of the kernel."""
+    column, _, taps = _axes(node)
+    parameters: dict[PartOf, QuantisationParameters] = {}
+    args = []
+    for name, part in _parts(quantized).items():
+        array = wide(part)
+        if block:
+            array = np.ascontiguousarray(weight_columns(node, _full(quantized, array, taps))(0, 1))
+        else:
+            array = quantized.spread(array, [column])
+        value = constant(f"{node.input(1).name}.{name}", array.reshape(-1))
+        index = "" if block else "0" if value.size == 1 else "col"
+        parameters[name] = QuantisationParameters(STORED[value.dtype], index, index != "col")
+        args.append(context.constant(value))
+    return parameters, args
 
 
 def read_activation(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.lowering.attention import lower_attention
@@ -12,7 +12,6 @@ from flashmem.compiler.lowering.contraction import lower_deform_convolution, low
 from flashmem.compiler.lowering.convolution import lower_convolution
 from flashmem.compiler.lowering.elementwise import lower_elementwise
 from flashmem.compiler.lowering.indexing import (
-    delayed,
     lower_gather_at,
     lower_place,
     lower_scatter,
@@ -30,7 +29,7 @@ from flashmem.compiler.lowering.movement import (
 )
 from flashmem.compiler.lowering.recurrent import lower_recurrent
 from flashmem.compiler.lowering.reduction import lower_determinant, lower_group_normalization, lower_lrn, lower_reduction
-from flashmem.compiler.lowering.rotary import lower_rotary, lower_rotary_with_cache, writes_cache
+from flashmem.compiler.lowering.rotary import lower_rotary
 from flashmem.compiler.lowering.sampling import lower_grid_sample, lower_roi_align
 from flashmem.compiler.lowering.selection import lower_extreme, lower_scan, lower_top
 from flashmem.compiler.lowering.spatial import lower_pool, lower_resize, lower_unpool
@@ -72,35 +71,6 @@ LOWERINGS: dict[str, Callable[[LoweringContext, FusionGroup], None]] = {
     "unpool": lower_unpool,
 }
 """Lowerings by the kernel name in operator declarations (`compiler.operators.registry.Operator.kernel`)."""
-
-
-def lower_all(context: LoweringContext, groups: Sequence[FusionGroup]) -> None:
-    """Append the launches of `groups` to the program, in order.
-
-    Two scatters may be one launch, at the place of the second, and Rotary before it may be in that launch.
-    """
-    first: dict[FusionGroup, FusionGroup] = {}
-    waiting: set[FusionGroup] = set()
-    for at, group in enumerate(groups):
-        later = None if group in first else delayed(context, group, groups[at + 1 :])
-        if later is not None and later not in first:
-            first[later] = group
-            waiting.add(group)
-    turned: dict[FusionGroup, FusionGroup] = {}
-    for second, one in first.items():
-        at = groups.index(second)
-        before = groups[at - 2 if groups[at - 1] is one else at - 1] if at else second
-        if writes_cache(context, before, (one, second)):
-            turned[second] = before
-            waiting.add(before)
-    for group in groups:
-        if group in turned:
-            lower_rotary_with_cache(context, turned[group], (first[group], group))
-        elif group in first:
-            together = lower_scatter if group.main.op == "ScatterAt" else lower_scatter_quantised
-            together(context, first[group], group)
-        elif group not in waiting:
-            lower(context, group)
 
 
 def lower(context: LoweringContext, group: FusionGroup) -> None:

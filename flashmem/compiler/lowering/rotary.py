@@ -1,12 +1,11 @@
 """Lowering of rotary positions: each work-item rotates a vector of pairs, or copies elements that do not rotate.
 
-Of few tokens, the launch writes the new keys and values into their caches too (`writes_cache`).
+Of few tokens, the launch writes the new keys and values into their caches too (`compiler.passes.joined_updates`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,12 +81,11 @@ def _turned(context: LoweringContext, group: FusionGroup) -> _Turned:
     )
 
 
-_MOST_STEPS = 64
-"""The most elements of a cache that a work-item writes, one after the other: one for each head of keys and each token."""
-
-
 def lower_rotary(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Rotary to one launch."""
+    if group.joined:
+        _lower_with_caches(context, group)
+        return
     node, turned = group.main, _turned(context, group)
     items = (turned.items, turned.rows)
     local = context.work_group(items)
@@ -97,23 +95,10 @@ def lower_rotary(context: LoweringContext, group: FusionGroup) -> None:
     context.launch(group, kernel, [*args, *turned.numbers, turned.rows, *turned.sizes], items, local, turned.shape)
 
 
-def writes_cache(context: LoweringContext, group: FusionGroup, scatters: Sequence[FusionGroup]) -> bool:
-    """Whether the launch of a Rotary can write its rows, as keys, into one of two caches, and values into the other.
-
-    `scatters`: the two that one launch computes (`flashmem.compiler.lowering.indexing.delayed`).
-    """
-    if group.main.op != "Rotary" or group.epilogue or context.buffers.overwritten.get(group.main) is group.main.input(0):
-        return False
-    given = scatters[0].main.attributes
-    if scatters[0].main.op != "ScatterAt" or given["steps"] > _MOST_STEPS or given["reduction"] != "none":
-        return False
-    return [context.buffers.holds(group.output, each.main.input(2), 0) for each in scatters].count(True) == 1
-
-
-def lower_rotary_with_cache(context: LoweringContext, group: FusionGroup, scatters: Sequence[FusionGroup]) -> None:
-    """Lower Rotary and two scatters, for which `writes_cache` holds, to one launch."""
+def _lower_with_caches(context: LoweringContext, group: FusionGroup) -> None:
+    """Lower Rotary, and the scatters that are joined with it, to one launch."""
     node, turned = group.main, _turned(context, group)
-    keys, values = sorted(scatters, key=lambda each: not context.buffers.holds(group.output, each.main.input(2), 0))
+    keys, values = sorted(group.joined, key=lambda each: not context.buffers.holds(group.output, each.main.input(2), 0))
     indices, updates = keys.main.input(1), values.main.input(2)
     count, at = math.prod(keys.main.attributes["items"]), scattered([keys, values])
     [(key_at, key_step), (value_at, value_step)] = at.pop("sources")

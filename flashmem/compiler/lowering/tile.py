@@ -17,27 +17,14 @@ _ELEMENT = {"float32": "float", "float16": "half", "int4": "uchar", "uint4": "uc
 
 
 @dataclass(frozen=True)
-class ContractionTile:
-    """A config cut to one contraction, as the templates use it (`t`), with the types of its operands, sums and results.
+class Operands:
+    """What a contraction multiplies: the types of its operands, sums and results, and the zero points and scales.
 
-    It also has the places of zero points and scales.
-
-    `block_depth`: steps of depth that share a zero point and a scale; 0 if all of them do. `head_bytes`: bytes of the zero
-    points, scales and minima before the codes of each block of a panel; 0 if they are operands of their own. `aligned`: rows
-    of the left operand start at a multiple of 16 bytes; `aligned_columns`: the same for the right one. `looped`: one copy of
-    the epilogue finishes all sums, for slow compilers and processors whose stack is in cache. `whole`: a stage never passes
-    the end of the depth, nor of the channels of a tap. `folded`: the weights' texture is folded. `scattered`: the result is
-    stored with columns first.
-    `depth_vector`: steps of depth of the left operand that a plain config reads by one load; a row has a multiple of them.
-    `strands`: products with quantised weights are summed unscaled, in so many sums in turn; 0: weights are dequantised first.
-    `words`: such weights of 4 bits are read so many words at a time. `packed_panel`: the width of packed panels, if a group's
-    block spans several. `dots`: the type of the left operand's bytes, if words of both operands are multiplied by dot products
-    (`compiler.lowering.dot_products`). `pieces`: numbers of bfloat16 whose sum is an element of the left operand, if tensor
-    cores multiply quantised weights.
+    `weights`: the type of packed weights. `scalar`: of sums; `activation`: of the left operand in memory; `stored`: of results
+    in memory. `block_depth`: steps of depth that share a zero point and a scale; 0 if all of them do. `dots`: the type of the
+    left operand's bytes, if words of both operands are multiplied by dot products (`compiler.lowering.dot_products`).
     """
 
-    config: Contraction
-    texture: bool = False
     weights: str = "float32"
     scalar: str = "float"
     activation: str = "float"
@@ -48,19 +35,83 @@ class ContractionTile:
     weight_scale: QuantisationParameters | None = None
     weight_minimum: QuantisationParameters | None = None
     block_depth: int = 0
-    head_bytes: int = 0
-    aligned: bool = False
-    aligned_columns: bool = False
-    whole: bool = False
-    folded: bool = False
-    scattered: bool = False
-    looped: bool = False
+    dots: str = ""
+
+    @property
+    def floats(self) -> bool:
+        """Whether the sums and the left operand are floats that the kernel does not dequantise."""
+        return self.scalar == "float" and self.activation in ("float", "half") and self.zero is self.scale is None
+
+    @property
+    def element(self) -> str:
+        """The type of a packed weight, or of a word of four."""
+        if self.dots:
+            return "uint"
+        return _ELEMENT.get(self.weights) or STORED[cast(DType, self.weights)]
+
+    @property
+    def nibbles(self) -> str:
+        """The type of weights of 4 bits; empty for others."""
+        return self.weights if self.weights.endswith("int4") else ""
+
+    @property
+    def integers(self) -> bool:
+        """Whether weights are integers that are widened to int when they are read."""
+        return bool(self.nibbles) or self.element in ("char", "uchar", "short", "ushort")
+
+    @property
+    def subtracts_rows(self) -> bool:
+        """Whether dot products need the sum of a row: the packed weights, which are signed, have a zero point."""
+        return bool(self.dots) and (self.weight_zero is not None or self.weights == "uint8")
+
+
+@dataclass(frozen=True)
+class MainLoop:
+    """How the main loop reads its operands and sums their products.
+
+    `depth_vector`: steps of depth of the left operand that a plain config reads by one load; a row has a multiple of them.
+    `strands`: products with quantised weights are summed unscaled, in so many sums in turn; 0: weights are dequantised first.
+    `words`: such weights of 4 bits are read so many words at a time. `pieces`: numbers of bfloat16 whose sum is an element of
+    the left operand, if tensor cores multiply quantised weights. `shared_epilogue`: one copy of the epilogue finishes all sums,
+    for slow compilers and processors whose stack is in cache.
+    """
+
     depth_vector: int = 1
     strands: int = 0
     words: int = 0
-    packed_panel: int = 0
-    dots: str = ""
     pieces: int = 0
+    shared_epilogue: bool = False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where operands and results are in memory.
+
+    `panel`: columns of a panel of packed weights, if a group's block spans several; 0: those of the config. `texture`: weights
+    are images; `folded`: the image is folded. `head_bytes`: bytes of the zero points, scales and minima before the codes of
+    each block of a panel; 0 if they are operands of their own. `whole`: a stage never passes the end of the depth, nor of the
+    channels of a tap; of unscaled sums: neither does a step. `aligned`: rows of the left operand start at a multiple of 16
+    bytes; `aligned_columns`: the same for the right one. `scattered`: the result is stored with columns first.
+    """
+
+    panel: int = 0
+    texture: bool = False
+    folded: bool = False
+    head_bytes: int = 0
+    whole: bool = False
+    aligned: bool = False
+    aligned_columns: bool = False
+    scattered: bool = False
+
+
+@dataclass(frozen=True)
+class ContractionTile:
+    """A contraction as the templates write it (`t`): a config cut to it, its operands, their places, and the main loop."""
+
+    config: Contraction
+    operands: Operands = Operands()
+    layout: Layout = Layout()
+    loop: MainLoop = MainLoop()
 
     @property
     def rows(self) -> int:
@@ -120,7 +171,7 @@ class ContractionTile:
     @property
     def flat(self) -> bool:
         """Whether a work-group is flat, because its work-items share operands or outputs."""
-        return bool(self.k_block or self.sliced)
+        return self.config.flat
 
     @property
     def winograd(self) -> int:
@@ -155,38 +206,16 @@ class ContractionTile:
     @property
     def vec(self) -> str:
         """The type of a vector of sums."""
-        return self.vec_of(self.scalar)
+        return self.vec_of(self.operands.scalar)
 
     def vec_of(self, scalar: str) -> str:
         """The type of a vector of `scalar`, with as many elements."""
         return Vector(self.vector).named(scalar)
 
     @property
-    def element(self) -> str:
-        """The type of a packed weight, or of a word of four."""
-        if self.dots:
-            return "uint"
-        return _ELEMENT.get(self.weights) or STORED[cast(DType, self.weights)]
-
-    @property
-    def nibbles(self) -> str:
-        """The type of weights of 4 bits; empty for others."""
-        return self.weights if self.weights.endswith("int4") else ""
-
-    @property
-    def integers(self) -> bool:
-        """Whether weights are integers that are widened to int when they are read."""
-        return bool(self.nibbles) or self.element in ("char", "uchar", "short", "ushort")
-
-    @property
-    def subtracts_rows(self) -> bool:
-        """Whether dot products need the sum of a row: the packed weights, which are signed, have a zero point."""
-        return bool(self.dots) and (self.weight_zero is not None or self.weights == "uint8")
-
-    @property
     def panel(self) -> int:
         """Columns of a panel of packed weights."""
-        return self.packed_panel or self.config.panel
+        return self.layout.panel or self.config.panel
 
     @property
     def panels(self) -> int:
@@ -196,7 +225,7 @@ class ContractionTile:
     @property
     def panel_elements(self) -> int:
         """Elements of a row of a panel."""
-        return self.panel // 2 if self.nibbles else self.panel
+        return self.panel // 2 if self.operands.nibbles else self.panel
 
     @property
     def panel_texels(self) -> int:
@@ -227,12 +256,13 @@ class ContractionTile:
 
     def joined(self) -> ContractionTile:
         """The tile of the launch that adds the sums of groups that share the depth: four outputs of a row at a time."""
-        return replace(self, config=PlainContraction(self.config.name, 1, 4, 4), texture=False, packed_panel=0)
+        return ContractionTile(
+            PlainContraction(self.config.name, 1, 4, 4), self.operands, replace(self.layout, texture=False, panel=0), self.loop
+        )
 
     def launched(self, rows: int, panels: int) -> tuple[int, int]:
         """Work-items in both directions."""
-        across = -(-panels // self.panels)
-        return (-(-rows // self.block_rows) * self.items if self.flat else -(-rows // self.rows), across)
+        return self.config.items_down(rows), -(-panels // self.panels)
 
     def described(self, shape: KernelShape) -> KernelShape:
         """`shape` with the numbers of this config."""
@@ -278,7 +308,7 @@ class ContractionTile:
     @property
     def right_pitch(self) -> int:
         """Distance from one step of depth to the next in the right operand's stage, in elements."""
-        return self.block_columns + 4 * (self.integers and not self.pieces)
+        return self.block_columns + 4 * (self.operands.integers and not self.loop.pieces)
 
     @property
     def row_run(self) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
 from flashmem.compiler.lowering.quantisation import WeightBinding
-from flashmem.compiler.lowering.tile import ContractionTile
+from flashmem.compiler.lowering.tile import Layout, Operands
 from flashmem.compiler.operators.vector import REGISTER
 from flashmem.compiler.selection.configs import estimates, measured_seconds, seconds
 from flashmem.target.descriptor import DeviceDescriptor
@@ -27,40 +28,65 @@ NARROWEST = 8
 """Columns of the narrowest panel that a budget may require: rows of packed codes of 4 bits are whole, and loads are vectors."""
 
 
-def tile_for(
+def operands_of(context: LoweringContext, group: FusionGroup, weights: str, binding: WeightBinding, dots: str = "") -> Operands:
+    """The operands of the product `group` with weights of type `weights`; `dots`: see `Operands`."""
+    return Operands(
+        weights, REGISTER[group.main.outputs[0].dtype], "uint" if dots else context.stored(group.main.input(0)),
+        context.stored(group.output), binding.zero, binding.scale,
+        binding.weight_zero, binding.weight_scale, binding.weight_minimum, binding.block, dots,
+    )  # fmt: skip
+
+
+def config_for(
     context: LoweringContext,
     group: FusionGroup,
     workload: Workload,
-    run: int,
     *,
     packed: bool = True,
     given: Contraction | None = None,
     winograd: bool = False,
-) -> ContractionTile:
-    """The contraction tile: config `given`, or the one for `workload`, cut to the matrix, with the types of its operands.
+) -> Contraction:
+    """The config cut to the matrix: config `given`, or the one for `workload`. Products of other types than floats have the
+    plain one.
 
-    `run`: steps of depth that are read contiguously. `winograd`: as in `compiler.selection.selector.KernelRequest`.
+    `winograd`: as in `compiler.selection.selector.KernelRequest`.
     """
-    node, weights = group.main, workload.weights
-    scalar, activation = REGISTER[node.outputs[0].dtype], context.stored(node.input(0))
-    floats = scalar == "float" and activation in ("float", "half") and weights in ("float32", "float16")
-    plain = None if floats else context.descriptor.tile.config(workload.family)
+    plain = None if _in_floats(context, group, workload) else context.descriptor.tile.config(workload.family)
     config = given or plain or choice(context, group, workload, packed=packed, winograd=winograd)
-    if workload.storage != TF32 and (activation != "half" or weights != "float16"):
+    activation = context.stored(group.main.input(0))
+    if workload.storage != TF32 and (activation != "half" or workload.weights != "float16"):
         config = config.in_float()
     if isinstance(config, PlainContraction) and not packed:
         config = replace(config, panel_columns=0)
-    config = config.cut(workload)
-    staged = config.staged_depth
-    vectors = context.descriptor.code.vector_loads and floats and not staged and run % 4 == 0
+    return config.cut(workload)
+
+
+def _in_floats(context: LoweringContext, group: FusionGroup, workload: Workload) -> bool:
+    """Whether operands and sums are floats."""
+    operands = context.stored(group.main.input(0)) in ("float", "half") and workload.weights in ("float32", "float16")
+    return operands and REGISTER[group.main.outputs[0].dtype] == "float"
+
+
+def depth_vector(context: LoweringContext, group: FusionGroup, workload: Workload, config: Contraction, run: int) -> int:
+    """`MainLoop.depth_vector` of a product whose left operand has `run` contiguous steps of depth."""
+    whole = run % 4 == 0 and not config.staged_depth
+    if not (whole and context.descriptor.code.vector_loads and _in_floats(context, group, workload)):
+        return 1
     offsets = 4 * max(workload.depth * workload.columns, group.main.input(0).size)  # in bytes, of 32 bits
-    return ContractionTile(
-        config, texture=packed and context.memory_path == "texture", weights=weights, scalar=scalar, activation=activation,
-        stored=context.stored(group.output), aligned=workload.depth % 4 == 0, aligned_columns=workload.columns % 4 == 0,
-        whole=bool(staged) and run % staged == 0,
-        looped=context.descriptor.kind == "cpu" and not staged and config.rows * config.columns > config.vector,
-        depth_vector=4 if vectors and offsets < MOST_OFFSET else 1,
-    )  # fmt: skip
+    return 4 if offsets < MOST_OFFSET else 1
+
+
+def shares_epilogue(descriptor: DeviceDescriptor, config: Contraction) -> bool:
+    """`MainLoop.shared_epilogue`."""
+    return descriptor.kind == "cpu" and not config.staged_depth and config.rows * config.columns > config.vector
+
+
+def layout_of(workload: Workload, config: Contraction, run: int) -> Layout:
+    """The layout of a product with an unpacked right operand, whose left one has `run` contiguous steps of depth."""
+    staged = config.staged_depth
+    return Layout(
+        whole=staged > 0 and run % staged == 0, aligned=workload.depth % 4 == 0, aligned_columns=workload.columns % 4 == 0
+    )
 
 
 def choice(
@@ -87,40 +113,25 @@ def _narrowed(config: Contraction, widest: int | None) -> Contraction:
     return replace(config, columns=min(columns, config.columns), vector=min(config.vector, columns))
 
 
-def with_binding(tile: ContractionTile, binding: WeightBinding) -> ContractionTile:
-    """`tile` with the zero points and scales of its operands."""
-    return replace(
-        tile,
-        zero=binding.zero,
-        scale=binding.scale,
-        weight_zero=binding.weight_zero,
-        weight_scale=binding.weight_scale,
-        weight_minimum=binding.weight_minimum,
-        block_depth=binding.block,
-    )
-
-
-def pieces_of(context: LoweringContext, tile: ContractionTile) -> int:
-    """`ContractionTile.pieces`: a half has 11 bits, as TF32, a float 24; bfloat16 has 8."""
-    if not isinstance(tile.config, CodesContraction):
+def pieces_of(context: LoweringContext, config: Contraction, activation: str) -> int:
+    """`MainLoop.pieces`: a half has 11 bits, as TF32, a float 24; bfloat16 has 8."""
+    if not isinstance(config, CodesContraction):
         return 0
-    return 2 if context.tf32 or tile.activation == "half" else 3
+    return 2 if context.tf32 or activation == "half" else 3
 
 
 _SUMMED_COLUMNS, _MOST_STRANDS = 64, 4
 """Floats of sums that hide the latency of a multiply-add: four steps of two units of eight floats."""
 
 
-def with_unscaled_sums(tile: ContractionTile, descriptor: DeviceDescriptor) -> ContractionTile:
-    """`tile`, of one row of a CPU, with products of floats and quantised weights summed before they are scaled, where it has
-    such.
-    """
-    floats = tile.scalar == "float" and tile.activation in ("float", "half") and tile.zero is tile.scale is None
-    if not (floats and tile.integers and tile.weight_scale is not None and not tile.k_block):
-        return tile
-    in_words = tile.nibbles and not tile.texture and tile.vector == tile.panel == PANEL
-    words = descriptor.vector_floats if in_words else 0
-    return replace(tile, words=words, strands=1 if words else max(1, min(_MOST_STRANDS, _SUMMED_COLUMNS // tile.columns)))
+def unscaled_sums(context: LoweringContext, config: Contraction, panel: int, operands: Operands) -> tuple[int, int]:
+    """`MainLoop.strands` and `MainLoop.words`: a CPU sums the products of one row of floats and quantised weights unscaled."""
+    scaled = operands.floats and operands.integers and operands.weight_scale is not None
+    if context.descriptor.kind != "cpu" or config.rows > 1 or config.staged_depth or not scaled:
+        return 0, 0
+    in_words = operands.nibbles and context.memory_path == "buffer" and config.vector == panel == PANEL
+    words = context.descriptor.vector_floats if in_words else 0
+    return 1 if words else max(1, min(_MOST_STRANDS, _SUMMED_COLUMNS // config.columns)), words
 
 
 def quantised_config(context: LoweringContext, workload: Workload, binding: WeightBinding) -> tuple[Contraction | None, int]:
@@ -134,23 +145,35 @@ def quantised_config(context: LoweringContext, workload: Workload, binding: Weig
     scaled = binding.weight_scale is not None and binding.zero is binding.scale is None
     if workload.family != "matmul" or workload.storage not in CODES or not scaled:
         return None, 0
-    descriptor = context.descriptor
-    listed = descriptor.configs_of(workload.family)
-    panel = descriptor.tile.config(workload.family).cut(workload).panel
+    listed = context.descriptor.configs_of(workload.family)
+    panel = context.descriptor.tile.config(workload.family).cut(workload).panel
     rivals = [each for each in listed if _multiplies(context, each, workload, binding, panel)]
-    if rivals:
-        times = measured_seconds(descriptor, workload, rivals)
-        few = next((each for each in rivals if isinstance(each, SlicedContraction)), None)
-        if not times and few is not None:
-            return few, 0
-        times = times or estimates(descriptor, workload, rivals)
-        fastest = min(times, key=lambda each: times[each])
-        assert isinstance(fastest, Contraction)
-        return fastest, 0 if isinstance(fastest, SlicedContraction) else panel
+    if not rivals:
+        config = _dequantising(context.descriptor, workload, listed, panel)
+        return config, panel if config else 0
+    fastest = _fastest_on_codes(context.descriptor, workload, rivals)
+    return fastest, 0 if isinstance(fastest, SlicedContraction) else panel
+
+
+def _fastest_on_codes(descriptor: DeviceDescriptor, workload: Workload, rivals: Sequence[KernelConfig]) -> Contraction:
+    """The fastest of the configs that multiply codes: measured, else the first for few rows, else by estimates."""
+    times = measured_seconds(descriptor, workload, rivals)
+    few = next((each for each in rivals if isinstance(each, SlicedContraction)), None)
+    if not times and few is not None:
+        return few
+    times = times or estimates(descriptor, workload, rivals)
+    fastest = min(times, key=lambda each: times[each])
+    assert isinstance(fastest, Contraction)
+    return fastest
+
+
+def _dequantising(
+    descriptor: DeviceDescriptor, workload: Workload, listed: Sequence[KernelConfig], panel: int
+) -> StagedContraction | None:
+    """The config with a K-block that is fastest for floats, and whose block is a multiple of panels of `panel` columns."""
     staged = [each for each in listed if isinstance(each, StagedContraction) and each.panel % panel == 0 and each.split_k == 1]
     times = seconds(descriptor, replace(workload, storage="float32")) if staged else {}
-    known = [each for each in staged if each in times]
-    return (min(known, key=lambda each: times[each]), panel) if known else (None, 0)
+    return min((each for each in staged if each in times), key=lambda each: times[each], default=None)
 
 
 def _multiplies(context: LoweringContext, config: KernelConfig, workload: Workload, binding: WeightBinding, panel: int) -> bool:

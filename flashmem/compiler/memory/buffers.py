@@ -56,6 +56,10 @@ class BufferAssignment:
     moved: Mapping[Value, BufferRange] = field(default_factory=dict)
     overwritten: Mapping[Node, Value] = field(default_factory=dict)
 
+    def base(self, value: Value) -> Value:
+        """The value of which `value` is a range (`compiler.memory.aliases`)."""
+        return self.aliases.base(value)
+
     def of(self, value: Value) -> BufferRange:
         """The memory of `value`."""
         found = self.aliases.of(value)

@@ -9,16 +9,11 @@ from flashmem.runtime.kernels.checks import CheckedKernel, ProgramChecks, check_
 from flashmem.runtime.opencl.device import Device
 
 
-def check_bundle_kernels(
-    bundle: Bundle, device: Device, *, again: bool = False, seconds: float | None = None
-) -> list[CheckedKernel]:
-    """Check each kernel that sessions of `bundle` launch on `device`: of first and later runs, for each shape variant.
-
-    What earlier checks found right is not checked again, unless `again`. No check begins after `seconds`.
+def program_checks(bundle: Bundle, device: Device) -> list[ProgramChecks]:
+    """The launches of sessions of `bundle` on `device`: of first and later runs, for each shape variant.
 
     Raises:
         UserError: the device cannot run the bundle.
-        RunError: no process that checks can be started.
     """
     checks: list[ProgramChecks] = []
     for request in requests_of(bundle):
@@ -30,4 +25,18 @@ def check_bundle_kernels(
             )
         program, kernels = made
         checks.append(ProgramChecks(kernels, program, device))
-    return check_kernels(checks, device, again=again, seconds=seconds)
+    return checks
+
+
+def check_bundle_kernels(
+    bundle: Bundle, device: Device, *, again: bool = False, seconds: float | None = None
+) -> list[CheckedKernel]:
+    """Check each kernel that sessions of `bundle` launch on `device`.
+
+    What earlier checks found right is not checked again, unless `again`. No check begins after `seconds`.
+
+    Raises:
+        UserError: the device cannot run the bundle.
+        RunError: no process that checks can be started.
+    """
+    return check_kernels(program_checks(bundle, device), device, again=again, seconds=seconds)

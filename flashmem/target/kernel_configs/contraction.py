@@ -107,6 +107,15 @@ class Contraction(KernelConfig):
         return math.prod(self.local_size) * self.parts
 
     @property
+    def flat(self) -> bool:
+        """Whether a work-group is flat, because its work-items share operands or outputs."""
+        return self.staged_depth > 0
+
+    def items_down(self, rows: int) -> int:
+        """Work-items in the first direction for `rows` rows of outputs."""
+        return -(-rows // self.block[0]) * self.items if self.flat else -(-rows // self.rows)
+
+    @property
     def most_panel(self) -> int:
         """The most columns of a panel of packed weights, if a work-item reads several side by side; 0 if it reads one."""
         return 0
@@ -321,6 +330,11 @@ class SlicedContraction(Contraction):
     def parts(self) -> int:
         """See `Contraction.parts`."""
         return self.lanes
+
+    @property
+    def flat(self) -> bool:
+        """See `Contraction.flat`."""
+        return True
 
     @property
     def sums(self) -> int:
