@@ -9,7 +9,7 @@ from pathlib import Path
 from flashmem.program.program import Program
 from flashmem.runtime.checking.trial import Size
 from flashmem.runtime.kernels.cache_files import ProgramCache
-from flashmem.runtime.kernels.pool import ChildPool, Job, Rank, Worker
+from flashmem.runtime.kernels.pool import ChildPool, Job, KernelWorker, Rank
 from flashmem.runtime.kernels.required import SMALL_GRID, KernelLaunch, RequiredKernel, variant
 from flashmem.runtime.kernels.trials import trial_arguments
 from flashmem.runtime.opencl.device import Device
@@ -39,7 +39,7 @@ class BuildJob(Job):
         self._asked = {"build": kernel.name, "text": kernel.text, "options": options, "launches": launches}
         self.rank = Rank.BUILD, -len(kernel.text) * max(1, len(launches))  # the longest first
 
-    def run(self, worker: Worker) -> str | None:
+    def run(self, worker: KernelWorker) -> str | None:
         """Ask for the binary, and keep it."""
         try:
             answer = worker.ask(self._asked, LONGEST)

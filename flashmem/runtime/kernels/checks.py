@@ -17,7 +17,7 @@ from flashmem.runtime.checking.check import Verdict
 from flashmem.runtime.checking.trial import Trial
 from flashmem.runtime.kernels.cache import kernel_key
 from flashmem.runtime.kernels.cache_files import ProgramCache
-from flashmem.runtime.kernels.pool import ChildPool, Job, Rank, Worker
+from flashmem.runtime.kernels.pool import ChildPool, Job, KernelWorker, Rank
 from flashmem.runtime.kernels.required import RequiredKernel
 from flashmem.runtime.kernels.trials import distinct_trials
 from flashmem.runtime.kernels.verdicts import UNOPTIMISED, Finding, Verdicts, text_key
@@ -62,7 +62,7 @@ class CheckJob(Job):
         self.repaired: tuple[str, ...] | None = None
         self.rank = Rank.WHOLE if whole else Rank.SAMPLE, -len(trials[0].text) * len(trials)
 
-    def run(self, worker: Worker) -> str | None:
+    def run(self, worker: KernelWorker) -> str | None:
         """Check, and if a launch is wrong, check all of them without optimisation."""
         file = self._file(worker.folder)
         self.verdicts = self._asked(worker, self._options, file, self._end)
@@ -86,7 +86,9 @@ class CheckJob(Job):
             file.unlink(missing_ok=True)
         return None
 
-    def _asked(self, worker: Worker, options: Sequence[str], binary: Path | None, end: float | None) -> dict[str, Verdict]:
+    def _asked(
+        self, worker: KernelWorker, options: Sequence[str], binary: Path | None, end: float | None
+    ) -> dict[str, Verdict]:
         return {
             trial.key: Verdict(note="not checked: no time was left")
             if end is not None and monotonic() > end
@@ -116,7 +118,7 @@ class CheckJob(Job):
         return Finding(tuple(key for key in right if self.verdicts[key].whole), right, name=name)
 
 
-def _asked(worker: Worker, trial: Trial, options: Sequence[str], binary: Path | None, *, whole: bool) -> Verdict:
+def _asked(worker: KernelWorker, trial: Trial, options: Sequence[str], binary: Path | None, *, whole: bool) -> Verdict:
     """The verdict of a child on a launch. A child that was wrong is replaced: a kernel may have written where it must not."""
     job = {
         "check": trial.to_json(),

@@ -42,7 +42,7 @@ class Job(ABC):
     rank: tuple[Rank, int]
 
     @abstractmethod
-    def run(self, worker: Worker) -> str | None:
+    def run(self, worker: KernelWorker) -> str | None:
         """Ask, in a thread of the pool. Returns why nothing more is to be done, or None."""
 
     def finish(self) -> None:  # noqa: B027 - most have nothing to do
@@ -53,7 +53,7 @@ class AbandonedError(Exception):
     """The pool ends its children."""
 
 
-class Worker:
+class KernelWorker:
     """The child of one thread. A new one takes the place of one that ended."""
 
     def __init__(self, pool: ChildPool, device: Device, folder: Path, *, idle: bool) -> None:
@@ -151,7 +151,7 @@ class ChildPool:
     def _work(self) -> None:
         """Do jobs until the pool ends."""
         assert self._folder is not None
-        worker = Worker(self, self._device, Path(self._folder.name), idle=self._idle)
+        worker = KernelWorker(self, self._device, Path(self._folder.name), idle=self._idle)
         while self._tickets.get():
             with self._lock:
                 job = heapq.heappop(self._waiting)[-1]
