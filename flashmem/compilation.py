@@ -23,7 +23,7 @@ from flashmem.bundle.language import BATCH_TOKENS, CHECKED_TOKENS, IDS, MOST_ROW
 from flashmem.compiler.options import Options
 from flashmem.compiler.selection.tuning_database import content_hash
 from flashmem.options import resolve
-from flashmem.request.request import Request
+from flashmem.request.request import BundleRequest
 from flashmem.schedule.objectives import AUTO, STEADY
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Compilation:
     content: bytes | None = field(default=None, repr=False)
 
     @property
-    def request(self) -> Request:
+    def request(self) -> BundleRequest:
         """The resolved request; it is the same for all variants."""
         return self.variants[0].request
 
@@ -103,7 +103,7 @@ class Compilation:
                 raise
 
 
-def read_compilation(model: str | Path | bytes | onnx.ModelProto, request: Request) -> Compilation:
+def read_compilation(model: str | Path | bytes | onnx.ModelProto, request: BundleRequest) -> Compilation:
     """Resolve a request for `model`, whose kind determines some of it.
 
     Raises:
@@ -123,7 +123,7 @@ def read_compilation(model: str | Path | bytes | onnx.ModelProto, request: Reque
     return Compilation(model, tuple(replace(first, shapes=each) for each in request.shapes), content)
 
 
-def _of_network(model: Path, request: Request) -> Request:
+def _of_network(model: Path, request: BundleRequest) -> BundleRequest:
     """`request` for an ONNX file. Raises UserError for options of language models."""
     if request.batch != 1:
         raise UserError(f"--batch is for a GGUF file or a folder of a language model, which {model} is not; leave it out")
@@ -135,7 +135,7 @@ def _of_network(model: Path, request: Request) -> Request:
     return request
 
 
-def _of_language_model(model: Path, request: Request) -> Request:
+def _of_language_model(model: Path, request: BundleRequest) -> BundleRequest:
     """`request` with the shapes and states of a language model. Raises UserError for others."""
     rows = request.batch
     if not 1 <= rows <= MOST_ROWS:

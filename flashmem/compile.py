@@ -40,7 +40,7 @@ from flashmem.planning.planner import planning_instance
 from flashmem.program.program import Program
 from flashmem.request.description import keywords_of
 from flashmem.request.limits import Limits
-from flashmem.request.request import CompileCall, Request
+from flashmem.request.request import BundleRequest, CompileCall
 from flashmem.runtime.kernels.ahead_of_time import BuildRequest, BuildResult, KernelBuilder
 from flashmem.runtime.kernels.ahead_of_time import with_binaries as carrying
 from flashmem.schedule.instance import Instance
@@ -63,7 +63,7 @@ def compile(call: CompileCall) -> Bundle:
     if call.with_binaries and not call.build:
         raise UserError("a bundle cannot carry kernels that are not built; leave out either --no-build or --with-binaries")
     progress = call.progress or (lambda stage, fraction: None)
-    compilation = read_compilation(call.model, call.given_as(Request))
+    compilation = read_compilation(call.model, call.given_as(BundleRequest))
     if call.dump_passes is not None:
         with compilation.in_a_file() as filed, _as_onnx(filed) as source:
             _dump_passes(source, call.dump_passes, filed)

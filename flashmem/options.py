@@ -11,12 +11,12 @@ from flashmem.base.types import Precision
 from flashmem.compiler.configs.listed import listed_configs
 from flashmem.compiler.kernels.contraction.tensor_cores import Tf32Contraction
 from flashmem.compiler.options import Options
-from flashmem.request.request import Request
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.request.options import choose_mode, find_descriptor
 from flashmem.target.descriptor import DeviceDescriptor
 
 
-def resolve(request: Request) -> Options:
+def resolve(request: BundleRequest) -> Options:
     """What `request` asks for of its device, for its first shape variant.
 
     The resolved request names the device, its memory path, the mode and the precision of states, so that equal ones are equal.

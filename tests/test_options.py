@@ -11,10 +11,10 @@ import pytest
 
 import flashmem
 from flashmem.base.errors import BudgetError, NoDeviceError, UserError
-from flashmem.cli.calls.models import Simulate
+from flashmem.cli.calls.models import SimulateCommand
 from flashmem.cli.commands.plan_zoo import plan_architecture
 from flashmem.cli.commands.simulate import simulate_model
-from flashmem.request.request import Request
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.request.options import choose_budget, choose_mode, find_descriptor
 from flashmem.target.descriptor import load_descriptor
 from flashmem.tools.sweep.grid import Grid
@@ -36,7 +36,7 @@ def _sweep(model: Path | str, device: str, mode: str) -> None:
 ASKERS: dict[str, Asker] = {
     "compile": lambda device, mode: flashmem.compile(RESNET, device=device, mode=mode),  # type: ignore[arg-type]
     "sweep": lambda device, mode: _sweep(RESNET, device, mode),
-    "plan": lambda device, mode: plan_architecture("gptneo-125m", Request(device=device, mode=mode, m_peak="1GB")),
+    "plan": lambda device, mode: plan_architecture("gptneo-125m", BundleRequest(device=device, mode=mode, m_peak="1GB")),
 }
 
 
@@ -64,7 +64,7 @@ def test_every_command_refuses_a_request_with_the_same_sentence(device: str, mod
     assert only.startswith(sentence)
     if mode != "map":  # the memory path of a bundle is fixed
         for play in (
-            lambda: simulate_model(Simulate(bundle, device=device, mode=mode)),
+            lambda: simulate_model(SimulateCommand(bundle, device=device, mode=mode)),
             lambda: _sweep(bundle, device, mode),
         ):
             with pytest.raises(UserError) as refusal:

@@ -8,7 +8,7 @@ from typing import Any
 
 from flashmem.cli.main import COMMANDS
 from flashmem.cli.parser import parser_of, text_of
-from flashmem.request.description import Description, Option
+from flashmem.request.description import Option, OptionSet
 from flashmem.request.kinds import Flag
 
 COMMAND_LINE = "reference/cli.md"
@@ -21,7 +21,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     return "\n".join([markdown, *(line for name, described in COMMANDS.items() for line in section(name, described))])
 
 
-def section(name: str, described: type[Description]) -> Iterator[str]:
+def section(name: str, described: type[OptionSet]) -> Iterator[str]:
     """The lines about one command."""
     yield from ("", f"## flashmem {name}", "", inspect.cleandoc(described.__doc__ or ""), "")
     yield from ("```text", str(parser_of(name, described).usage), "```", "")

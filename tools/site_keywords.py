@@ -10,7 +10,7 @@ from typing import Any, Union, get_args, get_origin
 
 import griffe
 
-from flashmem.request.description import Description, Read
+from flashmem.request.description import OptionSet
 
 _DECORATORS = {"flashmem.request.description.keywords_of", "flashmem.request.description.initialised_by"}
 
@@ -34,13 +34,13 @@ class Keywords(griffe.Extension):
             written.value = real.__doc__
 
 
-def _parameter(given: inspect.Parameter, description: type[Description]) -> griffe.Parameter:
+def _parameter(given: inspect.Parameter, description: type[OptionSet]) -> griffe.Parameter:
     default = None if given.default is given.empty else repr(given.default)
     kind = getattr(griffe.ParameterKind, given.kind.name.lower())
     return griffe.Parameter(given.name, annotation=_annotation(given.name, description), kind=kind, default=default)
 
 
-def _annotation(name: str, description: type[Description]) -> str | None:
+def _annotation(name: str, description: type[OptionSet]) -> str | None:
     """The type that a field is given as."""
     owner = next((each for each in description.__mro__ if name in vars(each).get("__annotations__", {})), None)
     if owner is None:
@@ -50,7 +50,7 @@ def _annotation(name: str, description: type[Description]) -> str | None:
         known = eval(text, vars(sys.modules[owner.__module__]))
     except NameError:  # a type that is imported for type checkers only
         return text
-    return _text(get_args(known)[0] if get_origin(known) is Read else known)
+    return _text(get_args(known)[0] if get_origin(known) is Converted else known)
 
 
 def _text(known: Any) -> str:

@@ -35,7 +35,7 @@ from flashmem.planning.planner import plan_instance, planning_instance
 from flashmem.program.launches import Arg, Launch
 from flashmem.program.program import Program
 from flashmem.program.tensors import Slice
-from flashmem.request.request import Request
+from flashmem.request.request import BundleRequest
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.tools.zoo.models import names, tiny_names
 
@@ -107,7 +107,7 @@ def soonest(variants: list[tuple[int, Program]], options: Options, budget: int) 
 
 def row(name: str, model: Path, device: str, precision: Precision) -> str:
     """One line of the table."""
-    options = resolve(Request(device=device, precision=precision))
+    options = resolve(BundleRequest(device=device, precision=precision))
     made = programs(model, options)
     kept = [(smallest(program, options), program) for program in made]
     again = [(smallest(program, options), program) for program in map(read_again, made)]

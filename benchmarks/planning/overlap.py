@@ -38,7 +38,7 @@ from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.planning.planner import planning_instance
 from flashmem.program.program import Program, fixed_bytes
-from flashmem.request.request import Request
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.request.options import choose_mode
 from flashmem.schedule.plan import OverlapPlan, Strategy
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
@@ -91,7 +91,7 @@ def seconds(program: Program, options: Options, *, opening: bool) -> dict[str, f
 
 def measure(name: str, model: Path, descriptor: DeviceDescriptor, args: argparse.Namespace) -> dict[str, Any]:
     """Measure one model on one device: seconds by strategy, at each ratio and with the descriptor's own disk."""
-    options = Options(descriptor, choose_mode(descriptor, args.mode), Request(unfusion=False, precision=args.precision))
+    options = Options(descriptor, choose_mode(descriptor, args.mode), BundleRequest(unfusion=False, precision=args.precision))
     graph = read_graph(model, options)
     whole = generate(graph, fuse(graph), descriptor, precision=args.precision).program
     weights = sum(part.nbytes for part in whole.slices)

@@ -41,7 +41,7 @@ from flashmem.planning.latency.first_answer import forced_preload
 from flashmem.planning.opg.lc_opg import solve
 from flashmem.planning.planner import completed, plan_instance, planning_instance
 from flashmem.program.program import Program
-from flashmem.request.request import Request
+from flashmem.request.request import BundleRequest
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import load_descriptor
 from flashmem.tools.simulation.scenario import Disk, describe
@@ -70,7 +70,7 @@ def graph_of(name: str) -> Graph:
     try:
         check_architecture(name)
     except UserError:
-        return read_graph(file, resolve(Request(device="adreno750")))
+        return read_graph(file, resolve(BundleRequest(device="adreno750")))
     return prepare(zoo_graph(name))
 
 
@@ -87,7 +87,7 @@ class Planned:
 def planned(name: str, device: str, *, mode: str = "auto", **limits: Any) -> Planned:
     """The whole pipeline from the graph to the checked plan."""
     graph = graph_of(name)
-    options = resolve(Request(**limits, device=device, mode=mode))
+    options = resolve(BundleRequest(**limits, device=device, mode=mode))
     gc.collect()
     gc.disable()
     begun = time.process_time()
@@ -226,7 +226,7 @@ def quality_table(models: Sequence[str], devices: Sequence[str], objectives: Seq
     for objective in objectives or ["first", "paper"]:
         for name in models or ELEVEN:
             for device in devices or ["nvidia", "adreno750"]:
-                options = resolve(Request(objective=objective, unfusion=False, device=device))
+                options = resolve(BundleRequest(objective=objective, unfusion=False, device=device))
                 program = planned(name, device, objective=objective, unfusion=False).program
                 quarter = sum(part.nbytes for part in program.slices) // 4
                 options = options.changed(m_peak=quarter)

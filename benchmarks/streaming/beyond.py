@@ -37,7 +37,7 @@ from flashmem.bundle.writer import BundleWriter
 from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.options import resolve
-from flashmem.request.request import Request
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.request.options import device_here
 from flashmem.tools.zoo.graphs import check_architecture, zoo_graph
 
@@ -47,7 +47,7 @@ Array = NDArray[Any]
 def compiled(args: argparse.Namespace, path: Path) -> None:
     """Compile the model to a bundle at `path`, and print how long it took."""
     begun = time.perf_counter()
-    options = resolve(Request(budget=args.budget, device=args.device, mode=args.mode))
+    options = resolve(BundleRequest(budget=args.budget, device=args.device, mode=args.mode))
     made, plan = plan_graph(prepare(with_weights(zoo_graph(args.model))), options)
     plan = with_layouts(made.program, plan, options.descriptor.modes[made.program.memory_path])
     planned = time.perf_counter()

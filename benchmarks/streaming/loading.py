@@ -33,7 +33,7 @@ from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.options import resolve
 from flashmem.program.program import Program
-from flashmem.request.request import Request
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.copier import Copier
@@ -99,7 +99,9 @@ class Bench:
     def options(self, mode: str, limits: dict[str, Any]) -> Any:
         """The options of the compilation."""
         args = self.args
-        made = resolve(Request(**limits, device=args.device, mode=mode, memory_path=args.memory_path, optimize=args.optimize))
+        made = resolve(
+            BundleRequest(**limits, device=args.device, mode=mode, memory_path=args.memory_path, optimize=args.optimize)
+        )
         if args.threads:
             made = replace(made, descriptor=replace(made.descriptor, loader_threads=args.threads))
         return made

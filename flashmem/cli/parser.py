@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from flashmem.base.errors import UserError
-from flashmem.request.description import Description, Option
+from flashmem.request.description import Option, OptionSet
 from flashmem.request.kinds import Flag
 
-Asked = TypeVar("Asked", bound=Description)
+Asked = TypeVar("Asked", bound=OptionSet)
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,7 +37,7 @@ def parse(name: str, description: type[Asked], words: Sequence[str]) -> Asked:
     return description(**{field: description.options[field].read(value) for field, value in values})
 
 
-def parser_of(name: str, description: type[Description]) -> Parser:
+def parser_of(name: str, description: type[OptionSet]) -> Parser:
     """The parser of a command."""
     text = inspect.cleandoc(description.__doc__ or "")
     parser = Parser(f"flashmem {name}", description=text, allow_abbrev=False, formatter_class=_Help)
@@ -107,7 +107,7 @@ def text_of(field: Option) -> str:
     return f"{field.help} (default: {shown})" if shown else str(field.help)
 
 
-def _joined(description: type[Description], words: Sequence[str]) -> Iterator[str]:
+def _joined(description: type[OptionSet], words: Sequence[str]) -> Iterator[str]:
     """`words` with each option and its value in one, so that a value may begin with a dash."""
     takes = {flag for field in description.options.values() if not isinstance(field.kind, Flag) for flag in field.flags}
     left = iter(words)
@@ -121,7 +121,7 @@ def _joined(description: type[Description], words: Sequence[str]) -> Iterator[st
             yield word
 
 
-def _surplus(name: str, description: type[Description], word: str) -> str:
+def _surplus(name: str, description: type[OptionSet], word: str) -> str:
     """Why a word is not understood."""
     if not word.startswith("-"):
         return f"flashmem {name} takes no further argument {word!r}; see flashmem {name} --help"

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from flashmem.base.types import TransferMode
 from flashmem.bundle.shape_variants import Shape
-from flashmem.request.request import Request
+from flashmem.request.request import BundleRequest
 from flashmem.target.descriptor import DeviceDescriptor
 
 
@@ -18,7 +18,7 @@ class Options:
 
     descriptor: DeviceDescriptor
     mode: TransferMode
-    request: Request = field(default_factory=Request)
+    request: BundleRequest = field(default_factory=BundleRequest)
     shapes: Mapping[str, Shape] = field(default_factory=dict)
 
     def changed(self, **changes: Any) -> Self:

@@ -1,6 +1,6 @@
 """Descriptions: frozen objects whose fields are options, each of which is declared once.
 
-    class Request(Description):
+    class BundleRequest(OptionSet):
         budget: Size = option("Limit on all memory.", default=None, kind=Size())
 
 From a field follow the keyword in Python (`keywords_of`), the option of a command (`flashmem.cli.parser`), the words for a
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, dataclass_transform, overload
 
 from flashmem.base.errors import UserError
-from flashmem.request.kinds import Choice, File, Flag, Kind, Number
+from flashmem.request.kinds import File, Flag, Kind, Numeric, OneOf
 
 Given = TypeVar("Given")
 Value = TypeVar("Value")
@@ -33,7 +33,7 @@ Scope = Literal["compile", "session", "both"]
 _REQUIRED: Any = inspect.Parameter.empty
 
 
-class Read(Generic[Given, Value]):
+class Converted(Generic[Given, Value]):
     """The type of a field that is given as one type and kept as another, for instance a size."""
 
     @overload
@@ -75,7 +75,7 @@ class Option:
         if not (self.flags or self.positional):
             self.flags = (f"--{name.rstrip('_').replace('_', '-')}",)
 
-    def __get__(self, instance: Description | None, owner: type) -> Any:
+    def __get__(self, instance: OptionSet | None, owner: type) -> Any:
         return self if instance is None else instance.given.get(self.name, self.default)
 
     @property
@@ -91,7 +91,7 @@ class Option:
     @property
     def form(self) -> str:
         """The form of its words, for help."""
-        return "|".join(self.kind.words) if isinstance(self.kind, Choice) else self.kind.metavar
+        return "|".join(self.kind.words) if isinstance(self.kind, OneOf) else self.kind.metavar
 
     def read(self, words: Any) -> Any:
         """The value of a word, of several, or of a flag. Raises UserError."""
@@ -135,12 +135,12 @@ def _kind(kind: Kind | type) -> Kind:
     if kind is bool:
         return Flag()
     if kind in (int, float):
-        return Number("N", kind)
+        return Numeric("N", kind)
     return File() if kind is Path else Kind()
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(option, argument))
-class Description:
+class OptionSet:
     """What a user asks for. `given` has the checked values of those fields that were given; others have their defaults.
 
     Raises:
@@ -189,7 +189,7 @@ class Description:
         """The same with other values of some fields."""
         return type(self)(**{**self.given, **changes})
 
-    def values(self, of: type[Description] | None = None) -> dict[str, Any]:
+    def values(self, of: type[OptionSet] | None = None) -> dict[str, Any]:
         """All fields, or those that `of` has, and their values."""
         return {name: getattr(self, name) for name in (of or type(self)).options}
 
@@ -252,6 +252,6 @@ def _documented(function: Callable[P, Result], description: Any) -> Callable[P, 
     return function
 
 
-def choice(of: Any) -> Choice:
+def choice(of: Any) -> OneOf:
     """The kind of an option whose value is one of the words of a Literal."""
-    return Choice(of=of)
+    return OneOf(of=of)

@@ -37,7 +37,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Choice(Kind):
+class OneOf(Kind):
     """One of the words of a Literal, of several, or of the keys of a mapping."""
 
     of: Any = None
@@ -56,7 +56,7 @@ class Choice(Kind):
 
 
 @dataclass(frozen=True)
-class Number(Kind):
+class Numeric(Kind):
     """An `int` or a `float`, from `least` to `most`. `hint`: how to choose one, for the error message."""
 
     of: type[int] | type[float] = int

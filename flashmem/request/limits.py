@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flashmem.base.errors import UserError
-from flashmem.request.description import Description, Read, choice, option
-from flashmem.request.kinds import Flag, Number, Several, Size
+from flashmem.request.description import Converted, OptionSet, choice, option
+from flashmem.request.kinds import Flag, Numeric, Several, Size
 from flashmem.schedule.objectives import AUTO, FIRST, KINDS
 from flashmem.schedule.plan import Strategy, Units
 
-Bytes = Read[int | str | None, int | None]
+Bytes = Converted[int | str | None, int | None]
 """A field that is given as a size in words or in bytes, and kept in bytes."""
 
 MEMORY, PLAN = "Memory", "Plan"
 """Headings in help."""
 
 
-class Limits(Description):
+class Limits(OptionSet):
     """Limits and options of a plan.
 
     Adaptive unfusion (`flashmem.compiler.adaptive.unfusion`) ranks layers by lambda |W_new| + `mu` times the loading distance.
@@ -53,7 +53,7 @@ class Limits(Description):
     lambda_: float | None = option(
         "Latency (0) against memory (1).",
         default=None,
-        kind=Number("N", float, 0, 1, "0.9 favours memory, small values favour early loading"),
+        kind=Numeric("N", float, 0, 1, "0.9 favours memory, small values favour early loading"),
         doc="weighs latency (0) against memory (1); in the paper's objective, loading distance against W. The default is 0, or "
         'the paper\'s 0.9 for objective "paper".',
         shown="0; paper: 0.9",
@@ -67,7 +67,7 @@ class Limits(Description):
         shown="auto",
         group=PLAN,
     )
-    preload: Read[Sequence[str], tuple[str, ...]] = option(
+    preload: Converted[Sequence[str], tuple[str, ...]] = option(
         "A weight to keep resident; repeatable.",
         default=(),
         kind=Several("WEIGHT"),
@@ -99,14 +99,14 @@ class Limits(Description):
     mu: float = option(
         "Weight of distance in ranking splits.",
         default=0.1,
-        kind=Number("N", float, 0, hint="leave it out for 0.1"),
+        kind=Numeric("N", float, 0, hint="leave it out for 0.1"),
         doc="weight of loading distance in the ranking of fusion groups for a split.",
         group=PLAN,
     )
     alpha: float = option(
         "Least gain in capacity for a split.",
         default=0.1,
-        kind=Number("N", float, 0, hint="leave it out for 0.1"),
+        kind=Numeric("N", float, 0, hint="leave it out for 0.1"),
         doc="the least gain in load capacity, as a fraction, for which a fusion group is split.",
         group=PLAN,
     )

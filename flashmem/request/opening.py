@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashmem.request.description import Read, argument, choice, option
+from flashmem.request.description import Converted, argument, choice, option
 from flashmem.request.kinds import Flag, Kind, Size
 from flashmem.request.limits import MEMORY, PLAN, Bytes
-from flashmem.request.request import Request
+from flashmem.request.request import BundleRequest
 from flashmem.schedule.residency import Strategy
 
 if TYPE_CHECKING:
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from flashmem.bundle.bundle import Bundle
 
-HostBytes = Read[int | str | None, int | Literal["auto"] | None]
+HostBytes = Converted[int | str | None, int | Literal["auto"] | None]
 
 
-class RunRequest(Request):
+class RunRequest(BundleRequest):
     """What runs of a bundle, or of a model that is compiled first, are asked for. Some options have more values here."""
 
     asker = "a session"
@@ -56,17 +56,17 @@ class RunRequest(Request):
         return {name: value for name, value in self.given.items() if self.options[name].scope != "compile"}
 
     @property
-    def of_bundle(self) -> Request:
+    def of_bundle(self) -> BundleRequest:
         """What a model is compiled for. A strategy or a host budget that no plan has is left out."""
-        given = {name: value for name, value in self.given.items() if name in Request.options}
+        given = {name: value for name, value in self.given.items() if name in BundleRequest.options}
         if self.strategy in ("auto", "preload"):
             given.pop("strategy", None)
         if self.host_budget == "auto" or self.strategy == "preload":
             given.pop("host_budget", None)
-        return Request(**given)
+        return BundleRequest(**given)
 
 
-class Opening(RunRequest):
+class SessionRequest(RunRequest):
     """What a session is opened with."""
 
     process_memory: Bytes = option(
@@ -81,7 +81,7 @@ class Opening(RunRequest):
     )
 
 
-class CheckedOpening(Opening):
+class CheckedSessionRequest(SessionRequest):
     """What a session is opened with that may check weights and kernels."""
 
     verify_weights: bool = option(
@@ -103,7 +103,7 @@ class CheckedOpening(Opening):
     )
 
 
-class SessionCall(CheckedOpening):
+class SessionCall(CheckedSessionRequest):
     """The keywords of `Session`."""
 
     bundle: Bundle | str | Path | bytes | onnx.ModelProto = argument(
@@ -138,7 +138,7 @@ class SessionCall(CheckedOpening):
     )
 
 
-class GeneratorCall(Opening):
+class GeneratorCall(SessionRequest):
     """The keywords of `Generator` and `BatchGenerator`."""
 
     asker = "a generator"

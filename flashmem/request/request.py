@@ -1,4 +1,4 @@
-"""What a user asks of a bundle: `Request` has every option that determines one, besides its model.
+"""What a user asks of a bundle: `BundleRequest` has every option that determines one, besides its model.
 
 The keywords in Python, the command line, the words for a child process and the name in the cache follow from these fields.
 """
@@ -15,8 +15,8 @@ from flashmem.base.errors import UserError
 from flashmem.base.types import MemoryPath, Optimize, Precision, Quantize, StatePrecision, States, TransferMode
 from flashmem.base.units import read_constants, read_states
 from flashmem.bundle.shape_variants import Shape, Shapes, checked_variants, read_variants
-from flashmem.request.description import Read, argument, choice, option
-from flashmem.request.kinds import File, Flag, Kind, Number, Parsed
+from flashmem.request.description import Converted, argument, choice, option
+from flashmem.request.kinds import File, Flag, Kind, Numeric, Parsed
 from flashmem.request.limits import Limits
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _words_of(variants: Sequence[Shapes]) -> list[str]:
     return [f"{name}={'x'.join(map(str, shape))}" for each in variants for name, shape in each.items()]
 
 
-class Request(Limits):
+class BundleRequest(Limits):
     """What determines a bundle, besides its model."""
 
     device: str = option(
@@ -108,7 +108,7 @@ class Request(Limits):
         "error of each as `quantised` (`flashmem.compiler.frontend.quantize`).",
         group=NUMBERS,
     )
-    shapes: Read[Shapes | Sequence[Shapes] | None, tuple[Mapping[str, Shape], ...]] = option(
+    shapes: Converted[Shapes | Sequence[Shapes] | None, tuple[Mapping[str, Shape], ...]] = option(
         "Sizes of an input's open dimensions; repeatable. A repeated name begins a new variant.",
         default=({},),
         kind=Parsed("NAME=1x128", read_variants, checked_variants, _words_of),
@@ -117,7 +117,7 @@ class Request(Limits):
         flags=("--shape",),
         group=MODEL,
     )
-    constants: Read[Mapping[str, Any] | None, Mapping[str, Any]] = option(
+    constants: Converted[Mapping[str, Any] | None, Mapping[str, Any]] = option(
         "Fix an input: a number, or several with commas; repeatable.",
         default={},
         kind=Parsed("NAME=16000", read_constants, _numbers, _pairs),
@@ -143,29 +143,29 @@ class Request(Limits):
     max_length: int | None = option(
         "Tokens that the cache of a language model holds.",
         default=None,
-        kind=Number("N"),
+        kind=Numeric("N"),
         doc="of a language model: tokens that its cache holds, by default 2,048 or the model's context.",
         shown="2048, or its context",
         group=MODEL,
     )
-    batch: Read[int | None, int] = option(
+    batch: Converted[int | None, int] = option(
         "Requests at a time that flashmem serve answers.",
         default=1,
-        kind=Number("N"),
+        kind=Numeric("N"),
         doc="of a language model: requests that `BatchGenerator` answers at a time, each with a cache of its own; 1 by "
         "default, for `Generator`.",
         group=MODEL,
     )
 
     @property
-    def of_bundle(self) -> Request:
+    def of_bundle(self) -> BundleRequest:
         """What a model is compiled for."""
-        return self.given_as(Request)
+        return self.given_as(BundleRequest)
 
     @property
     def fixed(self) -> tuple[str, ...]:
         """The fields that were given, and are fixed once a bundle is compiled."""
-        known = Request.options.keys() & self.given.keys()
+        known = BundleRequest.options.keys() & self.given.keys()
         return tuple(name for name in self.given if name in known and self.options[name].scope == "compile")
 
     @property
@@ -174,7 +174,7 @@ class Request(Limits):
         return self.state_precision or ("fp32" if self.precision == "tf32" else self.precision)
 
 
-class CompileCall(Request):
+class CompileCall(BundleRequest):
     """A call of `flashmem.compile`: the request, the model, and what else happens."""
 
     asker = "flashmem.compile"
@@ -186,7 +186,7 @@ class CompileCall(Request):
         doc="an ONNX file, its bytes or an `onnx.ModelProto` (both with all weights inside); or a language model, whose shapes "
         "and states are known: a GGUF file, or a folder of onnxruntime-genai, optimum or transformers.js.",
     )
-    output: Read[str | Path | None, Path | None] = argument(
+    output: Converted[str | Path | None, Path | None] = argument(
         "The bundle; default: in the user's cache.",
         kw_only=False,
         default=None,
@@ -206,7 +206,7 @@ class CompileCall(Request):
         default=False,
         doc="also store the compiled kernels in the bundle, for exactly equal devices and drivers.",
     )
-    dump_passes: Read[str | Path | None, Path | None] = option(
+    dump_passes: Converted[str | Path | None, Path | None] = option(
         "Write the graph as text, as imported and after each pass, to this folder.",
         default=None,
         kind=File("DIR"),

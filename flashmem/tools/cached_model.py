@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from flashmem.base.extras import offline_half
 from flashmem.bundle.bundle import Bundle
 from flashmem.compilation import read_compilation
-from flashmem.request.request import Request
+from flashmem.request.request import BundleRequest
 
 if TYPE_CHECKING:
     import onnx
 
 
-def cached_bundle(model: str | Path | bytes | onnx.ModelProto, request: Request, *, build: bool = True) -> Bundle:
+def cached_bundle(model: str | Path | bytes | onnx.ModelProto, request: BundleRequest, *, build: bool = True) -> Bundle:
     """The bundle of `model` in the user's cache, where `flashmem run` and `flashmem.compile` keep it too.
 
     Args:

@@ -18,7 +18,7 @@ from flashmem.base.errors import UserError
 from flashmem.bundle.language import CANDIDATES, IDS, TEMPERATURE, TOTAL
 from flashmem.compilation import read_compilation
 from flashmem.compile import Progress, compile_rehearsal
-from flashmem.request.request import Request
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.session import Session
 
 _TOKENS = 8  # runs of which the median is taken
@@ -46,7 +46,9 @@ class GenerationEstimate:
     prompt_seconds: float
 
 
-def estimate_generation(model: Path, request: Request, progress: Progress = lambda stage, fraction: None) -> GenerationEstimate:
+def estimate_generation(
+    model: Path, request: BundleRequest, progress: Progress = lambda stage, fraction: None
+) -> GenerationEstimate:
     """Estimate what generation with `model` takes.
 
     Raises:

@@ -27,7 +27,7 @@ from flashmem.planning.capacity.roofline import predict_seconds
 from flashmem.planning.planner import planning_instance
 from flashmem.program.launches import KernelShape, Launch
 from flashmem.program.program import fixed_bytes
-from flashmem.request.request import Request
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.request.options import choose_mode
 from flashmem.target.descriptor import DeviceDescriptor, Rates, load_descriptor
 from flashmem.tools.simulation.scenario import describe
@@ -127,7 +127,7 @@ def test_ours_held_to_its_gates_is_played_beside_the_strategies() -> None:
     model, found = DATA / "vit-tiny.onnx", {}
     for device in ("adreno750", "pocl"):
         descriptor = load_descriptor(device)
-        options = Options(descriptor, choose_mode(descriptor, "auto"), Request(unfusion=False))
+        options = Options(descriptor, choose_mode(descriptor, "auto"), BundleRequest(unfusion=False))
         graph = read_graph(model, options)
         whole = generate(graph, fuse(graph), descriptor).program
         budget = sum(part.nbytes for part in whole.slices) // 2 + fixed_bytes(whole)

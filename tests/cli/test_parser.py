@@ -8,13 +8,13 @@ from typing import Literal
 import pytest
 
 from flashmem.base.errors import UserError
-from flashmem.cli.calls.models import Compile, Generate
+from flashmem.cli.calls.models import CompileCommand, GenerateCommand
 from flashmem.cli.main import COMMANDS, call
 from flashmem.cli.parser import parse, parser_of
 from flashmem.request.description import choice, option
 
 
-class Toy(Compile):
+class Toy(CompileCommand):
     """Compile a toy."""
 
     colour: Literal["red", "blue"] = option("The colour of the bundle.", default="red", kind=choice(Literal["red", "blue"]))
@@ -42,7 +42,7 @@ def test_one_field_is_an_option_with_help() -> None:
     ],
 )
 def test_values_options_and_places_in_any_order(words: list[str], given: dict[str, object]) -> None:
-    made = dict(parse("generate", Generate, words).given)
+    made = dict(parse("generate", GenerateCommand, words).given)
     assert str(made.pop("model")) == "m"
     assert made == given
 
@@ -58,7 +58,7 @@ def test_commands_are_whole(name: str) -> None:
 
 def test_a_command_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("flashmem.nowhere", "flashmem.nowhere.compile"):
-        monkeypatch.setattr(Compile, "module", module)
+        monkeypatch.setattr(CompileCommand, "module", module)
         with pytest.raises(UserError, match="flashmem compile is not installed here"):
             call(["compile", "m.onnx"])
     with pytest.raises(UserError, match="flashmem has no command compil; did you mean compile"):

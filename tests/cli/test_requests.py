@@ -13,8 +13,8 @@ import pytest
 
 from flashmem.base.units import parse_size
 from flashmem.bundle.shape_variants import read_variants
-from flashmem.request.description import Description
-from flashmem.request.request import Request
+from flashmem.request.description import OptionSet
+from flashmem.request.request import BundleRequest
 from tests.support.command_line import Command, command_line
 
 pytestmark = pytest.mark.build_apart  # others replace functions that are replaced here
@@ -61,9 +61,9 @@ def _values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if is_dataclass(value) and not isinstance(value, type):
         for each in fields(value):
             yield from _values(each.name, getattr(value, each.name))
-    elif isinstance(value, Description):
+    elif isinstance(value, OptionSet):
         for option in value.options:
-            if option in value.given or not isinstance(value, Request) or option not in Request.options:
+            if option in value.given or not isinstance(value, BundleRequest) or option not in BundleRequest.options:
                 yield from _values(option, getattr(value, option))
     elif value not in (None, (), "", {}) and (value != "auto" or name == "states"):
         read = READERS.get(name, lambda given: given)
@@ -75,12 +75,12 @@ class Work:
     """What the work of commands was called with: in plain values, and the options of a bundle as they are."""
 
     calls: list[dict[str, Any]]
-    requests: list[Request]
+    requests: list[BundleRequest]
 
     def record(self, name: str, arguments: dict[str, Any]) -> None:
         flat = dict(pair for name, value in arguments.items() for pair in _values(name, value))
         self.calls.append({"work": name, **json.loads(json.dumps(flat, default=str))})
-        self.requests += [value for value in arguments.values() if isinstance(value, Request)]
+        self.requests += [value for value in arguments.values() if isinstance(value, BundleRequest)]
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from flashmem.compiler.lowering.program import Generated, write_weights
 from flashmem.compiler.options import Options
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.program.program import Program, fixed_bytes
-from flashmem.request.request import Request
+from flashmem.request.request import BundleRequest
 from flashmem.target.descriptor import IMPORT_HOST_MEMORY, DeviceDescriptor, descriptor_names, load_descriptor
 from tests.golden.models import GoldenModel
 
@@ -93,7 +93,7 @@ def _drawn(name: str, descriptor: DeviceDescriptor, unlimited: Program) -> tuple
     precision: Precision = ("fp32", "fp32", "fp16")[draw[4] % 3]
     weights = unlimited.weights_bytes // (4 if precision == "fp16" else 2)
     budget = fixed_bytes(unlimited, shares_memory=descriptor.shares_memory) + weights
-    request = Request(budget=budget, objective=objective, precision=precision)
+    request = BundleRequest(budget=budget, objective=objective, precision=precision)
     options = Options(descriptor.on_path(path), mode, request)
     return options, f"{path} {mode} {objective} {precision} in {budget} bytes"
 

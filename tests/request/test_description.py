@@ -12,12 +12,12 @@ from flashmem.base.errors import UserError
 from flashmem.compilation import Compilation
 from flashmem.options import resolve
 from flashmem.request.description import argument, choice, keywords_of, option
-from flashmem.request.kinds import Number, Several, Size
-from flashmem.request.opening import Opening, SessionCall
-from flashmem.request.request import CompileCall, Request
+from flashmem.request.kinds import Numeric, Several, Size
+from flashmem.request.opening import SessionCall, SessionRequest
+from flashmem.request.request import BundleRequest, CompileCall
 
 
-class Toy(Request):
+class Toy(BundleRequest):
     """A request with one more option, which is declared here and nowhere else."""
 
     colour: Literal["red", "blue"] = option("The colour of the bundle.", default="red", kind=choice(Literal["red", "blue"]))
@@ -49,10 +49,10 @@ def test_one_field_travels_to_a_child_process() -> None:
 
 
 def test_what_is_given_and_what_is_not() -> None:
-    request = Request(budget=None, precision="fp32", unfusion=False)
+    request = BundleRequest(budget=None, precision="fp32", unfusion=False)
     assert (request.budget, request.precision, request.mode) == (None, "fp32", "auto")
     assert request.arguments() == ["--no-unfusion", "--precision=fp32"]
-    assert request == Request(unfusion=False) != Request()
+    assert request == BundleRequest(unfusion=False) != BundleRequest()
     assert request.replace(budget="64MB").budget == 64_000_000
     with pytest.raises(AttributeError, match="frozen"):
         request.budget = 3
@@ -68,9 +68,11 @@ def test_places_and_missing_fields() -> None:
 
 
 def test_a_session_asks_for_a_model_what_a_plan_can_have() -> None:
-    asked = Opening(strategy="preload", host_budget="auto", budget="1MB", precision="fp16", process_memory="1GB")
-    assert asked.of_bundle == Request(budget="1MB", precision="fp16")
-    assert Opening(strategy="on-demand", host_budget="1MB").of_bundle == Request(strategy="on-demand", host_budget="1MB")
+    asked = SessionRequest(strategy="preload", host_budget="auto", budget="1MB", precision="fp16", process_memory="1GB")
+    assert asked.of_bundle == BundleRequest(budget="1MB", precision="fp16")
+    assert SessionRequest(strategy="on-demand", host_budget="1MB").of_bundle == BundleRequest(
+        strategy="on-demand", host_budget="1MB"
+    )
     assert asked.fixed == ("precision",)
     assert asked.of_session.keys() == {"strategy", "host_budget", "budget", "process_memory"}
 
@@ -80,11 +82,11 @@ def test_a_session_asks_for_a_model_what_a_plan_can_have() -> None:
     [
         (Size(), "1MB", 1_000_000, ["1000000"]),
         (Size(auto="auto"), "auto", "auto", ["auto"]),
-        (Number("N", float, 0, 1), "0.5", 0.5, ["0.5"]),
+        (Numeric("N", float, 0, 1), "0.5", 0.5, ["0.5"]),
         (Several(), ["a", "b"], ("a", "b"), ["a", "b"]),
-        (Request.options["shapes"].kind, ["x=1x2", "x=2x2"], ({"x": (1, 2)}, {"x": (2, 2)}), ["x=1x2", "x=2x2"]),
-        (Request.options["states"].kind, ["h=g", "c=d"], {"h": "g", "c": "d"}, ["h=g", "c=d"]),
-        (Request.options["constants"].kind, ["k=1,2.5"], {"k": [1, 2.5]}, ["k=1,2.5"]),
+        (BundleRequest.options["shapes"].kind, ["x=1x2", "x=2x2"], ({"x": (1, 2)}, {"x": (2, 2)}), ["x=1x2", "x=2x2"]),
+        (BundleRequest.options["states"].kind, ["h=g", "c=d"], {"h": "g", "c": "d"}, ["h=g", "c=d"]),
+        (BundleRequest.options["constants"].kind, ["k=1,2.5"], {"k": [1, 2.5]}, ["k=1,2.5"]),
     ],
 )
 def test_words_and_values(kind: Any, word: Any, value: Any, words: list[str]) -> None:
@@ -95,10 +97,10 @@ def test_words_and_values(kind: Any, word: Any, value: Any, words: list[str]) ->
 @pytest.mark.parametrize(
     ("kind", "word", "sentence"),
     [
-        (Number("N", least=1), "0", "it 0 is not a number of 1 or more; give one, for instance 1"),
-        (Number("N"), "many", "it 'many' is not a whole number; write one, for instance 1"),
-        (Number("N", float, most=1), "2", "it 2.0 is not at most 1; give one, for instance 1"),
-        (Number("N", float, 0), "nan", "it nan is not a number of 0 or more; give one, for instance 0"),
+        (Numeric("N", least=1), "0", "it 0 is not a number of 1 or more; give one, for instance 1"),
+        (Numeric("N"), "many", "it 'many' is not a whole number; write one, for instance 1"),
+        (Numeric("N", float, most=1), "2", "it 2.0 is not at most 1; give one, for instance 1"),
+        (Numeric("N", float, 0), "nan", "it nan is not a number of 0 or more; give one, for instance 0"),
     ],
 )
 def test_a_word_that_is_no_value(kind: Any, word: str, sentence: str) -> None:
@@ -108,6 +110,6 @@ def test_a_word_that_is_no_value(kind: Any, word: str, sentence: str) -> None:
 
 
 def test_a_flag_has_an_opposite_if_it_says_so() -> None:
-    assert Request.options["unfusion"].opposite == "--no-unfusion"
+    assert BundleRequest.options["unfusion"].opposite == "--no-unfusion"
     assert SessionCall.options["check_kernels"].opposite == ""
     assert argument("A model.", kw_only=False, kind=str).required

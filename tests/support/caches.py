@@ -11,7 +11,7 @@ import pytest
 
 from flashmem.base.paths import VARIABLE, cache_folder, make_private
 from flashmem.bundle.bundle import Bundle
-from flashmem.cli.calls.models import Compile
+from flashmem.cli.calls.models import CompileCommand
 from flashmem.cli.commands import compiling
 from flashmem.program.kernel_text import Source
 from flashmem.program.program import Program
@@ -61,7 +61,7 @@ def kernels_built_by_runs(monkeypatch: pytest.MonkeyPatch, *, saved: bool = True
         else:
             _save(kernels)
 
-    def compile_here(call: Compile) -> Bundle:
+    def compile_here(call: CompileCommand) -> Bundle:
         return _compile_here(call.replace(build=call.build and call.with_binaries))
 
     def compile_apart(*args: Any, build: bool = True, **options: Any) -> Bundle:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flashmem.cli.calls.call import BUDGET_OF_ALL, BUNDLE, DEVICE, HOST_BUDGET, JSON, Call
-from flashmem.request.description import Description, Read, argument, option
-from flashmem.request.kinds import File, Kind, Number, Several, Size
+from flashmem.cli.calls.call import BUDGET_OF_ALL, BUNDLE, DEVICE, HOST_BUDGET, JSON, CommandCall
+from flashmem.request.description import Converted, OptionSet, argument, option
+from flashmem.request.kinds import File, Kind, Numeric, Several, Size
 from flashmem.request.opening import HostBytes
 
 
-class Check(Description, Call):
+class CheckCommand(OptionSet, CommandCall):
     """Read all of a bundle, including the weights, and check that it is undamaged."""
 
     module = "flashmem.cli.commands.bundles"
@@ -25,7 +25,7 @@ class Check(Description, Call):
         check_bundle(self.bundle, as_json=self.json)
 
 
-class Verify(Description, Call):
+class VerifyCommand(OptionSet, CommandCall):
     """Check what the driver makes of each kernel of a bundle: every launch, compared with the kernel's text."""
 
     module = "flashmem.cli.commands.verify"
@@ -33,7 +33,7 @@ class Verify(Description, Call):
     bundle: Path = argument(BUNDLE, kw_only=False, kind=File("model.flashmem"))
     device: str = option(DEVICE, default="auto", kind=Kind("NAME"))
     again: bool = option("Check what an earlier check found right, too.", default=False)
-    seconds: float | None = option("Begin no check after S seconds.", default=None, kind=Number("S", float))
+    seconds: float | None = option("Begin no check after S seconds.", default=None, kind=Numeric("S", float))
     json: bool = option(JSON, default=False)
 
     def run(self) -> int:
@@ -44,13 +44,13 @@ class Verify(Description, Call):
         return 0 if right else 1
 
 
-class Replan(Description, Call):
+class ReplanCommand(OptionSet, CommandCall):
     """Plan a bundle again for another budget, without its model and without a solver, and print the bundle's path."""
 
     module = "flashmem.tools.learn"
 
     bundle: Path = argument(BUNDLE, kw_only=False, kind=File("model.flashmem"))
-    budget: Read[int | str, int] = option("The new limit on all memory.", kind=Size())
+    budget: Converted[int | str, int] = option("The new limit on all memory.", kind=Size())
     output: Path | None = option(
         "A new bundle that shares its weights.", default=None, kind=File("other.flashmem"), flags=("-o", "--output")
     )
@@ -62,7 +62,7 @@ class Replan(Description, Call):
         print(replan_bundle(self.bundle, self.budget, self.output))
 
 
-class ListCache(Description, Call):
+class ListCacheCommand(OptionSet, CommandCall):
     """List the bundles in the user's cache (model, size, time of last use), and the size of the compiled kernels."""
 
     module = "flashmem.cli.commands.bundles"
@@ -76,7 +76,7 @@ class ListCache(Description, Call):
         list_cache(as_json=self.json)
 
 
-class ClearCache(Description, Call):
+class ClearCacheCommand(OptionSet, CommandCall):
     """Remove compiled kernels, and all bundles except those that a session has open."""
 
     module = "flashmem.cli.commands.bundles"
@@ -88,7 +88,7 @@ class ClearCache(Description, Call):
         clear_cache()
 
 
-class Queue(Description, Call):
+class QueueCommand(OptionSet, CommandCall):
     """Run requests to several models under one budget, in their order in time, and print how long each waited."""
 
     module = "flashmem.cli.commands.queue"
@@ -98,8 +98,8 @@ class Queue(Description, Call):
     trace: Path | None = option(
         'Requests: [{"model": "a", "at": 0.5, "seed": 1}, ...].', default=None, kind=File("requests.json")
     )
-    iterations: int = option("Without --trace: runs of each, in random order.", default=10, kind=Number("N", least=1))
-    seed: int = option("Seed of that order, and of inputs.", default=0, kind=Number("N", least=0))
+    iterations: int = option("Without --trace: runs of each, in random order.", default=10, kind=Numeric("N", least=1))
+    seed: int = option("Seed of that order, and of inputs.", default=0, kind=Numeric("N", least=0))
     device: str = option(DEVICE, default="auto", kind=Kind("NAME"))
     host_budget: HostBytes = option(HOST_BUDGET, default=None, kind=Size("SIZE|auto", auto="auto"))
     plot: Path | None = option(

@@ -5,24 +5,24 @@ from __future__ import annotations
 import importlib.util
 from typing import ClassVar, Literal
 
-from flashmem.request.opening import Opening
-from flashmem.request.request import CompileCall, Request
+from flashmem.request.opening import SessionRequest
+from flashmem.request.request import BundleRequest, CompileCall
 
 Disk = Literal["cold", "cached"]
 
 BUDGET_OF_ALL = "Limit on the memory of all of them together."
 BUILD = str(CompileCall.options["build"].help)
 BUNDLE = "A bundle."
-DEVICE = str(Request.options["device"].help)
+DEVICE = str(BundleRequest.options["device"].help)
 DISK = "Whether the weight file is in the page cache."
-HOST_BUDGET = str(Opening.options["host_budget"].help)
+HOST_BUDGET = str(SessionRequest.options["host_budget"].help)
 JSON = "Print one JSON object on stdout instead of a report."
 LANGUAGE_MODEL = "A language model: a .gguf file, a folder, or a bundle."
 PLANNED = "An .onnx model, a bundle, or zoo:NAME for a known architecture."
-SHAPE = str(Request.options["shapes"].help)
+SHAPE = str(BundleRequest.options["shapes"].help)
 
 
-class Call:
+class CommandCall:
     """A call of a command: a description of its options, and what it does. The docstring of a class is the text of its help.
 
     The work is in `module`, which is imported when a command runs.

@@ -7,13 +7,13 @@ from typing import Literal
 
 from flashmem.base.errors import UserError
 from flashmem.base.types import TransferMode
-from flashmem.cli.calls.call import DEVICE, DISK, JSON, SHAPE, Call, Disk
-from flashmem.request.description import Description, argument, choice, option
-from flashmem.request.kinds import File, Flag, Kind, Number, Several
+from flashmem.cli.calls.call import DEVICE, DISK, JSON, SHAPE, CommandCall, Disk
+from flashmem.request.description import OptionSet, argument, choice, option
+from flashmem.request.kinds import File, Flag, Kind, Numeric, Several
 from flashmem.schedule.objectives import AUTO, KINDS
 
 
-class Devices(Description, Call):
+class DevicesCommand(OptionSet, CommandCall):
     """Show the devices of this machine, the memory path and transfer mode of each, and why other modes do not work."""
 
     module = "flashmem.cli.commands.devices"
@@ -32,7 +32,7 @@ class Devices(Description, Call):
         show_devices(as_json=self.json)
 
 
-class Doctor(Description, Call):
+class DoctorCommand(OptionSet, CommandCall):
     """Check OpenCL from the linker up, name the command that repairs a failure, and test each device for two seconds.
 
     Exits with 1 unless one device passes every test.
@@ -49,13 +49,13 @@ class Doctor(Description, Call):
         return 0 if examine(as_json=self.json) else 1
 
 
-class Profile(Description, Call):
+class ProfileCommand(OptionSet, CommandCall):
     """Measure a device, train its capacity model, and print the path of the descriptor written."""
 
     module = "flashmem.cli.commands.profile"
 
     device: str = option(DEVICE, default="auto", kind=Kind("NAME"))
-    minutes: float = option("Minutes to measure, over all resumed calls.", default=15.0, kind=Number("N", float, least=0.1))
+    minutes: float = option("Minutes to measure, over all resumed calls.", default=15.0, kind=Numeric("N", float, least=0.1))
     output: Path = option(
         "Folder for the descriptor, the model and the dataset.", default=Path(), kind=File("DIR"), flags=("-o", "--output")
     )
@@ -64,7 +64,7 @@ class Profile(Description, Call):
         "Measure this model's launches too; repeatable.", default=(), kind=Several("model.onnx", File())
     )
     resume: bool = option("Continue an interrupted profile, or start again.", default=True, kind=Flag(no="--fresh"))
-    seed: int = option("Seed for drawing kernels.", default=0, kind=Number("N", least=0))
+    seed: int = option("Seed for drawing kernels.", default=0, kind=Numeric("N", least=0))
     kit: Path | None = option(
         "Measure nothing: write a kit for measuring --device on another machine.", default=None, kind=File("x.kit")
     )
@@ -110,13 +110,13 @@ class Profile(Description, Call):
             print(profile.profile_device(self))
 
 
-class Tune(Description, Call):
+class TuneCommand(OptionSet, CommandCall):
     """Measure a device's kernel configs, most useful workloads first, and print the path of the descriptor to compile with."""
 
     module = "flashmem.cli.commands.tune"
 
     device: str = option(DEVICE, default="auto", kind=Kind("NAME"))
-    minutes: float = option("Minutes to measure, in this call.", default=4.0, kind=Number("N", float, least=0.05))
+    minutes: float = option("Minutes to measure, in this call.", default=4.0, kind=Numeric("N", float, least=0.05))
     family: tuple[str, ...] = option(
         "Only kernels of this family: matmul, conv, matmul_dynamic, attention; repeatable.", default=(), kind=Several("NAME")
     )
@@ -136,7 +136,7 @@ class Tune(Description, Call):
         print(tune_device(self))
 
 
-class Design(Description, Call):
+class DesignCommand(OptionSet, CommandCall):
     """Choose models, devices and budgets for an application's objectives, and the alternatives when a processor or memory is
     occupied.
     """
@@ -147,9 +147,9 @@ class Design(Description, Call):
     output: Path | None = option(
         "Folder for the designs' bundles and design.json.", default=None, kind=File("DIR"), flags=("-o", "--output")
     )
-    runs: int = option("Measured answers of each candidate, after the first.", default=20, kind=Number("N", least=2))
+    runs: int = option("Measured answers of each candidate, after the first.", default=20, kind=Numeric("N", least=2))
     simulated: bool = option("Predict candidates from descriptors; measure nothing.", default=False, flags=("--simulate",))
-    seed: int = option("Seed of the inputs.", default=0, kind=Number("N", least=0))
+    seed: int = option("Seed of the inputs.", default=0, kind=Numeric("N", least=0))
     json: bool = option(JSON, default=False)
 
     def run(self) -> None:
@@ -159,7 +159,7 @@ class Design(Description, Call):
         design_application(self)
 
 
-class Sweep(Description, Call):
+class SweepCommand(OptionSet, CommandCall):
     """Plan, and simulate or measure, a grid of limits and parameters over models and devices; resumable."""
 
     module = "flashmem.cli.commands.sweep"
@@ -193,11 +193,11 @@ class Sweep(Description, Call):
     disk: Disk = option(DISK, default="cached", kind=choice(Disk))
     measured: bool = option("Run every point, or predict it.", default=False, kind=Flag(no="--simulated"))
     runs: int = option(
-        "Fresh processes for each measured point; the result is their median.", default=3, kind=Number("N", least=1)
+        "Fresh processes for each measured point; the result is their median.", default=3, kind=Numeric("N", least=1)
     )
     executor: str = option("Where points are simulated.", default="local", kind=Kind("local|dask|ray"))
     address: str | None = option("Address of the cluster.", default=None, kind=Kind(), shown="as configured")
-    jobs: int | None = option("Local processes.", default=None, kind=Number("N", least=1), shown="half the cores")
+    jobs: int | None = option("Local processes.", default=None, kind=Numeric("N", least=1), shown="half the cores")
 
     def run(self) -> None:
         """Compute the points that the file lacks."""
@@ -206,7 +206,7 @@ class Sweep(Description, Call):
         sweep(self)
 
 
-class ListZoo(Description, Call):
+class ListZooCommand(OptionSet, CommandCall):
     """List the models and the default input size of each."""
 
     module = "flashmem.cli.commands.zoo"
@@ -218,7 +218,7 @@ class ListZoo(Description, Call):
         list_models()
 
 
-class ExportZoo(Description, Call):
+class ExportZooCommand(OptionSet, CommandCall):
     """Export one of the models with PyTorch (needs the zoo extra), and print the file's path.
 
     Writes inputs.npz, an example of every input for `flashmem run --input`, and export.json, a record of the export.
@@ -228,8 +228,8 @@ class ExportZoo(Description, Call):
 
     name: str = argument("A model, as `zoo list` names it.", kw_only=False, kind=Kind("NAME"))
     output: Path = option("Where model.onnx is written.", kind=File("DIR"), flags=("-o", "--output"))
-    size: int | None = option("In the unit of `zoo list`.", default=None, kind=Number("N", least=1), shown="the model's own")
-    seed: int = option("Seed of the weights.", default=0, kind=Number("N", least=0))
+    size: int | None = option("In the unit of `zoo list`.", default=None, kind=Numeric("N", least=1), shown="the model's own")
+    seed: int = option("Seed of the weights.", default=0, kind=Numeric("N", least=0))
     exporter: str = option("dynamo or legacy.", default="dynamo")
 
     def run(self) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flashmem.request.description import Description, option
-from flashmem.request.kinds import File, Kind, Number
+from flashmem.request.description import OptionSet, option
+from flashmem.request.kinds import File, Kind, Numeric
 
 _GROUP = "Inputs from files"
 
 
-class ImageOptions(Description):
+class ImageOptions(OptionSet):
     """How a photo becomes an input; each option left out is the model's."""
 
     size: str | None = option("The image's size.", default=None, kind=Kind("WxH"), shown="the model's", group=_GROUP)
@@ -36,5 +36,5 @@ class FileInputs(ImageOptions):
         "Names of classes, one a line.", default=None, kind=File("labels.txt"), shown="the model's", group=_GROUP
     )
     rate: int | None = option(
-        "Samples per second of --audio.", default=None, kind=Number("HZ", least=1, most=10**6), group=_GROUP
+        "Samples per second of --audio.", default=None, kind=Numeric("HZ", least=1, most=10**6), group=_GROUP
     )

@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from flashmem.base.errors import UserError
-from flashmem.cli.calls.call import BUILD, DEVICE, DISK, JSON, LANGUAGE_MODEL, PLANNED, Call, Disk
+from flashmem.cli.calls.call import BUILD, DEVICE, DISK, JSON, LANGUAGE_MODEL, PLANNED, CommandCall, Disk
 from flashmem.cli.calls.file_inputs import FileInputs
-from flashmem.request.description import Description, argument, choice, option
-from flashmem.request.kinds import File, Flag, Kind, Number, Several, Size
+from flashmem.request.description import OptionSet, argument, choice, option
+from flashmem.request.kinds import File, Flag, Kind, Numeric, Several, Size
 from flashmem.request.limits import Bytes
-from flashmem.request.opening import CheckedOpening, Opening, RunRequest
-from flashmem.request.request import CompileCall, Request
+from flashmem.request.opening import CheckedSessionRequest, RunRequest, SessionRequest
+from flashmem.request.request import BundleRequest, CompileCall
 
 
-class Compile(CompileCall, Call):
+class CompileCommand(CompileCall, CommandCall):
     """Compile a model into a bundle, compile its kernels if the device is local, and print the bundle's path."""
 
     module = "flashmem.compile"
@@ -37,7 +37,7 @@ class Compile(CompileCall, Call):
             inspect_kernels(made, gpu)
 
 
-class Run(CheckedOpening, FileInputs, Call):
+class RunCommand(CheckedSessionRequest, FileInputs, CommandCall):
     """Run a model once (or --repeat times) and report latency and memory."""
 
     module = "flashmem.cli.commands.run"
@@ -45,14 +45,14 @@ class Run(CheckedOpening, FileInputs, Call):
     model: Path = argument("An .onnx model, or a bundle.", kw_only=False, kind=File("MODEL"))
     input: Path | None = option("Inputs by name; the rest is drawn from --seed.", default=None, kind=File("x.npz"))
     output: Path | None = option("Where to write the outputs.", default=None, kind=File("y.npz"))
-    repeat: int = option("Runs in one session; the first one is reported.", default=1, kind=Number("N", least=1))
+    repeat: int = option("Runs in one session; the first one is reported.", default=1, kind=Numeric("N", least=1))
     verify: bool = option("Compare with ONNX Runtime; exit with 1 if they differ.", default=False)
     reference: Path | None = option(
         "The ONNX model of a bundle, for --verify.", default=None, kind=File("model.onnx"), flags=("--model",)
     )
     json: bool = option(JSON, default=False)
     learn: bool = option("Plan again with the times of these runs, and keep the plan in the bundle.", default=False)
-    seed: int = option("Seed of the inputs not given.", default=0, kind=Number("N", least=0))
+    seed: int = option("Seed of the inputs not given.", default=0, kind=Numeric("N", least=0))
     trace: Path | None = option("Where to write layers and loads over time.", default=None, kind=File("trace.json"))
     timeline: Path | None = option(
         "A page with the runs over time, measured and predicted (needs the plots extra).", default=None, kind=File("out.html")
@@ -71,7 +71,7 @@ class Run(CheckedOpening, FileInputs, Call):
         run_model(self)
 
 
-class Generate(Opening, Call):
+class GenerateCommand(SessionRequest, CommandCall):
     """Answer a prompt with a language model, and print the text as it is generated."""
 
     module = "flashmem.cli.commands.generate"
@@ -82,14 +82,14 @@ class Generate(Opening, Call):
     )
     plain: bool = option("Continue the prompt as a text, without a chat template.", default=False)
     system: str | None = option("The system's message before a conversation.", default=None, kind=Kind())
-    max_new_tokens: int = option("The most tokens of an answer.", default=256, kind=Number("N", least=1))
-    temperature: float = option("0 takes the likeliest token.", default=0.0, kind=Number("N", float, least=0))
-    top_k: int = option("Sample among so many likeliest tokens; 0: all.", default=0, kind=Number("N", least=0))
+    max_new_tokens: int = option("The most tokens of an answer.", default=256, kind=Numeric("N", least=1))
+    temperature: float = option("0 takes the likeliest token.", default=0.0, kind=Numeric("N", float, least=0))
+    top_k: int = option("Sample among so many likeliest tokens; 0: all.", default=0, kind=Numeric("N", least=0))
     top_p: float = option(
-        "Sample among the likeliest tokens of this probability.", default=1.0, kind=Number("N", float, most=1)
+        "Sample among the likeliest tokens of this probability.", default=1.0, kind=Numeric("N", float, most=1)
     )
     repetition_penalty: float = option("Above 1: avoid tokens that occurred.", default=1.0)
-    seed: int | None = option("Equal seeds sample equally.", default=None, kind=Number("N", least=0))
+    seed: int | None = option("Equal seeds sample equally.", default=None, kind=Numeric("N", least=0))
     stop: tuple[str, ...] = option("End before this text; repeatable.", default=(), kind=Several())
     conversation: Path | None = option(
         "Go on with this conversation if it exists, and save it.", default=None, kind=File("chat.npz")
@@ -114,14 +114,14 @@ class Generate(Opening, Call):
         generate_text(self)
 
 
-class Serve(Opening, Call):
+class ServeCommand(SessionRequest, CommandCall):
     """Serve a language model by HTTP, with the interface of OpenAI's API."""
 
     module = "flashmem.cli.commands.serve"
 
     model: Path = argument(LANGUAGE_MODEL, kw_only=False, kind=File("MODEL"))
     host: str = option("The address to listen at; 0.0.0.0 for other machines too.", default="127.0.0.1")
-    port: int = option("The port; 0 for any free one.", default=8000, kind=Number("N", least=0, most=65535))
+    port: int = option("The port; 0 for any free one.", default=8000, kind=Numeric("N", least=0, most=65535))
     name: str | None = option("The model's name for clients.", default=None, kind=Kind(), shown="that of the file")
 
     def run(self) -> None:
@@ -131,7 +131,7 @@ class Serve(Opening, Call):
         serve_model(self)
 
 
-class Plan(Request, Call):
+class PlanCommand(BundleRequest, CommandCall):
     """Show the overlap plan of a bundle, of a model compiled with these options, or of a known architecture, and check it."""
 
     module = "flashmem.cli.commands.plan"
@@ -144,10 +144,10 @@ class Plan(Request, Call):
         """Show it."""
         from flashmem.cli.commands.plan import show_plan
 
-        show_plan(self.model, self.given_as(Request), as_json=self.json, show_all=self.show_all)
+        show_plan(self.model, self.given_as(BundleRequest), as_json=self.json, show_all=self.show_all)
 
 
-class Simulate(RunRequest, Call):
+class SimulateCommand(RunRequest, CommandCall):
     """Predict latency and memory of a plan on a device from its descriptor; the device need not be present."""
 
     module = "flashmem.cli.commands.simulate"
@@ -166,7 +166,7 @@ class Simulate(RunRequest, Call):
         simulate_model(self)
 
 
-class Demo(Description, Call):
+class DemoCommand(OptionSet, CommandCall):
     """Read the text in an image with two trained networks, or answer a prompt with a language model, in a memory budget."""
 
     module = "flashmem.cli.demo.run"

@@ -27,14 +27,14 @@ from flashmem.bundle.language import is_bundle, is_language_folder
 from flashmem.bundle.shape_variants import asked_for, list_text, shapes_text
 from flashmem.cli.commands.temporary_cache import have_cache
 from flashmem.cli.output.console import progress
-from flashmem.request.opening import Opening
-from flashmem.request.request import CompileCall, Request
+from flashmem.request.opening import SessionRequest
+from flashmem.request.request import BundleRequest, CompileCall
 
 if TYPE_CHECKING:
     from flashmem.bundle.bundle import Bundle
-    from flashmem.cli.calls.models import Compile
+    from flashmem.cli.calls.models import CompileCommand
 
-Asked = TypeVar("Asked", bound=Opening)
+Asked = TypeVar("Asked", bound=SessionRequest)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def within_process(call: Asked, *, compiles: bool) -> tuple[Asked, ProcessLimit 
     return call.replace(budget=budget_within(limit, held, device)), ProcessLimit(limit, held or 0)
 
 
-def compile_here(call: Compile) -> Bundle:
+def compile_here(call: CompileCommand) -> Bundle:
     """Compile in this process, with a progress bar; without an output, into the user's cache.
 
     Raises:
@@ -132,7 +132,7 @@ def _quantised(weights: Sequence[Mapping[str, Any]]) -> str:
     return f"weights quantised, relative to their root mean squares: {'; '.join(parts)}"
 
 
-def compile_apart(model: Path, request: Request, *, build: bool = True, process: ProcessLimit | None = None) -> Bundle:
+def compile_apart(model: Path, request: BundleRequest, *, build: bool = True, process: ProcessLimit | None = None) -> Bundle:
     """The bundle in the user's cache; it is compiled in a child process unless it is there. `build`: kernels too.
 
     `process`: where the budget comes from, for errors. This process does not import the compiler. The child prints its progress
@@ -180,7 +180,7 @@ def _interrupt(child: subprocess.Popen[bytes]) -> None:
 
 def open_bundle(
     model: Path,
-    request: Request,
+    request: BundleRequest,
     *,
     chosen_again: bool = True,
     build: bool = False,

@@ -7,7 +7,7 @@ from typing import Any
 
 from flashmem.base.streams import say
 from flashmem.base.units import format_size
-from flashmem.cli.calls.devices import Design
+from flashmem.cli.calls.devices import DesignCommand
 from flashmem.cli.output.console import emit_json, print_facts, print_table
 from flashmem.runtime.application.designs import Designs, SwitchingRule
 from flashmem.tools.design.application import Application, BroadObjective, read_application
@@ -15,7 +15,7 @@ from flashmem.tools.design.profiles import Profiling, candidates
 from flashmem.tools.design.writer import Solved, described, solved, write
 
 
-def design_application(options: Design) -> None:
+def design_application(options: DesignCommand) -> None:
     """Profile the candidates of an application, solve it, and write its designs.
 
     Raises:

@@ -10,10 +10,10 @@ from flashmem.base.extras import offline_half
 from flashmem.base.units import format_size
 from flashmem.bundle.language import is_bundle
 from flashmem.cli.output.console import emit_json, print_facts, progress
-from flashmem.request.request import Request
+from flashmem.request.request import BundleRequest
 
 
-def show_estimate(model: Path, compiling: Request, *, as_json: bool) -> None:
+def show_estimate(model: Path, compiling: BundleRequest, *, as_json: bool) -> None:
     """Print what generation with a GGUF file or a folder takes on the device, within the budget.
 
     Raises:

@@ -18,7 +18,7 @@ from flashmem.base.child_processes import module_environment, python_module
 from flashmem.base.interrupts import EXIT_CODE, child_environment
 from flashmem.bundle.language import is_bundle
 from flashmem.cli.calls.file_inputs import FileInputs, ImageOptions
-from flashmem.cli.calls.models import Run
+from flashmem.cli.calls.models import RunCommand
 from flashmem.program.tensors import Port
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class MadeInputs:
 
 
 @contextmanager
-def made_inputs(call: Run) -> Iterator[tuple[MadeInputs | None, Run]]:
+def made_inputs(call: RunCommand) -> Iterator[tuple[MadeInputs | None, RunCommand]]:
     """Make the inputs in a temporary folder; yields them, and `call` with the shapes of inputs with open dimensions.
 
     Yields None, and `call` unchanged, if no file was given.

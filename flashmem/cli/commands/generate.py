@@ -14,11 +14,11 @@ from flashmem.base.streams import say
 from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import is_bundle
-from flashmem.cli.calls.models import Generate
+from flashmem.cli.calls.models import GenerateCommand
 from flashmem.cli.commands.compiling import open_bundle, within_process
 from flashmem.cli.output.console import emit_json
-from flashmem.request.opening import Opening
-from flashmem.request.request import Request
+from flashmem.request.opening import SessionRequest
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.generation.conversation import Message
 from flashmem.runtime.generation.draft_model import needed_bytes
 from flashmem.runtime.generation.generated_text import GenerationReport
@@ -26,7 +26,7 @@ from flashmem.runtime.generation.generator import Generator
 from flashmem.runtime.opencl.discovery import use_one_device
 
 
-def generate_text(options: Generate) -> None:
+def generate_text(options: GenerateCommand) -> None:
     """Answer the prompt, or each line of stdin in one conversation, or both, with a bundle or a GGUF file.
 
     Raises:
@@ -61,7 +61,7 @@ def generate_text(options: Generate) -> None:
                 _save(generator, saved, messages)
 
 
-def open_generator(call: Generate) -> Generator:
+def open_generator(call: GenerateCommand) -> Generator:
     """A generator of a bundle, or of a GGUF file or a folder, which is compiled first; with a small model for drafts.
 
     The budget is for both. Raises as `generate_text`.
@@ -75,7 +75,7 @@ def open_generator(call: Generate) -> Generator:
         return Generator(bundle, **options)
     if call.process_memory is not None:
         raise UserError("--process-memory is for one model; leave --draft out, or give --budget")
-    own = Request(**{name: value for name, value in call.given.items() if name in ("device", "max_length")})
+    own = BundleRequest(**{name: value for name, value in call.given.items() if name in ("device", "max_length")})
     small = Bundle.open(call.draft) if is_bundle(call.draft) else open_bundle(call.draft, own, build=True)
     large = call
     if call.budget is not None:
@@ -89,7 +89,7 @@ def open_generator(call: Generate) -> Generator:
     return Generator(bundle, **{**options, "budget": call.budget}, draft=small)
 
 
-def open_language_model(model: Path, opening: Opening) -> tuple[Bundle, dict[str, Any]]:
+def open_language_model(model: Path, opening: SessionRequest) -> tuple[Bundle, dict[str, Any]]:
     """The bundle of a language model, which is compiled first if `model` is none; and keyword arguments for its generator.
 
     Raises as `generate_text`.
@@ -122,7 +122,7 @@ def _lines() -> Iterator[str]:
             yield line.rstrip("\n")
 
 
-def _answer(generator: Generator, prompt: str | list[Message], options: Generate) -> str:
+def _answer(generator: Generator, prompt: str | list[Message], options: GenerateCommand) -> str:
     """Print an answer as it comes, and what it took; returns it."""
     pieces: list[str] = []
     try:

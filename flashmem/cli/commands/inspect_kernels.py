@@ -8,11 +8,11 @@ from flashmem.base.errors import UserError
 from flashmem.bundle.bundle import Bundle
 from flashmem.profiler.phone_compilers.gpus import GPUS, Gpu, gpu_of
 from flashmem.profiler.phone_compilers.report import examine, texts_of
-from flashmem.request.request import Request
+from flashmem.request.request import BundleRequest
 from flashmem.target.descriptor import load_descriptor
 
 
-def inspected_gpu(options: Request) -> Gpu:
+def inspected_gpu(options: BundleRequest) -> Gpu:
     """The GPU that --device names.
 
     Raises:

@@ -22,7 +22,7 @@ from flashmem.cli.commands.plan_zoo import plan_architecture
 from flashmem.cli.output.console import emit_json, print_facts, print_table
 from flashmem.planning.why import Reason, in_flight_bytes, moved_chunks, reasons
 from flashmem.program.program import Program, raw_bytes
-from flashmem.request.request import Request
+from flashmem.request.request import BundleRequest
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.tools.zoo.names import architecture
 
@@ -80,7 +80,7 @@ class Because:
     text: str
 
 
-def show_plan(model: Path, options: Request, *, as_json: bool, show_all: bool = False) -> None:
+def show_plan(model: Path, options: BundleRequest, *, as_json: bool, show_all: bool = False) -> None:
     """Print the plan of a bundle, of a model, or of a known architecture (`zoo:NAME`); it is checked against C0-C3."""
     name = architecture(model)
     if name is not None:
@@ -125,7 +125,7 @@ def _show_variants(variants: Sequence[Bundle], smallest: Sequence[SmallestBudget
         _print(one, show_all)
 
 
-def _smallest(model: Path, options: Request) -> list[SmallestBudget]:
+def _smallest(model: Path, options: BundleRequest) -> list[SmallestBudget]:
     """The smallest budget of each shape variant alone."""
     with offline_half("planning"):
         from flashmem.compiler.frontend.read_graph import read_graph

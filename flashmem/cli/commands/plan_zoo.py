@@ -12,7 +12,7 @@ from flashmem.base.errors import UserError
 from flashmem.base.extras import offline_half
 from flashmem.base.types import TransferMode
 from flashmem.program.program import Program
-from flashmem.request.request import Request
+from flashmem.request.request import BundleRequest
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor
 
@@ -33,7 +33,7 @@ class ZooPlan:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def plan_architecture(name: str, options: Request) -> ZooPlan:
+def plan_architecture(name: str, options: BundleRequest) -> ZooPlan:
     """Plan the architecture `name`. The planner checks the plan before it returns it.
 
     Raises:

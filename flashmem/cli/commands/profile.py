@@ -7,11 +7,11 @@ from pathlib import Path
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.extras import need
 from flashmem.base.streams import say
-from flashmem.cli.calls.devices import Profile
+from flashmem.cli.calls.devices import ProfileCommand
 from flashmem.cli.output.console import progress
 
 
-def profile_device(call: Profile) -> Path:
+def profile_device(call: ProfileCommand) -> Path:
     """Profile a device with a progress bar; returns the descriptor's path.
 
     Raises:
@@ -31,7 +31,7 @@ def profile_device(call: Profile) -> Path:
     return path
 
 
-def _check_output(call: Profile) -> None:
+def _check_output(call: ProfileCommand) -> None:
     name, output = call.name, call.output
     if name and not name.replace("-", "").replace("_", "").isalnum():
         raise UserError(f"--name {name!r} cannot be a file's name; use letters, digits, '-' and '_'")
@@ -39,7 +39,7 @@ def _check_output(call: Profile) -> None:
         raise UserError(f"--output {output} is not a folder; name one")
 
 
-def measure_device(call: Profile, kit: Path) -> Path:
+def measure_device(call: ProfileCommand, kit: Path) -> Path:
     """Measure a device with the launches of a kit, without a compiler; returns the dataset's path.
 
     Raises:
@@ -70,7 +70,7 @@ def measure_device(call: Profile, kit: Path) -> Path:
     return path
 
 
-def write_kit(call: Profile, path: Path) -> Path:
+def write_kit(call: ProfileCommand, path: Path) -> Path:
     """Write a kit for measuring a device on another machine; returns the kit's path.
 
     Raises:

@@ -16,7 +16,7 @@ from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.files import check_target
 from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
-from flashmem.cli.calls.bundles import Queue
+from flashmem.cli.calls.bundles import QueueCommand
 from flashmem.cli.output.console import emit_json, print_facts, print_table
 from flashmem.runtime.engine.inputs import complete_inputs
 from flashmem.runtime.serving.requests import Answer
@@ -37,7 +37,7 @@ class TimedRequest:
     seed: int
 
 
-def play_queue(options: Queue) -> None:
+def play_queue(options: QueueCommand) -> None:
     """Run the requests and print their latencies and memory.
 
     Raises:
@@ -121,7 +121,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return [name if names.count(name) == 1 else f"{name}#{number}" for number, name in enumerate(names)]
 
 
-def _alone(bundle: Bundle, options: Queue, runs: int) -> float:
+def _alone(bundle: Bundle, options: QueueCommand, runs: int) -> float:
     """The average latency in seconds of a model that uses the whole budget."""
     with Runtime(options.budget, device=options.device, host_budget=options.host_budget) as runtime:
         model, seconds = runtime.open(bundle), []
@@ -134,7 +134,7 @@ def _alone(bundle: Bundle, options: Queue, runs: int) -> float:
 
 
 def _play(
-    bundles: Sequence[Bundle], requests: Sequence[TimedRequest], options: Queue
+    bundles: Sequence[Bundle], requests: Sequence[TimedRequest], options: QueueCommand
 ) -> tuple[list[Answer], list[tuple[float, int]], int]:
     with Runtime(options.budget, device=options.device, host_budget=options.host_budget) as runtime:
         models = [runtime.open(bundle) for bundle in bundles]
@@ -155,7 +155,7 @@ def _report(
     requests: Sequence[TimedRequest],
     answers: Sequence[Answer],
     alone: Sequence[float],
-    options: Queue,
+    options: QueueCommand,
     peak: int,
 ) -> dict[str, Any]:
     begun = answers[0].submitted

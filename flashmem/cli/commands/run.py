@@ -20,7 +20,7 @@ from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import is_bundle
 from flashmem.bundle.shape_variants import list_text, port_shapes, which_fits
-from flashmem.cli.calls.models import Run
+from flashmem.cli.calls.models import RunCommand
 from flashmem.cli.commands.compiling import open_bundle, within_process
 from flashmem.cli.commands.file_inputs import MadeInputs, made_inputs
 from flashmem.cli.commands.plan_summary import summary
@@ -55,7 +55,7 @@ class Outcome:
     process_limit: int | None = None
 
 
-def run_model(options: Run) -> None:
+def run_model(options: RunCommand) -> None:
     """Run the model, a bundle or an ONNX file, and print the report.
 
     Raises:
@@ -85,7 +85,7 @@ def run_model(options: Run) -> None:
         _run_with(shaped, made)
 
 
-def _run_with(options: Run, made: MadeInputs | None) -> None:
+def _run_with(options: RunCommand, made: MadeInputs | None) -> None:
     """Open the bundle, run it on inputs from files, and report."""
     model = options.model
     files = [path for path in (options.input, None if made is None else made.arrays) if path is not None]
@@ -178,7 +178,7 @@ class HandedOver(Mapping[str, NDArray[Any]]):
         return len(self._names)
 
 
-def _run(bundle: Bundle, inputs: HandedOver, options: Run, *, opened: int) -> Outcome:
+def _run(bundle: Bundle, inputs: HandedOver, options: RunCommand, *, opened: int) -> Outcome:
     asked = {**options.of_session, "trace": options.traced, "prepare": options.repeat > 1}
     if not is_bundle(options.model):
         asked.pop("budget", None)  # a model compiled now has it in the bundle
@@ -233,7 +233,7 @@ def _learn(outcome: Outcome) -> None:
     say(f"planned again from what was measured: {moved} of {len(after.weights)} slices are loaded at another layer")
 
 
-def report_json(outcome: Outcome, options: Run, verification: Verification | None) -> dict[str, Any]:
+def report_json(outcome: Outcome, options: RunCommand, verification: Verification | None) -> dict[str, Any]:
     """The JSON object of the report. `latency_ms` is for the first run, `warm` the median over the others."""
     first, *later = outcome.reports
     memory = first.memory
@@ -273,7 +273,7 @@ def _warm(later: Sequence[RunReport]) -> float:
     return median(report.latency.exec for report in later)
 
 
-def _print(outcome: Outcome, options: Run, verification: Verification | None) -> None:
+def _print(outcome: Outcome, options: RunCommand, verification: Verification | None) -> None:
     first, *later = outcome.reports
     plan, memory, latency = outcome.bundle.plan, first.memory, first.latency
     peak = max(report.memory.peak_bytes for report in outcome.reports)
@@ -308,7 +308,7 @@ def _print(outcome: Outcome, options: Run, verification: Verification | None) ->
         say(f"the process held {format_size(held_most)}, more than --process-memory {format_size(outcome.process_limit)}")
 
 
-def _print_made(bundle: Bundle, made: MadeInputs, options: Run, classes: Classes | None) -> None:
+def _print_made(bundle: Bundle, made: MadeInputs, options: RunCommand, classes: Classes | None) -> None:
     """Say how files became inputs, which inputs are random, and the likeliest classes."""
     given = set() if options.input is None else set(stored_arrays(options.input))
     random = [port.name for port in bundle.program.inputs if port.name in made.others and port.name not in given]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from flashmem.base.extras import need
 from flashmem.base.streams import say
-from flashmem.cli.calls.models import Serve
+from flashmem.cli.calls.models import ServeCommand
 from flashmem.cli.commands.generate import open_language_model
 from flashmem.runtime.generation.batch import BatchGenerator
 from flashmem.runtime.generation.generator import Generator
 from flashmem.runtime.generation.language_session import language_of, rows_in
 
 
-def serve_model(call: Serve) -> None:
+def serve_model(call: ServeCommand) -> None:
     """Serve a bundle or a GGUF file until the process is interrupted.
 
     Raises:

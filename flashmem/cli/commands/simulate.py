@@ -13,7 +13,7 @@ from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import is_bundle
 from flashmem.bundle.shape_variants import port_shapes
-from flashmem.cli.calls.models import Simulate
+from flashmem.cli.calls.models import SimulateCommand
 from flashmem.cli.commands.compiling import open_bundle
 from flashmem.cli.commands.plan_summary import summary
 from flashmem.cli.commands.plan_zoo import ZooPlan, plan_architecture
@@ -71,7 +71,7 @@ class _Simulated:
     prediction: Prediction
 
 
-def simulate_model(options: Simulate) -> None:
+def simulate_model(options: SimulateCommand) -> None:
     """Simulate `model`, a bundle, an ONNX file or `zoo:NAME`, on a descriptor, and print the prediction.
 
     Raises:
@@ -112,7 +112,7 @@ def _draw(path: Path, prediction: Prediction, title: str) -> None:
         write_prediction(path, title, prediction)
 
 
-def _subject(options: Simulate) -> _Subject:
+def _subject(options: SimulateCommand) -> _Subject:
     """The subject of the simulation: a bundle on any device, or a new plan for the requested device and strategy."""
     model = options.model
     if is_bundle(model):
@@ -122,7 +122,7 @@ def _subject(options: Simulate) -> _Subject:
     return _Subject.of_bundle(open_bundle(model, options))
 
 
-def _simulate(subject: _Subject, mode: str, budget: int | None, strategy: Strategy, options: Simulate) -> _Simulated:
+def _simulate(subject: _Subject, mode: str, budget: int | None, strategy: Strategy, options: SimulateCommand) -> _Simulated:
     program, plan, descriptor = subject.program, subject.plan, subject.descriptor
     chosen = choose_mode(descriptor, mode, path=program.memory_path, planned=subject.mode, strategy=strategy)
     layout = layout_for(program, plan, chosen, strategy, shares_memory=descriptor.shares_memory)
@@ -139,7 +139,7 @@ def _simulate(subject: _Subject, mode: str, budget: int | None, strategy: Strate
     return _Simulated(subject, chosen, strategy, simulate(scenario, limit))
 
 
-def prediction_json(simulated: _Simulated, options: Simulate) -> dict[str, Any]:
+def prediction_json(simulated: _Simulated, options: SimulateCommand) -> dict[str, Any]:
     """The JSON object of the prediction, with the keys of `flashmem run` that a prediction has."""
     prediction, program = simulated.prediction, simulated.subject.program
     latency, memory = prediction.report.latency, prediction.report.memory
@@ -168,12 +168,12 @@ def prediction_json(simulated: _Simulated, options: Simulate) -> dict[str, Any]:
     }
 
 
-def _title(simulated: _Simulated, options: Simulate) -> str:
+def _title(simulated: _Simulated, options: SimulateCommand) -> str:
     subject = simulated.subject
     return f"{subject.title} on {subject.descriptor.name}, {simulated.strategy}, mode {simulated.mode}, file {options.disk}"
 
 
-def _print(simulated: _Simulated, options: Simulate) -> None:
+def _print(simulated: _Simulated, options: SimulateCommand) -> None:
     prediction, descriptor = simulated.prediction, simulated.subject.descriptor
     latency, memory = prediction.report.latency, prediction.report.memory
     budget = "no budget" if memory.budget_bytes is None else f"budget {format_size(memory.budget_bytes)}"

@@ -13,7 +13,7 @@ from flashmem.base.files import check_target
 from flashmem.base.streams import say
 from flashmem.base.types import Precision
 from flashmem.base.units import parse_shape, parse_size
-from flashmem.cli.calls.devices import Sweep
+from flashmem.cli.calls.devices import SweepCommand
 from flashmem.cli.commands.temporary_cache import have_cache
 from flashmem.cli.output.console import ProgressCallback, progress
 from flashmem.request.limits import Limits
@@ -23,7 +23,7 @@ from flashmem.tools.sweep.results import ResultFile, read_rows
 from flashmem.tools.zoo.names import architecture
 
 
-def grid_of(options: Sweep) -> Grid:
+def grid_of(options: SweepCommand) -> Grid:
     """The axes of the grid. Raises UserError for invalid text."""
     if options.m_peak is None and options.budget is None:
         raise UserError("a sweep needs limits; give --m-peak 64MB,128MB,... or --budget 64MB,128MB,...")
@@ -57,7 +57,7 @@ def grid_of(options: Sweep) -> Grid:
     )
 
 
-def sweep(options: Sweep) -> None:
+def sweep(options: SweepCommand) -> None:
     """Compute the points that the file lacks, append a row for each, and draw the plots.
 
     Raises:
@@ -83,7 +83,7 @@ def sweep(options: Sweep) -> None:
         raise RunError(f"{len(failed)} of {len(pending)} points could not be measured, the first because {failed[0]}")
 
 
-def _do(pending: list[Point], file: ResultFile, options: Sweep) -> list[str]:
+def _do(pending: list[Point], file: ResultFile, options: SweepCommand) -> list[str]:
     """Compute the points; returns the reasons why some could not be measured."""
     with progress("sweeping") as report:
         work = _Work(pending, file, report)
@@ -131,7 +131,7 @@ def _refuse_early(work: _Work) -> None:
         target_of(points[0])
 
 
-def _simulate(work: _Work, options: Sweep) -> None:
+def _simulate(work: _Work, options: SweepCommand) -> None:
     from flashmem.tools.sweep.points import simulated
     from flashmem.tools.sweep.subjects import subject_of
 
@@ -172,7 +172,7 @@ def _measure(work: _Work, runs: int) -> list[str]:
     return failed
 
 
-def _conclude(options: Sweep) -> None:
+def _conclude(options: SweepCommand) -> None:
     rows = read_rows(options.output)
     infeasible = sum(row["status"] == "infeasible" for row in rows)
     say(f"{len(rows)} points in {options.output}" + (f", {infeasible} of them infeasible" if infeasible else ""))

@@ -7,13 +7,13 @@ from pathlib import Path
 from flashmem.base.errors import UserError
 from flashmem.base.extras import offline_half
 from flashmem.base.streams import say
-from flashmem.cli.calls.devices import Tune
+from flashmem.cli.calls.devices import TuneCommand
 from flashmem.cli.output.console import progress
 
 FAMILIES = ("matmul", "conv", "matmul_dynamic", "attention", "reduce_rows")
 
 
-def tune_device(call: Tune) -> Path:
+def tune_device(call: TuneCommand) -> Path:
     """Tune a device with a progress bar. Returns the path of the descriptor that names the tuning database.
 
     Raises:

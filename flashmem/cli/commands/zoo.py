@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import cast
 
 from flashmem.base.streams import say
-from flashmem.cli.calls.devices import ExportZoo
+from flashmem.cli.calls.devices import ExportZooCommand
 from flashmem.cli.output.console import print_table
 from flashmem.tools.zoo.export import Exporter, export
 from flashmem.tools.zoo.models import find, names
@@ -21,7 +21,7 @@ def list_models() -> None:
     print_table(("name", "input", "paper's", "what"), rows)
 
 
-def export_model(call: ExportZoo) -> Path:
+def export_model(call: ExportZooCommand) -> Path:
     """Write `model.onnx`, example inputs and notes into the output folder. Raises as `flashmem.tools.zoo.export.export`."""
     model = find(call.name)
     say(f"exporting {call.name} with PyTorch, {call.size or model.default_size} {model.size_means}")

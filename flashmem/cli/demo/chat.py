@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from flashmem.base.errors import UserError
-from flashmem.cli.calls.models import Generate
+from flashmem.cli.calls.models import GenerateCommand
 from flashmem.cli.commands.generate import generate_text
 
 PROMPT = "What is the capital of Japan?"
@@ -23,7 +23,7 @@ def run_demo(prompt: str | None, *, budget: int | None, device: str) -> None:
         UserError: the model is not installed, or `budget` is too small.
         RunError: a run failed.
     """
-    asked = Generate(find_model(), prompt or PROMPT, device=device, budget=budget or _BUDGET, max_length=_TOKENS)
+    asked = GenerateCommand(find_model(), prompt or PROMPT, device=device, budget=budget or _BUDGET, max_length=_TOKENS)
     generate_text(asked)
 
 

@@ -26,7 +26,7 @@ from flashmem.cli.commands.compiling import compile_apart
 from flashmem.cli.commands.temporary_cache import have_cache
 from flashmem.cli.demo import ocr
 from flashmem.cli.output.console import out, print_table, waiting
-from flashmem.request.request import Request
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.session import Session
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def run_demo(image: Path | None, *, budget: int | None, device: str) -> None:
     models = ocr.find_models()
     page = open_image(image) if image else _drawn_and_kept()
     bundles = [
-        compile_apart(model, Request(device=device, budget=budget or _BUDGET, shapes={_INPUT: shape}))
+        compile_apart(model, BundleRequest(device=device, budget=budget or _BUDGET, shapes={_INPUT: shape}))
         for model, shape in ((models.detector, ocr.DETECTOR_SHAPE), (models.recogniser, ocr.LINE_SHAPE))
     ]
     alphabet = ocr.read_alphabet(models.recogniser)

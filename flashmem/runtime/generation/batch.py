@@ -30,7 +30,7 @@ from flashmem.base.interrupts import held_back
 from flashmem.base.threads import Thread, call_each, started
 from flashmem.bundle.language import BATCH_TOKENS, CANDIDATES, IDS, LOGITS, TEMPERATURE, TOTAL
 from flashmem.request.description import initialised_by
-from flashmem.request.opening import GeneratorCall, Opening
+from flashmem.request.opening import GeneratorCall, SessionRequest
 from flashmem.runtime.generation.candidates import Candidates, rows_of
 from flashmem.runtime.generation.generated_text import GeneratedText, GenerationReport
 from flashmem.runtime.generation.language_session import language_of, rows_in
@@ -193,7 +193,7 @@ class BatchGenerator:
         """
         if call.draft is not None:
             raise UserError("a batch makes no drafts; leave the draft model out, or open a Generator for one request at a time")
-        opening = call.given_as(Opening)
+        opening = call.given_as(SessionRequest)
         made = bundle_for(call.bundle, opening, build=True)
         self.language, count = language_of(made), rows_in(made)
         if count == 1:

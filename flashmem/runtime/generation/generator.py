@@ -12,7 +12,7 @@ from typing import Self, Unpack
 from flashmem.base.errors import RunError, UserError
 from flashmem.bundle.bundle import Bundle
 from flashmem.request.description import initialised_by
-from flashmem.request.opening import GeneratorCall, Opening
+from flashmem.request.opening import GeneratorCall, SessionRequest
 from flashmem.runtime.generation.conversation import Message, model_key, read_conversation, write_conversation
 from flashmem.runtime.generation.draft_model import DraftModel, check_same_tokens, needed_bytes
 from flashmem.runtime.generation.generated_text import GeneratedText, GenerationReport
@@ -41,12 +41,12 @@ class Generator:
         self._draft, self._draft_bytes = None, 0
         if call.draft is not None and call.process_memory is not None:
             raise UserError("the process memory is for one model; give a budget for a model with a draft")
-        opening = call.given_as(Opening)
+        opening = call.given_as(SessionRequest)
         with ExitStack() as opened:
             if call.draft is not None:
                 draft = call.draft if isinstance(call.draft, Bundle) else Bundle.open(call.draft)
                 self._draft_bytes = needed_bytes(draft, call.device)
-                small = Opening(device=call.device, budget=self._draft_bytes)
+                small = SessionRequest(device=call.device, budget=self._draft_bytes)
                 self._draft = opened.enter_context(LanguageSession(draft, small))
                 if call.budget is not None:
                     opening = opening.replace(budget=max(0, call.budget - self._draft_bytes))

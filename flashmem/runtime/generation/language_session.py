@@ -14,7 +14,7 @@ from flashmem.base.errors import UserError
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import CANDIDATES, IDS, LOGITS, TEMPERATURE, TOTAL, Language
 from flashmem.program.program import Program
-from flashmem.request.opening import Opening
+from flashmem.request.opening import SessionRequest
 from flashmem.runtime.generation.candidates import Candidates, rows_of
 from flashmem.runtime.request.models import bundle_for
 from flashmem.runtime.session import Session
@@ -29,7 +29,7 @@ class LanguageSession:
     `cached`: the tokens in its cache. `temperature`: of the sums in candidates, a normal float32 above 0.
     """
 
-    def __init__(self, bundle: Bundle | str | Path, opening: Opening) -> None:
+    def __init__(self, bundle: Bundle | str | Path, opening: SessionRequest) -> None:
         """Open a session.
 
         Raises:

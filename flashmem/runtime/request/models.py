@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from flashmem.base.errors import UserError
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import is_language_folder
-from flashmem.request.opening import Opening
+from flashmem.request.opening import SessionRequest
 
 if TYPE_CHECKING:
     import onnx
@@ -30,7 +30,7 @@ def is_model(given: Any) -> TypeGuard[str | Path | bytes | onnx.ModelProto]:
     return isinstance(given, bytes | bytearray | memoryview) or type(given).__name__ == "ModelProto"
 
 
-def bundle_for(given: Any, opening: Opening, *, build: bool) -> Bundle:
+def bundle_for(given: Any, opening: SessionRequest, *, build: bool) -> Bundle:
     """The bundle that `given` is, names by its path, or is compiled to, as `opening` asks. `build`: build its kernels then, in
     child processes.
 

@@ -24,7 +24,7 @@ from flashmem.compiler.lowering.program import Generated
 from flashmem.compiler.options import Options
 from flashmem.planning.planner import make_plan
 from flashmem.program.program import Program
-from flashmem.request.request import Request
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.request.options import device_here
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor
@@ -121,7 +121,7 @@ def _packed(subject: Subject, planned: _Planned) -> Iterator[Path]:
 def _planned(subject: Subject, point: Point) -> tuple[dict[str, Cell], _Planned | None]:
     """The plan of a point and the columns that describe it; None if no plan exists."""
     row: dict[str, Cell] = dict(point.cells()) | dict.fromkeys(RESULTS)
-    request = Request(
+    request = BundleRequest(
         budget=point.budget_bytes,
         m_peak=point.m_peak_bytes,
         chunk=point.chunk_bytes or None,

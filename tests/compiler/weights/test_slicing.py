@@ -39,7 +39,7 @@ from flashmem.program.launches import Launch
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.program.tensors import Slice
 from flashmem.request.limits import Limits
-from flashmem.request.request import Request
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.discovery import list_devices
@@ -100,7 +100,7 @@ def graph_of(rows: int, *products: tuple[int, int]) -> Graph:
 def planned(graph: Graph, device: str, mode: TransferMode | None = None, **limits: Any) -> tuple[Program, OverlapPlan]:
     descriptor = load_descriptor(device)
     mode = mode or descriptor.modes[descriptor.memory_paths[0]][0]
-    made, plan = plan_graph(assign_layouts(decompose(graph)), Options(descriptor, mode, Request(**limits)))
+    made, plan = plan_graph(assign_layouts(decompose(graph)), Options(descriptor, mode, BundleRequest(**limits)))
     return made.program, plan
 
 

@@ -26,7 +26,7 @@ from flashmem.planning.planner import make_plan, planning_instance
 from flashmem.program.launches import Launch
 from flashmem.program.program import Program
 from flashmem.request.limits import Limits
-from flashmem.request.request import Request
+from flashmem.request.request import BundleRequest
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor, Rates
@@ -43,7 +43,7 @@ CHUNK = 256
 @cache
 def program_of(model: str) -> Program:
     options = Options(
-        DeviceDescriptor("made-up", modes={"buffer": MODES}, memory_paths=("buffer",)), "dma", Request(unfusion=False)
+        DeviceDescriptor("made-up", modes={"buffer": MODES}, memory_paths=("buffer",)), "dma", BundleRequest(unfusion=False)
     )
     return plan_graph(read_graph(DATA / model, options), options)[0].program
 
