@@ -10,7 +10,7 @@ from typing import Any, Union, get_args, get_origin
 
 import griffe
 
-from flashmem.request.description import OptionSet
+from flashmem.request.description import Converted, OptionSet
 
 _DECORATORS = {"flashmem.request.description.keywords_of", "flashmem.request.description.initialised_by"}
 
