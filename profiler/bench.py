@@ -31,8 +31,9 @@ from flashmem.runtime.engine.launch_window import LaunchOrders
 from flashmem.runtime.engine.steps import Resources, Step, make_steps
 from flashmem.runtime.kernels.cache import CompiledKernels
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Context, Memory
+from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.device import Device
+from flashmem.runtime.opencl.handles import Buffer, Memory
 from flashmem.runtime.streaming.interleaved import CopyStream, LayerMoves, Move
 from flashmem.schedule.loads import WORD
 from flashmem.target.descriptor import DeviceDescriptor
@@ -89,7 +90,7 @@ class Bench:
         self._pool = self._filled(self._pool_bytes, self._ledger)
         self._programs: dict[str, CompiledKernels] = {}
         self.loads = Loads(self.context, self._ledger, self.path, folder, self._random, descriptor.loader_threads)
-        self._lane: tuple[Memory, Memory, Slice] | None = None
+        self._lane: tuple[Buffer, Memory, Slice] | None = None
         self._references: tuple[Prepared, Prepared] | None = None
 
     def __enter__(self) -> Bench:
@@ -116,7 +117,7 @@ class Bench:
             self._programs[source] = CompiledKernels(self.context, source, options)
         return self._programs[source]
 
-    def _filled(self, nbytes: int, ledger: Ledger) -> Memory:
+    def _filled(self, nbytes: int, ledger: Ledger) -> Buffer:
         """A buffer of ordinary numbers, because zeros or denormals would have unusual timings."""
         buffer = ledger.buffer("weights", nbytes, "a profiling buffer")
         for start in range(0, nbytes, self._random.nbytes):
@@ -139,12 +140,13 @@ class Bench:
         gemm, traffic = (lower_quartile(launch.burst_seconds(_PACE_BURSTS, _PACE_SECONDS)) for launch in self._references)
         return Pace(gemm, traffic)
 
-    def lane(self) -> tuple[Memory, Memory, Slice]:
+    def lane(self) -> tuple[Buffer, Memory, Slice]:
         """The source and the target of copy streams, and the slice that represents the target."""
         if self._lane is None:
             source = self._filled(LANE_BYTES, self._ledger)
             if self.path == "buffer":
-                target, part = self._filled(LANE_BYTES, self._ledger), Slice("lane", "lane", 0, LANE_BYTES)
+                target: Memory = self._filled(LANE_BYTES, self._ledger)
+                part = Slice("lane", "lane", 0, LANE_BYTES)
             else:
                 height = LANE_BYTES // (16 * _LANE_WIDTH)
                 target = self._ledger.image("weights", _LANE_WIDTH, height, "float", "a profiling texture")
@@ -222,7 +224,7 @@ class Prepared:
                 at += -(-size // POOL_ALIGNMENT) * POOL_ALIGNMENT
         return weights, turns
 
-    def _settle_integers(self, arena: Memory) -> None:
+    def _settle_integers(self, arena: Buffer) -> None:
         """Fill the integer tensors that the launch reads with zeros, because they may be indices into a table."""
         names = {str(arg.value) for arg in self._launch.args if arg.kind == "tensor"}
         for tensor in self._program.tensors:

@@ -26,8 +26,9 @@ from contextlib import AbstractContextManager, nullcontext
 from benchmarks.command import Arguments, run_command
 from flashmem.base.units import parse_size
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Context, Memory
+from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.copier import Copier, CopyEvent
+from flashmem.runtime.opencl.handles import Memory
 from flashmem.runtime.opencl.shared_memory import address_of
 from flashmem.runtime.request.options import device_here
 

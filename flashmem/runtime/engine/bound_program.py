@@ -20,7 +20,8 @@ from flashmem.runtime.engine.steps import KernelSource, Resources, Step, make_st
 from flashmem.runtime.engine.weight_store import WeightStore
 from flashmem.runtime.kernels.steady import needed_residents, usable_launches
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Kernel, Memory, Queue
+from flashmem.runtime.opencl.context import Queue
+from flashmem.runtime.opencl.handles import Kernel, Memory
 from flashmem.runtime.streaming.interleaved import needed_slices
 from flashmem.schedule.loads import staying
 from flashmem.schedule.plan import OverlapPlan, PoolLayout

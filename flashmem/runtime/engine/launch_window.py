@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from flashmem.runtime.engine.steps import Step
-from flashmem.runtime.opencl.context import Event, Kernel, Memory, Queue, has_ended, set_memory, wait
+from flashmem.runtime.opencl.context import Queue, has_ended, set_memory, wait
+from flashmem.runtime.opencl.handles import Kernel, LaunchEvent, Memory
 from flashmem.runtime.streaming.loading import Loading
 from flashmem.runtime.streaming.transfer import Transfer
 
@@ -79,11 +80,11 @@ class LaunchWindow:
 
     def __init__(self, spacing: Spacing, orders: LaunchOrders) -> None:
         self._spacing, self._loader = spacing, orders.loader
-        self._flying: deque[tuple[int, Event]] = deque()
+        self._flying: deque[tuple[int, LaunchEvent]] = deque()
         self.last = self._done = orders.done
         self._since = perf_counter()  # when `_done` was complete
 
-    def add(self, layer: int, event: Event) -> None:
+    def add(self, layer: int, event: LaunchEvent) -> None:
         """Launch `layer` is enqueued, and `event` is its event."""
         self._flying.append((layer, event))
         self.last = layer
@@ -146,7 +147,7 @@ class SliceArguments:
         if self._transfer is None or not self._users:
             return
         for name in names:
-            memory = self._transfer.memories[name]
+            memory = self._transfer.memories.get(name)
             if memory is not None and self._set.get(name) is not memory:
                 for kernel, index in self._users.get(name, ()):
                     set_memory(kernel, index, memory)

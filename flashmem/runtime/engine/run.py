@@ -17,7 +17,8 @@ from flashmem.runtime.engine.bound_program import BoundProgram
 from flashmem.runtime.engine.executor import Trace
 from flashmem.runtime.engine.launch_window import LaunchOrders
 from flashmem.runtime.engine.output_values import OutputValue
-from flashmem.runtime.opencl.context import Event, wait
+from flashmem.runtime.opencl.context import wait
+from flashmem.runtime.opencl.handles import Event
 from flashmem.runtime.streaming.loading import Loading
 from flashmem.schedule.loads import Load, Schedule, TimedInterval
 

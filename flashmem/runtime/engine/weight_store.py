@@ -9,7 +9,7 @@ from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.opened import OpenedBundle
 from flashmem.runtime.memory.accounts import Category
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Memory
+from flashmem.runtime.opencl.handles import Memory
 from flashmem.runtime.streaming.transfer import Transfer
 from flashmem.runtime.streaming.transfer_modes import make_transfer
 from flashmem.schedule.loads import Schedule, scheduled, staying

@@ -37,8 +37,9 @@ from flashmem.base.threads import Thread, Waiters, started
 from flashmem.program.kernel_text import joined_texts, kernel_texts, shuffles, uses_tensor_cores
 from flashmem.runtime.kernels.cache_files import ProgramCache, unpacked_entries
 from flashmem.runtime.kernels.required import RequiredKernel, variant
-from flashmem.runtime.opencl.context import CompiledProgram, Context, Kernel
+from flashmem.runtime.opencl.context import CompiledProgram, Context
 from flashmem.runtime.opencl.device import HALF_ARITHMETIC, Device
+from flashmem.runtime.opencl.handles import Kernel
 
 Build = Callable[[Mapping[str, RequiredKernel]], Mapping[str, bytes]]
 """Builds kernels, writes them to the cache, and returns the binaries by key. Raises RunError."""

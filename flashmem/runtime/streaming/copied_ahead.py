@@ -10,8 +10,9 @@ from flashmem.base.types import POOL_ALIGNMENT
 from flashmem.bundle.checksums import checksum
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Bytes, Context, Memory
+from flashmem.runtime.opencl.context import Bytes, Context
 from flashmem.runtime.opencl.copier import Copier, PreparedCopy
+from flashmem.runtime.opencl.handles import Memory
 from flashmem.runtime.opencl.shared_memory import address_of
 from flashmem.runtime.streaming.ahead import AheadRun, Copy, Planned, Read
 from flashmem.runtime.streaming.background_reads import BackgroundReads

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Memory
 from flashmem.runtime.opencl.copier import Copier, PreparedCopy
+from flashmem.runtime.opencl.handles import Buffer, Memory
 from flashmem.runtime.streaming.transfer import in_pool
 from flashmem.schedule.loads import whole_words
 from flashmem.schedule.plan import PoolLayout
@@ -57,16 +58,18 @@ class WeightObjects:
         self.places: dict[str, Memory] = {}
         for part in slices:
             name, offset = memory.place_of[part.name]
-            whole = self._objects[name]
             alone = apart and not offset  # a sub-buffer would take memory of its own (docs/research/opencl-notes.md)
             parted = name in memory.buffers and not alone
-            self.places[part.name] = ledger.part("weights", whole, offset, whole_words(part.file_bytes)) if parted else whole
+            whole, nbytes = self._objects[name], whole_words(part.file_bytes)
+            self.places[part.name] = ledger.part("weights", cast(Buffer, whole), offset, nbytes) if parted else whole
 
     def joined(self, parts: Sequence[Slice]) -> Memory | None:
         """A sub-buffer with all of `parts`, if the slices have the same order there as in the file."""
         name, _ = self._memory.place_of.get(parts[0].name, ("", 0))
+        if name not in self._memory.buffers:
+            return None
         offsets = {each: offset for each, (where, offset) in self._memory.place_of.items() if where == name}
-        return in_pool(self._ledger, self._objects[name], offsets, parts) if name in self._memory.buffers else None
+        return in_pool(self._ledger, cast(Buffer, self._objects[name]), offsets, parts)
 
 
 def prepared_copy(copier: Copier, memory: Memory, part: Slice, first: int, nbytes: int) -> PreparedCopy:

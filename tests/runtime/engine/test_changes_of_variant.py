@@ -15,9 +15,9 @@ from flashmem.runtime.engine.bound_program import BoundProgram
 from flashmem.runtime.generation.generator import Generator
 from flashmem.runtime.memory.accounts import Category
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Memory
 from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.discovery import find_device, list_devices
+from flashmem.runtime.opencl.handles import Memory
 from flashmem.schedule.loads import staying
 from flashmem.target.descriptor import load_descriptor
 from tests.support.chain_model import WIDTH, chained, smallest_budget, write_chain
