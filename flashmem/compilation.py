@@ -26,7 +26,8 @@ from flashmem.compiler.options import Options
 from flashmem.compiler.selection.tuning_database import content_hash
 from flashmem.options import resolve
 from flashmem.planning.limits import read_limits
-from flashmem.schedule.plan import Objective, Strategy, Units
+from flashmem.schedule.objectives import AUTO, STEADY
+from flashmem.schedule.plan import Strategy, Units
 
 if TYPE_CHECKING:
     import onnx
@@ -123,7 +124,7 @@ def read_compilation(
     preload: Sequence[str] = (),
     memory_path: MemoryPath | Literal["auto"] = "auto",
     mode: TransferMode | Literal["auto"] = "auto",
-    objective: Objective | Literal["auto"] = "auto",
+    objective: str = "auto",
     strategy: Strategy = "stream",
     unfusion: bool = True,
     mu: float = 0.1,
@@ -164,8 +165,8 @@ def read_compilation(
         )
     if state_precision is not None and states is None:
         raise UserError("--state-precision is for states, and none is named; name them with --state")
-    if states is not None and objective == "auto":
-        objective = "steady"  # a model is run many times for one answer
+    if states is not None and objective == AUTO:
+        objective = STEADY.name  # a model is run many times for one answer
     limits = read_limits(
         budget=budget, m_peak=m_peak, chunk=chunk, lambda_=lambda_, objective=objective, preload=preload, strategy=strategy,
         unfusion=unfusion, mu=mu, alpha=alpha, units=units, host_budget=host_budget,

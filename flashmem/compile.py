@@ -46,7 +46,7 @@ from flashmem.runtime.kernels.ahead_of_time import BuildRequest, KernelBuilder
 from flashmem.runtime.kernels.ahead_of_time import with_binaries as carrying
 from flashmem.runtime.opencl.device import Device
 from flashmem.schedule.instance import Instance
-from flashmem.schedule.plan import Objective, OverlapPlan, Strategy, Units
+from flashmem.schedule.plan import OverlapPlan, Strategy, Units
 
 if TYPE_CHECKING:
     import onnx
@@ -75,7 +75,7 @@ def compile(
     preload: Sequence[str] = (),
     memory_path: MemoryPath | Literal["auto"] = "auto",
     mode: TransferMode | Literal["auto"] = "auto",
-    objective: Objective | Literal["auto"] = "auto",
+    objective: str = "auto",
     strategy: Strategy = "stream",
     unfusion: bool = True,
     mu: float = 0.1,

@@ -11,11 +11,12 @@ from typing import Annotated
 import typer
 
 from flashmem.cli.commands.options import (
+    AUTO_OBJECTIVE,
     Device,
     Disk,
     Json,
     Mode,
-    Objective,
+    ObjectiveName,
     Shape,
 )
 
@@ -169,8 +170,8 @@ def sweep(
     chunk: Annotated[str, typer.Option(metavar="SIZE", help="Unit of transfer (S).")] = "auto",
     shape: Shape = None,
     objective: Annotated[
-        Objective, typer.Option(help="The first answer (auto), later runs, or the paper's sum.")
-    ] = Objective.AUTO,
+        ObjectiveName, typer.Option(help="The first answer (auto), later runs, or the paper's sum.")
+    ] = AUTO_OBJECTIVE,
     mode: Annotated[Mode, typer.Option(help="How weights are transferred.")] = Mode.AUTO,
     disk: Annotated[Disk, typer.Option(help="Whether the weight file is in the page cache.")] = Disk.CACHED,
     measured: Annotated[bool, typer.Option("--measured/--simulated", help="Run every point, or predict it.")] = False,

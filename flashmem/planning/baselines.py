@@ -18,23 +18,23 @@ i_w, in separate launches before the layer's kernel. So no transfer mode hides a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 
 import numpy as np
 
 from flashmem.base.errors import BudgetError
 from flashmem.planning.arithmetic.assemble import assemble
-from flashmem.planning.arithmetic.clock import Moves, clock_of, unlimited_seconds
+from flashmem.planning.arithmetic.clock import Moves, clock_of
 from flashmem.planning.arithmetic.measure import Measure
 from flashmem.planning.arithmetic.release_times import held_bytes
-from flashmem.planning.budget import largest_within, plan_within
-from flashmem.planning.latency.first_answer import first_plan, forced_preload, late_moves, least_in_use, smallest_m_peak
+from flashmem.planning.budget import largest_within
+from flashmem.planning.latency.first_answer import forced_preload, late_moves, least_in_use, smallest_m_peak
 from flashmem.program.program import Program
 from flashmem.schedule.instance import Instance, WeightSpec
+from flashmem.schedule.objectives import FIRST
 from flashmem.schedule.plan import OverlapPlan, Strategy
 
 
@@ -145,11 +145,11 @@ class Baseline:
         releases, moves = self._read_and_move(instance, chosen)
         seconds = clock_of(instance, releases, moves).seconds
         plan = assemble(
-            instance, chosen, releases, moves, kind="first", lambda_=self.lambda_, objective=seconds, bound=0.0,
+            instance, chosen, releases, moves, kind=FIRST, lambda_=self.lambda_, objective=seconds, bound=0.0,
             bound_scope="resident-set", tier="greedy", started=begun, base=self.least_preload(instance), asked=self.asked,
             notes=(f"reads as strategy {self.strategy} does{note}",),
         )  # fmt: skip
-        return replace(plan, strategy=self.strategy)
+        return replace(plan, strategy=self.strategy, member=self.strategy)
 
     def _read_and_move(self, instance: Instance, preload: frozenset[str]) -> tuple[dict[str, int], Moves]:
         """Release times and moves. Mode `interleave` uses the largest part of M_peak that leaves enough room for staging."""
@@ -272,79 +272,3 @@ def _most_that_fit(names: Sequence[str], fits: Callable[[frozenset[str]], bool])
         else:
             high = middle - 1
     return frozenset(names[:low])
-
-
-def fastest(instance: Instance, operators: Sequence[WeightedOperator], preload: frozenset[str], lambda_: float) -> OverlapPlan:
-    """The plan with the earliest first answer inside M_peak: the planner's, or a baseline's if the clock predicts it faster.
-
-    The planner's plan is the fastest one that reads whole slices in order of use. A different order can gain a little: where a
-    slice does not fit yet, a smaller slice of a later layer may fit. Baselines do not support lambda, so they compete only at
-    lambda 0.
-    """
-    best = first_plan(instance, preload, lambda_=lambda_)
-    if lambda_:
-        return best
-    asked = [Baseline(strategy, operators, preload, lambda_) for strategy in _RIVALS[:2]]
-    return _soonest(instance, best, [partial(baseline.plan, instance) for baseline in asked])
-
-
-def fastest_within(
-    instance: Instance,
-    operators: Sequence[WeightedOperator],
-    budget: int,
-    measure: Measure,
-    preload: frozenset[str],
-    lambda_: float,
-    *,
-    fixed: int = 0,
-    counts_w: bool = True,
-) -> OverlapPlan:
-    """The plan with the earliest first answer within a budget, which also covers staging and the unused bytes of a layout.
-
-    A weight of W causes less of both, so resident-first is a candidate if the budget `counts_w`. If the layout leaves so many
-    bytes unused that the planner's own plan does not fit, use a candidate that fits. `fixed`: bytes of the budget that no plan
-    changes.
-
-    Raises:
-        BudgetError: no plan fits; the error names the smallest budget that works.
-    """
-    asked = [Baseline(strategy, operators, preload, lambda_, fixed) for strategy in (_RIVALS if counts_w else _RIVALS[:2])]
-    candidates = [partial(baseline.within, instance, budget, measure) for baseline in asked]
-    try:
-        best, inside = plan_within(instance, budget, measure, preload=preload, lambda_=lambda_)
-    except BudgetError as refused:
-        return _of_those_that_fit(candidates, refused)
-    return best if lambda_ else _soonest(inside, best, candidates)
-
-
-_RIVALS: tuple[Strategy, ...] = ("next-operator", "same-op", "resident-first")
-"""Baselines whose plans keep C0 and C1 as the planner's do. Always-next is omitted: it is next-operator with less depth."""
-
-_TIE = 1e-6
-
-
-def _of_those_that_fit(candidates: Iterable[Callable[[], OverlapPlan]], refused: BudgetError) -> OverlapPlan:
-    """The plan of the fastest candidate that fits. If none fits, raise the error that names the smallest budget."""
-    plans = []
-    for candidate in candidates:
-        try:
-            plans.append(candidate())
-        except BudgetError as error:
-            refused = min(refused, error, key=lambda error: error.smallest_bytes)
-    if not plans:
-        raise refused
-    best = min(plans, key=lambda plan: plan.objective)
-    return replace(best, strategy="stream", notes=(*best.notes, "which fits where the planner's own does not"))
-
-
-def _soonest(instance: Instance, best: OverlapPlan, candidates: Iterable[Callable[[], OverlapPlan]]) -> OverlapPlan:
-    if best.objective <= unlimited_seconds(instance, {w.name for w in best.weights if w.preload}) * (1 + _TIE):
-        return best  # the plan's memory has no cost
-    for candidate in candidates:
-        try:
-            plan = candidate()
-        except BudgetError:
-            continue
-        if plan.objective < best.objective * (1 - _TIE):
-            best = replace(plan, strategy="stream", notes=(*plan.notes, "which is predicted to answer first"))
-    return best

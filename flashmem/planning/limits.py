@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 from flashmem.base.errors import UserError
 from flashmem.base.units import parse_size
-from flashmem.schedule.plan import Objective, Strategy, Units
+from flashmem.schedule.objectives import AUTO, FIRST, KINDS
+from flashmem.schedule.plan import Strategy, Units
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits and options of a plan; sizes are in bytes. `objective` "auto" means "first".
+    """Limits and options of a plan; sizes are in bytes. `objective`: a name of `KINDS`; "auto" means the first answer.
 
-    `lambda_` weighs latency (0) against memory (1). None means 0.9, the paper's value, for objective "paper", and 0, the
-    fastest plan, for the others.
+    `lambda_` weighs latency (0) against memory (1). None means the default of the objective: 0, the fastest plan, or the
+    paper's 0.9 for its objective.
 
     `chunk` is S. None means the largest size that gives the median reusable layer at least four chunks. `units`: the units of
     the paper's objective. `host_budget`: that of sessions on a device with memory of its own. `strategy`: "stream" selects the
@@ -34,7 +35,7 @@ class Limits:
     m_peak: int | None = None
     chunk: int | None = None
     lambda_: float | None = None
-    objective: Objective | Literal["auto"] = "auto"
+    objective: str = AUTO
     preload: tuple[str, ...] = ()
     strategy: Strategy = "stream"
     unfusion: bool = True
@@ -53,27 +54,22 @@ class Limits:
         for name, value in (("mu", self.mu), ("alpha", self.alpha)):
             if not value >= 0:
                 raise UserError(f"{name} {value} is not a number of 0 or more; leave it out for 0.1")
-        objectives = ("auto", *get_args(Objective))
-        if self.objective not in objectives:
-            raise UserError(f"objective {self.objective!r} is unknown; name one of: {', '.join(objectives)}")
+        if self.objective not in (AUTO, *KINDS):
+            raise UserError(f"objective {self.objective!r} is unknown; name one of: {', '.join((AUTO, *KINDS))}")
         if self.units not in get_args(Units):
             raise UserError(f"units {self.units!r} are unknown; name one of: {', '.join(get_args(Units))}")
         if self.strategy not in get_args(Strategy):
             raise UserError(f"strategy {self.strategy!r} is unknown; name one of: {', '.join(get_args(Strategy))}")
 
     @property
-    def resolved_objective(self) -> Objective:
+    def resolved_objective(self) -> str:
         """The objective that was named; "auto" resolves to a concrete one."""
-        if self.objective != "auto":
-            return self.objective
-        return "first"
+        return FIRST.name if self.objective == AUTO else self.objective
 
     @property
     def resolved_lambda(self) -> float:
         """The given lambda, or the default of the objective."""
-        if self.lambda_ is not None:
-            return self.lambda_
-        return 0.9 if self.resolved_objective == "paper" else 0.0
+        return KINDS[self.resolved_objective].lambda_ if self.lambda_ is None else self.lambda_
 
 
 def read_limits(
@@ -82,7 +78,7 @@ def read_limits(
     m_peak: int | str | None = None,
     chunk: int | str | None = Limits.chunk,
     lambda_: float | None = Limits.lambda_,
-    objective: Objective | Literal["auto"] = Limits.objective,
+    objective: str = Limits.objective,
     preload: Sequence[str] = Limits.preload,
     strategy: Strategy = Limits.strategy,
     unfusion: bool = Limits.unfusion,

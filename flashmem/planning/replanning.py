@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from flashmem.base.types import TransferMode
-from flashmem.planning.arithmetic.measure import Measure
+from flashmem.planning.arithmetic.measure import session_measure
 from flashmem.planning.budget import plan_within, roomiest, with_staging_that_fits
 from flashmem.planning.latency.first_answer import first_plan, judged, smallest_m_peak
 from flashmem.planning.latency.later_runs import ladder, leanest, serving_later_runs, with_kept
@@ -20,7 +20,6 @@ from flashmem.program.program import Program, fixed_bytes
 from flashmem.schedule.check import check
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan
-from flashmem.schedule.residency import session_bytes
 
 _NEAR = 8
 """A part (divisor) of the budget too small to justify another plan: with less memory, a plan needs more time."""
@@ -38,7 +37,7 @@ def plan_again(
     """
     if budget is None:
         return _sealed(program, instance, mode, first_plan(instance, preload, quick=True), None)
-    measure = _measure(program, mode)
+    measure = session_measure(program, mode)
 
     def within(staged: Instance) -> OverlapPlan:
         return plan_within(staged, budget, measure, preload=preload, lambda_=0.0, quick=True)[0]
@@ -65,15 +64,7 @@ def smallest_budget(program: Program, instance: Instance, mode: TransferMode, pr
     """The least budget, in bytes, for which `plan_again` finds a plan."""
     instance = staged_least(instance)
     instance = replace(instance, m_peak=max(1, smallest_m_peak(instance, preload)[0]))
-    return _measure(program, mode)(first_plan(instance, preload, quick=True))
-
-
-def _measure(program: Program, mode: TransferMode) -> Measure:
-    def measure(plan: OverlapPlan) -> int:
-        layout = lay_out_pools(program.slices, plan, [mode], page_bytes=program.page_bytes)[mode]
-        return session_bytes(program, layout, shares_memory=plan.shares_memory)
-
-    return measure
+    return session_measure(program, mode)(first_plan(instance, preload, quick=True))
 
 
 def _sealed(program: Program, instance: Instance, mode: TransferMode, plan: OverlapPlan, budget: int | None) -> OverlapPlan:

@@ -12,13 +12,20 @@ from dataclasses import dataclass, replace
 from math import sqrt
 
 from flashmem.base.errors import BudgetError
+from flashmem.base.types import TransferMode
 from flashmem.planning.arithmetic.measure import Measure
 from flashmem.planning.budget import plan_within
 from flashmem.planning.latency.first_answer import first_plan, forced_preload, smallest_m_peak
 from flashmem.planning.latency.later_runs import OWN_WORTH, by_cache_and_disk, keeping, ladder, read_early, with_kept
+from flashmem.planning.limits import Limits
+from flashmem.planning.objectives.registry import objective_of
+from flashmem.planning.planner import planning_instance, sealed
+from flashmem.planning.problem import Problem
+from flashmem.program.program import Program
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.loads import staying
-from flashmem.schedule.plan import Objective, OverlapPlan
+from flashmem.schedule.plan import OverlapPlan
+from flashmem.target.descriptor import DeviceDescriptor
 
 TOGETHER_WORTH = 0.1
 """The share of a later run that the same weights in all variants may cost any of them. A change between variants that keep
@@ -37,11 +44,11 @@ class VariantProblem:
     measure: Measure
 
 
-def plan_together(variants: Sequence[VariantProblem], budget: int, objective: Objective) -> list[OverlapPlan] | None:
+def plan_together(variants: Sequence[VariantProblem], budget: int, *, answers_first: bool) -> list[OverlapPlan] | None:
     """Plans of all `variants` within `budget` bytes that keep the same weights; None if their own ones do, or none is good
     enough.
 
-    Each later run takes at most the share `TOGETHER_WORTH` longer than that of the variant's own plan. For objective "first",
+    Each later run takes at most the share `TOGETHER_WORTH` longer than that of the variant's own plan. With `answers_first`,
     each first answer is at most the share `OWN_WORTH` after the earliest, or not after that of its own plan. Of several, those
     with the least sum of later runs over the own plans' are returned.
     """
@@ -58,7 +65,7 @@ def plan_together(variants: Sequence[VariantProblem], budget: int, objective: Ob
         made = _with_common(variants, plans, budget, leader)
         if made is None:
             continue
-        if objective == "first":
+        if answers_first:
             made = [read_early(each.instance, plan) for each, plan in zip(variants, made, strict=True)]
             soonest = [min(plan.objective for plan in several) for several in rooms]
             pairs = zip(variants, made, soonest, strict=True)
@@ -113,3 +120,34 @@ def _with_common(
 
 def _keeping_all(plan: OverlapPlan, names: Collection[str]) -> OverlapPlan:
     return keeping(plan, {w.name for w in plan.weights if w.name in names and not w.preload})
+
+
+def planned_together(
+    variants: Sequence[tuple[Program, OverlapPlan]], descriptor: DeviceDescriptor, mode: TransferMode, limits: Limits
+) -> list[OverlapPlan]:
+    """The checked plans of shape variants of one bundle that keep the same weights, if they can.
+
+    Their own plans otherwise, and for first answers where memory is shared.
+    `variants`: each program, and the plan that it has alone.
+    """
+    objective, plans = objective_of(limits.resolved_objective), [plan for _, plan in variants]
+    answers_first = objective.kind.value == "first run"
+    if limits.budget is None or limits.strategy != "stream" or not objective.serves_later_runs:
+        return plans
+    if descriptor.shares_memory and answers_first:
+        return plans
+    threads, piece = min(plan.loader_threads for plan in plans), min(plan.piece_bytes for plan in plans)
+    problems = []
+    for program, plan in variants:
+        instance = planning_instance(program, descriptor, mode, replace(limits, chunk=plan.chunk_bytes))
+        problems.append(Problem(replace(instance, piece_bytes=piece, loader_threads=threads), program, mode, limits))
+    alone = [VariantProblem(each.instance, plan, each.in_all) for each, plan in zip(problems, plans, strict=True)]
+    made = plan_together(alone, limits.budget, answers_first=answers_first)
+    if made is None:
+        return plans
+    checked = []
+    for problem, own, plan in zip(problems, plans, made, strict=True):
+        judged = objective.judged(problem, plan)
+        noted = replace(judged, notes=(*judged.notes, *(note for note in own.notes if note not in judged.notes)))
+        checked.append(sealed(problem, noted))
+    return checked

@@ -82,7 +82,7 @@ class _Judge:
             return Reason(w.name, "first-layer", 0, "used by layer 1, which has no layer before it to load it")
         if w.name in self.asked:
             return Reason(w.name, "asked", 0, "requested with --preload")
-        if self.plan.objective_kind != "paper":  # other objectives preload no further weights: it gains them nothing
+        if self.plan.kind.in_seconds:  # other objectives preload no further weights: it gains them nothing
             return Reason(w.name, "resident-first", 0, "strategy resident-first fills the budget with weights")
         if w.nbytes > self.plan.m_peak:
             return Reason(w.name, "too-large", 0, f"its {w.nbytes} bytes are more than M_peak")

@@ -100,14 +100,14 @@ def _check_pinned(plan: OverlapPlan, instance: Instance) -> None:
 
 
 def _check_capacities(plan: OverlapPlan, instance: Instance) -> None:
-    """Check the plan's capacities. For the paper's objective check C3, and that only a relaxing tier has raised a C_l."""
+    """Check the plan's capacities. For a weighted sum check C3, and that only a relaxing tier has raised a C_l."""
     if len(plan.capacities) != len(instance.layers):
         raise PlanViolation("C3", f"{len(plan.capacities)} capacities for {len(instance.layers)} layers")
     for layer, (stated, spec) in enumerate(zip(plan.capacities, instance.layers, strict=True), start=1):
         if stated != spec.capacity:
             raise PlanViolation("C3", f"layer {layer} has capacity {stated}, the problem says {spec.capacity}")
     allowed = list(plan.capacities)
-    if plan.objective_kind != "paper":  # C_l does not limit it: `_check_seconds` counts the bytes moved during each layer
+    if plan.kind.in_seconds:  # C_l does not limit it: `_check_seconds` counts the bytes moved during each layer
         if plan.relaxed:
             raise PlanViolation("C3", f"a plan for {plan.objective_kind!r} relaxes C_l, which does not bind it")
         return
@@ -127,9 +127,9 @@ def _check_capacities(plan: OverlapPlan, instance: Instance) -> None:
 
 
 def _check_objective(plan: OverlapPlan) -> None:
-    """Recompute the paper's objective. For others, check that value, bound and gap agree; `_check_seconds` does the rest."""
+    """Recompute a weighted sum. For others, check that value, bound and gap agree; `_check_seconds` does the rest."""
     tolerance = 1e-6 * abs(plan.objective) + 1e-12
-    if plan.objective_kind == "paper":
+    if not plan.kind.in_seconds:
         preloaded = sum(w.chunks for w in plan.weights if w.preload)
         distance = sum(w.first_use - w.moves[0][0] for w in plan.weights if not w.preload)
         value = plan.lambda_ * preloaded + (1 - plan.lambda_) * distance
@@ -144,10 +144,9 @@ def _check_objective(plan: OverlapPlan) -> None:
 
 def _check_seconds(plan: OverlapPlan, instance: Instance) -> None:
     """Recompute an objective in seconds, from the release times and the bytes moved during each layer."""
-    if plan.objective_kind == "paper":
+    if not plan.kind.in_seconds:
         return
-    later = plan.objective_kind == "steady"
-    seconds = _seconds(plan, instance, later=later)
+    seconds = _seconds(plan, instance, later=plan.kind.value == "later run")
     if abs(seconds - plan.objective) > 1e-6 * abs(plan.objective) + 1e-12:
         raise PlanViolation("objective", f"the plan takes {seconds} s, its objective is {plan.objective}")
 

@@ -8,22 +8,12 @@ needs the standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from flashmem.base.types import Channel, TransferMode
 from flashmem.program.tensors import Slice
-
-Objective = Literal["first", "steady", "paper"]
-"""The objective to minimise: the first answer, later runs within the same memory, or the paper's weighted sum."""
-
-OBJECTIVE_NAMES: Mapping[Objective, str] = {
-    "first": "the first answer",
-    "steady": "later runs",
-    "paper": "the paper's objective",
-}
-"""Descriptions of the objectives."""
+from flashmem.schedule.objectives import KINDS, ObjectiveKind
 
 Units = Literal["share", "printed"]
 """Units of the paper's objective. "share": shares of all chunks and of all layers, which do not depend on S. "printed": chunks
@@ -42,7 +32,10 @@ BoundScope = Literal["problem", "resident-set"]
 
 Tier = Literal["dynamic-program", "cp-sat", "soft-threshold", "incremental-preload", "greedy"]
 Strategy = Literal["stream", "on-demand", "always-next", "next-operator", "same-op", "resident-first"]
-"""The planner ("stream"), or the baseline for comparison (planning/baselines.py), that made the plan."""
+"""The planner ("stream"), or the baseline for comparison (planning/baselines.py), that was asked for."""
+
+Member = Strategy | Literal["large-resident"]
+"""The member of the planner's portfolio that made a plan: its own ("stream"), its own with large slices in W, or a baseline."""
 
 
 RELAXING_TIERS: frozenset[Tier] = frozenset({"soft-threshold", "incremental-preload", "greedy"})
@@ -209,7 +202,7 @@ class OverlapPlan:
     latency over the latency with no memory limit, minus 1.
     """
 
-    objective_kind: Objective
+    objective_kind: str
     chunk_bytes: int
     m_peak: int
     capacities: tuple[int, ...]
@@ -225,6 +218,7 @@ class OverlapPlan:
     asked: tuple[str, ...] = ()  # weights that the caller requested in W
     layouts: dict[str, PoolLayout] = field(default_factory=dict)  # by transfer mode
     strategy: Strategy = "stream"
+    member: Member = "stream"
     mode: TransferMode = "map"
     relaxed: tuple[tuple[int, int], ...] = ()
     piece_bytes: int = PASSING_BYTES
@@ -232,6 +226,11 @@ class OverlapPlan:
     loader_threads: int = LOADER_THREADS
     shares_memory: bool = True  # host and device, of the plan's device
     bound_within: int | None = None
+
+    @property
+    def kind(self) -> ObjectiveKind:
+        """The objective."""
+        return KINDS[self.objective_kind]
 
     @property
     def prices(self) -> tuple[float, float]:
@@ -244,7 +243,7 @@ class OverlapPlan:
     @property
     def status(self) -> Status:
         """The proven quality. A plan that relaxes a C_l is not a plan of the paper's problem, for any bound."""
-        if (self.objective_kind == "paper" and self.relaxed) or self.bound <= 0 < self.objective:
+        if self.relaxed or self.bound <= 0 < self.objective:
             return "heuristic"
         if self.objective - self.bound > 1e-9 * abs(self.objective):
             return "bounded"
@@ -254,7 +253,7 @@ class OverlapPlan:
     def proof(self) -> str:
         """The status and the objective of the plan as a readable text."""
         proven = f", gap {self.gap:.2%}" if not self.status.startswith("optimal") and self.bound > 0 else ""
-        return f"{self.status} for {OBJECTIVE_NAMES[self.objective_kind]}{proven}"
+        return f"{self.status} for {self.kind.what}{proven}"
 
     @property
     def gap(self) -> float:
@@ -293,6 +292,8 @@ class OverlapPlan:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> OverlapPlan:
         """The plan that `to_json` wrote. Raises KeyError, TypeError or ValueError on anything else."""
+        if data["objective_kind"] not in KINDS:
+            raise ValueError(f"no objective is named {data['objective_kind']!r}")
         weights = tuple(
             PlannedWeight(**{**row, "moves": tuple((int(layer), int(n)) for layer, n in row["moves"])})
             for row in data["weights"]

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 COMMANDS = (
     "flashmem.__main__", "flashmem.cli.plain", "flashmem.runtime.session", "flashmem.runtime.serving.runtime",
     "flashmem.runtime.application.manager", "flashmem.planning.replanning",
+    "flashmem.planning.objectives.first", "flashmem.planning.objectives.steady",
     "flashmem.runtime.kernels.build_worker", "flashmem.tools.learn", "flashmem.cli.commands.bundles",
     "flashmem.cli.commands.devices", "flashmem.cli.commands.doctor", "flashmem.cli.commands.profile",
     "flashmem.cli.commands.run", "flashmem.cli.commands.generate", "flashmem.runtime.generation.generator",

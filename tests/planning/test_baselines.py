@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
-from flashmem.planning.baselines import Baseline, WeightedOperator, fastest, fastest_within
+from flashmem.planning.baselines import Baseline, WeightedOperator
 from flashmem.planning.latency.first_answer import first_plan
 from flashmem.planning.memory.layout import lay_out_pools
+from flashmem.planning.portfolio import fastest, fastest_within
 from flashmem.schedule.check import check
 from flashmem.schedule.instance import Instance, WeightSpec
 from flashmem.schedule.plan import OverlapPlan, PlannedWeight, PlanViolation, Strategy

@@ -17,13 +17,14 @@ from flashmem.planning.latency.bounds import cheapest_pieces, cost_of, fastest_s
 from flashmem.planning.latency.first_answer import first_plan, forced_preload, smallest_m_peak, traced
 from flashmem.planning.latency.later_runs import later_seconds, with_kept
 from flashmem.planning.limits import Limits
+from flashmem.planning.objectives.steady import steady_bound
 from flashmem.planning.opg.lc_opg import solve
-from flashmem.planning.planner import _steady_bound
+from flashmem.planning.problem import Problem
 from flashmem.planning.why import in_flight_bytes
 from flashmem.schedule.check import check
 from flashmem.schedule.instance import Instance, LayerSpec, WeightSpec
 from flashmem.schedule.plan import OverlapPlan
-from tests.support.planning_instances import instances, layers_of
+from tests.support.planning_instances import instances, layers_of, program_of
 
 MODES: tuple[TransferMode, ...] = ("map", "alias", "dma", "interleave")
 
@@ -126,9 +127,14 @@ def test_no_later_run_reads_what_is_in_w_and_the_bound_knows() -> None:
     kept = replace(plan, weights=tuple(replace(w, keep=not w.preload) for w in plan.weights))
     reached = later_seconds(instance, kept)
     assert reached == pytest.approx(4.0)
-    assert _steady_bound(instance, kept, Limits(m_peak=20, objective="steady"), 0) == (pytest.approx(4.0), "problem")
-    assert _steady_bound(instance, plan, Limits(m_peak=5, objective="steady"), 0) == (pytest.approx(15.0), "resident-set")
-    assert _steady_bound(instance, plan, Limits(budget=70, objective="steady"), 20) == (pytest.approx(70.0), "problem")
+    program = program_of(instance, fixed=20)
+
+    def bound(plan: OverlapPlan, **limits: int) -> tuple[float, str]:
+        return steady_bound(Problem(instance, program, "map", Limits(objective="steady", **limits)), plan)
+
+    assert bound(kept, m_peak=20) == (pytest.approx(4.0), "problem")
+    assert bound(plan, m_peak=5) == (pytest.approx(15.0), "resident-set")
+    assert bound(plan, budget=70) == (pytest.approx(70.0), "problem")
 
 
 def test_chunks_are_a_quarter_of_what_the_median_layer_carries() -> None:

@@ -89,7 +89,7 @@ def test_below_the_smallest_m_peak_there_is_no_plan(instance: Instance) -> None:
         below = replace(generous, m_peak=smallest - 1)
         assert least_distance(below, forced_preload(instance)) is None
         with pytest.raises(BudgetError, match=str(smallest)) as refusal:
-            solve(below, objective="first")
+            first_plan(below)
         assert refusal.value.smallest_bytes == smallest
 
 
@@ -166,7 +166,7 @@ def test_named_weights_are_preloaded(instance: Instance, data: st.DataObject) ->
     names = [w.name for w in instance.weights]
     preload = frozenset(data.draw(st.lists(st.sampled_from(names), max_size=3)) if names else [])
     roomy = replace(instance, m_peak=10_000)
-    for plan in (solve(roomy, preload=preload, time_limit=0.3), solve(roomy, objective="first", preload=preload)):
+    for plan in (solve(roomy, preload=preload, time_limit=0.3), first_plan(roomy, preload)):
         assert preload <= {w.name for w in plan.weights if w.preload}
 
 

@@ -15,7 +15,7 @@ from flashmem.planning.variants import TOGETHER_WORTH, VariantProblem, plan_toge
 from flashmem.schedule.check import check
 from flashmem.schedule.instance import Instance, OwnMemory, WeightSpec
 from flashmem.schedule.loads import staying
-from flashmem.schedule.plan import Objective, OverlapPlan
+from flashmem.schedule.plan import OverlapPlan
 from tests.support.planning_instances import layers_of
 
 
@@ -36,7 +36,7 @@ def later(instance: Instance, plan: OverlapPlan) -> float:
     return sqrt(later_seconds(instance, plan) * later_seconds(instance, plan, cached=False))
 
 
-def problem(sizes: list[int], seconds: float, budget: int, objective: Objective, *, shared: bool = False) -> VariantProblem:
+def problem(sizes: list[int], seconds: float, budget: int, objective: str, *, shared: bool = False) -> VariantProblem:
     """A variant whose layers take `seconds` each, with the plan that it has alone; `shared`: host and device share memory."""
     weights = tuple(WeightSpec(f"w{n}", size, n + 2, n + 2) for n, size in enumerate(sizes))
     own = None if shared else OwnMemory(0.1, 2.0, 8.0)
@@ -60,12 +60,12 @@ def problem(sizes: list[int], seconds: float, budget: int, objective: Objective,
 )
 @settings(max_examples=100, deadline=None)
 def test_variants_keep_the_same_within_the_budget_and_cost_little(
-    sizes: list[int], seconds: list[float], share: float, objective: Objective, shared: bool
+    sizes: list[int], seconds: list[float], share: float, objective: str, shared: bool
 ) -> None:
     least = max(a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True))
     budget = max(least, int(share * sum(sizes)))
     variants = [problem(sizes, each, budget, objective, shared=shared) for each in seconds]
-    made = plan_together(variants, budget, objective)
+    made = plan_together(variants, budget, answers_first=objective == "first")
     if made is None:
         return
     assert len({staying(plan) for plan in made}) == 1 < len({staying(each.plan) for each in variants})
@@ -80,11 +80,11 @@ def test_variants_keep_the_same_within_the_budget_and_cost_little(
 
 
 @pytest.mark.parametrize("objective", ["first", "steady"])
-def test_variants_that_keep_different_weights_are_brought_together(objective: Objective) -> None:
+def test_variants_that_keep_different_weights_are_brought_together(objective: str) -> None:
     """Different rooms for reading ahead make the own plans of a fast and of a slow variant keep different weights."""
     sizes, budget = [4] * 8, 20
     fast, slow = (problem(sizes, seconds, budget, "steady") for seconds in (0.25, 4.0))
     other = replace(slow.plan, weights=tuple(replace(w, keep=w.name == "w5") for w in slow.plan.weights))
-    made = plan_together([fast, replace(slow, plan=other)], budget, objective)
+    made = plan_together([fast, replace(slow, plan=other)], budget, answers_first=objective == "first")
     assert made is not None and len({staying(plan) for plan in made}) == 1 and staying(made[0])
-    assert plan_together([fast, fast], budget, objective) is None
+    assert plan_together([fast, fast], budget, answers_first=objective == "first") is None

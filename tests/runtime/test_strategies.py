@@ -18,8 +18,9 @@ from flashmem.base.types import TransferMode
 from flashmem.bundle.replacing import replace_plan
 from flashmem.compiler.adaptive.plan_graph import plan_program
 from flashmem.compiler.options import Options
-from flashmem.planning import paper_limits, planner
+from flashmem.planning import planner, portfolio
 from flashmem.planning.limits import Limits
+from flashmem.planning.objectives import paper
 from flashmem.planning.why import reasons
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.discovery import list_devices
@@ -135,11 +136,11 @@ def test_strategies_that_cannot_be_compiled(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "planned_by", "options"),
     [
-        (planner, "fastest", {}),
-        (planner, "fastest_within", {"m_peak": "300KB"}),
-        (planner, "_baseline", {"strategy": "always-next"}),
-        (paper_limits, "solve", {"m_peak": "300KB", "objective": "paper"}),
-        (paper_limits, "paper_plan_within", {"budget": "300KB", "objective": "paper"}),
+        (portfolio, "fastest", {}),
+        (portfolio, "fastest_within", {"m_peak": "300KB"}),
+        (planner, "strategy_plan", {"strategy": "always-next"}),
+        (paper, "solve", {"m_peak": "300KB", "objective": "paper"}),
+        (paper, "paper_plan_within", {"budget": "300KB", "objective": "paper"}),
     ],
 )
 def test_no_plan_leaves_the_planner_unchecked(

@@ -8,6 +8,8 @@ from itertools import combinations, product
 
 from hypothesis import strategies as st
 
+from flashmem.program.launches import Arg, Launch
+from flashmem.program.program import Program
 from flashmem.program.tensors import Slice
 from flashmem.schedule.instance import Instance, LayerSpec, WeightSpec
 from flashmem.schedule.plan import OverlapPlan
@@ -141,3 +143,19 @@ def slices_for(instance: Instance, *, images: bool) -> list[Slice]:
         else:
             made.append(Slice(w.name, w.name, 0, w.nbytes))
     return made
+
+
+def program_of(instance: Instance, *, images: bool = False, fixed: int = 0) -> Program:
+    """A program whose launches are the layers of `instance` and read its weights; `fixed` bytes of activations."""
+    reads: list[list[Arg]] = [[] for _ in instance.layers]
+    for w in instance.weights:
+        for layer in sorted({w.first_use, w.last_use}):
+            reads[layer - 1].append(Arg("slice", w.name))
+    launches = tuple(
+        Launch(spec.name, spec.name, (1,), None, tuple(args), spec.operator_class, (), 0, 0)
+        for spec, args in zip(instance.layers, reads, strict=True)
+    )
+    total = sum(w.nbytes for w in instance.weights)
+    return Program(
+        "buffer", "fp32", (), (), (), tuple(slices_for(instance, images=images)), launches, (), fixed, 0, 0, total, page_bytes=1
+    )

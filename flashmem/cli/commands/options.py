@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from flashmem.cli.commands.compiling import CompileOptions
+from flashmem.schedule.objectives import AUTO, KINDS
 
 
 class Quantize(StrEnum):
@@ -55,13 +56,13 @@ class Mode(StrEnum):
     INTERLEAVE = "interleave"
 
 
-class Objective(StrEnum):
-    """The quantity that the planner minimises."""
+class ObjectiveName(StrEnum):
+    """The quantity that the planner minimises: its members are those of `KINDS`."""
 
-    AUTO = "auto"
-    FIRST = "first"
-    STEADY = "steady"
-    PAPER = "paper"
+    vars().update({name.upper(): name for name in (AUTO, *KINDS)})
+
+
+AUTO_OBJECTIVE = ObjectiveName(AUTO)
 
 
 class Units(StrEnum):
@@ -208,7 +209,7 @@ BUNDLE_OPTIONS: dict[str, Any] = {
     "memory_path": Annotated[MemoryPath | None, typer.Option(help="Memory objects for weights.", show_default="auto")],
     "mode": Annotated[Mode | None, typer.Option(help="How weights are transferred.", show_default="auto")],
     "objective": Annotated[
-        Objective | None,
+        ObjectiveName | None,
         typer.Option(
             help="The first answer, later runs, or the paper's weighted sum.", show_default="first; steady with states"
         ),

@@ -280,13 +280,13 @@ def _print(shown: Shown, show_all: bool) -> None:
     scope = "every resident set" if plan.bound_scope == "problem" else "this resident set"
     if plan.bound_within is not None:
         scope += f" with at most {format_size(plan.bound_within)} in flight"
-    unit = "" if plan.objective_kind == "paper" else " s"
+    unit = plan.kind.unit
     value = f"{plan.objective:.6g}{unit}, bound {plan.bound:.6g}{unit} for {scope}"
     facts = {
         "model": f"{shown.title}, for {shown.device} on the {shown.program.memory_path} path",
         "plan": plan.proof,
         "objective": value,
-        "made by": f"{plan.tier} in {plan.solve_seconds:.2f} s; C0-C3 checked",
+        "made by": f"{_maker(plan)} in {plan.solve_seconds:.2f} s; C0-C3 checked",
         "kernels": f"{len({launch.kernel for launch in shown.program.launches})} different ones in {len(rows)} launches",
         "weights": f"{format_size(total)} in {len(plan.weights)} slices, {format_size(preloaded)} of them preloaded "
         f"({plan.preload_ratio:.1%} of the bytes)",
@@ -321,6 +321,11 @@ def _print(shown: Shown, show_all: bool) -> None:
         print("\nreplaced launches of later runs")
         decisions = [(f"{row.first}-{row.last}" if row.last > row.first else row.first, row.name, row.why) for row in steady]
         _print_shortened(("layer", "computes", "why"), decisions, show_all)
+
+
+def _maker(plan: OverlapPlan) -> str:
+    """The tier that solved the plan, and the member of the portfolio if it is not the planner itself."""
+    return plan.tier if plan.member in ("stream", plan.strategy) else f"{plan.tier} of member {plan.member}"
 
 
 def _layer_cells(rows: list[LayerRow], *, grouped: bool) -> list[tuple[object, ...]]:

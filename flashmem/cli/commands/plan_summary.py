@@ -20,6 +20,7 @@ def summary(plan: OverlapPlan, program: Program) -> dict[str, Any]:
         "bound_within_bytes": plan.bound_within,
         "gap": plan.gap,
         "tier": plan.tier,
+        "member": plan.member,
         "preload_ratio": plan.preload_ratio,
         "distance_ratio": plan.distance_ratio,
         "expected_slowdown": plan.expected_slowdown,

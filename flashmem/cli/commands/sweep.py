@@ -17,6 +17,7 @@ from flashmem.base.types import Precision
 from flashmem.base.units import parse_shape, parse_size
 from flashmem.cli.commands.temporary_cache import have_cache
 from flashmem.cli.output.console import ProgressCallback, progress
+from flashmem.planning.limits import Limits
 from flashmem.tools.sweep.executors import EXECUTORS, default_jobs, executor
 from flashmem.tools.sweep.grid import Grid, Point, Row, numbers, sizes, words
 from flashmem.tools.sweep.results import ResultFile, read_rows
@@ -70,7 +71,7 @@ class SweepOptions:
             precisions=words(self.precision, "--precision", get_args(Precision)),
             m_peaks=sizes(self.m_peak, "--m-peak"),
             budgets=sizes(self.budget, "--budget"),
-            lambdas=numbers(self.lambda_ or ("0.9" if self.objective == "paper" else "0"), "--lambda", low=0, high=1),
+            lambdas=numbers(self.lambda_ or str(Limits(objective=self.objective).resolved_lambda), "--lambda", low=0, high=1),
             mus=mus,
             shape=" ".join(sorted(self.shape)),
             chunk_bytes=0 if self.chunk == "auto" else parse_size(self.chunk, what="--chunk"),

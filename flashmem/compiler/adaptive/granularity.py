@@ -21,8 +21,10 @@ from flashmem.compiler.weights.slicing import DEFAULT, LEAST_BYTES, STEP, Slicin
 from flashmem.planning.latency.later_runs import OWN_WORTH, by_later_runs
 from flashmem.planning.latency.tiers import least_expected_seconds
 from flashmem.planning.limits import Limits
+from flashmem.planning.objectives.registry import objective_of
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.schedule.instance import Instance
+from flashmem.schedule.objectives import KINDS
 
 LARGEST_PART = 64
 """Slices of less than `LEAST_BYTES`, and of less than a budget divided by this, are used only if nothing else fits it."""
@@ -40,7 +42,7 @@ def first_attempt(pipeline: Pipeline, limits: Limits) -> tuple[Pipeline, Attempt
     Raises:
         BudgetError: even the smallest slices do not fit; the error names the smallest budget of all attempts.
     """
-    attempts = _Attempts(pipeline, limits)
+    attempts, objective = _Attempts(pipeline, limits), objective_of(limits.resolved_objective)
     if _later_runs_count(pipeline, limits):
         if (found := _for_later_runs(attempts, limits)) is not None:
             return found
@@ -48,11 +50,11 @@ def first_attempt(pipeline: Pipeline, limits: Limits) -> tuple[Pipeline, Attempt
         best: tuple[Pipeline, Attempt] | None = None
         worse = 0
         for sized, tried in attempts:
-            if best is None or _is_better(tried, best[1]):
+            if best is None or objective.is_better(tried.plan, best[1].plan, WORTH):
                 best, worse = (sized, tried), 0
                 continue
             worse += 1
-            if worse > _patience(limits):
+            if worse > objective.patience:
                 break
         if best is not None:
             return _with_w_larger(*best, limits)
@@ -109,18 +111,18 @@ class _Attempts:
 
 def _later_runs_count(pipeline: Pipeline, limits: Limits) -> bool:
     """Whether slices are chosen for later runs: a budget on a device with memory of its own."""
-    apart = not pipeline.options.descriptor.shares_memory
-    return apart and limits.budget is not None and limits.strategy == "stream" and limits.resolved_objective != "paper"
+    if pipeline.options.descriptor.shares_memory or limits.budget is None or limits.strategy != "stream":
+        return False
+    return objective_of(limits.resolved_objective).serves_later_runs
 
 
 def _for_later_runs(attempts: _Attempts, limits: Limits) -> tuple[Pipeline, Attempt] | None:
     """Of `attempts`, from coarse to fine, the one with the fastest later runs whose first answer is near the earliest.
 
-    For "steady" every first answer will do. Finer slices must be faster by `WORTH`; those that cannot be are not planned to the
-    end. None without attempts.
+    Where the objective is later runs, every first answer will do. Finer slices must be faster by `WORTH`; those that cannot be
+    are not planned to the end. None without attempts.
     """
-    steady = limits.resolved_objective == "steady"
-    made = attempts if steady else list(attempts)
+    made = list(attempts) if KINDS[limits.resolved_objective].value == "first run" else attempts
     soonest = None if isinstance(made, _Attempts) else min((tried.plan.objective for _, tried in made), default=0.0)
     best: tuple[float, Pipeline, Attempt] | None = None
     for pipeline, tried in made:
@@ -129,8 +131,7 @@ def _for_later_runs(attempts: _Attempts, limits: Limits) -> tuple[Pipeline, Atte
         if best is not None and not _may_be_faster(tried.instance, tried.generated.program, limits, best[0]):
             continue
         pipeline = replace(pipeline, soonest=soonest)
-        plan = tried.plan if steady else pipeline.completed(tried)
-        seconds = by_later_runs(tried.instance, plan)[0]
+        seconds = by_later_runs(tried.instance, pipeline.completed(tried))[0]
         if best is None or seconds < (1 - WORTH) * best[0]:
             best = seconds, pipeline, tried
             attempts.best = seconds
@@ -145,7 +146,7 @@ def _may_be_faster(instance: Instance, program: Program, limits: Limits, best: f
 
 def _with_w_larger(pipeline: Pipeline, made: Attempt, limits: Limits) -> tuple[Pipeline, Attempt]:
     """`made`, with large slices in W if that is much faster: M_peak does not limit W."""
-    if limits.m_peak is None or limits.resolved_objective != "first" or made.plan.gap <= UNPROVEN:
+    if limits.m_peak is None or not objective_of(limits.resolved_objective).grows_w or made.plan.gap <= UNPROVEN:
         return pipeline, made
     instance = replace(made.instance, w_may_grow=True)
     plan = pipeline.plan(instance, made.generated.program)
@@ -161,27 +162,9 @@ def _is_same(slicing: Slicing, before: Slicing, largest: int) -> bool:
 
 def _sizes(limits: Limits) -> Iterator[Slicing]:
     limit = limits.budget or limits.m_peak
-    if limit is None or limits.resolved_objective != "paper":
-        yield Slicing(most=None)
-    if limit is None:
-        return
-    most = limit if limits.resolved_objective != "paper" else limit // STEP  # slices that do not fit M_peak become part of W
-    while most > LEAST_BYTES:
-        yield Slicing(most=most)
-        most //= STEP
-    yield DEFAULT
-
-
-def _is_better(tried: Attempt, best: Attempt) -> bool:
-    """Whether the plan of smaller slices is worth their launches: in seconds, or by the paper's objective."""
-    if tried.plan.objective_kind != best.plan.objective_kind:  # under a budget, latency may have replaced the paper's objective
-        return tried.plan.objective_kind == "paper"
-    return tried.plan.objective < (1 - WORTH) * best.plan.objective
-
-
-def _patience(limits: Limits) -> int:
-    """How many sizes in a row may fail to improve: the paper's W changes by whole slices, so it is constant and then falls."""
-    return 1 if limits.resolved_objective == "paper" else 0
+    yield from (Slicing(most=most) for most in objective_of(limits.resolved_objective).sizes(limit, LEAST_BYTES, STEP))
+    if limit is not None:
+        yield DEFAULT
 
 
 def _largest(program: Program) -> int:

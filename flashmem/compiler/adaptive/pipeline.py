@@ -18,6 +18,7 @@ from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.compiler.weights.sharing import NOTHING_STORED, StoredWeights
 from flashmem.compiler.weights.slicing import DEFAULT, Slicing
+from flashmem.planning.objectives.registry import objective_of
 from flashmem.planning.planner import completed, plan_instance, planning_instance
 from flashmem.program.launches import LaunchOrder
 from flashmem.program.program import Program
@@ -107,6 +108,8 @@ class Pipeline:
         Raises:
             BudgetError: no plan fits the limits.
         """
+        if objective_of(self.options.limits.resolved_objective).completes_at_once:
+            return tried.plan
         with self.watch("plan_and_check"):
             program, options = tried.generated.program, self.options
             return completed(tried.instance, tried.plan, program, options.mode, options.limits, soonest=self.soonest)

@@ -101,8 +101,7 @@ def _plan(
         return attempt.generated, attempt.plan
     pipeline, first = first_attempt(pipeline, limits)
     generated, made = refine(graph, pipeline, first, limits, mode)
-    if limits.resolved_objective != "steady":
-        made = pipeline.completed(Attempt(generated, pipeline.instance(generated.program), made))
+    made = pipeline.completed(Attempt(generated, pipeline.instance(generated.program), made))
     notes = (f"{' and '.join(graph.widened)} of the model computed in float32",) if graph.widened else ()
     return generated, replace(made, notes=(*made.notes, *notes))
 

@@ -22,7 +22,7 @@ from flashmem.compiler.options import Options
 from flashmem.compiler.passes.quantised_caches import quantised_states
 from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.compiler.weights.sharing import NOTHING_STORED
-from flashmem.planning.planner import planned_together
+from flashmem.planning.variants import planned_together
 from flashmem.schedule.plan import OverlapPlan
 
 

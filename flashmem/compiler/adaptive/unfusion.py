@@ -19,6 +19,7 @@ from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.lowering.program import Generated
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.planning.limits import Limits
+from flashmem.planning.objectives.registry import objective_of
 from flashmem.planning.penalty import Penalties
 from flashmem.program.program import Program
 from flashmem.schedule.instance import Instance
@@ -93,10 +94,10 @@ def refine(
 def may_refine(limits: Limits, mode: TransferMode) -> bool:
     """Whether `refine` can split anything under these limits, for any plan.
 
-    Without a limit on memory, only kernels that move weights, and the paper's objective, need capacity.
+    Without a limit on memory, only kernels that move weights, and objectives that C_l limits, need capacity.
     """
     limited = limits.budget is not None or limits.m_peak is not None
-    matters = limited or limits.resolved_objective == "paper" or mode == "interleave"
+    matters = limited or objective_of(limits.resolved_objective).needs_capacity or mode == "interleave"
     return limits.unfusion and limits.strategy == "stream" and matters
 
 
@@ -104,7 +105,7 @@ def _ranked(graph: Graph, best: Attempt, cuts: Cuts, pipeline: Pipeline, limits:
     """The splits worth trying in addition to `cuts`, highest penalty first; none if nothing lacks capacity."""
     asked = {part.name for part in best.generated.program.slices if {part.name, part.weight} & set(limits.preload)}
     penalties = Penalties(best.instance, best.plan, frozenset(asked), limits.resolved_lambda, limits.mu)
-    if not penalties.shortage and not (limits.mu and best.plan.objective_kind == "paper"):
+    if not penalties.shortage and not (limits.mu and objective_of(best.plan.objective_kind).needs_capacity):
         return []
     found = splits(graph, best, cuts, pipeline, limits.alpha)
     scored = [(penalties.of(split.launch, split.gain), split) for split in found]

@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping
 
 from flashmem.planning.arithmetic.clock import Moves, clock_of, unlimited_seconds
 from flashmem.schedule.instance import Instance
-from flashmem.schedule.plan import PASSING_BYTES, BoundScope, Objective, OverlapPlan, PlannedWeight, Tier
+from flashmem.schedule.objectives import ObjectiveKind
+from flashmem.schedule.plan import PASSING_BYTES, BoundScope, OverlapPlan, PlannedWeight, Tier
 
 
 def moved_chunks(instance: Instance, moves: Moves) -> list[int]:
@@ -30,7 +31,7 @@ def assemble(
     releases: Mapping[str, int],
     moves: Moves,
     *,
-    kind: Objective,
+    kind: ObjectiveKind,
     lambda_: float,
     objective: float,
     bound: float,
@@ -43,7 +44,7 @@ def assemble(
 ) -> OverlapPlan:
     """The plan of these decisions. Its expected slowdown is relative to W = `base` and no memory limit; `asked` is recorded.
 
-    C_l limits only the paper's objective; such a plan lists the layers where a tier relaxed it.
+    C_l limits no objective in seconds; a plan for another one lists the layers where a tier relaxed it.
     """
     weights = tuple(
         PlannedWeight(w.name, w.nbytes, instance.chunks(w), w.first_use, w.last_use, True, releases.get(w.name, 0))
@@ -61,18 +62,18 @@ def assemble(
     }
     if above:
         worst = max(above, key=above.__getitem__)
-        what = "C_l relaxed" if kind == "paper" else "more than C_l is moved, at the price that the objective counts,"
+        what = "more than C_l is moved, at the price that the objective counts," if kind.in_seconds else "C_l relaxed"
         notes += (
             f"{what} at {len(above)} of {len(used)} layers by {sum(above.values())} chunks in all, most at layer "
             f"{worst} {instance.layers[worst - 1].name!r} ({instance.layers[worst - 1].capacity} to {used[worst - 1]} chunks)",
         )
     seconds = clock_of(instance, {w.name: w.read_layer for w in weights}, moves).seconds
     return OverlapPlan(
-        objective_kind=kind,
+        objective_kind=kind.name,
         chunk_bytes=instance.chunk_bytes,
         m_peak=instance.m_peak,
         capacities=tuple(spec.capacity for spec in instance.layers),
-        relaxed=tuple((layer, used[layer - 1]) for layer in sorted(above)) if kind == "paper" else (),
+        relaxed=() if kind.in_seconds else tuple((layer, used[layer - 1]) for layer in sorted(above)),
         weights=weights,
         objective=objective,
         bound=bound,

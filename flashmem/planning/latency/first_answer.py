@@ -29,6 +29,7 @@ from flashmem.planning.arithmetic.release_times import earliest_releases, final_
 from flashmem.planning.latency.backfill import filled
 from flashmem.planning.latency.bounds import fastest_seconds
 from flashmem.schedule.instance import Instance, WeightSpec
+from flashmem.schedule.objectives import FIRST
 from flashmem.schedule.plan import OverlapPlan
 
 
@@ -302,7 +303,7 @@ def first_plan(instance: Instance, preload: Collection[str] = (), *, lambda_: fl
     chosen = forced_preload(instance, preload)
     made = traced(instance, chosen, lambda_, quick=quick)
     return judged(replace(instance, m_peak=made.left), assemble(
-        instance, chosen, made.releases, made.moves, kind="first", lambda_=lambda_, objective=made.clock.seconds, bound=0.0,
+        instance, chosen, made.releases, made.moves, kind=FIRST, lambda_=lambda_, objective=made.clock.seconds, bound=0.0,
         bound_scope="resident-set", tier="greedy", started=begun, base=chosen, asked=preload,
         notes=("read in use order, as early as M_peak permits, but where the disk would wait",),
     ))  # fmt: skip

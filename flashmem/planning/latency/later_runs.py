@@ -13,7 +13,7 @@ from math import inf
 from flashmem.planning.arithmetic.clock import TimingModel, clock_of
 from flashmem.planning.arithmetic.measure import Measure
 from flashmem.planning.arithmetic.release_times import in_turn
-from flashmem.planning.latency.first_answer import first_plan
+from flashmem.planning.latency.first_answer import first_plan, forced_preload, smallest_m_peak
 from flashmem.planning.latency.tiers import EXACT, expected_seconds, subsets
 from flashmem.schedule.host_tier import spread
 from flashmem.schedule.instance import Instance
@@ -88,6 +88,44 @@ def ladder(instance: Instance, best: OverlapPlan, least: int, make: Callable[[in
     """
     first = 0 if instance.own is not None else 1
     return [make(least + (best.m_peak - least) * part // 32) for part in (first, 4, 8, 16)]
+
+
+def rooms_for_later_runs(instance: Instance, plan: OverlapPlan, *, several: bool) -> list[OverlapPlan]:
+    """`plan`, and plans of the same W that leave more memory for later runs.
+
+    Where memory is shared, the smallest that is nearly as fast. With `several`, those of a ladder of M_peak.
+    """
+    own = instance.own is not None
+    # W of a baseline is as good as kept weights, and here kept ones are chosen.
+    chosen = forced_preload(instance, plan.asked) if own else frozenset(w.name for w in plan.weights if w.preload)
+    least = smallest_m_peak(instance, chosen)[0]
+
+    def make(m_peak: int) -> OverlapPlan:
+        return replace(first_plan(replace(instance, m_peak=m_peak), chosen, quick=own), asked=plan.asked)
+
+    rooms = [plan]
+    if len(plan.weights) <= _SEARCHED and plan.m_peak > least:
+        if not own:
+            rooms.append(leanest(plan, least, make, lambda each: each.objective))
+        if several:
+            rooms += ladder(instance, plan, least, make)
+    return rooms
+
+
+_SEARCHED = 20_000
+"""Plans of more weights are not searched: a search would cost as much time as several plans."""
+
+
+def fastest_kept(
+    instance: Instance,
+    rooms: Sequence[OverlapPlan],
+    limit: int,
+    measure: Measure,
+    order: Callable[[Instance, OverlapPlan], tuple[float, int]],
+) -> OverlapPlan:
+    """Of `rooms` that fit, each with weights kept within `limit` bytes, the first one by `order`."""
+    kept = [with_kept(instance, each, limit, measure) for each in rooms if measure(each) <= limit]
+    return min(kept, key=lambda each: order(instance, each))
 
 
 def serving_later_runs(

@@ -8,7 +8,7 @@ For the paper's objective, W is the only choice: for a given W, SRPT (`planning.
 - If no plan keeps every C_l, the heuristic tiers of C4 follow (`planning.opg.objective`).
 
 This is the paper's hybrid execution: if a tier is infeasible, or unproven at the end of its time, the next tier continues.
-The objective `first` needs no solver (`planning.latency.first_answer`). Only `planning.opg.cp_sat` and `planning.opg.cp_models`
+Only `planning.opg.cp_sat` and `planning.opg.cp_models`
 use OR-tools. They are imported if the dynamic program leaves a gap: most plans need neither.
 """
 
@@ -21,18 +21,18 @@ from flashmem.base.errors import UserError
 from flashmem.planning.arithmetic.assemble import assemble, slowdown
 from flashmem.planning.arithmetic.clock import TimingModel, unlimited_seconds
 from flashmem.planning.arithmetic.release_times import final_releases, releases_ahead
-from flashmem.planning.latency.first_answer import first_plan, forced_preload
+from flashmem.planning.latency.first_answer import forced_preload
 from flashmem.planning.opg.objective import Decision, PaperInstance
 from flashmem.planning.opg.preload_dp import choose_preload
 from flashmem.schedule.check import check
 from flashmem.schedule.instance import Instance
-from flashmem.schedule.plan import Objective, OverlapPlan, Tier, Units
+from flashmem.schedule.objectives import PAPER
+from flashmem.schedule.plan import OverlapPlan, Tier, Units
 
 
 def solve(
     instance: Instance,
     *,
-    objective: Objective = "paper",
     lambda_: float = 0.9,
     preload: frozenset[str] = frozenset(),
     time_limit: float = 10.0,
@@ -43,19 +43,17 @@ def solve(
 ) -> OverlapPlan:
     """The overlap plan of `instance`; it has passed `schedule.check`.
 
-    "paper" minimises lambda * sum over W of T(w) + (1 - lambda) * sum of i_w - z_w over the streamed weights. "first"
-    minimises the predicted integrated latency in seconds, with W no larger than it must be.
+    It minimises lambda * sum over W of T(w) + (1 - lambda) * sum of i_w - z_w over the streamed weights.
 
     Args:
-        problem: the instance to plan; the weights of layer 1 are preloaded in every plan.
-        objective: "paper" or "first".
+        instance: the problem; the weights of layer 1 are preloaded in every plan.
         lambda_: from 0 to 1.
         preload: weights that must be in W.
-        time_limit: seconds for the dynamic program and CP-SAT together ("paper"); the heuristic tiers need additional time.
+        time_limit: seconds for the dynamic program and CP-SAT together; the heuristic tiers need additional time.
         workers: threads of CP-SAT; 0 disables it.
-        preload_limit: the most bytes in W beyond the weights that must be in it ("paper"); None for no limit.
-        units: units of the paper's objective: shares of all chunks and all layers, or chunks and layers as printed.
-        ahead: whether reads start as early as M_peak permits ("paper"). The paper's objective does not require it. If not, each
+        preload_limit: the most bytes in W beyond the weights that must be in it; None for no limit.
+        units: shares of all chunks and all layers, or chunks and layers as printed.
+        ahead: whether reads start as early as M_peak permits. The objective does not require it. If not, each
             read begins with its first move, and `ReadAhead` can start it sooner.
 
     Raises:
@@ -67,15 +65,12 @@ def solve(
     unknown = sorted(preload - {w.name for w in instance.weights})
     if unknown:
         raise UserError(f"weight {unknown[0]!r} cannot be preloaded: the model has no weight of that name; correct the name")
-    if objective == "first":
-        plan = first_plan(instance, preload, lambda_=lambda_)
-    else:
-        forced = forced_preload(instance, preload)
-        plan = _solve_paper(
-            PaperInstance(instance, forced, lambda_, preload_limit, units), preload, lambda_, units, time_limit, workers
-        )
-        if ahead:
-            plan = ReadAhead(instance, plan).within(instance.m_peak)
+    forced = forced_preload(instance, preload)
+    plan = _solve_paper(
+        PaperInstance(instance, forced, lambda_, preload_limit, units), preload, lambda_, units, time_limit, workers
+    )
+    if ahead:
+        plan = ReadAhead(instance, plan).within(instance.m_peak)
     check(plan, instance)
     return plan
 
@@ -104,7 +99,7 @@ def _solve_paper(
         objective = lambda_ * preloaded / chunks + (1 - lambda_) * distance / distances
     releases = {name: 0 if name in decision.preload else parts[0][0] for name, parts in decision.moves.items()}
     plan = assemble(
-        instance, decision.preload, releases, decision.moves, kind="paper", lambda_=lambda_,
+        instance, decision.preload, releases, decision.moves, kind=PAPER, lambda_=lambda_,
         objective=objective, bound=objective if bound >= decision.cost else min(objective, bound / paper.scale),
         bound_scope="problem", tier=tier, started=started, notes=(), base=paper.forced, asked=asked,
     )  # fmt: skip

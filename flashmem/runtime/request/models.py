@@ -17,8 +17,8 @@ from flashmem.base.types import MemoryPath, Optimize, Precision, Quantize, State
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import is_language_folder
 from flashmem.bundle.shape_variants import Shapes
-from flashmem.schedule.plan import Objective, Units
 from flashmem.schedule.plan import Strategy as PlannedStrategy
+from flashmem.schedule.plan import Units
 
 if TYPE_CHECKING:
     import onnx
@@ -45,7 +45,7 @@ class ModelOptions(TypedDict, total=False):
     quantize: Quantize | None
     preload: Sequence[str]
     memory_path: MemoryPath | Literal["auto"]
-    objective: Objective | Literal["auto"]
+    objective: str
     unfusion: bool
     mu: float
     alpha: float

@@ -49,7 +49,7 @@ RESULTS = (
 """Columns with the results.
 
 `status` is about `objective_kind`; an infeasible point has `status` infeasible and the smallest limit that works. `objective`
-and `bound` are seconds for the kinds "first" and "steady", and the paper's weighted sum for "paper". `exec_ms` is the first run
+and `bound` are seconds, or the weighted sum of the paper's objective. `exec_ms` is the first run
 without its opening, `warm_ms` a later run with W resident.
 """
 

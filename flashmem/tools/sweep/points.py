@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from flashmem.base.child_processes import module_environment, python_module
 from flashmem.base.errors import BudgetError, RunError
@@ -127,7 +127,7 @@ def _planned(subject: Subject, point: Point) -> tuple[dict[str, Cell], _Planned 
         chunk=point.chunk_bytes or None,
         lambda_=point.lambda_,
         mu=point.mu,
-        objective=cast(Literal["auto", "first", "steady", "paper"], point.objective_asked),
+        objective=point.objective_asked,
     )
     options = Options(subject.descriptor, subject.mode, limits, cast(Precision, point.precision))
     begun = time.perf_counter()

@@ -8,10 +8,11 @@ from itertools import combinations
 
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import POOL_ALIGNMENT, TEXEL_BYTES, Channel
-from flashmem.planning.baselines import WeightedOperator, fastest_within
+from flashmem.planning.baselines import WeightedOperator
 from flashmem.planning.budget import roomiest, with_staging_that_fits
 from flashmem.planning.latency.first_answer import judged
 from flashmem.planning.memory.layout import lay_out_pools
+from flashmem.planning.portfolio import fastest_within
 from flashmem.program.tensors import Slice
 from flashmem.schedule.instance import Instance, LayerSpec, WeightSpec
 from flashmem.schedule.plan import OverlapPlan, PlannedWeight, PoolLayout

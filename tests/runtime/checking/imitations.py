@@ -19,18 +19,15 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from flashmem.compiler.frontend.importer import collect_unsupported
 from flashmem.compiler.lowering.program import generate
-from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.passes.fusion import fuse
-from flashmem.compiler.passes.pipeline import prepare
 from flashmem.runtime.checking.trials import Trial, distinct_trials
 from flashmem.runtime.kernels.children import Child
 from flashmem.runtime.kernels.required import required_kernels
 from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.discovery import find_device
 from flashmem.target.descriptor import load_descriptor
-from tests.golden import MODELS
+from tests.golden.models import MODELS
 from tests.support.miscompiled import changes
 
 NAMES = (
@@ -66,9 +63,7 @@ def trials(descriptor: str = "generic-gpu") -> list[tuple[Trial, tuple[str, ...]
     found: dict[str, tuple[Trial, tuple[str, ...]]] = {}
     for name in NAMES:
         with tempfile.TemporaryDirectory() as folder:
-            graph = MODELS[name](Path(folder))
-            collect_unsupported(graph, why_unsupported)
-            graph = prepare(graph)
+            graph = MODELS[name].graph(Path(folder))
             made = generate(graph, fuse(graph), load_descriptor(descriptor))
         plain, _ = required_kernels(made.program, made.source, {}, {})
         for trial in distinct_trials(plain, made.program):

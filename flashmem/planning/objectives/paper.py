@@ -5,18 +5,53 @@ The wheel for phones omits this module: plans of this objective serve to compare
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import ClassVar
 
 from flashmem.base.errors import BudgetError
 from flashmem.planning.arithmetic.measure import Measure
-from flashmem.planning.baselines import fastest_within, operators_of
+from flashmem.planning.baselines import operators_of
 from flashmem.planning.latency.first_answer import smallest_m_peak
-from flashmem.planning.limits import Limits
 from flashmem.planning.memory.layout import lay_out_pools
+from flashmem.planning.objectives.objective import Objective
 from flashmem.planning.opg.lc_opg import ReadAhead, proven_bound, solve
-from flashmem.program.program import Program, fixed_bytes
+from flashmem.planning.portfolio import fastest_within
+from flashmem.planning.problem import Problem
 from flashmem.schedule.instance import Instance
+from flashmem.schedule.objectives import PAPER, ObjectiveKind
 from flashmem.schedule.plan import OverlapPlan, Units
+
+
+class WeightedSum(Objective):
+    """FlashMem's weighted sum of W and the loading distances (section 3.2). C_l limits its moves."""
+
+    kind: ClassVar[ObjectiveKind] = PAPER
+    serves_later_runs: ClassVar[bool] = False
+    needs_capacity: ClassVar[bool] = True
+    patience: ClassVar[int] = 1  # W changes by whole slices, so its share is constant for some sizes and then falls
+
+    def plan(self, problem: Problem) -> OverlapPlan:
+        """The plan of least cost in which every read begins with its first move."""
+        limits, preload = problem.limits, problem.asked
+        if limits.budget is not None:
+            return paper_plan_within(problem, preload)
+        limited = limits.m_peak is not None
+        return paper_plan_inside(
+            problem.instance, preload, limits.resolved_lambda, limits.units, problem.in_flight, limited=limited
+        )
+
+    def completed(self, problem: Problem, plan: OverlapPlan, soonest: float) -> OverlapPlan:
+        """`plan` with early reads. One for another objective, which replaced this one, does not change."""
+        return reading_ahead(problem, plan) if plan.objective_kind == self.kind.name else plan
+
+    def sizes(self, limit: int | None, least: int, step: int) -> Iterator[int | None]:
+        """Only sizes below the limit: slices that do not fit M_peak become part of W."""
+        sizes = super().sizes(limit, least, step)
+        if limit is not None:
+            next(sizes)
+            next(sizes, None)
+        yield from sizes
 
 
 def paper_plan_inside(
@@ -27,16 +62,14 @@ def paper_plan_inside(
     Raises:
         BudgetError: no plan fits; the error names the bytes of the smallest plan.
     """
-    plan = solve(
-        instance, objective="paper", lambda_=lambda_, preload=preload, units=units, time_limit=_SECONDS_FIRST, ahead=False
-    )
+    plan = solve(instance, lambda_=lambda_, preload=preload, units=units, time_limit=_SECONDS_FIRST, ahead=False)
     least = in_flight(plan)
     if not limited or least <= instance.m_peak:
         return plan
     for share in _SHARES:
         try:
             smaller = solve(
-                replace(instance, m_peak=int(instance.m_peak * share)), objective="paper", lambda_=lambda_, preload=preload,
+                replace(instance, m_peak=int(instance.m_peak * share)), lambda_=lambda_, preload=preload,
                 time_limit=_SECONDS_AGAIN, units=units, ahead=False,
             )  # fmt: skip
         except BudgetError:
@@ -53,18 +86,15 @@ def paper_plan_inside(
     )
 
 
-def paper_plan_within(
-    program_instance: Instance, program: Program, limits: Limits, preload: frozenset[str], in_all: Measure
-) -> OverlapPlan:
+def paper_plan_within(problem: Problem, preload: frozenset[str]) -> OverlapPlan:
     """The paper's objective under a budget: W and M_peak share the budget, with the largest share for M_peak that works."""
+    instance, limits, in_all, fixed = problem.instance, problem.limits, problem.in_all, problem.fixed
     assert limits.budget is not None
-    smallest, _ = smallest_m_peak(program_instance, preload)
-    fixed = fixed_bytes(program, shares_memory=program_instance.shares_memory)
+    smallest, _ = smallest_m_peak(instance, preload)
     for share in _SHARES:
         m_peak = max(smallest, int(limits.budget * share))
         plan = solve(
-            replace(program_instance, m_peak=m_peak),
-            objective="paper",
+            replace(instance, m_peak=m_peak),
             lambda_=limits.resolved_lambda,
             preload=preload,
             time_limit=_SECONDS_EACH,
@@ -76,22 +106,25 @@ def paper_plan_within(
             # A proof for this split of the budget does not hold for other splits. So the bound is for plans that may use the
             # whole budget for W and the whole budget for bytes in flight.
             room = max(m_peak, limits.budget - fixed)
-            roomy = replace(program_instance, m_peak=room)
+            roomy = replace(instance, m_peak=room)
             bound = proven_bound(roomy, preload, limits.resolved_lambda, room, limits.units, _SECONDS_EACH)
             return replace(plan, bound=min(bound, plan.objective))
     # The other planner knows the smallest budget, or finds a plan between the shares tried above.
-    plan = fastest_within(program_instance, operators_of(program), limits.budget, in_all, preload, 0.0, fixed=fixed)
+    plan = fastest_within(instance, operators_of(problem.program), limits.budget, in_all, preload, 0.0, fixed=fixed)
     return replace(
         plan, notes=(*plan.notes, "no plan of the paper's objective fits the budget; this one is for the first answer")
     )
 
 
-def reading_ahead(instance: Instance, plan: OverlapPlan, program: Program, limit: int | None, measure: Measure) -> OverlapPlan:
-    """`plan`, which has no early reads, with reads as early as `limit` bytes of its layout, counted by `measure`, permit."""
+def reading_ahead(problem: Problem, plan: OverlapPlan) -> OverlapPlan:
+    """`plan`, which has no early reads, with reads as early as its layout within the limits permits."""
+    instance, limit, measure = problem.instance, problem.limit, problem.measure
     staging = instance.mode == "interleave" and limit is not None
     most = plan.m_peak
     if staging:  # early reads wait in staging, and need no other memory
-        layout = lay_out_pools(program.slices, plan, [instance.mode], page_bytes=program.page_bytes)[instance.mode]
+        layout = lay_out_pools(problem.program.slices, plan, [instance.mode], page_bytes=problem.program.page_bytes)[
+            instance.mode
+        ]
         most = (limit or 0) - measure(plan) + layout.all_staging_bytes
 
     reads = ReadAhead(instance, plan)
@@ -123,3 +156,5 @@ _SHARES = (0.9, 0.8, 0.65, 0.5, 0.35, 0.2, 0.1)
 _SECONDS_EACH = 4.0
 
 _SECONDS_FIRST, _SECONDS_AGAIN = 5.0, 2.0
+
+OBJECTIVE: Objective = WeightedSum()
