@@ -32,7 +32,7 @@ from flashmem.runtime.engine.output_values import OutputValue
 from flashmem.runtime.engine.ports import PROVIDER, TensorInfo, are_exactly, chosen_outputs, fitting_variant, tensor_infos
 from flashmem.runtime.engine.replanned import fitted
 from flashmem.runtime.engine.report import RunReport
-from flashmem.runtime.engine.run import OwnMemory
+from flashmem.runtime.engine.run import BoundMemory
 from flashmem.runtime.engine.session_plans import SessionPlans
 from flashmem.runtime.engine.states import States
 from flashmem.runtime.engine.stopping import OneThread, RunControl, RunStoppedError, deadline, too_late
@@ -164,7 +164,7 @@ class Session:
             in_use.budget.limit = plans.budget
             file = OpenedBundle(self.bundle, self.device, self.mode, verify_weights=verify_weights, lanes=lanes)
             self._engine = Engine(file, in_use, apart=build_apart, warm_up=prepare and not trace)
-            self._memory = OwnMemory(self._engine)
+            self._memory = BoundMemory(self._engine)
             try:
                 self._bind(in_use)
             except BaseException:

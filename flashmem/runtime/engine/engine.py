@@ -1,6 +1,6 @@
 """The engine: a model on a device, and one run of it from inputs to outputs.
 
-A `Session` has an engine whose runs have its own budget (`OwnMemory`). A `Runtime` has one for each model
+A `Session` has an engine whose runs have its own budget (`BoundMemory`). A `Runtime` has one for each model
 (`serving.loaded_model`), and an arbiter that grants runs their memory.
 """
 

@@ -154,7 +154,7 @@ class RunMemory(Protocol):
         """After a halt: free memory, and bind the model again within the rest."""
 
 
-class OwnMemory:
+class BoundMemory:
     """The memory of a model with a budget of its own: all of it is bound already."""
 
     halts = False
