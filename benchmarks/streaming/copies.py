@@ -49,7 +49,9 @@ class Bench:
         pinned = self._ledger.buffer("staging", 2 * threads * piece, "pinned memory", host_visible=True)
         self._staging = self.copiers[0].queue.map(pinned, 2 * threads * piece)
 
-    def seconds(self, copier: Callable[[int], Copier], target: Callable[[int], tuple[DeviceMemory, int]], **ways: bool) -> float:
+    def seconds(
+        self, copier: Callable[[int], Copier], target: Callable[[int], tuple[DeviceMemory, int]], **ways: bool
+    ) -> float:
         """Copy the whole file once. `copier` is by thread; `target` maps a piece's first byte to a buffer and a byte in it."""
         left, lock = iter(range(0, FILE, self.piece)), threading.Lock()
         alone: AbstractContextManager[object] = threading.Lock() if ways.get("lock") else nullcontext()

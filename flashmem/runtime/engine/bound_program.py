@@ -21,7 +21,7 @@ from flashmem.runtime.engine.weight_store import WeightStore
 from flashmem.runtime.kernels.steady import needed_residents, usable_launches
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Queue
-from flashmem.runtime.opencl.handles import KernelObject, DeviceMemory
+from flashmem.runtime.opencl.handles import DeviceMemory, KernelObject
 from flashmem.runtime.streaming.interleaved import needed_slices
 from flashmem.schedule.loads import staying
 from flashmem.schedule.plan import OverlapPlan, PoolLayout

@@ -13,7 +13,7 @@ from time import perf_counter
 
 from flashmem.runtime.engine.steps import Step
 from flashmem.runtime.opencl.context import Queue, has_ended, set_memory, wait
-from flashmem.runtime.opencl.handles import KernelObject, LaunchEvent, DeviceMemory
+from flashmem.runtime.opencl.handles import DeviceMemory, KernelObject, LaunchEvent
 from flashmem.runtime.streaming.loading import Loading
 from flashmem.runtime.streaming.transfer import Transfer
 

@@ -12,7 +12,7 @@ import numpy as np
 from flashmem.program.launches import Arg, Launch
 from flashmem.program.program import Program as BundleProgram
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.handles import Buffer, KernelObject, DeviceMemory
+from flashmem.runtime.opencl.handles import Buffer, DeviceMemory, KernelObject
 from flashmem.runtime.streaming.interleaved import COPY_GROUP, CopyStream, LayerMoves
 
 _AS_THEY_ARE: Mapping[int, Launch | None] = MappingProxyType({})

@@ -23,7 +23,7 @@ from flashmem.base.types import TEXEL_BYTES, Channel
 from flashmem.runtime.memory.accounts import Account, Budget, Category
 from flashmem.runtime.memory.arena import new_pages
 from flashmem.runtime.opencl.context import Bytes, Context, Queue, release
-from flashmem.runtime.opencl.handles import Buffer, Texture, DeviceMemory
+from flashmem.runtime.opencl.handles import Buffer, DeviceMemory, Texture
 
 AnyMemory = TypeVar("AnyMemory", bound=DeviceMemory)
 

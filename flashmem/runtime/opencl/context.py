@@ -36,14 +36,14 @@ from flashmem.runtime.opencl.dot_products import KHRONOS, KHRONOS_MIXED
 from flashmem.runtime.opencl.handles import (
     Buffer,
     DeviceHandle,
+    DeviceMemory,
     Event,
     Handle,
-    Texture,
     KernelObject,
     LaunchEvent,
-    DeviceMemory,
     ProgramHandle,
     QueueHandle,
+    Texture,
 )
 from flashmem.runtime.opencl.launching import (
     COMMAND_BUFFERS,

@@ -24,7 +24,7 @@ from typing import Any
 from flashmem.runtime.opencl import undocumented
 from flashmem.runtime.opencl.binding import checked
 from flashmem.runtime.opencl.context import Context
-from flashmem.runtime.opencl.handles import Event, DeviceMemory
+from flashmem.runtime.opencl.handles import DeviceMemory, Event
 
 _SIZE, _POINTER, _NUMBER = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_uint
 _ONE = _POINTER * 1

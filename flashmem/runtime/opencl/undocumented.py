@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from flashmem.runtime.opencl.binding import checked
 from flashmem.runtime.opencl.binding import cl as cl
-from flashmem.runtime.opencl.handles import Buffer, DeviceHandle, Event, Handle, Texture, KernelObject, ProgramHandle
+from flashmem.runtime.opencl.handles import Buffer, DeviceHandle, Event, Handle, KernelObject, ProgramHandle, Texture
 
 
 @functools.cache

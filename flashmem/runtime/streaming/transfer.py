@@ -22,7 +22,7 @@ from flashmem.bundle.checksums import Checksum, checksum
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Bytes, Context
-from flashmem.runtime.opencl.handles import Buffer, Event, DeviceMemory
+from flashmem.runtime.opencl.handles import Buffer, DeviceMemory, Event
 from flashmem.runtime.streaming.loader import LoaderRun
 from flashmem.runtime.streaming.loading import Loading
 from flashmem.runtime.streaming.weight_file import WeightFile
@@ -56,7 +56,7 @@ class Transfer(ABC):
     def __init__(self, file: WeightFile) -> None:
         self.file = file
         self.files: tuple[WeightFile, ...] = (file,)  # the files with the slices
-        self.memories: dict[str, DeviceMemory] = {}  # the memory of each slice, as a kernel argument; while loaded if it `binds_late`
+        self.memories: dict[str, DeviceMemory] = {}  # of each slice, as a kernel argument; only while loaded if `binds_late`
         self.staged: Mapping[str, Buffer] = {}  # where kernels read a streamed slice that they copy to its place
         self.arrived: dict[str, list[Event]] = {}  # by slice: events of its copies that the launch queue does not wait for yet
         self._under_way: Loading | None = None
