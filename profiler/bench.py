@@ -26,8 +26,7 @@ from flashmem.base.types import POOL_ALIGNMENT, TEXEL_BYTES, TransferMode
 from flashmem.program.launches import Arg, Launch
 from flashmem.program.program import Program as BundleProgram
 from flashmem.program.tensors import Slice
-from flashmem.runtime.engine.executor import Executor
-from flashmem.runtime.engine.launch_window import LaunchOrders
+from flashmem.runtime.engine.executor import Executor, LaunchOrders
 from flashmem.runtime.engine.steps import Resources, Step, make_steps
 from flashmem.runtime.kernels.cache import CompiledKernels
 from flashmem.runtime.memory.ledger import Ledger
