@@ -26,14 +26,13 @@ from flashmem.base.types import POOL_ALIGNMENT, TEXEL_BYTES, TransferMode
 from flashmem.program.launches import Arg, Launch
 from flashmem.program.program import Program as BundleProgram
 from flashmem.program.tensors import Slice
-from flashmem.runtime.engine.executor import Executor
-from flashmem.runtime.engine.launch_window import LaunchOrders
+from flashmem.runtime.engine.executor import Executor, LaunchOrders
 from flashmem.runtime.engine.steps import Resources, Step, make_steps
 from flashmem.runtime.kernels.cache import CompiledKernels
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.device import Device
-from flashmem.runtime.opencl.handles import Buffer, Memory
+from flashmem.runtime.opencl.handles import Buffer, DeviceMemory
 from flashmem.runtime.streaming.interleaved import CopyStream, LayerMoves, Move
 from flashmem.schedule.loads import WORD
 from flashmem.target.descriptor import DeviceDescriptor
@@ -90,7 +89,7 @@ class Bench:
         self._pool = self._filled(self._pool_bytes, self._ledger)
         self._programs: dict[str, CompiledKernels] = {}
         self.loads = Loads(self.context, self._ledger, self.path, folder, self._random, descriptor.loader_threads)
-        self._lane: tuple[Buffer, Memory, Slice] | None = None
+        self._lane: tuple[Buffer, DeviceMemory, Slice] | None = None
         self._references: tuple[Prepared, Prepared] | None = None
 
     def __enter__(self) -> Bench:
@@ -140,12 +139,12 @@ class Bench:
         gemm, traffic = (lower_quartile(launch.burst_seconds(_PACE_BURSTS, _PACE_SECONDS)) for launch in self._references)
         return Pace(gemm, traffic)
 
-    def lane(self) -> tuple[Buffer, Memory, Slice]:
+    def lane(self) -> tuple[Buffer, DeviceMemory, Slice]:
         """The source and the target of copy streams, and the slice that represents the target."""
         if self._lane is None:
             source = self._filled(LANE_BYTES, self._ledger)
             if self.path == "buffer":
-                target: Memory = self._filled(LANE_BYTES, self._ledger)
+                target: DeviceMemory = self._filled(LANE_BYTES, self._ledger)
                 part = Slice("lane", "lane", 0, LANE_BYTES)
             else:
                 height = LANE_BYTES // (16 * _LANE_WIDTH)
@@ -193,7 +192,7 @@ class Prepared:
         """Whether the launch takes too long to be measured."""
         return self.seconds > _TOO_SLOW_SECONDS
 
-    def _place(self, read: Sequence[str]) -> tuple[dict[str, Memory], int]:
+    def _place(self, read: Sequence[str]) -> tuple[dict[str, DeviceMemory], int]:
         """Memory for the weights of each turn, in different places; and the number of turns."""
         bench = self._bench
         parts = [self._slices[name] for name in read]
@@ -207,7 +206,7 @@ class Prepared:
             turns = min(turns, max(1, bench._pool_bytes // plain))
         if not parts:
             turns = 1
-        weights: dict[str, Memory] = {}
+        weights: dict[str, DeviceMemory] = {}
         at = 0
         step = bench._pool_bytes // turns // POOL_ALIGNMENT * POOL_ALIGNMENT
         for turn in range(turns):

@@ -28,7 +28,7 @@ from flashmem.runtime.engine.steps import Command, Resources, make_steps
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import CompiledProgram, Context, event_seconds
 from flashmem.runtime.opencl.device import Device
-from flashmem.runtime.opencl.handles import Buffer, Image
+from flashmem.runtime.opencl.handles import Buffer, Texture
 from flashmem.runtime.opencl.launching import PreparedLaunch
 from flashmem.target.descriptor import DeviceDescriptor
 
@@ -88,7 +88,7 @@ class Stand:
         self._random = np.random.default_rng(0).uniform(0.5, 1.5, _BLOCK // 4).astype(np.float32)
         self._ledger = Ledger(self.context, None)
         self._buffers: dict[tuple[object, ...], Buffer] = {}  # in use by one program after the other
-        self._images: dict[tuple[object, ...], Image] = {}
+        self._images: dict[tuple[object, ...], Texture] = {}
         self._programs: dict[str, CompiledProgram] = {}
         self._hold: PreparedLaunch | None = None
 
@@ -148,13 +148,13 @@ class Stand:
             self.queue.write(buffer, content[: min(content.nbytes, nbytes - start)], offset=start)
         return buffer
 
-    def _image(self, key: tuple[object, ...], part: Slice) -> Image:
+    def _image(self, key: tuple[object, ...], part: Slice) -> Texture:
         key = (*key, part.width, part.height, part.channel)
         if key not in self._images:
             self._images[key] = self._painted(part)
         return self._images[key]
 
-    def _painted(self, part: Slice) -> Image:
+    def _painted(self, part: Slice) -> Texture:
         image = self._ledger.image("weights", part.width, part.height, part.channel, "a weight")
         pitch = part.width * TEXEL_BYTES[part.channel]
         content = self._content(part.channel)

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from flashmem.base.errors import FlashmemWarning, RunError
-from flashmem.runtime.engine.launch_window import LaunchOrders, LaunchWindow, SliceArguments, SliceGate, Spacing
+from flashmem.runtime.engine.launch_window import LaunchOrders as LaunchOrders
+from flashmem.runtime.engine.launch_window import LaunchWindow, SliceArguments, SliceGate, Spacing
 from flashmem.runtime.engine.prepared_steps import Part, PreparedSteps
 from flashmem.runtime.engine.steps import Step
 from flashmem.runtime.opencl.context import Queue, event_seconds

@@ -13,7 +13,7 @@ from time import perf_counter
 
 from flashmem.runtime.engine.steps import Step
 from flashmem.runtime.opencl.context import Queue, has_ended, set_memory, wait
-from flashmem.runtime.opencl.handles import Kernel, LaunchEvent, Memory
+from flashmem.runtime.opencl.handles import DeviceMemory, KernelObject, LaunchEvent
 from flashmem.runtime.streaming.loading import Loading
 from flashmem.runtime.streaming.transfer import Transfer
 
@@ -126,8 +126,8 @@ class SliceArguments:
 
     def __init__(self, queue: Queue, steps: Sequence[Step], transfer: Transfer | None) -> None:
         self.queue, self._transfer = queue, transfer
-        self._users: dict[str, list[tuple[Kernel, int]]] = {}  # by slice: arguments to set before a launch
-        self._set: dict[str, Memory] = {}  # what they were set to
+        self._users: dict[str, list[tuple[KernelObject, int]]] = {}  # by slice: arguments to set before a launch
+        self._set: dict[str, DeviceMemory] = {}  # what they were set to
         for command in (each for step in steps for each in step.commands) if transfer and transfer.binds_late else ():
             for index, name in command.slices:
                 self._users.setdefault(name, []).append((command.kernel, index))

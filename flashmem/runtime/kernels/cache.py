@@ -8,7 +8,7 @@ Key      SHA-256 (hex) over: the format version; the device key (platform, its v
          variants count too (`variant`; docs/research/opencl-notes.md). Nothing of the model: kernels of the same text are one
          entry. Kernels that a session compiled in one program (below) are one entry; its key is the SHA-256 over theirs.
 Content  The magic line, the key, the length of the binary (8 bytes, little endian), the SHA-256 of the binary, the binary.
-Writing  By child processes of `flashmem compile`, or of a session that lacks kernels (`build_processes`). A session that builds
+Writing  By child processes of `flashmem compile`, or of a session that lacks kernels (`pool`). A session that builds
          them itself (`build_apart=False`) compiles them in one program, because a driver reads its own declarations for each
          (PoCL: 0.2 s), and writes it after all of its kernels have run once. A temporary file in the same folder is renamed
          when complete. If the cache cannot be written, there is a warning, and the run continues. Kernels carried by a bundle
@@ -39,7 +39,7 @@ from flashmem.runtime.kernels.cache_files import ProgramCache, unpacked_entries
 from flashmem.runtime.kernels.required import RequiredKernel, variant
 from flashmem.runtime.opencl.context import CompiledProgram, Context
 from flashmem.runtime.opencl.device import HALF_ARITHMETIC, Device
-from flashmem.runtime.opencl.handles import Kernel
+from flashmem.runtime.opencl.handles import KernelObject
 
 Build = Callable[[Mapping[str, RequiredKernel]], Mapping[str, bytes]]
 """Builds kernels, writes them to the cache, and returns the binaries by key. Raises RunError."""
@@ -278,7 +278,7 @@ class CachedKernels:
         with suppress(RunError, UserError):
             self.wait()
 
-    def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
+    def kernel(self, name: str, arguments: Sequence[Any]) -> KernelObject:
         """A new kernel object with its arguments set (`opencl.context.CompiledProgram.kernel`).
 
         Raises:
@@ -323,7 +323,7 @@ class CompiledKernels:
         self._context, self._texts, self._options = context, kernel_texts(source), options
         self._programs: dict[str, CompiledProgram] = {}
 
-    def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
+    def kernel(self, name: str, arguments: Sequence[Any]) -> KernelObject:
         """A new kernel object with its arguments set. Raises RunError."""
         if name not in self._programs:
             self._programs[name] = self._context.build(self._texts[name], self._options)

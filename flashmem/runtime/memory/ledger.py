@@ -23,9 +23,9 @@ from flashmem.base.types import TEXEL_BYTES, Channel
 from flashmem.runtime.memory.accounts import Account, Budget, Category
 from flashmem.runtime.memory.arena import new_pages
 from flashmem.runtime.opencl.context import Bytes, Context, Queue, release
-from flashmem.runtime.opencl.handles import Buffer, Image, Memory
+from flashmem.runtime.opencl.handles import Buffer, DeviceMemory, Texture
 
-AnyMemory = TypeVar("AnyMemory", bound=Memory)
+AnyMemory = TypeVar("AnyMemory", bound=DeviceMemory)
 
 _OF_TENSORS: tuple[Category, ...] = ("arena", "states", "outputs")
 """Memory that tensors share, and what is copied from it."""
@@ -38,7 +38,7 @@ class Ledger(Account):
         """Open an account of a shared budget, or one with its own limit in bytes; None for no limit."""
         super().__init__(budget)
         self._context = context
-        self._objects: list[tuple[Memory, Category, int]] = []
+        self._objects: list[tuple[DeviceMemory, Category, int]] = []
         self._parts: dict[tuple[int, int, int], Buffer] = {}  # sub-buffers by buffer, offset and bytes
         self._maps: list[tuple[Queue, Bytes]] = []  # memory that stays mapped
         self._guard = threading.RLock()  # of these three; a garbage collection in a call may close another ledger
@@ -59,7 +59,7 @@ class Ledger(Account):
         """Wrap host memory for kernels without a copy, until `give_back`. Raises RunError like `buffer`."""
         return self._allocate(category, data.nbytes, what, lambda: self._context.scratch(data))
 
-    def image(self, category: Category, width: int, height: int, channel: Channel, what: str) -> Image:
+    def image(self, category: Category, width: int, height: int, channel: Channel, what: str) -> Texture:
         """Allocate a texture, until `give_back`. Raises RunError beyond the budget or if the device refuses."""
         nbytes = width * height * TEXEL_BYTES[channel]
         return self._allocate(category, nbytes, what, lambda: self._context.image(width, height, channel))
@@ -110,14 +110,14 @@ class Ledger(Account):
         """Release the memory objects of these categories, or all, the latest first."""
         self._release_if(lambda handle, category: not categories or category in categories)
 
-    def free(self, memories: Collection[Memory]) -> None:
+    def free(self, memories: Collection[DeviceMemory]) -> None:
         """Release these memory objects and their sub-buffers, the latest first."""
         with self._guard:
             going = {handle.int_ptr for handle in memories}
             going |= {part.int_ptr for key, part in self._parts.items() if key[0] in going}
             self._release_if(lambda handle, category: handle.int_ptr in going)
 
-    def _release_if(self, goes: Callable[[Memory, Category], bool]) -> None:
+    def _release_if(self, goes: Callable[[DeviceMemory, Category], bool]) -> None:
         with held_back(), self._guard:
             going = [each for each in self._objects if goes(each[0], each[1])]
             self._objects[:] = [each for each in self._objects if not goes(each[0], each[1])]
@@ -133,7 +133,7 @@ class Ledger(Account):
         call_each(self.give_back, self.clear, self._finalizer.detach)
 
 
-def _release(objects: list[tuple[Memory, Category, int]], maps: list[tuple[Queue, Bytes]]) -> None:
+def _release(objects: list[tuple[DeviceMemory, Category, int]], maps: list[tuple[Queue, Bytes]]) -> None:
     """Unmap and release the objects of a ledger that was garbage-collected."""
     while maps:
         queue, view = maps.pop()

@@ -36,14 +36,14 @@ from flashmem.runtime.opencl.dot_products import KHRONOS, KHRONOS_MIXED
 from flashmem.runtime.opencl.handles import (
     Buffer,
     DeviceHandle,
+    DeviceMemory,
     Event,
     Handle,
-    Image,
-    Kernel,
+    KernelObject,
     LaunchEvent,
-    Memory,
     ProgramHandle,
     QueueHandle,
+    Texture,
 )
 from flashmem.runtime.opencl.launching import (
     COMMAND_BUFFERS,
@@ -76,7 +76,7 @@ class Queue:
         self._barrier = undocumented.library(locked=True).clEnqueueBarrierWithWaitList
         self._barrier.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p)
 
-    def prepare(self, kernel: Kernel, global_size: tuple[int, ...], local_size: tuple[int, ...] | None) -> PreparedLaunch:
+    def prepare(self, kernel: KernelObject, global_size: tuple[int, ...], local_size: tuple[int, ...] | None) -> PreparedLaunch:
         """Prepare a launch of `kernel`, whose arguments are set, for repeated use on this queue."""
         return PreparedLaunch(self.handle, kernel, global_size, local_size)
 
@@ -190,12 +190,12 @@ class Queue:
         binding.checked(what, code)
         return _event(event.value)
 
-    def write_image(self, image: Image, data: Bytes, *, first_row: int, width: int, rows: int, row_pitch: int) -> None:
+    def write_image(self, image: Texture, data: Bytes, *, first_row: int, width: int, rows: int, row_pitch: int) -> None:
         """Copy `rows` rows of `width` texels from host memory, `row_pitch` bytes apart, to an image, and wait."""
         with _explained("write to a texture"):
             undocumented.enqueue_write_image(self.handle, image, (0, first_row), (width, rows), data, row_pitch).wait()
 
-    def read_image(self, texels: NDArray[Any], image: Image) -> None:
+    def read_image(self, texels: NDArray[Any], image: Texture) -> None:
         """Copy a texture to a contiguous host array of shape [rows, columns, 4], and wait."""
         rows, width, _ = texels.shape
         with _explained("read a texture"):
@@ -360,17 +360,17 @@ class Context:
         with _explained(f"make a sub-buffer of {nbytes} bytes at {offset}"):
             return buffer.get_sub_region(offset, nbytes)
 
-    def image(self, width: int, height: int, channel: Channel) -> Image:
+    def image(self, width: int, height: int, channel: Channel) -> Texture:
         """A texture of RGBA texels that kernels read and may write."""
         with _explained(f"allocate a texture of {width} x {height} texels"):
-            image: Image = cl.Image(self.handle, cl.mem_flags.READ_WRITE, _format(channel), desc=_image2d(width, height))
+            image: Texture = cl.Image(self.handle, cl.mem_flags.READ_WRITE, _format(channel), desc=_image2d(width, height))
             return image
 
-    def image_view(self, buffer: Buffer, width: int, height: int, row_pitch: int, channel: Channel) -> Image:
+    def image_view(self, buffer: Buffer, width: int, height: int, row_pitch: int, channel: Channel) -> Texture:
         """A texture over a buffer's memory, with rows `row_pitch` bytes apart (cl_khr_image2d_from_buffer)."""
         with _explained(f"create a texture of {width} x {height} texels over a buffer"):
             shape = _image2d(width, height, row_pitch, buffer)
-            image: Image = cl.Image(self.handle, cl.mem_flags.READ_ONLY, _format(channel), desc=shape)
+            image: Texture = cl.Image(self.handle, cl.mem_flags.READ_ONLY, _format(channel), desc=shape)
             return image
 
     def build(self, source: str, options: Sequence[str]) -> CompiledProgram:
@@ -395,13 +395,13 @@ def _finish(queues: Iterable[weakref.ref[Queue]]) -> None:
             queue.finish()
 
 
-def set_memory(kernel: Kernel, index: int, memory: Memory) -> None:
+def set_memory(kernel: KernelObject, index: int, memory: DeviceMemory) -> None:
     """Set an argument of a kernel to a memory object, for its next launches."""
     with _explained(f"set up the kernel {kernel.function_name}"):
         _set_memory(kernel, index, memory)
 
 
-def _set_memory(kernel: Kernel, index: int, memory: Memory) -> None:
+def _set_memory(kernel: KernelObject, index: int, memory: DeviceMemory) -> None:
     if isinstance(memory, SharedMemory):
         shared_memory.set_argument(kernel, index, memory)
     else:
@@ -414,10 +414,10 @@ class CompiledProgram:
     def __init__(self, handle: ProgramHandle) -> None:
         self._handle = handle
 
-    def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
+    def kernel(self, name: str, arguments: Sequence[Any]) -> KernelObject:
         """A new kernel object with its arguments set: memory objects, `numpy.int32`, `numpy.float32`; None: not set yet."""
         with _explained(f"set up the kernel {name}"):
-            kernel: Kernel = undocumented.new_kernel(self._handle, name)
+            kernel: KernelObject = undocumented.new_kernel(self._handle, name)
             if kernel.num_args != len(arguments):
                 raise RunError(f"kernel {name} takes {kernel.num_args} arguments, the program has {len(arguments)}")
             for index, argument in enumerate(arguments):
@@ -462,7 +462,7 @@ def _format(channel: Channel) -> Any:
     return cl.ImageFormat(cl.channel_order.RGBA, types[channel])
 
 
-def release(*objects: Memory) -> None:
+def release(*objects: DeviceMemory) -> None:
     """Release memory objects now, without waiting for Python's garbage collection."""
     for handle in objects:
         with _explained("release memory"):

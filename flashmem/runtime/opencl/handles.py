@@ -27,21 +27,21 @@ class QueueHandle(Handle, Protocol):
         """Wait for the enqueued commands."""
 
 
-class Memory(Handle, Protocol):
+class DeviceMemory(Handle, Protocol):
     """A memory object; or shared virtual memory, whose `int_ptr` is its first address."""
 
     def release(self) -> None:
         """Free it."""
 
 
-class Buffer(Memory, Protocol):
+class Buffer(DeviceMemory, Protocol):
     """A buffer, or a part of one."""
 
     def get_sub_region(self, offset: int, nbytes: int, /) -> Buffer:
         """A part of it."""
 
 
-class Image(Memory, Protocol):
+class Texture(DeviceMemory, Protocol):
     """A texture, of `width` columns of texels."""
 
     width: int
@@ -54,7 +54,7 @@ class ProgramHandle(Handle, Protocol):
         """A property of it."""
 
 
-class Kernel(Handle, Protocol):
+class KernelObject(Handle, Protocol):
     """A kernel object, with its arguments."""
 
     function_name: str

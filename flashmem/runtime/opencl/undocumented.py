@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from flashmem.runtime.opencl.binding import checked
 from flashmem.runtime.opencl.binding import cl as cl
-from flashmem.runtime.opencl.handles import Buffer, DeviceHandle, Event, Handle, Image, Kernel, ProgramHandle
+from flashmem.runtime.opencl.handles import Buffer, DeviceHandle, Event, Handle, KernelObject, ProgramHandle, Texture
 
 
 @functools.cache
@@ -68,7 +68,7 @@ def enqueue_read_buffer(queue: Handle, buffer: Buffer, data: NDArray[Any], offse
 
 
 def enqueue_write_image(
-    queue: Handle, image: Image, origin: tuple[int, int], region: tuple[int, int], data: NDArray[Any], row_pitch: int
+    queue: Handle, image: Texture, origin: tuple[int, int], region: tuple[int, int], data: NDArray[Any], row_pitch: int
 ) -> Event:
     """Start a copy of host memory, with rows `row_pitch` bytes apart, to a region of an image; its event."""
     event: Event = cl._cl._enqueue_write_image(queue, image, origin, region, data, row_pitch, is_blocking=False)
@@ -84,7 +84,7 @@ _INVOKER = "pyopencl.invoker"
 _STANDING_IN = threading.RLock()
 
 
-def new_kernel(program: ProgramHandle, name: str) -> Kernel:
+def new_kernel(program: ProgramHandle, name: str) -> KernelObject:
     """A kernel object of a program, made without two detours of pyopencl. Raises pyopencl.Error.
 
     pyopencl generates and compiles a Python function for every kernel object, which flashmem never calls. That costs 0.2 ms:
@@ -111,7 +111,7 @@ def new_kernel(program: ProgramHandle, name: str) -> Kernel:
         real = sys.modules.get(_INVOKER)
         try:
             sys.modules[_INVOKER] = stands_in
-            kernel: Kernel = cl.Kernel(inside, name)
+            kernel: KernelObject = cl.Kernel(inside, name)
             return kernel
         finally:
             if real is not None:

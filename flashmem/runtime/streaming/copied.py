@@ -10,7 +10,7 @@ from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.copier import Copier, PreparedCopy
-from flashmem.runtime.opencl.handles import Buffer, Memory
+from flashmem.runtime.opencl.handles import Buffer, DeviceMemory
 from flashmem.runtime.opencl.shared_memory import address_of
 from flashmem.runtime.streaming.ring import MappedRing
 from flashmem.runtime.streaming.transfer import ThreadedTransfer, TransferLoad
@@ -49,7 +49,7 @@ class MovingTransfer(ThreadedTransfer):
         """Allocate the ring, with a piece for each thread."""
         return MappedRing(self._copier.queue, self._ledger, layout.ring_bytes, layout.threads)
 
-    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> DeviceMemory | None:
         """A sub-buffer of the pool, if the slices have the same order there as in the file."""
         return self._homes.joined(parts)
 

@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context, release
-from flashmem.runtime.opencl.handles import Memory
+from flashmem.runtime.opencl.handles import DeviceMemory
 from flashmem.runtime.opencl.importing import HostImports
 from flashmem.runtime.streaming.in_place import MapTransfer
 from flashmem.runtime.streaming.shared_pages import SharedSlices
@@ -36,7 +36,7 @@ class ImportTransfer(MapTransfer):
         after: ImportTransfer | None = None,
     ) -> None:
         self._context, self._importer = context, HostImports(context)
-        self._imports: dict[str, tuple[Memory, ...]] = {}  # by slice: what to release, in that order
+        self._imports: dict[str, tuple[DeviceMemory, ...]] = {}  # by slice: what to release, in that order
         super().__init__(context, ledger, file, slices, places, content_hashes, together, after)
         if after is not None:
             self._imports = after._imports

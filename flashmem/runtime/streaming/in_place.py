@@ -10,7 +10,7 @@ from flashmem.base.threads import call_each
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context, Queue
-from flashmem.runtime.opencl.handles import Buffer, Memory
+from flashmem.runtime.opencl.handles import Buffer, DeviceMemory
 from flashmem.runtime.streaming.shared_pages import SharedSlice, SharedSlices
 from flashmem.runtime.streaming.transfer import ThreadedTransfer, TransferLoad, view
 from flashmem.runtime.streaming.weight_file import WeightFile
@@ -59,7 +59,7 @@ class MapTransfer(ThreadedTransfer):
             after._give_places_up(but=self._places)
         self.files = tuple(dict.fromkeys([file, *(place.file for place in self._places.values())]))
 
-    def _memory(self, context: Context, part: Slice, whole: Slice | None, apart: Container[str]) -> Memory:
+    def _memory(self, context: Context, part: Slice, whole: Slice | None, apart: Container[str]) -> DeviceMemory:
         """A slice in the mapping: a buffer, or a sub-buffer of the buffer over its `whole`."""
         if whole is None or whole.name in apart:
             return view(context, context.wrap(self._places[part.name].mapped), part)
@@ -68,7 +68,7 @@ class MapTransfer(ThreadedTransfer):
             self._together[whole.name] = context.wrap(mapped)
         return context.sub_buffer(self._together[whole.name], part.offset - whole.offset, part.file_bytes)
 
-    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> DeviceMemory | None:
         """The buffer whose sub-buffers they are."""
         return self._together.get(whole.name)
 
@@ -139,7 +139,7 @@ class AliasTransfer(ThreadedTransfer):
         with self._queue.mapped(here, segment.nbytes, offset=segment.first, unmapped=arrives) as place:
             self._read(part, segment, place, turn)
 
-    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> DeviceMemory | None:
         """A sub-buffer, if the slices have the same order there as in the file."""
         return self._objects.joined(parts)
 
