@@ -45,7 +45,7 @@ def smallest_m_peak(instance: Instance, preload: Collection[str] = ()) -> tuple[
     first used at layer l + 1. Load capacities do not count, because they can be relaxed. In mode `interleave`, weights are
     moved in the layer before their use, and are in staging there as well. In other modes no plan needs less.
     """
-    return _in_use(instance, forced_preload(instance, preload), 2 if instance.mode == "interleave" else 1)
+    return _in_use(instance, forced_preload(instance, preload), instance.transfer.places_in_flight)
 
 
 def least_in_use(instance: Instance, preload: Collection[str] = ()) -> int:
@@ -76,7 +76,7 @@ def require_m_peak(instance: Instance, preload: Collection[str]) -> None:
     """
     smallest, binding = smallest_m_peak(instance, preload)
     if instance.m_peak < smallest:
-        twice = ", twice while they are moved," if instance.mode == "interleave" else ""
+        twice = ", twice while they are moved," if instance.transfer.by_kernels else ""
         raise BudgetError(
             f"M_peak of {instance.m_peak} bytes is too small: layer {binding!r} and the loads for the next layer{twice} need "
             f"{smallest} bytes in flight at once; raise the limit to {smallest} bytes or more",
@@ -97,7 +97,7 @@ def late_moves(
     the window has no other layers.
     """
     queue = sorted((w for w in instance.weights if releases[w.name]), key=lambda w: w.first_use)
-    waits = instance.mode == "interleave"
+    waits = instance.transfer.by_kernels
     opens = [
         min(w.first_use - 1, max(releases[w.name], bisect_left(clock.started, clock.loaded[w.name]) + 1 if waits else 0))
         for w in queue
@@ -203,12 +203,12 @@ def _read_and_move(instance: Instance, preload: frozenset[str], limit: int, near
     for step in range(_STEPS + 1):
         releases = earliest_releases(instance, preload, limit - (limit - least) * step // _STEPS)
         moves = moving(releases)
-        if instance.mode != "interleave" or int(held_bytes(instance, releases, moves).max()) <= limit:
+        if not instance.transfer.by_kernels or int(held_bytes(instance, releases, moves).max()) <= limit:
             break
     else:  # move every weight in the layer before its use, and read it as early as there is room
         moves = {w.name: ((w.first_use - 1, instance.chunks(w)),) for w in instance.weights if w.name not in preload}
         releases = releases_ahead(instance, preload, moves, limit)
-    releases, moves = filled(instance, releases, moves, limit, None if instance.mode == "interleave" else moving)
+    releases, moves = filled(instance, releases, moves, limit, None if instance.transfer.by_kernels else moving)
     releases, clock = final_releases(TimingModel(instance, moves), preload, releases)
     return releases, moves, clock
 
@@ -236,7 +236,7 @@ def candidate(instance: Instance, preload: frozenset[str], limit: int) -> Limite
     held = int(held_bytes(instance, releases, moves).max(initial=0))
     resident = sum(w.nbytes for w in instance.weights if w.name in preload)
     average = held
-    if instance.mode == "map" and clock.seconds:
+    if instance.transfer.by_pages and clock.seconds:
         entered = (
             (clock.done[w.last_use - 1] - max(instance.opening_seconds, clock.read[w.name])) * w.nbytes
             for w in instance.weights if w.name in moves
@@ -257,7 +257,7 @@ def traced(instance: Instance, preload: frozenset[str], lambda_: float, *, quick
         return candidate(instance, preload, most - int((most - smallest) * share))
 
     if quick or len(instance.weights) > (_LADDER_WEIGHTS if lambda_ else _THOROUGH_WEIGHTS):
-        copies = 2 if instance.mode == "interleave" else 1
+        copies = instance.transfer.places_in_flight
         streamed = copies * sum(w.nbytes for w in instance.weights if w.name not in preload)
         return rung(min(instance.m_peak, max(smallest, streamed)), lambda_)
     roomy = candidate(instance, preload, instance.m_peak)
@@ -276,7 +276,7 @@ def traced(instance: Instance, preload: frozenset[str], lambda_: float, *, quick
     allowed = least + int((fastest.average - least) * (1 - lambda_))
     chosen = min((one for one in family if one.average <= allowed), key=order)
     # If places are always allocated, the average limits the bytes in flight; the average of pages does not.
-    left = instance.m_peak if not lambda_ or instance.mode == "map" else allowed - resident
+    left = instance.m_peak if not lambda_ or instance.transfer.by_pages else allowed - resident
     return replace(chosen, left=min(instance.m_peak, left))
 
 

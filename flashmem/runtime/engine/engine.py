@@ -86,7 +86,7 @@ class Engine:
         index = self.opened.bundle.index
         if index in self._kernels:
             planned, kernels = self._kernels[index]
-            if self.opened.mode != "interleave" or planned is plan:
+            if not self.opened.transfer.by_kernels or planned is plan:
                 return kernels
             kernels.close()  # a thread may still be loading kernels that only later runs use
         kernels = Kernels(self.opened, self.device, plan, apart=self._apart)
@@ -181,7 +181,7 @@ class Engine:
         bound = self.bound
         assert bound is not None
         self.left = frozenset()
-        program, mode = bound.opened.program, bound.opened.mode
+        program, again = bound.opened.program, bound.opened.transfer.by_kernels
         host = None if bound.opened.tier is None else bound.opened.tier.ledger
         if not self.opening_seconds:
             for ledger in (bound.ledger, host):
@@ -192,7 +192,7 @@ class Engine:
         keeping = [ports[name] for name in kept]
         with _OF_THE_REQUEST:
             bound.activations.write_inputs(inputs)
-        if memory is None or mode != "interleave":
+        if memory is None or not again:
             inputs.clear()  # the caller may have dropped its references
         loads: Sequence[TimedInterval] = ()
         nbytes = 0
@@ -212,7 +212,7 @@ class Engine:
                 self._clear_stopped(done)
                 raise RequestError(RunStoppedError("the run was stopped"))
             memory.give_way()
-            if mode == "interleave":  # the copies that kernels made before are overwritten
+            if again:  # the copies that kernels made before are overwritten
                 done, read = 0, {}
                 bound.activations.write_inputs(inputs)
         with _OF_THE_REQUEST:

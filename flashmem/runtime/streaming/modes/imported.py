@@ -8,7 +8,7 @@ from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context, Memory, release
 from flashmem.runtime.opencl.importing import HostImports
-from flashmem.runtime.streaming.in_place import MapTransfer
+from flashmem.runtime.streaming.modes.map import MapTransfer
 from flashmem.runtime.streaming.shared_pages import SharedSlices
 from flashmem.runtime.streaming.transfer import TransferLoad, view
 from flashmem.runtime.streaming.weight_file import WeightFile
