@@ -9,7 +9,7 @@ from typing import Any
 
 import flashmem
 from flashmem.base.errors import BudgetError
-from flashmem.bundle.writer import replace_plan
+from flashmem.bundle.replacing import replace_plan
 from flashmem.compiler.adaptive.plan_graph import plan_program
 from flashmem.compiler.options import Options
 from flashmem.runtime.request.options import choose_mode

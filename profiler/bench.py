@@ -27,6 +27,7 @@ from flashmem.program.launches import Arg, Launch
 from flashmem.program.program import Program as BundleProgram
 from flashmem.program.tensors import Slice
 from flashmem.runtime.engine.executor import Executor
+from flashmem.runtime.engine.launch_window import LaunchOrders
 from flashmem.runtime.engine.steps import Resources, Step, make_steps
 from flashmem.runtime.kernels.cache import CompiledKernels
 from flashmem.runtime.memory.ledger import Ledger
@@ -239,7 +240,7 @@ class Prepared:
     def _play(self, steps: Sequence[Step], count: int) -> float:
         executor = Executor(self._bench.queue, [steps[i % len(steps)] for i in range(count)])
         begun = perf_counter()
-        executor.run(None)
+        executor.run()
         return perf_counter() - begun
 
     def _play_loaded(self, mode: TransferMode, count: int, chunks: int) -> float:
@@ -256,7 +257,7 @@ class Prepared:
         executor = Executor(self._bench.queue, steps, None, transfer)
         begun = perf_counter()
         try:
-            executor.run(run.open())
+            executor.run(LaunchOrders(run.open()))
             run.wait()
             for event in transfer.take_arrived([part.name for part in parts]):
                 event.wait()

@@ -42,7 +42,7 @@ def recording_pays(context: Context, queue: Queue, probed: Mapping[str, str] = M
     for turn in range(_ROUNDS + 3):  # the first turn loads kernels, the second records
         for executor, taken in zip(executors, times, strict=True):
             begun = perf_counter()
-            executor.run(None)
+            executor.run()
             if turn >= 3:
                 taken.append(perf_counter() - begun)
     (least, *_), (*_, most) = statistics.quantiles(times[0], n=4), statistics.quantiles(times[1], n=4)

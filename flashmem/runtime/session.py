@@ -34,7 +34,7 @@ from flashmem.runtime.engine.replanned import fitted
 from flashmem.runtime.engine.report import RunReport
 from flashmem.runtime.engine.session_plans import SessionPlans
 from flashmem.runtime.engine.states import States
-from flashmem.runtime.engine.stopping import OneThread, RunStoppedError, deadline, never, too_late
+from flashmem.runtime.engine.stopping import OneThread, RunStoppedError, deadline, too_late
 from flashmem.runtime.opencl.discovery import begin_to_start_drivers
 from flashmem.runtime.request.compatibility import for_processor
 from flashmem.runtime.request.models import ModelOptions, bundle_for, is_model
@@ -236,7 +236,7 @@ class Session:
             RunError: the run failed, and the session is closed. Or the session was closed before, or was opened before a fork
                 of this process. Or this very thread is inside a run, interrupted by a callback or a signal handler.
         """
-        return self._answer(output_names, inputs, timeout, batch)(never)
+        return self._answer(output_names, inputs, timeout, batch)(None)
 
     def run_async(
         self,
@@ -256,13 +256,13 @@ class Session:
 
     def _answer(
         self, names: Sequence[str] | None, inputs: Mapping[str, Any], timeout: float | None, batch: Batch | None
-    ) -> Callable[[Callable[[], bool]], list[Array]]:
+    ) -> Callable[[Callable[[], bool] | None], list[Array]]:
         """A call of `run`, to be made with a function that says whether it is cancelled. Its time begins now."""
         until = deadline(timeout)
         if batch is not None:
             check_batch(batch)
 
-        def answer(cancelled: Callable[[], bool]) -> list[Array]:
+        def answer(cancelled: Callable[[], bool] | None) -> list[Array]:
             def run(given: Mapping[str, Any]) -> list[Array]:
                 return self._run(names, (), given, until, cancelled)[0]
 
@@ -293,7 +293,7 @@ class Session:
         """
         until = deadline(timeout)
         try:
-            binding.run(lambda names, kept: self._run(names, kept, binding.inputs, until, never))
+            binding.run(lambda names, kept: self._run(names, kept, binding.inputs, until, None))
         except RunStoppedError:
             raise too_late(timeout) from None
 
@@ -303,11 +303,11 @@ class Session:
         kept_names: Sequence[str],
         inputs: Mapping[str, Any],
         until: float,
-        cancelled: Callable[[], bool],
+        cancelled: Callable[[], bool] | None,
     ) -> tuple[list[Array], list[OutputValue]]:
         """One run: outputs in host memory, and those that stay on the device.
 
-        `until`: the time of `time.perf_counter()` at which it stops, as it does when `cancelled()`.
+        `until`: the time of `time.perf_counter()` at which it stops, as it does when `cancelled()` (None: never).
 
         Raises:
             RunStoppedError: it was stopped.
@@ -315,7 +315,7 @@ class Session:
         since = perf_counter()
 
         def late() -> bool:
-            return cancelled() or perf_counter() >= until
+            return (cancelled is not None and cancelled()) or perf_counter() >= until
 
         stopped = cancelled if until == inf else late
         return self._alone.during("run", lambda: self._run_alone(output_names, kept_names, inputs, stopped, since=since), until)
@@ -325,7 +325,7 @@ class Session:
         output_names: Sequence[str] | None,
         kept_names: Sequence[str],
         inputs: Mapping[str, Any],
-        stopped: Callable[[], bool],
+        stopped: Callable[[], bool] | None,
         *,
         since: float,
     ) -> tuple[list[Array], list[OutputValue]]:
@@ -333,7 +333,7 @@ class Session:
         engine = self._engine
         if engine.failure is not None:
             raise RunError(f"the session is closed ({engine.failure}); open a new one")
-        if stopped():
+        if stopped is not None and stopped():
             raise RunStoppedError("the run was stopped before it began")
         plans = self._plans
         program = plans.ready.program

@@ -18,7 +18,7 @@ from typing import Any
 from flashmem.base.errors import UserError
 from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
-from flashmem.bundle.writer import replace_plan, replace_plans
+from flashmem.bundle.replacing import replace_plan, replace_plans
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.planner import plan_instance, planning_instance

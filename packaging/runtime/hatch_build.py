@@ -28,7 +28,7 @@ COMMANDS = (
 
 DESCRIPTORS = "flashmem/devices/*.toml"
 SOURCES = "\n[sources]\n"
-"""The last table of a descriptor: where its numbers are from. Only who writes descriptors reads that."""
+"""The last table of a descriptor: where its numbers are from. Only who writes descriptors reads that, and the comments."""
 
 
 class Hook(BuildHookInterface[Any]):
@@ -43,7 +43,8 @@ class Hook(BuildHookInterface[Any]):
         self._made = tempfile.TemporaryDirectory()
         for file in sorted(ROOT.glob(DESCRIPTORS)):
             numbers = Path(self._made.name, file.name)
-            numbers.write_text(file.read_text(encoding="utf-8").partition(SOURCES)[0] + "\n", encoding="utf-8")
+            lines = file.read_text(encoding="utf-8").partition(SOURCES)[0].splitlines()
+            numbers.write_text("\n".join(line for line in lines if line and not line.startswith("#")) + "\n", encoding="utf-8")
             included[str(numbers)] = str(file.relative_to(ROOT))
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:

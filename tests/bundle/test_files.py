@@ -21,8 +21,8 @@ from flashmem.base.units import format_size
 from flashmem.bundle import cache as bundle_cache
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.manifest import BINARIES, variant_files
+from flashmem.bundle.replacing import _link_or_copy, replace_binaries, replace_plan
 from flashmem.bundle.version_directories import current_version
-from flashmem.bundle.writer import _link_or_copy, replace_binaries, replace_plan
 from flashmem.cli.commands.bundles import check_bundle, clear_cache, list_cache
 from flashmem.runtime.kernels import cache_files as program_files
 from flashmem.runtime.kernels.cache_files import ProgramCache, packed_entries, unpacked_entries

@@ -16,7 +16,7 @@ from flashmem.base.errors import BudgetError, BundleError
 from flashmem.base.types import MemoryPath
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.manifest import instruction_set_files
-from flashmem.bundle.writer import replace_plan
+from flashmem.bundle.replacing import replace_plan
 from flashmem.program.launches import Launch
 from flashmem.target.descriptor import load_descriptor
 from flashmem.target.instruction_set import INSTRUCTION_SETS, other_tiles, same_tile

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from flashmem.bundle import version_directories
 from flashmem.bundle.bundle import Bundle
-from flashmem.bundle.writer import replace_plan
+from flashmem.bundle.replacing import replace_plan
 from flashmem.base.errors import BundleError, MissingFileError
 from tests.support.mini_bundle import write_mini_bundle
 

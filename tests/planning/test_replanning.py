@@ -10,7 +10,7 @@ import pytest
 import flashmem
 from flashmem import Bundle
 from flashmem.base.errors import BudgetError, BundleError
-from flashmem.bundle.writer import replace_plan
+from flashmem.bundle.replacing import replace_plan
 from flashmem.planning.carried_instance import KEY, carried_instance
 from flashmem.planning.planner import planning_instance
 from flashmem.planning.replanning import plan_again, smallest_budget

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 import flashmem
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.base.types import TransferMode
-from flashmem.bundle.writer import replace_plan
+from flashmem.bundle.replacing import replace_plan
 from flashmem.compiler.adaptive.plan_graph import plan_program
 from flashmem.compiler.options import Options
 from flashmem.planning import planner, portfolio

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import flashmem
 from flashmem.base.errors import UserError
-from flashmem.bundle.writer import replace_plan
+from flashmem.bundle.replacing import replace_plan
 from flashmem.cli.commands.compiling import CompileOptions
 from flashmem.cli.commands.run import RunOptions, run_model
 from flashmem.runtime.engine.report import Latency, MemoryUse, RunReport

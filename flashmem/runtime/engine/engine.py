@@ -30,7 +30,7 @@ from flashmem.runtime.engine.opened import Kernels, OpenedBundle, PlannedVariant
 from flashmem.runtime.engine.output_values import OutputValue
 from flashmem.runtime.engine.report import Latency, MemoryUse, RunReport
 from flashmem.runtime.engine.run import Executed, Run, RunMemory
-from flashmem.runtime.engine.stopping import RunStoppedError, never
+from flashmem.runtime.engine.stopping import RunStoppedError
 from flashmem.runtime.engine.warm_up import WarmUp
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Queue
@@ -160,7 +160,7 @@ class Engine:
         *,
         since: float,
         kept: Mapping[str, OutputValue] = MappingProxyType({}),
-        stopped: Callable[[], bool] = never,
+        stopped: Callable[[], bool] | None = None,
     ) -> tuple[list[Array], RunReport]:
         """One run.
 
@@ -317,7 +317,7 @@ class Engine:
         kept: Mapping[str, OutputValue],
         done: int,
         memory: RunMemory | None,
-        stopped: Callable[[], bool],
+        stopped: Callable[[], bool] | None,
     ) -> Executed:
         """Execute the launches after `done`, until the end or a halt."""
         assert self.bound is not None

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from flashmem.base.errors import RunError
 from flashmem.program.tensors import Port
 from flashmem.runtime.engine.bound_program import BoundProgram
+from flashmem.runtime.engine.executor import Trace
+from flashmem.runtime.engine.launch_window import LaunchOrders
 from flashmem.runtime.engine.output_values import OutputValue
-from flashmem.runtime.engine.stopping import never
 from flashmem.runtime.opencl.context import Event, wait
 from flashmem.runtime.streaming.loading import Loading
 from flashmem.schedule.loads import Load, Schedule, TimedInterval
@@ -63,7 +64,7 @@ class Run:
         kept: Mapping[str, OutputValue] = MappingProxyType({}),
         *,
         traced: bool = False,
-        halted: Callable[[], bool] = never,
+        halted: Callable[[], bool] | None = None,
     ) -> Executed:
         """Execute the launches, and enqueue reads of `outputs`: behind the last launch, or earlier where another tensor gets
         their memory in the arena.
@@ -85,10 +86,10 @@ class Run:
             raise
 
     def _execute(
-        self, outputs: Sequence[Port], kept: Mapping[str, OutputValue], traced: bool, halted: Callable[[], bool]
+        self, outputs: Sequence[Port], kept: Mapping[str, OutputValue], traced: bool, halted: Callable[[], bool] | None
     ) -> Executed:
         bound, loader = self.bound, self.loader
-        layers: list[TimedInterval] = []
+        trace = Trace() if traced else None
         arrays: dict[str, Array] = {}
         reading: list[Event] = []
 
@@ -109,19 +110,20 @@ class Run:
         check = bound.weights.check_files if bound.weights.transfer.in_place else None
         try:
             executor = bound.kernels.ready_executor()
-            done = executor.run(loader, layers if traced else None, check, after, done=self._done, halted=halted)
+            done = executor.run(LaunchOrders(loader, check, after, self._done, halted), trace)
             self.stop()  # while the outputs are copied
             for event in reading:
                 wait(event)
         except BaseException:
             bound.kernels.executor.drain()  # nothing may be freed while the device reads it
             raise
+        layers = trace.intervals(executor.queue) if trace is not None else ()
         loads, nbytes = loader.intervals if loader else (), self.schedule.nbytes
         if done == len(bound.opened.program.launches):
             bound.ran(self.schedule.resident)
         else:
             nbytes = sum(load.nbytes for load in loads)
-        return Executed(loads, nbytes, tuple(layers), arrays, done)
+        return Executed(loads, nbytes, layers, arrays, done)
 
     def stop(self) -> None:
         """End the loads. Raises RunError if one failed."""

@@ -19,11 +19,6 @@ class RunStoppedError(Exception):
     """A run ended early because its caller stopped it: the model stays usable."""
 
 
-def never() -> bool:
-    """False: a run that nobody stops."""
-    return False
-
-
 def deadline(timeout: Any) -> float:
     """The time of `time.perf_counter()` in `timeout` seconds; infinity for None.
 

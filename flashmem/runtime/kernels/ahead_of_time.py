@@ -11,7 +11,7 @@ from flashmem.base.errors import FlashmemWarning, UserError
 from flashmem.base.paths import VARIABLE, why_unusable
 from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
-from flashmem.bundle.writer import replace_binaries
+from flashmem.bundle.replacing import replace_binaries
 from flashmem.program.kernel_text import Source
 from flashmem.program.lanes import lane_kind
 from flashmem.program.program import Program

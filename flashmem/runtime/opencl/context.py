@@ -63,6 +63,7 @@ class Queue:
         properties = cl.command_queue_properties.PROFILING_ENABLE if profiling else 0
         self.handle = cl.CommandQueue(context, device, properties)
         self._own: int = self.handle.int_ptr
+        self._calls = enqueue_function(alone=False), enqueue_function(alone=True)
         self._barrier = undocumented.library(locked=True).clEnqueueBarrierWithWaitList
         self._barrier.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p)
 
@@ -73,7 +74,7 @@ class Queue:
     def launch(self, launch: PreparedLaunch, *, alone: bool = False) -> Event:
         """Enqueue one launch; its event. `alone`: see `launch_all`."""
         event = ctypes.c_void_p()
-        if not enqueue_function(alone)(*launch.arguments[:-1], ctypes.byref(event)):
+        if not self._calls[alone](*launch.arguments[:-1], ctypes.byref(event)):
             return cl.Event.from_int_ptr(event.value, retain=False)
         try:  # pyopencl frees unreferenced objects and tries again, or raises the error
             return cl.enqueue_nd_range_kernel(self.handle, launch.kernel, launch.global_size, launch.local_size)
@@ -85,14 +86,24 @@ class Queue:
 
         `alone`: no launch waits for what another thread of this session has yet to do.
         """
-        enqueue = enqueue_function(alone)
+        enqueue = self._calls[alone]
         for launch in launches:
             if enqueue(*launch.arguments):
                 self.launch(launch)  # pyopencl frees unreferenced objects and tries again, or raises the error
 
+    def launch_with_event(self, launches: Sequence[PreparedLaunch], *, alone: bool = True) -> Event:
+        """Enqueue launches, and submit them; an event that completes with them. `alone`: see `launch_all`."""
+        if len(launches) > 1:
+            self.launch_all(launches[:-1], alone=alone)
+        event = self.launch(launches[-1], alone=alone) if launches else self.marker()
+        self.flush()
+        return event
+
     def play(self, recording: Recording) -> Event:
-        """Enqueue recorded launches of this queue; the event of the last one. Raises RunError."""
-        return cl.Event.from_int_ptr(recording.play(), retain=False)
+        """Enqueue recorded launches of this queue, and submit them; the event of the last one. Raises RunError."""
+        event = cl.Event.from_int_ptr(recording.play(), retain=False)
+        self.flush()
+        return event
 
     def flush(self) -> None:
         """Submit the enqueued commands to the device without waiting."""

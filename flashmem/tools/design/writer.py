@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import UserError
 from flashmem.base.files import written_whole
-from flashmem.bundle.writer import replace_plan
+from flashmem.bundle.replacing import replace_plan
 from flashmem.runtime.application.designs import FILE, Design, Designs, TaskAssignment
 from flashmem.tools.design import metrics
 from flashmem.tools.design.application import Application

@@ -1,6 +1,6 @@
 """The simulator: runs a scenario with host, loader threads and disk as processes that share resources.
 
-It models the concurrency and the waits of runtime/{session,run,executor,loader}.py:
+It models the concurrency and the waits of `runtime/engine/executor.py` and `runtime/streaming`:
 
 - The disk reads what was announced, in order. Its queue is limited, and a thread that announces more waits. A read from the
   page cache cannot end before the disk has read the data.

@@ -300,7 +300,7 @@ class Runner:
         after = []
         for step in steps:
             self.bench.clear()
-            Executor(self.bench.queue, [step]).run(None)
+            Executor(self.bench.queue, [step]).run()
             self.bench.check(stream.moves)
             after.append(np.empty(self.first.nbytes, np.uint8))
             self.bench.queue.read(after[-1], self.arena)

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashmem.base.errors import RunError
-from flashmem.runtime.engine import executor as module
-from flashmem.runtime.engine.executor import LAYERS_APART, Executor
+from flashmem.runtime.engine import launch_window as module
+from flashmem.runtime.engine.executor import Executor
+from flashmem.runtime.engine.launch_window import LAYERS_APART, LaunchOrders, Spacing
 from flashmem.runtime.engine.steps import Command, Step
-from flashmem.runtime.engine.stopping import never
 from flashmem.runtime.opencl.context import Context, Queue
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.streaming.modes.interleave import InterleaveTransfer
@@ -42,6 +42,15 @@ class FakeQueue:
 
     def launch_all(self, launches: Iterable[int], *, alone: bool = True) -> None:
         self.enqueued += launches
+
+    def marker(self) -> int:
+        return 0
+
+    def launch_with_event(self, launches: list[int], *, alone: bool = True) -> int:
+        self.enqueued += launches[:-1]
+        event = self.launch(launches[-1]) if launches else self.marker()
+        self.flush()
+        return event
 
     def flush(self) -> None:
         self.submitted = len(self.enqueued)
@@ -105,7 +114,7 @@ def test_every_gate_opens_and_nothing_else_is_waited_for(
     queue = FakeQueue()
     steps = [Step(str(n), (Command(n, (1,), None, ()),), needs.get(n, ())) for n in range(1, layers + 1)]
     executor = Executor(queue, steps)  # type: ignore[arg-type]
-    executor._apart = apart
+    executor.spacing.layers = apart
     loader = FakeLoader(queue, releases, frees) if streamed else None
     most = 0
 
@@ -116,8 +125,8 @@ def test_every_gate_opens_and_nothing_else_is_waited_for(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "wait", queue.wait)
         patch.setattr(module, "has_ended", lambda event: event % quick == 0)
-        patch.setattr(Executor, "_space", lambda *_: None)
-        executor.run(loader, None, ahead)  # type: ignore[arg-type]
+        patch.setattr(Spacing, "measure", lambda *_: None)
+        executor.run(LaunchOrders(loader, ahead))  # type: ignore[arg-type]
     assert queue.enqueued == list(range(1, layers + 1)) and queue.waited == layers
     assert most <= 2 * apart
     waking = loader.wakes - {0} if loader else set()
@@ -134,20 +143,34 @@ def test_a_run_without_loads_makes_the_same_launches_whoever_may_halt_it(counts:
     numbers = iter(range(1, 1000))
     steps = [Step(str(n), tuple(Command(next(numbers), (1,), None, ()) for _ in range(many))) for n, many in enumerate(counts)]
     made = []
-    for halted in (never, lambda: False):
+    for halted in (None, lambda: False):
         queue = FakeQueue()
-        queue.marker = lambda: 0  # type: ignore[attr-defined]
         executor = Executor(queue, steps)  # type: ignore[arg-type]
-        executor._apart = apart
+        executor.spacing.layers = apart
         checks: list[int] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "wait", lambda event: queue.wait(event) if event else None)  # noqa: B023 - called below
-            patch.setattr(Executor, "_space", lambda *_: None)
-            done = executor.run(None, None, lambda: checks.append(len(queue.enqueued)), halted=halted)  # noqa: B023
-        assert done == len(steps) and not (halted is never and queue.waited != sum(counts))
+            patch.setattr(Spacing, "measure", lambda *_: None)
+            done = executor.run(LaunchOrders(None, lambda: checks.append(len(queue.enqueued)), halted=halted))  # noqa: B023
+        assert done == len(steps) and not (halted is None and queue.waited != sum(counts))
         assert max((after - before for before, after in pairwise([*checks, sum(counts)])), default=0) <= 3 * apart
         made.append(queue.enqueued)
     assert made[0] == made[1] == list(range(1, sum(counts) + 1))
+
+
+@pytest.mark.parametrize("halted", [None, lambda: False], ids=["resident", "streamed"])
+def test_what_comes_after_a_launch_comes_before_the_next_one(halted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An output is read there whose memory in the arena another tensor gets later."""
+    queue, seen = FakeQueue(), list[tuple[int, int]]()
+    steps = [Step(str(n), (Command(n, (1,), None, ()),)) for n in range(1, 101)]
+    monkeypatch.setattr(module, "wait", queue.wait)
+    executor = Executor(queue, steps)  # type: ignore[arg-type]
+    for stops in ([1, 2, 57, 100], [57], []):
+        queue.__init__()  # type: ignore[misc]
+        seen.clear()
+        after = {layer: lambda layer=layer: seen.append((layer, len(queue.enqueued))) for layer in stops}
+        executor.run(LaunchOrders(after=after, halted=halted))
+        assert seen == [(layer, layer) for layer in stops] and queue.enqueued == list(range(1, 101))
 
 
 @pytest.mark.parametrize("done", [0, 1, 2])
@@ -170,18 +193,18 @@ def test_layers_wait_for_the_events_of_what_brought_their_slices_in(done: int, m
     loader = Brought(queue, dict.fromkeys(loads, 0), ())
     monkeypatch.setattr(module, "wait", queue.wait)
     monkeypatch.setattr(module, "has_ended", lambda event: False)
-    Executor(queue, steps, None, transfer).run(loader, done=done)  # type: ignore[arg-type]
+    Executor(queue, steps, None, transfer).run(LaunchOrders(loader, done=done))  # type: ignore[arg-type]
     assert queue.enqueued == list(range(done + 1, 5)) and not transfer.arrived
     expected = {"there before": 0, "used again": 1, "late": 2} | ({"early": 0} if done == 0 else {})
     assert dict(queue.followed) == {f"copy of {name}": max(0, layer - done) for name, layer in expected.items()}
 
 
 def test_events_are_as_far_apart_as_layers_are_quick() -> None:
-    executor = Executor(FakeQueue(), [])  # type: ignore[arg-type]
-    assert executor._apart == LAYERS_APART[0]  # until times are known
+    spacing = Spacing()
+    assert spacing.layers == LAYERS_APART[0]  # until times are known
     for layers, seconds, apart in ((8, 8e-6, LAYERS_APART[1]), (8, 8e-3, 10), (1, 0.1, LAYERS_APART[0]), (5, 0.0, 64)):
-        executor._space(layers, seconds)
-        assert executor._apart == apart
+        spacing.measure(layers, seconds)
+        assert spacing.layers == apart
 
 
 SOURCE = "__kernel void add(__global int* data, int more) { data[get_global_id(0)] += more; }"
@@ -205,12 +228,12 @@ def test_launches_without_events_run_in_order_and_fail_with_a_sentence(device: A
     with pytest.raises(RunError, match=r"OpenCL failed to launch add: INVALID_WORK_GROUP_SIZE"):
         queue.launch_all([launches[0], wrong])
     steps = [Step("a", (Command(kernels[1], (64,), (64,), (data,)),))] * 100
-    Executor(queue, steps).run(None)
+    Executor(queue, steps).run()
     queue.read(answer, data)
     assert (answer == 106).all()
     broken = Executor(queue, [*steps[:10], Step("b", (Command(kernels[1], (64,), (7,), (data,)),)), *steps[:10]])
     with pytest.raises(RunError, match="launch add"):
-        broken.run(None)
+        broken.run()
     broken.drain()
     queue.read(answer, data)
     assert (answer == 116).all()
@@ -223,7 +246,7 @@ def test_a_driver_that_refuses_for_a_moment_is_asked_again(monkeypatch: pytest.M
     queue, data = context.queue(), context.buffer(4 * 64)
     queue.write(data, np.zeros(64, np.int32))
     kernel = context.build(SOURCE, []).kernel("add", [data, np.int32(1)])
-    monkeypatch.setattr("flashmem.runtime.opencl.context.enqueue_function", lambda alone: lambda *arguments: -4)
+    monkeypatch.setattr(queue, "_calls", [lambda *arguments: -4] * 2)
     asked: list[Any] = []
     launch = Queue.launch
     monkeypatch.setattr(Queue, "launch", lambda queue, each: asked.append(each) or launch(queue, each))

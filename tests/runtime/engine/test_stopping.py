@@ -20,8 +20,8 @@ import flashmem
 from flashmem import Session
 from flashmem.base.errors import RunError
 from flashmem.runtime.engine.activations import Activations
-from flashmem.runtime.engine.executor import Executor
 from flashmem.runtime.engine.stopping import OneThread, RunStoppedError
+from flashmem.runtime.opencl.context import Queue
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.session import _close_all
 from tests.support.interrupts import interrupt_everywhere
@@ -48,15 +48,18 @@ def session(model: MiniModel) -> Iterator[Session]:
 def before_launch(number: int, act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Call `act` before launch `number` of the next run; returns a list that gets the launches of that run."""
     launches: list[int] = []
-    bind = Executor._bind
 
-    def counted(self: Executor, names: Any) -> None:
-        launches.append(len(launches) + 1)
-        if launches[-1] == number:
-            act()
-        bind(self, names)
+    def counted(enqueue: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(queue: Queue, launch: Any, **options: Any) -> Any:
+            launches.append(len(launches) + 1)
+            if launches[-1] == number:
+                act()
+            return enqueue(queue, launch, **options)
 
-    monkeypatch.setattr(Executor, "_bind", counted)
+        return counting
+
+    for name in ("launch", "launch_all"):
+        monkeypatch.setattr(Queue, name, counted(getattr(Queue, name)))
     return launches
 
 
@@ -252,10 +255,10 @@ def test_torn_states_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 _EXIT = """
 import sys, time
 import flashmem
-from flashmem.runtime.engine.executor import Executor
 from flashmem.runtime.engine.inputs import complete_inputs
-bind = Executor._bind
-Executor._bind = lambda self, names: (print("launch", flush=True), time.sleep(0.2), bind(self, names))
+from flashmem.runtime.opencl.context import Queue
+enqueue = Queue.launch
+Queue.launch = lambda *given, **options: (print("launch", flush=True), time.sleep(0.2), enqueue(*given, **options))[2]
 session = flashmem.Session(sys.argv[1], build_apart=False)
 inputs = complete_inputs(session.bundle.program, {}, 0)
 futures = [session.run_async(None, inputs) for _ in range(100)]

@@ -14,7 +14,7 @@ import pytest
 
 import flashmem
 from flashmem.base.errors import BudgetError, BundleError, RunError, UserError
-from flashmem.bundle.writer import replace_plan
+from flashmem.bundle.replacing import replace_plan
 from flashmem.runtime.generation.conversation import Message
 from flashmem.runtime.generation.generator import Generator
 from flashmem.runtime.generation.tokenizer import Tokenizer

@@ -19,7 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import flashmem
 from flashmem import Session
-from flashmem.bundle.writer import replace_binaries
+from flashmem.bundle.replacing import replace_binaries
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.runtime.kernels.cache import CachedKernels, kernel_key
 from flashmem.runtime.kernels.cache_files import ProgramCache, packed_entries, unpacked_entries

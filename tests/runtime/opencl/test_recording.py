@@ -20,8 +20,9 @@ from flashmem.base.errors import FlashmemWarning, RunError
 from flashmem.bundle.bundle import Bundle
 from flashmem.profiler.descriptor import write_descriptor
 from flashmem.profiler.launches import recording_pays
-from flashmem.runtime.engine import executor as module
+from flashmem.runtime.engine import launch_window as module
 from flashmem.runtime.engine.executor import FEWEST, Executor
+from flashmem.runtime.engine.launch_window import LaunchOrders, Spacing
 from flashmem.runtime.engine.steps import Command, Step
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.devices import descriptor_for
@@ -48,7 +49,9 @@ class FakeRecorder:
 class PlayingQueue(FakeQueue):
     def play(self, recording: tuple[int, ...]) -> int:
         self.launch_all(recording[:-1], alone=True)
-        return self.launch(recording[-1])
+        event = self.launch(recording[-1])
+        self.flush()
+        return event
 
 
 @given(sessions(), st.booleans(), st.sampled_from((5, 1000)), st.integers(1, 300))
@@ -61,7 +64,7 @@ def test_recordings_end_where_something_is_waited_for(
     queue, recorder = PlayingQueue(), FakeRecorder(most)
     steps = [Step(str(n), (Command(n, (1,), None, ()),), needs.get(n, ())) for n in range(1, layers + 1)]
     executor = Executor(queue, steps, recorder)  # type: ignore[arg-type]
-    executor._apart = apart
+    executor.spacing.layers = apart
     ahead = 0
 
     def check() -> None:
@@ -74,8 +77,8 @@ def test_recordings_end_where_something_is_waited_for(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "wait", queue.wait)
             patch.setattr(module, "has_ended", lambda event: event % quick == 0)
-            patch.setattr(Executor, "_space", lambda *_: None)
-            executor.run(loader, None, check)  # type: ignore[arg-type]
+            patch.setattr(Spacing, "measure", lambda *_: None)
+            executor.run(LaunchOrders(loader, check))  # type: ignore[arg-type]
         assert queue.enqueued == list(range(1, layers + 1)) and queue.waited == layers
         if loader:
             assert loader.done == sorted(loader.wakes - {0}) and all(loader.loaded.values())
@@ -97,10 +100,10 @@ def test_an_interrupt_ends_a_run_between_recordings() -> None:
     executor = Executor(queue, [Step("", (Command(n, (1,), None, ()),)) for n in range(1, 101)], recorder)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "wait", queue.wait)
-        patch.setattr(Executor, "_space", lambda *_: None)
-        executor._apart = 10
+        patch.setattr(Spacing, "measure", lambda *_: None)
+        executor.spacing.layers = 10
         for _ in range(2):
-            executor.run(None)
+            executor.run()
         queue.enqueued.clear()
 
         def interrupted(event: int) -> None:
@@ -110,7 +113,7 @@ def test_an_interrupt_ends_a_run_between_recordings() -> None:
 
         patch.setattr(module, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            executor.run(None)
+            executor.run()
     assert queue.enqueued == list(range(1, 41))  # one recording runs, the next one is enqueued
 
 
@@ -119,12 +122,12 @@ def test_recordings_are_made_anew_where_a_device_becomes_slow() -> None:
     executor = Executor(queue, [Step("", (Command(n, (1,), None, ()),)) for n in range(1, 65)], recorder)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "wait", queue.wait)
-        patch.setattr(Executor, "_space", lambda *_: None)
+        patch.setattr(Spacing, "measure", lambda *_: None)
         for apart, lengths in ((32, [32, 32]), (8, [32, 32]), (4, [4] * 16), (16, [4] * 16), (64, [64])):
-            executor._apart = apart
+            executor.spacing.layers = apart
             for _ in range(3):
-                executor.run(None)
-            assert [last - first + 1 for first, (last, _) in (executor._recordings or {}).items()] == lengths
+                executor.run()
+            assert [len(part.recording or ()) for part in executor.recorded.parts] == lengths  # type: ignore[union-attr, arg-type]
 
 
 SOURCE = "__kernel void advance(__global int* data, int k) { int i = get_global_id(0); data[i] = data[i] * 3 + k + i; }"
@@ -145,7 +148,7 @@ def made(device: Any) -> tuple[Any, Any, Any, list[Step]]:
 def answer(queue: Any, data: Any, executor: Executor, runs: int) -> Any:
     queue.write(data, np.arange(64, dtype=np.int32))
     for _ in range(runs):
-        executor.run(None)
+        executor.run()
     result = np.zeros(64, np.int32)
     queue.read(result, data)
     return result
@@ -157,7 +160,7 @@ def test_recorded_launches_run_in_order_and_are_given_back(device: Any, monkeypa
     played: list[int] = []
     play = Recording.play
     monkeypatch.setattr(Recording, "play", lambda recording: played.append(len(recording._launches)) or play(recording))
-    monkeypatch.setattr(Executor, "_space", lambda *_: None)
+    monkeypatch.setattr(Spacing, "measure", lambda *_: None)
     recorder = context.recorder(queue)
     assert isinstance(recorder, CommandBuffers)
     release, released = recorder._release, list[int]()
@@ -167,7 +170,7 @@ def test_recorded_launches_run_in_order_and_are_given_back(device: Any, monkeypa
     assert not played
     np.testing.assert_array_equal(answer(queue, data, executor, 5), expected)
     assert sum(played) == 400  # in four of five runs
-    count = len(executor._recordings or {})
+    count = len([part for part in executor.recorded.parts if part.recording])  # type: ignore[union-attr]
     del executor
     gc.collect()
     assert len(released) >= count > 0
@@ -208,7 +211,7 @@ def test_sessions_give_the_same_bits(device: Any, path: Any, tmp_path: Path, mon
         return play(recording)
 
     monkeypatch.setattr(Recording, "play", counted)
-    monkeypatch.setattr(Executor, "_space", lambda *_: None)
+    monkeypatch.setattr(Spacing, "measure", lambda *_: None)
     recording = replace(opened, descriptor=replace(opened.descriptor, command_buffers=True))
     with Session(opened, device=name) as session:
         expected = [session.run(None, each) for each in inputs]

@@ -91,7 +91,7 @@ def test_a_failed_run_keeps_no_device_memory_while_its_error_is_kept(
         raise RunError("the device is lost")
 
     def begun(executor: Executor, *arguments: Any, **options: Any) -> int:
-        layer = executor._steps[3].commands[0].arguments  # like the variables of a frame
+        layer = executor._streamed._prepared.steps[3].commands[0].arguments  # like the variables of a frame
         assert layer
         fail()
         return 0
