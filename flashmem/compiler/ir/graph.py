@@ -87,10 +87,16 @@ class NibbleConstant:
 
 def unpack_nibbles(packed: NDArray[np.uint8], shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Unpack integers of 4 bits, low nibble first, to int8 (sign-extended) or uint8."""
-    both = np.stack((packed & 15, packed >> 4), axis=-1).reshape(-1)[: math.prod(shape)].reshape(shape)
+    packed = packed.reshape(-1)
+    both = np.empty(2 * packed.size, np.uint8)
+    np.bitwise_and(packed, 15, out=both[::2])
+    np.right_shift(packed, 4, out=both[1::2])
+    both = both[: math.prod(shape)].reshape(shape)
     if dtype == np.uint8:
         return both
-    signed: NDArray[np.int8] = (both ^ 8).view(np.int8) - np.int8(8)
+    both ^= 8
+    signed = both.view(np.int8)
+    signed -= 8
     return signed
 
 

@@ -77,8 +77,8 @@ class QuantizedConstant:
     def transposed(self, perm: Sequence[int]) -> QuantizedConstant:
         """The constant with its axes permuted."""
         return self.with_parts(
-            lambda part: ArrayConstant(part.array().transpose(perm)),
-            _Moved(self.codes, tuple(self.shape[axis] for axis in perm), tuple(perm)),
+            lambda part: moved(part, tuple(part.shape[axis] for axis in perm), tuple(perm)),
+            MovedConstant(self.codes, tuple(self.shape[axis] for axis in perm), tuple(perm)),
             tuple(self.block[axis] for axis in perm),
         )
 
@@ -90,8 +90,10 @@ class QuantizedConstant:
             return None
 
         def of(part: Constant) -> Constant:
-            index = (*[slice(None)] * axis, slice(first // block, end // block))
-            return ArrayConstant(part.array()[index]) if part.shape[axis] > 1 else part
+            if part.shape[axis] <= 1:
+                return part
+            found = _Part(part, axis, first // block, end // block)
+            return ArrayConstant(found.array()) if isinstance(part, ArrayConstant) else found
 
         sizes = tuple(size if a != axis or varies else end - first for a, size in enumerate(self.block))
         return self.with_parts(of, _Part(self.codes, axis, first, end), sizes)
@@ -116,8 +118,8 @@ class QuantizedConstant:
                 return None
         scales = tuple(count for count, _ in sizes)
         return self.with_parts(
-            lambda part: ArrayConstant(part.array().reshape(scales)),
-            _Moved(self.codes, shape, None),
+            lambda part: moved(part, scales),
+            MovedConstant(self.codes, shape),
             tuple(block for _, block in sizes),
         )
 
@@ -153,12 +155,12 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _Moved:
+class MovedConstant:
     """A constant permuted, or reshaped if `perm` is None, computed when read."""
 
     source: Constant
     shape: tuple[int, ...]
-    perm: tuple[int, ...] | None
+    perm: tuple[int, ...] | None = None
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -169,6 +171,33 @@ class _Moved:
         """Read and permute the data."""
         array = self.source.array()
         return array.reshape(self.shape) if self.perm is None else array.transpose(self.perm)
+
+
+@dataclass(frozen=True)
+class HalvedConstant:
+    """Floats of a constant as float16, which is exact for them, computed when read."""
+
+    source: Constant
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The source's shape."""
+        return self.source.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """float16."""
+        return np.dtype(np.float16)
+
+    def array(self) -> NDArray[Any]:
+        """Read and convert the data."""
+        return self.source.array().astype(np.float16)
+
+
+def moved(part: Constant, shape: tuple[int, ...], perm: tuple[int, ...] | None = None) -> Constant:
+    """`part` permuted, or reshaped if `perm` is None: at once if it is in memory, else when it is read."""
+    found = MovedConstant(part, shape, perm)
+    return ArrayConstant(found.array()) if isinstance(part, ArrayConstant) else found
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[int, int]]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from flashmem.base.types import DType
 from flashmem.compiler.ir.builder import DerivedConstant, Rewriter, constant, derived
 from flashmem.compiler.ir.graph import ArrayConstant, Constant, Node, Value
-from flashmem.compiler.ir.quantised import QuantizedConstant, wide
+from flashmem.compiler.ir.quantised import HalvedConstant, QuantizedConstant, moved, wide
 from flashmem.compiler.operators.registry import FLOAT, REGISTRY, Operator, Types, all_fp32, elementwise, register
 from flashmem.compiler.operators.rewriting import from_front, reshaped
 from flashmem.compiler.operators.vector import Vector
@@ -127,7 +127,8 @@ def linear_constant(node: Node, bits: int) -> Value | None:
     zero = _constant_along(zero_point(node.optional(2)), x.shape, block)
     minimum = _constant_along(node.optional(3), x.shape, block)
     assert scale is not None
-    scale = ArrayConstant(np.asarray(scale.data, np.float32))
+    if scale.dtype != np.float32:
+        scale = ArrayConstant(scale.array().astype(np.float32))
     if any(1 < b < size for b, size in zip(block, x.shape, strict=True)):  # as many as a weight has blocks
         scale, minimum = _narrow(scale), minimum and _narrow(minimum)
     floats = QuantizedConstant(x.constant, scale, zero, block, bits, minimum)
@@ -135,19 +136,21 @@ def linear_constant(node: Node, bits: int) -> Value | None:
     return Value(output.name, output.shape, output.dtype, made)
 
 
-def _constant_along(value: Value | None, x: tuple[int, ...], block: tuple[int, ...]) -> ArrayConstant | None:
+def _constant_along(value: Value | None, x: tuple[int, ...], block: tuple[int, ...]) -> Constant | None:
     """A constant scale or zero point with the rank of its tensor."""
     if value is None or value.constant is None:
         return None
-    return ArrayConstant(value.constant.array().reshape(_counts(x, block)))
+    return moved(value.constant, _counts(x, block))
 
 
-def _narrow(given: ArrayConstant) -> ArrayConstant:
+def _narrow(given: Constant) -> Constant:
     """Floats in float16 if that changes none of them; subnormal numbers stay in float32, because devices may flush them."""
-    wide = np.asarray(given.data, np.float32)
+    wide = np.asarray(given.array(), np.float32)
     with np.errstate(over="ignore"):
         narrow = wide.astype(np.float16)
     is_exact = ((narrow == wide) & ((np.abs(wide) >= np.finfo(np.float16).tiny) | (wide == 0))).all()
+    if not isinstance(given, ArrayConstant):
+        return HalvedConstant(given) if is_exact else given
     return ArrayConstant(narrow if is_exact else wide)
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from flashmem.base.types import TableType
 from flashmem.compiler.ir.graph import Constant, FileConstant, NibbleConstant, Node, Value
-from flashmem.compiler.ir.quantised import QuantizedConstant
+from flashmem.compiler.ir.quantised import HalvedConstant, MovedConstant, QuantizedConstant
 from flashmem.compiler.weights.packing import PackedSlice, Packing, phases_of
 from flashmem.program.launches import Arg
 from flashmem.program.tensors import Slice
@@ -34,8 +34,8 @@ class Identities:
 
     def of(self, constant: Constant) -> Hashable:
         """The identity of a constant: its place in the model's file, or a hash of computed contents."""
-        if isinstance(constant, FileConstant | NibbleConstant):
-            return constant
+        if (place := _place(constant)) is not None:
+            return place
         if id(constant) not in self._known:
             self._known[id(constant)] = constant, self._look_at(constant)
         return self._known[id(constant)][1]
@@ -45,6 +45,16 @@ class Identities:
             parts = (constant.codes, constant.scale, constant.zero, constant.minimum)
             return "quantized", *(part and self.of(part) for part in parts), constant.block, constant.bits
         return constant.shape, constant.dtype.str, _sha256(constant.array())
+
+
+def _place(constant: Constant) -> Hashable | None:
+    """The identity of what is at a place of the model's file, perhaps permuted or in half; None for other constants."""
+    if isinstance(constant, FileConstant | NibbleConstant):
+        return constant
+    if isinstance(constant, HalvedConstant | MovedConstant):
+        source = _place(constant.source)
+        return None if source is None else (type(constant), source, constant.shape, getattr(constant, "perm", None))
+    return None
 
 
 def _sha256(array: NDArray[Any]) -> bytes:

@@ -13,7 +13,23 @@ import flashmem
 from flashmem.base.errors import UserError
 from flashmem.compiler.frontend.gguf.reader import converted
 from flashmem.compiler.frontend.gguf.weights import sketched
+from flashmem.compiler.frontend.importer import import_model
+from flashmem.compiler.ir.graph import ArrayConstant
+from flashmem.compiler.ir.quantised import QuantizedConstant
 from tests.support.gguf_models import SmallLlama
+
+
+def test_scales_stay_in_the_file(tmp_path: Path) -> None:
+    """A graph has few numbers in memory: those of its blocks would be most of it, once for each shape variant."""
+    path = SmallLlama(layers=1, hidden=1024, inner=32, formats=("Q4_1",), table="Q4_1").write(tmp_path / "m.gguf")
+    with converted(path, 64) as made:
+        graph = import_model(made.path, {"input_ids": (1, 4)}, states="auto")
+        weights = [value.constant for node in graph.nodes for value in node.inputs if value is not None and value.constant]
+        quantized = [each for each in weights if isinstance(each, QuantizedConstant)]
+        parts = [part for each in quantized for part in (each.scale, each.minimum) if part is not None]
+        assert sum(part.array().nbytes for part in parts) > 200_000
+        assert sum(part.data.nbytes for part in parts if isinstance(part, ArrayConstant)) < 1000
+        assert "float16" in {part.dtype.name for part in parts}
 
 
 def test_the_model_is_written_beside_the_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
