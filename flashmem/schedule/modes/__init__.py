@@ -7,16 +7,16 @@ arithmetic is its own.
 from __future__ import annotations
 
 from flashmem.base.types import TransferMode
-from flashmem.schedule.modes.alias import Alias
-from flashmem.schedule.modes.dma import Dma
-from flashmem.schedule.modes.interleave import Interleave
+from flashmem.schedule.modes.alias import AliasMode
+from flashmem.schedule.modes.dma import DmaMode
+from flashmem.schedule.modes.interleave import InterleaveMode
 from flashmem.schedule.modes.kind import TransferKind
-from flashmem.schedule.modes.map import Map
+from flashmem.schedule.modes.map import MapMode
 
-MAP = Map()
-ALIAS = Alias()
-DMA = Dma()
-INTERLEAVE = Interleave()
+MAP = MapMode()
+ALIAS = AliasMode()
+DMA = DmaMode()
+INTERLEAVE = InterleaveMode()
 
 MODES: dict[TransferMode, TransferKind] = {kind.name: kind for kind in (MAP, ALIAS, DMA, INTERLEAVE)}
 """The transfer modes by name."""

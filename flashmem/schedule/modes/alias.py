@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from flashmem.target.descriptor import Rates
 
 
-class Alias(TransferKind):
+class AliasMode(TransferKind):
     """A load is a read into the buffer that kernels read, also as textures over it. Nothing is copied."""
 
     name = "alias"

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from flashmem.target.descriptor import Rates
 
 
-class Dma(TransferKind):
+class DmaMode(TransferKind):
     """A load is read into a ring in host memory, and copied from there beside kernels."""
 
     name = "dma"

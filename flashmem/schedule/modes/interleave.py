@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from flashmem.target.descriptor import Rates
 
 
-class Interleave(TransferKind):
+class InterleaveMode(TransferKind):
     """A load is read into staging, or copied there. Kernels with a stream lane move it to where later ones read it."""
 
     name = "interleave"

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from flashmem.target.descriptor import Rates
 
 
-class Map(TransferKind):
+class MapMode(TransferKind):
     """A load brings pages of the file into memory, and a free returns them to the system."""
 
     name = "map"
