@@ -31,9 +31,10 @@ from flashmem.runtime.engine.output_values import OutputValue
 from flashmem.runtime.engine.ports import PROVIDER, TensorInfo, are_exactly, chosen_outputs, fitting_variant, tensor_infos
 from flashmem.runtime.engine.replanned import fitted
 from flashmem.runtime.engine.report import RunReport
+from flashmem.runtime.engine.run import BoundMemory
 from flashmem.runtime.engine.session_plans import SessionPlans
 from flashmem.runtime.engine.states import States
-from flashmem.runtime.engine.stopping import OneThread, RunStoppedError, deadline, too_late
+from flashmem.runtime.engine.stopping import OneThread, RunControl, RunStoppedError, deadline, too_late
 from flashmem.runtime.kernels.background_check import BackgroundCheck
 from flashmem.runtime.kernels.bundle_checks import check_bundle_kernels
 from flashmem.runtime.opencl.discovery import begin_to_start_drivers
@@ -164,6 +165,7 @@ class Session:
             in_use.budget.limit = plans.budget
             file = OpenedBundle(self.bundle, self.device, self.mode, verify_weights=verify_weights, lanes=lanes)
             self._engine = Engine(file, in_use, apart=build_apart, warm_up=prepare and not trace)
+            self._memory = BoundMemory(self._engine)
             try:
                 self._bind(in_use)
             except BaseException:
@@ -190,11 +192,11 @@ class Session:
         plans, engine = self._plans, self._engine
         plan, layout = plans.ready.plan, plans.ready.layout
         engine.opened.announce(plan, layout)
-        engine.kernels_for(plan)  # reads those that are compiled
+        engine.bindings.kernels_for(plan)  # reads those that are compiled
         in_use.open()
         if plans.host is not None:
             engine.opened.tier = HostTier(in_use.context, plans.host.budget, plans.host.slices)
-        engine.bind(plan, layout, in_use.ledger(), in_use.queue)
+        engine.bindings.bind(plan, layout, in_use.ledger(), in_use.queue)
 
     @property
     def budget(self) -> int | None:
@@ -265,8 +267,10 @@ class Session:
             check_batch(batch)
 
         def answer(cancelled: Callable[[], bool] | None) -> list[Array]:
+            control = RunControl(until, cancelled)
+
             def run(given: Mapping[str, Any]) -> list[Array]:
-                return self._run(names, (), given, until, cancelled)[0]
+                return self._run(names, (), given, control)[0]
 
             try:
                 if batch is None:
@@ -293,41 +297,31 @@ class Session:
             TimeoutError: as for `run`.
             RunError: as for `run`. Or the budget has no room for an output that stays on the device: the session stays open.
         """
-        until = deadline(timeout)
+        control = RunControl(deadline(timeout))
         try:
-            binding.run(lambda names, kept: self._run(names, kept, binding.inputs, until, None))
+            binding.run(lambda names, kept: self._run(names, kept, binding.inputs, control))
         except RunStoppedError:
             raise too_late(timeout) from None
 
     def _run(
-        self,
-        output_names: Sequence[str] | None,
-        kept_names: Sequence[str],
-        inputs: Mapping[str, Any],
-        until: float,
-        cancelled: Callable[[], bool] | None,
+        self, output_names: Sequence[str] | None, kept_names: Sequence[str], inputs: Mapping[str, Any], control: RunControl
     ) -> tuple[list[Array], list[OutputValue]]:
         """One run: outputs in host memory, and those that stay on the device.
 
-        `until`: the time of `time.perf_counter()` at which it stops, as it does when `cancelled()` (None: never).
-
         Raises:
-            RunStoppedError: it was stopped.
+            RunStoppedError: `control` ended it.
         """
         since = perf_counter()
-
-        def late() -> bool:
-            return (cancelled is not None and cancelled()) or perf_counter() >= until
-
-        stopped = cancelled if until == inf else late
-        return self._alone.during("run", lambda: self._run_alone(output_names, kept_names, inputs, stopped, since=since), until)
+        return self._alone.during(
+            "run", lambda: self._run_alone(output_names, kept_names, inputs, control, since=since), control.until
+        )
 
     def _run_alone(
         self,
         output_names: Sequence[str] | None,
         kept_names: Sequence[str],
         inputs: Mapping[str, Any],
-        stopped: Callable[[], bool] | None,
+        control: RunControl,
         *,
         since: float,
     ) -> tuple[list[Array], list[OutputValue]]:
@@ -335,7 +329,7 @@ class Session:
         engine = self._engine
         if engine.failure is not None:
             raise RunError(f"the session is closed ({engine.failure}); open a new one")
-        if stopped is not None and stopped():
+        if control.stops():
             raise RunStoppedError("the run was stopped before it began")
         plans = self._plans
         program = plans.ready.program
@@ -356,7 +350,7 @@ class Session:
                 plans.ready = fitting
             on_device = engine.values_on_device(kept_names, plans.needed) if kept_names else {}
             every = [*names, *(name for name in kept_names if name not in on_device)]
-            results, self.last_run = engine.run(every, given, since=since, kept=on_device, stopped=stopped)
+            results, self.last_run = engine.run(every, given, self._memory, control, since=since, kept=on_device)
             if self._prefetches:
                 engine.prefetch()
             if self._check is not None:

@@ -9,7 +9,7 @@ from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.opened import OpenedBundle
 from flashmem.runtime.memory.accounts import Category
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Memory
+from flashmem.runtime.opencl.handles import DeviceMemory
 from flashmem.runtime.streaming.modes import make_transfer
 from flashmem.runtime.streaming.modes.request import TransferRequest
 from flashmem.runtime.streaming.transfer import Transfer
@@ -74,7 +74,7 @@ class WeightStore:
         assert self._transfer is not None
         return self._transfer
 
-    def joined(self, whole: str, parts: Sequence[str]) -> Memory | None:
+    def joined(self, whole: str, parts: Sequence[str]) -> DeviceMemory | None:
         """The memory of slices that are parts of the weight `whole`, as one buffer; None if they are not adjacent."""
         opened = self._opened
         return self.transfer.joined(opened.readable[whole], [opened.slices[name] for name in parts])

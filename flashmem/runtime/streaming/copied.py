@@ -8,8 +8,9 @@ from functools import partial
 from flashmem.bundle.checksums import checksum
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Context, Memory
+from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.copier import Copier, PreparedCopy
+from flashmem.runtime.opencl.handles import Buffer, DeviceMemory
 from flashmem.runtime.opencl.shared_memory import address_of
 from flashmem.runtime.streaming.ring import MappedRing
 from flashmem.runtime.streaming.transfer import ThreadedTransfer, TransferLoad
@@ -48,7 +49,7 @@ class MovingTransfer(ThreadedTransfer):
         """Allocate the ring, with a piece for each thread."""
         return MappedRing(self._copier.queue, self._ledger, layout.ring_bytes, layout.threads)
 
-    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> DeviceMemory | None:
         """A sub-buffer of the pool, if the slices have the same order there as in the file."""
         return self._homes.joined(parts)
 
@@ -83,7 +84,7 @@ class MovingTransfer(ThreadedTransfer):
                 self._ring.give_back(piece)
 
 
-def staging_slots(ledger: Ledger, layout: PoolLayout) -> dict[str, Memory]:
+def staging_slots(ledger: Ledger, layout: PoolLayout) -> dict[str, Buffer]:
     """The staging slot of each streamed slice."""
     slots = [ledger.buffer("staging", nbytes, f"staging slot {number}") for number, nbytes in enumerate(layout.staging_slots)]
     return {name: slots[number] for name, number in layout.staging_slot_of.items()}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import cast
 
 from flashmem.base.threads import call_each
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Context, Memory, Queue
+from flashmem.runtime.opencl.context import Context, Queue
+from flashmem.runtime.opencl.handles import Buffer, DeviceMemory
 from flashmem.runtime.streaming.transfer import ThreadedTransfer, TransferLoad, view
 from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.runtime.streaming.weight_objects import WeightObjects
@@ -39,15 +41,15 @@ class AliasTransfer(ThreadedTransfer):
         objects: WeightObjects | None = after._objects if after is not None else None
         self._objects: WeightObjects = WeightObjects(ledger, slices, layout, objects, apart=False, host_visible=True)
         for part in slices:
-            self.memories[part.name] = view(context, self._objects.places[part.name], part)
+            self.memories[part.name] = view(context, cast(Buffer, self._objects.places[part.name]), part)
 
     def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
         """Read directly into the slice's place."""
-        here, arrives = self._objects.places[part.name], partial(self.arrives, part)
+        here, arrives = cast(Buffer, self._objects.places[part.name]), partial(self.arrives, part)
         with self._queue.mapped(here, segment.nbytes, offset=segment.first, unmapped=arrives) as place:
             self._read(part, segment, place, turn)
 
-    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> DeviceMemory | None:
         """A sub-buffer, if the slices have the same order there as in the file."""
         return self._objects.joined(parts)
 

@@ -7,7 +7,8 @@ from functools import partial
 
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Context, Memory
+from flashmem.runtime.opencl.context import Context
+from flashmem.runtime.opencl.handles import Buffer
 from flashmem.runtime.streaming.copied import MovingTransfer, staging_slots
 from flashmem.runtime.streaming.transfer import TransferLoad
 from flashmem.runtime.streaming.weight_file import WeightFile
@@ -57,7 +58,7 @@ class InterleaveTransfer(MovingTransfer):
         self._ring.close()
 
 
-def _staging(ledger: Ledger, slices: Sequence[Slice], layout: PoolLayout) -> dict[str, Memory]:
+def _staging(ledger: Ledger, slices: Sequence[Slice], layout: PoolLayout) -> dict[str, Buffer]:
     """The part of one buffer that each streamed slice passes through."""
     if not layout.staging:
         return {}

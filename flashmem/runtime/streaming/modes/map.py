@@ -8,7 +8,8 @@ from functools import partial
 from flashmem.base.threads import call_each
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Context, Memory
+from flashmem.runtime.opencl.context import Context
+from flashmem.runtime.opencl.handles import Buffer, DeviceMemory
 from flashmem.runtime.streaming.shared_pages import SharedSlice, SharedSlices
 from flashmem.runtime.streaming.transfer import ThreadedTransfer, TransferLoad, view
 from flashmem.runtime.streaming.weight_file import WeightFile
@@ -40,13 +41,13 @@ class MapTransfer(ThreadedTransfer):
         self._ledger = ledger
         self._all, self._content_hashes = places, content_hashes
         self._places: dict[str, SharedSlice] = {}
-        self._together: dict[str, Memory] = {}  # by the slices that they join
+        self._together: dict[str, Buffer] = {}  # by the slices that they join
         try:
             for part in slices:
                 self._places[part.name] = places.take(file, part, content_hashes[part.name])
             elsewhere = {part.name for part in slices if not self._places[part.name].is_in(file, part.offset)}
             apart = {whole.name for name, whole in together.items() if name in elsewhere}
-            for part in slices:
+            for part in slices if not self.binds_late else ():
                 self.memories[part.name] = self._memory(context, part, together.get(part.name), apart)
         except BaseException:
             self.close()
@@ -55,7 +56,7 @@ class MapTransfer(ThreadedTransfer):
             after._give_places_up(but=self._places)
         self.files = tuple(dict.fromkeys([file, *(place.file for place in self._places.values())]))
 
-    def _memory(self, context: Context, part: Slice, whole: Slice | None, apart: Container[str]) -> Memory:
+    def _memory(self, context: Context, part: Slice, whole: Slice | None, apart: Container[str]) -> DeviceMemory:
         """A slice in the mapping: a buffer, or a sub-buffer of the buffer over its `whole`."""
         if whole is None or whole.name in apart:
             return view(context, context.wrap(self._places[part.name].mapped), part)
@@ -64,7 +65,7 @@ class MapTransfer(ThreadedTransfer):
             self._together[whole.name] = context.wrap(mapped)
         return context.sub_buffer(self._together[whole.name], part.offset - whole.offset, part.file_bytes)
 
-    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> DeviceMemory | None:
         """The buffer whose sub-buffers they are."""
         return self._together.get(whole.name)
 
