@@ -95,6 +95,7 @@ def sealed(problem: Problem, plan: OverlapPlan) -> OverlapPlan:
     """
     plan = objective_of(plan.objective_kind).bounded(problem, plan)
     plan = with_pinned(problem.instance, plan)
-    plan = replace(plan, m_peak=max(problem.in_flight(plan), problem.limits.m_peak or plan.m_peak))
+    given = problem.limits.m_peak
+    plan = replace(plan, m_peak=max(problem.in_flight(plan), given or plan.m_peak), m_peak_given=given)
     check(plan, replace(problem.instance, m_peak=plan.m_peak))
     return plan

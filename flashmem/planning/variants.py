@@ -88,7 +88,7 @@ def _rooms(variant: VariantProblem, budget: int) -> list[OverlapPlan]:
     """Plans of a variant for the first answer with nothing kept, in several M_peak. Raises BudgetError: no plan fits."""
     instance, asked = variant.instance, variant.plan.asked
     chosen = forced_preload(instance, asked)
-    roomiest, _ = plan_within(instance, budget, variant.measure, preload=chosen, lambda_=0.0, quick=True)
+    roomiest, _ = plan_within(instance, budget, variant.measure, preload=chosen, quick=True)
 
     def make(m_peak: int) -> OverlapPlan:
         return first_plan(replace(instance, m_peak=m_peak), chosen, quick=True)

@@ -201,6 +201,7 @@ def _print(simulated: _Simulated, options: SimulateOptions) -> None:
             "device": f"{descriptor.name} ({rates_said(descriptor)}), {simulated.subject.program.memory_path} path, "
             f"mode {simulated.mode}, {simulated.strategy}, file {options.disk}",
             "first answer": f"{answer}, later ones {1e3 * prediction.later:.1f} ms: predicted",
+            "plan": simulated.subject.plan.proof,
             "memory": f"{format_size(memory.peak_bytes)} at most, {format_size(memory.average_bytes)} on average, {budget}",
             "busy": ", ".join(
                 f"{label} {1e3 * seconds:.1f} ms" for key, label in busy.items() if (seconds := prediction.busy.get(key))

@@ -110,7 +110,7 @@ def paper_plan_within(problem: Problem, preload: frozenset[str]) -> OverlapPlan:
             bound = proven_bound(roomy, preload, limits.resolved_lambda, room, limits.units, _SECONDS_EACH)
             return replace(plan, bound=min(bound, plan.objective))
     # The other planner knows the smallest budget, or finds a plan between the shares tried above.
-    plan = fastest_within(instance, operators_of(problem.program), limits.budget, in_all, preload, 0.0, fixed=fixed)
+    plan = fastest_within(instance, operators_of(problem.program), limits.budget, in_all, preload, fixed=fixed)
     return replace(
         plan, notes=(*plan.notes, "no plan of the paper's objective fits the budget; this one is for the first answer")
     )

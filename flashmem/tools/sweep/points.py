@@ -138,7 +138,9 @@ def _planned(subject: Subject, point: Point) -> tuple[dict[str, Cell], _Planned 
     plan = planned.plan
     return row | {
         "status": plan.status,
+        "passes_m_peak": int(plan.passes_m_peak),
         "tier": plan.tier,
+        "member": plan.member,
         "objective_kind": plan.objective_kind,
         "objective": plan.objective,
         "bound": plan.bound,
