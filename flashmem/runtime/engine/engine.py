@@ -31,7 +31,7 @@ from flashmem.runtime.engine.opened import OpenedBundle, PlannedVariant
 from flashmem.runtime.engine.output_values import OutputValue
 from flashmem.runtime.engine.report import Latency, MemoryUse, RunReport
 from flashmem.runtime.engine.run import Executed, Run, RunMemory
-from flashmem.runtime.engine.stopping import UNCONTROLLED, RunControl, RunStoppedError, either
+from flashmem.runtime.engine.stopping import UNCONTROLLED, RunControl, RunStoppedError
 from flashmem.schedule.loads import Load, Schedule, TimedInterval
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
 
@@ -261,7 +261,7 @@ class Engine:
         self._loads = run.loader is not None
         try:
             with memory.executing(run) as pressed:
-                return run.execute(outputs, kept, traced=self.device.traced, halted=either(pressed, control.asked))
+                return run.execute(outputs, kept, traced=self.device.traced, halted=_either(pressed, control.asked))
         finally:
             self.end()
             memory.ended()
@@ -349,6 +349,13 @@ class Engine:
                 if self._finalizer is not None:
                     self._finalizer.detach()
                 call_each(self.unbind, self.stop_ahead, self.bindings.close_kernels, self.opened.close)
+
+
+def _either(one: Callable[[], bool] | None, other: Callable[[], bool] | None) -> Callable[[], bool] | None:
+    """Whether one of two conditions holds, of which None never does."""
+    if one is None or other is None:
+        return one or other
+    return lambda: one() or other()
 
 
 class _OfTheRequest:
