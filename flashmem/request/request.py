@@ -18,6 +18,7 @@ from flashmem.bundle.shape_variants import Shape, Shapes, checked_variants, read
 from flashmem.request.description import Converted, argument, choice, option
 from flashmem.request.kinds import File, Flag, Kind, Numeric, Parsed
 from flashmem.request.limits import Limits
+from flashmem.schedule.modes import MODES
 
 if TYPE_CHECKING:
     import onnx
@@ -64,10 +65,10 @@ class BundleRequest(Limits):
         doc='the memory objects that kernels read weights from; "auto" selects the device\'s first path.',
         group=TARGET,
     )
-    mode: TransferMode | Literal["auto"] = option(
+    mode: TransferMode = option(
         "How weights are transferred.",
         default="auto",
-        kind=choice((TransferMode, "auto")),
+        kind=choice(("auto", MODES)),
         doc="the transfer mode of weights; \"auto\" selects the mode of a bundle's plan, else the device's first mode on the "
         "path.",
         what="transfer mode",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 from flashmem.base.errors import UserError
 from flashmem.base.types import TransferMode
 from flashmem.cli.calls.call import DEVICE, DISK, JSON, SHAPE, CommandCall, Disk
 from flashmem.request.description import OptionSet, argument, choice, option
 from flashmem.request.kinds import File, Flag, Kind, Numeric, Several
+from flashmem.schedule.modes import MODES
 from flashmem.schedule.objectives import AUTO, KINDS
 
 
@@ -187,8 +187,8 @@ class SweepCommand(OptionSet, CommandCall):
     objective: str = option(
         "The first answer (auto), later runs, or the paper's sum.", default=AUTO, kind=choice((AUTO, KINDS))
     )
-    mode: TransferMode | Literal["auto"] = option(
-        "How weights are transferred.", default="auto", kind=choice((TransferMode, "auto")), what="transfer mode"
+    mode: TransferMode = option(
+        "How weights are transferred.", default="auto", kind=choice(("auto", MODES)), what="transfer mode"
     )
     disk: Disk = option(DISK, default="cached", kind=choice(Disk))
     measured: bool = option("Run every point, or predict it.", default=False, kind=Flag(no="--simulated"))
