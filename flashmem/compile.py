@@ -16,7 +16,7 @@ from flashmem.base.errors import BudgetError, FlashmemWarning, UserError
 from flashmem.base.types import MemoryPath, Optimize, Precision, Quantize, StatePrecision, States, TransferMode
 from flashmem.bundle.bundle import Bundle, ProgramCode, ShapeVariant
 from flashmem.bundle.cache import find_or_make
-from flashmem.bundle.language import Language
+from flashmem.bundle.language import WEIGHTS_KEY, Language
 from flashmem.bundle.shape_variants import Shapes
 from flashmem.bundle.writer import BundleWriter
 from flashmem.compilation import DATA_FILES, Compilation, read_compilation, states_of
@@ -235,7 +235,7 @@ def _as_onnx(compilation: Compilation, *, sketch: bool = False, beside: Path | N
     if compilation.kind == "gguf":
         read = sketched if sketch else matrix
         with converted(model, compilation.max_length, read, compilation.batch, beside=beside) as language:
-            yield _Source(language.path, language.language)
+            yield _Source(language.path, language.language, meta={WEIGHTS_KEY: language.key})
         return
     source = _Source(model)
     if compilation.kind == "folder":

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Self, TypedDict, Unpack, cast
+from typing import Any, Literal, Self, TypedDict, Unpack, cast
 
 from flashmem.base.errors import UserError
 from flashmem.base.types import TransferMode
@@ -43,10 +43,12 @@ class TextOptions(SamplingOptions, total=False):
     """Keywords of a generation.
 
     `max_new_tokens`: the most tokens to generate, 256 by default. `stop`: texts that end it, and are not yielded.
+    `template_arguments`: names for the chat template of messages, such as `enable_thinking`.
     """
 
     max_new_tokens: int
     stop: str | Sequence[str]
+    template_arguments: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -94,17 +96,27 @@ class ModelOpening:
 
 @dataclass(frozen=True)
 class TextRequest:
-    """How a text is generated: at most `max_new_tokens`, until one of `stop`, each token chosen by `sampling`."""
+    """How a text is generated: at most `max_new_tokens`, until one of `stop`, each token chosen by `sampling`.
+
+    `template_arguments`: for the chat template of messages.
+    """
 
     max_new_tokens: int
     sampling: Sampling
     stop: tuple[str, ...]
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def resolved(
-        cls, *, max_new_tokens: int = 256, stop: str | Sequence[str] = (), **sampling: Unpack[SamplingOptions]
+        cls,
+        recommended: Mapping[str, float] | None = None,
+        *,
+        max_new_tokens: int = 256,
+        stop: str | Sequence[str] = (),
+        template_arguments: Mapping[str, Any] | None = None,
+        **sampling: Unpack[SamplingOptions],
     ) -> Self:
-        """From the keywords of `TextOptions`.
+        """From the keywords of `TextOptions`. `recommended`: what the model recommends where a keyword of sampling is missing.
 
         Raises:
             UserError: a number out of range.
@@ -112,4 +124,6 @@ class TextRequest:
         """
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise UserError(f"max_new_tokens {max_new_tokens!r} is not possible; give a whole number that is 1 or more")
-        return cls(max_new_tokens, Sampling(**sampling), (stop,) if isinstance(stop, str) else tuple(stop))
+        chosen: Any = {**(recommended or {}), **sampling}
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        return cls(max_new_tokens, Sampling(**chosen), stops, template_arguments or {})
