@@ -40,11 +40,8 @@ from flashmem.planning.carried_instance import KEY as CARRIED
 from flashmem.planning.carried_instance import carried
 from flashmem.planning.planner import planning_instance
 from flashmem.program.program import Program
-from flashmem.runtime.checking.bundles import check_bundle_kernels
-from flashmem.runtime.checking.checks import Effort
-from flashmem.runtime.kernels.ahead_of_time import BuildRequest, KernelBuilder
+from flashmem.runtime.kernels.ahead_of_time import BuildRequest, BuildResult, KernelBuilder
 from flashmem.runtime.kernels.ahead_of_time import with_binaries as carrying
-from flashmem.runtime.opencl.device import Device
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan, Strategy, Units
 
@@ -184,24 +181,19 @@ def compile(
         if not build:
             return bundle
         built = kernels.finish(bundle)
-        if built is not None and _miscompiled(bundle, built.device, progress):
-            built = kernels.finish(bundle)  # with the options that are right
+        if built is not None:
+            _warn_of_miscompiled(built)
         return carrying(bundle, built) if with_binaries else bundle
 
 
-def _miscompiled(bundle: Bundle, device: Device, progress: Progress) -> bool:
-    """Check the kernels of a bundle on its device, and warn of those that the driver miscompiles; whether some are new."""
-    checked = check_bundle_kernels(bundle, device, Effort(report=lambda fraction: progress("check kernels", fraction)))
-    wrong = {each.trial.name: each.finding for each in checked if each.finding.wrong and not each.known}
-    for name, finding in wrong.items():
-        if finding.options is not None:
-            warnings.warn(
-                f"the driver of {device.name} miscompiles the kernel {name}, which is compiled without optimisation there: "
-                f"{finding.wrong}",
-                FlashmemWarning,
-                stacklevel=3,
-            )
-    return bool(wrong)
+def _warn_of_miscompiled(built: BuildResult) -> None:
+    for name, finding in built.wrong.items():
+        warnings.warn(
+            f"the driver of {built.device.name} miscompiles the kernel {name}, which is compiled without optimisation there: "
+            f"{finding.wrong}",
+            FlashmemWarning,
+            stacklevel=3,
+        )
 
 
 @dataclass(frozen=True)

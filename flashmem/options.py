@@ -13,11 +13,12 @@ import numpy as np
 
 from flashmem.base.errors import UserError
 from flashmem.base.types import Optimize, Precision, StatePrecision, States
+from flashmem.compiler.configs.listed import listed_configs
+from flashmem.compiler.kernels.contraction.tensor_cores import Tf32Contraction
 from flashmem.compiler.options import Options
 from flashmem.planning.limits import Limits
 from flashmem.runtime.request.options import choose_mode, find_descriptor
 from flashmem.target.descriptor import DeviceDescriptor
-from flashmem.target.kernel_configs.tensor_cores import Tf32Contraction
 
 
 def resolve(
@@ -69,7 +70,7 @@ def check_precision(descriptor: DeviceDescriptor, precision: Precision) -> None:
     """
     if precision != "tf32":
         return
-    if not any(isinstance(each, Tf32Contraction) for each in descriptor.configs):
+    if not any(isinstance(each, Tf32Contraction) for each in listed_configs(descriptor)):
         raise UserError(
             f"--precision tf32 is for NVIDIA's tensor cores (compute capability 8.0), which device {descriptor.name} does not "
             "have; use --precision fp32"

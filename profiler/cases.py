@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from flashmem.base.types import TransferMode
+from flashmem.compiler.configs.listed import configs_of
 from flashmem.compiler.ir.builder import constant
 from flashmem.compiler.ir.graph import Graph, Value
 from flashmem.compiler.lowering.program import generate
@@ -273,7 +274,7 @@ def sampled(index: int, seed: int, descriptor: DeviceDescriptor) -> Target | Non
     maker, _ = FAMILIES[family]
     draw = Draw(ordinal, seed + list(FAMILIES).index(family))
     tile_unit, half_unit, choice = draw.unit(), draw.unit(), draw.unit()
-    listed = descriptor.configs_of(family)
+    listed = configs_of(descriptor, family)
     if len(listed) > 1 and tile_unit < 0.25:
         descriptor = replace(descriptor, only=listed[int(choice * len(listed))].name)
     elif family in ("matmul", "conv", "matmul_dynamic") and tile_unit < 0.35:

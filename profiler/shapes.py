@@ -15,9 +15,9 @@ from typing import ClassVar
 import numpy as np
 
 from flashmem.base.types import MemoryPath
+from flashmem.compiler.configs.workload import Workload
 from flashmem.compiler.ir.builder import constant
 from flashmem.compiler.ir.graph import Graph, Node
-from flashmem.target.kernel_configs.workload import Workload
 from flashmem.tools.zoo.graphs import zoo_graph
 
 from .sketch import Sketch

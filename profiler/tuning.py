@@ -20,6 +20,11 @@ from typing import Any, Literal
 from flashmem.base.errors import RunError, UserError
 from flashmem.base.files import written_whole
 from flashmem.base.types import MemoryPath, Precision
+from flashmem.compiler.configs.config import KernelConfig
+from flashmem.compiler.configs.listed import configs_of, listed_configs
+from flashmem.compiler.configs.workload import TF32, Workload
+from flashmem.compiler.kernels.contraction.configs import CODES, SlicedContraction
+from flashmem.compiler.kernels.contraction.tensor_cores import CodesContraction, TensorContraction
 from flashmem.compiler.lowering.program import Generated
 from flashmem.compiler.selection.configs import candidates, estimates
 from flashmem.compiler.selection.tuning_database import SUFFIX, VERSION, Timing, TuningDatabase, parse_database
@@ -28,10 +33,6 @@ from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.request.options import device_here
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
-from flashmem.target.kernel_configs.config import KernelConfig
-from flashmem.target.kernel_configs.contraction import CODES, SlicedContraction
-from flashmem.target.kernel_configs.tensor_cores import CodesContraction, TensorContraction
-from flashmem.target.kernel_configs.workload import TF32, Workload
 
 from .descriptor import name_table
 from .shapes import Attention, Batched, Convolution, Matmul, QuantizedMatmul, RowSoftmax, Shape
@@ -181,7 +182,7 @@ def tune(request: TuningRequest, progress: Progress, every: Iterable[Case] | Non
     name = descriptor.name
     about = {"device": device.name, "platform": device.platform, "driver": device.driver_version, "version": VERSION}
     database = _Growing(folder / f"{name}{SUFFIX}", about, resume=request.resume)
-    units = {config.storage for config in descriptor.configs if isinstance(config, TensorContraction)}
+    units = {config.storage for config in listed_configs(descriptor) if isinstance(config, TensorContraction)}
     listed = list(
         every
         or cases(
@@ -412,7 +413,7 @@ def summary(database: TuningDatabase, descriptor: DeviceDescriptor) -> str:
     gains = []
     for workloads in database.workloads.values():
         for workload, timings in workloads.items():
-            here = {config.code: config.name for config in descriptor.configs_of(workload.family)}
+            here = {config.code: config.name for config in configs_of(descriptor, workload.family)}
             ran = {code: timing.seconds for code, timing in timings.items() if code in here and timing.seconds is not None}
             if not ran:
                 continue

@@ -9,10 +9,11 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from flashmem.compiler.configs.listed import configs_of, plain_configs
+from flashmem.compiler.configs.workload import Workload
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.operators.quantised_rows import row_bytes
 from flashmem.target.descriptor import DeviceDescriptor
-from flashmem.target.kernel_configs.workload import Workload
 
 from .cliffs import folder, imported
 
@@ -112,8 +113,8 @@ def decoding(descriptor: DeviceDescriptor) -> tuple[Decode, ...]:
 
     A config is measured where it fits: tokens of all heads that share keys are queries of one matrix.
     """
-    plain = descriptor.plain("attention")
-    configs = [each for each in descriptor.configs_of("attention") if each.kind in ("split-keys", "query-rows")]
+    plain = plain_configs(descriptor, "attention")
+    configs = [each for each in configs_of(descriptor, "attention") if each.kind in ("split-keys", "query-rows")]
     configs = [each for each in configs if each.name not in {other.name for other in plain}]
     tokens = [(heads, size, keys, stored, 1) for heads, size in (((32, 4), 64), ((32, 8), 128)) for stored in ("fp16", "int8")
               for keys in (64, 512, 2048, 8192)]  # fmt: skip

@@ -41,6 +41,7 @@ from benchmarks.kernels.decoding import FAMILIES, Decode
 from benchmarks.kernels.peers import Peer, peer_of
 from flashmem.base.files import written_whole
 from flashmem.base.types import MemoryPath, Precision
+from flashmem.compiler.configs.listed import listed_configs
 from flashmem.compiler.lowering.program import Generated
 from flashmem.profiler.timing import Stand, generated
 from flashmem.runtime.engine.steps import Command
@@ -93,7 +94,7 @@ class Bench:
             "driver": f"{self.device.platform} {self.device.driver_version}",
             "descriptor": self.descriptor.name,
             "tuned": self.descriptor.tuned,
-            "configs": [config.name for config in self.descriptor.configs],
+            "configs": [config.name for config in listed_configs(self.descriptor)],
             "peer": self.peer.about if self.peer else None,
             "paths": list(self.paths),
             "memory_bandwidth": rates.memory_bandwidth,
@@ -134,8 +135,8 @@ class Bench:
         if precision == "fp32":
             return {path: self.descriptor.on_path(path) for path in self.paths}
         buffer = self.descriptor.on_path("buffer")
-        others = tuple(config for config in buffer.configs if "mma" not in config.needs)
-        return {"buffer": buffer, _OTHER: replace(buffer, configs=others)}
+        features = tuple(each for each in buffer.features if each != "mma")
+        return {"buffer": buffer, _OTHER: replace(buffer, features=features)}
 
     def _row(self, work: _Work) -> Row:
         for future in work.building.values():

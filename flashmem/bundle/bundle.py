@@ -63,7 +63,7 @@ from flashmem.bundle.version_directories import MANIFEST, current_version
 from flashmem.program.kernel_text import Source
 from flashmem.program.program import Program
 from flashmem.schedule.plan import OverlapPlan
-from flashmem.target.descriptor import DeviceDescriptor
+from flashmem.target.descriptor import DeviceDescriptor, without_compiler_part
 from flashmem.target.instruction_set import other_tiles, same_tile
 
 READ_BYTES = 8 << 20
@@ -233,7 +233,7 @@ class Bundle:
     @classmethod
     def _open(cls, path: Path, manifest: Mapping[str, Any]) -> Bundle:
         try:
-            descriptor = DeviceDescriptor.from_dict(manifest["device"], where=f"{path}/{MANIFEST}")
+            descriptor = DeviceDescriptor.from_dict(without_compiler_part(manifest["device"]), where=f"{path}/{MANIFEST}")
         except _UNREADABLE as error:
             raise _damaged(path, error) from error
         check_types(descriptor, f"the device in {MANIFEST}")

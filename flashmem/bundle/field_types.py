@@ -13,8 +13,6 @@ import numpy as np
 
 from flashmem.base.errors import BundleError
 from flashmem.program.launches import Arg
-from flashmem.target.kernel_configs.config import KernelConfig
-from flashmem.target.kernel_configs.kinds import KINDS
 
 _LARGEST = 2**62  # keeps sums of offsets and sizes within 64 bits
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
@@ -42,8 +40,8 @@ def _checker(declared: Any) -> Checker:
         return lambda value: not math.isnan(value) if type(value) is float else type(value) is int and abs(value) < _LARGEST
     if origin is Literal:
         return lambda value: type(value) is str and value in arguments
-    if declared is KernelConfig or origin in (Union, types.UnionType):
-        options = [_checker(option) for option in arguments or KINDS.values()]
+    if origin in (Union, types.UnionType):
+        options = [_checker(option) for option in arguments]
         return lambda value: any(option(value) for option in options)
     if origin is tuple:
         if arguments[-1] is Ellipsis:

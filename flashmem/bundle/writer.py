@@ -177,7 +177,7 @@ class BundleWriter:
                 "version_directory": self._draft.version,
                 "files": {name: fingerprint(content) for name, content in contents.items()},
                 "weights": {"nbytes": self._size, "sha256": self._sha256.hexdigest()},
-                "device": descriptor.to_dict(),
+                "device": descriptor.runtime_part(),
                 "meta": dict(meta),
                 "variants": [dict(variant.own) for variant in variants],
             }

@@ -12,7 +12,7 @@ import numpy as np
 
 from flashmem.interpreter import functions
 from flashmem.interpreter.errors import UnknownTextError
-from flashmem.interpreter.machine import LaunchState, Reference, Value, choose_pointer
+from flashmem.interpreter.machine import LaunchState, PointerArray, Reference, Value, choose_pointer
 from flashmem.interpreter.memory import Image, KernelMemory, Pointer, PointerChoice
 from flashmem.interpreter.syntax import (
     Assign,
@@ -209,7 +209,7 @@ class TextCompiler:
         sizes = [constant(size) for size in node.sizes]
         count = math.prod(sizes) or len(node.values)
         if node.type.is_pointer:
-            raise UnknownTextError("an array of pointers")
+            return self._pointer_array(node, count)
         slot, type_ = self._name(node.name, Type(node.type.name, node.type.width, node.space)), node.type
         rows = tuple(math.prod(sizes[place + 1 :]) for place in range(len(sizes) - 1))
         itemsize = DTYPES[type_.name].itemsize * type_.width
@@ -227,6 +227,17 @@ class TextCompiler:
             m.variables[slot] = pointer
             for place, each in enumerate(values):
                 m.store(replace(pointer, rows=()).moved(number(place, "int")), of_width(each(m), type_))
+
+        return declare
+
+    def _pointer_array(self, node: Declare, count: int) -> Execute:
+        if len(node.sizes) > 1 or node.values:
+            raise UnknownTextError("an array of pointers that is written with its values, or has rows")
+        slot, _ = self._name(node.name, node.type), [self._new_slot() for _ in range(count)]
+        pointers = PointerArray(node.name, slot + 1, count, node.type)
+
+        def declare(m: LaunchState) -> None:
+            m.variables[slot] = pointers
 
         return declare
 
@@ -463,7 +474,10 @@ class TextCompiler:
 
         def store(m: LaunchState, x: Value) -> None:
             place = pointer(m)
-            m.store(place, of_width(x, place.type))
+            if isinstance(x, Number):
+                m.store(place, of_width(x, place.type))
+            else:  # an element of an array of pointers
+                m.assign(place.slot, _as_declared(x, place.type))
 
         return lambda m: _loaded(m, pointer(m)), store
 
@@ -644,7 +658,9 @@ def _loaded(m: LaunchState, pointer: Any, width: int = 0) -> Any:
     if isinstance(pointer, Pointer) and pointer.in_row:  # a row of an array of arrays
         return pointer
     if isinstance(pointer, Reference):
-        found: Number = m.variables[pointer.slot]
+        found = m.variables[pointer.slot]
+        if not isinstance(found, Number):
+            return found
         wanted = width or pointer.type.width
         dtype = DTYPES[pointer.type.name]
         return found if found.v.dtype == dtype and found.width == wanted else reinterpreted(found, dtype, wanted)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from flashmem.interpreter.errors import OutsideError, UnknownTextError
 from flashmem.interpreter.memory import Image, KernelMemory, Pointer, PointerChoice
 from flashmem.interpreter.syntax import Type
 from flashmem.interpreter.values import DTYPES, Array, Number, reinterpreted
@@ -121,6 +122,27 @@ class Reference:
     def bits(self, x: Number) -> Number:
         """`x`, which is written there, as a value of the variable."""
         return reinterpreted(x, DTYPES[self.declared.name], self.declared.width)
+
+
+class PointerArray:
+    """A private array of pointers, each of which is a variable of its own."""
+
+    def __init__(self, name: str, first: int, count: int, type_: Type) -> None:
+        self._name, self._first, self._count, self._type = name, first, count, type_
+
+    def moved(self, by: Number) -> Reference:
+        """The variable of one element.
+
+        Raises:
+            UnknownTextError: work-items choose different ones.
+            OutsideError: there is no such element.
+        """
+        if not by.is_uniform:
+            raise UnknownTextError("an array of pointers with different indices")
+        place = int(by.v[0])
+        if not 0 <= place < self._count:
+            raise OutsideError(f"a work-item uses element {place} of {self._name!r}, which has {self._count}")
+        return Reference(self._first + place, self._type)
 
 
 def _size(value: Any) -> Number:

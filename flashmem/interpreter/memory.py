@@ -11,6 +11,9 @@ from flashmem.interpreter.errors import OutsideError, UnknownTextError
 from flashmem.interpreter.syntax import Type
 from flashmem.interpreter.values import DTYPES, Array, Number, chosen, known
 
+_SHIFTS = {1: 0, 2: 1, 4: 2, 8: 3}
+"""By the size of an element: what a byte offset is shifted by."""
+
 
 class KernelMemory:
     """Bytes that work-items share: copies of `nbytes` each, of which a work-item has the one that begins at its `base`.
@@ -38,15 +41,13 @@ class KernelMemory:
     def _places(self, offset: Array, type_: Type, mask: Array | None, width: int, how: str) -> Array:
         """Indices of elements, for work-items that do not take part those of the first."""
         size = DTYPES[type_.name].itemsize
-        inside = (offset >= 0) & (offset + size * width <= self.nbytes)
         if mask is not None:
-            inside = inside | ~mask
             offset = np.where(mask, offset, 0)
-        if not inside.all():
-            bad = int(np.flatnonzero(~np.broadcast_to(inside, np.broadcast_shapes(inside.shape, offset.shape)))[0])
-            at = int(np.broadcast_to(offset, inside.shape)[bad])
+        if offset.min() < 0 or offset.max() + size * width > self.nbytes:
+            inside = (offset >= 0) & (offset + size * width <= self.nbytes)
+            at = int(offset[~inside][0])
             raise OutsideError(f"a work-item {how} byte {at} of {self.name!r}, which has {self.nbytes}")
-        places = (offset + self.base) // size
+        places = (offset + self.base) >> _SHIFTS[size]
         return np.asarray(places if width == 1 else places[:, None] + np.arange(width))
 
     def load(self, offset: Array, type_: Type, mask: Array | None, width: int) -> Number:

@@ -197,10 +197,14 @@ def of_width(x: Number, type_: Type) -> Number:
         return made
     if made.v.shape[1] != 1:
         raise UnknownTextError(f"a vector of {made.v.shape[1]} elements for {type_.width}")
-    shape = (made.v.shape[0], type_.width)
-    return Number(
-        np.broadcast_to(made.v, shape), None if made.e is None else np.broadcast_to(made.e, (made.e.shape[0], type_.width))
-    )
+    return Number(_repeated(made.v, type_.width), None if made.e is None else _repeated(made.e, type_.width))
+
+
+def _repeated(column: Array, width: int) -> Array:
+    """One column as `width` of them; several times faster than numpy.broadcast_to for a few work-items."""
+    made = np.empty((len(column), width), column.dtype)
+    made[...] = column
+    return made
 
 
 def truth(x: Number) -> Number:

@@ -20,7 +20,6 @@ from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.base.types import TransferMode
 from flashmem.base.units import budget_text, parse_size
 from flashmem.bundle.bundle import Bundle
-from flashmem.runtime.checking.bundles import check_bundle_kernels
 from flashmem.runtime.engine.batches import Batch, check_batch, looped
 from flashmem.runtime.engine.device_state import DeviceInUse, DeviceOpening
 from flashmem.runtime.engine.engine import Engine
@@ -35,6 +34,8 @@ from flashmem.runtime.engine.report import RunReport
 from flashmem.runtime.engine.session_plans import SessionPlans
 from flashmem.runtime.engine.states import States
 from flashmem.runtime.engine.stopping import OneThread, RunStoppedError, deadline, too_late
+from flashmem.runtime.kernels.background_check import BackgroundCheck
+from flashmem.runtime.kernels.bundle_checks import check_bundle_kernels
 from flashmem.runtime.opencl.discovery import begin_to_start_drivers
 from flashmem.runtime.request.compatibility import for_processor
 from flashmem.runtime.request.models import ModelOptions, bundle_for, is_model
@@ -169,6 +170,7 @@ class Session:
                 self._engine.close("it could not be opened")
                 raise
         self._prefetches = prepare and not trace
+        self._check = BackgroundCheck(opened, self.device) if build_apart and self._prefetches else None
         self._engine.stop_with(self)
         _open.add(self)
         if self.strategy == "preload":
@@ -346,6 +348,8 @@ class Session:
             fitting = plans.variants[fitting_variant([each.program.inputs for each in plans.variants], given)]
         if program.states:
             self._bound_states().check_whole(state.name for state in program.states)
+        if self._check is not None:
+            self._check.warn()
         try:
             if fitting is not plans.ready:
                 engine.change_variant(engine.opened.variant(fitting.bundle), fitting.plan, fitting.layout)
@@ -355,6 +359,8 @@ class Session:
             results, self.last_run = engine.run(every, given, since=since, kept=on_device, stopped=stopped)
             if self._prefetches:
                 engine.prefetch()
+            if self._check is not None:
+                self._check.begin()
         except BaseException as error:
             failure = engine.failed(error)
             if failure is error:
@@ -504,6 +510,8 @@ class Session:
             self._close()
 
     def _close(self, until: float = inf) -> None:
+        if self._check is not None:
+            self._check.close()
         self._alone.during("close", lambda: self._engine.close("close was called"), until)
         _open.discard(self)
 

@@ -18,13 +18,8 @@ from flashmem.base.resources import names, read_text
 from flashmem.base.tables import build
 from flashmem.base.types import DEFAULT_PAGE, MemoryPath, TransferMode
 from flashmem.target.instruction_set import INSTRUCTION_SETS, PANEL, InstructionSet
-from flashmem.target.kernel_configs.attention import KeyBlockConfig, QueryRowsConfig, SharedWeightsConfig
-from flashmem.target.kernel_configs.config import EstimatedDevice, KernelConfig
-from flashmem.target.kernel_configs.contraction import PlainContraction, Winograd
-from flashmem.target.kernel_configs.kinds import config_from, table_of
-from flashmem.target.kernel_configs.registers import RegisterFile
-from flashmem.target.kernel_configs.rows import RowConfig
 from flashmem.target.pipelines import Pipelines
+from flashmem.target.registers import RegisterFile
 
 MOST_LOADER_THREADS = 64
 """The most loader threads that a descriptor or a bundle may have."""
@@ -46,16 +41,40 @@ class PlainTile:
     lanes: int = 1
     panel: int = 0
 
-    def config(self, family: str) -> PlainContraction:
-        """The config of contractions of `family` that computes this tile."""
-        return PlainContraction(
-            "tile", self.rows, self.columns, self.vector, self.local_size, families=(family,), panel_columns=self.panel
-        )
-
 
 def cpu_tile(instructions: InstructionSet) -> PlainTile:
     """The plain tile of a CPU."""
     return PlainTile(instructions.rows, PANEL * instructions.panels, PANEL, panel=PANEL)
+
+
+Feature = Literal["half", "shuffle", "mma"]
+"""What kernels of a config need from a driver.
+
+Arithmetic in half, shuffles of registers in a subgroup, or products of small matrices by a subgroup.
+"""
+
+_FOLLOWS_TILE = "winograd"
+"""The kind of config whose tile on a CPU follows from the registers, like the plain one."""
+
+
+@dataclass(frozen=True)
+class ConfigTable:
+    """A kernel config as a descriptor lists it: its kind, and its other keys. Only the compiler knows what they mean
+    (`compiler.configs.kinds`).
+    """
+
+    kind: str
+    values: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, table: Mapping[str, Any]) -> ConfigTable:
+        """The config of a table of a file, lists as tuples."""
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+        return cls(str(values.pop("kind", None)), tuple(values.items()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The table that `of` reads."""
+        return {"kind": self.kind, **dict(self.values)}
 
 
 MultiplyAdd = Literal["fma", "mad", "expression"]
@@ -160,7 +179,8 @@ class DeviceDescriptor:
     loader_threads: int = 2  # threads that read and copy weights; fewer where a limit is too small for their staging
     instruction_set: str = ""  # of a CPU: what its tile, configs, tuning database and rates are for; "": not known
     tile: PlainTile = field(default_factory=PlainTile)
-    configs: tuple[KernelConfig, ...] = ()  # for contractions, to choose from in addition to `tile`
+    configs: tuple[ConfigTable, ...] = ()  # kernel configs to choose from in addition to `tile`
+    features: tuple[Feature, ...] = get_args(Feature)  # of its driver, which some configs need
     code: CodeStyle = field(default_factory=CodeStyle)  # how kernels are written for the device's compiler
     only: str = ""  # name of the one config to use wherever it is possible, for measurements
     tuned: str = ""  # the tuning database next to the descriptor, without .tuned.csv; "": none
@@ -191,14 +211,13 @@ class DeviceDescriptor:
         """Whether host and device share one memory. If not, a load into device memory is a copy from pinned memory."""
         return any("alias" in modes for modes in self.modes.values())
 
-    @property
-    def estimated(self) -> EstimatedDevice:
-        """What estimates of kernel configs know of the device."""
-        return EstimatedDevice(self.parallelism, self.registers, self.code.vector_loads)
-
     def to_dict(self) -> dict[str, Any]:
         """The descriptor as JSON data."""
-        return {**asdict(self), "configs": [table_of(each) for each in self.configs]}
+        return {**asdict(self), "configs": [each.to_dict() for each in self.configs]}
+
+    def runtime_part(self) -> dict[str, Any]:
+        """The descriptor as JSON data, without what only the compiler reads: all that a bundle has of it."""
+        return without_compiler_part(self.to_dict())
 
     @property
     def portable(self) -> DeviceDescriptor:
@@ -244,8 +263,10 @@ class DeviceDescriptor:
         width = kind.register_bytes / INSTRUCTION_SETS[self.instruction_set].register_bytes
         rates = replace(self.rates, gemm_flops=self.rates.gemm_flops * width, conv_flops=self.rates.conv_flops * width)
         tile = cpu_tile(kind)
-        winograd = next((each for each in self.configs if isinstance(each, Winograd) and each.panel_columns == PANEL), None)
-        configs = () if winograd is None else (replace(winograd, rows=tile.rows, columns=tile.columns, vector=tile.vector),)
+        following = (dict(each.values) for each in self.configs if each.kind == _FOLLOWS_TILE)
+        winograd = next((each for each in following if each.get("panel_columns") == PANEL), None)
+        own = {"rows": tile.rows, "columns": tile.columns, "vector": tile.vector}
+        configs = () if winograd is None else (ConfigTable(_FOLLOWS_TILE, tuple((winograd | own).items())),)
         return replace(self, instruction_set=name, tile=tile, configs=configs, tuned="", rates=rates)
 
     @classmethod
@@ -266,7 +287,7 @@ class DeviceDescriptor:
         rates = dict(values.get("rates", {}))
         rates.setdefault("contention", {})  # no default: a plain CPU's contention would be wrong for another device
         values["rates"] = build(Rates, rates, where)
-        values["configs"] = tuple(config_from(each, where) for each in values.get("configs", ()))
+        values["configs"] = tuple(map(ConfigTable.of, values.get("configs", ())))
         if "modes" in values:
             values["modes"] = {path: tuple(modes) for path, modes in values["modes"].items()}
         descriptor = build(cls, values, where)
@@ -292,34 +313,6 @@ class DeviceDescriptor:
                     "measure the device with flashmem profile"
                 )
 
-    def plain(self, family: str) -> tuple[KernelConfig, ...]:
-        """The configs for contractions, or attention, that the listed ones cannot compute.
-
-        They are the plain tile and, for attention on a GPU, two configs. One fits every GPU's local memory. In the other,
-        work-items share the keys of few queries. Listed configs of attention that share weights replace both.
-        """
-        tile = self.tile
-        if family == "reduce_rows":
-            return (RowConfig("tile", tile.vector, tile.lanes),)
-        if family != "attention":
-            return (tile.config(family),)
-        if self.kind == "cpu":
-            return (QueryRowsConfig("tile", tile.columns, tile.rows, tile.vector),)  # queries across, keys down
-        shared = tuple(each for each in self.configs if isinstance(each, SharedWeightsConfig) and each.parts == 1)
-        if shared:
-            return shared
-        block = KeyBlockConfig("tile", 8, 2, (8, 16), channels=32)
-        return (
-            block if block.local_bytes <= self.local_bytes else replace(block, queries=4),
-            QueryRowsConfig("few", 4, 4, 4, lanes=64),
-        )
-
-    def configs_of(self, family: str) -> tuple[KernelConfig, ...]:
-        """The kernel configs of `family`; the first is the plain one."""
-        plain = self.plain(family)
-        listed = (*plain, *(each for each in self.configs if family in each.families and each not in plain))
-        return tuple(each for each in listed if each.name == self.only) or listed
-
     def on_path(self, path: str) -> DeviceDescriptor:
         """The same device with `path` as its default memory path.
 
@@ -329,6 +322,15 @@ class DeviceDescriptor:
         if path not in self.memory_paths:
             raise UserError(f"device {self.name} has no memory path {path!r}; it has {', '.join(self.memory_paths)}")
         return replace(self, memory_paths=tuple(sorted(self.memory_paths, key=lambda known: known != path)))
+
+
+_FOR_COMPILERS = frozenset({"tile", "configs", "features", "code", "only", "tuned", "dot_products", "registers", "local_bytes"})
+"""The keys of a descriptor that only the compiler reads."""
+
+
+def without_compiler_part(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The data of a descriptor that the runtime reads; bundles of earlier versions have all of it."""
+    return {key: value for key, value in data.items() if key not in _FOR_COMPILERS}
 
 
 def _instructions(name: str, where: str) -> InstructionSet:

@@ -16,7 +16,7 @@ COMMANDS = (
     "flashmem.__main__", "flashmem.cli.plain", "flashmem.runtime.session", "flashmem.runtime.serving.runtime",
     "flashmem.runtime.application.manager", "flashmem.planning.replanning",
     "flashmem.planning.objectives.first", "flashmem.planning.objectives.steady",
-    "flashmem.runtime.kernels.build_worker", "flashmem.tools.learn", "flashmem.cli.commands.bundles",
+    "flashmem.runtime.kernels.worker", "flashmem.tools.learn", "flashmem.cli.commands.bundles",
     "flashmem.cli.commands.devices", "flashmem.cli.commands.doctor", "flashmem.cli.commands.profile",
     "flashmem.cli.commands.run", "flashmem.cli.commands.generate", "flashmem.runtime.generation.generator",
     "flashmem.runtime.generation.batch",

@@ -12,10 +12,12 @@ import numpy as np
 
 from flashmem.base.types import TEXEL_BYTES
 from flashmem.bundle.language import LOGITS
+from flashmem.compiler.configs.listed import configs_of
 from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.frontend.language.candidates import with_candidates
 from flashmem.compiler.ir.builder import constant
 from flashmem.compiler.ir.graph import Graph, GraphPort
+from flashmem.compiler.kernels.contraction.configs import FEW_ROWS, SlicedContraction
 from flashmem.compiler.lowering.templates import KernelLibrary
 from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.operators.quantised_rows import row_bytes
@@ -25,7 +27,6 @@ from flashmem.profiler.shapes import Attention, RowSoftmax
 from flashmem.profiler.sketch import Sketch
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.target.descriptor import DeviceDescriptor
-from flashmem.target.kernel_configs.contraction import FEW_ROWS, SlicedContraction
 
 ROWS, DEPTH, COLUMNS, PLACES, HEAD = 128, 256, 256, 14, 64
 """Sizes divisible by every listed config, so that no case uses a smaller tile: ViT's and ResNet's have such sizes."""
@@ -81,7 +82,7 @@ _Case = tuple[Graph, DeviceDescriptor, Precision]
 
 def _cases(descriptor: DeviceDescriptor) -> Iterator[tuple[str, _Case]]:
     for family in CONTRACTIONS:
-        for config in descriptor.configs_of(family):
+        for config in configs_of(descriptor, family):
             if isinstance(config, SlicedContraction):
                 yield f"{family}-{config.name}", (_of_few_rows(1), descriptor, "fp32")
                 yield f"{family}-{config.name}-checked", (_of_few_rows(FEW_ROWS), descriptor, "fp32")
@@ -91,11 +92,11 @@ def _cases(descriptor: DeviceDescriptor) -> Iterator[tuple[str, _Case]]:
         buffers = descriptor.on_path("buffer")
         if family != "matmul_dynamic" and buffers.memory_paths != descriptor.memory_paths:
             yield f"{family}-tile-buffer", (_contraction(family), replace(buffers, only="tile"), "fp32")
-    for config in descriptor.configs_of("attention"):
+    for config in configs_of(descriptor, "attention"):
         many = Attention(12, ROWS, HEAD, ROWS)
         attention = many if config.fits(many.workload("buffer")) else Attention(12, 1, HEAD, ROWS)
         yield f"attention-{config.name}", (attention.graph(), replace(descriptor, only=config.name), "fp32")
-    for config in descriptor.configs_of("reduce_rows"):
+    for config in configs_of(descriptor, "reduce_rows"):
         yield f"reduce_rows-{config.name}", (RowSoftmax(1024, 768).graph(), replace(descriptor, only=config.name), "fp32")
     for family, graph in _others():
         yield family, (graph, descriptor, "fp32")

@@ -14,6 +14,8 @@ from pathlib import Path
 from flashmem.base.errors import UserError
 from flashmem.base.files import written_whole
 from flashmem.base.streams import exit_codes
+from flashmem.compiler.configs.listed import configs_of
+from flashmem.compiler.kernels.contraction.configs import Contraction, SlicedContraction
 from flashmem.planning.capacity.compiled import CODE, LANE, KernelCode, write_codes
 from flashmem.profiler.phone_compilers.cases import kernels_of, lane_kernels_of
 from flashmem.profiler.phone_compilers.gpus import gpu_of
@@ -21,7 +23,6 @@ from flashmem.profiler.phone_compilers.report import CompilerReport, examine
 from flashmem.profiler.phone_compilers.results import StoredResults, results_folder
 from flashmem.profiler.phone_compilers.statistics import KernelStatistics
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
-from flashmem.target.kernel_configs.contraction import Contraction, SlicedContraction
 
 _PACKED = ("matmul", "conv")
 _FAMILIES = (*_PACKED, "matmul_dynamic", "depthwise", "attention")
@@ -66,7 +67,7 @@ def _code(each: KernelStatistics, descriptor: DeviceDescriptor) -> KernelCode | 
     loop = each.main_loop
     if loop is None or not loop.macs or family not in _FAMILIES or each.kernel in (_FEW, *_SPECIAL):
         return None
-    config = next((known for known in descriptor.configs_of(family) if known.name == name.removesuffix("-buffer")), None)
+    config = next((known for known in configs_of(descriptor, family) if known.name == name.removesuffix("-buffer")), None)
     if isinstance(config, SlicedContraction) or name.endswith("-checked"):  # quantised weights have one config for few rows
         return None
     half = config is not None and "half" in config.needs

@@ -22,11 +22,13 @@ from flashmem.bundle import chat_templates
 from flashmem.bundle.language import Template
 from flashmem.cli.commands import compiling
 from flashmem.profiler import sessions
-from flashmem.runtime.kernels import build_processes as kernel_processes
-from flashmem.runtime.kernels.build_processes import Builders
+from flashmem.runtime.kernels import builds
+from flashmem.runtime.kernels.builds import build_jobs
 from flashmem.runtime.kernels.cache import CachedKernels, kernel_key
 from flashmem.runtime.kernels.cache_files import ProgramCache
+from flashmem.runtime.kernels.pool import ChildPool
 from flashmem.runtime.kernels.required import RequiredKernel
+from flashmem.runtime.kernels.work_folder import WorkFolder
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.tools.doctor import selftest, surroundings
@@ -76,7 +78,8 @@ def test_nothing_is_imported_from_the_current_folder(
 _BUILD = """
 import sys, time
 from types import SimpleNamespace
-from flashmem.runtime.kernels import build_processes as kernel_processes
+from flashmem.runtime.kernels.builds import build_jobs
+from flashmem.runtime.kernels.pool import ChildPool
 from flashmem.runtime.kernels.required import RequiredKernel
 from flashmem.runtime.opencl.discovery import find_device
 from flashmem.runtime.kernels import children
@@ -86,9 +89,10 @@ def started(*given):
     print(child.pid, flush=True)
     return child
 children._start = started
-builders = kernel_processes.Builders(lambda key, binary: None, "")
 text = "__kernel void f(__global float* a) { a[get_global_id(0)] = 1; }"
-builders.submit({"ab" * 32: RequiredKernel("f", text, ())}, SimpleNamespace(build_options=(), tensors=()), find_device("cpu"))
+device, program = find_device("cpu"), SimpleNamespace(build_options=(), tensors=())
+pool = ChildPool(device)
+pool.submit(build_jobs({"ab" * 32: RequiredKernel("f", text, ())}, program, device, lambda key, binary: None))
 time.sleep(60)
 """
 
@@ -101,7 +105,7 @@ def test_a_child_whose_build_does_not_end_ends_with_its_parent(tmp_path: Path) -
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
-        while "build_worker" not in Path(f"/proc/{child}/cmdline").read_text() or not _has_opencl(child):
+        while "kernels.worker" not in Path(f"/proc/{child}/cmdline").read_text() or not _has_opencl(child):
             time.sleep(0.02)  # it has only just been forked; it asks to be ended before it starts a driver
         os.kill(child, signal.SIGSTOP)
         parent.kill()
@@ -114,10 +118,10 @@ def test_a_child_whose_build_does_not_end_ends_with_its_parent(tmp_path: Path) -
     os.utime(left, (0, 0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tempfile.tempdir", str(tmp_path))
-        first = kernel_processes.WorkFolder()
+        first = WorkFolder()
         assert not left.exists(), "who builds next removes what was left"
         os.utime(first.name, (0, 0))
-        second = kernel_processes.WorkFolder()
+        second = WorkFolder()
     assert Path(first.name).exists(), "what somebody holds stays"
     first.remove()
     second.remove()
@@ -156,19 +160,19 @@ def _build(
     monkeypatch.setattr("flashmem.runtime.kernels.children._start", start)
     device: Any = SimpleNamespace(compiles_at_launch=False)
     given: Any = SimpleNamespace(build_options=())
-    builders = Builders(keep, "do something else")
+    pool = ChildPool(device)
     try:
-        builders.submit({"key": RequiredKernel("f", "", ())}, given, device)
-        while builders.step():
+        pool.submit(build_jobs({"key": RequiredKernel("f", "", ())}, given, device, keep))
+        while pool.step():
             pass
-        builders.check()
+        pool.check("do something else")
     finally:
-        builders.close()
+        pool.close()
     return children
 
 
 def test_a_build_that_takes_too_long_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_processes, "LONGEST", 0.2)
+    monkeypatch.setattr(builds, "LONGEST", 0.2)
     with pytest.raises(RunError, match=r"^the kernel f was not built within 0 s; do something else$"):
         _build(monkeypatch, "import time\nwhile True: time.sleep(60)")
 
@@ -182,7 +186,7 @@ def test_what_a_driver_said_as_it_ended_the_process_is_told(monkeypatch: pytest.
 def test_whatever_goes_wrong_beside_a_child_is_told_to_who_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A UserError, or a warning that is an error for the user, in the thread that feeds a child."""
     (tmp_path / "binary").write_bytes(b"binary")
-    answer = f'input()\nprint(\'{{"error": null, "file": "{tmp_path / "binary"}"}}\', flush=True)\ninput()'
+    answer = f'input()\nprint(\'{{"file": "{tmp_path / "binary"}"}}\', flush=True)\ninput()'
 
     def refuse(key: str, binary: bytes) -> None:
         assert binary == b"binary"

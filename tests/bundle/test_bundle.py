@@ -23,6 +23,7 @@ from flashmem.base.errors import BundleError, MissingFileError, UserError
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.manifest import FORMAT_VERSION
 from flashmem.bundle.writer import BundleWriter
+from flashmem.target.descriptor import DeviceDescriptor
 from tests.support.bundle_changes import files_of, fit, rewrite
 from tests.support.mini_bundle import MiniModel, write_mini_bundle
 
@@ -212,6 +213,14 @@ def test_a_device_of_other_types_is_refused(key: str, value: object, model: Mini
     rewrite(model.path, "manifest.json", lambda manifest: manifest["device"]["rates"].update({key: value}))
     with pytest.raises(BundleError, match=r"the device in manifest\.json .* wrong type or range"):
         Bundle.open(model.path)
+
+
+def test_a_bundle_has_of_its_device_what_the_runtime_reads(model: MiniModel) -> None:
+    """Kernel configs are for the compiler; what an older bundle has of them is not read."""
+    device = json.loads((model.path / "manifest.json").read_text())["device"]
+    assert {"rates", "modes", "probed"} <= device.keys() and device.keys().isdisjoint({"configs", "tile", "code", "tuned"})
+    rewrite(model.path, "manifest.json", lambda manifest: manifest["device"].update(configs=[{"kind": "tall"}], tile=3))
+    assert Bundle.open(model.path).descriptor.to_dict() == DeviceDescriptor.from_dict(device).to_dict()
 
 
 def test_checksums_of_another_program_are_refused(model: MiniModel) -> None:

@@ -15,7 +15,7 @@ import flashmem
 from flashmem.base.errors import UserError
 from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.program.kernel_text import kernel_texts
-from flashmem.runtime.kernels import build_worker
+from flashmem.runtime.kernels import worker
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.schedule import loads as schedule
@@ -166,9 +166,9 @@ def test_compiled_kernels_have_what_their_driver_compiles_late(tmp_path: Path, m
         context = Context(list_devices()[0])
         bundle = model.open()
         for name, text in kernel_texts(bundle.source.plain).items():
-            job = {"name": name, "text": text, "options": bundle.program.build_options, "trials": []}
-            binary = build_worker._built(context, job, tmp_path)
-            context.load(binary, bundle.program.build_options).check(name)
+            job = {"build": name, "text": text, "options": bundle.program.build_options, "launches": []}
+            binary = Path(worker._build(context, job, tmp_path)["file"])
+            context.load(binary.read_bytes(), bundle.program.build_options).check(name)
         assert device.rules.broken == []
 
 

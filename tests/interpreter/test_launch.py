@@ -48,6 +48,7 @@ def outputs(dtype: Any = np.float32, count: int = 8) -> NDArray[Any]:
         ("__local float t[4]; t[l] = a[i]; barrier(CLK_LOCAL_MEM_FENCE); y[i] = t[3 - l];", X.reshape(2, 4)[:, ::-1].ravel()),
         ("float t[2][3]; for (int r = 0; r < 2; ++r) for (int c = 0; c < 3; ++c) t[r][c] = 10 * r + c; y[i] = t[i % 2][i % 3];",
          [10 * (i % 2) + i % 3 for i in range(8)]),
+        ("__global const float* p[2]; for (int k = 0; k < 2; ++k) p[k] = k && i > 3 ? a + 4 : a; y[i] = p[1][i % 4];", X),
         ("float x = a[i]; float* const p = &x; *p = *p + 1.0f; y[i] = twice(x);", 2 * (X + np.float32(1))),
         ("ushort bits = 0; if (i & 1) vstore_half_rte(a[i], 0, (half*)&bits); y[i] = vload_half(0, (const half*)&bits);",
          np.where(np.arange(8) % 2 == 1, X.astype(np.float16).astype(np.float32), 0)),

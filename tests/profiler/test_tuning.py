@@ -14,6 +14,11 @@ from typer.testing import CliRunner
 
 from flashmem.base.errors import UserError
 from flashmem.compilation import Compilation
+from flashmem.compiler.configs.config import KernelConfig
+from flashmem.compiler.configs.listed import configs_of, listed_configs, with_configs
+from flashmem.compiler.configs.workload import TF32, Workload
+from flashmem.compiler.kernels.contraction.configs import PlainContraction, StagedContraction
+from flashmem.compiler.kernels.contraction.tensor_cores import TensorContraction
 from flashmem.compiler.options import Options
 from flashmem.compiler.selection.configs import choose, seconds
 from flashmem.compiler.selection.selector import KernelSelector, fewest, packed_bytes
@@ -36,10 +41,6 @@ from flashmem.profiler.shapes import Attention, Batched, Convolution, Matmul, Sh
 from flashmem.profiler.timing import generated
 from flashmem.profiler.tuning import Case, TuningRequest, TuningResult, cases, summary, tune
 from flashmem.target.descriptor import DeviceDescriptor, PlainTile, load_descriptor
-from flashmem.target.kernel_configs.config import KernelConfig
-from flashmem.target.kernel_configs.contraction import PlainContraction, StagedContraction
-from flashmem.target.kernel_configs.tensor_cores import TensorContraction
-from flashmem.target.kernel_configs.workload import TF32, Workload
 from tests.support.paths import DATA, ROOT
 
 CONFIGS = (
@@ -49,7 +50,10 @@ CONFIGS = (
     StagedContraction("greedy", 2, 4, (8, 8), k_block=1 << 22, families=("matmul",)),
 )
 POCL = replace(
-    load_descriptor("pocl"), configs=CONFIGS, capacity_model="", tuned="", tile=PlainTile(rows=2, columns=8, vector=8)
+    with_configs(load_descriptor("pocl"), CONFIGS),
+    capacity_model="",
+    tuned="",
+    tile=PlainTile(rows=2, columns=8, vector=8),
 )
 ABOUT = {"device": "none", "version": 2}
 CASES = (Case(Matmul(9, 12, 20), "buffer"), Case(Convolution(4, 5, 5, 8, (3, 3)), "buffer"))
@@ -81,14 +85,14 @@ def test_the_choice_is_of_the_list_and_never_one_that_failed(
 ) -> None:
     descriptor = tuned(tmp_path_factory.mktemp("table"), measured)
     chosen = choose(descriptor, workload)
-    assert chosen in descriptor.configs_of(workload.family)
+    assert chosen in configs_of(descriptor, workload.family)
     here = {t.config: t for t in measured if t.workload == workload}  # the last line of two counts
     if any(t.seconds for t in here.values()) and workload.family != "matmul_dynamic":
-        known = [v for v in descriptor.configs_of(workload.family) if v.name in here]
+        known = [v for v in configs_of(descriptor, workload.family) if v.name in here]
         ran = {v: here[v.name].seconds for v in known if here[v.name].seconds}
         assert not ran or ran.get(chosen) == min(filter(None, ran.values()))
     for use in (KernelSelector(descriptor, "cold"), KernelSelector(descriptor)):
-        assert use.config(workload) in descriptor.configs_of(workload.family)
+        assert use.config(workload) in configs_of(descriptor, workload.family)
 
 
 @settings(max_examples=60, deadline=None)
@@ -103,7 +107,7 @@ def test_a_table_reads_as_it_was_written(measured: list[Timing]) -> None:
 
 
 def test_the_nearest_product_counts_scaled_by_its_work(tmp_path: Path) -> None:
-    tile, wide, *_ = POCL.configs_of("matmul")
+    tile, wide, *_ = configs_of(POCL, "matmul")
     small, large = Workload("matmul", "buffer", 8, 64, 64), Workload("matmul", "buffer", 512, 64, 64)
     lines = [timing(small, tile, 1e-3), timing(small, wide, 2e-3), timing(large, tile, 9e-3), timing(large, wide, 4e-3)]
     descriptor = tuned(tmp_path, lines)
@@ -111,18 +115,18 @@ def test_the_nearest_product_counts_scaled_by_its_work(tmp_path: Path) -> None:
     assert choose(descriptor, replace(small, rows=9)) == tile and choose(descriptor, near_large) == wide
     assert seconds(descriptor, near_large)[wide] == pytest.approx(4e-3 * 300 / 512)
     far = replace(large, rows=512 * 2 ** (NEAR + 1), columns=1 << 20)
-    assert len(seconds(descriptor, far)) == len(POCL.configs_of("matmul"))  # no similar workload: all are estimated
-    assert len(seconds(descriptor, replace(large, path="texture"))) == len(POCL.configs_of("matmul"))
-    changed = replace(POCL, configs=(replace(wide, rows=8),), tuned=descriptor.tuned)
+    assert len(seconds(descriptor, far)) == len(configs_of(POCL, "matmul"))  # no similar workload: all are estimated
+    assert len(seconds(descriptor, replace(large, path="texture"))) == len(configs_of(POCL, "matmul"))
+    changed = replace(with_configs(POCL, [replace(wide, rows=8)]), tuned=descriptor.tuned)
     assert list(seconds(changed, large)) == [tile]  # the config measured under this name was another one
 
 
 def test_tensor_cores_are_estimated_where_only_floats_were_measured(tmp_path: Path) -> None:
     tensor = TensorContraction("tensor", 2, 16, (32, 4), k_block=64, pipeline=3)
-    [tile, *_] = POCL.configs_of("matmul")
+    [tile, *_] = configs_of(POCL, "matmul")
     halves = Workload("matmul", "buffer", 512, 64, 64, storage="float16")
     floats = replace(halves, storage="float32")
-    listing = replace(POCL, configs=(tensor,))
+    listing = with_configs(POCL, [tensor])
     known = seconds(tuned(tmp_path, [timing(floats, tile, 3.0)], listing), halves)
     assert known[tile] == 3.0 and 0 < known[tensor] < 1e-3
     measured = [timing(floats, tile, 3.0), timing(halves, tile, 2.0), timing(halves, tensor, None)]
@@ -131,7 +135,7 @@ def test_tensor_cores_are_estimated_where_only_floats_were_measured(tmp_path: Pa
 
 def test_the_key_of_a_bundle_changes_with_the_table(tmp_path: Path) -> None:
     model = DATA / "vit-tiny.onnx"
-    tile, wide, *_ = POCL.configs_of("matmul")
+    tile, wide, *_ = configs_of(POCL, "matmul")
     workload = Workload("matmul", "buffer", 8, 64, 64)
     keys = set()
     for took in (1e-3, 2e-3):
@@ -171,7 +175,7 @@ def test_a_descriptor_keeps_configs_parallelism_and_table(tmp_path: Path) -> Non
     wanted = replace(tuned(tmp_path / "a", []), name="mine", parallelism=77, measured=True)
     (tmp_path / "b").mkdir()
     read = load_descriptor(str(write_descriptor(tmp_path / "b", wanted, "a test", "cpu")))
-    assert (read.configs, read.parallelism) == (CONFIGS, 77)
+    assert (listed_configs(read), read.parallelism) == (CONFIGS, 77)
     assert read.tuned == str(tmp_path / "b" / "mine") and content_hash(read) == content_hash(wanted)
 
 
@@ -242,7 +246,7 @@ def test_a_table_of_another_device_is_not_mixed(pocl_table: tuple[Path, TuningRe
 
 
 def test_what_a_process_died_of_is_not_tried_again(pocl_table: tuple[Path, TuningResult], tmp_path: Path) -> None:
-    workload, (_, wide) = CASES[1].workload, POCL.configs_of("conv")
+    workload, (_, wide) = CASES[1].workload, configs_of(POCL, "conv")
     (tmp_path / f".pocl{SUFFIX}.now").write_text(f"{workload} {wide.code}")
     result, _ = run(tmp_path, CASES[1:])
     notes = {t.config: (t.seconds is None, t.note) for t in result.database.timings}
@@ -283,7 +287,7 @@ def test_the_compiler_asks_for_the_product_that_is_measured(shape: Shape, path: 
         self: KernelSelector, workload: Workload, ending: object = (), widest: int | None = None, *given: bool
     ) -> KernelConfig:
         asked.append(workload)
-        return POCL.configs_of(workload.family)[0]
+        return configs_of(POCL, workload.family)[0]
 
     monkeypatch.setattr(KernelSelector, "config", config)
     made = generated(shape.graph(), POCL.on_path(path))
@@ -329,7 +333,7 @@ def test_few_kernels_are_part_of_the_cost() -> None:
 
 
 def test_cold_and_steady_choose_otherwise(tmp_path: Path) -> None:
-    tile, wide, *_ = POCL.configs_of("matmul")
+    tile, wide, *_ = configs_of(POCL, "matmul")
     one, two = Workload("matmul", "buffer", 8, 64, 64), Workload("matmul", "buffer", 512, 64, 64)
     build = POCL.rates.kernel_seconds
     lines = [timing(one, tile, build), timing(one, wide, 1.1 * build), timing(two, tile, 9 * build), timing(two, wide, build)]
@@ -359,7 +363,7 @@ def test_the_predictor_is_told_the_config_and_older_ones_do_without(tmp_path: Pa
 def test_the_last_panel_is_filled_up() -> None:
     staged = StagedContraction("s", 1, 4, (1, 32), k_block=8)
     assert packed_bytes(Workload("matmul", "buffer", 1, 10, 130), staged) == 10 * 256 * 4
-    assert packed_bytes(Workload("matmul", "buffer", 1, 10, 3, storage="float16"), POCL.configs_of("matmul")[0]) == 10 * 4 * 2
+    assert packed_bytes(Workload("matmul", "buffer", 1, 10, 3, storage="float16"), configs_of(POCL, "matmul")[0]) == 10 * 4 * 2
     assert packed_bytes(Workload("matmul_dynamic", "buffer", 1, 10, 130), staged) == 0
 
 
@@ -367,7 +371,7 @@ def test_both_give_the_same_answer(tmp_path: Path) -> None:
     import flashmem
 
     model = DATA / "vit-tiny.onnx"
-    write_descriptor(tmp_path, replace(POCL, configs=CONFIGS[:2]), "a test", "cpu")
+    write_descriptor(tmp_path, with_configs(POCL, CONFIGS[:2]), "a test", "cpu")
     answers = []
     for optimize in ("cold", "steady"):
         device = str(tmp_path / "pocl.toml")

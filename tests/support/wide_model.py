@@ -9,9 +9,9 @@ import numpy as np
 import onnxruntime
 import pytest
 
+from flashmem.compiler.configs.config import KernelConfig
+from flashmem.compiler.kernels.contraction.configs import Contraction, StagedContraction
 from flashmem.compiler.selection.selector import KernelRequest, KernelSelector
-from flashmem.target.kernel_configs.config import KernelConfig
-from flashmem.target.kernel_configs.contraction import Contraction, StagedContraction
 from tests.support.compared import Nodes
 
 Wide = tuple[Path, dict[str, Any], list[Any]]

@@ -9,10 +9,11 @@ import pytest
 
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.types import TRANSFER_MODES
+from flashmem.compiler.configs.listed import configs_of
+from flashmem.compiler.kernels.contraction.configs import Contraction, SlicedContraction
 from flashmem.planning.capacity.compiled import load_codes
 from flashmem.profiler.phone_compilers.gpus import GPUS
 from flashmem.target.descriptor import DeviceDescriptor, PlainTile, Rates, descriptor_names, load_descriptor
-from flashmem.target.kernel_configs.contraction import Contraction, SlicedContraction
 from tests.support.paths import ROOT
 
 FOLDER = ROOT / "devices"
@@ -89,7 +90,7 @@ def test_phones_with_an_open_compiler_have_counted_code(name: str) -> None:
     assert pipelines.reached == reference.reached
     listed = {(code.family, code.rows, code.columns, bool(code.half)) for code in load_codes(name)}
     for family in ("matmul", "conv", "matmul_dynamic"):
-        for config in descriptor.configs_of(family):
+        for config in configs_of(descriptor, family):
             if isinstance(config, SlicedContraction):  # quantised weights have one config for few rows
                 continue
             assert isinstance(config, Contraction)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from flashmem.base.errors import UserError
+from flashmem.compiler.configs.workload import Workload
+from flashmem.compiler.kernels.contraction.configs import plain_tile
 from flashmem.compiler.weights.packing import Storage
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 from flashmem.target.instruction_set import INSTRUCTION_SETS, PANEL
-from flashmem.target.kernel_configs.workload import Workload
 
 
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
@@ -40,7 +41,7 @@ def test_tiles_of_known_processors() -> None:
 def test_weights_are_packed_alike_for_all_processors(family: str, storage: Storage, columns: int, groups: int) -> None:
     shipped = load_descriptor("intel-cpu")
     workload = Workload(family, "buffer", 64, 576, columns, groups, storage)
-    tiles = [shipped.for_instruction_set(name).tile.config(family).cut(workload) for name in INSTRUCTION_SETS]
+    tiles = [plain_tile(shipped.for_instruction_set(name), family).cut(workload) for name in INSTRUCTION_SETS]
     assert len({tile.panel for tile in tiles}) == 1
     assert all(tile.columns % tile.panel == 0 and tile.vector <= tile.panel for tile in tiles)
     if groups > 1 or family == "deform_conv":

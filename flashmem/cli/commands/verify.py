@@ -8,8 +8,8 @@ from typing import Any
 
 from flashmem.bundle.bundle import Bundle
 from flashmem.cli.output.console import emit_json, print_table
-from flashmem.runtime.checking.bundles import check_bundle_kernels
-from flashmem.runtime.checking.checks import CheckedKernel, Effort
+from flashmem.runtime.kernels.bundle_checks import check_bundle_kernels
+from flashmem.runtime.kernels.checks import CheckedKernel
 from flashmem.runtime.request.options import device_here
 
 
@@ -22,7 +22,7 @@ def verify_bundle(path: Path, device: str | None, *, again: bool, seconds: float
     """
     bundle = Bundle.open(path)
     found_device = device_here(device or "auto", prefer=bundle.descriptor.name)
-    checked = check_bundle_kernels(bundle, found_device, Effort(again=again, seconds=seconds))
+    checked = check_bundle_kernels(bundle, found_device, again=again, seconds=seconds)
     usable = all(not each.finding.wrong or each.finding.options is not None for each in checked)
     if as_json:
         kernels = [_as_json(each) for each in checked]

@@ -8,19 +8,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flashmem.base.types import ITEMSIZE
+from flashmem.compiler.configs.config import EstimatedDevice
+from flashmem.compiler.configs.listed import configs_of
+from flashmem.compiler.configs.workload import Workload
 from flashmem.compiler.ir.broadcast import affine, place
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.strided import Dimension
+from flashmem.compiler.kernels.attention.configs import AttentionConfig, SplitKeysConfig
+from flashmem.compiler.kernels.attention.tensor_cores import TensorAttention
 from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
 from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.operators.attention import Access, Band, Scores
 from flashmem.compiler.operators.vector import STORED, scalar_literal
 from flashmem.compiler.selection.attention_form import KeyBlock, QueryRows, TensorForm, form_of, split_form, tensor_form
 from flashmem.program.launches import Arg, KernelShape
-from flashmem.target.kernel_configs.attention import AttentionConfig, SplitKeysConfig
-from flashmem.target.kernel_configs.tensor_cores import TensorAttention
-from flashmem.target.kernel_configs.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ def _attention(context: LoweringContext, group: FusionGroup) -> _Attention:
 
 def _splitting(context: LoweringContext, attention: _Attention) -> SplitKeysConfig | None:
     """The device's first config that splits the keys of such an attention. It has no rival where it fits."""
-    for each in context.descriptor.configs_of("attention"):
+    for each in configs_of(context.descriptor, "attention"):
         if isinstance(each, SplitKeysConfig) and each.fits(attention.workload):
             return each
     return None
@@ -169,9 +171,9 @@ def _by_tensor_cores(context: LoweringContext, attention: _Attention) -> TensorA
         return None
     widest = replace(w, depth=max(query.channels, value.channels), storage="float16")
     fitting = [
-        each for each in context.descriptor.configs_of("attention") if isinstance(each, TensorAttention) and each.fits(widest)
+        each for each in configs_of(context.descriptor, "attention") if isinstance(each, TensorAttention) and each.fits(widest)
     ]
-    return min(fitting, key=lambda each: each.cost(w, context.descriptor.estimated), default=None)
+    return min(fitting, key=lambda each: each.cost(w, EstimatedDevice.of(context.descriptor)), default=None)
 
 
 def _in_words(access: Access, elements: int) -> bool:

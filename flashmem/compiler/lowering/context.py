@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import UserError
 from flashmem.base.types import ITEMSIZE, SLACK, TENSOR_ALIGNMENT, MemoryPath, StoredType
+from flashmem.compiler.configs.workload import Workload
 from flashmem.compiler.ir.broadcast import row_part
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.limits import ELEMENTS
 from flashmem.compiler.ir.view_nodes import unreshaped
+from flashmem.compiler.kernels.contraction.configs import Contraction
 from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.lowering.templates import KernelLibrary
 from flashmem.compiler.memory.buffers import BufferAssignment, BufferRange
@@ -31,8 +33,6 @@ from flashmem.compiler.weights.slicing import MOST_BYTES, Slicing
 from flashmem.program.launches import Arg, KernelShape, Launch
 from flashmem.program.tensors import Slice
 from flashmem.target.descriptor import DeviceDescriptor
-from flashmem.target.kernel_configs.contraction import Contraction
-from flashmem.target.kernel_configs.workload import Workload
 
 WORK_GROUP = 64
 """Work-items of a work-group for kernels without a tile."""

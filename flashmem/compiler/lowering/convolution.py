@@ -9,9 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.types import ITEMSIZE
+from flashmem.compiler.configs.workload import Workload
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
+from flashmem.compiler.kernels.contraction.configs import Winograd, plain_tile, transformed
 from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
 from flashmem.compiler.lowering.depthwise import lower_depthwise
 from flashmem.compiler.lowering.packed_product import PackedProduct, lower_packed
@@ -22,8 +24,6 @@ from flashmem.compiler.lowering.tile_choice import choice
 from flashmem.compiler.operators.vector import REGISTER
 from flashmem.compiler.weights.packing import Packing
 from flashmem.program.launches import Arg, KernelShape
-from flashmem.target.kernel_configs.contraction import Winograd, transformed
-from flashmem.target.kernel_configs.workload import Workload
 
 FEW_CHANNELS = 16
 """With fewer channels, a CPU copies taps before it multiplies them."""
@@ -107,7 +107,7 @@ def _lower_rows(context: LoweringContext, group: FusionGroup) -> None:
     binding = read_weights(context, node, blocks=False)
     assert binding.codes is not None  # `_in_rows`: the weights are constant
     workload = Workload("conv", context.memory_path, rows, depth, columns, storage=binding.storage, taps=kernel_h * kernel_w)
-    config = context.descriptor.tile.config("conv").in_float()
+    config = plain_tile(context.descriptor, "conv").in_float()
     config = replace(config, columns=config.vector)  # the window needs registers, too
     config = replace(config.cut(workload), rows=config.rows)  # with fewer rows, windows would begin between groups of four
     packing = Packing(depth, columns, 1, config.panel, binding.storage, context.memory_path, run, context.descriptor)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from flashmem.compiler.ir.fusion_group import FusionGroup
+from flashmem.compiler.kernels.contraction.configs import PlainContraction
 from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
 from flashmem.compiler.lowering.packed_weights import packed_at_run_time
 from flashmem.compiler.lowering.quantisation import read_weights
@@ -17,7 +18,6 @@ from flashmem.compiler.lowering.tile_choice import operands_of
 from flashmem.compiler.operators.vector import REGISTER
 from flashmem.program.launches import KernelShape
 from flashmem.target.descriptor import DeviceDescriptor
-from flashmem.target.kernel_configs.contraction import PlainContraction
 
 ROW_PIXELS, MOST_TAPS = 4, 11
 """Depthwise convolution on phones: the most outputs of a row that a work-item computes, and the most taps across."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 
+from flashmem.compiler.configs.workload import Workload
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.strided import broadcast_strides
+from flashmem.compiler.kernels.contraction.configs import plain_tile
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.quantisation import read_both
 from flashmem.compiler.lowering.tile import ContractionTile, MainLoop
 from flashmem.compiler.lowering.tile_choice import config_for, depth_vector, layout_of, operands_of, shares_epilogue
 from flashmem.program.launches import KernelShape
-from flashmem.target.kernel_configs.workload import Workload
 
 
 def lower_dynamic(context: LoweringContext, group: FusionGroup) -> None:
@@ -26,7 +27,7 @@ def lower_dynamic(context: LoweringContext, group: FusionGroup) -> None:
         binding.storage in ("float32", "float16")
         and binding.zero is binding.scale is binding.weight_zero is binding.weight_scale is None
     )
-    given = None if floats else context.descriptor.tile.config(workload.family)
+    given = None if floats else plain_tile(context.descriptor, workload.family)
     config = config_for(context, group, workload, packed=False, given=given)
     tile = ContractionTile(
         config,

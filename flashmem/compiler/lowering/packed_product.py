@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flashmem.base.types import ITEMSIZE
+from flashmem.compiler.configs.workload import TF32, Workload
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
+from flashmem.compiler.kernels.contraction.configs import Contraction, SlicedContraction, plain_tile
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.dot_products import DotProduct, dot_product
 from flashmem.compiler.lowering.packed_weights import packed_at_run_time, placed
@@ -30,8 +32,6 @@ from flashmem.compiler.lowering.tile_choice import (
 )
 from flashmem.compiler.weights.packing import PackedSlice, Packing, phases_of, weight_matrix
 from flashmem.program.launches import Arg, KernelShape
-from flashmem.target.kernel_configs.contraction import Contraction, SlicedContraction
-from flashmem.target.kernel_configs.workload import TF32, Workload
 
 _TEMPLATES = {
     "matmul": "contraction/matmul",
@@ -165,7 +165,7 @@ def _choose(context: LoweringContext, product: PackedProduct) -> _Choice:
     )  # fmt: skip
     given, panel = quantised_config(context, workload, binding)
     if given is None and _needs_plain(product, binding):
-        given = context.descriptor.tile.config(product.family)
+        given = plain_tile(context.descriptor, product.family)
     is_packed = binding.codes is not None
     config = config_for(context, group, workload, packed=is_packed, given=given, winograd=product.winograd)
     panel = panel or config.panel

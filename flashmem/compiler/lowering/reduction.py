@@ -6,15 +6,15 @@ import math
 from typing import Any
 
 from flashmem.base.types import DType
+from flashmem.compiler.configs.workload import Workload
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Value
+from flashmem.compiler.kernels.reduction.configs import RowConfig
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.operators.reduction import whole_rows
 from flashmem.compiler.operators.vector import REGISTER, STORED, Vector, scalar_literal
 from flashmem.program.launches import Arg, KernelShape
-from flashmem.target.kernel_configs.rows import RowConfig
-from flashmem.target.kernel_configs.workload import Workload
 
 _JOINED: dict[str, tuple[float, str, str, str]] = {
     "ReduceL1": (0, "|v|", "$a + $b", "$"),

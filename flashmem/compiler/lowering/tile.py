@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from flashmem.base.types import DType
+from flashmem.compiler.kernels.contraction.configs import Contraction, PlainContraction, SlicedContraction, Winograd
+from flashmem.compiler.kernels.contraction.tensor_cores import TensorContraction
 from flashmem.compiler.lowering.quantisation import QuantisationParameters
 from flashmem.compiler.operators.vector import STORED, Vector
 from flashmem.program.launches import KernelShape
-from flashmem.target.kernel_configs.contraction import Contraction, PlainContraction, SlicedContraction, Winograd
-from flashmem.target.kernel_configs.tensor_cores import TensorContraction
 
 _ELEMENT = {"float32": "float", "float16": "half", "int4": "uchar", "uint4": "uchar"}
 """OpenCL C types of packed elements that differ from those of tensors; two integers of 4 bits are one element."""

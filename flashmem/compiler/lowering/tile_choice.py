@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from flashmem.compiler.configs.config import KernelConfig
+from flashmem.compiler.configs.listed import configs_of
+from flashmem.compiler.configs.workload import TF32, Workload
 from flashmem.compiler.ir.fusion_group import FusionGroup
+from flashmem.compiler.kernels.contraction.configs import (
+    CODES,
+    Contraction,
+    PlainContraction,
+    SlicedContraction,
+    StagedContraction,
+    plain_tile,
+)
+from flashmem.compiler.kernels.contraction.tensor_cores import CODES_PANEL, CodesContraction
 from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
 from flashmem.compiler.lowering.quantisation import WeightBinding
 from flashmem.compiler.lowering.tile import Layout, Operands
@@ -13,16 +25,6 @@ from flashmem.compiler.operators.vector import REGISTER
 from flashmem.compiler.selection.configs import estimates, measured_seconds, seconds
 from flashmem.target.descriptor import DeviceDescriptor
 from flashmem.target.instruction_set import PANEL
-from flashmem.target.kernel_configs.config import KernelConfig
-from flashmem.target.kernel_configs.contraction import (
-    CODES,
-    Contraction,
-    PlainContraction,
-    SlicedContraction,
-    StagedContraction,
-)
-from flashmem.target.kernel_configs.tensor_cores import CODES_PANEL, CodesContraction
-from flashmem.target.kernel_configs.workload import TF32, Workload
 
 NARROWEST = 8
 """Columns of the narrowest panel that a budget may require: rows of packed codes of 4 bits are whole, and loads are vectors."""
@@ -51,7 +53,7 @@ def config_for(
 
     `winograd`: as in `compiler.selection.selector.KernelRequest`.
     """
-    plain = None if _in_floats(context, group, workload) else context.descriptor.tile.config(workload.family)
+    plain = None if _in_floats(context, group, workload) else plain_tile(context.descriptor, workload.family)
     config = given or plain or choice(context, group, workload, packed=packed, winograd=winograd)
     activation = context.stored(group.main.input(0))
     if workload.storage != TF32 and (activation != "half" or workload.weights != "float16"):
@@ -145,8 +147,8 @@ def quantised_config(context: LoweringContext, workload: Workload, binding: Weig
     scaled = binding.weight_scale is not None and binding.zero is binding.scale is None
     if workload.family != "matmul" or workload.storage not in CODES or not scaled:
         return None, 0
-    listed = context.descriptor.configs_of(workload.family)
-    panel = context.descriptor.tile.config(workload.family).cut(workload).panel
+    listed = configs_of(context.descriptor, workload.family)
+    panel = plain_tile(context.descriptor, workload.family).cut(workload).panel
     rivals = [each for each in listed if _multiplies(context, each, workload, binding, panel)]
     if not rivals:
         config = _dequantising(context.descriptor, workload, listed, panel)

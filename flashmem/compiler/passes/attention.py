@@ -20,12 +20,12 @@ from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.ir.strided import StridedView
 from flashmem.compiler.ir.users import Readers
 from flashmem.compiler.ir.view_nodes import constant_factor
+from flashmem.compiler.kernels.attention.configs import LARGEST_HEAD
 from flashmem.compiler.operators import is_elementwise
 from flashmem.compiler.operators.attention import Scores, ScoreStep, access, stack
 from flashmem.compiler.operators.rewriting import reshaped
 from flashmem.compiler.passes.attention_band import LOWEST, split_band
 from flashmem.compiler.passes.fusion import MAX_EPILOGUE, MAX_OPERANDS
-from flashmem.target.kernel_configs.attention import LARGEST_HEAD
 
 MOST_ENDS = 256
 """The most ends of masks by position that every work-item looks at."""

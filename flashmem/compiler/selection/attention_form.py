@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flashmem.compiler.operators.vector import Vector
-from flashmem.program.launches import KernelShape
-from flashmem.target.kernel_configs.attention import (
+from flashmem.compiler.kernels.attention.configs import (
     JOINED,
     LEAST_BLOCK,
     SUMMED,
@@ -19,7 +17,9 @@ from flashmem.target.kernel_configs.attention import (
     SharedWeightsConfig,
     SplitKeysConfig,
 )
-from flashmem.target.kernel_configs.tensor_cores import TensorAttention
+from flashmem.compiler.kernels.attention.tensor_cores import TensorAttention
+from flashmem.compiler.operators.vector import Vector
+from flashmem.program.launches import KernelShape
 
 PRIVATE_BYTES = 24 << 10
 """The most bytes of queries and sums that a work-item of several vectors keeps.

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from flashmem.compiler.configs.config import CompiledCost, EstimatedDevice, KernelConfig
+from flashmem.compiler.configs.listed import configs_of
+from flashmem.compiler.configs.workload import Workload
+from flashmem.compiler.kernels.contraction.configs import PlainContraction, Winograd
 from flashmem.compiler.selection.tuning_database import load_database
 from flashmem.planning.capacity.compiled import cycles_of, load_codes
 from flashmem.target.descriptor import DeviceDescriptor
-from flashmem.target.kernel_configs.config import CompiledCost, KernelConfig
-from flashmem.target.kernel_configs.contraction import PlainContraction, Winograd
-from flashmem.target.kernel_configs.workload import Workload
 
 _EXPOSED = 0.125
 """Share of the time of pipelines other than the busiest that is not hidden behind it: assumed."""
@@ -24,7 +25,7 @@ def choose(descriptor: DeviceDescriptor, workload: Workload) -> KernelConfig:
 
 def candidates(descriptor: DeviceDescriptor, workload: Workload) -> tuple[KernelConfig, ...]:
     """The device's configs that can compute `workload`: `descriptor.only` alone, if that one can."""
-    found = [each for each in descriptor.configs_of(workload.family) if each.fits(workload)]
+    found = [each for each in configs_of(descriptor, workload.family) if each.fits(workload)]
     return tuple(found) or candidates(replace(descriptor, only=""), workload)
 
 
@@ -74,7 +75,7 @@ def estimates(descriptor: DeviceDescriptor, workload: Workload, configs: Sequenc
     compiled = {config: _compiled(descriptor, workload, config) for config in configs}
     if None in compiled.values():
         compiled = dict.fromkeys(configs)
-    return {config: config.cost(workload, descriptor.estimated, compiled[config]) for config in configs}
+    return {config: config.cost(workload, EstimatedDevice.of(descriptor), compiled[config]) for config in configs}
 
 
 def _compiled(descriptor: DeviceDescriptor, workload: Workload, config: KernelConfig) -> CompiledCost | None:
@@ -84,7 +85,7 @@ def _compiled(descriptor: DeviceDescriptor, workload: Workload, config: KernelCo
     are better. Some configs are cut to a tile that was not counted. Such a config has the numbers of the nearest one, in
     proportion to the estimates of both.
     """
-    pipelines, device = descriptor.pipelines, descriptor.estimated
+    pipelines, device = descriptor.pipelines, EstimatedDevice.of(descriptor)
     if pipelines is None or not descriptor.capacity_model or not isinstance(config, PlainContraction):
         return None
     tile = config.cut(workload)

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flashmem.base.types import Optimize
+from flashmem.compiler.configs.config import KernelConfig
+from flashmem.compiler.configs.listed import configs_of, plain_configs
+from flashmem.compiler.configs.workload import TF32, Workload
+from flashmem.compiler.kernels.contraction.configs import Contraction, Winograd
 from flashmem.compiler.selection.configs import seconds
 from flashmem.target.descriptor import DeviceDescriptor
-from flashmem.target.kernel_configs.config import KernelConfig
-from flashmem.target.kernel_configs.contraction import Contraction, Winograd
-from flashmem.target.kernel_configs.workload import TF32, Workload
 
 BUILD_SECONDS = 0.1
 """Seconds to compile one kernel when a bundle is compiled: assumed for every device."""
@@ -136,10 +137,10 @@ class KernelSelector:
     def _costs(self, request: KernelRequest) -> dict[KernelConfig, float]:
         """Seconds of one launch by config: its execution, and loading its weights."""
         workload = request.workload
-        [plain, *_] = self._descriptor.plain(workload.family)
+        [plain, *_] = plain_configs(self._descriptor, workload.family)
         times = {v: time for v, time in seconds(self._descriptor, workload).items() if self._allowed(v, request, plain)}
         if request.forms:
-            listed = dict.fromkeys((*times, *self._descriptor.configs_of(workload.family), plain))
+            listed = dict.fromkeys((*times, *configs_of(self._descriptor, workload.family), plain))
             there = [config for config in listed if packed_form(workload, config) in request.forms]
             times = {config: times.get(config, max(times.values(), default=0.0)) for config in there} or times
         rate = self._weights_rate

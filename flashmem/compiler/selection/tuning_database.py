@@ -22,9 +22,9 @@ from typing import Any, cast
 from flashmem.base.errors import UserError
 from flashmem.base.resources import read_text
 from flashmem.base.types import MemoryPath
+from flashmem.compiler.configs.config import KernelConfig
+from flashmem.compiler.configs.workload import Workload
 from flashmem.target.descriptor import DeviceDescriptor
-from flashmem.target.kernel_configs.config import KernelConfig
-from flashmem.target.kernel_configs.workload import Workload
 
 SUFFIX = ".tuned.csv"
 VERSION = 2

@@ -8,15 +8,18 @@ One launch runs on the device with drawn memory. What it wrote is compared with 
 
 The tolerance is the error bound that the interpreter carries along; elements without one are equal to the bit. Bytes behind and
 before each buffer, and all that a kernel may not write, must be as they were. The launch is repeated, because a race need not
-show the first time.
+show the first time. The twin is left out where the interpreter executes all work-groups.
 """
 
 from __future__ import annotations
 
+import math
 import random
+import re
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from time import perf_counter
 from typing import Any
@@ -27,9 +30,8 @@ from numpy.typing import NDArray
 from flashmem.interpreter.errors import OutsideError, UnknownTextError
 from flashmem.interpreter.launch import InterpretedKernel, Written, interpreted
 from flashmem.interpreter.syntax import Parameter
-from flashmem.runtime.checking.drawing import DRAWS, drawn_bytes, drawn_texels
-from flashmem.runtime.checking.trials import Trial, TrialArgument
-from flashmem.runtime.kernels.verdicts import UNOPTIMISED
+from flashmem.runtime.checking.drawing import DRAWS, ITEMSIZES, drawn_bytes, drawn_texels
+from flashmem.runtime.checking.trial import Trial, TrialArgument
 from flashmem.runtime.opencl.context import CompiledProgram, Context, Queue
 
 GUARD = 4096
@@ -38,11 +40,22 @@ GUARD = 4096
 MOST_ITEMS = 512
 """Work-items that the interpreter executes at a time, if work-groups are not larger."""
 
+ELEMENTS = 1536
+"""Elements of each draw that the interpreter writes, if work-groups do not write more."""
+
+FEWEST_GROUPS = 6
+"""Work-groups that it executes, if there are so many: where tails are, and between."""
+
 SAFETY = 4.0
 """Factor on error bounds, which are of first order, and for sums in another order (tensor cores, subgroups)."""
 
 REPEATS = 200
 """Runs of a launch that must agree: a race that shows in one of fifty is found in 98 of 100."""
+
+FEW_REPEATS = 20
+"""Runs where work-items share nothing but what they read: nothing can race, but registers may hold what an earlier run left."""
+
+_SHARING = re.compile(r"\b(barrier|work_group_barrier|sub_group_\w+|atomic_\w+|atom_\w+|__local|local)\b|shfl|mma")
 
 REPEAT_SECONDS = 0.15
 """Seconds after which no further repetition begins."""
@@ -56,12 +69,13 @@ class Verdict:
     """The result of a check: `wrong` says what a kernel did, or is "" if all is right.
 
     `compared` counts elements that were compared with the interpreter, `twin` those compared with the unoptimised kernel's.
-    `note`: what could not be checked.
+    `whole`: all elements were. `note`: what could not be checked.
     """
 
     wrong: str = ""
     compared: int = 0
     twin: int = 0
+    whole: bool = False
     seconds: float = 0.0
     note: str = ""
 
@@ -77,20 +91,33 @@ class _WrongError(Exception):
 
 @dataclass
 class _Memory:
-    """One argument's memory for all draws: [draws or 1, bytes], or texels; and whether the kernel may write it."""
+    """One argument's memory for all draws: bytes with guards, [draws or 1, bytes], or texels; may the kernel write it?"""
 
     argument: TrialArgument
     parameter: Parameter
-    content: Any
+    guarded: Any
     written: bool
 
+    @property
+    def is_image(self) -> bool:
+        """Whether it is a texture, which has no guards."""
+        return self.argument.kind == "image"
+
+    @cached_property
+    def content(self) -> Any:
+        """The content of all draws: one array, by which the interpreter knows the memory."""
+        return self.guarded if self.is_image else self.guarded[:, GUARD : GUARD + self.argument.nbytes]
+
     def of(self, draw: int) -> Any:
-        """The content for a draw."""
-        return self.content[min(draw, len(self.content) - 1)]
+        """The content for a draw, with its guards."""
+        return self.guarded[min(draw, len(self.guarded) - 1)]
 
 
-def check_kernel(context: Context, trial: Trial, options: Sequence[str], *, program: CompiledProgram | None = None) -> Verdict:
-    """Check one launch on a device. `options` are those of the build; `program`, if it is compiled already.
+def check_kernel(
+    context: Context, trial: Trial, program: CompiledProgram, twin: Callable[[], CompiledProgram] | None = None
+) -> Verdict:
+    """Check one launch of `program` on a device. `twin` gives the same text compiled without optimisation, if it is asked for;
+    None: only what the interpreter executes is compared.
 
     Raises:
         RunError: the driver refuses the kernel, or its launch.
@@ -98,23 +125,14 @@ def check_kernel(context: Context, trial: Trial, options: Sequence[str], *, prog
     begun = perf_counter()
     try:
         kernel = interpreted(trial.text, trial.name, forms(context, trial.text))
-    except UnknownTextError as error:
-        kernel = None
-        note = f"not compared with the interpreter, which does not know {error}"
-    else:
-        note = ""
-    program = context.build(trial.text, options) if program is None else program
-    if kernel is None:
-        return Verdict(note=note, seconds=perf_counter() - begun)
-    try:
-        check = TrialRun(context, trial, kernel)
-        return check.run(program, context.build(trial.text, [*options, UNOPTIMISED]), begun)
+        verdict = TrialRun(context, trial, kernel).run(program, twin)
     except _WrongError as error:
-        return Verdict(str(error), seconds=perf_counter() - begun)
+        verdict = Verdict(str(error))
     except UnknownTextError as error:
-        return Verdict(note=f"not compared with the interpreter, which does not know {error}", seconds=perf_counter() - begun)
+        verdict = Verdict(note=f"not compared with the interpreter, which does not know {error}")
     except OutsideError as error:
-        return Verdict(f"{trial.name}: {error}", seconds=perf_counter() - begun)
+        verdict = Verdict(f"{trial.name}: {error}")
+    return replace(verdict, seconds=perf_counter() - begun)
 
 
 class TrialRun:
@@ -143,11 +161,16 @@ class TrialRun:
         salt = str(list(self._memory))
         if argument.kind == "image":
             width, height, channel = argument.shape
-            return _Memory(argument, parameter, [drawn_texels(width, height, channel, salt)], written)
+            return _Memory(argument, parameter, drawn_texels(width, height, channel, salt)[None], written)
         weights = argument.place.startswith(("slice", "staging"))
         draws = DRAWS[:1] if weights and not written else DRAWS
-        rows = [drawn_bytes(argument.nbytes, parameter.type.name, draw, salt, weights=weights) for draw in draws]
-        return _Memory(argument, parameter, np.stack(rows), written)
+        guarded = np.empty((len(draws), argument.nbytes + 2 * GUARD), np.uint8)
+        guarded[:, :GUARD] = guarded[:, GUARD + argument.nbytes :] = _GUARD
+        for row, draw in zip(guarded, draws, strict=True):
+            row[GUARD : GUARD + argument.nbytes] = drawn_bytes(
+                argument.nbytes, parameter.type.name, draw, salt, weights=weights
+            )
+        return _Memory(argument, parameter, guarded, written)
 
     # -- on the device
 
@@ -161,7 +184,7 @@ class TrialRun:
         whole: dict[str, Any] = {}
         parts: dict[str, Any] = {}
         for place, memory in self._memory.items():
-            if memory.argument.kind == "image":
+            if memory.is_image:
                 width, height, channel = memory.argument.shape
                 whole[place] = parts[place] = self._context.image(width, height, channel)  # type: ignore[arg-type]
             else:
@@ -175,44 +198,50 @@ class TrialRun:
         return arguments, whole
 
     def _fill(self, target: Any, memory: _Memory, draw: int) -> None:
-        """Write the drawn content to a texture, or to a buffer between its guards."""
+        """Write the drawn content to a texture, or to a buffer with its guards."""
         content = memory.of(draw)
-        if memory.argument.kind == "image":
+        if memory.is_image:
             rows, width, _ = content.shape
             data = np.ascontiguousarray(content).view(np.uint8).reshape(-1)
             self._queue.write_image(target, data, first_row=0, width=width, rows=rows, row_pitch=data.nbytes // rows)
         else:
-            self._queue.write(target, np.concatenate([_guard(), content, _guard()]))
+            self._queue.write(target, content)
 
     def _launch(self, program: CompiledProgram, arguments: list[Any]) -> Any:
         whole, group = self._trial.size
         return self._queue.prepare(program.kernel(self._trial.name, arguments), whole, group)
 
+    def _read(self, memory: _Memory, whole: Any) -> Any:
+        """What is in a texture, or in a buffer with its guards."""
+        found = np.empty_like(memory.guarded[0])
+        if memory.is_image:
+            self._queue.read_image(found, whole)
+        else:
+            self._queue.read(found, whole)
+        return found
+
     def _results(self, whole: dict[str, Any], draw: int, who: str) -> dict[str, Bytes]:
-        """What the launch left in each written buffer; that nothing else has changed."""
+        """What the launch left in each written memory, as bytes; that nothing else has changed."""
         found: dict[str, Bytes] = {}
+        name = f"{self._trial.name}: {who}"
         for place, memory in self._memory.items():
-            if memory.argument.kind == "image":
-                texels = np.empty_like(memory.of(draw))
-                self._queue.read_image(texels, whole[place])
+            read, before = self._read(memory, whole[place]), memory.of(draw)
+            if memory.is_image:
                 if memory.written:
-                    found[place] = texels.reshape(-1).view(np.uint8)
-                elif not np.array_equal(texels, memory.of(draw), equal_nan=texels.dtype.kind == "f"):
-                    raise _WrongError(f"{self._trial.name}: {who} writes to the texture {memory.parameter.name!r}")
+                    found[place] = read.reshape(-1).view(np.uint8)
+                elif not np.array_equal(read, before, equal_nan=read.dtype.kind == "f"):
+                    raise _WrongError(f"{name} writes to the texture {memory.parameter.name!r}")
                 continue
-            read = np.empty(memory.argument.nbytes + 2 * GUARD, np.uint8)
-            self._queue.read(read, whole[place])
-            name = f"{self._trial.name}: {who}"
-            for guard, where in ((read[:GUARD], "before"), (read[-GUARD:], "behind")):
-                if not np.array_equal(guard, _guard()):
+            end = GUARD + memory.argument.nbytes
+            for part, where in ((slice(GUARD), "before"), (slice(end, None), "behind")):
+                if not np.array_equal(read[part], before[part]):
                     raise _WrongError(f"{name} writes {where} the memory of {memory.parameter.name!r}")
-            content = read[GUARD:-GUARD]
             if memory.written:
-                last = memory.argument.writable
-                if not np.array_equal(content[last:], memory.of(draw)[last:]):
+                last = slice(GUARD + memory.argument.writable, end)
+                if not np.array_equal(read[last], before[last]):
                     raise _WrongError(f"{name} writes behind the last element of {memory.parameter.name!r}")
-                found[place] = content
-            elif not np.array_equal(content, memory.of(draw)):
+                found[place] = read[GUARD:end]
+            elif not np.array_equal(read, before):
                 raise _WrongError(f"{name} writes to {memory.parameter.name!r}, which it only reads")
         return found
 
@@ -225,10 +254,13 @@ class TrialRun:
 
     # -- the comparisons
 
-    def run(self, program: CompiledProgram, twin: CompiledProgram, begun: float) -> Verdict:
-        """Compare all draws. Raises _WrongError."""
+    def run(self, program: CompiledProgram, twin: Callable[[], CompiledProgram] | None = None) -> Verdict:
+        """Compare all draws: with the interpreter's, and where it does not execute all work-groups, with the twin's.
+
+        Raises _WrongError.
+        """
         group = self._trial.size[1] or (1,) * len(self._trial.size[0])
-        groups = _sample(self._trial.size[0], group, self._trial.key)
+        groups = _sample(self._trial.size[0], group, self._trial.key, self._written_elements())
         self._whole = len(groups) == int(np.prod([-(-n // each) for n, each in zip(self._trial.size[0], group, strict=True)]))
         expected = self._interpret(groups, group)
         compared = same = 0
@@ -243,13 +275,15 @@ class TrialRun:
                 compared += self._compare(results[place], written, draw)
             if draw == 0:
                 self._repeat(launch, whole, results)
-            others = None if note else self._of_twin(twin, arguments, whole, expected, draw)
+            if self._whole or twin is None or note:
+                continue
+            others = self._of_twin(twin(), arguments, whole, expected, draw)
             if others is None:
                 note = "the driver's unoptimised kernel is wrong, so that elements outside of the sample are not compared"
                 continue
             for written, place in expected:
                 same += self._compare_twin(results[place], others[place], written, draw)
-        return Verdict(compared=compared, twin=same, seconds=perf_counter() - begun, note=note)
+        return Verdict(compared=compared, twin=same, whole=self._whole or same > 0, note=note)
 
     def _of_twin(
         self, twin: CompiledProgram, arguments: list[Any], whole: dict[str, Any], expected: list[tuple[Written, str]], draw: int
@@ -271,6 +305,15 @@ class TrialRun:
         for place, memory in self._memory.items():
             if memory.written:
                 self._fill(whole[place], memory, draw)
+
+    def _written_elements(self) -> int:
+        """Elements that the whole launch may write."""
+        return sum(
+            int(memory.guarded[0].size) if memory.is_image
+            else memory.argument.writable // ITEMSIZES[memory.parameter.type.name]
+            for memory in self._memory.values()
+            if memory.written
+        )  # fmt: skip
 
     def _interpret(self, groups: list[tuple[int, ...]], group: Sequence[int]) -> list[tuple[Written, str]]:
         arguments = [each.content if isinstance(each, _Memory) else each.value for each in self._order]
@@ -331,16 +374,18 @@ class TrialRun:
 
     def _repeat(self, launch: Any, whole: dict[str, Any], results: dict[str, Bytes]) -> None:
         """Run the launch again and again: it must write the same."""
+        written = [(place, memory) for place, memory in self._memory.items() if memory.written]
         end = perf_counter() + REPEAT_SECONDS
-        for repetition in range(REPEATS):
+        for repetition in range(REPEATS if _SHARING.search(self._trial.text) else FEW_REPEATS):
             if perf_counter() > end:
                 return
             self._restore(whole, 0)
             self._queue.launch(launch)
             self._queue.finish()
-            again = self._results(whole, 0, "the driver's kernel")
-            for place, content in results.items():
-                if not np.array_equal(content, again[place]):
+            for place, memory in written:
+                again = self._read(memory, whole[place])
+                content = again.reshape(-1).view(np.uint8) if memory.is_image else again[GUARD : GUARD + memory.argument.nbytes]
+                if not np.array_equal(content, results[place]):
                     raise _WrongError(f"{self._trial.name}: run {repetition + 2} of the same launch has another result")
 
 
@@ -353,8 +398,7 @@ def forms(context: Context, text: str) -> tuple[tuple[str, str], ...]:
 _FORMS = ("FM_DOT_UNSIGNED",)
 
 
-def _guard() -> Bytes:
-    return np.tile(np.frombuffer(b"\xa5\x5a\xc3\x3c", np.uint8), GUARD // 4)
+_GUARD: Bytes = np.tile(np.frombuffer(b"\xa5\x5a\xc3\x3c", np.uint8), GUARD // 4)
 
 
 def _beyond(got: NDArray[Any], want: NDArray[Any], allowed: NDArray[Any] | None) -> NDArray[np.bool_]:
@@ -371,10 +415,12 @@ _SMALLEST = 2.0**-125
 """Devices may take numbers below the normal ones for zero (OpenCL 3.0, section 7.5.3)."""
 
 
-def _sample(size: Sequence[int], group: Sequence[int], seed: str) -> list[tuple[int, ...]]:
-    """Work-groups to interpret: the first and the last in each direction, and others drawn, up to `MOST_ITEMS` work-items."""
+def _sample(size: Sequence[int], group: Sequence[int], seed: str, elements: int) -> list[tuple[int, ...]]:
+    """Work-groups to interpret: the first and the last in each direction, and others drawn, up to `MOST_ITEMS` work-items or
+    `ELEMENTS` of the `elements` that the launch writes."""
     counts = [-(-whole // each) for whole, each in zip(size, group, strict=True)]
-    most = max(4, MOST_ITEMS // (len(DRAWS) * int(np.prod(group))))
+    by_elements = ELEMENTS * math.prod(counts) // max(1, elements)
+    most = max(FEWEST_GROUPS, min(by_elements, MOST_ITEMS // (len(DRAWS) * math.prod(group))))
     corners = list(dict.fromkeys(product(*((0, count - 1) for count in counts))))
     if len(corners) > most:
         corners = [corners[0], corners[-1], *corners[1:-1]][:most]

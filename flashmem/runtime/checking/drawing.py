@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 DRAWS = ("signed", "offset", "tiny")
 """Around zero; far from zero with one sign, so that sums grow and differences cancel; and small."""
 
+_PERIOD = 1048573
+"""A prime number of elements."""
 _GOLDEN = np.uint32(2654435769)  # 2^32 over the golden ratio: multiples of it are spread evenly, and all differ (Knuth, 6.4)
 
 
@@ -21,7 +23,7 @@ def drawn_bytes(nbytes: int, element: str, draw: str, salt: str, *, weights: boo
     of one byte have all values; others are small, so that most are valid as indices. Bytes of packed weights may contain scales
     in any place: each pair or four of them is a float of moderate size.
     """
-    spread = _spread(nbytes // _SIZES[element] + 1, salt, draw)
+    spread = _spread(nbytes // ITEMSIZES[element] + 1, salt, draw)
     if element in ("float", "double"):
         made: NDArray[Any] = _floats(spread, draw).astype(_TYPES[element])
     elif element == "half":
@@ -44,12 +46,14 @@ def drawn_texels(width: int, height: int, channel: str, salt: str) -> NDArray[An
     if element == "ushort":
         flat: NDArray[Any] = (_spread(count, salt, "signed") >> np.uint32(16)).astype(np.uint16)
     else:
-        flat = drawn_bytes(count * _SIZES[element], element, "signed", salt, weights=True).view(_TYPES[element])
+        flat = drawn_bytes(count * ITEMSIZES[element], element, "signed", salt, weights=True).view(_TYPES[element])
     return flat.reshape(height, width, 4)
 
 
 def _spread(count: int, salt: str, draw: str) -> NDArray[np.uint32]:
-    """`count` different numbers of 32 bits without order."""
+    """`count` different numbers of 32 bits without order. Large memory repeats them, at a distance that no stride has."""
+    if count > _PERIOD:
+        return np.resize(_spread(_PERIOD, salt, draw), count)
     start = np.uint32(zlib.crc32(f"{salt} {draw}".encode()))
     places = np.arange(count, dtype=np.uint32)
     mixed = (places + start) * _GOLDEN
@@ -70,4 +74,5 @@ _TYPES = {
     "char": np.int8, "uchar": np.uint8, "short": np.int16, "ushort": np.uint16, "int": np.int32, "uint": np.uint32,
     "long": np.int64, "ulong": np.uint64, "float": np.float32, "half": np.float16, "double": np.float64,
 }  # fmt: skip
-_SIZES = {name: np.dtype(kind).itemsize for name, kind in _TYPES.items()}
+ITEMSIZES = {name: np.dtype(kind).itemsize for name, kind in _TYPES.items()}
+"""Bytes of OpenCL's scalar types."""

@@ -17,7 +17,7 @@ from flashmem.program.program import Program, host_bytes, pinned_output_bytes
 from flashmem.program.tensors import Slice
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.ports import ArrayTypes, array_types
-from flashmem.runtime.kernels.build_processes import build_apart
+from flashmem.runtime.kernels.builds import build_apart
 from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.kernels.cache_files import ProgramCache
 from flashmem.runtime.kernels.chains import with_chains

@@ -21,9 +21,10 @@ from flashmem.runtime.engine.cores import prefer_little
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.failures import said
 from flashmem.runtime.engine.opened import OpenedBundle
-from flashmem.runtime.kernels.build_processes import Builders, build_apart
+from flashmem.runtime.kernels.builds import build_apart
 from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.kernels.cache_files import ProgramCache
+from flashmem.runtime.kernels.pool import ChildPool
 from flashmem.runtime.kernels.required import RequiredKernel, required_kernels
 from flashmem.runtime.kernels.steady import new_kernels
 from flashmem.runtime.kernels.verdicts import Verdicts
@@ -53,7 +54,7 @@ class WarmUp:
         self._choice: tuple[tuple[Steady, ...], frozenset[str]] | None = None  # what it was chosen of, and for
         self._whole = False  # whether a run used all of these launches
         self._earlier: list[CachedKernels] = []  # compiled in this process, all launched, replaced since
-        self._builders: Builders | None = None
+        self._pool: ChildPool | None = None
         self._lock = threading.Lock()  # guards the attributes below
         self._stopping = self._working = False
         self._thread: Thread | None = None
@@ -144,7 +145,7 @@ class WarmUp:
         """End the thread, and save the kernels that were compiled in this process and launched."""
         with self._lock:
             self._stopping, self._refused = True, True
-        call_each(self.leave, None if self._builders is None else self._builders.abandon, self.wait)
+        call_each(self.leave, None if self._pool is None else self._pool.abandon, self.wait)
         launched = [*self._earlier, *([self._kernels] if self._kernels is not None and self._whole else [])]
         call_each(
             *(partial(self._save, kernels) for kernels in launched),
@@ -193,10 +194,10 @@ class WarmUp:
         known, _ = required_kernels(program, source, opened.moves(plan), opened.moves(plan.later()))
         cache, device = ProgramCache(), self._device
 
-        def begin(builders: Builders) -> None:
-            self._builders = builders
+        def begin(pool: ChildPool) -> None:
+            self._pool = pool
             if self._stopping:
-                builders.abandon()
+                pool.abandon()
 
         def build(missing: Mapping[str, RequiredKernel]) -> Mapping[str, bytes]:
             return build_apart(missing, program, device.device, cache, begin)

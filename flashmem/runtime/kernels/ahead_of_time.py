@@ -1,10 +1,11 @@
-"""Ahead-of-time kernel builds: during compilation, so that the program cache has the kernels before the first run."""
+"""Kernels are built and checked during compilation, so that the program cache has them before the first run."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from time import monotonic
 from typing import Self
 
 from flashmem.base.errors import FlashmemWarning, UserError
@@ -15,13 +16,15 @@ from flashmem.bundle.replacing import replace_binaries
 from flashmem.program.kernel_text import Source
 from flashmem.program.lanes import lane_kind
 from flashmem.program.program import Program
-from flashmem.runtime.kernels.build_processes import Builders
+from flashmem.runtime.kernels.builds import build_jobs
 from flashmem.runtime.kernels.cache import kernel_key
 from flashmem.runtime.kernels.cache_files import ProgramCache, packed_entries
 from flashmem.runtime.kernels.chains import with_chains
+from flashmem.runtime.kernels.checks import ProgramChecks
+from flashmem.runtime.kernels.pool import ChildPool
 from flashmem.runtime.kernels.required import RequiredKernel, required_kernels
 from flashmem.runtime.kernels.steady import new_kernels
-from flashmem.runtime.kernels.verdicts import Verdicts
+from flashmem.runtime.kernels.verdicts import Finding, Verdicts
 from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.request.options import choose_mode, device_for
@@ -31,14 +34,21 @@ from flashmem.target.descriptor import DeviceDescriptor
 
 Report = Callable[[float], None]
 
+SHARE, MOST_SECONDS = 0.1, 20.0
+"""Of compilation's time, and at most: for checks of whole launches, after all else."""
+
 
 @dataclass(frozen=True)
 class BuildResult:
-    """The kernels of a bundle for `device`: their cache `keys`, and the number `built` because the cache lacked them."""
+    """The kernels of a bundle for `device`: their cache `keys`, and the number `built` because the cache lacked them.
+
+    `wrong`: by name, kernels that were found to be miscompiled now.
+    """
 
     device: Device
     keys: tuple[str, ...]
     built: int
+    wrong: Mapping[str, Finding]
 
 
 @dataclass(frozen=True)
@@ -57,7 +67,8 @@ class BuildRequest:
 
 
 class KernelBuilder:
-    """A context manager that fills the program cache in child processes while compilation continues; leaving it ends them."""
+    """A context manager that builds kernels for the program cache, and checks them, in child processes while compilation
+    continues; leaving it ends them."""
 
     def __init__(self, device: str = "auto", report: Report = lambda fraction: None) -> None:
         """Create a builder without starting anything.
@@ -67,15 +78,21 @@ class KernelBuilder:
             report: called with the fraction done, in `begin`, `poll` and `finish`.
         """
         self._asked, self._report, self._cache = device, report, ProgramCache()
-        self._builders = Builders(self._cache.write, "compile with --no-build to leave the kernels to the first run")
+        self._pool: ChildPool | None = None
+        self._built = set[str]()
+        self._sampled = set[str]()  # keys of texts
+        self._checked = set[str]()  # keys of trials
+        self._begun = monotonic()
+        self._wrong: dict[str, Finding] = {}
 
     def __enter__(self) -> Self:
         return self
 
     def begin(self, request: BuildRequest) -> None:
-        """Start building the missing kernels of a program. A repeated request costs nothing.
+        """Start building the missing kernels of a program, and checking those that nothing is known of. A repeated request
+        costs nothing.
 
-        Nothing is built if the device is not on this machine or the cache cannot be written.
+        Nothing is done if the device is not on this machine or the cache cannot be written.
 
         Raises:
             RunError: no process can be started.
@@ -84,38 +101,51 @@ class KernelBuilder:
 
     def poll(self) -> None:
         """Report the progress without waiting."""
-        while self._builders.step(wait=False):
-            self._report(self._builders.fraction)
+        while self._pool is not None and self._pool.step(wait=False):
+            self._report(self._pool.fraction)
 
     def finish(self, bundle: Bundle) -> BuildResult | None:
-        """Wait until all kernels of `bundle` are in the program cache.
+        """Wait until all kernels of `bundle` are in the program cache, and a sample of each is checked.
+
+        Then whole launches are checked, for another tenth of the time since this builder was made. Kernels that are wrong are
+        built again with the options that are right.
 
         Returns:
             None, with nothing built, if the device is not on this machine, or with a warning if the cache cannot be written.
 
         Raises:
-            RunError: the driver refuses a kernel, or ends the process that builds it.
+            RunError: the driver refuses a kernel, or ends the process that builds it, or miscompiles it however it is built.
         """
-        keys: dict[str, None] = {}
-        for request in requests_of(bundle):
-            found = self._begin(request)
-            if found is None:
-                return None
-            device, wanted, missing = found
-            keys |= dict.fromkeys(wanted)
-            if not missing:
-                continue
-            warnings.warn(
-                f"the program cache {self._cache.folder} cannot be written, so kernels are built when they first run; set "
-                f"{VARIABLE} to a folder that can",
-                FlashmemWarning,
-                stacklevel=3,
-            )
-            return None
-        while self._builders.step():
-            self._report(self._builders.fraction)
-        self._builders.check()
-        return BuildResult(device, tuple(keys), len(self._builders.submitted))
+        requests = requests_of(bundle)
+        end: float | None = None
+        wrong = -1
+        while wrong < len(self._wrong):  # what is found asks for other builds
+            wrong = len(self._wrong)
+            keys: dict[str, None] = {}
+            for request in requests:
+                found = self._begin(request)
+                if found is None:
+                    return None
+                device, wanted, missing = found
+                keys |= dict.fromkeys(wanted)
+                if missing:
+                    warnings.warn(
+                        f"the program cache {self._cache.folder} cannot be written, so kernels are built when they first run, "
+                        f"and are not checked; set {VARIABLE} to a folder that can",
+                        FlashmemWarning,
+                        stacklevel=3,
+                    )
+                    return None
+            if self._pool is None:
+                break
+            while self._pool.is_urgent and self._pool.step():
+                self._report(self._pool.fraction)
+            if end is None:
+                end = monotonic() + min(MOST_SECONDS, SHARE * (monotonic() - self._begun))
+            while self._pool.step(until=end):
+                self._report(self._pool.fraction)
+            self._pool.check("compile with --no-build to leave the kernels to the first run")
+        return BuildResult(device, tuple(keys), len(self._built), self._wrong)
 
     def _begin(self, request: BuildRequest) -> tuple[Device, tuple[str, ...], bool] | None:
         """Like `begin`. Returns the device, the keys of all kernels, and whether some are missing and cannot be built."""
@@ -127,19 +157,30 @@ class KernelBuilder:
             return None
         program, kernels = found
         options = program.build_options
-        kernels = Verdicts(device).applied(kernels, options)
-        wanted = {kernel_key(device, each, options): each for each in kernels}
-        missing = [key for key in wanted if key not in self._builders.submitted and self._cache.read(key) is None]
+        wanted = {kernel_key(device, each, options): each for each in Verdicts(device).applied(kernels, options)}
+        missing = {key: each for key, each in wanted.items() if key not in self._built and self._cache.read(key) is None}
         if missing and why_unusable(self._cache.folder) is not None:
             return device, tuple(wanted), True
-        if missing:
-            self._builders.submit({key: wanted[key] for key in missing}, program, device, busy=1)  # one processor packs weights
-            self._report(self._builders.fraction)
+        checks = ProgramChecks(kernels, program, device, self._note)
+        samples, wholes = checks.samples(self._sampled), checks.jobs(leave=self._checked)
+        self._built |= missing.keys()
+        self._sampled |= set(checks.texts)
+        self._checked |= {trial.key for job in wholes for trial in job.trials}
+        if missing or samples or wholes:
+            self._pool = self._pool or ChildPool(device)
+            builds = build_jobs(missing, program, device, self._cache.write)
+            self._pool.submit((*builds, *samples, *wholes), busy=1)  # one processor packs weights
+            self._report(self._pool.fraction)
         return device, tuple(wanted), False
 
+    def _note(self, finding: Finding) -> None:
+        if finding.wrong:
+            self._wrong[finding.name] = finding
+
     def __exit__(self, *exception: object) -> None:
-        self._builders.close()
-        if self._builders.submitted:
+        if self._pool is not None:
+            self._pool.close()
+        if self._built:
             self._cache.trim()
 
 

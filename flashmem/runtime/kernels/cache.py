@@ -8,7 +8,7 @@ Key      SHA-256 (hex) over: the format version; the device key (platform, its v
          variants count too (`variant`; docs/research/opencl-notes.md). Nothing of the model: kernels of the same text are one
          entry. Kernels that a session compiled in one program (below) are one entry; its key is the SHA-256 over theirs.
 Content  The magic line, the key, the length of the binary (8 bytes, little endian), the SHA-256 of the binary, the binary.
-Writing  By child processes of `flashmem compile`, or of a session that lacks kernels (`build_processes`). A session that builds
+Writing  By child processes of `flashmem compile`, or of a session that lacks kernels (`pool`). A session that builds
          them itself (`build_apart=False`) compiles them in one program, because a driver reads its own declarations for each
          (PoCL: 0.2 s), and writes it after all of its kernels have run once. A temporary file in the same folder is renamed
          when complete. If the cache cannot be written, there is a warning, and the run continues. Kernels carried by a bundle

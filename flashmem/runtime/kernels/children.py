@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import subprocess
 import time
 from contextlib import suppress
@@ -74,6 +75,10 @@ class Child:
         except OSError:
             return ""
         return next((f" ({line.strip()})" for line in reversed(lines) if line.strip()), "")
+
+    def was_killed(self) -> bool:
+        """Whether another process, or a lack of memory, has killed it."""
+        return self.process.wait() == -signal.SIGKILL
 
     def kill(self) -> None:
         """End it, without waiting."""

@@ -9,13 +9,11 @@ from flashmem.base.errors import RunError
 from flashmem.program.kernel_text import Source, kernel_texts
 from flashmem.program.launches import Arg
 from flashmem.program.program import Program
+from flashmem.runtime.checking.trial import Size
 from flashmem.runtime.streaming.interleaved import COPY_GROUP, CopyStream, LayerMoves
 
 SMALL_GRID = 65535
 """Grid size in one direction from which PoCL compiles a kernel again."""
-
-Size = tuple[tuple[int, ...], tuple[int, ...] | None]
-"""Global and local size of a launch."""
 
 
 @dataclass(frozen=True)

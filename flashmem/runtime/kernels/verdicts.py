@@ -22,7 +22,7 @@ from flashmem.runtime.kernels.required import RequiredKernel
 from flashmem.runtime.opencl.device import Device
 
 UNOPTIMISED: Final = "-cl-opt-disable"
-_VERSION = 1
+_VERSION = 2
 """Of the check: verdicts of another version are not used."""
 _MOST_BYTES = 64 << 20
 
@@ -35,14 +35,17 @@ _KNOWN: Final[dict[Path, dict[str, Finding]]] = {}
 class Finding:
     """What is known of a kernel's text.
 
-    `right`: keys of the launches whose check found nothing. `wrong`: what the driver's kernel did, or "". `options`: with which
-    the kernel is right nevertheless; None if it is not.
+    `right`: keys of the launches whose check found nothing; `sampled`: those of which a part was compared. `wrong`: what the
+    driver's kernel did, or "". `options`: with which the kernel is right nevertheless; None if it is not. `trial`: the key of
+    the launch that was wrong.
     """
 
     right: tuple[str, ...] = ()
+    sampled: tuple[str, ...] = ()
     wrong: str = ""
     options: tuple[str, ...] | None = None
     name: str = ""
+    trial: str = ""
 
 
 class Verdicts:
@@ -69,7 +72,11 @@ class Verdicts:
         self._found = self._read() | self._found
         for key, finding in found.items():
             before = self[key]
-            self._found[key] = replace(finding, right=tuple(dict.fromkeys((*before.right, *finding.right))))
+            self._found[key] = replace(
+                finding,
+                right=tuple(dict.fromkeys((*before.right, *finding.right))),
+                sampled=tuple(dict.fromkeys((*before.sampled, *finding.sampled))),
+            )
         _KNOWN[self._file] = self._found
         with suppress(OSError):
             if is_foreign(self._folder):
@@ -112,8 +119,15 @@ class Verdicts:
 
 def _finding(row: dict[str, Any]) -> Finding:
     options = row["options"]
-    made = Finding(tuple(row["right"]), row["wrong"], None if options is None else tuple(options), row["name"])
-    if not isinstance(made.wrong, str) or not all(isinstance(each, str) for each in (*made.right, *(made.options or ()))):
+    made = Finding(
+        tuple(row["right"]),
+        tuple(row["sampled"]),
+        row["wrong"],
+        None if options is None else tuple(options),
+        row["name"],
+        row["trial"],
+    )
+    if not all(isinstance(each, str) for each in (made.wrong, made.trial, *made.right, *made.sampled, *(made.options or ()))):
         raise ValueError("not a finding")
     if made.options is not None and set(made.options) > {UNOPTIMISED}:
         raise ValueError("options that no check gives")

@@ -15,8 +15,7 @@ from flashmem.base.pages import page_size
 from flashmem.base.types import TRANSFER_MODES, MemoryPath, TransferMode
 from flashmem.runtime.opencl.device import GENERIC_GPU, HALF_ARITHMETIC, IMAGE_FROM_BUFFER, Device
 from flashmem.runtime.opencl.measured_rates import tile_of, with_measured_rates
-from flashmem.target.descriptor import IMPORT_HOST_MEMORY, CodeStyle, DeviceDescriptor, load_descriptor
-from flashmem.target.kernel_configs.config import Feature, KernelConfig
+from flashmem.target.descriptor import IMPORT_HOST_MEMORY, CodeStyle, DeviceDescriptor, Feature, load_descriptor
 
 
 def no_device(machine: str | None = None, *, android: bool | None = None) -> NoDeviceError:
@@ -117,7 +116,7 @@ def descriptor_for(device: Device, probed: Mapping[str, str] = MappingProxyType(
         image_pitch_alignment=device.image_pitch_alignment,
         max_alloc_bytes=device.max_alloc_bytes,
         page_bytes=max(base.page_bytes, page_size()),
-        configs=tuple(each for each in base.configs if _can(device, each)),
+        features=_features(device),
         code=_code(base, device),
         dot_products=base.dot_products if device.kind == "cpu" else bool(device.dots),
     )
@@ -143,14 +142,14 @@ def _offered(base: DeviceDescriptor, path: MemoryPath, reasons: Collection[Trans
     return tuple(mode for mode in (*listed, *others) if mode not in reasons)
 
 
-def _can(device: Device, config: KernelConfig) -> bool:
-    """Whether the driver has what kernels of `config` need."""
+def _features(device: Device) -> tuple[Feature, ...]:
+    """What the driver has of the features that kernel configs need."""
     has: dict[Feature, bool] = {
         "half": HALF_ARITHMETIC in device.extensions,
         "shuffle": device.shuffles,
         "mma": device.mma,
     }
-    return all(has[each] for each in config.needs)
+    return tuple(name for name, there in has.items() if there)
 
 
 def why_not(device: Device, probed: Mapping[str, str] = MappingProxyType({})) -> dict[MemoryPath, dict[TransferMode, str]]:

@@ -21,7 +21,9 @@ from onnx import TensorProto, helper
 from flashmem.base.errors import BundleError
 from flashmem.bundle.lane_bounds import check_lanes
 from flashmem.compiler.adaptive.plan_graph import plan_graph
+from flashmem.compiler.configs.listed import listed_configs, with_configs
 from flashmem.compiler.frontend.read_graph import read_graph
+from flashmem.compiler.kernels.reduction.configs import RowConfig
 from flashmem.compiler.lowering.program import Generated
 from flashmem.compiler.lowering.templates import KernelLibrary, Lane, _environment
 from flashmem.compiler.options import Options
@@ -38,7 +40,6 @@ from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.streaming import interleaved as lanes
 from flashmem.runtime.streaming.interleaved import COPY_GROUP, CopyStream, LayerMoves, Move
 from flashmem.target.descriptor import CodeStyle, load_descriptor
-from flashmem.target.kernel_configs.rows import RowConfig
 
 DEVICES = [pytest.param(device, id=device.descriptor_name) for device in list_devices()]
 KINDS: tuple[LaneKind, ...] = ("buffer", "float", "half", "uint8", "uint16")
@@ -319,7 +320,7 @@ def test_whatever_rides_arrives_and_changes_no_bit(path: str, tiles: str, config
     descriptor = replace(load_descriptor(tiles).on_path(path), only=config, capacity_model="", tuned="")
     if descriptor.kind == "gpu":  # rows are then joined by shuffles, if this device has them
         shuffled = RowConfig("rows", 4, 64, subgroups=True)
-        descriptor = replace(descriptor, configs=(*descriptor.configs, shuffled))
+        descriptor = with_configs(descriptor, [*listed_configs(descriptor), shuffled])
     options = Options(descriptor, "interleave", Limits())
     generated, _ = plan_graph(read_graph(network(tmp_path / "m.onnx"), options), options)
     families = {launch.shape.family for launch in generated.program.launches}

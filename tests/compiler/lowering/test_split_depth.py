@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 
 import flashmem
+from flashmem.compiler.configs.listed import listed_configs
+from flashmem.compiler.configs.workload import Workload
+from flashmem.compiler.kernels.contraction.configs import MOST_PARTIAL, Contraction, StagedContraction
 from flashmem.compiler.selection.configs import candidates
 from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.target.descriptor import descriptor_names, load_descriptor
-from flashmem.target.kernel_configs.contraction import MOST_PARTIAL, Contraction, StagedContraction
-from flashmem.target.kernel_configs.workload import Workload
 from tests.support.compared import PLACES, Nodes, require_right
 
 SHIPPED = [
     config
     for name in descriptor_names()
-    for config in load_descriptor(name).configs
+    for config in listed_configs(load_descriptor(name))
     if isinstance(config, StagedContraction) and config.split_k > 1
 ]
 UNEVEN = StagedContraction("uneven", 4, 4, (8, 8), k_block=8, split_k=5)

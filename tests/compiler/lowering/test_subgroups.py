@@ -11,6 +11,9 @@ import pytest
 
 import flashmem
 from flashmem.base.types import MemoryPath
+from flashmem.compiler.configs.listed import listed_configs, with_configs
+from flashmem.compiler.configs.workload import Workload
+from flashmem.compiler.kernels.reduction.configs import RowConfig
 from flashmem.compiler.selection.configs import choose
 from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.profiler.descriptor import write_descriptor
@@ -21,8 +24,6 @@ from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.discovery import find_device, list_devices
 from flashmem.target.descriptor import SHUFFLES, load_descriptor
-from flashmem.target.kernel_configs.rows import RowConfig
-from flashmem.target.kernel_configs.workload import Workload
 from tests.support.compared import PLACES, Nodes, require_right
 from tests.support.inputs import KINDS, floats
 
@@ -173,10 +174,10 @@ def test_who_shuffles(name: str, wanted: bool, tmp_path: Path) -> None:
 
 def test_a_driver_without_the_extension_gets_no_such_config(monkeypatch: pytest.MonkeyPatch) -> None:
     device = list_devices()[0]
-    listed = replace(load_descriptor(device.descriptor_name), instruction_set="", configs=(SHARED, shuffled(SHARED)))
+    listed = replace(with_configs(load_descriptor(device.descriptor_name), [SHARED, shuffled(SHARED)]), instruction_set="")
     monkeypatch.setattr("flashmem.runtime.opencl.devices.load_descriptor", lambda name: listed)
     for extension in (*SHUFFLES, "cl_khr_fp64"):
-        here = descriptor_for(replace(device, version="OpenCL 3.0", extensions=frozenset({extension}))).configs
+        here = listed_configs(descriptor_for(replace(device, version="OpenCL 3.0", extensions=frozenset({extension}))))
         assert here == ((SHARED, shuffled(SHARED)) if extension in SHUFFLES else (SHARED,))
     assert not replace(device, version="OpenCL 2.0 x", extensions=frozenset(SHUFFLES)).shuffles
     assert SHARED.code != shuffled(SHARED).code
@@ -184,7 +185,7 @@ def test_a_driver_without_the_extension_gets_no_such_config(monkeypatch: pytest.
 
 @pytest.mark.parametrize("device", [list_devices()[0].descriptor_name])
 def test_tuning_measures_them(device: str, tmp_path: Path) -> None:
-    listed = replace(descriptor_for(find_device(device)), configs=(SHARED, shuffled(SHARED)), tuned="", capacity_model="")
+    listed = replace(with_configs(descriptor_for(find_device(device)), [SHARED, shuffled(SHARED)]), tuned="", capacity_model="")
     write_descriptor(tmp_path, listed, "", "device")
     case = Case(RowSoftmax(3, 50), "buffer")
     result = tune(TuningRequest(device, tmp_path, 5.0, ("reduce_rows",)), lambda stage, fraction: None, [case])

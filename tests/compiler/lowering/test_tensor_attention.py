@@ -12,16 +12,22 @@ import onnx
 import pytest
 
 import flashmem
+from flashmem.compiler.configs.config import EstimatedDevice
+from flashmem.compiler.configs.listed import listed_configs
+from flashmem.compiler.configs.workload import Workload
+from flashmem.compiler.kernels.attention.tensor_cores import TensorAttention
 from flashmem.program.kernel_text import kernel_texts, uses_tensor_cores
 from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.discovery import list_devices
-from flashmem.target.descriptor import DeviceDescriptor, descriptor_names, load_descriptor
-from flashmem.target.kernel_configs.tensor_cores import TensorAttention
-from flashmem.target.kernel_configs.workload import Workload
+from flashmem.target.descriptor import descriptor_names, load_descriptor
 from tests.support.attention_cases import LOWEST, Model
+from tests.support.only_config import only_config
 
 SHIPPED = [
-    config for name in descriptor_names() for config in load_descriptor(name).configs if isinstance(config, TensorAttention)
+    config
+    for name in descriptor_names()
+    for config in listed_configs(load_descriptor(name))
+    if isinstance(config, TensorAttention)
 ]
 HERE = sorted(list_devices(), key=lambda device: (not device.mma, device.descriptor_name))
 CASES = [(config, HERE[0]) for config in SHIPPED] + [(SHIPPED[-1], device) for device in HERE[1:]]
@@ -110,10 +116,7 @@ MODELS = {complete: model(complete=complete) for complete in (False, True)}
     ("config", "device"), CASES, ids=lambda each: each.name if isinstance(each, TensorAttention) else each.descriptor_name
 )
 def test_answers(config: TensorAttention, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    listed = DeviceDescriptor.configs_of
-    monkeypatch.setattr(
-        DeviceDescriptor, "configs_of", lambda self, family: (config,) if family == "attention" else listed(self, family)
-    )
+    only_config(monkeypatch, "attention", config)
     complete = config is SHIPPED[-1] and device is HERE[0]
     m = MODELS[complete]
     onnx.save(m.proto(), tmp_path / "m.onnx")
@@ -145,7 +148,7 @@ def test_only_heads_of_whole_chunks_in_half_fit() -> None:
 
 def test_few_queries_share_their_keys_among_warps() -> None:
     """As measured on an H200: few groups are slower than their latencies, many are bound by their work."""
-    nvidia = load_descriptor("nvidia").estimated
+    nvidia = EstimatedDevice.of(load_descriptor("nvidia"))
 
     def fastest(heads: int, rows: int, depth: int) -> TensorAttention:
         workload = Workload("attention", "buffer", rows, depth, rows, heads, "float16")

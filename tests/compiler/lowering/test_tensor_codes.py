@@ -19,19 +19,21 @@ from onnx import TensorProto, helper, numpy_helper
 import flashmem
 from flashmem.base.errors import FlashmemWarning
 from flashmem.base.paths import VARIABLE
+from flashmem.compiler.configs.listed import listed_configs
+from flashmem.compiler.configs.workload import TF32, Workload
+from flashmem.compiler.kernels.contraction.configs import MOST_PARTIAL
+from flashmem.compiler.kernels.contraction.tensor_cores import CodesContraction
 from flashmem.program.kernel_text import kernel_texts, uses_tensor_cores
 from flashmem.program.program import Program
 from flashmem.runtime.opencl.discovery import list_devices
-from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
-from flashmem.target.kernel_configs.contraction import MOST_PARTIAL
-from flashmem.target.kernel_configs.tensor_cores import CodesContraction
-from flashmem.target.kernel_configs.workload import TF32, Workload
+from flashmem.target.descriptor import load_descriptor
 from tests.compiler.lowering.test_low_bits import draw, require_bound
 from tests.support.inputs import floats
+from tests.support.only_config import only_config
 from tests.support.warp_instructions import with_warps
 
 HERE = sorted(list_devices(), key=lambda device: (not device.mma, device.descriptor_name))
-SHIPPED = [config for config in load_descriptor("nvidia").configs if isinstance(config, CodesContraction)]
+SHIPPED = [config for config in listed_configs(load_descriptor("nvidia")) if isinstance(config, CodesContraction)]
 SMALL = [
     CodesContraction("one", 2, (8, 4), k_block=32),
     CodesContraction("parts", 2, (8, 4), k_block=64, slice_k=2, split_k=2),
@@ -119,12 +121,7 @@ def check(
     cases: tuple[Case, ...] = CASES,
 ) -> Program:
     """Compile the products with `config` alone for their weights, and require their error bounds; the program."""
-    listed = DeviceDescriptor.configs_of
-    monkeypatch.setattr(
-        DeviceDescriptor,
-        "configs_of",
-        lambda self, family: (config,) if family == "matmul" else listed(self, family),
-    )
+    only_config(monkeypatch, "matmul", config)
     cases = tuple(case for case in cases if case[2] or beside != "minimum")
     cases = tuple(case for case in cases if config.fits(Workload("matmul", "buffer", rows, *case[:2], storage=dtype)))
     proto, weights = model(dtype, beside, rows, cases)

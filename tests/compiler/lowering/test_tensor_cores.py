@@ -12,6 +12,9 @@ import pytest
 
 import flashmem
 from flashmem.base.errors import UserError
+from flashmem.compiler.configs.listed import listed_configs
+from flashmem.compiler.configs.workload import TF32, Workload
+from flashmem.compiler.kernels.contraction.tensor_cores import TensorContraction, Tf32Contraction
 from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.program.kernel_text import kernel_texts, uses_tensor_cores
 from flashmem.runtime.kernels.cache import CachedKernels
@@ -21,8 +24,6 @@ from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.opencl.tensor_cores import with_tensor_cores
 from flashmem.target.descriptor import descriptor_names, load_descriptor
-from flashmem.target.kernel_configs.tensor_cores import TensorContraction, Tf32Contraction
-from flashmem.target.kernel_configs.workload import TF32, Workload
 from flashmem.tools.verify import compare, reference
 from tests.support.compared import Nodes, require_right
 from tests.support.zoo_data import DATA, examples
@@ -31,7 +32,7 @@ PRECISIONS: dict[str, Any] = {"float16": "fp16", TF32: "tf32"}
 SHIPPED = [
     config
     for name in descriptor_names()
-    for config in load_descriptor(name).configs
+    for config in listed_configs(load_descriptor(name))
     if isinstance(config, TensorContraction) and config.storage in PRECISIONS
 ]
 HERE = sorted(list_devices(), key=lambda device: (not device.mma, device.descriptor_name))

@@ -14,13 +14,14 @@ import pytest
 
 import flashmem
 from flashmem.base.paths import VARIABLE
+from flashmem.compiler.kernels.attention.tensor_cores import TensorAttention
+from flashmem.compiler.kernels.contraction.tensor_cores import TensorContraction, Tf32Contraction
 from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.program.kernel_text import uses_tensor_cores
-from flashmem.target.descriptor import DeviceDescriptor
-from flashmem.target.kernel_configs.tensor_cores import TensorAttention, TensorContraction, Tf32Contraction
 from tests.compiler.lowering.test_tensor_attention import Halves, causal
 from tests.compiler.lowering.test_tensor_cores import HERE, PRECISIONS
 from tests.support.compared import Nodes, require_right
+from tests.support.only_config import only_config
 from tests.support.warp_instructions import with_warps
 
 ATTENTION = [
@@ -57,10 +58,7 @@ def attention() -> Halves:
 
 @pytest.mark.parametrize("config", ATTENTION, ids=lambda config: config.name)
 def test_attention(config: TensorAttention, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    listed = DeviceDescriptor.configs_of
-    monkeypatch.setattr(
-        DeviceDescriptor, "configs_of", lambda self, family: (config,) if family == "attention" else listed(self, family)
-    )
+    only_config(monkeypatch, "attention", config)
     m = attention()
     onnx.save(m.proto(), tmp_path / "m.onnx")
     wanted: Any = {"device": DEVICE, "memory_path": "buffer", "precision": "fp16", "build": False}

@@ -11,15 +11,16 @@ import pytest
 
 import flashmem
 from flashmem.base.types import MemoryPath
+from flashmem.compiler.configs.config import KernelConfig
+from flashmem.compiler.configs.listed import listed_configs, plain_configs, with_configs
+from flashmem.compiler.configs.workload import Workload
+from flashmem.compiler.kernels.contraction.configs import PlainContraction, StagedWinograd, Winograd
 from flashmem.compiler.lowering.convolution import transformed_weights
 from flashmem.compiler.selection.configs import choose
 from flashmem.compiler.selection.selector import KernelSelector, packed_bytes
 from flashmem.compiler.selection.tuning_database import SUFFIX, Timing, TuningDatabase
 from flashmem.profiler.descriptor import write_descriptor
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
-from flashmem.target.kernel_configs.config import KernelConfig
-from flashmem.target.kernel_configs.contraction import PlainContraction, StagedWinograd, Winograd
-from flashmem.target.kernel_configs.workload import Workload
 from tests.support.compared import DEVICES, PLACES, Nodes, require_right
 from tests.support.inputs import floats
 
@@ -105,20 +106,20 @@ LARGE = Workload("conv", "buffer", 49, 9 * 512, 512, taps=9)
 
 def tuned(folder: Path, config: KernelConfig) -> DeviceDescriptor:
     """A device on which Winograd takes two thirds of the plain tile's time."""
-    plain = load_descriptor("pocl").plain("conv")[0]
+    plain = plain_configs(load_descriptor("pocl"), "conv")[0]
     lines = [
         Timing(workload, each.name, each.code, seconds, "")
         for workload, base in ((WORKLOAD, 3e-4), (LARGE, 3e-4))
         for each, seconds in ((plain, base), (config, base * 2 / 3))
     ]
     (folder / f"mine{SUFFIX}").write_text(TuningDatabase({"version": 2}, lines).text())
-    return replace(load_descriptor("pocl"), configs=(config,), tuned=str(folder / "mine"))
+    return replace(with_configs(load_descriptor("pocl"), [config]), tuned=str(folder / "mine"))
 
 
 def test_where_it_is_chosen(tmp_path: Path) -> None:
-    listed, *_ = [each for each in load_descriptor("pocl").configs if isinstance(each, Winograd)]
+    listed, *_ = [each for each in listed_configs(load_descriptor("pocl")) if isinstance(each, Winograd)]
     device = tuned(tmp_path, listed)
-    plain = device.plain("conv")[0]
+    plain = plain_configs(device, "conv")[0]
     ask = {"ending": (), "widest": None, "winograd": True}
     assert KernelSelector(device).config(WORKLOAD, **ask) == listed  # type: ignore[arg-type]
     assert KernelSelector(device).config(WORKLOAD, (), 10 << 20, True) == listed
@@ -140,10 +141,10 @@ def test_where_it_is_chosen(tmp_path: Path) -> None:
 
 
 def test_it_is_not_chosen_where_nothing_near_was_measured(tmp_path: Path) -> None:
-    listed, *_ = [each for each in load_descriptor("pocl").configs if isinstance(each, Winograd)]
+    listed, *_ = [each for each in listed_configs(load_descriptor("pocl")) if isinstance(each, Winograd)]
     untuned = replace(load_descriptor("pocl"), tuned="")
-    assert choose(untuned, WORKLOAD) == untuned.plain("conv")[0]
-    assert choose(tuned(tmp_path, listed), replace(WORKLOAD, rows=1 << 20)) == untuned.plain("conv")[0]
+    assert choose(untuned, WORKLOAD) == plain_configs(untuned, "conv")[0]
+    assert choose(tuned(tmp_path, listed), replace(WORKLOAD, rows=1 << 20)) == plain_configs(untuned, "conv")[0]
 
 
 def test_what_it_costs_a_model(tmp_path: Path) -> None:
@@ -152,7 +153,7 @@ def test_what_it_costs_a_model(tmp_path: Path) -> None:
     weight = nodes.constant(random.standard_normal((128, 128, 3, 3)).astype(np.float32))
     nodes.node("Conv", nodes.input(random.standard_normal((1, 128, 28, 28)).astype(np.float32)), weight, pads=[1] * 4)
     (tmp_path / "m.onnx").write_bytes(nodes.proto().SerializeToString())
-    listed, *_ = [each for each in load_descriptor("pocl").configs if isinstance(each, Winograd)]
+    listed, *_ = [each for each in listed_configs(load_descriptor("pocl")) if isinstance(each, Winograd)]
     tuned(tmp_path, listed)
     device = tmp_path / "pocl.toml"
     write_descriptor(

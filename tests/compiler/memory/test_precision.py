@@ -23,6 +23,7 @@ from flashmem.base.types import TENSOR_ALIGNMENT
 from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, Node
+from flashmem.compiler.kernels.contraction.configs import Contraction
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.memory.precision import SMALL
 from flashmem.compiler.operators import is_elementwise
@@ -31,7 +32,6 @@ from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.options import resolve
 from flashmem.planning.limits import read_limits
 from flashmem.target.descriptor import load_descriptor
-from flashmem.target.kernel_configs.contraction import Contraction
 from tests.compiler.selection.test_configs import CONFIGS
 from tests.support.command_line import command_line
 from tests.support.compared import DEVICES, PLACES, apart, by_runtime, outside_halves

@@ -11,8 +11,10 @@ import onnx
 import pytest
 
 import flashmem
+from flashmem.compiler.configs.listed import with_configs
 from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph
+from flashmem.compiler.kernels.attention.configs import AttentionConfig, KeyBlockConfig, QueryRowsConfig
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.operators.attention import Band
@@ -21,7 +23,6 @@ from flashmem.compiler.passes.pipeline import prepare
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.request.options import find_device
 from flashmem.target.descriptor import load_descriptor
-from flashmem.target.kernel_configs.attention import AttentionConfig, KeyBlockConfig, QueryRowsConfig
 from tests.support.attention_cases import FORMS, Model, filled, plain, read_elsewhere
 from tests.support.compared import DEVICES, answers_of, require_right
 from tests.support.paths import DATA
@@ -163,7 +164,7 @@ def test_exports_keep_no_scores(name: str, count: int) -> None:
 def test_any_numbers_of_a_config(config: AttentionConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it is the only config, it is used where it applies; queries that cannot share keys under it get a plain form."""
     device, path = DEVICES[0]
-    listed = replace(descriptor_for(find_device(device)), configs=(config,), only=config.name)
+    listed = replace(with_configs(descriptor_for(find_device(device)), [config]), only=config.name)
     monkeypatch.setattr("flashmem.runtime.request.options.descriptor_for", lambda device: listed)
     model = Model()
     for rows, keys, size, value_size in ((7, 70, 20, 9), (19, 37, 20, 9), (18, 75, 20, 12)):

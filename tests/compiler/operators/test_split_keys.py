@@ -11,15 +11,16 @@ import pytest
 from onnx import TensorProto, helper
 
 import flashmem
+from flashmem.compiler.configs.listed import listed_configs
+from flashmem.compiler.configs.workload import Workload
+from flashmem.compiler.kernels.attention.configs import SplitKeysConfig
 from flashmem.compiler.selection.attention_form import split_form
 from flashmem.target.descriptor import load_descriptor
-from flashmem.target.kernel_configs.attention import SplitKeysConfig
-from flashmem.target.kernel_configs.workload import Workload
 from tests.support.attention_cases import LOWEST, Model
 from tests.support.compared import DEVICES, answers_of, require_right
 from tests.support.quantised_rows import dequantised, quantised
 
-[CONFIG] = [each for each in load_descriptor("nvidia").configs if isinstance(each, SplitKeysConfig)]
+[CONFIG] = [each for each in listed_configs(load_descriptor("nvidia")) if isinstance(each, SplitKeysConfig)]
 CHUNK = CONFIG.keys
 
 

@@ -19,6 +19,19 @@ from onnx import numpy_helper
 import flashmem
 from flashmem.base.errors import UserError
 from flashmem.base.types import MemoryPath, Optimize
+from flashmem.compiler.configs.listed import configs_of, listed_configs, plain_configs, with_configs
+from flashmem.compiler.configs.workload import Workload
+from flashmem.compiler.kernels.attention.configs import KeyBlockConfig, QueryRowsConfig, SharedWeightsConfig, SplitKeysConfig
+from flashmem.compiler.kernels.attention.tensor_cores import TensorAttention
+from flashmem.compiler.kernels.contraction.configs import (
+    CONTRACTIONS,
+    Contraction,
+    PlainContraction,
+    SlicedContraction,
+    StagedContraction,
+    Winograd,
+)
+from flashmem.compiler.kernels.contraction.tensor_cores import TensorContraction
 from flashmem.compiler.selection.configs import candidates, choose, seconds
 from flashmem.compiler.selection.selector import KernelSelector, packed_bytes
 from flashmem.compiler.weights.packing import Storage
@@ -27,17 +40,6 @@ from flashmem.runtime.opencl.device import HALF_ARITHMETIC
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.target.descriptor import DeviceDescriptor, descriptor_names, load_descriptor
-from flashmem.target.kernel_configs.attention import KeyBlockConfig, QueryRowsConfig, SharedWeightsConfig, SplitKeysConfig
-from flashmem.target.kernel_configs.contraction import (
-    CONTRACTIONS,
-    Contraction,
-    PlainContraction,
-    SlicedContraction,
-    StagedContraction,
-    Winograd,
-)
-from flashmem.target.kernel_configs.tensor_cores import TensorAttention, TensorContraction
-from flashmem.target.kernel_configs.workload import Workload
 from tests.support.compared import DEVICES, Nodes, apart, by_runtime, outside_halves, require_right
 from tests.support.inputs import floats
 from tests.support.rounding import EPS, HALF_EPS, evaluated
@@ -223,16 +225,16 @@ def test_a_session_says_that_its_device_has_no_arithmetic_in_half(
 
 def test_a_device_without_arithmetic_in_half_gets_no_such_config(monkeypatch: pytest.MonkeyPatch) -> None:
     device = list_devices()[0]
-    listed = replace(load_descriptor(device.descriptor_name), instruction_set="", configs=tuple(HALVES))
+    listed = replace(with_configs(load_descriptor(device.descriptor_name), HALVES), instruction_set="")
     monkeypatch.setattr("flashmem.runtime.opencl.devices.load_descriptor", lambda name: listed)
     for extensions, wanted in (({HALF_ARITHMETIC}, tuple(HALVES)), (set[str](), ())):
-        assert descriptor_for(replace(device, extensions=frozenset(extensions))).configs == wanted
+        assert listed_configs(descriptor_for(replace(device, extensions=frozenset(extensions)))) == wanted
 
 
 @pytest.mark.parametrize("name", descriptor_names())
 def test_shipped_configs_can_be_built(name: str) -> None:
     """The assumptions of the templates, and no more local memory than every device of the kind has."""
-    for config in load_descriptor(name).configs:
+    for config in listed_configs(load_descriptor(name)):
         assert config.local_bytes <= 48 << 10 and config.items <= 1024
         match config:
             case StagedContraction(k_block=depth):
@@ -302,7 +304,7 @@ def test_weights_of_a_grouped_model_take_less_than_twice_their_bytes(name: str, 
 def test_one_of_the_list_is_chosen(
     descriptor: DeviceDescriptor, family: str, sizes: tuple[int, int, int], batches: int
 ) -> None:
-    assert choose(descriptor, Workload(family, "buffer", *sizes, batches)) in descriptor.configs_of(family)
+    assert choose(descriptor, Workload(family, "buffer", *sizes, batches)) in configs_of(descriptor, family)
 
 
 @pytest.mark.parametrize(("columns", "groups", "wide"), [(4, 32, False), (32, 4, True), (4, 1, True)])
@@ -310,7 +312,7 @@ def test_groups_are_not_mostly_padding(columns: int, groups: int, wide: bool, mo
     """A wide panel for each of 32 groups of 4 columns would keep eight times the weights, and is never worth its time."""
     descriptor = load_descriptor("nvidia")
     workload = Workload("conv", "buffer", 3136, 36, columns, groups, taps=9)
-    [plain, *_] = descriptor.plain("conv")
+    [plain, *_] = plain_configs(descriptor, "conv")
     fast = StagedContraction("wide", 4, 8, (8, 4), k_block=8)
 
     def as_if_measured(descriptor: DeviceDescriptor, workload: Workload) -> dict[Any, float]:

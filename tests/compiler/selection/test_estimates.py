@@ -7,14 +7,15 @@ from dataclasses import replace
 import pytest
 
 from flashmem.base.resources import names
+from flashmem.compiler.configs.config import EstimatedDevice
+from flashmem.compiler.configs.listed import configs_of, listed_configs, with_configs
+from flashmem.compiler.configs.workload import Workload
+from flashmem.compiler.kernels.attention.configs import SharedWeightsConfig
+from flashmem.compiler.kernels.contraction.configs import CONTRACTIONS, PlainContraction
 from flashmem.compiler.selection.configs import choose, estimates
 from flashmem.planning.capacity.compiled import CODE, KernelCode, load_codes
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
-from flashmem.target.kernel_configs.attention import SharedWeightsConfig
-from flashmem.target.kernel_configs.config import EstimatedDevice
-from flashmem.target.kernel_configs.contraction import CONTRACTIONS, PlainContraction
-from flashmem.target.kernel_configs.registers import RegisterFile
-from flashmem.target.kernel_configs.workload import Workload
+from flashmem.target.registers import RegisterFile
 
 COUNTED = names("devices", CODE)
 WORKLOADS = [
@@ -52,7 +53,7 @@ def test_threads_by_registers_are_those_that_the_compiler_reports(device: str) -
 @pytest.mark.parametrize("device", COUNTED)
 def test_estimated_code_is_near_counted_code(device: str) -> None:
     """Slots of sums in float within a quarter, and spilling as the compiler reports."""
-    estimated = uncounted(device).estimated
+    estimated = EstimatedDevice.of(uncounted(device))
     for code, config in contractions(device):
         assert estimated.spills(config.registers) == (code.spills > 0), code
         if code.memory_path != "buffer" and not code.half:
@@ -65,7 +66,7 @@ def test_spilling_configs_are_not_chosen(device: str, workload: Workload) -> Non
     """By the phones' compilers, 8x4 spills on Mali (docs/research/phone-compilers.md)."""
     tall = PlainContraction("tall", 8, 4, 4, (8, 4))
     descriptor = uncounted(device)
-    listed = replace(descriptor, configs=(*descriptor.configs, tall))
+    listed = with_configs(descriptor, [*listed_configs(descriptor), tall])
     assert choose(listed, workload) != tall
     [cost] = estimates(listed, workload, [tall]).values()
     [free] = estimates(replace(listed, registers=None), workload, [tall]).values()
@@ -102,6 +103,6 @@ def test_configs_that_are_cut_to_one_kernel_cost_the_same() -> None:
 
 def test_counted_code_is_used_only_if_every_config_has_some() -> None:
     descriptor, workload = load_descriptor("adreno750"), replace(WORKLOADS[0], path="buffer", storage="float16")
-    configs = descriptor.configs_of("matmul")  # none in half was counted with weights in a buffer
+    configs = configs_of(descriptor, "matmul")  # none in half was counted with weights in a buffer
     assert estimates(descriptor, workload, configs) == estimates(uncounted("adreno750"), workload, configs)
     assert estimates(descriptor, workload, configs[:2]) != estimates(uncounted("adreno750"), workload, configs[:2])

@@ -9,13 +9,14 @@ import pytest
 
 from flashmem.base.errors import UserError
 from flashmem.base.resources import names, read_text
+from flashmem.compiler.configs.listed import configs_of
+from flashmem.compiler.kernels.contraction.configs import PlainContraction
 from flashmem.planning.capacity.choice import default_model
 from flashmem.planning.capacity.compiled import CODE, LANE, CompiledCode, KernelCode, read_codes, write_codes
 from flashmem.planning.capacity.model import load_capacity
 from flashmem.planning.capacity.roofline import Roofline
 from flashmem.program.launches import KernelShape, Launch
 from flashmem.target.descriptor import DeviceDescriptor, Rates, load_descriptor
-from flashmem.target.kernel_configs.contraction import PlainContraction
 from flashmem.target.pipelines import Pipelines
 
 RATES = Rates(gemm_flops=1e9, memory_bandwidth=10e9, cached_bandwidth=5e9, launch_seconds=1e-5, contention={"dma": 0.5})
@@ -101,7 +102,7 @@ def test_shipped_files_have_every_config(name: str) -> None:
     codes = read_codes(read_text("devices", f"{name}{CODE}"), name)
     for family in ("matmul", "conv", "matmul_dynamic"):
         tiles = {(code.rows, code.columns, bool(code.half)) for code in codes if code.family == family}
-        listed = [config for config in descriptor.configs_of(family) if isinstance(config, PlainContraction)]
+        listed = [config for config in configs_of(descriptor, family) if isinstance(config, PlainContraction)]
         assert tiles >= {(config.rows, config.columns, config.half_run > 0) for config in listed} != set()
     assert {code.memory_path for code in codes if code.family == LANE} == {"texture", "buffer"}
     assert all(0.3 < code.slots < 30 for code in codes)

@@ -7,6 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from flashmem.compiler.configs.config import EstimatedDevice
+from flashmem.compiler.configs.listed import listed_configs
+from flashmem.compiler.configs.workload import Workload
+from flashmem.compiler.kernels.contraction.configs import PlainContraction
 from flashmem.compiler.selection.configs import candidates, choose
 from flashmem.planning.capacity.compiled import cycles_of
 from flashmem.profiler.phone_compilers.cases import (
@@ -21,8 +25,6 @@ from flashmem.profiler.phone_compilers.costs import codes_of
 from flashmem.profiler.phone_compilers.gpus import gpu_of
 from flashmem.profiler.phone_compilers.report import CompilerReport, examine
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
-from flashmem.target.kernel_configs.contraction import PlainContraction
-from flashmem.target.kernel_configs.workload import Workload
 from tests.support.paths import ROOT
 from tests.support.phone_compilers import need_compilers
 
@@ -112,7 +114,7 @@ def _check_choice(descriptor: DeviceDescriptor, workload: Workload, report: Comp
     The least time is that of the busiest pipeline, over the threads that registers leave if too few hide latency.
     """
     kernels = {each.kernel: each for each in report.kernels}
-    pipelines, device = load_descriptor(descriptor.name).pipelines, descriptor.estimated
+    pipelines, device = load_descriptor(descriptor.name).pipelines, EstimatedDevice.of(descriptor)
     assert pipelines is not None and device.registers is not None
     cost = {}
     for code in codes_of(report, descriptor):
@@ -134,7 +136,7 @@ def _check_choice(descriptor: DeviceDescriptor, workload: Workload, report: Comp
 def test_a_kernel_of_each_family_and_config(device: str) -> None:
     descriptor = load_descriptor(device)
     kernels = {**kernels_of(descriptor), **family_kernels_of(descriptor)}
-    listed = {f"{family}-{config.name}" for config in descriptor.configs for family in config.families}
+    listed = {f"{family}-{config.name}" for config in listed_configs(descriptor) for family in config.families}
     assert listed <= set(kernels)
     files = (ROOT / "kernels/templates").rglob("*.cl.j2")
     templates = {path.name.partition(".")[0] for path in files if "__kernel" in path.read_text(encoding="utf-8")}

@@ -14,14 +14,15 @@ from flashmem.base.errors import RunError
 from flashmem.interpreter.launch import interpreted
 from flashmem.runtime.checking import check
 from flashmem.runtime.checking.drawing import DRAWS
-from flashmem.runtime.checking.trials import Trial
+from flashmem.runtime.checking.trial import Trial
+from flashmem.runtime.kernels.verdicts import UNOPTIMISED
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.discovery import list_devices, use_driver
 from tests.support.miscompiled import MiscompilingContext
 
 
 def main() -> None:
-    """Answer jobs until stdin or the parent ends. Arguments: as those of `flashmem.runtime.checking.worker`."""
+    """Answer jobs until stdin or the parent ends. Arguments: as those of `flashmem.runtime.kernels.worker`."""
     if not end_with(int(sys.argv[3])):
         return
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
@@ -36,7 +37,9 @@ def main() -> None:
 def _answer(device: Any, job: dict[str, Any]) -> dict[str, Any]:
     trial, options, text = Trial.from_json(job["trial"]), job["options"], job["text"]
     try:
-        verdict = check.check_kernel(MiscompilingContext(device, lambda source: text), trial, options)
+        context = MiscompilingContext(device, lambda source: text)
+        program = context.build(trial.text, options)
+        verdict = check.check_kernel(context, trial, program, lambda: context.build(trial.text, [*options, UNOPTIMISED]))
     except RunError as error:  # the driver refuses it
         return {"effect": text != trial.text, "wrong": str(error)}
     if verdict.wrong or text == trial.text:

@@ -21,9 +21,10 @@ from pathlib import Path
 
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.passes.fusion import fuse
-from flashmem.runtime.checking.trials import Trial, distinct_trials
+from flashmem.runtime.checking.trial import Trial
 from flashmem.runtime.kernels.children import Child
 from flashmem.runtime.kernels.required import required_kernels
+from flashmem.runtime.kernels.trials import distinct_trials
 from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.discovery import find_device
 from flashmem.target.descriptor import load_descriptor
@@ -66,7 +67,7 @@ def trials(descriptor: str = "generic-gpu") -> list[tuple[Trial, tuple[str, ...]
             graph = MODELS[name].graph(Path(folder))
             made = generate(graph, fuse(graph), load_descriptor(descriptor))
         plain, _ = required_kernels(made.program, made.source, {}, {})
-        for trial in distinct_trials(plain, made.program):
+        for trial in (trial for kernel in plain for trial in distinct_trials(kernel, made.program)):
             if sum(each.nbytes for each in trial.arguments) < _MOST_BYTES:
                 found.setdefault(trial.name, (trial, made.program.build_options))
     return list(found.values())

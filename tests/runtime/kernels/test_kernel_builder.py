@@ -28,7 +28,7 @@ from flashmem.bundle.manifest import BINARIES
 from flashmem.cli.commands.bundles import check_bundle
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.runtime.kernels import ahead_of_time as kernel_builder
-from flashmem.runtime.kernels import children
+from flashmem.runtime.kernels import builds
 from flashmem.runtime.kernels.required import SMALL_GRID
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.request.options import find_device
@@ -132,17 +132,13 @@ def test_a_run_after_compile_builds_nothing(
         assert there > 0 and same and last == "True"
     # A network with other sizes has the same kernels.
     write_model(tmp_path / "n.onnx", 80, 64)
-    monkeypatch.setattr(children, "_start", refuse_to_run)
+    monkeypatch.setattr(builds.BuildJob, "run", refuse_to_build)
     flashmem.compile(tmp_path / "n.onnx", tmp_path / "n.flashmem", device=device, memory_path=path)
 
 
-_start = children._start
-
-
-def refuse_to_run(module: str, *given: Any) -> Any:
-    """Start children that check kernels of other sizes, and none that builds any."""
-    assert "build_worker" not in module, "kernels are built"
-    return _start(module, *given)
+def refuse_to_build(job: Any, worker: Any) -> None:
+    """In place of `BuildJob.run`."""
+    raise AssertionError("a kernel is built")
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -164,7 +160,7 @@ def test_only_the_lanes_that_the_plan_uses_are_built(device: str, cache: Path, t
 def test_nothing_is_built_where_that_is_not_asked_for_or_the_device_is_elsewhere(
     empty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(children, "_start", refuse_to_run)
+    monkeypatch.setattr(builds.BuildJob, "run", refuse_to_build)
     write_model(tmp_path / "m.onnx", 40, 32)
     flashmem.compile(tmp_path / "m.onnx", tmp_path / "m.flashmem", device=DEVICES[0], build=False)
     flashmem.compile(tmp_path / "m.onnx", tmp_path / "m.flashmem", device="adreno750")
@@ -191,7 +187,7 @@ def test_a_kernel_that_is_refused_is_an_error_of_compile(empty: Path, tmp_path: 
     with pytest.raises(RunError, match="the driver ended the process that built the kernel"):
         flashmem.compile(tmp_path / "m.onnx", tmp_path / "m.flashmem", device=DEVICES[0])
     monkeypatch.setattr(sys, "executable", "/no/python")
-    with pytest.raises(RunError, match="no process that builds kernels can be started"):
+    with pytest.raises(RunError, match="no process that works on kernels can be started"):
         flashmem.compile(tmp_path / "m.onnx", tmp_path / "m.flashmem", device=DEVICES[0])
     assert not list(empty.glob("*.bin"))
 

@@ -228,7 +228,7 @@ def test_a_child_that_dies_is_one_sentence_each_time(where: str, tmp_path: Path,
 _INTERRUPTED = """
 import signal, sys, time
 from flashmem import Session
-from flashmem.runtime.kernels import build_processes as kernel_processes
+from flashmem.runtime.kernels import pool
 from flashmem.runtime.kernels import children
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who was started in the background ignores it
 start = children._start
@@ -237,11 +237,11 @@ def started(*given):
     print(child.pid, flush=True)
     return child
 children._start = started
-step = kernel_processes.Builders.step
-def late(builders, **given):  # however busy the machine is, the interrupt comes before the session has its kernels
+step = pool.ChildPool.step
+def late(pool, **given):  # however busy the machine is, the interrupt comes before the session has its kernels
     time.sleep(60)
-    return step(builders, **given)
-kernel_processes.Builders.step = late
+    return step(pool, **given)
+pool.ChildPool.step = late
 try:
     Session(sys.argv[1], mode="map")
 except KeyboardInterrupt:

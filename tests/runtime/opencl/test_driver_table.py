@@ -172,10 +172,10 @@ def test_a_process_that_builds_kernels_loads_one_driver(monkeypatch: pytest.Monk
     monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path))
     driver = driver_of(device.descriptor_name)
     assert driver is not None
-    child = children._start("flashmem.runtime.kernels.build_worker", device, tmp_path, tmp_path / "errors")
+    child = children._start("flashmem.runtime.kernels.worker", device, tmp_path, tmp_path / "errors")
     assert child.stdin is not None and child.stdout is not None
     with child:
-        child.stdin.write(b'{"name": "none", "text": "", "options": [], "trials": []}\n')
+        child.stdin.write(b'{"build": "none", "text": "", "options": [], "launches": []}\n')
         child.stdin.flush()
         answer = json.loads(child.stdout.readline())
         loaded = Path(f"/proc/{child.pid}/maps").read_text(encoding="utf-8")

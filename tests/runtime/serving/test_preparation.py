@@ -21,8 +21,9 @@ from flashmem.base.errors import FlashmemWarning, UserError
 from flashmem.runtime.engine import cores, warm_up
 from flashmem.runtime.engine.bound_program import BoundKernels
 from flashmem.runtime.engine.run import Run
-from flashmem.runtime.kernels import build_processes as kernel_processes
 from flashmem.runtime.kernels import children
+from flashmem.runtime.kernels import pool as kernel_pool
+from flashmem.runtime.kernels.builds import build_jobs
 from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.kernels.required import RequiredKernel
 from flashmem.target.descriptor import load_descriptor
@@ -279,11 +280,11 @@ log = sys.argv[1]
 for line in sys.stdin:
     job = json.loads(line)
     with open(log, "a") as file:
-        file.write(json.dumps([job["key"], os.getpid()]) + "\\n")
+        file.write(json.dumps([job["build"], os.getpid()]) + "\\n")
     ends = time.monotonic() + 20
-    while job["key"] == "dear" and len(open(log).readlines()) < 6 and time.monotonic() < ends:
+    while job["build"] == "dear" and len(open(log).readlines()) < 6 and time.monotonic() < ends:
         time.sleep(0.01)
-    print(json.dumps({"error": None, "file": log}), flush=True)
+    print(json.dumps({"file": log}), flush=True)
 """
 """Builds nothing; `dear` ends after the others have begun, which needs another child."""
 
@@ -297,19 +298,19 @@ def test_children_take_from_one_queue_the_dearest_first(tmp_path: Path, monkeypa
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     monkeypatch.setattr(children, "_start", start)
-    monkeypatch.setattr(kernel_processes, "processors", lambda: 2)
-    wanted = {f"cheap {length}": RequiredKernel("k", "x" * length, ()) for length in (10, 30, 20, 50, 40)}
-    wanted["dear"] = RequiredKernel("k", "x" * 1000, ())
+    monkeypatch.setattr(kernel_pool, "processors", lambda: 2)
+    wanted = {f"cheap {length}": RequiredKernel(f"cheap {length}", "x" * length, ()) for length in (10, 30, 20, 50, 40)}
+    wanted["dear"] = RequiredKernel("dear", "x" * 1000, ())
     program, device = SimpleNamespace(build_options=()), SimpleNamespace(compiles_at_launch=False)
     kept: dict[str, bytes] = {}
-    builders = kernel_processes.Builders(kept.__setitem__, "")
+    pool = kernel_pool.ChildPool(device)  # type: ignore[arg-type]
     try:
-        builders.submit(wanted, program, device)  # type: ignore[arg-type]
-        while builders.step():
+        pool.submit(build_jobs(wanted, program, device, kept.__setitem__))  # type: ignore[arg-type]
+        while pool.step():
             pass
-        builders.check()
+        pool.check("")
     finally:
-        builders.close()
+        pool.close()
     assert kept.keys() == wanted.keys()
     taken = [json.loads(line) for line in log.read_text().splitlines()]
     busy = dict(taken)["dear"]

@@ -262,4 +262,5 @@ def _host(address: Any, nbytes: int) -> NDArray[np.uint8]:
 
 
 def _number(value: Any) -> int:
+    value = getattr(value, "_as_parameter_", value)  # as ctypes does
     return int(getattr(value, "value", value) or 0)

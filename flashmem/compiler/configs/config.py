@@ -5,16 +5,11 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from flashmem.target.kernel_configs.registers import RegisterFile
-from flashmem.target.kernel_configs.workload import Workload
-
-Feature = Literal["half", "shuffle", "mma"]
-"""What kernels of a config need from a driver.
-
-Arithmetic in half, shuffles of registers in a subgroup, or products of small matrices by a subgroup.
-"""
+from flashmem.compiler.configs.workload import Workload
+from flashmem.target.descriptor import DeviceDescriptor, Feature
+from flashmem.target.registers import RegisterFile
 
 READ = 8.0
 """Cost of a read from global memory or a texture, in multiplications: assumed."""
@@ -43,6 +38,11 @@ class EstimatedDevice:
     parallelism: int
     registers: RegisterFile | None = None
     vector_loads: bool = False
+
+    @classmethod
+    def of(cls, descriptor: DeviceDescriptor) -> EstimatedDevice:
+        """What estimates know of the device that `descriptor` describes."""
+        return cls(descriptor.parallelism, descriptor.registers, descriptor.code.vector_loads)
 
     def at_once(self, outputs: float, items: int, registers: int) -> float:
         """Work-groups of `items` work-items that run at a time, each item with `outputs` sums in `registers` registers.

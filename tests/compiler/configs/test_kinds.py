@@ -11,19 +11,21 @@ import pytest
 
 from flashmem.base.errors import UserError
 from flashmem.base.resources import names, read_text
-from flashmem.target.descriptor import descriptor_names, load_descriptor
-from flashmem.target.kernel_configs.attention import KeyBlockConfig, QueryRowsConfig, SharedWeightsConfig, SplitKeysConfig
-from flashmem.target.kernel_configs.config import KernelConfig
-from flashmem.target.kernel_configs.contraction import (
+from flashmem.compiler.configs.config import KernelConfig
+from flashmem.compiler.configs.kinds import config_of, kinds, table_of
+from flashmem.compiler.configs.listed import configs_of
+from flashmem.compiler.kernels.attention.configs import KeyBlockConfig, QueryRowsConfig, SharedWeightsConfig, SplitKeysConfig
+from flashmem.compiler.kernels.attention.tensor_cores import TensorAttention
+from flashmem.compiler.kernels.contraction.configs import (
     PlainContraction,
     SlicedContraction,
     StagedContraction,
     StagedWinograd,
     Winograd,
 )
-from flashmem.target.kernel_configs.kinds import KINDS, config_from, table_of
-from flashmem.target.kernel_configs.rows import RowConfig
-from flashmem.target.kernel_configs.tensor_cores import CodesContraction, TensorAttention, TensorContraction, Tf32Contraction
+from flashmem.compiler.kernels.contraction.tensor_cores import CodesContraction, TensorContraction, Tf32Contraction
+from flashmem.compiler.kernels.reduction.configs import RowConfig
+from flashmem.target.descriptor import ConfigTable, descriptor_names, load_descriptor
 
 CODES: dict[KernelConfig, str] = {
     PlainContraction("c", 8, 4, 4, (8, 8)): "8-4-4-8x8-0-0-1",
@@ -49,18 +51,18 @@ CODES: dict[KernelConfig, str] = {
 
 @pytest.mark.parametrize(("config", "code"), CODES.items(), ids=lambda each: getattr(each, "kind", ""))
 def test_a_config_is_its_table_and_its_code(config: KernelConfig, code: str) -> None:
-    assert config_from(table_of(config), "x") == config
+    assert config_of(table_of(config), "x") == config
     assert config.code == replace(config, name="other").code == code
 
 
 def test_every_kind_is_tested() -> None:
-    assert {config.kind for config in CODES} == set(KINDS)
+    assert {config.kind for config in CODES} == set(kinds())
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"kind": "tall"}, "x: the kind of kernel config 'c' is 'tall'; name one of: plain, staged"),
+        ({"kind": "tall"}, "x: the kind of kernel config 'c' is 'tall'; name one of: key-blocks, plain"),
         ({"k_block": 4}, "x: unknown key 'k_block' for PlainContraction; remove it"),
         ({"kind": "staged"}, "x: unknown key 'vector' for StagedContraction; remove it"),
         ({"kind": "winograd"}, "x: the key 'channels' of Winograd is missing; add it"),
@@ -68,7 +70,7 @@ def test_every_kind_is_tested() -> None:
 )
 def test_a_wrong_table_is_refused_in_one_sentence(change: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=re.escape(said)):
-        config_from({"kind": "plain", "name": "c", "rows": 8, "columns": 4, "vector": 4} | change, "x")
+        config_of(ConfigTable.of({"kind": "plain", "name": "c", "rows": 8, "columns": 4, "vector": 4} | change), "x")
 
 
 @pytest.mark.parametrize("name", names("devices", ".tuned.csv"))
@@ -78,7 +80,7 @@ def test_measured_codes_are_those_of_listed_configs(name: str) -> None:
     measured = {(row["family"], row["config"], row["code"]) for row in csv.DictReader(lines)}
     descriptor = load_descriptor(name)
     families = {family for family, *_ in measured}
-    assert measured <= {(family, each.name, each.code) for family in families for each in descriptor.configs_of(family)}
+    assert measured <= {(family, each.name, each.code) for family in families for each in configs_of(descriptor, family)}
 
 
 @pytest.mark.parametrize("name", descriptor_names())

@@ -6,13 +6,16 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flashmem.target.kernel_configs.config import READ, WAIT, CompiledCost, EstimatedDevice, Feature, KernelConfig
-from flashmem.target.kernel_configs.workload import Workload
+from flashmem.compiler.configs.config import READ, WAIT, CompiledCost, EstimatedDevice, KernelConfig
+from flashmem.compiler.configs.kinds import register, register_plain
+from flashmem.compiler.configs.workload import Workload
+from flashmem.target.descriptor import DeviceDescriptor, Feature
 
 _SHUFFLE = 4.0
 """Cost of reading a register of another work-item of the subgroup, in multiplications: assumed."""
 
 
+@register
 @dataclass(frozen=True)
 class RowConfig(KernelConfig):
     """`lanes` work-items share a row and read vectors of `vector`.
@@ -66,3 +69,8 @@ class RowConfig(KernelConfig):
         joins = 2 * math.log2(self.lanes)
         at_once = max(1, device.parallelism / self.lanes)
         return math.ceil(workload.rows / at_once) * (READ * reads + joins * (_SHUFFLE if self.subgroups else WAIT))
+
+
+@register_plain("reduce_rows")
+def _plain(descriptor: DeviceDescriptor, family: str) -> tuple[RowConfig, ...]:
+    return (RowConfig("tile", descriptor.tile.vector, descriptor.tile.lanes),)

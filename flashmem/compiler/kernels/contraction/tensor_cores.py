@@ -1,4 +1,4 @@
-"""Kernel configs of contractions and attention on matrix units: NVIDIA's tensor cores multiply small blocks of halves."""
+"""Kernel configs of contractions on matrix units: NVIDIA's tensor cores multiply small blocks of numbers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
-from flashmem.target.kernel_configs.attention import AttentionConfig
-from flashmem.target.kernel_configs.config import CompiledCost, EstimatedDevice, Feature
-from flashmem.target.kernel_configs.contraction import (
+from flashmem.compiler.configs.config import CompiledCost, EstimatedDevice
+from flashmem.compiler.configs.kinds import register
+from flashmem.compiler.configs.matrix_units import CHUNK, CORE, STEP
+from flashmem.compiler.configs.workload import TF32, Workload
+from flashmem.compiler.kernels.contraction.configs import (
     CODES,
     MOST_PARTIAL,
     Contraction,
@@ -18,21 +20,13 @@ from flashmem.target.kernel_configs.contraction import (
     split_code,
     splits,
 )
-from flashmem.target.kernel_configs.workload import TF32, Workload
-
-_CHUNK = 8
-"""Halves that are copied to local memory at a time: 16 bytes."""
-
-_STEP = 16
-"""Steps of depth of one instruction on halves."""
-
-_CORE = 2048
-"""Work-items of a core, at most: NVIDIA's programming guide, compute capability 8.0 and 9.0."""
+from flashmem.target.descriptor import Feature
 
 _FLOAT_ITEMS, _FLOAT_STEPS = 8, 16
 """Of the config for operands that are not in half: work-items, one below the other, and steps of depth of a K-block."""
 
 
+@register
 @dataclass(frozen=True)
 class TensorContraction(Contraction):
     """A contraction of two operands in half by tensor cores, with sums in float.
@@ -54,8 +48,8 @@ class TensorContraction(Contraction):
     kind: ClassVar[str] = "tensor"
     element: ClassVar[str] = "half"
     itemsize: ClassVar[int] = 2
-    chunk: ClassVar[int] = _CHUNK
-    step: ClassVar[int] = _STEP
+    chunk: ClassVar[int] = CHUNK
+    step: ClassVar[int] = STEP
     storage: ClassVar[str] = "float16"
     warp_items: ClassVar[tuple[int, int]] = (16, 2)
     between: ClassVar[tuple[int, int]] = (16, 8)
@@ -160,12 +154,13 @@ class TensorContraction(Contraction):
         """See `KernelConfig.cost`. The work-groups of a core share its copies and its matrix units."""
         down, across = self.block
         groups = workload.batches * math.ceil(workload.rows / down) * math.ceil(workload.columns / across) * self.split_k
-        rounds = math.ceil(groups / max(1, device.parallelism // _CORE))
+        rounds = math.ceil(groups / max(1, device.parallelism // CORE))
         depth = math.ceil(workload.depth / self.split_k)
-        time = rounds * depth * (self.copy * (down + across) + down * across / self.rate) / _CORE
+        time = rounds * depth * (self.copy * (down + across) + down * across / self.rate) / CORE
         return time + (joining(self, workload, device) if self.split_k > 1 else 0.0)
 
 
+@register
 @dataclass(frozen=True)
 class Tf32Contraction(TensorContraction):
     """A contraction of two operands in float by tensor cores, which round them to TF32: 8 bits of exponent, 10 of mantissa.
@@ -191,6 +186,7 @@ class Tf32Contraction(TensorContraction):
         return f"{super().code}f"
 
 
+@register
 @dataclass(frozen=True)
 class CodesContraction(TensorContraction):
     """A product of floats and quantised weights by tensor cores, exact but for its sums (contraction/tensor_codes.cl.j2).
@@ -236,91 +232,3 @@ class CodesContraction(TensorContraction):
 
 CODES_PANEL = 8
 """Columns of a panel of codes that tensor cores multiply."""
-
-_WARP, _TILE = 32, 16
-"""Work-items of a warp, and queries of one instruction."""
-
-_LOCAL = 48 << 10
-"""Bytes of local memory of a work-group, at most: NVIDIA's limit for OpenCL."""
-
-_MULTIPLIED, _COPIED = 1 / 7.0, 3.5
-"""Cost of a product of attention and its share of softmax, and of copying a half, in multiplications of floats of a core. These
-and the next fit 85 pairs of a config and a shape on an H200, 2026-11-27.
-"""
-
-_ROUND, _ROUND_SCORE = 78.0, 0.35
-"""Cost of a block of keys for a group that is alone, and for each row of scores of a warp: latencies."""
-
-_BEGIN, _BEGIN_SCORE = 155.0, 1.3
-"""The same, once for each group."""
-
-
-@dataclass(frozen=True)
-class TensorAttention(AttentionConfig):
-    """Attention in half by tensor cores, with scores and sums in float.
-
-    A work-group has `queries` queries and `pipeline` blocks of `keys` keys and values in local memory: while it computes with
-    one, the others are being copied. A warp has `tiles` times 16 queries. `parts` parts of the group each have a share of every
-    block; their sums are added in a fixed order. `queries` are a multiple of 16 * `tiles`, a part's keys one of 16, and
-    `pipeline` is 2 to 5.
-    """
-
-    kind: ClassVar[str] = "tensor-attention"
-
-    tiles: int = field(default=1, kw_only=True)
-    parts: int = field(default=1, kw_only=True)
-    pipeline: int = field(kw_only=True)
-
-    @property
-    def needs(self) -> frozenset[Feature]:
-        """Matrix units."""
-        return frozenset({"mma"})
-
-    @property
-    def code(self) -> str:
-        """See `KernelConfig.code`."""
-        return f"{self.queries}-{self.keys}-2-{self.items}x1-{self.tiles}-{self.pipeline - 1}-{self.parts}-t"
-
-    @property
-    def items(self) -> int:
-        """Number of work-items of a work-group."""
-        return self.queries // (_TILE * self.tiles) * _WARP * self.parts
-
-    @property
-    def local_bytes(self) -> int:
-        """Bytes of local memory for the narrowest head."""
-        return self.bytes_for(_CHUNK, _CHUNK)
-
-    def stage_pitches(self, depth: int, channels: int) -> tuple[int, int]:
-        """Chunks from one key, and from one value, to the next in local memory: odd, so that they are in different banks."""
-        return -(-depth // _STEP) * _STEP // _CHUNK | 1, -(-channels // _STEP) * _STEP // _CHUNK | 1
-
-    def bytes_for(self, depth: int, channels: int) -> int:
-        """Bytes of local memory for heads of `depth` channels and values of `channels`: K-blocks, then the parts' sums."""
-        staged = 2 * _CHUNK * self.pipeline * self.keys * sum(self.stage_pitches(depth, channels))
-        lines = self.items * self.tiles
-        sums = 16 * (lines - lines // self.parts) * (channels // _CHUNK) + 8 * lines if self.parts > 1 else 0
-        return max(staged, sums)
-
-    def fits(self, workload: Workload) -> bool:
-        """Whether it can compute `workload`: in half, with heads of whole chunks that fit local memory and registers."""
-        depth = workload.depth
-        halves = workload.storage == "float16" and depth % _CHUNK == 0
-        return halves and self.bytes_for(depth, depth) <= _LOCAL and self._registers(depth) <= _REGISTERS
-
-    def _registers(self, depth: int) -> int:
-        """Registers of queries, scores and sums of a work-item."""
-        return self.tiles * (4 * -(-depth // _STEP) + self.keys // self.parts // 2 + depth // 2)
-
-    def cost(self, workload: Workload, device: EstimatedDevice, compiled: CompiledCost | None = None) -> float:
-        """See `KernelConfig.cost`. The work-groups of a core share its copies and its matrix units."""
-        groups = workload.batches * math.ceil(workload.rows / self.queries)
-        each = math.ceil(groups / max(1, device.parallelism // _CORE))
-        rounds, alone = math.ceil(workload.columns / self.keys), self.tiles * self.keys / self.parts
-        copied, multiplied = 2 * self.keys * workload.depth, 2 * self.queries * self.keys * workload.depth
-        work = each * (_COPIED * copied + _MULTIPLIED * multiplied) / _CORE
-        return _BEGIN + _BEGIN_SCORE * alone + rounds * max(work, _ROUND + _ROUND_SCORE * alone)
-
-
-_REGISTERS = 168
-"""Registers for these, at most, of the 255 of a work-item."""

@@ -6,17 +6,18 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
-from flashmem.target.kernel_configs.config import (
+from flashmem.compiler.configs.config import (
     LOCAL,
     POINTERS,
     READ,
     SPILLED,
     CompiledCost,
     EstimatedDevice,
-    Feature,
     KernelConfig,
 )
-from flashmem.target.kernel_configs.workload import Workload
+from flashmem.compiler.configs.kinds import register, register_plain
+from flashmem.compiler.configs.workload import Workload
+from flashmem.target.descriptor import DeviceDescriptor, Feature
 
 CONTRACTIONS = ("matmul", "conv", "matmul_dynamic")
 """Families of contractions: of packed weights, of the taps of an image, and of two activations."""
@@ -204,6 +205,7 @@ class Contraction(KernelConfig):
         return steps * math.sqrt(outputs) * code.slots * (SPILLED if code.spills else 1.0)
 
 
+@register
 @dataclass(frozen=True)
 class PlainContraction(Contraction):
     """A contraction whose work-items read both operands where they are.
@@ -233,6 +235,20 @@ class PlainContraction(Contraction):
         return replace(self, half=0)
 
 
+def plain_tile(descriptor: DeviceDescriptor, family: str) -> PlainContraction:
+    """The config of contractions of `family` that computes the device's plain tile."""
+    tile = descriptor.tile
+    return PlainContraction(
+        "tile", tile.rows, tile.columns, tile.vector, tile.local_size, families=(family,), panel_columns=tile.panel
+    )
+
+
+@register_plain(*CONTRACTIONS, "deform_conv")
+def _plain(descriptor: DeviceDescriptor, family: str) -> tuple[PlainContraction, ...]:
+    return (plain_tile(descriptor, family),)
+
+
+@register
 @dataclass(frozen=True)
 class StagedContraction(Contraction):
     """A contraction whose work-groups copy a K-block of both operands, `k_block` steps of depth, into local memory at a time.
@@ -305,6 +321,7 @@ class StagedContraction(Contraction):
         return super().cost(share, device, compiled) + joining(self, workload, device)
 
 
+@register
 @dataclass(frozen=True)
 class SlicedContraction(Contraction):
     """A product of few rows with quantised weights: the `lanes` work-items of a work-group share the depth of one panel.
@@ -357,6 +374,7 @@ class SlicedContraction(Contraction):
         return replace(self, rows=rows, columns=columns, lanes=min(self.lanes, most))
 
 
+@register
 @dataclass(frozen=True)
 class Winograd(Contraction):
     """Computes 3x3 convolutions of stride 1 by Winograd's F(2x2, 3x3), and nothing else. `rows` are tiles of 2 x 2 pixels.
@@ -391,6 +409,7 @@ class Winograd(Contraction):
         return transformed(workload)
 
 
+@register
 @dataclass(frozen=True)
 class StagedWinograd(Winograd):
     """Winograd's algorithm with one part of a work-group for each product; `channels` are in local memory at a time."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from flashmem.target.kernel_configs.config import (
+from flashmem.compiler.configs.config import (
     LOCAL,
     POINTERS,
     READ,
@@ -16,7 +16,10 @@ from flashmem.target.kernel_configs.config import (
     EstimatedDevice,
     KernelConfig,
 )
-from flashmem.target.kernel_configs.workload import Workload
+from flashmem.compiler.configs.kinds import register, register_plain
+from flashmem.compiler.configs.listed import listed_configs
+from flashmem.compiler.configs.workload import Workload
+from flashmem.target.descriptor import DeviceDescriptor
 
 JOINED = 16
 """Channels of an attention output that are combined at a time, by work-items that share its keys."""
@@ -62,6 +65,7 @@ def _fitting(workload: Workload) -> int:
     return 1 << (workload.rows - 1).bit_length()
 
 
+@register
 @dataclass(frozen=True)
 class QueryRowsConfig(AttentionConfig):
     """Attention by rows of queries, in vectors of `vector`; `keys` keys are summed side by side.
@@ -100,6 +104,7 @@ class QueryRowsConfig(AttentionConfig):
         return _cost(self, workload, device, queries, queries * self.keys, steps)
 
 
+@register
 @dataclass(frozen=True)
 class KeyBlockConfig(AttentionConfig):
     """Attention by blocks of keys: a work-group has `local_size` (in the query, in the key direction) work-items.
@@ -150,6 +155,7 @@ class KeyBlockConfig(AttentionConfig):
         return _cost(self, workload, device, queries, outputs, steps)
 
 
+@register
 @dataclass(frozen=True)
 class SharedWeightsConfig(AttentionConfig):
     """Attention whose work-groups share only weights through local memory.
@@ -201,6 +207,7 @@ class SharedWeightsConfig(AttentionConfig):
         return _cost(self, workload, device, queries, outputs, steps)
 
 
+@register
 @dataclass(frozen=True)
 class SplitKeysConfig(AttentionConfig):
     """Attention of few queries over many keys (flash-decoding): a work-group of `lanes` work-items has a chunk of `keys` keys.
@@ -241,3 +248,22 @@ class SplitKeysConfig(AttentionConfig):
         steps = 2 * workload.depth * outputs * (1 + READ / queries) + 4 * WAIT
         whole = Workload(workload.family, workload.path, workload.rows, workload.depth, self.keys, workload.batches * chunks)
         return _cost(self, whole, device, queries, outputs, steps)
+
+
+@register_plain("attention")
+def _plain(descriptor: DeviceDescriptor, family: str) -> tuple[AttentionConfig, ...]:
+    """On a CPU the plain tile: queries across, keys down. On a GPU two configs, or those listed that share weights.
+
+    One of the two fits every GPU's local memory. In the other, work-items share the keys of few queries.
+    """
+    tile = descriptor.tile
+    if descriptor.kind == "cpu":
+        return (QueryRowsConfig("tile", tile.columns, tile.rows, tile.vector),)
+    listed = listed_configs(descriptor)
+    if shared := tuple(each for each in listed if isinstance(each, SharedWeightsConfig) and each.parts == 1):
+        return shared
+    block = KeyBlockConfig("tile", 8, 2, (8, 16), channels=32)
+    return (
+        block if block.local_bytes <= descriptor.local_bytes else replace(block, queries=4),
+        QueryRowsConfig("few", 4, 4, 4, lanes=64),
+    )

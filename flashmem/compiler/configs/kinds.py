@@ -1,0 +1,87 @@
+"""The kinds of kernel configs, and their form in a device descriptor: a table with a `kind` and the fields of its class.
+
+Each kernel family registers its kinds, and its plain configs, in the modules of `flashmem/compiler/kernels/<family>/`.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import cache
+from importlib import import_module
+from typing import TypeVar
+
+from flashmem.base.errors import UserError
+from flashmem.base.tables import build
+from flashmem.compiler.configs.config import KernelConfig
+from flashmem.target.descriptor import ConfigTable, DeviceDescriptor
+
+_FAMILIES = "flashmem.compiler.kernels"
+_MODULES = ("configs", "tensor_cores")
+"""The modules of a family that register configs."""
+
+_KINDS: dict[str, type[KernelConfig]] = {}
+_PLAIN: dict[str, Plain] = {}
+
+Plain = Callable[[DeviceDescriptor, str], tuple[KernelConfig, ...]]
+"""The configs of a device for workloads of a family (`Workload.family`) that the listed ones cannot compute."""
+
+AnyConfig = TypeVar("AnyConfig", bound=KernelConfig)
+
+
+def register(kind: type[AnyConfig]) -> type[AnyConfig]:
+    """Register a class of configs by its `kind`."""
+    assert kind.kind not in _KINDS, f"{kind.kind} is declared twice"
+    _KINDS[kind.kind] = kind
+    return kind
+
+
+def register_plain(*families: str) -> Callable[[Plain], Plain]:
+    """Register the function that makes the plain configs of kernel families."""
+
+    def registered(plain: Plain) -> Plain:
+        _PLAIN.update(dict.fromkeys(families, plain))
+        return plain
+
+    return registered
+
+
+@cache
+def _load_families() -> None:
+    """Import the configs of all families, which registers them."""
+    for family in pkgutil.iter_modules(import_module(_FAMILIES).__path__, f"{_FAMILIES}."):
+        for module in pkgutil.iter_modules(import_module(family.name).__path__, f"{family.name}."):
+            if module.name.rpartition(".")[2] in _MODULES:
+                import_module(module.name)
+
+
+def kinds() -> Mapping[str, type[KernelConfig]]:
+    """The classes of configs by kind."""
+    _load_families()
+    return _KINDS
+
+
+def plain_of(family: str) -> Plain | None:
+    """What makes the plain configs of `family`; None if it has no configs."""
+    _load_families()
+    return _PLAIN.get(family)
+
+
+def config_of(table: ConfigTable, where: str) -> KernelConfig:
+    """The kernel config that a table describes; `where` names its device.
+
+    Raises:
+        UserError: an unknown kind, an unknown key, or a missing one.
+    """
+    values = dict(table.values)
+    known = kinds()
+    if table.kind not in known:
+        name, names = values.get("name"), ", ".join(sorted(known))
+        raise UserError(f"{where}: the kind of kernel config {name!r} is {table.kind!r}; name one of: {names}")
+    return build(known[table.kind], values, where)
+
+
+def table_of(config: KernelConfig) -> ConfigTable:
+    """The table that `config_of` reads."""
+    return ConfigTable(config.kind, tuple((each.name, getattr(config, each.name)) for each in fields(config) if each.init))

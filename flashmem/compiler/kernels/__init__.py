@@ -1,0 +1,1 @@
+"""Kernel families, each in a folder of its own: its configs, what fits, and its costs."""

@@ -1,0 +1,1 @@
+"""Contractions: MatMul, convolutions, and products of two activations."""

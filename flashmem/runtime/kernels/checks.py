@@ -1,0 +1,265 @@
+"""Checks of kernels in child processes, and what follows from them.
+
+The kernel that is checked is the binary of the program cache that sessions will use. A kernel that is wrong is checked without
+optimisation too, and used so if that is right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import monotonic
+
+from flashmem.program.program import Program
+from flashmem.runtime.checking.check import Verdict
+from flashmem.runtime.checking.trial import Trial
+from flashmem.runtime.kernels.cache import kernel_key
+from flashmem.runtime.kernels.cache_files import ProgramCache
+from flashmem.runtime.kernels.pool import ChildPool, Job, KernelWorker, Rank
+from flashmem.runtime.kernels.required import RequiredKernel
+from flashmem.runtime.kernels.trials import distinct_trials
+from flashmem.runtime.kernels.verdicts import UNOPTIMISED, Finding, Verdicts, text_key
+from flashmem.runtime.opencl.device import Device
+
+LONGEST = 300.0
+"""Seconds after which a check that does not end is wrong: a kernel may wait for ever."""
+
+Report = Callable[[float], None]
+
+
+@dataclass(frozen=True)
+class CheckedKernel:
+    """One launch that was checked. `known`: by an earlier check. `verdict.wrong` is that of the optimised kernel."""
+
+    trial: Trial
+    verdict: Verdict
+    finding: Finding
+    known: bool = False
+
+
+class CheckJob(Job):
+    """Checks launches of one kernel, which are not known to be right.
+
+    `read` gives its binary, if there is one. `whole`: compare all elements. If not, those that the interpreter executes, which
+    asks for no second compiler.
+    """
+
+    def __init__(
+        self,
+        trials: Sequence[Trial],
+        options: Sequence[str],
+        read: Callable[[], bytes | None] = lambda: None,
+        *,
+        whole: bool = True,
+        end: float | None = None,
+        keep: Callable[[CheckJob], None] = lambda job: None,
+    ) -> None:
+        self.trials, self._options, self._read, self._end, self._keep = trials, options, read, end, keep
+        self._whole = whole
+        self.verdicts: dict[str, Verdict] = {}
+        self.repaired: tuple[str, ...] | None = None
+        self.rank = Rank.WHOLE if whole else Rank.SAMPLE, -len(trials[0].text) * len(trials)
+
+    def run(self, worker: KernelWorker) -> str | None:
+        """Check, and if a launch is wrong, check all of them without optimisation."""
+        file = self._file(worker.folder)
+        self.verdicts = self._asked(worker, self._options, file, self._end)
+        if file is not None:
+            file.unlink(missing_ok=True)
+        if any(verdict.wrong for verdict in self.verdicts.values()):
+            slow = self._asked(worker, (*self._options, UNOPTIMISED), None, None).values()
+            if not any(each.wrong for each in slow) and any(each.compared for each in slow):
+                self.repaired = (UNOPTIMISED,)
+        return None
+
+    def _file(self, folder: Path) -> Path | None:
+        """A file with the binary; None if there is none, or no room for it, and the child builds the kernel."""
+        binary = self._read()
+        file = folder / hashlib.sha256(self.trials[0].text.encode()).hexdigest()
+        try:
+            if binary is not None:
+                file.write_bytes(binary)
+                return file
+        except OSError:
+            file.unlink(missing_ok=True)
+        return None
+
+    def _asked(
+        self, worker: KernelWorker, options: Sequence[str], binary: Path | None, end: float | None
+    ) -> dict[str, Verdict]:
+        return {
+            trial.key: Verdict(note="not checked: no time was left")
+            if end is not None and monotonic() > end
+            else _asked(worker, trial, options, binary, whole=self._whole)
+            for trial in self.trials
+        }
+
+    def finish(self) -> None:
+        """Keep what was found."""
+        self._keep(self)
+
+    @property
+    def wrong(self) -> str:
+        """What the kernel does instead of its text, or ""."""
+        return next((verdict.wrong for verdict in self.verdicts.values() if verdict.wrong), "")
+
+    @property
+    def finding(self) -> Finding:
+        """What is known now."""
+        right = tuple(key for key, each in self.verdicts.items() if not each.wrong and (each.compared or not each.note))
+        wrong = next((key for key, each in self.verdicts.items() if each.wrong), "")
+        name = self.trials[0].name
+        if wrong:
+            return Finding(wrong=self.wrong, options=self.repaired, name=name, trial=wrong)
+        if self._whole:
+            return Finding(right, name=name)
+        return Finding(tuple(key for key in right if self.verdicts[key].whole), right, name=name)
+
+
+def _asked(worker: KernelWorker, trial: Trial, options: Sequence[str], binary: Path | None, *, whole: bool) -> Verdict:
+    """The verdict of a child on a launch. A child that was wrong is replaced: a kernel may have written where it must not."""
+    job = {
+        "check": trial.to_json(),
+        "options": list(options),
+        "binary": None if binary is None else str(binary),
+        "whole": whole,
+    }
+    try:
+        answer = worker.ask(job, LONGEST)
+    except TimeoutError:
+        worker.replace()
+        return Verdict(f"{trial.name}: the check did not end within {LONGEST:.0f} s")
+    except OSError as error:
+        return Verdict(note=f"not checked: no process can be started ({error.strerror})")
+    if answer is None:
+        if worker.was_killed:
+            worker.replace()
+            return Verdict(note="not checked: the process was killed, perhaps for want of memory")
+        return Verdict(f"{trial.name}: the driver ended the process{worker.last_words()}")
+    if "error" in answer:
+        return Verdict(note=f"not checked: {answer['error']}")
+    verdict = Verdict(**answer)
+    if verdict.wrong:
+        worker.replace()
+    return verdict
+
+
+class ProgramChecks:
+    """The launches of kernels of a program on a device, what is known of them, and jobs for those that are not known."""
+
+    def __init__(
+        self,
+        kernels: Iterable[RequiredKernel],
+        program: Program,
+        device: Device,
+        note: Callable[[Finding], None] = lambda finding: None,
+    ) -> None:
+        """`note` receives what is found of each kernel."""
+        self._note = note
+        self._kernels, self._program, self._device = tuple(kernels), program, device
+        self._verdicts, self._cache = Verdicts(device), ProgramCache()
+        self._trials = {each.name: distinct_trials(each, program) for each in self._kernels}
+        self._keys = {each.name: text_key(device, each.text, program.build_options) for each in self._kernels}
+        self._done: dict[str, Verdict] = {}
+
+    def samples(self, leave: Iterable[str] = ()) -> list[CheckJob]:
+        """Jobs for a sample of each kernel of which nothing is known: elements of the launch with the least memory.
+
+        `leave`: keys of the texts that others check.
+        """
+        left, found = set(leave), []
+        for kernel in self._kernels:
+            key, trials = self._keys[kernel.name], self._trials[kernel.name]
+            finding = self._verdicts[key]
+            if trials and not (key in left or finding.wrong or finding.right or finding.sampled):
+                least = min(trials, key=lambda trial: trial.nbytes)
+                found.append(CheckJob([least], self._program.build_options, self._reader(kernel), whole=False, keep=self._keep))
+        return found
+
+    @property
+    def texts(self) -> Iterable[str]:
+        """The keys of all texts."""
+        return self._keys.values()
+
+    def jobs(self, *, again: bool = False, end: float | None = None, leave: Iterable[str] = ()) -> list[CheckJob]:
+        """Jobs for launches that no earlier check found right, or for all of them; none begins after `end`.
+
+        `leave`: keys of trials that others check.
+        """
+        left, found = set(leave), []
+        for kernel in self._kernels:
+            finding = self._verdicts[self._keys[kernel.name]]
+            if finding.wrong and not again:
+                continue
+            trials = [
+                each for each in self._trials[kernel.name] if each.key not in left and (again or each.key not in finding.right)
+            ]
+            if trials:
+                found.append(CheckJob(trials, self._program.build_options, self._reader(kernel), end=end, keep=self._keep))
+        return found
+
+    def _reader(self, kernel: RequiredKernel) -> Callable[[], bytes | None]:
+        key = kernel_key(self._device, replace(kernel, options=()), self._program.build_options)
+        return lambda: self._cache.read(key)
+
+    def _keep(self, job: CheckJob) -> None:
+        self._done |= job.verdicts
+        finding, key = job.finding, self._keys[job.trials[0].name]
+        before = self._verdicts[key]
+        if before.wrong and not finding.wrong and before.trial not in finding.right:  # other launches do not excuse that one
+            finding = replace(before, right=finding.right)
+        if finding.right or finding.sampled or finding.wrong:
+            self._verdicts.keep({key: finding})
+            self._note(finding)
+
+    def checked(self) -> list[CheckedKernel]:
+        """All launches with what is known of them now."""
+        self._verdicts = Verdicts(self._device)
+        return [
+            CheckedKernel(
+                trial,
+                self._done.get(trial.key, Verdict()),
+                self._verdicts[self._keys[kernel.name]],
+                trial.key not in self._done,
+            )
+            for kernel in self._kernels
+            for trial in self._trials[kernel.name]
+        ]
+
+
+def check_kernels(
+    checks: Sequence[ProgramChecks],
+    device: Device,
+    *,
+    again: bool = False,
+    seconds: float | None = None,
+    report: Report = lambda _: None,
+) -> list[CheckedKernel]:
+    """Check launches, and keep the findings. `again`: also those that an earlier check found right.
+
+    No check begins after `seconds`. `report` is called with the fraction done.
+
+    Raises:
+        RunError: no process that checks can be started.
+        UserError: no temporary folder can be written.
+    """
+    end = None if seconds is None else monotonic() + seconds
+    pool = ChildPool(device)
+    asked: set[str] = set()
+    try:
+        for each in checks:
+            jobs = each.jobs(again=again, end=end, leave=asked)
+            asked |= {trial.key for job in jobs for trial in job.trials}
+            pool.submit(jobs)
+        while pool.step():
+            report(pool.fraction)
+        pool.check("kernels cannot be checked; free memory and try again")
+    finally:
+        pool.close()
+    found: dict[str, CheckedKernel] = {}
+    for checked in (checked for each in checks for checked in each.checked()):
+        if checked.trial.key not in found or not checked.known:
+            found[checked.trial.key] = checked
+    return list(found.values())

@@ -1,0 +1,114 @@
+"""Kernels are checked when a model is compiled, and a kernel that its driver miscompiles is used as it is right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+import flashmem
+from flashmem import Bundle, Session
+from flashmem.base.errors import FlashmemWarning
+from flashmem.cli.commands.verify import verify_bundle
+from flashmem.runtime.kernels import ahead_of_time, pool
+from flashmem.runtime.kernels.bundle_checks import check_bundle_kernels
+from flashmem.runtime.kernels.verdicts import UNOPTIMISED, Verdicts
+from flashmem.runtime.opencl.discovery import list_devices
+
+pytestmark = pytest.mark.build_apart
+DEVICES = list_devices()
+
+
+@pytest.fixture(params=DEVICES, ids=lambda device: device.descriptor_name)
+def device(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """y = |x|; caches are empty."""
+    monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path / "cache"))
+    ports = [[helper.make_tensor_value_info(name, TensorProto.FLOAT, [3, 37])] for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Abs", ["x"], ["y"])], "g", *ports)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), tmp_path / "m.onnx")
+    return tmp_path / "m.onnx"
+
+
+@pytest.fixture
+def miscompiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "WORKER", "tests.support.miscompiling_worker")
+
+
+def compiled(model: Path, device: Any) -> Bundle:
+    return flashmem.compile(model, model.with_suffix(".flashmem"), device=device.descriptor_name)
+
+
+def absolute(bundle: Bundle, device: Any) -> bool:
+    x = np.linspace(-2, 2, 111, dtype=np.float32).reshape(3, 37)
+    with Session(bundle, device=device.descriptor_name, build_apart=False) as session:
+        return np.array_equal(session.run(None, {"x": x})[0], np.abs(x))
+
+
+def test_a_kernel_that_is_wrong_is_built_without_optimisation(model: Path, device: Any, miscompiling: None) -> None:
+    with pytest.warns(
+        FlashmemWarning, match="miscompiles the kernel .*, which is compiled without optimisation there: .* wrong with signed"
+    ):
+        bundle = compiled(model, device)
+    [finding] = Verdicts(device).wrong.values()
+    assert finding.options == (UNOPTIMISED,) and finding.trial
+    assert absolute(bundle, device), "the binary in the cache is the right one"
+
+
+def test_a_wrong_kernel_is_found_right_when_its_driver_is(
+    model: Path, device: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "WORKER", "tests.support.miscompiling_worker")
+        with pytest.warns(FlashmemWarning, match="miscompiles"):
+            bundle = compiled(model, device)
+    name = device.descriptor_name
+    assert verify_bundle(bundle.path, name, again=False, seconds=None, as_json=True)
+    assert json.loads(capsys.readouterr().out)["kernels"][0]["wrong"], "known, and not checked again"
+    (model.parent / "cache/programs").rename(model.parent / "old")  # of the driver that was wrong
+    assert verify_bundle(bundle.path, name, again=True, seconds=None, as_json=True)
+    assert not json.loads(capsys.readouterr().out)["kernels"][0]["wrong"]
+    assert not Verdicts(device).wrong
+
+
+def test_a_sample_comes_first_and_whole_launches_as_time_allows(
+    model: Path, device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead_of_time, "SHARE", 0.0)
+    monkeypatch.setattr("flashmem.runtime.checking.check.ELEMENTS", 1)
+    bundle = compiled(model, device)
+    [checked] = check_bundle_kernels(bundle, device, seconds=-1.0)
+    assert checked.finding.sampled or checked.finding.right, "what is small is compared as a whole"
+    [checked] = check_bundle_kernels(bundle, device)
+    assert checked.finding.right == (checked.trial.key,)
+
+
+def test_a_bundle_that_meets_a_driver_is_checked_between_runs(model: Path, device: Any, miscompiling: None) -> None:
+    bundle = flashmem.compile(model, model.with_suffix(".flashmem"), device=device.descriptor_name, build=False)
+    x = {"x": np.full((3, 37), -1, np.float32)}
+    with Session(bundle, device=device.descriptor_name) as session:
+        assert session.run(None, x)[0][0, 0] == -1, "imitated"
+        assert session._check is not None
+        session._check.wait()
+        with pytest.warns(FlashmemWarning, match="miscompiles 1 of this bundle's kernels"):
+            session.run(None, x)
+    with Session(bundle, device=device.descriptor_name) as session:
+        assert session.run(None, x)[0][0, 0] == 1
+
+
+def test_nothing_is_checked_twice(model: Path, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = compiled(model, device)
+    check_bundle_kernels(bundle, device)
+    monkeypatch.setattr(pool, "WORKER", "tests.no_such_module")
+    [checked] = check_bundle_kernels(bundle, device)
+    assert checked.known and not checked.finding.wrong
+    assert compiled(model, device).path == bundle.path

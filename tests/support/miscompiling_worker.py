@@ -1,0 +1,21 @@
+"""A child that works on kernels with a driver that is imitated to miscompile fabs(), if it optimises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashmem.runtime.kernels import worker
+from flashmem.runtime.kernels.verdicts import UNOPTIMISED
+from flashmem.runtime.opencl.context import Context
+
+_build = Context.build
+
+
+def build(context: Context, source: str, options: Any) -> Any:
+    """In place of `Context.build`."""
+    return _build(context, source if UNOPTIMISED in options else source.replace("fabs(", "-fabs("), options)
+
+
+if __name__ == "__main__":
+    Context.build = build  # type: ignore[method-assign]
+    worker.main()
