@@ -9,6 +9,7 @@ import hashlib
 import json
 import mmap
 import shutil
+import struct
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -37,7 +38,7 @@ _BEGINNING = ("llama-bpe",)
 the field `add_bos_token` lack it, and llama.cpp reads them so."""
 _ENDS = ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 """Tokens that end an answer besides that of the end of a text."""
-_LENGTH_BYTES = 8  # before each text or array
+_LENGTH, _LENGTH_BYTES = struct.Struct("<Q"), 8  # before each text or array
 _KEY_BYTES = 1 << 12  # of the data of a tensor, at its beginning, middle and end
 _MOST_ELEMENTS = 1 << 23
 """The most elements of all arrays among the fields. The package makes an object of each. Large vocabularies have a million."""
@@ -118,7 +119,25 @@ class GGUFFile:
                     self.elements += count
                     if count * least > len(self.data) - orig_offs or self.elements > _MOST_ELEMENTS:
                         raise ValueError(f"it has an array of {count} elements")
+                    if self.byte_order == "I" and (kind in scalars or kind == GGUFValueType.STRING):
+                        return self._array(orig_offs, kind, count)
                 return super()._get_field_parts(orig_offs, raw_type)
+
+            def _array(self, orig_offs: int, kind: int, count: int) -> Any:
+                """The parts of an array of numbers or texts; the package makes arrays of each element and its length."""
+                offset, types = orig_offs + 12, [GGUFValueType.ARRAY, GGUFValueType(kind)][: 1 + (count > 0)]
+                head = [self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)]
+                if kind != GGUFValueType.STRING:
+                    numbers = self._get(offset, self.gguf_scalar_to_np[GGUFValueType(kind)], count)
+                    return 12 + numbers.nbytes, [*head, numbers], [2] if count else [], types
+                texts = []
+                for _ in range(count):
+                    (length,) = _LENGTH.unpack_from(self.data, offset)
+                    offset += _LENGTH_BYTES + length
+                    if offset > len(self.data):
+                        raise ValueError(f"it has a text of {length} bytes")
+                    texts.append(self.data[offset - length : offset])
+                return offset - orig_offs, [*head, *texts], [*range(2, 2 + count)], types
 
         reader: Any = Reader(path)
         if reader.endianess != GGUFEndian.LITTLE:
