@@ -27,7 +27,6 @@ from flashmem.compiler.options import Options
 from flashmem.planning.limits import Limits
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.program.program import Program, fixed_bytes
-from flashmem.schedule.plan import Objective
 from flashmem.target.descriptor import IMPORT_HOST_MEMORY, DeviceDescriptor, descriptor_names, load_descriptor
 from tests.golden.models import GoldenModel
 
@@ -90,7 +89,7 @@ def _drawn(name: str, descriptor: DeviceDescriptor, unlimited: Program) -> tuple
     path = descriptor.memory_paths[draw[1] % len(descriptor.memory_paths)]
     modes = descriptor.modes[path]
     mode = modes[draw[2] % len(modes)]
-    objective: Objective = ("first", "steady")[draw[3] % 2]
+    objective = ("first", "steady")[draw[3] % 2]
     precision: Precision = ("fp32", "fp32", "fp16")[draw[4] % 3]
     weights = unlimited.weights_bytes // (4 if precision == "fp16" else 2)
     budget = fixed_bytes(unlimited, shares_memory=descriptor.shares_memory) + weights

@@ -5,19 +5,16 @@ Each kernel family registers its kinds, and its plain configs, in the modules of
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from functools import cache
-from importlib import import_module
 from typing import TypeVar
 
 from flashmem.base.errors import UserError
 from flashmem.base.tables import build
 from flashmem.compiler.configs.config import KernelConfig
+from flashmem.compiler.configs.families import load_families
 from flashmem.target.descriptor import ConfigTable, DeviceDescriptor
 
-_FAMILIES = "flashmem.compiler.kernels"
 _MODULES = ("configs", "tensor_cores")
 """The modules of a family that register configs."""
 
@@ -47,24 +44,15 @@ def register_plain(*families: str) -> Callable[[Plain], Plain]:
     return registered
 
 
-@cache
-def _load_families() -> None:
-    """Import the configs of all families, which registers them."""
-    for family in pkgutil.iter_modules(import_module(_FAMILIES).__path__, f"{_FAMILIES}."):
-        for module in pkgutil.iter_modules(import_module(family.name).__path__, f"{family.name}."):
-            if module.name.rpartition(".")[2] in _MODULES:
-                import_module(module.name)
-
-
 def kinds() -> Mapping[str, type[KernelConfig]]:
     """The classes of configs by kind."""
-    _load_families()
+    load_families(*_MODULES)
     return _KINDS
 
 
 def plain_of(family: str) -> Plain | None:
     """What makes the plain configs of `family`; None if it has no configs."""
-    _load_families()
+    load_families(*_MODULES)
     return _PLAIN.get(family)
 
 

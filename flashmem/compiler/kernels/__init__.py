@@ -1,1 +1,4 @@
-"""Kernel families, each in a folder of its own: its configs, what fits, and its costs."""
+"""Kernel families, each in a folder of its own: its configs, what they fit and cost, and its lowering to launches.
+
+A family registers itself: kinds of configs in `configs.py` and `tensor_cores.py`, lowerings in `lowering.py`.
+"""

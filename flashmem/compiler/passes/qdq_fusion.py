@@ -3,7 +3,7 @@
 After this pass MatMul, Conv and ConvTranspose may have integer operands. Inputs 2 and 3 are then the zero points of the left
 and the right operand, inputs 4 and 5 their scales, each one number or None. The kernel multiplies (integer - zero point) *
 scale, rounded like DequantizeLinear, so no answer changes; or it multiplies integers, and scales their exact sum
-(`compiler.lowering.dot_products`). The tensors between two operators of a quantised model stay 8 bit.
+(`compiler.kernels.contraction.dot_products`). The tensors between two operators of a quantised model stay 8 bit.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from flashmem.compiler.configs.config import KernelConfig
 from flashmem.compiler.configs.listed import listed_configs, plain_configs, with_configs
 from flashmem.compiler.configs.workload import Workload
 from flashmem.compiler.kernels.contraction.configs import PlainContraction, StagedWinograd, Winograd
-from flashmem.compiler.lowering.convolution import transformed_weights
+from flashmem.compiler.kernels.convolution.lowering import transformed_weights
 from flashmem.compiler.selection.configs import choose
 from flashmem.compiler.selection.selector import KernelSelector, packed_bytes
 from flashmem.compiler.selection.tuning_database import SUFFIX, Timing, TuningDatabase

@@ -14,7 +14,7 @@ import flashmem
 from flashmem.compiler.configs.listed import listed_configs
 from flashmem.compiler.configs.workload import Workload
 from flashmem.compiler.kernels.attention.configs import SplitKeysConfig
-from flashmem.compiler.selection.attention_form import split_form
+from flashmem.compiler.kernels.attention.form import split_form
 from flashmem.target.descriptor import load_descriptor
 from tests.support.attention_cases import LOWEST, Model
 from tests.support.compared import DEVICES, answers_of, require_right

@@ -1,4 +1,4 @@
-"""Kernel configs of attention, one class for each form of its kernel (`flashmem.compiler.selection.attention_form`)."""
+"""Kernel configs of attention, one class for each form of its kernel (`flashmem.compiler.kernels.attention.form`)."""
 
 from __future__ import annotations
 

@@ -10,11 +10,11 @@ import numpy as np
 
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.kernels.contraction.configs import PlainContraction
+from flashmem.compiler.kernels.contraction.packed_weights import packed_at_run_time
+from flashmem.compiler.kernels.contraction.quantisation import read_weights
+from flashmem.compiler.kernels.contraction.tile import ContractionTile, Layout
+from flashmem.compiler.kernels.contraction.tile_choice import operands_of
 from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
-from flashmem.compiler.lowering.packed_weights import packed_at_run_time
-from flashmem.compiler.lowering.quantisation import read_weights
-from flashmem.compiler.lowering.tile import ContractionTile, Layout
-from flashmem.compiler.lowering.tile_choice import operands_of
 from flashmem.compiler.operators.vector import REGISTER
 from flashmem.program.launches import KernelShape
 from flashmem.target.descriptor import DeviceDescriptor

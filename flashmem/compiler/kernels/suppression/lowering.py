@@ -5,10 +5,12 @@ from __future__ import annotations
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Value
 from flashmem.compiler.lowering.context import LoweringContext
+from flashmem.compiler.lowering.registry import lowers
 from flashmem.compiler.operators.vector import scalar_literal
 from flashmem.program.launches import Arg, KernelShape
 
 
+@lowers("suppression")
 def lower_suppression(context: LoweringContext, group: FusionGroup) -> None:
     """Lower NonMaxSuppression: a launch selects boxes for each image and class, and a second one lists them."""
     node, name = group.main, group.output.name

@@ -6,10 +6,12 @@ import math
 
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.lowering.context import LoweringContext
+from flashmem.compiler.lowering.registry import lowers
 from flashmem.compiler.operators.vector import STORED, scalar_literal
 from flashmem.program.launches import Arg, KernelShape
 
 
+@lowers("grid_sample")
 def lower_grid_sample(context: LoweringContext, group: FusionGroup) -> None:
     """Lower GridSample in two or three dimensions; images are volumes of depth 1."""
     node = group.main
@@ -37,6 +39,7 @@ def lower_grid_sample(context: LoweringContext, group: FusionGroup) -> None:
     context.launch(group, kernel, args, items, local, shape)
 
 
+@lowers("roi_align")
 def lower_roi_align(context: LoweringContext, group: FusionGroup) -> None:
     """Lower RoiAlign by mean or maximum. If the number of samples depends on the rectangles, its cost is that of 2 x 2."""
     node = group.main

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
+from flashmem.compiler.kernels.contraction.lowering import lower_matmul
 from flashmem.compiler.lowering.context import LoweringContext
-from flashmem.compiler.lowering.contraction import lower_matmul
+from flashmem.compiler.lowering.registry import lowers
 from flashmem.compiler.operators.recurrent import GATES
 from flashmem.compiler.operators.vector import scalar_literal
 from flashmem.program.launches import Arg, KernelShape
@@ -36,6 +37,7 @@ def _activation(name: str, alpha: float, beta: float) -> str:
     return "".join(literals.get(letter, letter) for letter in _ACTIVATIONS[name])
 
 
+@lowers("recurrent")
 def lower_recurrent(context: LoweringContext, group: FusionGroup) -> None:
     """Lower all steps of one direction, in order."""
     node = group.main

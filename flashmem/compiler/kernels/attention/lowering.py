@@ -16,12 +16,13 @@ from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.strided import Dimension
 from flashmem.compiler.kernels.attention.configs import AttentionConfig, SplitKeysConfig
+from flashmem.compiler.kernels.attention.form import KeyBlock, QueryRows, TensorForm, form_of, split_form, tensor_form
 from flashmem.compiler.kernels.attention.tensor_cores import TensorAttention
 from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
 from flashmem.compiler.lowering.pointwise import PointwiseBody
+from flashmem.compiler.lowering.registry import lowers
 from flashmem.compiler.operators.attention import Access, Band, Scores
 from flashmem.compiler.operators.vector import STORED, scalar_literal
-from flashmem.compiler.selection.attention_form import KeyBlock, QueryRows, TensorForm, form_of, split_form, tensor_form
 from flashmem.program.launches import Arg, KernelShape
 
 
@@ -92,6 +93,7 @@ class _Attention:
         return PointwiseBody(self.nodes, self.seed, shape, len(shape) - 1, vector, context.storage, down, behind=before)
 
 
+@lowers("attention")
 def lower_attention(context: LoweringContext, group: FusionGroup) -> None:
     """Lower FusedAttention: to two launches where a config of the device splits keys and fits, else to one."""
     attention = _attention(context, group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Value
 from flashmem.compiler.lowering.context import LoweringContext
+from flashmem.compiler.lowering.registry import lowers
 from flashmem.compiler.operators.vector import Vector
 from flashmem.program.launches import Arg, KernelShape
 
@@ -18,6 +19,7 @@ _BLOCK = 1024
 """Elements that a CPU sums before it adds them to others, so that the sum is exact enough (`bundle.language.SUM_ERROR`)."""
 
 
+@lowers("candidates")
 def lower_candidates(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Candidates to two launches, for any number of rows."""
     node, on_cpu = group.main, context.descriptor.kind == "cpu"

@@ -10,8 +10,9 @@ from flashmem.base.types import ITEMSIZE, DType
 from flashmem.compiler.ir.broadcast import affine
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node
+from flashmem.compiler.kernels.movement.lowering import copy_region
 from flashmem.compiler.lowering.context import LoweringContext
-from flashmem.compiler.lowering.movement import copy_region
+from flashmem.compiler.lowering.registry import lowers
 from flashmem.compiler.operators.quantised_rows import LARGEST_CODE, LEAST, scale_offset
 from flashmem.compiler.operators.vector import REGISTER, STORED, Vector, scalar_literal
 from flashmem.program.launches import Arg, KernelShape
@@ -24,6 +25,7 @@ def _parts(node: Node) -> list[tuple[int, int]]:
     return list(zip(node.attributes["sizes"], node.attributes["strides"], strict=True))
 
 
+@lowers("gather_at")
 def lower_gather_at(context: LoweringContext, group: FusionGroup) -> None:
     """Lower a gather: copy a run of elements for each position."""
     node = group.main
@@ -60,6 +62,7 @@ def _copy(context: LoweringContext, group: FusionGroup) -> None:
     copy_region(context, group, source, y, (y.size,), (1,), (1,), fill=number, part="[copy]")
 
 
+@lowers("place")
 def lower_place(context: LoweringContext, group: FusionGroup) -> None:
     """Lower a copy of the data and a copy of the updates into a region of it."""
     _copy(context, group)
@@ -85,6 +88,7 @@ def _joined(dtype: DType, reduction: str) -> str:
     return scalar.to_stored(dtype, scalar.wrap(dtype, text))
 
 
+@lowers("scatter")
 def lower_scatter(context: LoweringContext, group: FusionGroup) -> None:
     """Lower a scatter: a copy of the data, then the updates, in order if two of them may reach the same element.
 
@@ -119,6 +123,7 @@ def lower_scatter(context: LoweringContext, group: FusionGroup) -> None:
     context.launch(group, kernel, [*args, *numbers], items, local, shape, nbytes=nbytes, part="[scatter]", others=group.joined)
 
 
+@lowers("scatter_quantised")
 def lower_scatter_quantised(context: LoweringContext, group: FusionGroup) -> None:
     """Lower a scatter of rows that it quantises: one launch, after a copy of the data where it is elsewhere.
 

@@ -17,10 +17,10 @@ from flashmem.compiler.kernels.contraction.configs import (
     StagedContraction,
     plain_tile,
 )
+from flashmem.compiler.kernels.contraction.quantisation import WeightBinding
 from flashmem.compiler.kernels.contraction.tensor_cores import CODES_PANEL, CodesContraction
+from flashmem.compiler.kernels.contraction.tile import Layout, Operands
 from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
-from flashmem.compiler.lowering.quantisation import WeightBinding
-from flashmem.compiler.lowering.tile import Layout, Operands
 from flashmem.compiler.operators.vector import REGISTER
 from flashmem.compiler.selection.configs import estimates, measured_seconds, seconds
 from flashmem.target.descriptor import DeviceDescriptor

@@ -12,6 +12,7 @@ from flashmem.compiler.ir.graph import Value
 from flashmem.compiler.kernels.reduction.configs import RowConfig
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.pointwise import PointwiseBody
+from flashmem.compiler.lowering.registry import lowers
 from flashmem.compiler.operators.reduction import whole_rows
 from flashmem.compiler.operators.vector import REGISTER, STORED, Vector, scalar_literal
 from flashmem.program.launches import Arg, KernelShape
@@ -83,6 +84,7 @@ def _over(context: LoweringContext, group: FusionGroup, epilogue: PointwiseBody)
     return {**values, "over": "a"} if context.buffers.overwritten.get(group.main) is group.main.input(0) else values
 
 
+@lowers("reduction")
 def lower_reduction(context: LoweringContext, group: FusionGroup) -> None:
     """Lower a reduction: by rows if the reduced axes are the last ones, otherwise by columns."""
     node = group.main
@@ -170,6 +172,7 @@ def _lower_columns(
     context.launch(group, kernel, args, items, local, shape)
 
 
+@lowers("group_normalization")
 def lower_group_normalization(context: LoweringContext, group: FusionGroup) -> None:
     """Lower NormalizeGroups: a group is a run of columns in each of `depth` rows."""
     x = group.main.input(0)
@@ -205,6 +208,7 @@ _LEAST_EVEN = 4
 """The narrowest vector that is preferred for a divisor of a run of columns, so that no vector is masked."""
 
 
+@lowers("lrn")
 def lower_lrn(context: LoweringContext, group: FusionGroup) -> None:
     """Lower LRN over windows of channels, for any position of the channel axis."""
     node = group.main
@@ -229,6 +233,7 @@ def lower_lrn(context: LoweringContext, group: FusionGroup) -> None:
     context.launch(group, kernel, args, items, local, shape)
 
 
+@lowers("determinant")
 def lower_determinant(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Det: one work-item eliminates each matrix, in a copy."""
     x, y = group.main.input(0), group.output

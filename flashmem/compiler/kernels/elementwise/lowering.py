@@ -6,10 +6,12 @@ from flashmem.compiler.ir.broadcast import best_split, matrix_of
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.pointwise import PointwiseBody
+from flashmem.compiler.lowering.registry import lowers
 from flashmem.compiler.operators.vector import STORED, Vector
 from flashmem.program.launches import Arg, KernelShape
 
 
+@lowers("")
 def lower_elementwise(context: LoweringContext, group: FusionGroup) -> None:
     """Lower an elementwise group to one launch of its pointwise body."""
     domain = group.output.shape or (1,)

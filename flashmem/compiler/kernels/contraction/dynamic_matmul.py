@@ -8,10 +8,10 @@ from flashmem.compiler.configs.workload import Workload
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.strided import broadcast_strides
 from flashmem.compiler.kernels.contraction.configs import plain_tile
+from flashmem.compiler.kernels.contraction.quantisation import read_both
+from flashmem.compiler.kernels.contraction.tile import ContractionTile, MainLoop
+from flashmem.compiler.kernels.contraction.tile_choice import config_for, depth_vector, layout_of, operands_of, shares_epilogue
 from flashmem.compiler.lowering.context import LoweringContext
-from flashmem.compiler.lowering.quantisation import read_both
-from flashmem.compiler.lowering.tile import ContractionTile, MainLoop
-from flashmem.compiler.lowering.tile_choice import config_for, depth_vector, layout_of, operands_of, shares_epilogue
 from flashmem.program.launches import KernelShape
 
 

@@ -15,12 +15,11 @@ from flashmem.compiler.configs.workload import TF32, Workload
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.kernels.contraction.configs import Contraction, SlicedContraction, plain_tile
-from flashmem.compiler.lowering.context import LoweringContext
-from flashmem.compiler.lowering.dot_products import DotProduct, dot_product
-from flashmem.compiler.lowering.packed_weights import packed_at_run_time, placed
-from flashmem.compiler.lowering.quantisation import WeightBinding, read_weights
-from flashmem.compiler.lowering.tile import ContractionTile, Layout, MainLoop, Operands
-from flashmem.compiler.lowering.tile_choice import (
+from flashmem.compiler.kernels.contraction.dot_products import DotProduct, dot_product
+from flashmem.compiler.kernels.contraction.packed_weights import packed_at_run_time, placed
+from flashmem.compiler.kernels.contraction.quantisation import WeightBinding, read_weights
+from flashmem.compiler.kernels.contraction.tile import ContractionTile, Layout, MainLoop, Operands
+from flashmem.compiler.kernels.contraction.tile_choice import (
     config_for,
     depth_vector,
     layout_of,
@@ -30,6 +29,7 @@ from flashmem.compiler.lowering.tile_choice import (
     shares_epilogue,
     unscaled_sums,
 )
+from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.weights.packing import PackedSlice, Packing, phases_of, weight_matrix
 from flashmem.program.launches import Arg, KernelShape
 

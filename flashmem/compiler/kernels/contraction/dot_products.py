@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from flashmem.compiler.ir.graph import Node
+from flashmem.compiler.kernels.contraction.quantisation import WeightBinding
 from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
-from flashmem.compiler.lowering.quantisation import WeightBinding
 from flashmem.program.launches import Arg
 
 WORD = 4

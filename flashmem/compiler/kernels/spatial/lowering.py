@@ -11,14 +11,16 @@ from flashmem.compiler.ir.broadcast import affine
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Value
 from flashmem.compiler.ir.strided import row_major
+from flashmem.compiler.kernels.movement.lowering import copy_region
 from flashmem.compiler.lowering.context import LoweringContext
-from flashmem.compiler.lowering.movement import copy_region
+from flashmem.compiler.lowering.registry import lowers
 from flashmem.compiler.operators.resize import height_taps
 from flashmem.compiler.operators.resize_taps import Axis, Rule, resize_taps
 from flashmem.compiler.operators.vector import REGISTER, STORED, Vector, scalar_literal
 from flashmem.program.launches import Arg, KernelShape
 
 
+@lowers("pool")
 def lower_pool(context: LoweringContext, group: FusionGroup) -> None:
     """Lower MaxPool with the positions of its maxima, AveragePool and LpPool. Images are volumes of depth 1."""
     node = group.main
@@ -70,6 +72,7 @@ def lower_pool(context: LoweringContext, group: FusionGroup) -> None:
     context.launch(group, kernel, args, items, local, shape)
 
 
+@lowers("unpool")
 def lower_unpool(context: LoweringContext, group: FusionGroup) -> None:
     """Lower MaxUnpool: zeros, then each element at its index. Where several have one index, the last one counts, as in order.
 
@@ -117,6 +120,7 @@ def _meets_no_place_twice(indices: Value) -> bool:
     return all(stride > (size - 1) * dilation for size, stride, dilation in windows)
 
 
+@lowers("resize")
 def lower_resize(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Resize over height and width, with tables of taps that are computed here."""
     node = group.main

@@ -8,6 +8,7 @@ from flashmem.base.types import ITEMSIZE
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.lowering.context import WORK_GROUP, LoweringContext
+from flashmem.compiler.lowering.registry import lowers
 from flashmem.compiler.operators.vector import REGISTER, STORED, Vector
 from flashmem.program.launches import Arg, KernelShape
 
@@ -39,6 +40,7 @@ def _cut(node: Node) -> tuple[int, int, int]:
     return math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
 
 
+@lowers("extreme")
 def lower_extreme(context: LoweringContext, group: FusionGroup) -> None:
     """Lower ArgMax and ArgMin: one column for each output; several work-items share a column where columns are few."""
     node = group.main
@@ -59,6 +61,7 @@ def lower_extreme(context: LoweringContext, group: FusionGroup) -> None:
     context.launch(group, kernel, args, (lanes, columns), local, KernelShape(rows=columns, depth=depth, stride=inner))
 
 
+@lowers("top")
 def lower_top(context: LoweringContext, group: FusionGroup) -> None:
     """Lower TopK: the best positions of each chunk of a column, then their ranks among all chunks; of many, a merge sort."""
     node = group.main
@@ -181,6 +184,7 @@ def _sort(context: LoweringContext, group: FusionGroup) -> None:
         context.launch(group, kernel, [*pointers, *numbers], items, local, shape, nbytes=nbytes, part=f"[merge {runs}]")
 
 
+@lowers("scan")
 def lower_scan(context: LoweringContext, group: FusionGroup) -> None:
     """Lower CumSum or CumProd: a work-item for each column, or for each chunk of a column if columns are few and long."""
     node = group.main

@@ -7,8 +7,8 @@ from typing import cast
 
 from flashmem.base.types import DType
 from flashmem.compiler.kernels.contraction.configs import Contraction, PlainContraction, SlicedContraction, Winograd
+from flashmem.compiler.kernels.contraction.quantisation import QuantisationParameters
 from flashmem.compiler.kernels.contraction.tensor_cores import TensorContraction
-from flashmem.compiler.lowering.quantisation import QuantisationParameters
 from flashmem.compiler.operators.vector import STORED, Vector
 from flashmem.program.launches import KernelShape
 
@@ -22,7 +22,7 @@ class Operands:
 
     `weights`: the type of packed weights. `scalar`: of sums; `activation`: of the left operand in memory; `stored`: of results
     in memory. `block_depth`: steps of depth that share a zero point and a scale; 0 if all of them do. `dots`: the type of the
-    left operand's bytes, if words of both operands are multiplied by dot products (`compiler.lowering.dot_products`).
+    left operand's bytes, if words of both operands are multiplied by dot products (`dot_products`).
     """
 
     weights: str = "float32"

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.strided import row_major
+from flashmem.compiler.kernels.movement.lowering import copy_region
 from flashmem.compiler.lowering.context import LoweringContext
-from flashmem.compiler.lowering.movement import copy_region
 from flashmem.compiler.operators.vector import scalar_literal
 from flashmem.compiler.weights.packing import PackedSlice, Packing, weight_columns
 from flashmem.program.launches import Arg

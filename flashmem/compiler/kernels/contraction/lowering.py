@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 
 from flashmem.compiler.ir.fusion_group import FusionGroup
+from flashmem.compiler.kernels.contraction.dynamic_matmul import lower_dynamic
+from flashmem.compiler.kernels.contraction.packed_product import PackedProduct, lower_packed
 from flashmem.compiler.lowering.context import LoweringContext
-from flashmem.compiler.lowering.dynamic_matmul import lower_dynamic
-from flashmem.compiler.lowering.packed_product import PackedProduct, lower_packed
+from flashmem.compiler.lowering.registry import lowers
 
 
+@lowers("matmul")
 def lower_matmul(context: LoweringContext, group: FusionGroup) -> None:
     """Lower MatMul: constant weights are packed in slices; other operands are a product of two activations."""
     weight = group.main.input(1)
@@ -23,6 +25,7 @@ def lower_matmul(context: LoweringContext, group: FusionGroup) -> None:
     lower_packed(context, PackedProduct(group, "matmul", rows, depth, [rows, depth, columns]))
 
 
+@lowers("deform_convolution")
 def lower_deform_convolution(context: LoweringContext, group: FusionGroup) -> None:
     """Lower DeformConv: an implicit product whose taps are sampled."""
     node = group.main

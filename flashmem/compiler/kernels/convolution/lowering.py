@@ -14,13 +14,14 @@ from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
 from flashmem.compiler.kernels.contraction.configs import Winograd, plain_tile, transformed
+from flashmem.compiler.kernels.contraction.packed_product import PackedProduct, lower_packed
+from flashmem.compiler.kernels.contraction.packed_weights import placed
+from flashmem.compiler.kernels.contraction.quantisation import read_weights
+from flashmem.compiler.kernels.contraction.tile import ContractionTile, Layout, Operands
+from flashmem.compiler.kernels.contraction.tile_choice import choice
+from flashmem.compiler.kernels.convolution.depthwise import lower_depthwise
 from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
-from flashmem.compiler.lowering.depthwise import lower_depthwise
-from flashmem.compiler.lowering.packed_product import PackedProduct, lower_packed
-from flashmem.compiler.lowering.packed_weights import placed
-from flashmem.compiler.lowering.quantisation import read_weights
-from flashmem.compiler.lowering.tile import ContractionTile, Layout, Operands
-from flashmem.compiler.lowering.tile_choice import choice
+from flashmem.compiler.lowering.registry import lowers
 from flashmem.compiler.operators.vector import REGISTER
 from flashmem.compiler.weights.packing import Packing
 from flashmem.program.launches import Arg, KernelShape
@@ -32,6 +33,7 @@ _WEIGHTS = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]])
 """G of F(2, 3): transforms a filter of three taps to four numbers, which the four transformed inputs are multiplied by."""
 
 
+@lowers("convolution")
 def lower_convolution(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Conv and ConvTranspose as implicit products, or by Winograd's algorithm if it is chosen.
 

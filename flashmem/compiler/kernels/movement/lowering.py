@@ -12,6 +12,7 @@ from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Value
 from flashmem.compiler.ir.strided import broadcast_strides, row_major
 from flashmem.compiler.lowering.context import WORK_GROUP, LoweringContext
+from flashmem.compiler.lowering.registry import lowers
 from flashmem.compiler.memory.buffers import parts_in_place
 from flashmem.compiler.operators.vector import STORED, scalar_literal
 from flashmem.program.launches import Arg, KernelShape
@@ -257,6 +258,7 @@ def _in_blocks(grid: list[Dimension], widest: int) -> tuple[list[Dimension], int
 _LEAST_BLOCK = 4
 
 
+@lowers("transpose")
 def lower_transpose(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Transpose: the source is read with permuted strides."""
     x, y, perm = group.main.input(0), group.output, group.main.attributes["perm"]
@@ -264,6 +266,7 @@ def lower_transpose(context: LoweringContext, group: FusionGroup) -> None:
     copy_region(context, group, x, y, y.shape, [strides[axis] for axis in perm], row_major(y.shape))
 
 
+@lowers("slice")
 def lower_slice(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Slice: a start and a step in each dimension, which may be negative."""
     x, y = group.main.input(0), group.output
@@ -273,12 +276,14 @@ def lower_slice(context: LoweringContext, group: FusionGroup) -> None:
     copy_region(context, group, x, y, y.shape, stepped, row_major(y.shape), source_start=start)
 
 
+@lowers("expand")
 def lower_expand(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Expand: broadcast dimensions have stride 0."""
     x, y = group.main.input(0), group.output
     copy_region(context, group, x, y, y.shape, broadcast_strides(x.shape, y.shape), row_major(y.shape))
 
 
+@lowers("tile")
 def lower_tile(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Tile: each dimension becomes (repeats, size); the source has stride 0 along the repeats."""
     x, y = group.main.input(0), group.output
@@ -289,6 +294,7 @@ def lower_tile(context: LoweringContext, group: FusionGroup) -> None:
     copy_region(context, group, x, y, region, source, row_major(region))
 
 
+@lowers("concat")
 def lower_concat(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Concat: one copy for each input that is not already in its place in the output."""
     y, axis = group.output, group.main.attributes["axis"]
@@ -302,6 +308,7 @@ def lower_concat(context: LoweringContext, group: FusionGroup) -> None:
         start += x.shape[axis]
 
 
+@lowers("pad")
 def lower_pad(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Pad with a constant: fill, then copy."""
     x, y, before = group.main.input(0), group.output, group.main.attributes["before"]
@@ -320,6 +327,7 @@ def lower_pad(context: LoweringContext, group: FusionGroup) -> None:
     )  # fmt: skip
 
 
+@lowers("frames")
 def lower_frames(context: LoweringContext, group: FusionGroup) -> None:
     """Lower the frames of a signal, which overlap: in the source, the next frame starts `step` elements later."""
     x, y, step = group.main.input(0), group.output, group.main.attributes["step"]
@@ -329,6 +337,7 @@ def lower_frames(context: LoweringContext, group: FusionGroup) -> None:
     copy_region(context, group, x, y, region, [length * components, step * components, 1], row_major(region))
 
 
+@lowers("gather")
 def lower_gather(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Gather. An index out of range writes the launch's number to the status tensor; no read leaves the table."""
     data, indices, axis = group.main.input(0), group.main.input(1), group.main.attributes["axis"]

@@ -13,8 +13,9 @@ from flashmem.compiler.ir.broadcast import affine
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Value
 from flashmem.compiler.ir.strided import broadcast_strides
+from flashmem.compiler.kernels.indexing.lowering import scattered
 from flashmem.compiler.lowering.context import LoweringContext
-from flashmem.compiler.lowering.indexing import scattered
+from flashmem.compiler.lowering.registry import lowers
 from flashmem.compiler.operators.vector import Vector
 from flashmem.program.launches import KernelShape
 
@@ -81,6 +82,7 @@ def _turned(context: LoweringContext, group: FusionGroup) -> _Turned:
     )
 
 
+@lowers("rotary")
 def lower_rotary(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Rotary to one launch."""
     if group.joined:

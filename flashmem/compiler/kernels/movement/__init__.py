@@ -1,0 +1,1 @@
+"""Copies: Transpose, Concat, Pad and others."""

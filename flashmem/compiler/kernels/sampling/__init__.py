@@ -1,0 +1,1 @@
+"""Samples of images at computed places."""

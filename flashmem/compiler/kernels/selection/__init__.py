@@ -1,0 +1,1 @@
+"""Top elements, extremes and scans."""
