@@ -54,7 +54,7 @@ def test_rules_at_one_operator_do_the_same() -> None:
             found.append(shown(made))
         assert found[0] == found[1], rule
         changed += found[0] != shown(model())
-    assert changed > 2
+    assert changed > 1
 
 
 def test_rules_are_tried_at_their_operator(monkeypatch: pytest.MonkeyPatch) -> None:
