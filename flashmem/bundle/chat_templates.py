@@ -25,7 +25,10 @@ _REFUSES = "the model's chat template refuses the conversation"
 
 def can_render() -> bool:
     """Whether templates can be rendered here."""
-    return all(importlib.util.find_spec(name) is not None for name in (_RENDERER.rpartition(".")[0], "jinja2"))
+    try:
+        return all(importlib.util.find_spec(name) is not None for name in (_RENDERER, "jinja2"))
+    except ModuleNotFoundError:  # the package of the renderer
+        return False
 
 
 def rendered(
