@@ -21,9 +21,10 @@ from types import MappingProxyType
 from typing import Any
 
 from flashmem.base.errors import BundleError
+from flashmem.base.foreign_models import ADAPTER
 
-SETTINGS = ("genai_config.json", "config.json")
-"""A folder with one of these files has a language model in ONNX; it is no bundle."""
+SETTINGS = ("genai_config.json", "config.json", ADAPTER)
+"""A folder with one of these files has a language model, or an adapter of one; it is no bundle."""
 
 IDS, TOTAL, TEMPERATURE = "input_ids", "total_sequence_length", "temperature"
 """The inputs of a language model: the tokens to read [1, tokens]; the number of all tokens up to the last of them; and the

@@ -82,5 +82,6 @@ def read_conversation(path: Path, model: str, length: int, session: Session) -> 
     except UserError:
         raise
     except Exception as error:  # numpy and zipfile raise any kind for damaged files
-        raise UserError(f"{path} is no saved conversation, or a part of one ({' '.join(str(error).split())})") from error
+        said = " ".join(str(error).split())
+        raise UserError(f"{path} is no saved conversation, or a part of one ({said}); remove it or name another") from error
     return tokens, messages

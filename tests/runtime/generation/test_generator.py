@@ -354,7 +354,7 @@ def test_files_that_are_no_conversation(generator: Generator, tmp_path: Path) ->
     whole = saved.read_bytes()
     for content in (b"", b"text", whole[:200], whole[: len(whole) // 2], whole.replace(b"tokens", b"takens")):
         saved.write_bytes(content)
-        with pytest.raises(UserError, match="is no saved conversation, or a part of one"):
+        with pytest.raises(UserError, match=r"is no saved conversation, or a part of one \(.*\); remove it or name another"):
             generator.restore(saved)
     with pytest.raises(UserError, match="cannot be read: No such file"):
         generator.restore(tmp_path / "none.npz")
