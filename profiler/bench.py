@@ -26,15 +26,16 @@ from flashmem.base.types import POOL_ALIGNMENT, TEXEL_BYTES, TransferMode
 from flashmem.program.launches import Arg, Launch
 from flashmem.program.program import Program as BundleProgram
 from flashmem.program.tensors import Slice
-from flashmem.runtime.engine.executor import Executor
-from flashmem.runtime.engine.launch_window import LaunchOrders
+from flashmem.runtime.engine.executor import Executor, LaunchOrders
 from flashmem.runtime.engine.steps import Resources, Step, make_steps
 from flashmem.runtime.kernels.cache import CompiledKernels
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Context, Memory
+from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.device import Device
+from flashmem.runtime.opencl.handles import Buffer, DeviceMemory
 from flashmem.runtime.streaming.interleaved import CopyStream, LayerMoves, Move
 from flashmem.schedule.loads import WORD
+from flashmem.schedule.modes import INTERLEAVE, MODES
 from flashmem.target.descriptor import DeviceDescriptor
 
 from .loads import CHUNK, PARTS, Loads
@@ -89,7 +90,7 @@ class Bench:
         self._pool = self._filled(self._pool_bytes, self._ledger)
         self._programs: dict[str, CompiledKernels] = {}
         self.loads = Loads(self.context, self._ledger, self.path, folder, self._random, descriptor.loader_threads)
-        self._lane: tuple[Memory, Memory, Slice] | None = None
+        self._lane: tuple[Buffer, DeviceMemory, Slice] | None = None
         self._references: tuple[Prepared, Prepared] | None = None
 
     def __enter__(self) -> Bench:
@@ -116,7 +117,7 @@ class Bench:
             self._programs[source] = CompiledKernels(self.context, source, options)
         return self._programs[source]
 
-    def _filled(self, nbytes: int, ledger: Ledger) -> Memory:
+    def _filled(self, nbytes: int, ledger: Ledger) -> Buffer:
         """A buffer of ordinary numbers, because zeros or denormals would have unusual timings."""
         buffer = ledger.buffer("weights", nbytes, "a profiling buffer")
         for start in range(0, nbytes, self._random.nbytes):
@@ -139,12 +140,13 @@ class Bench:
         gemm, traffic = (lower_quartile(launch.burst_seconds(_PACE_BURSTS, _PACE_SECONDS)) for launch in self._references)
         return Pace(gemm, traffic)
 
-    def lane(self) -> tuple[Memory, Memory, Slice]:
+    def lane(self) -> tuple[Buffer, DeviceMemory, Slice]:
         """The source and the target of copy streams, and the slice that represents the target."""
         if self._lane is None:
             source = self._filled(LANE_BYTES, self._ledger)
             if self.path == "buffer":
-                target, part = self._filled(LANE_BYTES, self._ledger), Slice("lane", "lane", 0, LANE_BYTES)
+                target: DeviceMemory = self._filled(LANE_BYTES, self._ledger)
+                part = Slice("lane", "lane", 0, LANE_BYTES)
             else:
                 height = LANE_BYTES // (16 * _LANE_WIDTH)
                 target = self._ledger.image("weights", _LANE_WIDTH, height, "float", "a profiling texture")
@@ -191,7 +193,7 @@ class Prepared:
         """Whether the launch takes too long to be measured."""
         return self.seconds > _TOO_SLOW_SECONDS
 
-    def _place(self, read: Sequence[str]) -> tuple[dict[str, Memory], int]:
+    def _place(self, read: Sequence[str]) -> tuple[dict[str, DeviceMemory], int]:
         """Memory for the weights of each turn, in different places; and the number of turns."""
         bench = self._bench
         parts = [self._slices[name] for name in read]
@@ -205,7 +207,7 @@ class Prepared:
             turns = min(turns, max(1, bench._pool_bytes // plain))
         if not parts:
             turns = 1
-        weights: dict[str, Memory] = {}
+        weights: dict[str, DeviceMemory] = {}
         at = 0
         step = bench._pool_bytes // turns // POOL_ALIGNMENT * POOL_ALIGNMENT
         for turn in range(turns):
@@ -222,7 +224,7 @@ class Prepared:
                 at += -(-size // POOL_ALIGNMENT) * POOL_ALIGNMENT
         return weights, turns
 
-    def _settle_integers(self, arena: Memory) -> None:
+    def _settle_integers(self, arena: Buffer) -> None:
         """Fill the integer tensors that the launch reads with zeros, because they may be indices into a table."""
         names = {str(arg.value) for arg in self._launch.args if arg.kind == "tensor"}
         for tensor in self._program.tensors:
@@ -292,7 +294,7 @@ class Prepared:
             RunError: the device refuses the load, or the kernel's copy stream.
         """
         count = min(_MOST_LAUNCHES, max(1, math.ceil(_BURST_SECONDS / self.seconds)))
-        if mode == "interleave":
+        if MODES[mode].by_kernels:
             return self._measure_lane(streamed_bytes, count)
         wanted = max(count, math.ceil(2 * CHUNK / streamed_bytes))
         count = min(wanted, _MOST_LAUNCHES, max(count, math.ceil(4 * _BURST_SECONDS / self.seconds)))
@@ -323,7 +325,7 @@ class Prepared:
         lane = self._bench.program(self._source.lane, options)
         steps = self._make(self._bench.program(self._source.plain, options), lane, moves)
         self._play(steps, 1)
-        return self._compare("interleave", units * unit, count, lambda: self._play(steps, count))
+        return self._compare(INTERLEAVE.name, units * unit, count, lambda: self._play(steps, count))
 
     def _compare(self, mode: TransferMode, streamed: float, count: int, loaded: Callable[[], float]) -> Measured:
         """Compare bursts: alone, loaded, alone, loaded ... alone."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,8 +26,9 @@ from flashmem.compiler.weights.slicing import Slicing
 from flashmem.program.tensors import Slice
 from flashmem.runtime.engine.steps import Command, Resources, make_steps
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import CompiledProgram, Context, Memory, event_seconds
+from flashmem.runtime.opencl.context import CompiledProgram, Context, event_seconds
 from flashmem.runtime.opencl.device import Device
+from flashmem.runtime.opencl.handles import Buffer, Texture
 from flashmem.runtime.opencl.launching import PreparedLaunch
 from flashmem.target.descriptor import DeviceDescriptor
 
@@ -86,7 +87,8 @@ class Stand:
         self.queue = self.context.queue(profiling=True)
         self._random = np.random.default_rng(0).uniform(0.5, 1.5, _BLOCK // 4).astype(np.float32)
         self._ledger = Ledger(self.context, None)
-        self._held: dict[tuple[object, ...], Memory] = {}
+        self._buffers: dict[tuple[object, ...], Buffer] = {}  # in use by one program after the other
+        self._images: dict[tuple[object, ...], Texture] = {}
         self._programs: dict[str, CompiledProgram] = {}
         self._hold: PreparedLaunch | None = None
 
@@ -103,15 +105,15 @@ class Stand:
 
     def _let_go(self) -> None:
         self._hold = None
-        self._held.clear()
+        self._buffers.clear()
+        self._images.clear()
         self._ledger.close()
         self._ledger = Ledger(self.context, None)
 
     def works(self) -> bool:
         """Whether the device still works: after some failures it refuses everything in this context."""
         try:
-            self._buffer(("probe",), POOL_ALIGNMENT)
-            self.queue.write(self._held["buffer", "probe", POOL_ALIGNMENT, "float"], self._random[:1024])
+            self.queue.write(self._buffer(("probe",), POOL_ALIGNMENT), self._random[:1024])
         except RunError:
             return False
         return True
@@ -134,19 +136,25 @@ class Stand:
         kind = np.float16 if channel == "half" else np.float32
         return self._random.astype(kind).view(np.uint8)
 
-    def _buffer(self, key: tuple[object, ...], nbytes: int, channel: str = "float") -> Memory:
-        return self._memory(("buffer", *key, nbytes, channel), lambda: self._filled(nbytes, self._content(channel)))
+    def _buffer(self, key: tuple[object, ...], nbytes: int, channel: str = "float") -> Buffer:
+        key = (*key, nbytes, channel)
+        if key not in self._buffers:
+            self._buffers[key] = self._filled(nbytes, self._content(channel))
+        return self._buffers[key]
 
-    def _filled(self, nbytes: int, content: NDArray[np.uint8]) -> Memory:
+    def _filled(self, nbytes: int, content: NDArray[np.uint8]) -> Buffer:
         buffer = self._ledger.buffer("weights", nbytes, "an operand")
         for start in range(0, nbytes, content.nbytes):
             self.queue.write(buffer, content[: min(content.nbytes, nbytes - start)], offset=start)
         return buffer
 
-    def _image(self, key: tuple[object, ...], part: Slice) -> Memory:
-        return self._memory(("image", *key, part.width, part.height, part.channel), lambda: self._painted(part))
+    def _image(self, key: tuple[object, ...], part: Slice) -> Texture:
+        key = (*key, part.width, part.height, part.channel)
+        if key not in self._images:
+            self._images[key] = self._painted(part)
+        return self._images[key]
 
-    def _painted(self, part: Slice) -> Memory:
+    def _painted(self, part: Slice) -> Texture:
         image = self._ledger.image("weights", part.width, part.height, part.channel, "a weight")
         pitch = part.width * TEXEL_BYTES[part.channel]
         content = self._content(part.channel)
@@ -157,11 +165,6 @@ class Stand:
             count = min(rows, part.height - first)
             self.queue.write_image(image, content, first_row=first, width=part.width, rows=count, row_pitch=pitch)
         return image
-
-    def _memory(self, key: tuple[object, ...], make: Callable[[], Memory]) -> Memory:
-        if key not in self._held:
-            self._held[key] = make()
-        return self._held[key]
 
     # -- timing
 

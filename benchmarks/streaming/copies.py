@@ -26,8 +26,9 @@ from contextlib import AbstractContextManager, nullcontext
 from benchmarks.command import Arguments, run_command
 from flashmem.base.units import parse_size
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Context, Memory
+from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.copier import Copier, CopyEvent
+from flashmem.runtime.opencl.handles import DeviceMemory
 from flashmem.runtime.opencl.shared_memory import address_of
 from flashmem.runtime.request.options import device_here
 
@@ -48,7 +49,9 @@ class Bench:
         pinned = self._ledger.buffer("staging", 2 * threads * piece, "pinned memory", host_visible=True)
         self._staging = self.copiers[0].queue.map(pinned, 2 * threads * piece)
 
-    def seconds(self, copier: Callable[[int], Copier], target: Callable[[int], tuple[Memory, int]], **ways: bool) -> float:
+    def seconds(
+        self, copier: Callable[[int], Copier], target: Callable[[int], tuple[DeviceMemory, int]], **ways: bool
+    ) -> float:
         """Copy the whole file once. `copier` is by thread; `target` maps a piece's first byte to a buffer and a byte in it."""
         left, lock = iter(range(0, FILE, self.piece)), threading.Lock()
         alone: AbstractContextManager[object] = threading.Lock() if ways.get("lock") else nullcontext()
@@ -110,10 +113,10 @@ def main() -> None:
         bench = Bench(args.device, args.threads, piece, file.fileno())
         own, one = bench.copiers.__getitem__, lambda thread: bench.copiers[0]
 
-        def in_slice(first: int) -> tuple[Memory, int]:
+        def in_slice(first: int) -> tuple[DeviceMemory, int]:
             return bench.slices[first // SLICE], first % SLICE
 
-        def in_piece(first: int) -> tuple[Memory, int]:
+        def in_piece(first: int) -> tuple[DeviceMemory, int]:
             return bench.pieces[first // piece], 0
 
         ways: dict[str, Callable[[], float]] = {

@@ -43,7 +43,7 @@ from flashmem.base.types import MemoryPath, Precision, TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.program.program import Program
 from flashmem.runtime.engine.opened import planned_variant
-from flashmem.runtime.opencl.context import Event
+from flashmem.runtime.opencl.handles import Event
 from flashmem.runtime.request.compatibility import usable_modes
 from flashmem.runtime.request.options import device_here, find_descriptor
 from flashmem.runtime.streaming import loader

@@ -32,7 +32,6 @@ def plan_within(
     measure: Measure,
     *,
     preload: Collection[str] = (),
-    lambda_: float = 0.9,
     quick: bool = False,
 ) -> tuple[OverlapPlan, Instance]:
     """The latency plan for the largest M_peak found with `measure(plan) <= budget`, and the instance with that M_peak.
@@ -47,23 +46,11 @@ def plan_within(
         instance,
         budget,
         measure,
-        lambda limited: first_plan(limited, preload, lambda_=lambda_, quick=quick),
+        lambda limited: first_plan(limited, preload, quick=quick),
         smallest_m_peak(instance, preload),
         chosen,
     )
     return plan, replace(instance, m_peak=plan.m_peak)
-
-
-def roomiest(instance: Instance, plan: OverlapPlan, room: int | None) -> Instance:
-    """`instance` with the largest M_peak that any plan with the W of `plan` can use in `room` bytes (None: no limit).
-
-    `room` covers W and the bytes in flight. A bound proven for less memory does not hold for plans with more.
-    """
-    everything = 2 * sum(w.nbytes for w in instance.weights)  # some modes keep two copies of a slice
-    if room is None:
-        return replace(instance, m_peak=max(1, everything, plan.m_peak))
-    resident = sum(w.nbytes for w in plan.weights if w.preload)
-    return replace(instance, m_peak=max(plan.m_peak, min(everything, room - resident)))
 
 
 def with_staging_that_fits(

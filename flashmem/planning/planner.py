@@ -12,12 +12,12 @@ from flashmem.base.types import TransferMode
 from flashmem.planning.budget import with_staging_that_fits
 from flashmem.planning.instance import build_instance
 from flashmem.planning.latency.tiers import with_pinned
-from flashmem.planning.limits import Limits
 from flashmem.planning.objectives.registry import objective_of
 from flashmem.planning.portfolio import strategy_plan
 from flashmem.planning.pose import staged_within, with_host_budget
 from flashmem.planning.problem import Problem
 from flashmem.program.program import Program
+from flashmem.request.limits import Limits
 from flashmem.schedule.check import check
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan
@@ -95,6 +95,7 @@ def sealed(problem: Problem, plan: OverlapPlan) -> OverlapPlan:
     """
     plan = objective_of(plan.objective_kind).bounded(problem, plan)
     plan = with_pinned(problem.instance, plan)
-    plan = replace(plan, m_peak=max(problem.in_flight(plan), problem.limits.m_peak or plan.m_peak))
+    given = problem.limits.m_peak
+    plan = replace(plan, m_peak=max(problem.in_flight(plan), given or plan.m_peak), m_peak_given=given)
     check(plan, replace(problem.instance, m_peak=plan.m_peak))
     return plan

@@ -2,8 +2,8 @@
 
 The planner's own plan is the fastest one that reads whole slices in order of use. A different order can gain a little: where a
 slice does not fit yet, a smaller slice of a later layer may fit. So simpler strategies compete, and win if the clock predicts
-an earlier answer, or if they fit where the planner's own plan does not. They do not support lambda, so they compete only at
-lambda 0. The last member has large slices in W.
+an earlier answer, or if they fit where the planner's own plan does not. The last member has large slices in W. With lambda, the
+plan that won is replaced by a leaner one (`latency.front`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from flashmem.planning.arithmetic.measure import Measure
 from flashmem.planning.baselines import Baseline, WeightedOperator, operators_of
 from flashmem.planning.budget import plan_within
 from flashmem.planning.latency.first_answer import first_plan
+from flashmem.planning.latency.front import leaner, sooner
 from flashmem.planning.problem import Problem
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan, Strategy
@@ -48,12 +49,10 @@ class Rival:
         return replace(made, strategy="stream", member=self.strategy, notes=(*made.notes, why))
 
 
-def fastest(instance: Instance, operators: Sequence[WeightedOperator], preload: frozenset[str], lambda_: float) -> OverlapPlan:
+def fastest(instance: Instance, operators: Sequence[WeightedOperator], preload: frozenset[str]) -> OverlapPlan:
     """The plan with the earliest first answer inside M_peak."""
-    best = first_plan(instance, preload, lambda_=lambda_)
-    if lambda_:
-        return best
-    asked = [Baseline(strategy, operators, preload, lambda_) for strategy in IN_FLIGHT]
+    best = first_plan(instance, preload)
+    asked = [Baseline(strategy, operators, preload, 0.0) for strategy in IN_FLIGHT]
     return _soonest(instance, best, [Rival(each.strategy, partial(each.plan, instance)) for each in asked])
 
 
@@ -63,7 +62,6 @@ def fastest_within(
     budget: int,
     measure: Measure,
     preload: frozenset[str],
-    lambda_: float,
     *,
     fixed: int = 0,
     counts_w: bool = True,
@@ -77,13 +75,13 @@ def fastest_within(
     Raises:
         BudgetError: no plan fits; the error names the smallest budget that works.
     """
-    asked = [Baseline(strategy, operators, preload, lambda_, fixed) for strategy in (IN_ALL if counts_w else IN_FLIGHT)]
+    asked = [Baseline(strategy, operators, preload, 0.0, fixed) for strategy in (IN_ALL if counts_w else IN_FLIGHT)]
     rivals = [Rival(each.strategy, partial(each.within, instance, budget, measure)) for each in asked]
     try:
-        best, inside = plan_within(instance, budget, measure, preload=preload, lambda_=lambda_)
+        best, inside = plan_within(instance, budget, measure, preload=preload)
     except BudgetError as refused:
         return _of_those_that_fit(rivals, refused)
-    return best if lambda_ else _soonest(inside, best, rivals)
+    return _soonest(inside, best, rivals)
 
 
 def _of_those_that_fit(rivals: Iterable[Rival], refused: BudgetError) -> OverlapPlan:
@@ -113,18 +111,26 @@ def _soonest(instance: Instance, best: OverlapPlan, rivals: Iterable[Rival]) -> 
 
 
 def soonest_plan(problem: Problem) -> OverlapPlan:
-    """The plan with the earliest first answer. If only M_peak is limited, slices too large for it are in W.
+    """The plan with the earliest first answer, or within the average memory that lambda permits.
 
     Raises:
         BudgetError: no plan fits.
         UserError: an unknown name to preload.
     """
+    plan, lambda_, limit, measure = _fastest_plan(problem), problem.limits.resolved_lambda, problem.limit, problem.measure
+    if not lambda_:
+        return plan
+    return leaner(problem.instance, plan, lambda_, lambda each: limit is None or measure(each) <= limit, problem.roomiest)
+
+
+def _fastest_plan(problem: Problem) -> OverlapPlan:
+    """The plan with the earliest first answer. If only M_peak is limited, slices too large for it are in W."""
     instance, preload, limit, measure = problem.instance, problem.asked, problem.limit, problem.measure
-    operators, lambda_ = operators_of(problem.program), problem.limits.resolved_lambda
+    operators = operators_of(problem.program)
     if limit is None:
-        return fastest(instance, operators, preload, lambda_)
+        return fastest(instance, operators, preload)
     if problem.limits.m_peak is None:
-        return fastest_within(instance, operators, limit, measure, preload, lambda_, fixed=problem.fixed)
+        return fastest_within(instance, operators, limit, measure, preload, fixed=problem.fixed)
     refused: BudgetError | None = None
     streamed: OverlapPlan | None = None  # the plan that streams every slice that can be streamed
     for part in (1, *(_TOO_LARGE if instance.w_may_grow else ())):
@@ -132,14 +138,14 @@ def soonest_plan(problem: Problem) -> OverlapPlan:
         if part > 1 and not large:
             continue
         try:
-            plan = fastest_within(instance, operators, limit, measure, preload | large, lambda_, counts_w=False)
+            plan = fastest_within(instance, operators, limit, measure, preload | large, counts_w=False)
         except BudgetError as error:
             refused = refused or error
             continue
         if not large:
-            if plan.gap <= _WORTH_W:
-                return plan
-            streamed = plan
+            streamed = sooner(instance, plan, lambda each: measure(each) <= limit)
+            if streamed.gap <= _WORTH_W:
+                return streamed
             continue
         if streamed is not None and plan.objective >= streamed.objective * (1 - _WORTH_W):
             return streamed

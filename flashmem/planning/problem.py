@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from flashmem.base.errors import UserError
 from flashmem.base.types import TransferMode
 from flashmem.planning.arithmetic.measure import Measure, in_flight_measure, session_measure
-from flashmem.planning.limits import Limits
 from flashmem.program.program import Program, fixed_bytes
+from flashmem.request.limits import Limits
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan
 
@@ -70,3 +70,21 @@ class Problem:
     def staged_as(self, plan: OverlapPlan) -> Problem:
         """The problem with the staging that `plan` was made with."""
         return self.of(replace(self.instance, piece_bytes=plan.piece_bytes, loader_threads=plan.loader_threads))
+
+    def roomiest(self, plan: OverlapPlan) -> Instance:
+        """The instance with the largest M_peak that any plan with the W of `plan` can have within the limits."""
+        if self.limits.m_peak is not None:
+            return replace(self.instance, m_peak=max(self.limits.m_peak, plan.m_peak))
+        return roomiest(self.instance, plan, None if self.limits.budget is None else self.limits.budget - self.fixed)
+
+
+def roomiest(instance: Instance, plan: OverlapPlan, room: int | None) -> Instance:
+    """`instance` with the largest M_peak that any plan with the W of `plan` can use in `room` bytes (None: no limit).
+
+    `room` covers W and the bytes in flight. A bound proven for less memory does not hold for plans with more.
+    """
+    everything = 2 * sum(w.nbytes for w in instance.weights)  # some modes keep two copies of a slice
+    if room is None:
+        return replace(instance, m_peak=max(1, everything, plan.m_peak))
+    resident = sum(w.nbytes for w in plan.weights if w.preload)
+    return replace(instance, m_peak=max(plan.m_peak, min(everything, room - resident)))

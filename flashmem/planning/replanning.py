@@ -11,11 +11,12 @@ from dataclasses import replace
 
 from flashmem.base.types import TransferMode
 from flashmem.planning.arithmetic.measure import session_measure
-from flashmem.planning.budget import plan_within, roomiest, with_staging_that_fits
+from flashmem.planning.budget import plan_within, with_staging_that_fits
 from flashmem.planning.latency.first_answer import first_plan, judged, smallest_m_peak
 from flashmem.planning.latency.later_runs import ladder, leanest, serving_later_runs, with_kept
 from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.pose import staged_least, staged_within
+from flashmem.planning.problem import roomiest
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.schedule.check import check
 from flashmem.schedule.instance import Instance
@@ -40,7 +41,7 @@ def plan_again(
     measure = session_measure(program, mode)
 
     def within(staged: Instance) -> OverlapPlan:
-        return plan_within(staged, budget, measure, preload=preload, lambda_=0.0, quick=True)[0]
+        return plan_within(staged, budget, measure, preload=preload, quick=True)[0]
 
     instance, plan = with_staging_that_fits(staged_within(instance, budget), budget, within)
     least = smallest_m_peak(instance, preload)[0]

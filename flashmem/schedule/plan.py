@@ -12,7 +12,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from flashmem.base.types import Channel, TransferMode
+from flashmem.base.units import format_size
 from flashmem.program.tensors import Slice
+from flashmem.schedule.modes import MAP, MODES
+from flashmem.schedule.modes.kind import TransferKind
 from flashmem.schedule.objectives import KINDS, ObjectiveKind
 
 Units = Literal["share", "printed"]
@@ -199,7 +202,7 @@ class OverlapPlan:
     M_peak holds in transfer `mode`; large slices pass through staging in pieces of `piece_bytes`. `objective` is the value of
     `objective_kind`. `bound` is proven for the plans of `bound_scope`, within the given limits: lambda, and `bound_within`
     bytes in flight, None for any. `gap` = (objective - bound) / max(|objective|, 1e-9). `expected_slowdown` is predicted
-    latency over the latency with no memory limit, minus 1.
+    latency over the latency with no memory limit, minus 1. `m_peak_given`: M_peak as the user gave it; it does not limit W.
     """
 
     objective_kind: str
@@ -219,18 +222,24 @@ class OverlapPlan:
     layouts: dict[str, PoolLayout] = field(default_factory=dict)  # by transfer mode
     strategy: Strategy = "stream"
     member: Member = "stream"
-    mode: TransferMode = "map"
+    mode: TransferMode = MAP.name
     relaxed: tuple[tuple[int, int], ...] = ()
     piece_bytes: int = PASSING_BYTES
     units: Units = "printed"
     loader_threads: int = LOADER_THREADS
     shares_memory: bool = True  # host and device, of the plan's device
     bound_within: int | None = None
+    m_peak_given: int | None = None
 
     @property
     def kind(self) -> ObjectiveKind:
         """The objective."""
         return KINDS[self.objective_kind]
+
+    @property
+    def transfer(self) -> TransferKind:
+        """What its transfer mode is."""
+        return MODES[self.mode]
 
     @property
     def prices(self) -> tuple[float, float]:
@@ -253,7 +262,8 @@ class OverlapPlan:
     def proof(self) -> str:
         """The status and the objective of the plan as a readable text."""
         proven = f", gap {self.gap:.2%}" if not self.status.startswith("optimal") and self.bound > 0 else ""
-        return f"{self.status} for {self.kind.what}{proven}"
+        beyond = f", with {format_size(self.resident_bytes)} in W, beyond M_peak" if self.passes_m_peak else ""
+        return f"{self.status} for {self.kind.what}{proven}{beyond}"
 
     @property
     def gap(self) -> float:
@@ -267,10 +277,20 @@ class OverlapPlan:
         return tuple(raised.get(layer, chunks) for layer, chunks in enumerate(self.capacities, start=1))
 
     @property
+    def resident_bytes(self) -> int:
+        """Bytes of W."""
+        return sum(w.nbytes for w in self.weights if w.preload)
+
+    @property
+    def passes_m_peak(self) -> bool:
+        """Whether W alone has more bytes than the M_peak that the user gave."""
+        return self.m_peak_given is not None and self.resident_bytes > self.m_peak_given
+
+    @property
     def preload_ratio(self) -> float:
         """Bytes of W over bytes of all weights."""
         total = sum(w.nbytes for w in self.weights)
-        return sum(w.nbytes for w in self.weights if w.preload) / total if total else 0.0
+        return self.resident_bytes / total if total else 0.0
 
     @property
     def distance_ratio(self) -> float:

@@ -20,7 +20,7 @@ from flashmem.schedule.plan import OverlapPlan, PlannedWeight, TextureSlot
 from tests.planning.oracle.first import FirstCase, fastest, first_case, first_findings
 from tests.planning.oracle.paper import PaperCase, best_cost, paper_case, paper_findings
 from tests.planning.oracle.slots import SlotCase, slot_case, slot_findings
-from tests.support.planning_instances import layers_of
+from tests.support.planning_instances import layers_of, plan_at
 
 
 @st.composite
@@ -78,7 +78,7 @@ def test_a_bound_for_the_first_answer_holds_for_plans_that_hold_more_than_this_o
     layers = tuple(replace(layer, seconds=each) for layer, each in zip(layers_of([0, 0, 2, 1]), (1, 8, 1, 3), strict=True))
     instance = Instance(layers, weights, 4, 34, 1.0, mode="dma", host_bandwidth=2.0, piece_bytes=3)
     for step in range(5):
-        plan = first_plan(instance, lambda_=step / 4)
+        plan = plan_at(instance, (), step / 4)
         best = fastest(instance if plan.bound_within is None else replace(instance, m_peak=plan.bound_within), frozenset())
         assert best is not None and plan.bound <= best + 1e-9
         assert plan.status == "bounded" or plan.objective <= best + 1e-9

@@ -19,6 +19,7 @@ from flashmem.planning.opg.srpt import srpt
 from flashmem.planning.why import in_flight_bytes, moved_chunks
 from flashmem.schedule.check import check
 from flashmem.schedule.instance import Instance, WeightSpec
+from flashmem.schedule.objectives import PAPER
 from flashmem.schedule.plan import OverlapPlan, PlannedWeight, PlanViolation
 from tests.support.planning_instances import instances, layers_of
 
@@ -34,7 +35,7 @@ def srpt_plan(instance: Instance) -> OverlapPlan | None:
         return None
     objective = 0.9 * sum(instance.chunks(w) for w in instance.weights if w.name in chosen) + 0.1 * found.distance(instance)
     return assemble(
-        instance, chosen, {name: parts[0][0] for name, parts in found.moves.items()}, found.moves, kind="paper", lambda_=0.9,
+        instance, chosen, {name: parts[0][0] for name, parts in found.moves.items()}, found.moves, kind=PAPER, lambda_=0.9,
         objective=objective, bound=0.0, bound_scope="problem", tier="dynamic-program", started=0.0, notes=(), base=chosen,
     )  # fmt: skip
 

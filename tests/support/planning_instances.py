@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
 
 from hypothesis import strategies as st
 
+from flashmem.planning.latency.first_answer import first_plan
+from flashmem.planning.latency.front import leaner
+from flashmem.planning.why import in_flight_bytes
 from flashmem.program.launches import Arg, Launch
 from flashmem.program.program import Program
 from flashmem.program.tensors import Slice
@@ -159,3 +163,13 @@ def program_of(instance: Instance, *, images: bool = False, fixed: int = 0) -> P
     return Program(
         "buffer", "fp32", (), (), (), tuple(slices_for(instance, images=images)), launches, (), fixed, 0, 0, total, page_bytes=1
     )
+
+
+def plan_at(instance: Instance, preload: Collection[str], lambda_: float) -> OverlapPlan:
+    """The plan for the first answer at `lambda_` inside M_peak, without a layout."""
+    plan = first_plan(instance, preload)
+    if lambda_:
+        plan = leaner(
+            instance, plan, lambda_, lambda each: max(in_flight_bytes(each), default=0) <= instance.m_peak, lambda _: instance
+        )
+    return replace(plan, m_peak=instance.m_peak)

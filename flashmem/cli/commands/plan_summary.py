@@ -22,6 +22,8 @@ def summary(plan: OverlapPlan, program: Program) -> dict[str, Any]:
         "tier": plan.tier,
         "member": plan.member,
         "preload_ratio": plan.preload_ratio,
+        "resident_bytes": plan.resident_bytes,
+        "passes_m_peak": plan.passes_m_peak,
         "distance_ratio": plan.distance_ratio,
         "expected_slowdown": plan.expected_slowdown,
         "solve_seconds": plan.solve_seconds,

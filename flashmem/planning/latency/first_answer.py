@@ -5,11 +5,6 @@ occupies its bytes permanently. Every other weight is read in order of use, as e
 whole slices in order of use no plan is faster, except for the slowdown by moves. If the disk waits for memory, backfilling
 (`filled`) changes that order. Then each release time is as late as costs no time. This takes O(n log n), so a plan can be made
 again whenever the budget changes.
-
-The parameter lambda weighs latency against average memory. Plans are made for a ladder of limits, from M_peak to the least that
-works. The value of lambda sets the allowed average between that of the fastest plan (0) and that of the smallest (1). The
-result is the fastest plan within that average. So a sweep of lambda traces the Pareto front of the ladder, and cannot pass
-either end.
 """
 
 from __future__ import annotations
@@ -45,7 +40,7 @@ def smallest_m_peak(instance: Instance, preload: Collection[str] = ()) -> tuple[
     first used at layer l + 1. Load capacities do not count, because they can be relaxed. In mode `interleave`, weights are
     moved in the layer before their use, and are in staging there as well. In other modes no plan needs less.
     """
-    return _in_use(instance, forced_preload(instance, preload), 2 if instance.mode == "interleave" else 1)
+    return _in_use(instance, forced_preload(instance, preload), instance.transfer.places_in_flight)
 
 
 def least_in_use(instance: Instance, preload: Collection[str] = ()) -> int:
@@ -76,7 +71,7 @@ def require_m_peak(instance: Instance, preload: Collection[str]) -> None:
     """
     smallest, binding = smallest_m_peak(instance, preload)
     if instance.m_peak < smallest:
-        twice = ", twice while they are moved," if instance.mode == "interleave" else ""
+        twice = ", twice while they are moved," if instance.transfer.by_kernels else ""
         raise BudgetError(
             f"M_peak of {instance.m_peak} bytes is too small: layer {binding!r} and the loads for the next layer{twice} need "
             f"{smallest} bytes in flight at once; raise the limit to {smallest} bytes or more",
@@ -97,7 +92,7 @@ def late_moves(
     the window has no other layers.
     """
     queue = sorted((w for w in instance.weights if releases[w.name]), key=lambda w: w.first_use)
-    waits = instance.mode == "interleave"
+    waits = instance.transfer.by_kernels
     opens = [
         min(w.first_use - 1, max(releases[w.name], bisect_left(clock.started, clock.loaded[w.name]) + 1 if waits else 0))
         for w in queue
@@ -203,12 +198,12 @@ def _read_and_move(instance: Instance, preload: frozenset[str], limit: int, near
     for step in range(_STEPS + 1):
         releases = earliest_releases(instance, preload, limit - (limit - least) * step // _STEPS)
         moves = moving(releases)
-        if instance.mode != "interleave" or int(held_bytes(instance, releases, moves).max()) <= limit:
+        if not instance.transfer.by_kernels or int(held_bytes(instance, releases, moves).max()) <= limit:
             break
     else:  # move every weight in the layer before its use, and read it as early as there is room
         moves = {w.name: ((w.first_use - 1, instance.chunks(w)),) for w in instance.weights if w.name not in preload}
         releases = releases_ahead(instance, preload, moves, limit)
-    releases, moves = filled(instance, releases, moves, limit, None if instance.mode == "interleave" else moving)
+    releases, moves = filled(instance, releases, moves, limit, None if instance.transfer.by_kernels else moving)
     releases, clock = final_releases(TimingModel(instance, moves), preload, releases)
     return releases, moves, clock
 
@@ -219,81 +214,63 @@ _STEPS = 8
 
 @dataclass(frozen=True)
 class LimitedDecisions:
-    """The decisions of `read_and_move` inside `limit` bytes, and the average bytes of weights in memory during a session."""
+    """The decisions of `read_and_move` inside some bytes, and the average bytes of weights in memory during a session."""
 
-    limit: int
     releases: dict[str, int]
     moves: Moves
     clock: Clock
     held: int  # maximum, outside W
     average: int
-    left: int  # bytes in flight that lambda permits, at most M_peak: the bound is proven for plans within them
 
 
 def candidate(instance: Instance, preload: frozenset[str], limit: int) -> LimitedDecisions:
-    """The plan inside `limit` bytes. Places are allocated for the whole session; in mode `map` pages are not."""
+    """The plan inside `limit` bytes."""
     releases, moves, clock = read_and_move(instance, preload, limit)
     held = int(held_bytes(instance, releases, moves).max(initial=0))
-    resident = sum(w.nbytes for w in instance.weights if w.name in preload)
-    average = held
-    if instance.mode == "map" and clock.seconds:
-        entered = (
-            (clock.done[w.last_use - 1] - max(instance.opening_seconds, clock.read[w.name])) * w.nbytes
-            for w in instance.weights if w.name in moves
-        )  # fmt: skip
-        average = round(sum(entered) / clock.seconds)
-    return LimitedDecisions(limit, releases, moves, clock, held, resident + average, limit)
+    return LimitedDecisions(releases, moves, clock, held, average_bytes(instance, releases, moves, clock))
 
 
-def traced(instance: Instance, preload: frozenset[str], lambda_: float, *, quick: bool = False) -> LimitedDecisions:
-    """The fastest candidate within the average memory that lambda permits, between that of the fastest and of the smallest.
+def average_bytes(instance: Instance, releases: Mapping[str, int], moves: Moves, clock: Clock) -> int:
+    """Bytes of weights in memory, on average over the first run.
 
-    The ladder of limits is the same for every lambda, so latency never falls and the average never rises with lambda. For many
-    weights, or if `quick`, only the plan for the limit at lambda is made.
+    Places are allocated for the whole session, so W and the most bytes in flight count in full. In mode `map` pages are not.
     """
+    resident = sum(w.nbytes for w in instance.weights if w.name not in moves)
+    if not instance.transfer.by_pages or not clock.seconds:
+        return resident + int(held_bytes(instance, releases, moves).max(initial=0))
+    entered = (
+        (clock.done[w.last_use - 1] - max(instance.opening_seconds, clock.read[w.name])) * w.nbytes
+        for w in instance.weights if w.name in moves
+    )  # fmt: skip
+    return resident + round(sum(entered) / clock.seconds)
+
+
+def fastest_decisions(instance: Instance, preload: frozenset[str], *, quick: bool = False) -> LimitedDecisions:
+    """The candidate with the earliest answer inside M_peak. For many weights, or if `quick`, only that for all of M_peak."""
     smallest, _ = smallest_m_peak(instance, preload)
-
-    def rung(most: int, share: float) -> LimitedDecisions:
-        return candidate(instance, preload, most - int((most - smallest) * share))
-
-    if quick or len(instance.weights) > (_LADDER_WEIGHTS if lambda_ else _THOROUGH_WEIGHTS):
-        copies = 2 if instance.mode == "interleave" else 1
+    if quick or len(instance.weights) > _THOROUGH_WEIGHTS:
+        copies = instance.transfer.places_in_flight
         streamed = copies * sum(w.nbytes for w in instance.weights if w.name not in preload)
-        return rung(min(instance.m_peak, max(smallest, streamed)), lambda_)
+        return candidate(instance, preload, min(instance.m_peak, max(smallest, streamed)))
     roomy = candidate(instance, preload, instance.m_peak)
-    if instance.m_peak <= smallest:
+    if instance.m_peak <= smallest or roomy.clock.seconds <= fastest_seconds(instance, preload) * (1 + _TIE):
         return roomy
-    if not lambda_ and roomy.clock.seconds <= fastest_seconds(instance, preload) * (1 + _TIE):
-        return roomy
-    resident = sum(w.nbytes for w in instance.weights if w.name in preload)
     most = max(smallest, roomy.held)
-    family = [roomy, *(rung(most, step / _RUNGS) for step in range(1, _RUNGS + 1))]
-
-    def order(one: LimitedDecisions) -> tuple[float, int]:
-        return one.clock.seconds, one.average
-
-    fastest, least = min(family, key=order), min(one.average for one in family)
-    allowed = least + int((fastest.average - least) * (1 - lambda_))
-    chosen = min((one for one in family if one.average <= allowed), key=order)
-    # If places are always allocated, the average limits the bytes in flight; the average of pages does not.
-    left = instance.m_peak if not lambda_ or instance.mode == "map" else allowed - resident
-    return replace(chosen, left=min(instance.m_peak, left))
+    steps = [candidate(instance, preload, most - int((most - smallest) * step / _RUNGS)) for step in range(1, _RUNGS + 1)]
+    return min((roomy, *steps), key=lambda one: (one.clock.seconds, one.average))
 
 
 _RUNGS = 10
 """Steps of the ladder below the plan with the largest limit."""
 
-_LADDER_WEIGHTS, _THOROUGH_WEIGHTS = 1500, 64
-"""The most weights for which all limits are tried, above lambda 0 and at 0. There, the largest limit is nearly always
-fastest."""
+_THOROUGH_WEIGHTS = 64
+"""The most weights for which all limits are tried. The largest limit is nearly always fastest."""
 
 
-def first_plan(instance: Instance, preload: Collection[str] = (), *, lambda_: float = 0.0, quick: bool = False) -> OverlapPlan:
-    """The fastest plan inside M_peak (or the part that lambda permits); `objective` and `bound` are integrated latency in
-    seconds.
+def first_plan(instance: Instance, preload: Collection[str] = (), *, quick: bool = False) -> OverlapPlan:
+    """The fastest plan inside M_peak; `objective` and `bound` are integrated latency in seconds.
 
-    The bound holds at least for every plan of this W inside M_peak, or the part that lambda permits: see `judged`. `quick`: as
-    in `traced`.
+    The bound holds at least for every plan of this W inside M_peak: see `judged`. `quick`: as in `fastest_decisions`.
 
     Raises:
         BudgetError: M_peak is below `smallest_m_peak`.
@@ -301,9 +278,9 @@ def first_plan(instance: Instance, preload: Collection[str] = (), *, lambda_: fl
     begun = time.monotonic()
     require_m_peak(instance, preload)
     chosen = forced_preload(instance, preload)
-    made = traced(instance, chosen, lambda_, quick=quick)
-    return judged(replace(instance, m_peak=made.left), assemble(
-        instance, chosen, made.releases, made.moves, kind=FIRST, lambda_=lambda_, objective=made.clock.seconds, bound=0.0,
+    made = fastest_decisions(instance, chosen, quick=quick)
+    return judged(instance, assemble(
+        instance, chosen, made.releases, made.moves, kind=FIRST, lambda_=0.0, objective=made.clock.seconds, bound=0.0,
         bound_scope="resident-set", tier="greedy", started=begun, base=chosen, asked=preload,
         notes=("read in use order, as early as M_peak permits, but where the disk would wait",),
     ))  # fmt: skip

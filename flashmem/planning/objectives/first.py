@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
-from flashmem.planning.budget import roomiest
 from flashmem.planning.latency.first_answer import judged
 from flashmem.planning.latency.later_runs import (
     by_later_runs,
@@ -17,7 +15,6 @@ from flashmem.planning.latency.later_runs import (
 from flashmem.planning.objectives.objective import Objective
 from flashmem.planning.portfolio import soonest_plan
 from flashmem.planning.problem import Problem
-from flashmem.schedule.instance import Instance
 from flashmem.schedule.objectives import FIRST, ObjectiveKind
 from flashmem.schedule.plan import OverlapPlan
 
@@ -53,15 +50,7 @@ class FirstAnswer(Objective):
 
         With lambda, its bound is already that for the memory which lambda leaves.
         """
-        return plan if problem.limits.resolved_lambda else judged(_roomiest(problem, plan), plan)
-
-
-def _roomiest(problem: Problem, plan: OverlapPlan) -> Instance:
-    """The instance with the largest M_peak that any plan with the same W can have within the user's limits."""
-    instance, limits = problem.instance, problem.limits
-    if limits.m_peak is not None:
-        return replace(instance, m_peak=max(limits.m_peak, plan.m_peak))
-    return roomiest(instance, plan, None if limits.budget is None else limits.budget - problem.fixed)
+        return plan if problem.limits.resolved_lambda else judged(problem.roomiest(plan), plan)
 
 
 OBJECTIVE: Objective = FirstAnswer()

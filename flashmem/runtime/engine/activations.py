@@ -14,14 +14,15 @@ from flashmem.bundle.checksums import checksum
 from flashmem.program.program import SMALL_OUTPUT, copied_outputs, output_bytes, scratch_bytes
 from flashmem.program.tensors import Port, Tensor, array_bytes, numpy_dtype
 from flashmem.runtime.engine.device_state import DeviceInUse
-from flashmem.runtime.engine.given_arrays import Input, on_host
+from flashmem.runtime.engine.given_arrays import Input
 from flashmem.runtime.engine.opened import OpenedBundle
 from flashmem.runtime.engine.output_values import OutputValue
-from flashmem.runtime.engine.ports import from_device, gather_rows, to_device
+from flashmem.runtime.engine.ports import from_device, gather_rows, on_host, to_device
 from flashmem.runtime.memory.arena import Bytes, move_out, new_pages
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.memory.output_pages import OutputPages
-from flashmem.runtime.opencl.context import Event, Memory, Queue
+from flashmem.runtime.opencl.context import Queue
+from flashmem.runtime.opencl.handles import Buffer, Event
 
 Array = NDArray[Any]
 
@@ -62,8 +63,8 @@ class Activations:
         }
         self._host: Bytes | None = None  # the arena in host memory, if the device uses host memory
         self._in_place = False  # whether kernels and the host use the same bytes of it
-        self.arena: Memory | None
-        self.constants: Memory | None
+        self.arena: Buffer | None
+        self.constants: Buffer | None
         if beside is None:
             self.arena, self.constants = self._make_arena(), self._make_constants()
             self._in_place = device.device.coherent and self._is_mapped_in_place(queue)
@@ -87,7 +88,7 @@ class Activations:
             if port.tensor is not None
         ]
 
-    def _make_arena(self) -> Memory:
+    def _make_arena(self) -> Buffer:
         program, what = self._opened.program, "the activation arena"
         if not program.hands_over:
             return self._ledger.buffer("arena", program.arena_bytes, what)
@@ -96,7 +97,7 @@ class Activations:
 
     def _is_mapped_in_place(self, queue: Queue) -> bool:
         """Whether the driver maps the arena where the host has it, so that there is no other copy of it. Raises RunError."""
-        if self._host is None:
+        if self._host is None or self.arena is None:
             return False
         view = queue.map(self.arena, self._host.nbytes)
         try:
@@ -115,7 +116,7 @@ class Activations:
             views[name] = place.view(tensor.dtype)[: prod(tensor.shape)].reshape(tensor.shape)
         return views
 
-    def _make_constants(self) -> Memory | None:
+    def _make_constants(self) -> Buffer | None:
         nbytes = self._opened.program.constants_bytes
         return self._ledger.buffer("constants", nbytes, "the constants", host_visible=True) if nbytes else None
 
@@ -170,7 +171,12 @@ class Activations:
             self._write(gather.tensor, rows)
 
     def _write_input(self, tensor: Tensor, data: Input) -> None:
-        if isinstance(data, OutputValue) and data.queue is self._queue and data.stored == np.dtype(tensor.dtype):
+        if (
+            isinstance(data, OutputValue)
+            and data.memory is not None
+            and data.queue is self._queue
+            and data.stored == np.dtype(tensor.dtype)
+        ):
             self._queue.copy(data.memory, self._ports[tensor.name], data.nbytes)
         else:
             self._write(tensor.name, to_device(tensor, on_host(data)))
@@ -224,6 +230,7 @@ class Activations:
 
     def keep(self, port: Port, value: OutputValue) -> Event:
         """Copy an output after the enqueued launches to `value`, on the device; the event completes with the copy."""
+        assert value.memory is not None
         return self._queue.copy(self._ports[str(port.tensor)], value.memory, value.nbytes)
 
     def outputs(self, ports: Sequence[Port], read: Mapping[str, Array]) -> dict[str, Array]:
@@ -297,7 +304,7 @@ class Activations:
 
     def _hand_over(self, ports: Sequence[Port]) -> dict[str, Array]:
         """Outputs as arrays over their pages of the arena. Nothing can be read from the arena before the next run."""
-        if self._host is None or not ports:
+        if self._host is None or self.arena is None or not ports:
             return {}
         queue, places = self._queue, [self._pages[port.name] for port in ports]
         if self._in_place:

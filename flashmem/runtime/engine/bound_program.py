@@ -20,7 +20,8 @@ from flashmem.runtime.engine.steps import KernelSource, Resources, Step, make_st
 from flashmem.runtime.engine.weight_store import WeightStore
 from flashmem.runtime.kernels.steady import needed_residents, usable_launches
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Kernel, Memory, Queue
+from flashmem.runtime.opencl.context import Queue
+from flashmem.runtime.opencl.handles import DeviceMemory, KernelObject
 from flashmem.runtime.streaming.interleaved import needed_slices
 from flashmem.schedule.loads import staying
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
@@ -48,7 +49,7 @@ class _Either:
     def __init__(self, one: NamedKernels, other: KernelSource) -> None:
         self._one, self._other = one, other
 
-    def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
+    def kernel(self, name: str, arguments: Sequence[Any]) -> KernelObject:
         """A new kernel object with its arguments set. Raises RunError."""
         return (self._one if name in self._one else self._other).kernel(name, arguments)
 
@@ -121,7 +122,7 @@ class BoundKernels:
 
     def _moves_no_more(self) -> frozenset[str]:
         """The slices that the kernels of later runs do not copy."""
-        return staying(self._weights.plan) if self._opened.mode == "interleave" else frozenset()
+        return staying(self._weights.plan) if self._opened.transfer.by_kernels else frozenset()
 
     def bind_steady(self, steady: Sequence[SteadyLaunch], kernels: NamedKernels) -> Steady:
         """The launches of later runs: `steady` ones with kernels from `kernels`, the others unchanged.
@@ -137,7 +138,7 @@ class BoundKernels:
         moves, before = opened.moves(plan), opened.moves(bound_for)
         parts = {joined.name: joined.parts for joined in opened.program.joined}
         wholes = {str(arg.value) for each in steady for arg in each.launch.args if arg.value in parts}
-        found: dict[str, Memory | None] = {name: weights.joined(name, parts[name]) for name in wholes}
+        found: dict[str, DeviceMemory | None] = {name: weights.joined(name, parts[name]) for name in wholes}
         joined = {name: memory for name, memory in found.items() if memory is not None}
         resources = replace(self._resources, weights={**self._resources.weights, **joined})
         instead: dict[int, Launch | None] = {}

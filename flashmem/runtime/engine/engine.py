@@ -1,7 +1,7 @@
 """The engine: a model on a device, and one run of it from inputs to outputs.
 
-A `Session` is an engine with one model and its own budget. A `Runtime` has an engine for each model (`serving.loaded_model`),
-and an arbiter that divides one budget among them.
+A `Session` has an engine whose runs have its own budget (`BoundMemory`). A `Runtime` has one for each model
+(`serving.loaded_model`), and an arbiter that grants runs their memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from time import perf_counter
 from types import MappingProxyType, TracebackType
-from typing import Any
+from typing import Any, final
 
 from numpy.typing import NDArray
 
@@ -22,24 +22,23 @@ from flashmem.base.interrupts import held_back
 from flashmem.base.threads import call_each, started
 from flashmem.base.units import format_size
 from flashmem.program.tensors import Port
+from flashmem.runtime.engine.bindings import Bindings
 from flashmem.runtime.engine.bound_program import BoundProgram
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.failures import RequestError, said, why_closed
 from flashmem.runtime.engine.given_arrays import Input
-from flashmem.runtime.engine.opened import Kernels, OpenedBundle, PlannedVariant
+from flashmem.runtime.engine.opened import OpenedBundle, PlannedVariant
 from flashmem.runtime.engine.output_values import OutputValue
 from flashmem.runtime.engine.report import Latency, MemoryUse, RunReport
 from flashmem.runtime.engine.run import Executed, Run, RunMemory
-from flashmem.runtime.engine.stopping import RunStoppedError
-from flashmem.runtime.engine.warm_up import WarmUp
-from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Queue
+from flashmem.runtime.engine.stopping import UNCONTROLLED, RunControl, RunStoppedError
 from flashmem.schedule.loads import Load, Schedule, TimedInterval
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
 
 Array = NDArray[Any]
 
 
+@final
 class Engine:
     """The engine of a model on a device: one run at a time, the prefetch of the next run, and the warm-up of later ones.
 
@@ -55,8 +54,8 @@ class Engine:
             apart: build kernels that no cache has in child processes.
             warm_up: make steady kernels ready between runs.
         """
-        self.opened, self.device = opened, device
-        self.bound: BoundProgram | None = None
+        self.device = device
+        self.bindings = Bindings(opened, device, apart=apart, warms_up=warm_up)
         self.current: Run | None = None  # the run under way, or the next one, which has begun to load
         self.failure: str | None = None  # why it is closed
         self.steady = False  # whether the last run used steady kernels
@@ -64,82 +63,28 @@ class Engine:
         self.left: frozenset[str] = frozenset()  # outputs of the last run that can still be read
         self._direct_bytes = 0  # read past the page cache before the last run ended
         self._loads = False  # whether the last run had weights to load or to free
-        self._apart, self._warms_up = apart, warm_up
-        self._warm_up = self._new_warm_up()
-        self._kernels: dict[int, tuple[OverlapPlan, Kernels]] = {}  # by shape variant
-        self._waiting: dict[int, tuple[BoundProgram, WarmUp | None]] = {}  # other shape variants bound in the same memory
         self._process = os.getpid()
         self._finalizer: weakref.finalize[..., object] | None = None
 
-    def _new_warm_up(self) -> WarmUp | None:
-        if not self._warms_up or not self.opened.program.steady:
-            return None
-        return WarmUp(self.opened, self.device, apart=self._apart)
+    @property
+    def opened(self) -> OpenedBundle:
+        """The shape variant that runs."""
+        return self.bindings.opened
 
-    def kernels_for(self, plan: OverlapPlan) -> Kernels:
-        """The kernels for runs of `plan`. They depend on the plan where they copy weights.
-
-        Raises:
-            UserError: the kernels compute in half precision, and the device does not.
-            RunError: the driver refuses them.
-        """
-        index = self.opened.bundle.index
-        if index in self._kernels:
-            planned, kernels = self._kernels[index]
-            if self.opened.mode != "interleave" or planned is plan:
-                return kernels
-            kernels.close()  # a thread may still be loading kernels that only later runs use
-        kernels = Kernels(self.opened, self.device, plan, apart=self._apart)
-        self._kernels[index] = plan, kernels
-        return kernels
-
-    def bind(self, plan: OverlapPlan, layout: PoolLayout, ledger: Ledger, queue: Queue) -> None:
-        """Bind the program: allocate its memory under `plan`, and read the constants through `queue`.
-
-        Raises:
-            RunError: the device or the budget refuses; nothing is allocated then.
-        """
-        self.bound = BoundProgram(self.device, self.opened, self.kernels_for(plan), plan, layout, ledger, queue)
+    @property
+    def bound(self) -> BoundProgram | None:
+        """Its program, bound to the device; None if it is not."""
+        return self.bindings.bound
 
     def change_variant(self, opened: OpenedBundle, plan: OverlapPlan, layout: PoolLayout) -> None:
-        """Change to another shape variant of the bundle, in the memory of this one; weights of both stay resident.
-
-        Where their memory is alike, both stay bound.
+        """Change to another shape variant of the bundle (`Bindings.change_variant`).
 
         Raises:
             RunError: the device or the budget refuses; the engine can only be closed then.
         """
-        assert self.bound is not None
         self.left = frozenset()
-        if self.bound.has_room_for(opened, layout):
-            self._alternate(opened, plan, layout)
-            return
-        self.stop_ahead()
-        self._end_waiting()
-        self.opened = opened
-        self._warm_up = self._new_warm_up()
-        self.bound.change_variant(opened, self.kernels_for(plan), plan, layout)
-
-    def _alternate(self, opened: OpenedBundle, plan: OverlapPlan, layout: PoolLayout) -> None:
-        """Change to another shape variant that is, or will be, bound in the same memory."""
-        before = self.bound
-        assert before is not None
         self._stop_current()
-        self._waiting[self.opened.bundle.index] = before, self._warm_up
-        self.opened = opened
-        after, warm_up = self._waiting.pop(opened.bundle.index, (None, None))
-        if after is None:
-            warm_up, kernels = self._new_warm_up(), self.kernels_for(plan)
-            after = BoundProgram(self.device, opened, kernels, plan, layout, before.ledger, self.device.queue, before)
-        else:
-            after.take_turn(before)
-        self.bound, self._warm_up = after, warm_up
-
-    def _end_waiting(self) -> None:
-        """Drop the other shape variants that are bound."""
-        waiting, self._waiting = self._waiting, {}
-        for bound, warm_up in waiting.values():
-            call_each(None if warm_up is None else warm_up.close, bound.forget)
+        self.bindings.change_variant(opened, plan, layout)
 
     def preload(self) -> None:
         """Load the preload set W. Raises RunError when a load fails."""
@@ -156,24 +101,24 @@ class Engine:
         self,
         names: Sequence[str],
         inputs: dict[str, Input],
-        memory: RunMemory | None = None,
+        memory: RunMemory,
+        control: RunControl = UNCONTROLLED,
         *,
         since: float,
         kept: Mapping[str, OutputValue] = MappingProxyType({}),
-        stopped: Callable[[], bool] | None = None,
     ) -> tuple[list[Array], RunReport]:
         """One run.
 
         Args:
             names: the outputs to return, in this order.
             inputs: checked arrays by name. They are removed from this dict once the device has its final copy.
-            memory: grants the run its memory; None: all of it is bound already.
+            memory: grants the run its memory.
+            control: may end the run at its next launch.
             since: when the request began, in seconds of `time.perf_counter()`.
             kept: other outputs, by name, and memory on the device that they are copied to.
-            stopped: whether the run must end at the next launch; only without `memory`.
 
         Raises:
-            RequestError: the request cannot be answered, for instance because of an index outside a table. Or `stopped` ended
+            RequestError: the request cannot be answered, for instance because of an index outside a table. Or `control` ended
                 the run (RunStoppedError); its weights are freed then, and its states are torn if a launch has begun.
             BudgetError: the budget is too small for the model.
             RunError: the run failed. After any exception, the caller must call `failed`.
@@ -181,7 +126,7 @@ class Engine:
         bound = self.bound
         assert bound is not None
         self.left = frozenset()
-        program, mode = bound.opened.program, bound.opened.mode
+        program, again = bound.opened.program, bound.opened.transfer.by_kernels
         host = None if bound.opened.tier is None else bound.opened.tier.ledger
         if not self.opening_seconds:
             for ledger in (bound.ledger, host):
@@ -192,7 +137,7 @@ class Engine:
         keeping = [ports[name] for name in kept]
         with _OF_THE_REQUEST:
             bound.activations.write_inputs(inputs)
-        if memory is None or mode != "interleave":
+        if not memory.halts or not again:
             inputs.clear()  # the caller may have dropped its references
         loads: Sequence[TimedInterval] = ()
         nbytes = 0
@@ -200,7 +145,7 @@ class Engine:
         read: dict[str, Array] = {}
         done = 0
         while True:
-            executed = self._execute([*wanted, *keeping], kept, done, memory, stopped)
+            executed = self._execute([*wanted, *keeping], kept, done, memory, control)
             loads = executed.loads if not nbytes else (*loads, *executed.loads)
             nbytes += executed.nbytes
             layers += executed.layers
@@ -208,11 +153,11 @@ class Engine:
             done = executed.done
             if done == len(program.launches):
                 break
-            if memory is None:
+            if control.stops():
                 self._clear_stopped(done)
                 raise RequestError(RunStoppedError("the run was stopped"))
             memory.give_way()
-            if mode == "interleave":  # the copies that kernels made before are overwritten
+            if again:  # the copies that kernels made before are overwritten
                 done, read = 0, {}
                 bound.activations.write_inputs(inputs)
         with _OF_THE_REQUEST:
@@ -273,14 +218,7 @@ class Engine:
         if done:
             bound.states.tear()
         if self._loads:
-            self._bind_weights(bound.weights.plan, bound.weights.layout)
-
-    def _bind_weights(self, plan: OverlapPlan, layout: PoolLayout) -> None:
-        """Free the memory of all weights, and bind the program under `plan`; activations and states stay."""
-        assert self.bound is not None
-        self._end_waiting()
-        Engine.release_weights(self)
-        self.bound.rebind_weights(plan, layout, self.kernels_for(plan))
+            self.bindings.rebind_weights(bound.weights.plan, bound.weights.layout)
 
     def follow(self, variant: PlannedVariant, limit: int | None, needed: int) -> None:
         """Between two runs: change the limit of the device's budget, and bind the program under another plan, if it is one.
@@ -307,35 +245,26 @@ class Engine:
         self._stop_current()
         bound.ledger.promise(0)
         budget.limit = limit
-        self._bind_weights(variant.plan, variant.layout)
+        self.bindings.rebind_weights(variant.plan, variant.layout)
         if kept:
             bound.ledger.promise(needed)
 
     def _execute(
-        self,
-        outputs: Sequence[Port],
-        kept: Mapping[str, OutputValue],
-        done: int,
-        memory: RunMemory | None,
-        stopped: Callable[[], bool] | None,
+        self, outputs: Sequence[Port], kept: Mapping[str, OutputValue], done: int, memory: RunMemory, control: RunControl
     ) -> Executed:
         """Execute the launches after `done`, until the end or a halt."""
-        assert self.bound is not None
-        if memory is None:
-            run = self.current or self.begin(self.bound.weights.schedule())
-        elif (begun := memory.begin(done)) is not None:
-            run = begun
-        else:
+        bindings, run = self.bindings, memory.begin(done)
+        if run is None:
             return Executed((), 0, (), {}, done)
-        self.steady = done == 0 and self._warm_up is not None and self._warm_up.choose(self.bound)
+        assert bindings.bound is not None
+        self.steady = done == 0 and bindings.warm_up is not None and bindings.warm_up.choose(bindings.bound)
         self._loads = run.loader is not None
         try:
-            if memory is None:
-                return run.execute(outputs, kept, traced=self.device.traced, halted=stopped)
-            with memory.executing(run) as halted:
-                return run.execute(outputs, kept, halted=halted)
+            with memory.executing(run) as pressed:
+                return run.execute(outputs, kept, traced=self.device.traced, halted=_either(pressed, control.asked))
         finally:
             self.end()
+            memory.ended()
 
     def end(self) -> None:
         """End the current run, finished or halted."""
@@ -343,8 +272,8 @@ class Engine:
 
     def prepare(self) -> None:
         """After a run: start the warm-up of the next run's steady kernels."""
-        if self._warm_up is not None and self.bound is not None:
-            self._warm_up.begin(self.bound)
+        if self.bindings.warm_up is not None and self.bound is not None:
+            self.bindings.warm_up.begin(self.bound)
 
     def prefetch(self) -> None:
         """After a run: start the loads of the next one that wait for no launch, and the warm-up of its steady kernels.
@@ -371,7 +300,7 @@ class Engine:
         tier = self.opened.tier
         if tier is not None:
             tier.wait()
-        warm_up = self._warm_up
+        warm_up = self.bindings.warm_up
         if warm_up is not None:
             warm_up.wait()
 
@@ -379,9 +308,7 @@ class Engine:
         """End the next run's loads and the warm-up, and ignore their failures. A forked child has none of these threads."""
         if os.getpid() != self._process:
             return
-        warm_ups = [self._warm_up, *(warm_up for _, warm_up in self._waiting.values())]
-        self._warm_up = None
-        call_each(self._stop_current, *(warm_up.close for warm_up in warm_ups if warm_up is not None))
+        call_each(self._stop_current, self.bindings.close_warm_ups)
 
     def stop_with(self, owner: object) -> None:
         """Call `stop_ahead` when `owner` is garbage-collected without having closed the engine."""
@@ -390,7 +317,7 @@ class Engine:
 
     def _owner_is_gone(self) -> None:
         """Runs in any thread, with any lock held; so another thread stops the loads."""
-        if self.current is not None or self._warm_up is not None:
+        if self.current is not None or self.bindings.warm_up is not None:
             with suppress(RunError):  # the interpreter is exiting
                 started(self.stop_ahead, "flashmem-stop")
 
@@ -400,21 +327,9 @@ class Engine:
             with suppress(RunError):  # the result of these loads is not needed
                 run.stop()
 
-    def release_weights(self) -> None:
-        """Free the memory of all weights; activations stay. No run may be loading."""
-        assert self.bound is not None
-        if self._warm_up is not None:
-            self._warm_up.leave()
-        self.bound.release_weights()
-
     def unbind(self) -> None:
         """Free all memory, and stop the loads of the next run. The model can be bound again."""
-        call_each(self._stop_current, self._end_waiting, self._leave_bound)
-
-    def _leave_bound(self) -> None:
-        bound, self.bound = self.bound, None
-        if bound is not None:
-            call_each(None if self._warm_up is None else self._warm_up.leave, bound.close)
+        call_each(self._stop_current, self.bindings.unbind)
 
     def failed(self, error: BaseException) -> BaseException:
         """End a run that raised `error`. The model stays unchanged after an error of the request, and is closed otherwise.
@@ -433,8 +348,14 @@ class Engine:
                 self.failure = why
                 if self._finalizer is not None:
                     self._finalizer.detach()
-                kernels = [kernels.close for _, kernels in self._kernels.values()]
-                call_each(self.unbind, self.stop_ahead, *kernels, self.opened.close)
+                call_each(self.unbind, self.stop_ahead, self.bindings.close_kernels, self.opened.close)
+
+
+def _either(one: Callable[[], bool] | None, other: Callable[[], bool] | None) -> Callable[[], bool] | None:
+    """Whether one of two conditions holds, of which None never does."""
+    if one is None or other is None:
+        return one or other
+    return lambda: one() or other()
 
 
 class _OfTheRequest:

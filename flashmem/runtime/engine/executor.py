@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from flashmem.base.errors import FlashmemWarning, RunError
-from flashmem.runtime.engine.launch_window import LaunchOrders, LaunchWindow, SliceArguments, SliceGate, Spacing
+from flashmem.runtime.engine.launch_window import LaunchOrders as LaunchOrders
+from flashmem.runtime.engine.launch_window import LaunchWindow, SliceArguments, SliceGate, Spacing
 from flashmem.runtime.engine.prepared_steps import Part, PreparedSteps
 from flashmem.runtime.engine.steps import Step
-from flashmem.runtime.opencl.context import Event, Queue, event_seconds
+from flashmem.runtime.opencl.context import Queue, event_seconds
+from flashmem.runtime.opencl.handles import LaunchEvent
 from flashmem.runtime.opencl.launching import PreparedLaunch, Recorder, not_recorded
 from flashmem.runtime.streaming.transfer import Transfer
 from flashmem.schedule.loads import TimedInterval
@@ -199,9 +201,11 @@ class Trace:
     """When each step of a run ran on the device, of a queue with profiling."""
 
     def __init__(self) -> None:
-        self._steps: list[tuple[str, str, Event, Event]] = []
+        self._steps: list[tuple[str, str, LaunchEvent, LaunchEvent]] = []
 
-    def launch(self, queue: Queue, name: str, launches: Sequence[PreparedLaunch], waited_for: str, *, flush: bool) -> Event:
+    def launch(
+        self, queue: Queue, name: str, launches: Sequence[PreparedLaunch], waited_for: str, *, flush: bool
+    ) -> LaunchEvent:
         """Enqueue the launches of a step, each with an event; returns the last one."""
         events = [queue.launch(each) for each in launches] or [queue.marker()]
         self._steps.append((name, waited_for, events[0], events[-1]))

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from flashmem.runtime.engine.steps import Step
-from flashmem.runtime.opencl.context import Event, Kernel, Memory, Queue, has_ended, set_memory, wait
+from flashmem.runtime.opencl.context import Queue, has_ended, set_memory, wait
+from flashmem.runtime.opencl.handles import DeviceMemory, KernelObject, LaunchEvent
 from flashmem.runtime.streaming.loading import Loading
 from flashmem.runtime.streaming.transfer import Transfer
 
@@ -79,11 +80,11 @@ class LaunchWindow:
 
     def __init__(self, spacing: Spacing, orders: LaunchOrders) -> None:
         self._spacing, self._loader = spacing, orders.loader
-        self._flying: deque[tuple[int, Event]] = deque()
+        self._flying: deque[tuple[int, LaunchEvent]] = deque()
         self.last = self._done = orders.done
         self._since = perf_counter()  # when `_done` was complete
 
-    def add(self, layer: int, event: Event) -> None:
+    def add(self, layer: int, event: LaunchEvent) -> None:
         """Launch `layer` is enqueued, and `event` is its event."""
         self._flying.append((layer, event))
         self.last = layer
@@ -125,8 +126,8 @@ class SliceArguments:
 
     def __init__(self, queue: Queue, steps: Sequence[Step], transfer: Transfer | None) -> None:
         self.queue, self._transfer = queue, transfer
-        self._users: dict[str, list[tuple[Kernel, int]]] = {}  # by slice: arguments to set before a launch
-        self._set: dict[str, Memory] = {}  # what they were set to
+        self._users: dict[str, list[tuple[KernelObject, int]]] = {}  # by slice: arguments to set before a launch
+        self._set: dict[str, DeviceMemory] = {}  # what they were set to
         for command in (each for step in steps for each in step.commands) if transfer and transfer.binds_late else ():
             for index, name in command.slices:
                 self._users.setdefault(name, []).append((command.kernel, index))
@@ -146,7 +147,7 @@ class SliceArguments:
         if self._transfer is None or not self._users:
             return
         for name in names:
-            memory = self._transfer.memories[name]
+            memory = self._transfer.memories.get(name)
             if memory is not None and self._set.get(name) is not memory:
                 for kernel, index in self._users.get(name, ()):
                     set_memory(kernel, index, memory)

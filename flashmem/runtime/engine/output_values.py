@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from flashmem.program.tensors import ONNX_NAMES, Port, Tensor, numpy_dtype
 from flashmem.runtime.engine.device_state import DeviceInUse
-from flashmem.runtime.opencl.context import Memory, Queue
+from flashmem.runtime.opencl.context import Queue
+from flashmem.runtime.opencl.handles import Buffer
 
 Array = NDArray[Any]
 
@@ -34,7 +35,7 @@ class OutputValue:
 
     def __init__(self, host: Array | None, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         self.host, self.dtype, self.shape = host, dtype, shape
-        self.memory: Memory | None = None  # on the device
+        self.memory: Buffer | None = None  # on the device
         self.stored = dtype  # the type there
         self.queue: Queue | None = None  # commands that use `memory`
         self._where = "cpu"
@@ -66,6 +67,7 @@ class OutputValue:
         assert self.queue is not None
         data = np.empty(self.shape, self.stored)
         if data.nbytes:
+            assert self.memory is not None
             self.queue.read(data, self.memory)
         with np.errstate(over="ignore"):  # a value too large for float16 becomes infinite
             return data.astype(self.dtype, copy=False)

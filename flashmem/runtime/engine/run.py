@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from numpy.typing import NDArray
 
@@ -17,9 +17,13 @@ from flashmem.runtime.engine.bound_program import BoundProgram
 from flashmem.runtime.engine.executor import Trace
 from flashmem.runtime.engine.launch_window import LaunchOrders
 from flashmem.runtime.engine.output_values import OutputValue
-from flashmem.runtime.opencl.context import Event, wait
+from flashmem.runtime.opencl.context import wait
+from flashmem.runtime.opencl.handles import Event
 from flashmem.runtime.streaming.loading import Loading
 from flashmem.schedule.loads import Load, Schedule, TimedInterval
+
+if TYPE_CHECKING:
+    from flashmem.runtime.engine.engine import Engine
 
 Array = NDArray[Any]
 
@@ -132,13 +136,45 @@ class Run:
 
 
 class RunMemory(Protocol):
-    """The memory of one run of a model that shares its budget with others."""
+    """Where an engine's run has its memory from."""
+
+    halts: bool
+    """Whether runs may have to halt, and continue in less memory."""
 
     def begin(self, done: int) -> Run | None:
         """The run after launch `done`, with all its memory granted; None if the budget has changed meanwhile."""
 
-    def executing(self, run: Run) -> AbstractContextManager[Callable[[], bool]]:
+    def executing(self, run: Run) -> AbstractContextManager[Callable[[], bool] | None]:
         """Enter while `run` executes its launches. Yields a function: whether the run must halt before the next one."""
+
+    def ended(self) -> None:
+        """The run has ended or halted."""
 
     def give_way(self) -> None:
         """After a halt: free memory, and bind the model again within the rest."""
+
+
+class BoundMemory:
+    """The memory of a model with a budget of its own: all of it is bound already."""
+
+    halts = False
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def begin(self, done: int) -> Run:
+        """See `RunMemory`. The run may have begun to load after the last one."""
+        engine = self._engine
+        assert engine.bound is not None
+        return engine.current or engine.begin(engine.bound.weights.schedule())
+
+    def executing(self, run: Run) -> AbstractContextManager[None]:
+        """See `RunMemory`."""
+        return nullcontext()
+
+    def ended(self) -> None:
+        """See `RunMemory`."""
+
+    def give_way(self) -> None:
+        """See `RunMemory`."""
+        raise AssertionError("nothing halts it")

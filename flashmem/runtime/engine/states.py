@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 
 from flashmem.program.program import Program
 from flashmem.program.tensors import Port, State, numpy_dtype
-from flashmem.runtime.engine.given_arrays import Input, on_host
-from flashmem.runtime.engine.ports import check_inputs, from_device, to_device
+from flashmem.runtime.engine.given_arrays import Input
+from flashmem.runtime.engine.ports import check_inputs, from_device, on_host, to_device
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Memory, Queue
+from flashmem.runtime.opencl.context import Queue
+from flashmem.runtime.opencl.handles import Buffer
 
 Array = NDArray[Any]
 
@@ -30,8 +31,8 @@ class States:
         self._queue = queue
         self._states = {state.name: state for state in program.states}
         self._tensors = {tensor.name: tensor for tensor in program.tensors if tensor.memory == "states"}
-        self.memory: Memory | None = None
-        self._parts: dict[str, Memory] = {}
+        self.memory: Buffer | None = None
+        self._parts: dict[str, Buffer] = {}
         self._torn: set[str] = set()  # from a run that was stopped between two launches
         if program.states_bytes:
             self.memory = ledger.buffer("states", program.states_bytes, "the states")

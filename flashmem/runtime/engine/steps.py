@@ -12,7 +12,7 @@ import numpy as np
 from flashmem.program.launches import Arg, Launch
 from flashmem.program.program import Program as BundleProgram
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Kernel, Memory
+from flashmem.runtime.opencl.handles import Buffer, DeviceMemory, KernelObject
 from flashmem.runtime.streaming.interleaved import COPY_GROUP, CopyStream, LayerMoves
 
 _AS_THEY_ARE: Mapping[int, Launch | None] = MappingProxyType({})
@@ -26,7 +26,7 @@ class Command:
     `slices`: the arguments that are slices, by index and name.
     """
 
-    kernel: Kernel
+    kernel: KernelObject
     global_size: tuple[int, ...]
     local_size: tuple[int, ...] | None
     arguments: tuple[Any, ...]
@@ -47,17 +47,17 @@ class Resources:
     """Memory that kernel arguments refer to."""
 
     ledger: Ledger
-    arena: Memory
-    constants: Memory | None
-    weights: Mapping[str, Memory]  # None: set before a launch (`Transfer.binds_late`)
-    staged: Mapping[str, Memory]  # where streamed slices wait for the copy to their places
-    states: Memory | None = None
+    arena: Buffer
+    constants: Buffer | None
+    weights: Mapping[str, DeviceMemory | None]  # None: set before a launch (`Transfer.binds_late`)
+    staged: Mapping[str, DeviceMemory]  # where streamed slices wait for the copy to their places
+    states: Buffer | None = None
 
 
 class KernelSource(Protocol):
     """Compiled kernels."""
 
-    def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
+    def kernel(self, name: str, arguments: Sequence[Any]) -> KernelObject:
         """A new kernel object with its arguments set. Raises RunError."""
 
 
@@ -143,5 +143,7 @@ class _Binder:
         if arg.kind == "tensor":
             tensor = self._tensors[str(arg.value)]
             whole = resources.states if tensor.memory == "states" else resources.arena
+            assert whole is not None
             return resources.ledger.part(tensor.memory, whole, tensor.offset, tensor.nbytes)
+        assert resources.constants is not None
         return resources.ledger.part("constants", resources.constants, int(arg.value), arg.nbytes)

@@ -19,6 +19,27 @@ class RunStoppedError(Exception):
     """A run ended early because its caller stopped it: the model stays usable."""
 
 
+class RunControl:
+    """What may end a run before its last launch.
+
+    `asked`: what is asked before each launch; None: nothing can end the run.
+    """
+
+    __slots__ = ("asked", "cancelled", "until")
+
+    def __init__(self, until: float = math.inf, cancelled: Callable[[], bool] | None = None) -> None:
+        """`until`: the time of `time.perf_counter()` at which it ends. `cancelled`: whether its caller has cancelled it."""
+        self.until, self.cancelled = until, cancelled
+        self.asked = cancelled if until == math.inf else self.stops
+
+    def stops(self) -> bool:
+        """Whether the run must end at its next launch."""
+        return perf_counter() >= self.until or (self.cancelled is not None and self.cancelled())
+
+
+UNCONTROLLED = RunControl()
+
+
 def deadline(timeout: Any) -> float:
     """The time of `time.perf_counter()` in `timeout` seconds; infinity for None.
 

@@ -37,8 +37,9 @@ from flashmem.base.threads import Thread, Waiters, started
 from flashmem.program.kernel_text import joined_texts, kernel_texts, shuffles, uses_tensor_cores
 from flashmem.runtime.kernels.cache_files import ProgramCache, unpacked_entries
 from flashmem.runtime.kernels.required import RequiredKernel, variant
-from flashmem.runtime.opencl.context import CompiledProgram, Context, Kernel
+from flashmem.runtime.opencl.context import CompiledProgram, Context
 from flashmem.runtime.opencl.device import HALF_ARITHMETIC, Device
+from flashmem.runtime.opencl.handles import KernelObject
 
 Build = Callable[[Mapping[str, RequiredKernel]], Mapping[str, bytes]]
 """Builds kernels, writes them to the cache, and returns the binaries by key. Raises RunError."""
@@ -277,7 +278,7 @@ class CachedKernels:
         with suppress(RunError, UserError):
             self.wait()
 
-    def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
+    def kernel(self, name: str, arguments: Sequence[Any]) -> KernelObject:
         """A new kernel object with its arguments set (`opencl.context.CompiledProgram.kernel`).
 
         Raises:
@@ -322,7 +323,7 @@ class CompiledKernels:
         self._context, self._texts, self._options = context, kernel_texts(source), options
         self._programs: dict[str, CompiledProgram] = {}
 
-    def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
+    def kernel(self, name: str, arguments: Sequence[Any]) -> KernelObject:
         """A new kernel object with its arguments set. Raises RunError."""
         if name not in self._programs:
             self._programs[name] = self._context.build(self._texts[name], self._options)

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
+from typing import TypeVar
 
 from flashmem.base.errors import RunError
 from flashmem.base.interrupts import held_back
@@ -21,7 +22,10 @@ from flashmem.base.threads import call_each
 from flashmem.base.types import TEXEL_BYTES, Channel
 from flashmem.runtime.memory.accounts import Account, Budget, Category
 from flashmem.runtime.memory.arena import new_pages
-from flashmem.runtime.opencl.context import Bytes, Context, Memory, Queue, release
+from flashmem.runtime.opencl.context import Bytes, Context, Queue, release
+from flashmem.runtime.opencl.handles import Buffer, DeviceMemory, Texture
+
+AnyMemory = TypeVar("AnyMemory", bound=DeviceMemory)
 
 _OF_TENSORS: tuple[Category, ...] = ("arena", "states", "outputs")
 """Memory that tensors share, and what is copied from it."""
@@ -34,14 +38,14 @@ class Ledger(Account):
         """Open an account of a shared budget, or one with its own limit in bytes; None for no limit."""
         super().__init__(budget)
         self._context = context
-        self._objects: list[tuple[Memory, Category, int]] = []
-        self._parts: dict[tuple[int, int, int], Memory] = {}  # sub-buffers by buffer, offset and bytes
+        self._objects: list[tuple[DeviceMemory, Category, int]] = []
+        self._parts: dict[tuple[int, int, int], Buffer] = {}  # sub-buffers by buffer, offset and bytes
         self._maps: list[tuple[Queue, Bytes]] = []  # memory that stays mapped
         self._guard = threading.RLock()  # of these three; a garbage collection in a call may close another ledger
         self._finalizer = weakref.finalize(self, _release, self._objects, self._maps)  # if nobody closes it
         self._finalizer.atexit = False
 
-    def buffer(self, category: Category, nbytes: int, what: str, *, host_visible: bool = False) -> Memory:
+    def buffer(self, category: Category, nbytes: int, what: str, *, host_visible: bool = False) -> Buffer:
         """Allocate a device buffer, until `give_back`. Raises RunError beyond the budget or if the device refuses.
 
         One that is `host_visible` is on whole pages where kernels use host memory, so that a disk can write to it directly.
@@ -51,16 +55,16 @@ class Ledger(Account):
             make = partial(self._context.scratch, new_pages(nbytes)[:nbytes])
         return self._allocate(category, nbytes, what, make)
 
-    def wrapped(self, category: Category, data: Bytes, what: str) -> Memory:
+    def wrapped(self, category: Category, data: Bytes, what: str) -> Buffer:
         """Wrap host memory for kernels without a copy, until `give_back`. Raises RunError like `buffer`."""
         return self._allocate(category, data.nbytes, what, lambda: self._context.scratch(data))
 
-    def image(self, category: Category, width: int, height: int, channel: Channel, what: str) -> Memory:
+    def image(self, category: Category, width: int, height: int, channel: Channel, what: str) -> Texture:
         """Allocate a texture, until `give_back`. Raises RunError beyond the budget or if the device refuses."""
         nbytes = width * height * TEXEL_BYTES[channel]
         return self._allocate(category, nbytes, what, lambda: self._context.image(width, height, channel))
 
-    def part(self, category: Category, whole: Memory, offset: int, nbytes: int) -> Memory:
+    def part(self, category: Category, whole: Buffer, offset: int, nbytes: int) -> Buffer:
         """The sub-buffer of `nbytes` bytes from byte `offset` on of `whole`, a buffer of this ledger, until `give_back`.
 
         Each byte range has one sub-buffer: a kernel that writes its output over an operand gets the same memory object twice.
@@ -77,7 +81,7 @@ class Ledger(Account):
                 self._objects.append((made, category, 0))
             return made
 
-    def mapped(self, queue: Queue, buffer: Memory, nbytes: int) -> Bytes:
+    def mapped(self, queue: Queue, buffer: Buffer, nbytes: int) -> Bytes:
         """Map a host-visible buffer of this ledger through `queue`, until `unmap`; the host view. Raises RunError."""
         view = queue.map(buffer, nbytes)
         with self._guard:
@@ -91,7 +95,7 @@ class Ledger(Account):
             queue, _ = self._maps.pop(number)
         queue.unmap(view)
 
-    def _allocate(self, category: Category, nbytes: int, what: str, make: Callable[[], Memory]) -> Memory:
+    def _allocate(self, category: Category, nbytes: int, what: str, make: Callable[[], AnyMemory]) -> AnyMemory:
         self.reserve(category, nbytes, what)
         try:
             handle = make()
@@ -106,14 +110,14 @@ class Ledger(Account):
         """Release the memory objects of these categories, or all, the latest first."""
         self._release_if(lambda handle, category: not categories or category in categories)
 
-    def free(self, memories: Collection[Memory]) -> None:
+    def free(self, memories: Collection[DeviceMemory]) -> None:
         """Release these memory objects and their sub-buffers, the latest first."""
         with self._guard:
             going = {handle.int_ptr for handle in memories}
             going |= {part.int_ptr for key, part in self._parts.items() if key[0] in going}
             self._release_if(lambda handle, category: handle.int_ptr in going)
 
-    def _release_if(self, goes: Callable[[Memory, Category], bool]) -> None:
+    def _release_if(self, goes: Callable[[DeviceMemory, Category], bool]) -> None:
         with held_back(), self._guard:
             going = [each for each in self._objects if goes(each[0], each[1])]
             self._objects[:] = [each for each in self._objects if not goes(each[0], each[1])]
@@ -129,7 +133,7 @@ class Ledger(Account):
         call_each(self.give_back, self.clear, self._finalizer.detach)
 
 
-def _release(objects: list[tuple[Memory, Category, int]], maps: list[tuple[Queue, Bytes]]) -> None:
+def _release(objects: list[tuple[DeviceMemory, Category, int]], maps: list[tuple[Queue, Bytes]]) -> None:
     """Unmap and release the objects of a ledger that was garbage-collected."""
     while maps:
         queue, view = maps.pop()

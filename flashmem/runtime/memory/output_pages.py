@@ -20,7 +20,7 @@ from flashmem.base.errors import RunError
 from flashmem.program.program import LARGE_OUTPUT
 from flashmem.runtime.memory.arena import Bytes, large_pages
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Memory
+from flashmem.runtime.opencl.handles import Buffer
 
 MOST = 2
 """Arrays of one output at a time: the caller may hold that of one run during the next one."""
@@ -40,7 +40,7 @@ class OutputPages:
         }
         self._free: dict[str, list[Bytes]] = {}  # by output; any thread may return some
         self._made: dict[str, int] = {}
-        self._handles: list[Memory] = []
+        self._handles: list[Buffer] = []
         self.replaced = 0  # bytes of these arrays whose reservation pages have replaced
 
     def array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any] | None:

@@ -33,6 +33,18 @@ from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.devices import passed_probes
 from flashmem.runtime.opencl.discovery import started_before_fork
 from flashmem.runtime.opencl.dot_products import KHRONOS, KHRONOS_MIXED
+from flashmem.runtime.opencl.handles import (
+    Buffer,
+    DeviceHandle,
+    DeviceMemory,
+    Event,
+    Handle,
+    KernelObject,
+    LaunchEvent,
+    ProgramHandle,
+    QueueHandle,
+    Texture,
+)
 from flashmem.runtime.opencl.launching import (
     COMMAND_BUFFERS,
     RECORDABLE_QUEUES,
@@ -49,9 +61,6 @@ from flashmem.runtime.opencl.pocl import check_room
 from flashmem.runtime.opencl.shared_memory import SharedMemory
 
 Bytes = NDArray[np.uint8]
-Memory = Any  # cl.Buffer | cl.Image | SharedMemory: opaque handles for the rest of the runtime
-Kernel = Any
-Event = Any
 
 _NO_WARNINGS = "-w"  # PoCL prints the number of compiler warnings on stderr
 
@@ -59,25 +68,26 @@ _NO_WARNINGS = "-w"  # PoCL prints the number of compiler warnings on stderr
 class Queue:
     """An in-order command queue."""
 
-    def __init__(self, context: Any, device: Any, *, profiling: bool) -> None:
+    def __init__(self, context: Handle, device: DeviceHandle, *, profiling: bool) -> None:
         properties = cl.command_queue_properties.PROFILING_ENABLE if profiling else 0
-        self.handle = cl.CommandQueue(context, device, properties)
+        self.handle: QueueHandle = cl.CommandQueue(context, device, properties)
         self._own: int = self.handle.int_ptr
         self._calls = enqueue_function(alone=False), enqueue_function(alone=True)
         self._barrier = undocumented.library(locked=True).clEnqueueBarrierWithWaitList
         self._barrier.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p)
 
-    def prepare(self, kernel: Kernel, global_size: tuple[int, ...], local_size: tuple[int, ...] | None) -> PreparedLaunch:
+    def prepare(self, kernel: KernelObject, global_size: tuple[int, ...], local_size: tuple[int, ...] | None) -> PreparedLaunch:
         """Prepare a launch of `kernel`, whose arguments are set, for repeated use on this queue."""
         return PreparedLaunch(self.handle, kernel, global_size, local_size)
 
-    def launch(self, launch: PreparedLaunch, *, alone: bool = False) -> Event:
+    def launch(self, launch: PreparedLaunch, *, alone: bool = False) -> LaunchEvent:
         """Enqueue one launch; its event. `alone`: see `launch_all`."""
         event = ctypes.c_void_p()
         if not self._calls[alone](*launch.arguments[:-1], ctypes.byref(event)):
-            return cl.Event.from_int_ptr(event.value, retain=False)
+            return _event(event.value)
         try:  # pyopencl frees unreferenced objects and tries again, or raises the error
-            return cl.enqueue_nd_range_kernel(self.handle, launch.kernel, launch.global_size, launch.local_size)
+            made: LaunchEvent = cl.enqueue_nd_range_kernel(self.handle, launch.kernel, launch.global_size, launch.local_size)
+            return made
         except cl.Error as error:
             raise _run_error(f"launch {launch.kernel.function_name}", error) from error
 
@@ -91,7 +101,7 @@ class Queue:
             if enqueue(*launch.arguments):
                 self.launch(launch)  # pyopencl frees unreferenced objects and tries again, or raises the error
 
-    def launch_with_event(self, launches: Sequence[PreparedLaunch], *, alone: bool = True) -> Event:
+    def launch_with_event(self, launches: Sequence[PreparedLaunch], *, alone: bool = True) -> LaunchEvent:
         """Enqueue launches, and submit them; an event that completes with them. `alone`: see `launch_all`."""
         if len(launches) > 1:
             self.launch_all(launches[:-1], alone=alone)
@@ -99,9 +109,9 @@ class Queue:
         self.flush()
         return event
 
-    def play(self, recording: Recording) -> Event:
+    def play(self, recording: Recording) -> LaunchEvent:
         """Enqueue recorded launches of this queue, and submit them; the event of the last one. Raises RunError."""
-        event = cl.Event.from_int_ptr(recording.play(), retain=False)
+        event = _event(recording.play())
         self.flush()
         return event
 
@@ -121,10 +131,11 @@ class Queue:
         handles = (ctypes.c_void_p * len(events))(*(event.int_ptr for event in events))
         binding.checked("wait for another queue", self._barrier(self._own, len(events), handles, None))
 
-    def marker(self) -> Event:
+    def marker(self) -> LaunchEvent:
         """An event that completes after all commands enqueued so far."""
         with _explained("enqueue a marker"):
-            return cl.enqueue_marker(self.handle)
+            event: LaunchEvent = cl.enqueue_marker(self.handle)
+            return event
 
     def clock_apart(self) -> float:
         """What the host's clock (`time.perf_counter`) is ahead of the device's, in seconds; the queue profiles."""
@@ -132,7 +143,7 @@ class Queue:
         wait(marker)
         return perf_counter() - event_seconds(marker)[1]
 
-    def write(self, buffer: Memory, data: NDArray[Any], *, offset: int = 0) -> None:
+    def write(self, buffer: Buffer, data: NDArray[Any], *, offset: int = 0) -> None:
         """Copy contiguous host memory to byte `offset` of a buffer, and wait."""
         if isinstance(buffer, SharedMemory):
             wait(self._copied(buffer.int_ptr + offset, shared_memory.address_of(data), data.nbytes, "write to a buffer"))
@@ -140,7 +151,7 @@ class Queue:
         with _explained("write to a buffer"):
             undocumented.enqueue_write_buffer(self.handle, buffer, data, offset).wait()
 
-    def write_later(self, buffer: Memory, data: NDArray[Any]) -> Event:
+    def write_later(self, buffer: Buffer, data: NDArray[Any]) -> Event:
         """Enqueue a copy of contiguous host memory, which must not change meanwhile, to a buffer; its event."""
         if isinstance(buffer, SharedMemory):
             return self._copied(buffer.int_ptr, shared_memory.address_of(data), data.nbytes, "write to a buffer")
@@ -148,7 +159,7 @@ class Queue:
             event: Event = undocumented.enqueue_write_buffer(self.handle, buffer, data, 0)
             return event
 
-    def read(self, data: NDArray[Any], buffer: Memory, *, offset: int = 0) -> None:
+    def read(self, data: NDArray[Any], buffer: Buffer, *, offset: int = 0) -> None:
         """Copy a buffer from byte `offset` on to a contiguous host array, and wait."""
         if isinstance(buffer, SharedMemory):
             wait(self._copied(shared_memory.address_of(data), buffer.int_ptr + offset, data.nbytes, "read a buffer"))
@@ -156,14 +167,15 @@ class Queue:
         with _explained("read a buffer"):
             undocumented.enqueue_read_buffer(self.handle, buffer, data, offset, blocking=True)
 
-    def copy(self, source: Memory, target: Memory, nbytes: int) -> Event:
+    def copy(self, source: Buffer, target: Buffer, nbytes: int) -> Event:
         """Enqueue a copy of the first `nbytes` bytes, at least one, of a buffer to another one; its event."""
         if isinstance(source, SharedMemory):
             return self._copied(target.int_ptr, source.int_ptr, nbytes, "copy a buffer")
         with _explained("copy a buffer"):
-            return cl.enqueue_copy(self.handle, target, source, byte_count=nbytes)
+            event: Event = cl.enqueue_copy(self.handle, target, source, byte_count=nbytes)
+            return event
 
-    def read_later(self, data: NDArray[Any], buffer: Memory) -> Event:
+    def read_later(self, data: NDArray[Any], buffer: Buffer) -> Event:
         """Enqueue a copy of a buffer to a contiguous host array; its event."""
         if isinstance(buffer, SharedMemory):
             return self._copied(shared_memory.address_of(data), buffer.int_ptr, data.nbytes, "read a buffer")
@@ -176,20 +188,20 @@ class Queue:
         event = ctypes.c_void_p()
         code = shared_memory.enqueue_copy(self.handle.int_ptr, target, source, nbytes, ctypes.byref(event))
         binding.checked(what, code)
-        return cl.Event.from_int_ptr(event.value, retain=False)
+        return _event(event.value)
 
-    def write_image(self, image: Memory, data: Bytes, *, first_row: int, width: int, rows: int, row_pitch: int) -> None:
+    def write_image(self, image: Texture, data: Bytes, *, first_row: int, width: int, rows: int, row_pitch: int) -> None:
         """Copy `rows` rows of `width` texels from host memory, `row_pitch` bytes apart, to an image, and wait."""
         with _explained("write to a texture"):
             undocumented.enqueue_write_image(self.handle, image, (0, first_row), (width, rows), data, row_pitch).wait()
 
-    def read_image(self, texels: NDArray[Any], image: Memory) -> None:
+    def read_image(self, texels: NDArray[Any], image: Texture) -> None:
         """Copy a texture to a contiguous host array of shape [rows, columns, 4], and wait."""
         rows, width, _ = texels.shape
         with _explained("read a texture"):
             cl.enqueue_copy(self.handle, texels, image, origin=(0, 0), region=(width, rows))
 
-    def map(self, buffer: Memory, nbytes: int, *, offset: int = 0, invalidate: bool = False) -> Bytes:
+    def map(self, buffer: Buffer, nbytes: int, *, offset: int = 0, invalidate: bool = False) -> Bytes:
         """Map a host-visible buffer; the host view, until `unmap`. With `invalidate` the old content is lost."""
         flags = cl.map_flags.WRITE_INVALIDATE_REGION if invalidate else cl.map_flags.READ | cl.map_flags.WRITE
         with _explained("map a buffer"):
@@ -201,12 +213,12 @@ class Queue:
         """Unmap a view; the event of the unmapping, after which the device sees the writes."""
         with _explained("unmap a buffer"):
             base: Any = view.base
-            event = base.release(self.handle)
+            event: Event = base.release(self.handle)
             event.wait()
             return event
 
     @contextmanager
-    def mapped(self, buffer: Memory, nbytes: int, *, offset: int, unmapped: Callable[[Event], None]) -> Iterator[Bytes]:
+    def mapped(self, buffer: Buffer, nbytes: int, *, offset: int, unmapped: Callable[[Event], None]) -> Iterator[Bytes]:
         """Map bytes of a buffer in the body, for writing all of them. `unmapped` receives the event that other queues must wait
         for.
 
@@ -226,6 +238,12 @@ class Queue:
             raise _run_error("finish", error) from error
 
 
+def _event(handle: int | None) -> LaunchEvent:
+    """The event with this handle, which it then owns."""
+    event: LaunchEvent = cl.Event.from_int_ptr(handle, retain=False)
+    return event
+
+
 def wait(event: Event) -> None:
     """Wait until the command of `event` has completed; other threads run meanwhile."""
     try:
@@ -234,14 +252,14 @@ def wait(event: Event) -> None:
         raise _run_error("finish a command", error) from error
 
 
-def has_ended(event: Event) -> bool:
+def has_ended(event: LaunchEvent) -> bool:
     """Whether the command of `event` has completed or failed. `wait` then returns or raises at once."""
     with _explained("ask how far a command is"):
         status: int = event.command_execution_status
     return bool(status <= cl.command_execution_status.COMPLETE)
 
 
-def event_seconds(event: Event) -> tuple[float, float]:
+def event_seconds(event: LaunchEvent) -> tuple[float, float]:
     """Start and end of a completed command in seconds of the device's clock, from a queue with profiling."""
     with _explained("read a command's times"):
         return event.profile.start * 1e-9, event.profile.end * 1e-9
@@ -265,7 +283,7 @@ class Context:
             )
         if device.compiles_at_launch:
             check_room()
-        self._making: Apart[Any] | None = None
+        self._making: Apart[Handle] | None = None
         if later:
             self._making = Apart("flashmem-context", undocumented.make_context, device.handle)
         else:
@@ -278,7 +296,7 @@ class Context:
         return self._making is None or self._making.done
 
     @property
-    def handle(self) -> Any:
+    def handle(self) -> Handle:
         """pyopencl's context. Raises like `wait`."""
         self.wait()
         return self._handle
@@ -311,7 +329,7 @@ class Context:
             warnings.warn(not_recorded(error), FlashmemWarning, stacklevel=2)
         return None
 
-    def buffer(self, nbytes: int, *, host_visible: bool = False, of_tensors: bool = False) -> Memory:
+    def buffer(self, nbytes: int, *, host_visible: bool = False, of_tensors: bool = False) -> Buffer:
         """A new buffer; with `host_visible`, one that the host can map without a copy.
 
         `of_tensors`: tensors use the same bytes in turn, through sub-buffers.
@@ -320,35 +338,40 @@ class Context:
             return shared_memory.allocate(self.handle, nbytes, partial(_finish, self._queues))
         flags = cl.mem_flags.READ_WRITE | (cl.mem_flags.ALLOC_HOST_PTR if host_visible else 0)
         with _explained(f"allocate a buffer of {nbytes} bytes"):
-            return cl.Buffer(self.handle, flags, size=nbytes)
+            buffer: Buffer = cl.Buffer(self.handle, flags, size=nbytes)
+            return buffer
 
-    def wrap(self, data: Bytes) -> Memory:
+    def wrap(self, data: Bytes) -> Buffer:
         """A read-only buffer over the host memory `data`, without a copy. `data` must outlive it."""
         with _explained(f"use {data.nbytes} mapped bytes in place"):
-            return cl.Buffer(self.handle, cl.mem_flags.READ_ONLY | cl.mem_flags.USE_HOST_PTR, hostbuf=data)
+            buffer: Buffer = cl.Buffer(self.handle, cl.mem_flags.READ_ONLY | cl.mem_flags.USE_HOST_PTR, hostbuf=data)
+            return buffer
 
-    def scratch(self, data: Bytes) -> Memory:
+    def scratch(self, data: Bytes) -> Buffer:
         """A buffer over the host memory `data`, without a copy, that kernels read and write. It keeps `data` alive. For
         CPUs.
         """
         with _explained(f"use {data.nbytes} bytes in place"):
-            return cl.Buffer(self.handle, cl.mem_flags.READ_WRITE | cl.mem_flags.USE_HOST_PTR, hostbuf=data)
+            buffer: Buffer = cl.Buffer(self.handle, cl.mem_flags.READ_WRITE | cl.mem_flags.USE_HOST_PTR, hostbuf=data)
+            return buffer
 
-    def sub_buffer(self, buffer: Memory, offset: int, nbytes: int) -> Memory:
+    def sub_buffer(self, buffer: Buffer, offset: int, nbytes: int) -> Buffer:
         """A sub-buffer: `nbytes` bytes of a buffer from byte `offset` on."""
         with _explained(f"make a sub-buffer of {nbytes} bytes at {offset}"):
             return buffer.get_sub_region(offset, nbytes)
 
-    def image(self, width: int, height: int, channel: Channel) -> Memory:
+    def image(self, width: int, height: int, channel: Channel) -> Texture:
         """A texture of RGBA texels that kernels read and may write."""
         with _explained(f"allocate a texture of {width} x {height} texels"):
-            return cl.Image(self.handle, cl.mem_flags.READ_WRITE, _format(channel), desc=_image2d(width, height))
+            image: Texture = cl.Image(self.handle, cl.mem_flags.READ_WRITE, _format(channel), desc=_image2d(width, height))
+            return image
 
-    def image_view(self, buffer: Memory, width: int, height: int, row_pitch: int, channel: Channel) -> Memory:
+    def image_view(self, buffer: Buffer, width: int, height: int, row_pitch: int, channel: Channel) -> Texture:
         """A texture over a buffer's memory, with rows `row_pitch` bytes apart (cl_khr_image2d_from_buffer)."""
         with _explained(f"create a texture of {width} x {height} texels over a buffer"):
             shape = _image2d(width, height, row_pitch, buffer)
-            return cl.Image(self.handle, cl.mem_flags.READ_ONLY, _format(channel), desc=shape)
+            image: Texture = cl.Image(self.handle, cl.mem_flags.READ_ONLY, _format(channel), desc=shape)
+            return image
 
     def build(self, source: str, options: Sequence[str]) -> CompiledProgram:
         """Compile OpenCL C with the device's instructions; version 3 for subgroup shuffles and dot products of an extension."""
@@ -372,13 +395,13 @@ def _finish(queues: Iterable[weakref.ref[Queue]]) -> None:
             queue.finish()
 
 
-def set_memory(kernel: Kernel, index: int, memory: Memory) -> None:
+def set_memory(kernel: KernelObject, index: int, memory: DeviceMemory) -> None:
     """Set an argument of a kernel to a memory object, for its next launches."""
     with _explained(f"set up the kernel {kernel.function_name}"):
         _set_memory(kernel, index, memory)
 
 
-def _set_memory(kernel: Kernel, index: int, memory: Memory) -> None:
+def _set_memory(kernel: KernelObject, index: int, memory: DeviceMemory) -> None:
     if isinstance(memory, SharedMemory):
         shared_memory.set_argument(kernel, index, memory)
     else:
@@ -388,13 +411,13 @@ def _set_memory(kernel: Kernel, index: int, memory: Memory) -> None:
 class CompiledProgram:
     """A compiled program."""
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: ProgramHandle) -> None:
         self._handle = handle
 
-    def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
+    def kernel(self, name: str, arguments: Sequence[Any]) -> KernelObject:
         """A new kernel object with its arguments set: memory objects, `numpy.int32`, `numpy.float32`; None: not set yet."""
         with _explained(f"set up the kernel {name}"):
-            kernel: Kernel = undocumented.new_kernel(self._handle, name)
+            kernel: KernelObject = undocumented.new_kernel(self._handle, name)
             if kernel.num_args != len(arguments):
                 raise RunError(f"kernel {name} takes {kernel.num_args} arguments, the program has {len(arguments)}")
             for index, argument in enumerate(arguments):
@@ -418,7 +441,7 @@ class CompiledProgram:
             return binaries[0]
 
 
-def _image2d(width: int, height: int, row_pitch: int = 0, buffer: Memory | None = None) -> Any:
+def _image2d(width: int, height: int, row_pitch: int = 0, buffer: Buffer | None = None) -> Any:
     shape = cl.ImageDescriptor()
     shape.image_type = cl.mem_object_type.IMAGE2D
     shape.shape = (width, height, 0)
@@ -439,7 +462,7 @@ def _format(channel: Channel) -> Any:
     return cl.ImageFormat(cl.channel_order.RGBA, types[channel])
 
 
-def release(*objects: Any) -> None:
+def release(*objects: DeviceMemory) -> None:
     """Release memory objects now, without waiting for Python's garbage collection."""
     for handle in objects:
         with _explained("release memory"):

@@ -23,7 +23,8 @@ from typing import Any
 
 from flashmem.runtime.opencl import undocumented
 from flashmem.runtime.opencl.binding import checked
-from flashmem.runtime.opencl.context import Context, Event, Memory
+from flashmem.runtime.opencl.context import Context
+from flashmem.runtime.opencl.handles import DeviceMemory, Event
 
 _SIZE, _POINTER, _NUMBER = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_uint
 _ONE = _POINTER * 1
@@ -146,12 +147,12 @@ class Copier:
         self._flush = library.clFlush
         self._flush.argtypes = (_POINTER,)
 
-    def prepare(self, buffer: Memory, offset: int, nbytes: int) -> PreparedCopy:
+    def prepare(self, buffer: DeviceMemory, offset: int, nbytes: int) -> PreparedCopy:
         """A copy of `nbytes` bytes to byte `offset` of a buffer."""
         arguments = self._handle, buffer.int_ptr, 0, offset, nbytes
         return PreparedCopy("write to a buffer", self._write, arguments, self._library)
 
-    def prepare_image(self, image: Memory, *, first_row: int, width: int, rows: int, row_pitch: int) -> PreparedCopy:
+    def prepare_image(self, image: DeviceMemory, *, first_row: int, width: int, rows: int, row_pitch: int) -> PreparedCopy:
         """A copy of `rows` rows of `width` texels, `row_pitch` bytes apart, to an image."""
         origin, region = (_SIZE * 3)(0, first_row, 0), (_SIZE * 3)(width, rows, 1)
         arguments = self._handle, image.int_ptr, 0, origin, region, row_pitch, 0

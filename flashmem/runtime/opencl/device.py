@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from flashmem.runtime.opencl.dot_products import with_dot_products
+from flashmem.runtime.opencl.handles import DeviceHandle
 from flashmem.runtime.opencl.tensor_cores import with_tensor_cores
 from flashmem.target.descriptor import SHUFFLES, descriptor_names
 
@@ -39,7 +40,7 @@ class Device:
     global_memory_bytes: int
     unified_memory: bool
     compute_units: int
-    handle: Any = field(repr=False, compare=False)
+    handle: DeviceHandle = field(repr=False, compare=False)
     local_memory_bytes: int = 0  # of a work-group; 0: unknown
     max_group_items: int = 0  # of a work-group; 0: unknown
     mma: bool = False  # products of matrices of halves by a subgroup: NVIDIA's tensor cores, compute capability 8.0

@@ -17,7 +17,8 @@ import ctypes
 from flashmem.base.errors import RunError
 from flashmem.base.pages import SYSTEM_PAGE
 from flashmem.runtime.opencl import binding
-from flashmem.runtime.opencl.context import Bytes, Context, Memory
+from flashmem.runtime.opencl.context import Bytes, Context
+from flashmem.runtime.opencl.handles import Buffer
 from flashmem.runtime.opencl.launching import c_function, functions_of
 
 _IMPORT_TYPE, _HOST = 0x40B2, 0x40B3  # CL_IMPORT_TYPE_ARM, CL_IMPORT_TYPE_HOST_ARM
@@ -34,7 +35,7 @@ class HostImports:
         find = functions_of(context.device.handle.platform)
         self._import = c_function(find, "clImportMemoryARM", _POINTER, _POINTER, flags, *[_POINTER] * 2, size, _POINTER)
 
-    def buffer(self, data: Bytes) -> Memory:
+    def buffer(self, data: Bytes) -> Buffer:
         """A buffer over `data`, which starts on a page and must stay mapped. The buffer has whole pages.
 
         Raises:
@@ -48,4 +49,5 @@ class HostImports:
             self._context.handle.int_ptr, int(binding.cl.mem_flags.READ_ONLY), properties, address, nbytes, ctypes.byref(error)
         )
         binding.checked(f"import {nbytes} bytes of the weight file", error.value)
-        return binding.cl.Buffer.from_int_ptr(handle, retain=False)
+        buffer: Buffer = binding.cl.Buffer.from_int_ptr(handle, retain=False)
+        return buffer

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from flashmem.base.errors import RunError
 from flashmem.runtime.opencl import undocumented
 from flashmem.runtime.opencl.binding import checked
+from flashmem.runtime.opencl.handles import Handle, KernelObject
 
 COMMAND_BUFFERS = "cl_khr_command_buffer"
 RECORDABLE_QUEUES = "cl_qcom_recordable_queues"
@@ -37,7 +38,9 @@ class PreparedLaunch:
 
     __slots__ = ("arguments", "global_size", "kernel", "local_size")
 
-    def __init__(self, queue: Any, kernel: Any, global_size: tuple[int, ...], local_size: tuple[int, ...] | None) -> None:
+    def __init__(
+        self, queue: Handle, kernel: KernelObject, global_size: tuple[int, ...], local_size: tuple[int, ...] | None
+    ) -> None:
         self.kernel, self.global_size, self.local_size = kernel, global_size, local_size
         self.arguments = (
             ctypes.c_void_p(queue.int_ptr), ctypes.c_void_p(kernel.int_ptr), ctypes.c_uint(len(global_size)), None,
@@ -58,7 +61,7 @@ Find = Callable[[str], int | None]
 """The address of an OpenCL function by its name; None or 0 if the function does not exist."""
 
 
-def functions_of(platform: Any) -> Find:
+def functions_of(platform: Handle) -> Find:
     """A lookup of functions, in the loader first, then in a platform's extensions."""
     library = undocumented.library()
     extension = library.clGetExtensionFunctionAddressForPlatform

@@ -13,6 +13,7 @@ from typing import Any
 
 from flashmem.runtime.opencl import undocumented
 from flashmem.runtime.opencl.binding import checked
+from flashmem.runtime.opencl.handles import Handle
 
 MOST_BYTES = 64 << 20
 """The largest allocation. Kernels on more memory take so long that their launches matter less."""
@@ -43,7 +44,7 @@ class SharedMemory:
             self._free = None
 
 
-def allocate(context: Any, nbytes: int, finish: Callable[[], None]) -> SharedMemory:
+def allocate(context: Handle, nbytes: int, finish: Callable[[], None]) -> SharedMemory:
     """Allocate memory of a context. `finish` waits for all commands that may use it: the driver does not (clSVMFree).
 
     Raises:
@@ -66,7 +67,7 @@ def allocate(context: Any, nbytes: int, finish: Callable[[], None]) -> SharedMem
 _ALLOCATION_FAILURE = -4  # CL_MEM_OBJECT_ALLOCATION_FAILURE; clSVMAlloc returns no code
 
 
-def set_argument(kernel: Any, index: int, memory: SharedMemory) -> None:
+def set_argument(kernel: Handle, index: int, memory: SharedMemory) -> None:
     """Set argument `index` of a kernel to an address. Raises RunError."""
     library = undocumented.library()
     failed = library.clSetKernelArgSVMPointer(_POINTER(kernel.int_ptr), ctypes.c_uint(index), _POINTER(memory.int_ptr))

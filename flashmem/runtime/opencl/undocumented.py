@@ -20,8 +20,12 @@ import threading
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from flashmem.runtime.opencl.binding import checked
 from flashmem.runtime.opencl.binding import cl as cl
+from flashmem.runtime.opencl.handles import Buffer, DeviceHandle, Event, Handle, KernelObject, ProgramHandle, Texture
 
 
 @functools.cache
@@ -36,7 +40,7 @@ def start_drivers() -> None:
     library().clGetPlatformIDs(ctypes.c_uint(0), None, ctypes.byref(ctypes.c_uint()))
 
 
-def make_context(device: Any) -> Any:
+def make_context(device: DeviceHandle) -> Handle:
     """A new context of one device; other threads run meanwhile.
 
     Raises:
@@ -47,27 +51,31 @@ def make_context(device: Any) -> Any:
     devices = (ctypes.c_void_p * 1)(device.int_ptr)
     made = create(None, ctypes.c_uint(1), devices, None, None, ctypes.byref(code))
     checked("create a context", code.value)
-    return cl.Context.from_int_ptr(made, retain=False)
+    context: Handle = cl.Context.from_int_ptr(made, retain=False)
+    return context
 
 
-def enqueue_write_buffer(queue: Any, buffer: Any, data: Any, offset: int) -> Any:
+def enqueue_write_buffer(queue: Handle, buffer: Buffer, data: NDArray[Any], offset: int) -> Event:
     """Start a copy of contiguous host memory to byte `offset` of a buffer; its event."""
-    return cl._cl._enqueue_write_buffer(queue, buffer, data, offset, is_blocking=False)
+    event: Event = cl._cl._enqueue_write_buffer(queue, buffer, data, offset, is_blocking=False)
+    return event
 
 
-def enqueue_read_buffer(queue: Any, buffer: Any, data: Any, offset: int = 0, *, blocking: bool) -> Any:
+def enqueue_read_buffer(queue: Handle, buffer: Buffer, data: NDArray[Any], offset: int = 0, *, blocking: bool) -> Event:
     """Copy a buffer from byte `offset` on to a contiguous host array, or start to; its event."""
-    return cl._cl._enqueue_read_buffer(queue, buffer, data, offset, is_blocking=blocking)
+    event: Event = cl._cl._enqueue_read_buffer(queue, buffer, data, offset, is_blocking=blocking)
+    return event
 
 
 def enqueue_write_image(
-    queue: Any, image: Any, origin: tuple[int, int], region: tuple[int, int], data: Any, row_pitch: int
-) -> Any:
+    queue: Handle, image: Texture, origin: tuple[int, int], region: tuple[int, int], data: NDArray[Any], row_pitch: int
+) -> Event:
     """Start a copy of host memory, with rows `row_pitch` bytes apart, to a region of an image; its event."""
-    return cl._cl._enqueue_write_image(queue, image, origin, region, data, row_pitch, is_blocking=False)
+    event: Event = cl._cl._enqueue_write_image(queue, image, origin, region, data, row_pitch, is_blocking=False)
+    return event
 
 
-def set_number(kernel: Any, index: int, number: Any) -> None:
+def set_number(kernel: Any, index: int, number: np.generic) -> None:
     """Set argument `index` of a kernel to a numpy scalar."""
     kernel._set_arg_buf(index, number)
 
@@ -76,7 +84,7 @@ _INVOKER = "pyopencl.invoker"
 _STANDING_IN = threading.RLock()
 
 
-def new_kernel(program: Any, name: str) -> Any:
+def new_kernel(program: ProgramHandle, name: str) -> KernelObject:
     """A kernel object of a program, made without two detours of pyopencl. Raises pyopencl.Error.
 
     pyopencl generates and compiles a Python function for every kernel object, which flashmem never calls. That costs 0.2 ms:
@@ -103,7 +111,8 @@ def new_kernel(program: Any, name: str) -> Any:
         real = sys.modules.get(_INVOKER)
         try:
             sys.modules[_INVOKER] = stands_in
-            return cl.Kernel(inside, name)
+            kernel: KernelObject = cl.Kernel(inside, name)
+            return kernel
         finally:
             if real is not None:
                 sys.modules[_INVOKER] = real

@@ -126,9 +126,9 @@ class MemoryArbiter:
 
         def bind(plan: OverlapPlan) -> None:
             if loaded.current is not None and loaded.begun_under != self._device.budget.limit:
-                loaded.unbind()
+                loaded.engine.unbind()
             if loaded.current is None and not loaded.follows(plan):
-                loaded.unbind()
+                loaded.engine.unbind()
             if loaded.bound is None:
                 self._make_room(loaded, lambda: loaded.try_bind(plan, self._device.queue))
 
@@ -187,7 +187,8 @@ class MemoryArbiter:
                 raise
             with suppress(RunError):  # it begins again later
                 run.stop()
-            loaded.end()
+            loaded.engine.end()
+            loaded.end_grant()
             return None
         return run
 
@@ -310,7 +311,7 @@ class MemoryArbiter:
             if budget.room < 0:
                 other.drop_residents(-budget.room)
             if budget.room < 0:
-                other.unbind()
+                other.engine.unbind()
 
     def _make_room(self, loaded: LoadedModel, take: Callable[[], bool], lacks: Callable[[], float] = lambda: inf) -> None:
         """Have other models free memory until `take` succeeds for `loaded`; `lacks` gives the bytes still missing."""
@@ -321,7 +322,7 @@ class MemoryArbiter:
             if take():
                 return
         for other in givers:
-            other.unbind()
+            other.engine.unbind()
             if take():
                 return
         limit, name = self._device.budget.limit or 0, loaded.opened.bundle.path.name

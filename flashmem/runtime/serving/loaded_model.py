@@ -11,6 +11,7 @@ from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.program.program import fixed_bytes
+from flashmem.runtime.engine.bound_program import BoundProgram
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.engine import Engine
 from flashmem.runtime.engine.opened import OpenedBundle
@@ -33,7 +34,7 @@ def _never(load: Load) -> bool:
     return False
 
 
-class LoadedModel(Engine):
+class LoadedModel:
     """An engine whose plan and memory follow a budget that it shares with other models.
 
     Any thread may request plans and the smallest budget, and wait for the warm-up. All other methods are called by one thread
@@ -62,7 +63,8 @@ class LoadedModel(Engine):
         bundle = for_processor(bundle, device.device)
         bundle, chosen = fitted(bundle, device.device, mode)
         opened = OpenedBundle(bundle, device.device, chosen, verify_weights=verify_weights)
-        super().__init__(opened, device, apart=build_apart, warm_up=prepare)
+        self.device = device
+        self.engine = Engine(opened, device, apart=build_apart, warm_up=prepare)
         self._host = host
         self.begun_under: int | None = None  # the budget's limit at the start of `current`
         self.bound_under: int | None = None  # the budget's limit for which the bound program was planned
@@ -75,16 +77,36 @@ class LoadedModel(Engine):
                 host.enter(self, program, bundle.plan)
                 opened.tier = HostTier(device.context, host.budget, partial(host.slices_for, self))
             self._instance = instance_of(bundle, program, device.device, chosen)
-            self.kernels_for(bundle.plan)
+            self.engine.bindings.kernels_for(bundle.plan)
         except BaseException:
             host.leave(self)
             opened.close()
             raise
 
     @property
+    def opened(self) -> OpenedBundle:
+        """The bundle."""
+        return self.engine.opened
+
+    @property
+    def bound(self) -> BoundProgram | None:
+        """The bound program; None if it is not bound."""
+        return self.engine.bound
+
+    @property
+    def current(self) -> Run | None:
+        """The run under way, or the next one, which has begun to load."""
+        return self.engine.current
+
+    @property
+    def failure(self) -> str | None:
+        """Why it is closed."""
+        return self.engine.failure
+
+    @property
     def streams_pages(self) -> bool:
-        """Whether slices are loaded and freed singly (mode `map`); in other modes a plan has places for all of them."""
-        return self.opened.mode == "map"
+        """Whether slices are loaded and freed singly (a mode of pages); in other modes a plan has places for all of them."""
+        return self.opened.transfer.by_pages
 
     @cached_property
     def fixed(self) -> int:
@@ -188,10 +210,11 @@ class LoadedModel(Engine):
     def try_bind(self, plan: OverlapPlan, queue: Queue) -> bool:
         """Bind under `plan`; False if the budget has no room for it now. Raises RunError if the device refuses."""
         layout, ledger = self._layout(plan), self.device.ledger()
-        self.kernels_for(plan)  # before the memory grant, because it may fail
+        bindings = self.engine.bindings
+        bindings.kernels_for(plan)  # before the memory grant, because it may fail
         if not ledger.promise(self.need(plan).fixed):
             return False
-        self.bind(plan, layout, ledger, queue)  # closes the ledger after a failure
+        bindings.bind(plan, layout, ledger, queue)  # closes the ledger after a failure
         return True
 
     def follows(self, plan: OverlapPlan) -> bool:
@@ -204,7 +227,7 @@ class LoadedModel(Engine):
 
     def release_weights(self) -> None:
         """Keep activations and constants only; `try_rebind` must follow. No run may be loading."""
-        super().release_weights()
+        self.engine.bindings.release_weights()
         assert self.bound is not None
         self.bound.ledger.promise(0)
 
@@ -215,7 +238,7 @@ class LoadedModel(Engine):
             RunError: the device refuses.
         """
         assert self.bound is not None
-        kernels, layout = self.kernels_for(plan), self._layout(plan)
+        kernels, layout = self.engine.bindings.kernels_for(plan), self._layout(plan)
         if not self.bound.ledger.promise(self.need(plan).fixed):
             return False
         self.bound.rebind_weights(plan, layout, kernels)
@@ -229,19 +252,18 @@ class LoadedModel(Engine):
         assert self.bound is not None
         weights, self.begun_under = self.bound.weights, self.device.budget.limit
         if not self.streams_pages:
-            return self.begin(weights.schedule(done=done), done=done)
+            return self.engine.begin(weights.schedule(done=done), done=done)
         kept = kept_within(weights.plan, self.opened.slices, weights.resident, resident_bytes)
         weights.drop(weights.resident - kept)
-        return self.begin(weights.schedule(kept=kept, done=done), done=done, admit=admit)
+        return self.engine.begin(weights.schedule(kept=kept, done=done), done=done, admit=admit)
 
     def close(self, why: str) -> None:
         """Free everything and stay closed, also the share of the host memory. Closing again does nothing."""
-        super().close(why)
+        self.engine.close(why)
         self._host.leave(self)
 
-    def end(self) -> None:
-        """End the current run, finished or halted, and release the unused part of its grant."""
-        super().end()
+    def end_grant(self) -> None:
+        """Release the unused part of the grant of a run that has ended or halted."""
         if self.bound is not None:
             self.bound.ledger.promise(0)
 
@@ -270,7 +292,7 @@ class LoadedModel(Engine):
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of weights that stay resident between two runs, or after the current one (mode `map`)."""
+        """Bytes of weights that stay resident between two runs, or after the current one (a mode of pages)."""
         if self.bound is None or not self.streams_pages:
             return 0
         run = self.current

@@ -216,7 +216,7 @@ class Runtime:
         self.refuse_inside("prepared")
         self._worker.have_done(lambda: None)  # the current run is over, and its warm-up has begun
         for loaded in self._worker.arbiter.models():
-            loaded.wait_prepared()
+            loaded.engine.wait_prepared()
 
     def close_model(self, model: Model) -> None:
         """See `Model.close`."""

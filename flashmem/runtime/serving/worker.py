@@ -31,6 +31,8 @@ Array = NDArray[Any]
 class _ArbitratedMemory:
     """The memory of one run, as the arbiter grants it."""
 
+    halts = True
+
     def __init__(self, loaded: LoadedModel, arbiter: MemoryArbiter, planner: Planner) -> None:
         self._loaded, self._arbiter, self._planner = loaded, arbiter, planner
 
@@ -44,6 +46,10 @@ class _ArbitratedMemory:
         self._planner.wake()
         with self._arbiter.loading_ahead(self._loaded, run):
             yield lambda: self._arbiter.pressed
+
+    def ended(self) -> None:
+        """Release what was granted and is not used."""
+        self._loaded.end_grant()
 
     def give_way(self) -> None:
         """After a halt: continue in less memory."""
@@ -238,7 +244,7 @@ class Worker:
         else:
             answer.model.last_run = answer.report
             complete(answer, partial(answer.set_result, outcome))
-            answer.loaded.prepare()
+            answer.loaded.engine.prepare()
         del answer, outcome  # the frames of a stored error refer to their callers
 
     def _outcome(self, answer: Answer) -> list[Array] | BaseException:
@@ -250,7 +256,7 @@ class Worker:
                 raise RunError(f"the model is closed ({loaded.failure}); open it again")
             self.arbiter.bind(loaded)
             memory = _ArbitratedMemory(loaded, self.arbiter, self._planner)
-            results, answer.report = loaded.run(answer.names, answer.inputs, memory, since=answer.started)
+            results, answer.report = loaded.engine.run(answer.names, answer.inputs, memory, since=answer.started)
             return results
         except BaseException as error:
             return error
@@ -261,9 +267,9 @@ class Worker:
         if not isinstance(failure, RequestError):
             self.arbiter.wait_for_load_ahead()
         if isinstance(failure, BudgetError):  # it can run again in a larger budget
-            loaded.unbind()
+            loaded.engine.unbind()
             return failure
-        error = loaded.failed(failure)
+        error = loaded.engine.failed(failure)
         if loaded.failure is not None:
             self._close_variants(answer.model, loaded.failure)
         return error

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, NamedTuple, overload
 from flashmem.base.errors import RunError
 from flashmem.base.interrupts import held_back
 from flashmem.base.threads import Thread, Waiters, started
-from flashmem.runtime.opencl.context import Bytes, Event
+from flashmem.runtime.opencl.context import Bytes
 from flashmem.runtime.opencl.copier import CopyEvent, wait_for_copies
+from flashmem.runtime.opencl.handles import Event
 from flashmem.runtime.opencl.shared_memory import address_of
 from flashmem.runtime.streaming.background_reads import Reading
 from flashmem.runtime.streaming.loading import Loading, said_of_load

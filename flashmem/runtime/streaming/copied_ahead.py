@@ -10,8 +10,9 @@ from flashmem.base.types import POOL_ALIGNMENT
 from flashmem.bundle.checksums import checksum
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Bytes, Context, Memory
+from flashmem.runtime.opencl.context import Bytes, Context
 from flashmem.runtime.opencl.copier import Copier, PreparedCopy
+from flashmem.runtime.opencl.handles import DeviceMemory
 from flashmem.runtime.opencl.shared_memory import address_of
 from flashmem.runtime.streaming.ahead import AheadRun, Copy, Planned, Read
 from flashmem.runtime.streaming.background_reads import BackgroundReads
@@ -75,7 +76,7 @@ class AheadTransfer(Transfer):
         """See `Transfer`."""
         return AheadRun(self, loads, done=done, admit=admit)
 
-    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> DeviceMemory | None:
         """A sub-buffer of the pool, if the slices have the same order there as in the file."""
         return self._homes.joined(parts)
 

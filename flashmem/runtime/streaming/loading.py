@@ -8,7 +8,7 @@ from threading import Lock
 
 from flashmem.base.errors import RunError
 from flashmem.base.threads import Waiters
-from flashmem.runtime.opencl.context import Event
+from flashmem.runtime.opencl.handles import Event
 from flashmem.schedule.loads import Load, TimedInterval
 
 

@@ -1,7 +1,7 @@
-"""Transfer modes (DESIGN section 5): four ways to move a slice from the weight file to where kernels read it.
+"""Transfers: ways to move a slice from the weight file to where kernels read it.
 
-Each mode is a `Transfer`. Nothing else depends on the mode, so that every mode gives the same bits. A transfer allocates all
-its memory at creation, at the places of the plan's `PoolLayout`. `transfer_modes.py` creates them.
+Each mode of `schedule.modes` has its `Transfer`. Every mode gives the same bits. A transfer allocates all
+its memory at creation, at the places of the plan's `PoolLayout`. `streaming/modes` has one for each mode.
 
 A transfer writes device memory by commands on its own queue, one for all threads. The queue of launches waits for the events of
 those commands (`arrived`) before a kernel reads the data. Where memory is shared, loader threads move the slices
@@ -21,7 +21,8 @@ from flashmem.base.threads import call_each
 from flashmem.bundle.checksums import Checksum, checksum
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory
+from flashmem.runtime.opencl.context import Bytes, Context
+from flashmem.runtime.opencl.handles import Buffer, DeviceMemory, Event
 from flashmem.runtime.streaming.loader import LoaderRun
 from flashmem.runtime.streaming.loading import Loading
 from flashmem.runtime.streaming.weight_file import WeightFile
@@ -55,8 +56,8 @@ class Transfer(ABC):
     def __init__(self, file: WeightFile) -> None:
         self.file = file
         self.files: tuple[WeightFile, ...] = (file,)  # the files with the slices
-        self.memories: dict[str, Memory] = {}  # the memory of each slice, as a kernel argument; None: see `binds_late`
-        self.staged: Mapping[str, Memory] = {}  # where kernels read a streamed slice that they copy to its place
+        self.memories: dict[str, DeviceMemory] = {}  # of each slice, as a kernel argument; only while loaded if `binds_late`
+        self.staged: Mapping[str, Buffer] = {}  # where kernels read a streamed slice that they copy to its place
         self.arrived: dict[str, list[Event]] = {}  # by slice: events of its copies that the launch queue does not wait for yet
         self._under_way: Loading | None = None
 
@@ -109,7 +110,7 @@ class Transfer(ABC):
         """Whether `free` does anything."""
         return type(self).free is not Transfer.free
 
-    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> DeviceMemory | None:
         """The memory of slices that form `whole`, adjacent in the file, as one buffer; None if they are not adjacent here."""
         return None
 
@@ -165,7 +166,7 @@ class ThreadedTransfer(Transfer):
             self.file.compare_checksum(f"slice {part.name!r}", checksum(place.data), self.checksums[part.name])
 
 
-def in_pool(ledger: Ledger, pool: Memory | None, offsets: Mapping[str, int], parts: Sequence[Slice]) -> Memory | None:
+def in_pool(ledger: Ledger, pool: Buffer | None, offsets: Mapping[str, int], parts: Sequence[Slice]) -> DeviceMemory | None:
     """The part of a pool that holds `parts`, if they are adjacent there."""
     places = [offsets.get(part.name) for part in parts]
     start, nbytes = places[0], 0
@@ -178,7 +179,7 @@ def in_pool(ledger: Ledger, pool: Memory | None, offsets: Mapping[str, int], par
     return ledger.part("weights", pool, start, whole_words(nbytes))
 
 
-def view(context: Context, buffer: Memory, part: Slice) -> Memory:
+def view(context: Context, buffer: Buffer, part: Slice) -> DeviceMemory:
     """A slice in its own buffer as a kernel argument: the buffer, or an image over it."""
     if not part.is_image:
         return buffer

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Memory
 from flashmem.runtime.opencl.copier import Copier, PreparedCopy
+from flashmem.runtime.opencl.handles import Buffer, DeviceMemory
 from flashmem.runtime.streaming.transfer import in_pool
 from flashmem.schedule.loads import whole_words
 from flashmem.schedule.plan import PoolLayout
@@ -41,35 +42,37 @@ class WeightObjects:
             RunError: the device or the budget refuses.
         """
         self._ledger, self._memory = ledger, weight_memory(layout, slices, apart=apart)
-        memory, before, has = self._memory, WeightMemory({}, {}, {}), dict[str, Memory]()
+        memory, before, has = self._memory, WeightMemory({}, {}, {}), dict[str, DeviceMemory]()
         if after is not None:
             before, has = after._memory, after._objects
         stays = {name for name in has if name in memory.buffers and before.buffers.get(name) == memory.buffers[name]}
         stays |= {name for name in has if name in memory.textures and before.textures.get(name) == memory.textures[name]}
         ledger.free([handle for name, handle in has.items() if name not in stays])
-        self._objects: dict[str, Memory] = {name: handle for name, handle in has.items() if name in stays}
+        self._objects: dict[str, DeviceMemory] = {name: handle for name, handle in has.items() if name in stays}
         for name, slot in memory.textures.items():
             if name not in stays:
                 self._objects[name] = ledger.image("weights", slot.width, slot.height, slot.channel, name)
         for name, nbytes in memory.buffers.items():
             if name not in stays:
                 self._objects[name] = ledger.buffer("weights", nbytes, name, host_visible=host_visible)
-        self.places: dict[str, Memory] = {}
+        self.places: dict[str, DeviceMemory] = {}
         for part in slices:
             name, offset = memory.place_of[part.name]
-            whole = self._objects[name]
             alone = apart and not offset  # a sub-buffer would take memory of its own (docs/research/opencl-notes.md)
             parted = name in memory.buffers and not alone
-            self.places[part.name] = ledger.part("weights", whole, offset, whole_words(part.file_bytes)) if parted else whole
+            whole, nbytes = self._objects[name], whole_words(part.file_bytes)
+            self.places[part.name] = ledger.part("weights", cast(Buffer, whole), offset, nbytes) if parted else whole
 
-    def joined(self, parts: Sequence[Slice]) -> Memory | None:
+    def joined(self, parts: Sequence[Slice]) -> DeviceMemory | None:
         """A sub-buffer with all of `parts`, if the slices have the same order there as in the file."""
         name, _ = self._memory.place_of.get(parts[0].name, ("", 0))
+        if name not in self._memory.buffers:
+            return None
         offsets = {each: offset for each, (where, offset) in self._memory.place_of.items() if where == name}
-        return in_pool(self._ledger, self._objects[name], offsets, parts) if name in self._memory.buffers else None
+        return in_pool(self._ledger, cast(Buffer, self._objects[name]), offsets, parts)
 
 
-def prepared_copy(copier: Copier, memory: Memory, part: Slice, first: int, nbytes: int) -> PreparedCopy:
+def prepared_copy(copier: Copier, memory: DeviceMemory, part: Slice, first: int, nbytes: int) -> PreparedCopy:
     """The copy of `nbytes` bytes of the slice from byte `first` on to the slice's place; of an image, whole rows."""
     if not part.is_image:
         return copier.prepare(memory, first, nbytes)

@@ -43,14 +43,14 @@ KEY = tuple(name.rstrip("_") for name in _FIELDS)
 """Columns that identify a point."""
 
 RESULTS = (
-    "status", "tier", "objective_kind", "objective", "bound", "bound_scope", "gap", "preload_ratio",
+    "status", "passes_m_peak", "tier", "member", "objective_kind", "objective", "bound", "bound_scope", "gap", "preload_ratio",
     "integrated_ms", "init_ms", "exec_ms", "warm_ms", "average_bytes", "peak_bytes", "smallest_bytes", "solve_seconds",
 )  # fmt: skip
 """Columns with the results.
 
-`status` is about `objective_kind`; an infeasible point has `status` infeasible and the smallest limit that works. `objective`
-and `bound` are seconds, or the weighted sum of the paper's objective. `exec_ms` is the first run
-without its opening, `warm_ms` a later run with W resident.
+`status` is about `objective_kind`; `passes_m_peak` is 1 if W alone has more bytes than M_peak, which does not limit it. An
+infeasible point has `status` infeasible and the smallest limit that works. `objective` and `bound` are seconds, or the weighted
+sum of the paper's objective. `exec_ms` is the first run without its opening, `warm_ms` a later run with W resident.
 """
 
 COLUMNS = (*KEY, *RESULTS)

@@ -9,8 +9,8 @@ from itertools import combinations, pairwise, product
 
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
-from flashmem.planning.latency.first_answer import first_plan
 from flashmem.schedule.instance import Instance, LayerSpec, WeightSpec
+from tests.support.planning_instances import plan_at
 
 from .rules import CURVE, EPSILON, Pick, keeps_m_peak, must_be_resident
 
@@ -152,7 +152,7 @@ def first_findings(case: FirstCase) -> tuple[str, list[str]]:
     least = must_be_resident(instance, case.preload)
     best = fastest(instance, least)  # at lambda 0; otherwise within the memory that lambda permits
     try:
-        plan = first_plan(instance, case.preload, lambda_=case.lambda_)
+        plan = plan_at(instance, case.preload, case.lambda_)
     except BudgetError as refusal:
         exists = best is not None and instance.mode != "interleave"
         found = [f"refused although a plan of {best:.9g} s exists: {refusal}"] if exists else []

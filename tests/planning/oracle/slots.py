@@ -9,10 +9,11 @@ from itertools import combinations
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import POOL_ALIGNMENT, TEXEL_BYTES, Channel
 from flashmem.planning.baselines import WeightedOperator
-from flashmem.planning.budget import roomiest, with_staging_that_fits
+from flashmem.planning.budget import with_staging_that_fits
 from flashmem.planning.latency.first_answer import judged
 from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.portfolio import fastest_within
+from flashmem.planning.problem import roomiest
 from flashmem.program.tensors import Slice
 from flashmem.schedule.instance import Instance, LayerSpec, WeightSpec
 from flashmem.schedule.plan import OverlapPlan, PlannedWeight, PoolLayout
@@ -172,9 +173,7 @@ def slot_findings(case: SlotCase) -> tuple[str, list[str]]:
         return with_staging_that_fits(
             instance,
             budget,
-            lambda staged: fastest_within(
-                staged, operators, budget, lambda plan: layout_of(plan).total_bytes, frozenset(), 0.0
-            ),
+            lambda staged: fastest_within(staged, operators, budget, lambda plan: layout_of(plan).total_bytes, frozenset()),
         )
 
     def exists(budget: int, within: Instance) -> bool:

@@ -15,9 +15,9 @@ from flashmem.runtime.engine.bound_program import BoundProgram
 from flashmem.runtime.generation.generator import Generator
 from flashmem.runtime.memory.accounts import Category
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Memory
 from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.discovery import find_device, list_devices
+from flashmem.runtime.opencl.handles import DeviceMemory
 from flashmem.schedule.loads import staying
 from flashmem.target.descriptor import load_descriptor
 from tests.support.chain_model import WIDTH, chained, smallest_budget, write_chain
@@ -126,7 +126,7 @@ def test_no_buffer_of_weights_is_divided_on_a_device_with_memory_of_its_own(
             give_own_memory(patch, find_device("pocl"))
             parted, part = set[str](), Ledger.part
 
-            def spy(ledger: Ledger, category: Category, *place: Any, of: Any = part, seen: set[str] = parted) -> Memory:
+            def spy(ledger: Ledger, category: Category, *place: Any, of: Any = part, seen: set[str] = parted) -> DeviceMemory:
                 seen.add(category)
                 return of(ledger, category, *place)
 

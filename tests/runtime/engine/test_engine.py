@@ -53,7 +53,7 @@ def opened(through: str, bundle: Bundle | Path, mode: Any = "auto", budget: int 
         return
     with Runtime(budget) as runtime:
         model = runtime.open(bundle, mode=mode)
-        yield Opened(model.run, model.close, model.variants)
+        yield Opened(model.run, model.close, tuple(each.engine for each in model.variants))
 
 
 @pytest.fixture

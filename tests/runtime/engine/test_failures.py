@@ -264,7 +264,7 @@ def test_closing_goes_on_after_an_error(fails: Any, model: MiniModel, monkeypatc
     session.run(None, model.inputs())
     engine = session._engine
     budgets, file = [engine.device.budget, engine.opened.tier.ledger.shared], engine.opened.file  # type: ignore[union-attr]
-    engine._warm_up = engine._warm_up or WarmUp(engine.opened, engine.device, apart=False)
+    engine.bindings.warm_up = engine.bindings.warm_up or WarmUp(engine.opened, engine.device, apart=False)
     monkeypatch.setattr(fails, "leave" if fails is Activations else "close", fail)
     with pytest.raises(OSError, match="broken"):
         session.close()

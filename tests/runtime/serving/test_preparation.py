@@ -214,7 +214,7 @@ def test_what_this_process_built_is_kept_although_more_can_be_played_later(
         for _ in range(2):
             model.run(None, wide[1])
             many.prepared()
-        kernels = model.loaded._warm_up
+        kernels = model.loaded.engine.bindings.warm_up
         assert kernels is not None
         built = kernels._kernels
         assert built is not None and built.compiled
@@ -247,7 +247,7 @@ def test_children_that_prepare_stay_on_little_cores_while_these_are_idle(
     with Runtime(device=DEVICE) as many:  # builds the first run's kernels in this process
         model = many.open(bundle)
         monkeypatch.setattr(children, "_only_when_idle", looked_at)
-        model.loaded._warm_up._apart = True  # type: ignore[union-attr]
+        model.loaded.engine.bindings.warm_up._apart = True  # type: ignore[union-attr]
         model.run(None, wide[1])
         many.prepared()
         close_to(model.run(None, wide[1]), wide[2])

@@ -61,7 +61,7 @@ def test_kernels_that_fail_keep_no_budget(error: Exception, models: list[MiniMod
         def refused(*_: Any) -> Any:
             raise error
 
-        monkeypatch.setattr(first.loaded, "kernels_for", refused)
+        monkeypatch.setattr(first.loaded.engine.bindings, "kernels_for", refused)
         with pytest.raises(type(error), match=str(error)):
             first.run(None, models[0].inputs())
         assert runtime._device.budget.committed == 0
@@ -409,7 +409,7 @@ def test_an_answer_is_given_where_nothing_can_be_prepared(models: list[MiniModel
     with Runtime() as runtime:
         opened = runtime.open(models[0].path)
         monkeypatch.setattr(BoundKernels, "steady_launches", fail)
-        monkeypatch.setattr(opened.loaded, "_warm_up", prepared(opened.loaded))
+        monkeypatch.setattr(opened.loaded.engine.bindings, "warm_up", prepared(opened.loaded))
         assert right(opened.run(None, models[0].inputs()), models[0])
         runtime.prepared()
         with pytest.warns(FlashmemWarning, match="later runs keep the kernels of the first one: MemoryError"):

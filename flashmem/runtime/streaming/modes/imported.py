@@ -6,9 +6,10 @@ from collections.abc import Container, Mapping, Sequence
 
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Context, Memory, release
+from flashmem.runtime.opencl.context import Context, release
+from flashmem.runtime.opencl.handles import DeviceMemory
 from flashmem.runtime.opencl.importing import HostImports
-from flashmem.runtime.streaming.in_place import MapTransfer
+from flashmem.runtime.streaming.modes.map import MapTransfer
 from flashmem.runtime.streaming.shared_pages import SharedSlices
 from flashmem.runtime.streaming.transfer import TransferLoad, view
 from flashmem.runtime.streaming.weight_file import WeightFile
@@ -35,15 +36,11 @@ class ImportTransfer(MapTransfer):
         after: ImportTransfer | None = None,
     ) -> None:
         self._context, self._importer = context, HostImports(context)
-        self._imports: dict[str, tuple[Memory, ...]] = {}  # by slice: what to release, in that order
+        self._imports: dict[str, tuple[DeviceMemory, ...]] = {}  # by slice: what to release, in that order
         super().__init__(context, ledger, file, slices, places, content_hashes, together, after)
         if after is not None:
             self._imports = after._imports
             self.memories.update({name: objects[0] for name, objects in self._imports.items()})
-
-    def _memory(self, context: Context, part: Slice, whole: Slice | None, apart: Container[str]) -> Memory:
-        """None: the slice has no memory before its load."""
-        return None
 
     def complete(self, part: Slice, turn: TransferLoad) -> None:
         """Import the loaded slice."""
@@ -67,7 +64,7 @@ class ImportTransfer(MapTransfer):
         self.memories.clear()
 
     def _release(self, name: str) -> None:
-        self.memories[name] = None
+        self.memories.pop(name, None)
         release(*self._imports.pop(name, ()))
 
     def _give_places_up(self, but: Container[str] = ()) -> None:
