@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from flashmem.cli.commands.options import (
+    AUTO_MODE,
     AUTO_OBJECTIVE,
     Device,
     Disk,
@@ -172,7 +173,7 @@ def sweep(
     objective: Annotated[
         ObjectiveName, typer.Option(help="The first answer (auto), later runs, or the paper's sum.")
     ] = AUTO_OBJECTIVE,
-    mode: Annotated[Mode, typer.Option(help="How weights are transferred.")] = Mode.AUTO,
+    mode: Annotated[Mode, typer.Option(help="How weights are transferred.")] = AUTO_MODE,
     disk: Annotated[Disk, typer.Option(help="Whether the weight file is in the page cache.")] = Disk.CACHED,
     measured: Annotated[bool, typer.Option("--measured/--simulated", help="Run every point, or predict it.")] = False,
     runs: Annotated[int, typer.Option(min=1, help="Fresh processes for each measured point; the result is their median.")] = 3,

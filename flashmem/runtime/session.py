@@ -98,7 +98,7 @@ class Session:
             process_memory: most bytes that the whole process may hold resident, in place of `budget`. The budget is then less
                 by what the process holds when the device's context exists, and by `SLACK` of
                 `flashmem.runtime.request.process_memory`. The model is planned for it, if its own plan needs more.
-            lanes: in mode "interleave", whether kernels copy weights while they compute; if not, separate launches between them
+            lanes: in mode `interleave`, whether kernels copy weights while they compute; if not, separate launches between them
                 copy, for comparison.
             trace: record when each launch ran on the device.
             verify_weights: compare every slice and table row that is read with its checksum; damage fails the run. Constants

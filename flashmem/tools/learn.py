@@ -25,6 +25,7 @@ from flashmem.planning.planner import plan_instance, planning_instance
 from flashmem.runtime.engine.report import RunReport
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.loads import TimedInterval
+from flashmem.schedule.modes import MODES
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor
 
@@ -122,7 +123,7 @@ def observed(bundle: Bundle, mode: TransferMode, reports: Sequence[RunReport]) -
     """The measurements of runs: medians of launch times over the runs, minus the known cost of simultaneous copies in this
     mode.
     """
-    moved = _moved_bytes(bundle.plan) if mode == "interleave" else [0] * len(bundle.program.launches)
+    moved = _moved_bytes(bundle.plan) if MODES[mode].by_kernels else [0] * len(bundle.program.launches)
     seconds = []
     for layer, intervals in enumerate(zip(*(report.layers for report in reports), strict=True)):
         whole = median(interval.end - interval.start for interval in intervals)

@@ -38,6 +38,7 @@ from flashmem.program.launches import KernelShape, Launch
 from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.discovery import list_devices
+from flashmem.schedule.modes import MODES
 from flashmem.target.descriptor import DeviceDescriptor, descriptor_names, load_descriptor
 from tests.support.made_profile import BASIS, features, law
 from tests.support.paths import ROOT
@@ -208,7 +209,7 @@ def test_a_capacity_is_the_most_that_keeps_a_launch_within_its_class(name: str) 
                 most = (
                     MAX_RATIO * launch_features(launch, weights, path).own_bytes
                     if isinstance(model, Predictor)
-                    else allowed * descriptor.rates.transfer_bandwidth(mode)
+                    else allowed * MODES[mode].last_bandwidth(descriptor.rates)
                 )
                 more = found + 1e-3 * most
                 assert more > most or model.loaded_seconds(launch, weights, more, mode) > allowed, (path, family, mode)

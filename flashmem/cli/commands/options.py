@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from flashmem.cli.commands.compiling import CompileOptions
+from flashmem.schedule.modes import MODES
 from flashmem.schedule.objectives import AUTO, KINDS
 
 
@@ -49,11 +50,10 @@ class MemoryPath(StrEnum):
 class Mode(StrEnum):
     """How weights are transferred to the kernels."""
 
-    AUTO = "auto"
-    MAP = "map"
-    ALIAS = "alias"
-    DMA = "dma"
-    INTERLEAVE = "interleave"
+    vars().update({name.upper(): name for name in (AUTO, *MODES)})
+
+
+AUTO_MODE = Mode(AUTO)
 
 
 class ObjectiveName(StrEnum):

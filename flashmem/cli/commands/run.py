@@ -225,7 +225,7 @@ def _run(
         Session(
             bundle,
             device=compiling.device or "auto",
-            mode=cast(TransferMode, compiling.mode or "auto"),  # the session refuses unknown modes
+            mode=compiling.mode or "auto",  # the session refuses unknown modes
             strategy=cast(Strategy, options.strategy or "auto"),
             budget=budget,
             host_budget=options.host_budget,

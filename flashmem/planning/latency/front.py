@@ -37,7 +37,7 @@ def average_of(instance: Instance, plan: OverlapPlan) -> int:
 
 def rungs(instance: Instance, preload: Collection[str]) -> Iterator[OverlapPlan]:
     """Plans with W = `preload` for limits on the bytes in flight, from all that a plan can use to the least."""
-    copies = 2 if instance.mode == "interleave" else 1
+    copies = instance.transfer.places_in_flight
     smallest, _ = smallest_m_peak(instance, preload)
 
     def make(m_peak: int) -> OverlapPlan:
@@ -88,7 +88,9 @@ def leaner(
     permitted = [plan for plan in (fastest, *plans) if averages[id(plan)] <= allowed]
     chosen = min(permitted, key=lambda plan: (plan.objective, averages[id(plan)]))
     inside = roomiest(chosen)
-    if instance.mode != "map":  # places are always allocated, so the average limits the bytes in flight; that of pages does not
+    if (
+        not instance.transfer.by_pages
+    ):  # places are always allocated, so the average limits the bytes in flight; that of pages does not
         resident_bytes = sum(w.nbytes for w in chosen.weights if w.preload)
         inside = replace(inside, m_peak=min(inside.m_peak, allowed - resident_bytes))
     return judged(inside, replace(chosen, lambda_=lambda_))

@@ -126,7 +126,7 @@ class Engine:
         bound = self.bound
         assert bound is not None
         self.left = frozenset()
-        program, mode = bound.opened.program, bound.opened.mode
+        program, again = bound.opened.program, bound.opened.transfer.by_kernels
         host = None if bound.opened.tier is None else bound.opened.tier.ledger
         if not self.opening_seconds:
             for ledger in (bound.ledger, host):
@@ -137,7 +137,7 @@ class Engine:
         keeping = [ports[name] for name in kept]
         with _OF_THE_REQUEST:
             bound.activations.write_inputs(inputs)
-        if not memory.halts or mode != "interleave":
+        if not memory.halts or not again:
             inputs.clear()  # the caller may have dropped its references
         loads: Sequence[TimedInterval] = ()
         nbytes = 0
@@ -157,7 +157,7 @@ class Engine:
                 self._clear_stopped(done)
                 raise RequestError(RunStoppedError("the run was stopped"))
             memory.give_way()
-            if mode == "interleave":  # the copies that kernels made before are overwritten
+            if again:  # the copies that kernels made before are overwritten
                 done, read = 0, {}
                 bound.activations.write_inputs(inputs)
         with _OF_THE_REQUEST:
