@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -16,10 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashmem.base.errors import MissingFileError, UserError
+from flashmem.base.foreign_models import check_format
 from flashmem.base.version import __version__
 from flashmem.bundle import cache
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import BATCH_TOKENS, CHECKED_TOKENS, IDS, MOST_ROWS, PROMPT_TOKENS, is_language_folder
+from flashmem.bundle.working_folder import working_folder
 from flashmem.compiler.options import Options
 from flashmem.compiler.selection.tuning_database import content_hash
 from flashmem.options import resolve
@@ -84,16 +85,17 @@ class Compilation:
         return cache.find(self.name, self.describes)
 
     @contextmanager
-    def in_a_file(self) -> Iterator[Compilation]:
-        """The same with the model in a file: a temporary one, as long as the body runs, if it is in none.
+    def in_a_file(self, beside: Path | None = None) -> Iterator[Compilation]:
+        """The same with the model in a file: if it is in none, one beside the bundle `beside` or a temporary one, as long as
+        the body runs.
 
         A UserError of the body then does not name that file.
         """
         if self.content is None:
             yield self
             return
-        with tempfile.TemporaryDirectory(prefix="flashmem-model-") as folder:
-            path = Path(folder) / self.model.name
+        with working_folder(beside, "flashmem-model-") as folder:
+            path = folder / self.model.name
             path.write_bytes(self.content)
             try:
                 yield replace(self, model=path, content=None)
@@ -111,6 +113,8 @@ def read_compilation(model: str | Path | bytes | onnx.ModelProto, request: Bundl
     """
     content = None if isinstance(model, str | Path) else _bytes_of(model)
     model = Path(_UNNAMED) if content is not None else Path(model)  # type: ignore[arg-type]
+    if content is None:
+        check_format(model)
     if content is None and not model.is_file() and not is_language_folder(model):
         what = "is a folder without a language model" if model.is_dir() else "does not exist"
         raise MissingFileError(f"model {model} {what}; name an .onnx or .gguf file, or a folder of a language model")
